@@ -1,0 +1,79 @@
+"""Frozen, strict configuration. Rejects what it does not know; never adjusts a value silently. Imports no jax.
+
+`EngineConfig` is what a user writes (None means "choose for me"); `resolve()` turns it, once, into a `Resolved` in
+which nothing is left to choose. A run saves the resolved one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+DType = Literal["float32", "bfloat16", "float16"]
+PolicyName = Literal["fcfs"]
+AttentionImpl = Literal["xla", "reference"]
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and choices of one engine.
+
+    block_size: token slots in a cache block (S).
+    max_num_batched_tokens: the token budget of a step; decodes take theirs first, prompt chunks share the rest.
+    max_num_seqs: sequences in a step at most (B). Never more run than the budget has tokens: each needs one a step.
+    max_model_len: prompt + output tokens of one request at most; None is the model's own limit.
+    num_blocks: cache blocks that requests can own; None fills `memory_fraction` of the free memory, but no more than
+        max_num_seqs requests of max_model_len can use.
+    memory_fraction: share of the device's free memory for the cache when num_blocks is None.
+    seed: root of every random key; a request's own seed is folded into it.
+    """
+
+    block_size: int = 16
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    num_blocks: int | None = None
+    memory_fraction: float = 0.5
+    dtype: DType = "float32"
+    policy: PolicyName = "fcfs"
+    attention_impl: AttentionImpl | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks"):
+            value = getattr(self, name)
+            if value is None and name in ("max_model_len", "num_blocks"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+        if not isinstance(self.memory_fraction, (int, float)) or not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction is {self.memory_fraction!r}; it must be above 0 and at most 1")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
+        one_of("dtype", self.dtype, get_args(DType))
+        one_of("policy", self.policy, get_args(PolicyName))
+        if self.attention_impl is not None:
+            one_of("attention_impl", self.attention_impl, get_args(AttentionImpl))
+
+
+def one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
+    """Raise a ValueError that lists `allowed` (and the nearest name) unless `value` is one of them."""
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}{hint}")
+
+
+def from_dict(cls: type[Config], values: dict[str, Any], *, where: str = "") -> Config:
+    """Build the dataclass `cls` from a mapping; an unknown key is an error that suggests the nearest known one."""
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+            raise ValueError(f"unknown key {where}{key!r}; {hint}")
+    return cls(**values)

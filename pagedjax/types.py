@@ -1,0 +1,217 @@
+"""Plain immutable records that both towers speak of. Imports no jax and no numpy.
+
+Glossary, used in signatures and comments everywhere:
+
+    block        a fixed-size piece of the KV cache that holds `S` token slots; kernels call it a page
+    block table  the block ids of one sequence, in token order
+    length       tokens of a sequence whose values are known (prompt + generated so far)
+    computed     tokens of a sequence whose keys and values are in the cache; `computed` chases `length`
+    chunk        the tokens of one sequence that one step computes
+    step         schedule -> pack -> step -> commit, once
+
+    B sequences in a step   T packed tokens         P cache blocks    S tokens in a block   M blocks in a table row
+    N query heads           K key/value heads       H head size       L layers              V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    """A tuple of token ids from a list, tuple, set or single id."""
+    items = (value,) if isinstance(value, int) else tuple(value)  # type: ignore[arg-type]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            raise ValueError(f"{name} holds {item!r}; token ids are integers of at least 0")
+    return tuple(sorted(items)) if isinstance(value, (set, frozenset)) else items
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Names and defaults are vLLM's.
+
+    Order of operations on the logits (vLLM's): allowed_token_ids, logit_bias, min_tokens, penalties, temperature,
+    min_p, top_k, top_p. `temperature=0` is greedy. `top_k` of 0 or -1 is off.
+
+    Raises:
+        ValueError: a value out of its range; the message names the value and the range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:  # normalising the spelling of a value, never its meaning
+            object.__setattr__(self, name, value)
+
+        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        if self.logit_bias is not None:
+            put("logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()})
+
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{field.name} is {value!r}; it must be an integer")
+            if field.type == "float" and (
+                isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+            ):
+                raise ValueError(f"{field.name} is {value!r}; it must be a finite number")
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{field.name} is {value!r}; it must be True or False")
+
+        def check(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+        check(self.n >= 1, "n", "at least 1")
+        check(0.0 <= self.temperature <= 2.0, "temperature", "between 0 (greedy) and 2")
+        check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1 (1 is off)")
+        check(self.top_k >= -1, "top_k", "at least 1, or 0 / -1 for off")
+        check(0.0 <= self.min_p <= 1.0, "min_p", "between 0 (off) and 1")
+        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
+        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
+        check(0.0 < self.repetition_penalty <= 2.0, "repetition_penalty", "above 0 and at most 2 (1 is off)")
+        check(self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens ({self.max_tokens})")
+        check(self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**32), "seed", "None or in [0, 2**32)")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            check(value is None or (type(value) is int and 0 <= value <= 20), name, "None or an integer from 0 to 20")
+        check(all(isinstance(s, str) and s for s in self.stop), "stop", "a non-empty string or several of them")
+        check(not (self.stop and not self.detokenize), "stop", "empty when detokenize is False: it matches text")
+        check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "None or non-empty")
+        bias = self.logit_bias or {}
+        check(all(-100.0 <= v <= 100.0 for v in bias.values()), "logit_bias", "between -100 and 100 for every token")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class Request(NamedTuple):
+    """What the scheduler has to know of a request: counts and stop tokens, never text or token values."""
+
+    request_id: str
+    prompt_len: int
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+
+
+class Seq(NamedTuple):
+    """A request on its way through the scheduler. `computed` chases `length`; `blocks` covers at least `computed`."""
+
+    request: Request
+    arrival: int  # 0, 1, 2 ... in the order of submission: the tie-breaker of every policy
+    length: int  # prompt + generated tokens
+    computed: int = 0
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_output(self) -> int:
+        return self.length - self.request.prompt_len
+
+
+class Row(NamedTuple):
+    """One sequence of a plan: compute `count` tokens from `seq.computed` on. Blocks for them are in `seq.blocks`."""
+
+    seq: Seq
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """True when this chunk reaches the end of the known tokens, so that a new one is sampled."""
+        return self.seq.computed + self.count == self.seq.length
+
+
+class Plan(NamedTuple):
+    """What one step computes. A fact, never carried state."""
+
+    step: int
+    rows: tuple[Row, ...]  # decodes (count 1 at the end of a sequence) first, then prompt chunks
+    admitted: tuple[str, ...]  # request ids that entered `running` in this step
+    preempted: tuple[str, ...]  # request ids sent back to the front of the queue, in that order
+    num_waiting: int  # after admission
+    blocks_used: int  # blocks with an owner while the step runs
+    num_blocks: int  # blocks that can have an owner (block 0, the trash block, is not one of them)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class Admitted(NamedTuple):
+    step: int
+    request_id: str
+
+
+class Preempted(NamedTuple):
+    step: int
+    request_id: str
+
+
+class Sampled(NamedTuple):
+    """The new tokens of a step, one for each row that sampled, in row order."""
+
+    step: int
+    request_ids: tuple[str, ...]
+    token_ids: tuple[int, ...]
+
+
+class Finished(NamedTuple):
+    step: int
+    request_id: str
+    reason: FinishReason
+    num_output: int
+
+
+Event = Admitted | Preempted | Sampled | Finished
+
+
+class StepResult(NamedTuple):
+    """What the engine yields for a step: the plan, what happened, and when (seconds of time.perf_counter)."""
+
+    plan: Plan
+    events: tuple[Event, ...]
+    started: float  # before schedule
+    finished: float  # after commit
+    device_seconds: float  # from dispatch until the sampled tokens are on the host
+    padded_tokens: int  # T of the compiled shape that ran; plan.num_tokens of them were real
+    compilations: int  # XLA compilations during this step; 0 after warm-up
+
+    @property
+    def host_seconds(self) -> float:
+        return self.finished - self.started - self.device_seconds
