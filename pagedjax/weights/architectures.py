@@ -1,0 +1,199 @@
+"""What is particular to each supported architecture: its config's defaults and how llama.cpp stores it in GGUF.
+
+To add an architecture, write one `Architecture` and put it into ARCHITECTURES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedjax.weights.checkpoint import Tensor
+
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+class Architecture(NamedTuple):
+    """required: config keys that must be there; defaults: what transformers assumes where config.json is silent.
+
+    gguf_name: the arch's name in GGUF, the prefix of its metadata keys.
+    gguf_top, gguf_block: GGUF tensor name -> Hugging Face name, outside and inside "blk.N.".
+    gguf_config: (path, metadata, tensors) -> config before normalising.
+    gguf_change: (Hugging Face name, config) -> what undoes the converter's change to the values, or None.
+    """
+
+    required: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    gguf_name: str
+    gguf_top: Mapping[str, str]
+    gguf_block: Mapping[str, str]
+    gguf_config: Callable[[Any, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Any]]
+    gguf_change: Callable[[str, Mapping[str, Any]], Change | None]
+
+
+# --- llama ------------------------------------------------------------------------------------------------------------
+
+
+def unpermute(num_heads: int, values: np.ndarray) -> np.ndarray:
+    """Undo the row order llama.cpp gives q and k: in each head, rows (0, H/2, 1, H/2 + 1, ...) back to (0, 1, ...).
+
+    llama.cpp rotates neighbouring pairs, Hugging Face rotates halves. values: [num_heads * H, in] or [num_heads * H].
+    """
+    paired = values.reshape(num_heads, -1, 2, *values.shape[1:])
+    return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(values.shape)
+
+
+def llama_change(name: str, config: Mapping[str, Any]) -> Change | None:
+    if ".q_proj." in name:
+        return partial(unpermute, config["num_attention_heads"])
+    if ".k_proj." in name:
+        return partial(unpermute, config["num_key_value_heads"])
+    return None
+
+
+def llama_gguf_config(path: Any, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """config.json as the model's own would be, from the `llama.*` keys."""
+
+    def key(name: str, default: Any = None) -> Any:
+        value = metadata.get(f"llama.{name}", default)
+        if value is None:
+            raise ValueError(f"{path}: the metadata lacks llama.{name}; the file is incomplete, convert it again")
+        if isinstance(value, list):  # one number for each layer: fine as long as they agree
+            if len(set(value)) != 1:
+                raise ValueError(f"{path}: llama.{name} differs between layers ({value}); they must be equal")
+            return value[0]
+        return value
+
+    if metadata.get("llama.expert_count", 0):
+        raise ValueError(f"{path} is a mixture of {metadata['llama.expert_count']} experts; only dense models work")
+    heads = key("attention.head_count")
+    head_dim = key("attention.key_length", key("embedding_length") // heads)
+    for other in ("attention.value_length", "rope.dimension_count"):
+        if key(other, head_dim) != head_dim:
+            raise ValueError(f"{path}: llama.{other} is {key(other)}; it must equal the head size, {head_dim}")
+    return {
+        "model_type": "llama",
+        "hidden_size": key("embedding_length"),
+        "intermediate_size": key("feed_forward_length"),
+        "num_hidden_layers": key("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": key("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else key("vocab_size"),
+        "rms_norm_eps": key("attention.layer_norm_rms_epsilon"),
+        "rope_theta": float(key("rope.freq_base", 10000.0)),
+        "rope_scaling": gguf_rope_scaling(path, "llama", metadata, tensors),
+        "max_position_embeddings": key("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
+
+
+def gguf_rope_scaling(
+    path: Any, prefix: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Any] | None:
+    """`rope_scaling` from <prefix>.rope.scaling.* or a rope_freqs tensor (the converter's form of "llama3" scaling)."""
+    base = f"{prefix}.rope.scaling."
+    kind, factor = metadata.get(f"{base}type", "none"), metadata.get(f"{base}factor")
+    if factor is None and (linear := metadata.get(f"{prefix}.rope.scale_linear")) is not None:
+        kind, factor = "linear", linear  # the key's name in older files
+    if "rope_freqs.weight" in tensors:
+        if kind != "none":
+            raise ValueError(f"{path} has both rope_freqs.weight and {base}type = {kind!r}; only one can hold")
+        # each frequency is divided by its factor
+        return {"rope_type": "freqs", "factors": tensors["rope_freqs.weight"].read().tolist()}
+    if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
+        return None
+    if kind not in ("linear", "yarn") or factor is None:
+        raise ValueError(f"{path}: {base}type is {kind!r} with factor {factor!r}; 'none', 'linear' and 'yarn' are read")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
+    renamed = {
+        "original_context_length": "original_max_position_embeddings",
+        "attn_factor": "attention_factor",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+    scaling |= {hf: metadata[base + own] for own, hf in renamed.items() if base + own in metadata}
+    return scaling
+
+
+LLAMA = Architecture(
+    required=(
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("vocab_size", "max_position_embeddings"),
+    ),
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+    },
+    gguf_name="llama",
+    gguf_top={
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    },
+    gguf_block={
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    },
+    gguf_config=llama_gguf_config,
+    gguf_change=llama_change,
+)
+
+ARCHITECTURES: dict[str, Architecture] = {"llama": LLAMA}  # by config.json's model_type
+
+
+# --- any architecture -------------------------------------------------------------------------------------------------
+
+
+def normalised(config: Mapping[str, Any], where: Any) -> dict[str, Any]:
+    """The config with its defaults filled in and `rope_parameters` (transformers 5) split into theta and scaling.
+
+    Raises:
+        ValueError: an unsupported model_type, a missing key or one of the wrong kind; names `where` it came from.
+    """
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise ValueError(f"{where}: model_type is {model_type!r}; supported: {', '.join(ARCHITECTURES)}")
+    architecture = ARCHITECTURES[model_type]
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method")
+        raise ValueError(f"{where}: weights quantised by {method!r} are not read; use the unquantised model or a GGUF")
+
+    result = {**config}
+    rope = dict(result.pop("rope_parameters", None) or {})
+    if "rope_theta" in rope:
+        result["rope_theta"] = rope.pop("rope_theta")
+    scaling = dict(rope or result.get("rope_scaling") or {})
+    if scaling:
+        scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
+        scaling.pop("type", None)
+    result["rope_scaling"] = scaling if scaling and scaling["rope_type"] != "default" else None
+    result = {**architecture.defaults, **{k: v for k, v in result.items() if v is not None}}
+
+    for name in architecture.required:
+        value = result.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{where}: {name} is {value!r}; it must be an integer of at least 1")
+    heads = result["num_attention_heads"]
+    result.setdefault("num_key_value_heads", heads)
+    result.setdefault("head_dim", result["hidden_size"] // heads)
+    if heads % result["num_key_value_heads"]:
+        raise ValueError(f"{where}: {heads} query heads are not a multiple of {result['num_key_value_heads']} KV heads")
+    return result

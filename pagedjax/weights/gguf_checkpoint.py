@@ -1,0 +1,59 @@
+"""A GGUF file as a checkpoint: Hugging Face names, config and values, whatever llama.cpp's converter changed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pagedjax.weights.architectures import ARCHITECTURES, Architecture, normalised
+from pagedjax.weights.checkpoint import Checkpoint
+from pagedjax.weights.gguf_file import GGUFFile, mapped, read_gguf
+
+BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+IN_CONFIG = ("rope_freqs.weight",)  # tensors that `config` already tells of
+TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a .gguf file. Tied embeddings show as `tie_word_embeddings` without an lm_head.weight tensor.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_gguf`; also an unsupported architecture, with the supported ones.
+    """
+    file = read_gguf(path)
+    architecture = _architecture(file)
+    config = architecture.gguf_config(path, file.metadata, file.tensors) | {
+        name: file.metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in TOKEN_IDS.items()
+    }
+    config = normalised(config, path)
+    tensors = {}
+    for own, tensor in file.tensors.items():
+        if own not in IN_CONFIG:
+            name = huggingface_name(architecture, own)
+            tensors[name] = mapped(tensor, name, architecture.gguf_change(name, config))
+    return Checkpoint(path, "gguf", config, tensors, {"eos_token_id": _ends(file.metadata)}, file.metadata)
+
+
+def huggingface_name(architecture: Architecture, name: str) -> str:
+    """The Hugging Face name; a tensor the architecture does not know keeps its own, so that loading reports it."""
+    if match := BLOCK.fullmatch(name):
+        layer, part, kind = match.groups()
+        if part in architecture.gguf_block:
+            return f"model.layers.{layer}.{architecture.gguf_block[part]}.{kind}"
+    return architecture.gguf_top.get(name, name)
+
+
+def _architecture(file: GGUFFile) -> Architecture:
+    found = file.metadata.get("general.architecture")
+    for architecture in ARCHITECTURES.values():
+        if architecture.gguf_name == found:
+            return architecture
+    supported = ", ".join(architecture.gguf_name for architecture in ARCHITECTURES.values())
+    raise ValueError(f"{file.path}: general.architecture is {found!r}; supported: {supported}")
+
+
+def _ends(metadata: dict[str, Any]) -> list[int]:
+    """End of text, of turn and of message: a chat model may use any of them."""
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    return sorted({metadata[key] for key in keys if key in metadata})

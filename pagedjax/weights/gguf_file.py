@@ -1,0 +1,186 @@
+"""Read a GGUF file's header with every length checked, and its tensors one at a time. Knows no model.
+
+The `gguf` package's own reader makes a numpy array of every string of the vocabulary (seconds) and fails on a damaged
+file with whatever numpy raises; its dequantisation is what we use.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedjax.weights.checkpoint import Tensor
+
+VERSIONS = (2, 3)
+STRING, ARRAY = 8, 9
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+MAX_DEPTH = 4  # of arrays in arrays; no writer makes any, a damaged file may seem to
+
+
+class GGUFFile(NamedTuple):
+    """metadata: key -> int, float, bool, str or list of them; tensors: by the file's own names, in file order."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Parse the header. A tensor's shape is numpy's (GGUF lists the fastest dimension first).
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not GGUF, an unknown version or type, or truncated; names the file, the place and the sizes.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if path.stat().st_size < 24:
+        raise ValueError(f"{path} is not a GGUF file: it has {path.stat().st_size} bytes, a header alone has 24")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = Cursor(path, data)
+        _check_magic(cursor)
+        num_tensors, num_pairs = cursor.scalar("Q", "tensor count"), cursor.scalar("Q", "key count")
+        metadata = {}
+        for index in range(num_pairs):
+            key = cursor.string(f"key {index} of {num_pairs}")
+            metadata[key] = cursor.value(cursor.scalar("I", f"type of {key}"), key)
+        entries = [_entry(cursor, f"tensor {index} of {num_tensors}") for index in range(num_tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+            raise ValueError(f"{path}: general.alignment is {alignment!r}; it must be a power of two")
+        start = -(-cursor.at // alignment) * alignment
+        tensors = {entry.name: _tensor(path, entry, start, len(data)) for entry in entries}
+    if len(tensors) != len(entries):
+        raise ValueError(f"{path} lists a tensor name twice; the file is damaged, fetch or convert it again")
+    return GGUFFile(path, metadata, tensors)
+
+
+class Cursor:
+    """Reads forward through the header; whatever would pass the end of the file is an error that says so."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path, self.data, self.at = path, data, 0
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > len(self.data) - self.at:
+            raise ValueError(
+                f"{self.path} is truncated or damaged: {what} needs {count} bytes at offset {self.at}, "
+                f"the file has {len(self.data)} in all; fetch it again"
+            )
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def scalar(self, code: str, what: str) -> Any:
+        value = struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0]
+        return _short(value) if code == "f" else value
+
+    def string(self, what: str) -> str:
+        raw = self.take(self.scalar("Q", f"the length of {what}"), what)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.path} is damaged: {what} is not valid UTF-8 ({error}); fetch it again") from error
+
+    def value(self, kind: int, what: str, depth: int = 0) -> Any:
+        if kind in SCALARS:
+            return self.scalar(SCALARS[kind], what)
+        if kind == STRING:
+            return self.string(what)
+        if kind != ARRAY or depth == MAX_DEPTH:
+            raise ValueError(f"{self.path} is damaged: {what} has value type {kind}, which GGUF does not define")
+        item, count = self.scalar("I", f"the type of {what}"), self.scalar("Q", f"the length of {what}")
+        if item in SCALARS:
+            code = SCALARS[item]
+            raw = self.take(count * struct.calcsize(f"<{code}"), what)
+            values = struct.unpack(f"<{count}{code}", raw)
+            return [_short(value) for value in values] if code == "f" else list(values)
+        return [self.value(item, f"item {index} of {what}", depth + 1) for index in range(count)]
+
+
+def _short(value: float) -> float:
+    """A float32 as the shortest decimal that means it: 9.999999747378752e-06 was written as 1e-05."""
+    return float(str(np.float32(value)))
+
+
+def _check_magic(cursor: Cursor) -> None:
+    if (magic := cursor.take(4, "the magic number")) != b"GGUF":
+        raise ValueError(f"{cursor.path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+    version = cursor.scalar("I", "the version")
+    if version not in VERSIONS:
+        hint = "it is big-endian" if version & 0xFFFF == 0 else "convert the model again with a current llama.cpp"
+        raise ValueError(f"{cursor.path} has GGUF version {version}; versions {VERSIONS} are supported ({hint})")
+
+
+class Entry(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+def _entry(cursor: Cursor, what: str) -> Entry:
+    name = cursor.string(f"the name of {what}")
+    num_dims = cursor.scalar("I", f"the rank of {name}")
+    if num_dims > 4:
+        raise ValueError(f"{cursor.path} is damaged: {name} has {num_dims} dimensions, GGUF allows 4; fetch it again")
+    dims = struct.unpack(f"<{num_dims}Q", cursor.take(8 * num_dims, f"the shape of {name}"))
+    return Entry(name, dims[::-1], cursor.scalar("I", f"the type of {name}"), cursor.scalar("Q", f"offset of {name}"))
+
+
+def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
+    """The entry as a Tensor, its extent checked against the file."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        encoding = GGMLQuantizationType(entry.kind)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: tensor {entry.name} has type number {entry.kind}, which the installed gguf package does not "
+            "know; update it with: pip install -U gguf"
+        ) from error
+    per_block, block_bytes = GGML_QUANT_SIZES[encoding]
+    row = entry.shape[-1] if entry.shape else 1
+    if row % per_block:
+        raise ValueError(
+            f"{path}: tensor {entry.name} has rows of {row}, not multiples of {per_block} ({encoding.name})"
+        )
+    begin, size = start + entry.offset, prod(entry.shape) // per_block * block_bytes
+    if begin + size > file_size:
+        raise ValueError(
+            f"{path} is truncated: tensor {entry.name} {entry.shape} ({encoding.name}) takes bytes {begin} to "
+            f"{begin + size}, the file has {file_size}; fetch it again"
+        )
+    load = partial(_read, path, entry.name, entry.shape, encoding, begin, size)
+    return Tensor(entry.name, entry.shape, np.dtype(np.float32), path, encoding.name, load)
+
+
+def _read(path: Path, name: str, shape: tuple[int, ...], encoding: Any, begin: int, size: int) -> np.ndarray:
+    """The values as float32 of `shape`."""
+    from gguf.quants import dequantize
+
+    raw = np.fromfile(path, np.uint8, size, offset=begin)
+    if raw.size != size:
+        raise ValueError(f"{path} is truncated: tensor {name} has {raw.size} of its {size} bytes; fetch it again")
+    if encoding.name == "F64":
+        return raw.view("<f8").astype(np.float32).reshape(shape)
+    rows = raw.reshape(prod(shape[:-1]), -1) if size else raw
+    try:
+        return np.asarray(dequantize(rows, encoding), np.float32).reshape(shape)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{path}: tensor {name} is stored as {encoding.name}, which cannot be dequantised here; "
+            "convert the model to F16, BF16, Q8_0 or another common type"
+        ) from error
+
+
+def mapped(tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray] | None) -> Tensor:
+    """The tensor under another name, its values passed through `change` (which keeps the shape) when read."""
+    load = tensor.load if change is None else lambda: change(tensor.load())
+    return Tensor(name, tensor.shape, tensor.dtype, tensor.file, tensor.encoding, load)

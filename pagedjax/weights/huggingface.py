@@ -1,0 +1,126 @@
+"""A Hugging Face directory as a checkpoint: config.json and safetensors, in one file or in shards."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pagedjax.weights.architectures import normalised
+from pagedjax.weights.checkpoint import Checkpoint, Tensor
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+    **{f"{code}{bits}": f"{name}{bits}" for code, name in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)},
+}
+MAX_HEADER = 100_000_000  # bytes; the format's own limit
+
+
+def open_directory(path: Path) -> Checkpoint:
+    """Open a directory with config.json and *.safetensors.
+
+    Raises:
+        FileNotFoundError: config.json, the weights or a shard is missing.
+        ValueError: JSON or safetensors that cannot be read, or a model that is not supported.
+    """
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} has no config.json; it must be the directory of a Hugging Face model")
+    config = normalised(read_json(path / "config.json"), path / "config.json")
+    generation = path / "generation_config.json"
+    generation_config = read_json(generation) if generation.is_file() else {}
+    return Checkpoint(path, "huggingface", config, _tensors(path), generation_config)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; anything else is a ValueError that names the file and the place."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a JSON {type(value).__name__}; it must hold an object")
+    return value
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    if not (path / INDEX).is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            other = [f.name for pattern in ("*.bin", "*.pth", "*.gguf") for f in sorted(path.glob(pattern))]
+            hint = f"; it has {', '.join(other)}" if other else ""
+            raise FileNotFoundError(f"{path} has no *.safetensors{hint}; save the model with safe_serialization=True")
+        files = [path / "model.safetensors"] if path / "model.safetensors" in files else files
+        return {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
+
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path / INDEX} has no weight_map of tensor names to files; fetch it again")
+    shards = sorted(set(weight_map.values()))
+    if missing := [shard for shard in shards if not (path / shard).is_file()]:
+        raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, which {INDEX} names; fetch the missing shards")
+    stored = {shard: read_safetensors(path / shard) for shard in shards}
+    if absent := [name for name, shard in weight_map.items() if name not in stored[shard]]:
+        raise ValueError(
+            f"{INDEX} in {path} says that {weight_map[absent[0]]} holds {absent[0]}, which it does not "
+            f"({len(absent)} such tensors); index and shards do not belong together"
+        )
+    return {name: stored[shard][name] for name, shard in weight_map.items()}
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, their extents checked against its size.
+
+    Raises:
+        ValueError: truncated or damaged; names the file, the tensor where one is known, and the sizes.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            raise ValueError(
+                f"{path} is truncated or not a safetensors file: its header needs {length} bytes after the first 8, "
+                f"the file has {size} in all; fetch it again"
+            )
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has a damaged header ({type(error).__name__}: {error}); fetch it again") from error
+
+
+def _tensor(path: Path, name: str, entry: dict[str, Any], start: int, file_size: int) -> Tensor:
+    code, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
+    if code not in DTYPES:
+        raise ValueError(f"{path}: tensor {name} has dtype {code!r}; known are {', '.join(DTYPES)}")
+    dtype = np_dtype(DTYPES[code])
+    begin, end = (start + int(offset) for offset in entry["data_offsets"])
+    if end - begin != prod(shape) * dtype.itemsize or begin < start:
+        raise ValueError(f"{path} is damaged: {name} {shape} {code} has {end - begin} bytes of data; fetch it again")
+    if end > file_size:
+        raise ValueError(
+            f"{path} is truncated: tensor {name} {shape} {code} takes bytes {begin} to {end}, "
+            f"the file has {file_size}; fetch it again"
+        )
+    return Tensor(name, shape, dtype, path, code, partial(_read, path, name, shape, dtype, begin))
+
+
+def _read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, begin: int) -> np.ndarray:
+    values = np.fromfile(path, dtype, prod(shape), offset=begin)
+    if values.size != prod(shape):
+        raise ValueError(f"{path} is truncated: {name} has {values.size} of its {prod(shape)} values; fetch it again")
+    return values.reshape(shape)
+
+
+def np_dtype(name: str) -> np.dtype:
+    """numpy's dtype, or ml_dtypes' for the kinds numpy lacks (bfloat16, float8)."""
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name, name))

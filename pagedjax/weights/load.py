@@ -1,0 +1,124 @@
+"""Checkpoint -> parameters: a table says which tensors make which parameter; everything wrong is told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+import numpy as np
+
+from pagedjax.config import DType, one_of
+from pagedjax.weights.checkpoint import Checkpoint, Tensor
+from pagedjax.weights.huggingface import np_dtype
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints stored it
+SHOWN = 20  # problems listed in full before the rest is only counted
+
+
+class ParamSource(NamedTuple):
+    """One parameter of a model: the named tensors, each [out, in] or [n], joined on axis 0, then transposed if asked.
+
+    path: where it goes in the tree of parameters, e.g. ("layers", "0", "qkv").
+    shape: of the finished parameter.
+    rows: rows of each source, for a message that says which one is wrong; () where there is one source, or to check
+        only their sum.
+    optional: leave the parameter out when none of its sources is there.
+    """
+
+    path: tuple[str, ...]
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    transpose: bool = False
+    rows: tuple[int, ...] = ()
+    optional: bool = False
+
+
+def load_params(
+    checkpoint: Checkpoint,
+    table: Sequence[ParamSource],
+    dtype: str,
+    *,
+    progress: bool = False,
+    ignore: Sequence[str] = (),
+) -> dict[str, Any]:
+    """A nested dict of jax arrays of `dtype`, keyed by `path`. Holds one parameter at a time on the host.
+
+    ignore: name patterns ("*" matches anything) of tensors that may be there without the table naming them.
+
+    Raises:
+        ValueError: tensors missing, of another shape, or unexpected: all of them in one message, with the files.
+    """
+    import jax.numpy as jnp
+
+    one_of("dtype", dtype, get_args(DType))
+    check_table(checkpoint, table, ignore)
+    present = [entry for entry in table if entry.sources[0] in checkpoint.tensors]
+    params: dict[str, Any] = {}
+    for entry in _bar(present) if progress else present:
+        branch = params
+        for key in entry.path[:-1]:
+            branch = branch.setdefault(key, {})
+        branch[entry.path[-1]] = jnp.asarray(assemble(checkpoint.tensors, entry, np_dtype(dtype)))
+    return params
+
+
+def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: np.dtype) -> np.ndarray:
+    """The parameter on the host: [*entry.shape] of `dtype`."""
+    parts = [tensors[name].read().astype(dtype, copy=False) for name in entry.sources]
+    value = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return np.ascontiguousarray(value.T) if entry.transpose else value
+
+
+def check_table(checkpoint: Checkpoint, table: Sequence[ParamSource], ignore: Sequence[str] = ()) -> None:
+    """Raise one ValueError for everything in which table and checkpoint differ; compares names and shapes only."""
+    problems = [problem for entry in table for problem in _problems(checkpoint.tensors, entry)]
+    named = {name for entry in table for name in entry.sources}
+    allowed = [*BUFFERS, *ignore, *(["lm_head.weight"] if checkpoint.config.get("tie_word_embeddings") else [])]
+    for name, tensor in checkpoint.tensors.items():
+        if name not in named and not any(fnmatchcase(name, pattern) for pattern in allowed):
+            problems.append(f"unexpected: {name} {tensor.shape} in {tensor.file.name}")
+    if problems:
+        more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        lines = "\n  ".join([*problems[:SHOWN], *more])
+        raise ValueError(
+            f"{checkpoint.path} does not fit the {checkpoint.config.get('model_type')} model its config describes; "
+            f"{len(problems)} tensors differ (is the config another model's, or a file of it missing?):\n  {lines}"
+        )
+
+
+def _problems(tensors: Mapping[str, Tensor], entry: ParamSource) -> list[str]:
+    """What is wrong with one parameter's sources."""
+    absent = [name for name in entry.sources if name not in tensors]
+    if entry.optional and len(absent) == len(entry.sources):
+        return []
+    joined = entry.shape[::-1] if entry.transpose else entry.shape
+    rows = entry.rows or (joined[:1] if len(entry.sources) == 1 else ())
+    wanted = [(count, *joined[1:]) for count in rows] if joined else [()]
+    problems = [f"missing: {name}{_of(wanted, i)}" for i, name in enumerate(entry.sources) if name in absent]
+    found = [tensors[name] for name in entry.sources if name in tensors]
+    if wanted:
+        pairs = [(tensors[name], shape) for name, shape in zip(entry.sources, wanted, strict=True) if name in tensors]
+        wrong = [(tensor, str(shape)) for tensor, shape in pairs if tensor.shape != shape]
+    else:
+        rest = joined[1:]
+        wrong = [(tensor, f"(any, {', '.join(map(str, rest))})") for tensor in found if tensor.shape[1:] != rest]
+        total = sum(tensor.shape[0] for tensor in found)
+        if not wrong and not absent and total != joined[0]:
+            wrong = [(tensor, f"{joined[0]} rows together, not {total}") for tensor in found]
+    return problems + [f"shape of {t.name}: expected {shape}, found {t.shape} in {t.file.name}" for t, shape in wrong]
+
+
+def _of(wanted: Sequence[tuple[int, ...]], index: int) -> str:
+    return f" {wanted[index]}" if wanted else ""
+
+
+def _bar(entries: Sequence[ParamSource]) -> tqdm:
+    from tqdm import tqdm
+
+    size = sum(prod(entry.shape) for entry in entries)
+    return tqdm(entries, desc=f"loading {size / 1e6:.0f} M parameters", unit="tensor", leave=False)
