@@ -1,0 +1,134 @@
+"""Random lengths (tokens) and arrival times (seconds): the parts of a workload. Pure functions of a generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+# Lengths, in tokens ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fixed:
+    dist: Literal["fixed"]
+    value: int
+    min: int = 1
+    max: int | None = None
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Integers from `low` to `high`, both included."""
+
+    dist: Literal["uniform"]
+    low: int
+    high: int
+    min: int = 1
+    max: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.high < self.low:
+            raise ValueError(f"high is {self.high!r}; it must be at least low ({self.low})")
+
+
+@dataclass(frozen=True)
+class Exponential:
+    dist: Literal["exponential"]
+    mean: float
+    min: int = 1
+    max: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mean <= 0:
+            raise ValueError(f"mean is {self.mean!r}; it must be above 0")
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """exp(normal(mu, sigma)): the median is exp(mu)."""
+
+    dist: Literal["lognormal"]
+    mu: float
+    sigma: float
+    min: int = 1
+    max: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sigma < 0:
+            raise ValueError(f"sigma is {self.sigma!r}; it must be at least 0")
+
+
+Lengths = Fixed | Uniform | Exponential | Lognormal
+
+
+def draw_lengths(spec: Lengths, count: int, rng: np.random.Generator) -> tuple[list[int], int]:
+    """`count` lengths within [spec.min, spec.max], and how many of them had to be moved to a limit."""
+    if isinstance(spec, Fixed):
+        drawn = np.full(count, spec.value)
+    elif isinstance(spec, Uniform):
+        drawn = rng.integers(spec.low, spec.high, size=count, endpoint=True)
+    elif isinstance(spec, Exponential):
+        drawn = rng.exponential(spec.mean, size=count)
+    else:
+        drawn = rng.lognormal(spec.mu, spec.sigma, size=count)
+    # A draw beyond 2**31 would be clipped anyway wherever a limit is given; it must not overflow before that.
+    return clip([int(n) for n in np.rint(np.minimum(drawn, 2.0**31))], spec.min, spec.max)
+
+
+def clip(lengths: Sequence[int], low: int, high: int | None) -> tuple[list[int], int]:
+    """Lengths moved into [low, high] (None: no upper limit), and how many were moved."""
+    if low < 1 or (high is not None and high < low):
+        raise ValueError(f"the limits of a length are min {low} and max {high}; they must be 1 <= min <= max")
+    kept = [max(low, n if high is None else min(n, high)) for n in lengths]
+    return kept, sum(a != b for a, b in zip(lengths, kept, strict=True))
+
+
+# Arrivals, in seconds --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    process: Literal["at_once"] = "at_once"
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """`rate` requests a second, exponential gaps."""
+
+    process: Literal["poisson"]
+    rate: float
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0:
+            raise ValueError(f"rate is {self.rate!r}; it must be above 0 requests a second")
+
+
+@dataclass(frozen=True)
+class Gamma:
+    """`rate` requests a second, gamma gaps of shape `burstiness` (vLLM's word): below 1 bursts, 1 is Poisson."""
+
+    process: Literal["gamma"]
+    rate: float
+    burstiness: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("rate", self.rate), ("burstiness", self.burstiness)):
+            if value <= 0:
+                raise ValueError(f"{name} is {value!r}; it must be above 0")
+
+
+Arrivals = AtOnce | Poisson | Gamma
+AT_ONCE = AtOnce()
+
+
+def draw_arrivals(spec: Arrivals, count: int, rng: np.random.Generator) -> list[float]:
+    """Arrival times, ascending. The first request comes at 0, so that a run begins with work."""
+    if isinstance(spec, AtOnce):
+        return [0.0] * count
+    shape = spec.burstiness if isinstance(spec, Gamma) else 1.0
+    gaps = rng.gamma(shape, 1.0 / (spec.rate * shape), size=count)
+    gaps[0] = 0.0
+    return [float(t) for t in np.cumsum(gaps)]

@@ -1,0 +1,162 @@
+"""Strict YAML: duplicate keys, unknown keys and wrong types are errors that name the path. No meaning of its own.
+
+`parse(kind, value, where)` turns what YAML gives into the type `kind`: dataclasses (nested), unions of dataclasses that
+are told apart by a one-valued Literal field (`kind: synthetic`), Literal, tuples, mappings and plain scalars.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import math
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from pagedjax.config import from_dict, one_of
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice; plain YAML keeps the last one and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_line: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
+            if key in first_line:
+                raise ValueError(f"line {line}: the key {key!r} is given twice (first in line {first_line[key]})")
+            first_line[key] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_text(text: str, where: str) -> Any:
+    """The YAML document `text`. Raises ValueError that begins with `where` on bad syntax or a duplicate key."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # TypeError: a list as a mapping key
+        raise ValueError(f"{where}: {error}") from None
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """The mapping in the YAML file `path`. Raises ValueError when there is no such file or it holds something else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the config {path}: {error.strerror or error}") from None
+    value = load_text(text, str(path))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds {type(value).__name__}; a config is a mapping of sections, such as `name: ...`")
+    return value
+
+
+def parse(kind: Any, value: Any, where: str) -> Any:
+    """`value` as the type `kind`; `where` is its path in the config, such as `engine.block_size`.
+
+    Raises:
+        ValueError: the path, the value found and what it must be; for an unknown key also the nearest known name.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind, value, where)
+    if origin in (Union, types.UnionType):
+        return _union(args, value, where)
+    if origin is Literal:
+        one_of(where, value, args)
+        return value
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(parse(args[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin in (collections.abc.Mapping, dict) and isinstance(value, dict):
+        return {parse(args[0], k, f"{where} key"): parse(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    if kind in (int, str, bool, types.NoneType) and type(value) is kind:
+        return value
+    raise ValueError(f"{where} is {value!r}; it must be {_words(kind)}{_hint(kind, value)}")
+
+
+def _dataclass(cls: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        names = ", ".join(field.name for field in dataclasses.fields(cls))
+        raise ValueError(f"{where} is {value!r}; it must be a mapping with keys from: {names}")
+    hints = typing.get_type_hints(cls)
+    prefix = f"{where}." if where else ""
+    known = {k: parse(hints[k], v, prefix + k) if k in hints else v for k, v in value.items()}
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in known and set(known) <= set(hints):  # an unknown key is told first
+            raise ValueError(f"{prefix}{field.name} is missing; it must be {_words(hints[field.name])}")
+    try:
+        return from_dict(cls, known, where=prefix)
+    except ValueError as error:
+        message = str(error)  # from_dict gives the path itself; a check inside the dataclass knows only its field
+        raise ValueError(message if message.startswith("unknown key") else prefix + message) from None
+
+
+def _union(members: tuple[Any, ...], value: Any, where: str) -> Any:
+    tagged = {tag: cls for cls in members if dataclasses.is_dataclass(cls) for tag in _tag(cls)[1]}
+    if tagged and isinstance(value, dict):
+        name = _tag(next(iter(tagged.values())))[0]
+        if name not in value:
+            raise ValueError(f"{where}.{name} is missing; it must be one of {', '.join(map(repr, tagged))}")
+        one_of(f"{where}.{name}", value[name], tuple(tagged))
+        return parse(tagged[value[name]], value, where)
+    for member in members:
+        if _fits(member, value):
+            return parse(member, value, where)
+    union = Union[members]  # noqa: UP007 - built from a tuple
+    raise ValueError(f"{where} is {value!r}; it must be {_words(union)}{_hint(union, value)}")
+
+
+def _tag(cls: Any) -> tuple[str, tuple[Any, ...]]:
+    """Name and values of the Literal field that says which member of a union this is; ("", ()) without one."""
+    for name, hint in typing.get_type_hints(cls).items():
+        if get_origin(hint) is Literal and len(get_args(hint)) == 1:
+            return name, get_args(hint)
+    return "", ()
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    """True when `value` has the outer shape of `kind`, so that an error inside it is told with its full path."""
+    origin = get_origin(kind)
+    if dataclasses.is_dataclass(kind) or origin in (collections.abc.Mapping, dict):
+        return isinstance(value, dict)
+    if origin is tuple:
+        return isinstance(value, (list, tuple))
+    if origin is Literal:
+        return isinstance(value, str)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def _words(kind: Any) -> str:
+    plain = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", types.NoneType: "null"}
+    if kind in plain:
+        return plain[kind]
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_words(arg) for arg in args))
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, args))}"
+    if origin is tuple:
+        return f"a list, each item {_words(args[0])}"
+    return "a mapping"
+
+
+def _hint(kind: Any, value: Any) -> str:
+    """What to write instead, where a text looks like the number it should have been."""
+    numbers = {int, float} & {kind, *get_args(kind)}
+    if not (isinstance(value, str) and numbers):
+        return ""
+    try:
+        number = float(value)
+    except ValueError:
+        return ""
+    if "e" in value.lower() and "." not in value:  # YAML 1.1 reads 1e-3 as text
+        return " (YAML reads a number with an exponent as text unless it has a point, as in 1.0e-3)"
+    return f" (write it without quotes: {number:g})"
