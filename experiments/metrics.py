@@ -1,0 +1,264 @@
+"""What a run amounts to: a pure fold over its step results. Seconds count from the start of the run.
+
+    StepResult*, WorkItem*  ->  RequestRecord*, StepRecord*  ->  summary (a JSON object)
+
+Latencies are measured from a request's *intended* arrival, so that a driver or an engine that falls behind cannot hide
+its delay. A token exists when the step that sampled it has ended (commit included): that is when a user can see it.
+
+Definitions, for one request with token times t1 <= ... <= tn:
+    queue  start of the first step that computes any of its tokens - arrival
+    ttft   t1 - arrival           itl   the gaps t2 - t1, t3 - t2, ... of all requests pooled
+    e2e    tn - arrival           tpot  (tn - t1) / (n - 1), one value per request
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.config import Slo
+from experiments.workloads import WorkItem
+from pagedjax.types import Finished, Sampled, StepResult
+
+PERCENTILES = (50, 90, 99)
+
+
+class RequestRecord(NamedTuple):
+    """What one request lived through. Fields are None where it did not get that far."""
+
+    request_id: str
+    arrival: float
+    prompt_tokens: int
+    max_tokens: int
+    first_scheduled: float | None
+    token_times: tuple[float, ...]
+    token_ids: tuple[int, ...]
+    preemptions: int
+    finish_reason: str | None
+
+    @property
+    def queue(self) -> float | None:
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def e2e(self) -> float | None:
+        return self.token_times[-1] - self.arrival if self.token_times else None
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        return tuple(b - a for a, b in pairwise(self.token_times))
+
+    @property
+    def tpot(self) -> float | None:
+        return sum(self.gaps) / len(self.gaps) if self.gaps else None
+
+
+class StepRecord(NamedTuple):
+    """What one step did. `cached_tokens` is what the cache's `blocks_used` blocks hold when the step has computed."""
+
+    step: int
+    started: float
+    seconds: float
+    device_seconds: float
+    host_seconds: float
+    sequences: int
+    tokens: int
+    prompt_tokens: int
+    padded_tokens: int
+    sampled: int
+    admitted: int
+    preempted: int
+    finished: int
+    waiting: int
+    blocks_used: int
+    num_blocks: int
+    cached_tokens: int
+    compilations: int
+
+
+def request_records(results: Sequence[StepResult], items: Sequence[WorkItem], start: float) -> list[RequestRecord]:
+    """One record for each item, in the order of `items`. `start` is the run's beginning (time.perf_counter).
+
+    Raises:
+        ValueError: the run speaks of a request that is not among `items`.
+    """
+    scheduled: dict[str, float] = {}
+    times: dict[str, list[float]] = {item.request_id: [] for item in items}
+    tokens: dict[str, list[int]] = {item.request_id: [] for item in items}
+    preemptions = dict.fromkeys(times, 0)
+    reasons: dict[str, str] = {}
+    for result in results:
+        for row in result.plan.rows:
+            if row.seq.request_id not in times:
+                raise ValueError(
+                    f"step {result.plan.step} runs the request {row.seq.request_id!r}, not in the workload"
+                )
+            scheduled.setdefault(row.seq.request_id, result.started - start)
+        for request_id in result.plan.preempted:
+            preemptions[request_id] += 1
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
+                    times[request_id].append(result.finished - start)
+                    tokens[request_id].append(token)
+            elif isinstance(event, Finished):
+                reasons[event.request_id] = event.reason
+    return [
+        RequestRecord(
+            request_id=item.request_id,
+            arrival=item.arrival,
+            prompt_tokens=len(item.prompt_token_ids),
+            max_tokens=item.max_tokens,
+            first_scheduled=scheduled.get(item.request_id),
+            token_times=tuple(times[item.request_id]),
+            token_ids=tuple(tokens[item.request_id]),
+            preemptions=preemptions[item.request_id],
+            finish_reason=reasons.get(item.request_id),
+        )
+        for item in items
+    ]
+
+
+def step_records(results: Sequence[StepResult], start: float) -> list[StepRecord]:
+    """One record for each step.
+
+    A plan holds only the sequences that compute something in its step; others may wait in the cache (their share of the
+    budget was nothing). So what is cached is carried from step to step: set by rows, dropped by preemption and finish.
+    """
+    cached: dict[str, int] = {}
+    records = []
+    for result in results:
+        plan = result.plan
+        for request_id in plan.preempted:
+            cached.pop(request_id, None)
+        for row in plan.rows:
+            cached[row.seq.request_id] = row.seq.computed + row.count
+        held = sum(cached.values())
+        finished = [event for event in result.events if isinstance(event, Finished)]
+        for event in finished:
+            cached.pop(event.request_id, None)
+        records.append(
+            StepRecord(
+                step=plan.step,
+                started=result.started - start,
+                seconds=result.finished - result.started,
+                device_seconds=result.device_seconds,
+                host_seconds=result.host_seconds,
+                sequences=len(plan.rows),
+                tokens=plan.num_tokens,
+                prompt_tokens=sum(
+                    max(0, min(row.count, row.seq.request.prompt_len - row.seq.computed)) for row in plan.rows
+                ),
+                padded_tokens=result.padded_tokens,
+                sampled=sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled)),
+                admitted=len(plan.admitted),
+                preempted=len(plan.preempted),
+                finished=len(finished),
+                waiting=plan.num_waiting,
+                blocks_used=plan.blocks_used,
+                num_blocks=plan.num_blocks,
+                cached_tokens=held,
+                compilations=result.compilations,
+            )
+        )
+    return records
+
+
+def spread(values: Iterable[float | None]) -> dict[str, float | int | None]:
+    """Count, mean, percentiles (numpy's method "linear") and maximum of what is not None; None without any."""
+    kept = [value for value in values if value is not None]
+    names = ("mean", *(f"p{p}" for p in PERCENTILES), "max")
+    if not kept:
+        return {"count": 0, **dict.fromkeys(names)}
+    numbers = (np.mean(kept), *np.percentile(kept, PERCENTILES, method="linear"), max(kept))
+    return {"count": len(kept), **{name: float(number) for name, number in zip(names, numbers, strict=True)}}
+
+
+def summarize(
+    requests: Sequence[RequestRecord], steps: Sequence[StepRecord], block_size: int, slo: Slo | None = None
+) -> dict[str, Any]:
+    """The summary of a run. Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
+
+    Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios of sums: the share
+    of computed tokens that were padding, and of the slots in used blocks that hold no token.
+    """
+    if not steps:
+        raise ValueError("the run has no steps; there is nothing to summarize")
+    duration = steps[-1].started + steps[-1].seconds
+    done = [request for request in requests if request.finish_reason is not None]
+    output = sum(len(request.token_ids) for request in requests)
+    prompt = sum(request.prompt_tokens for request in done)
+    reasons = [request.finish_reason for request in done]
+    slots = sum(step.blocks_used for step in steps) * block_size
+    return {
+        "duration_s": duration,
+        "requests": len(requests),
+        "unfinished": len(requests) - len(done),
+        "finished": {reason: reasons.count(reason) for reason in sorted(set(map(str, reasons)))},
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "requests_per_s": len(done) / duration,
+        "output_tokens_per_s": output / duration,
+        "total_tokens_per_s": (prompt + output) / duration,
+        "percentile_method": "linear",
+        "ttft_s": spread(request.ttft for request in requests),
+        "itl_s": spread(gap for request in requests for gap in request.gaps),
+        "tpot_s": spread(request.tpot for request in requests),
+        "e2e_s": spread(request.e2e for request in requests),
+        "queue_s": spread(request.queue for request in requests),
+        "steps": len(steps),
+        "step_s": spread(step.seconds for step in steps),
+        "device_s": spread(step.device_seconds for step in steps),
+        "host_s": spread(step.host_seconds for step in steps),
+        "between_steps_s": duration - sum(step.seconds for step in steps),
+        "sequences_per_step": spread(float(step.sequences) for step in steps),
+        "tokens_computed": sum(step.tokens for step in steps),
+        "tokens_padded": sum(step.padded_tokens for step in steps),
+        "padding_share": _share(sum(step.tokens for step in steps), sum(step.padded_tokens for step in steps)),
+        "blocks_total": max(step.num_blocks for step in steps),
+        "blocks_used": {
+            "mean": float(np.mean([step.blocks_used for step in steps])),
+            "peak": max(step.blocks_used for step in steps),
+        },
+        "fragmentation_share": _share(sum(step.cached_tokens for step in steps), slots),
+        "preemptions": sum(step.preempted for step in steps),
+        "compilations": sum(step.compilations for step in steps),
+        "goodput": goodput(requests, duration, slo or Slo()),
+        "tokens_sha256": tokens_digest(requests),
+    }
+
+
+def _share(full: int, of: int) -> float:
+    return 1.0 - full / of if of else 0.0
+
+
+def goodput(requests: Sequence[RequestRecord], duration: float, slo: Slo) -> dict[str, float] | None:
+    """Finished requests that met every target, per second and as a share of all; None without a target.
+
+    A request of one output token has no gap and meets any `itl`.
+    """
+    if slo.ttft is None and slo.itl is None:
+        return None
+    good = 0
+    for request in requests:
+        if request.finish_reason in (None, "abort") or request.ttft is None:
+            continue
+        in_time = slo.ttft is None or request.ttft <= slo.ttft
+        steady = slo.itl is None or request.tpot is None or request.tpot <= slo.itl
+        good += in_time and steady
+    return {"requests_per_s": good / duration, "share": good / len(requests)}
+
+
+def tokens_digest(requests: Sequence[RequestRecord]) -> str:
+    """sha256 over every request's output tokens: runs with equal digests generated the same text."""
+    text = json.dumps([[request.request_id, list(request.token_ids)] for request in requests], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

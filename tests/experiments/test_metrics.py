@@ -1,0 +1,254 @@
+"""Metrics: a hand-made run whose numbers are worked out by hand, and random runs against a slow second reading."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.config import Slo
+from experiments.metrics import request_records, spread, step_records, summarize
+from experiments.workloads import WorkItem
+from pagedjax.types import Admitted, Event, Finished, Plan, Preempted, Request, Row, Sampled, Seq, StepResult
+
+S = 4  # block size
+START = 100.0
+
+
+def item(name: str, arrival: float, prompt: int, output: int) -> WorkItem:
+    return WorkItem(name, arrival, tuple(range(20, 20 + prompt)), output)
+
+
+def row(work: WorkItem, length: int, computed: int, count: int) -> Row:
+    request = Request(work.request_id, len(work.prompt_token_ids), work.max_tokens)
+    return Row(Seq(request, 0, length, computed), count)
+
+
+def step(
+    number: int,
+    rows: Sequence[Row],
+    events: Sequence[Event],
+    seconds: tuple[float, float, float],
+    *,
+    preempted: tuple[str, ...] = (),
+    admitted: tuple[str, ...] = (),
+    blocks: int,
+    waiting: int = 0,
+    padded: int = 8,
+    compilations: int = 0,
+) -> StepResult:
+    """`seconds`: start and end after START, and time on the device."""
+    plan = Plan(number, tuple(rows), admitted, preempted, waiting, blocks, 10)
+    started, finished, device = seconds
+    return StepResult(plan, tuple(events), START + started, START + finished, device, padded, compilations)
+
+
+A, B = item("a", 0.0, 6, 3), item("b", 0.5, 3, 2)
+# a's prompt in two chunks; b waits in the cache through step 2, is preempted in step 3 and computes again in step 4.
+RUN = [
+    step(0, [row(A, 6, 0, 5)], [Admitted(0, "a")], (0.0, 1.0, 0.8), admitted=("a",), blocks=2),
+    step(
+        1,
+        [row(A, 6, 5, 1), row(B, 3, 0, 3)],
+        [Admitted(1, "b"), Sampled(1, ("a", "b"), (40, 50))],
+        (1.0, 1.5, 0.4),
+        admitted=("b",),
+        blocks=3,
+    ),
+    step(2, [row(A, 7, 6, 1)], [Sampled(2, ("a",), (41,))], (1.5, 1.75, 0.2), blocks=3, padded=2),
+    step(
+        3,
+        [row(A, 8, 7, 1)],
+        [Preempted(3, "b"), Sampled(3, ("a",), (42,)), Finished(3, "a", "length", 3)],
+        (2.0, 2.25, 0.2),
+        preempted=("b",),
+        blocks=2,
+        waiting=1,
+        padded=2,
+    ),
+    step(
+        4,
+        [row(B, 4, 0, 4)],
+        [Admitted(4, "b"), Sampled(4, ("b",), (2,)), Finished(4, "b", "stop", 2)],
+        (2.25, 3.0, 0.5),
+        admitted=("b",),
+        blocks=1,
+        compilations=2,
+    ),
+]
+
+
+def test_a_run_by_hand_request_by_request() -> None:
+    a, b = request_records(RUN, [A, B], START)
+    assert (a.first_scheduled, a.token_times, a.token_ids) == (0.0, (1.5, 1.75, 2.25), (40, 41, 42))
+    assert (b.first_scheduled, b.token_times, b.token_ids) == (1.0, (1.5, 3.0), (50, 2))
+    assert (a.ttft, b.ttft) == (1.5, 1.0)
+    assert (a.e2e, b.e2e) == (2.25, 2.5)
+    assert (a.queue, b.queue) == (0.0, 0.5)
+    assert (a.gaps, b.gaps) == ((0.25, 0.5), (1.5,))
+    assert (a.tpot, b.tpot) == (0.375, 1.5)
+    assert (a.preemptions, b.preemptions) == (0, 1)
+    assert (a.finish_reason, b.finish_reason) == ("length", "stop")
+
+
+def test_a_run_by_hand_step_by_step() -> None:
+    steps = step_records(RUN, START)
+    # Step 2 leaves b out, but b's 3 tokens are still in its block; step 3 has preempted b before it runs.
+    assert [s.cached_tokens for s in steps] == [5, 6 + 3, 7 + 3, 8, 4]
+    assert [s.tokens for s in steps] == [5, 4, 1, 1, 4]
+    assert [s.prompt_tokens for s in steps] == [5, 4, 0, 0, 3]
+    assert [s.sampled for s in steps] == [0, 2, 1, 1, 1]
+    assert [s.finished for s in steps] == [0, 0, 0, 1, 1]
+    assert [s.host_seconds for s in steps] == pytest.approx([0.2, 0.1, 0.05, 0.05, 0.25])
+
+
+def test_a_run_by_hand_in_summary() -> None:
+    summary = summarize(request_records(RUN, [A, B], START), step_records(RUN, START), S, Slo(ttft=1.2, itl=2.0))
+    assert summary["duration_s"] == 3.0
+    assert (summary["prompt_tokens"], summary["output_tokens"]) == (9, 5)
+    assert summary["output_tokens_per_s"] == pytest.approx(5 / 3)
+    assert summary["total_tokens_per_s"] == pytest.approx(14 / 3)
+    assert summary["finished"] == {"length": 1, "stop": 1}
+    assert summary["unfinished"] == 0
+    assert summary["padding_share"] == pytest.approx(1 - 15 / 28)
+    assert summary["blocks_used"] == {"mean": 2.2, "peak": 3}
+    assert summary["fragmentation_share"] == pytest.approx(1 - (5 + 9 + 10 + 8 + 4) / (11 * S))
+    assert (summary["preemptions"], summary["compilations"], summary["steps"]) == (1, 2, 5)
+    assert summary["between_steps_s"] == pytest.approx(0.25)
+    assert summary["itl_s"]["p50"] == 0.5
+    assert summary["itl_s"]["p90"] == pytest.approx(0.5 + 0.8 * 1.0)  # linear between the 2nd and the 3rd of three
+    assert summary["ttft_s"]["mean"] == 1.25
+    assert summary["goodput"] == {"requests_per_s": pytest.approx(1 / 3), "share": 0.5}  # a's 1.5 s misses 1.2 s
+
+
+def test_goodput_counts_only_what_finished_within_every_target() -> None:
+    requests, steps = request_records(RUN, [A, B], START), step_records(RUN, START)
+
+    def share(slo: Slo) -> float | None:
+        result = summarize(requests, steps, S, slo)["goodput"]
+        return None if result is None else result["share"]
+
+    assert share(Slo()) is None
+    assert share(Slo(ttft=1.0)) == 0.5  # exactly on target is in time
+    assert share(Slo(itl=1.0)) == 0.5
+    assert share(Slo(ttft=1.2, itl=1.0)) == 0.0
+    requests[1] = requests[1]._replace(finish_reason="abort")
+    assert share(Slo(ttft=9.0)) == 0.5
+
+
+def test_the_digest_tells_outputs_apart() -> None:
+    steps = step_records(RUN, START)
+    one = request_records(RUN, [A, B], START)
+    other = [one[0], one[1]._replace(token_ids=(50, 3))]
+    same = [request._replace(token_times=()) for request in one]
+    digests = [summarize(r, steps, S)["tokens_sha256"] for r in (one, other, same)]
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_cut_off_run_counts_what_is_unfinished() -> None:
+    requests, steps = request_records(RUN[:2], [A, B, item("c", 9.0, 2, 1)], START), step_records(RUN[:2], START)
+    summary = summarize(requests, steps, S)
+    assert (summary["unfinished"], summary["finished"], summary["prompt_tokens"]) == (3, {}, 0)
+    assert requests[2].queue is None
+    assert summary["itl_s"] == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}
+
+
+def test_what_cannot_be_summarized_is_said() -> None:
+    with pytest.raises(ValueError, match="no steps"):
+        summarize([], [], S)
+    with pytest.raises(ValueError, match="step 1 runs the request 'b', not in the workload"):
+        request_records(RUN, [A], START)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
+def test_percentiles_by_sorting(values: list[float]) -> None:
+    def linear(p: int) -> float:
+        ordered = sorted(values)
+        place = p / 100 * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    found = spread([*values, None])
+    for p in (50, 90, 99):
+        assert found[f"p{p}"] == pytest.approx(linear(p), rel=1e-9, abs=1e-9)
+    assert found["mean"] == pytest.approx(float(np.mean(values)))
+    assert (found["max"], found["count"]) == (max(values), len(values))
+
+
+def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[dict[str, int]]]:
+    """A made-up but lawful run, and for each step what every sequence in the cache holds once the step has computed."""
+    rng = random.Random(seed)
+    items = [item(f"q{i}", rng.random() * i, rng.randint(1, 9), rng.randint(1, 4)) for i in range(rng.randint(1, 6))]
+    length = {work.request_id: len(work.prompt_token_ids) for work in items}
+    computed = dict.fromkeys(length, 0)
+    waiting, running, results, held, now = list(items), [], [], [], 0.0
+    while waiting or running:
+        preempted = ()
+        if len(running) > 1 and rng.random() < 0.15:
+            victim = running.pop()
+            computed[victim.request_id] = 0
+            waiting.insert(0, victim)
+            preempted = (victim.request_id,)
+        admitted = ()
+        if waiting and not preempted and (not running or rng.random() < 0.5):
+            running.append(waiting.pop(0))
+            admitted = (running[-1].request_id,)
+        rows = []
+        for work in running:
+            rest = length[work.request_id] - computed[work.request_id]
+            if rng.random() < 0.7 or work is running[0]:
+                rows.append(row(work, length[work.request_id], computed[work.request_id], rng.randint(1, rest)))
+        inside = {work.request_id: computed[work.request_id] for work in running}
+        inside |= {r.seq.request_id: r.seq.computed + r.count for r in rows}
+        blocks = sum(-(-n // S) for n in inside.values())
+        names, ends = [], []
+        for r in rows:
+            computed[r.seq.request_id] += r.count
+            if r.samples:
+                names.append(r.seq.request_id)
+                length[r.seq.request_id] += 1
+                if length[r.seq.request_id] - r.seq.request.prompt_len == r.seq.request.max_tokens:
+                    ends.append(Finished(len(results), r.seq.request_id, "length", r.seq.request.max_tokens))
+        running = [work for work in running if work.request_id not in {end.request_id for end in ends}]
+        now += rng.random()
+        took = rng.random()
+        events = [Sampled(len(results), tuple(names), tuple(rng.randrange(99) for _ in names)), *ends]
+        times = (now, now + took, took / 2)
+        options = {"preempted": preempted, "admitted": admitted, "blocks": blocks, "waiting": len(waiting)}
+        results.append(step(len(results), rows, events, times, padded=2 ** len(rows) * 9, **options))
+        held.append(inside)
+        now += took
+    return results, items, held
+
+
+@given(st.integers(0, 10**6))
+def test_random_runs_against_a_second_reading(seed: int) -> None:
+    results, items, held = random_run(seed)
+    requests, steps = request_records(results, items, START), step_records(results, START)
+    summary = summarize(requests, steps, S)
+    assert [s.cached_tokens for s in steps] == [sum(inside.values()) for inside in held]
+    slots = sum(-(-n // S) * S for inside in held for n in inside.values())
+    assert summary["fragmentation_share"] == pytest.approx(1 - sum(s.cached_tokens for s in steps) / slots)
+    assert 0 <= summary["fragmentation_share"] < 1
+    assert summary["output_tokens"] == sum(work.max_tokens for work in items)
+    assert summary["finished"] == {"length": len(items)}
+    for work, record in zip(items, requests, strict=True):
+        mine = [
+            (result.finished - START, token)
+            for result in results
+            for event in result.events
+            if isinstance(event, Sampled)
+            for name, token in zip(event.request_ids, event.token_ids, strict=True)
+            if name == work.request_id
+        ]
+        assert list(zip(record.token_times, record.token_ids, strict=True)) == mine
+        assert record.e2e == pytest.approx(record.ttft + sum(record.gaps))
+        assert record.preemptions == sum(work.request_id in result.plan.preempted for result in results)
+    assert sum(s.tokens for s in steps) - sum(s.prompt_tokens for s in steps) >= 0
+    total = summary["between_steps_s"] + sum(s.device_seconds + s.host_seconds for s in steps)
+    assert total == pytest.approx(summary["duration_s"])
