@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints stored it
-SHOWN = 20  # problems listed in full before the rest is only counted
 
 
 class ParamSource(NamedTuple):
@@ -83,8 +82,7 @@ def check_table(checkpoint: Checkpoint, table: Sequence[ParamSource], ignore: Se
         if name not in named and not any(fnmatchcase(name, pattern) for pattern in allowed):
             problems.append(f"unexpected: {name} {tensor.shape} in {tensor.file.name}")
     if problems:
-        more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        lines = "\n  ".join([*problems[:SHOWN], *more])
+        lines = "\n  ".join(problems)
         raise ValueError(
             f"{checkpoint.path} does not fit the {checkpoint.config.get('model_type')} model its config describes; "
             f"{len(problems)} tensors differ (is the config another model's, or a file of it missing?):\n  {lines}"

@@ -1,0 +1,178 @@
+"""Build the tokenizer that a GGUF file describes, exactly as the model's original one splits text.
+
+The file names its pre-tokenizer (`tokenizer.ggml.pre`) without defining it. A wrong one still yields tokens, only worse
+ones, so what is not known here is refused. (transformers' own conversion ignores "smollm" and so loses the splitting of
+digits.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
+
+WORDS_GPT4 = (  # what llama 3 and qwen 2 share; they differ in how many digits stay together
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Split(NamedTuple):
+    """A byte-level pre-tokenizer. digits: every digit alone, first; words: a pattern instead of GPT-2's.
+
+    ignore_merges: a whole word that is in the vocabulary is one token, whatever the merges say.
+    add_bos: when the file does not say.
+    """
+
+    digits: bool = False
+    words: str | None = None
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+GPT2 = Split()
+DIGITS = Split(digits=True)
+LLAMA3 = Split(words=WORDS_GPT4 % "{1,3}", ignore_merges=True, add_bos=True)
+QWEN2 = Split(words=WORDS_GPT4 % "")
+# "default" is not here: it is what llama.cpp falls back to, with a warning, when a converter did not know the model.
+SPLITS = {
+    "gpt-2": GPT2,
+    "smollm": DIGITS,
+    "starcoder": DIGITS,
+    "refact": DIGITS,
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "llama-v3": LLAMA3,
+    "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2,
+}
+
+
+def build_tokenizer(path: Any, metadata: Mapping[str, Any]) -> Tokenizer:
+    """The `tokenizers.Tokenizer` of a GGUF file's metadata.
+
+    Raises:
+        ValueError: no vocabulary, a kind or pre-tokenizer that is not known (with the known ones), or damaged lists.
+    """
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in builders:
+        raise ValueError(
+            f"{path}: tokenizer.ggml.model is {kind!r}; 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE) are "
+            "read, for others use the model's Hugging Face directory"
+        )
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens") or []
+    types: list[int] = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if not tokens or len(types) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise ValueError(
+            f"{path}: the vocabulary has {len(tokens)} tokens, {len(set(tokens))} of them distinct, and {len(types)} "
+            "token types; the file is damaged, fetch or convert it again"
+        )
+    try:
+        tokenizer, add_bos = builders[kind](path, metadata, tokens, types)
+    except ValueError:
+        raise
+    except Exception as error:  # the Rust side raises bare Exceptions, e.g. for a merge of unknown tokens
+        raise ValueError(f"{path}: the vocabulary and its merges do not fit together ({error})") from error
+    _add_whole_tokens(tokenizer, tokens, types)
+    _add_bos_eos(path, tokenizer, metadata, tokens, add_bos)
+    return tokenizer
+
+
+def _byte_level(path: Any, metadata: Mapping[str, Any], tokens: list[str], _: list[int]) -> tuple[Tokenizer, bool]:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre not in SPLITS:
+        raise ValueError(
+            f"{path}: tokenizer.ggml.pre is {pre!r}, so how it splits text into words is unknown here; known are "
+            f"{', '.join(SPLITS)}; use the model's Hugging Face directory instead"
+        )
+    split = SPLITS[pre]
+    merges = [_pair(path, merge) for merge in metadata.get("tokenizer.ggml.merges") or ()]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
+    if split.words is not None:
+        steps.append(pre_tokenizers.Split(Regex(split.words), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.words is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.add_bos
+
+
+def _pair(path: Any, merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not (left and space and right):
+        raise ValueError(f"{path}: the merge {merge!r} is not two tokens with a space between; fetch the file again")
+    return left, right
+
+
+def _sentencepiece(
+    path: Any, metadata: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> tuple[Tokenizer, bool]:
+    """SentencePiece BPE as Hugging Face writes it: merges ranked by score, spaces as U+2581, bytes for the rest."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    if metadata.get("tokenizer.ggml.remove_extra_whitespaces"):
+        raise ValueError(f"{path}: the tokenizer removes extra spaces; use the model's Hugging Face directory instead")
+    scores = metadata.get("tokenizer.ggml.scores") or []
+    if len(scores) != len(tokens):
+        raise ValueError(f"{path}: {len(scores)} scores for {len(tokens)} tokens; the file is damaged, fetch it again")
+    listed = metadata.get("tokenizer.ggml.merges")
+    merges = [_pair(path, merge) for merge in listed] if listed else score_merges(tokens, scores, types)
+    vocab = {token: index for index, token in enumerate(tokens)}
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces] if prefix else [spaces])
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer, True
+
+
+def score_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+    """The merges that SentencePiece's scores imply: any two pieces that make a third, the best third first."""
+    score = {t: s for t, s, kind in zip(tokens, scores, types, strict=True) if kind == NORMAL}
+    pairs = [
+        (-value, -cut, piece[:cut], piece[cut:])
+        for piece, value in score.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in score and piece[cut:] in score
+    ]
+    return [(left, right) for _, _, left, right in sorted(pairs)]
+
+
+def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Control tokens and user-defined ones are matched whole in the text, before any splitting."""
+    from tokenizers import AddedToken
+
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in (CONTROL, UNKNOWN):
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+
+
+def _add_bos_eos(path: Any, tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], bos: bool) -> None:
+    """Put BOS before and EOS after a text where the file (or, for BOS, the kind of tokenizer) says so."""
+    from tokenizers import processors
+
+    template, special = "$A", []
+    for name, default in (("bos", bos), ("eos", False)):
+        if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+            continue
+        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if index is None or index >= len(tokens):
+            raise ValueError(
+                f"{path}: the tokenizer adds {name.upper()}, but tokenizer.ggml.{name}_token_id is {index}"
+            )
+        template = f"{tokens[index]}:0 {template}" if name == "bos" else f"{template} {tokens[index]}:0"
+        special.append((tokens[index], index))
+    if special:
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)

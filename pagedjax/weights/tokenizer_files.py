@@ -1,0 +1,78 @@
+"""The parts of a tokenizer as a checkpoint stores them. `pagedjax.tokenizer` puts them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pagedjax.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+GGUF_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+class TokenizerParts(NamedTuple):
+    """special_tokens: name ("eos_token") -> text; chat_template: Jinja source, None where the model has none."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+
+def from_gguf(checkpoint: Checkpoint) -> TokenizerParts:
+    """From a GGUF file's metadata; errors as `build_tokenizer`."""
+    from pagedjax.weights.gguf_tokenizer import build_tokenizer
+
+    backend = build_tokenizer(checkpoint.path, checkpoint.metadata)
+    ids = {name: checkpoint.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in GGUF_NAMES.items()}
+    special = {name: backend.id_to_token(i) for name, i in ids.items() if i is not None}
+    special = {name: text for name, text in special.items() if text is not None}
+    return TokenizerParts(backend, special, checkpoint.metadata.get("tokenizer.chat_template"))
+
+
+def from_directory(path: Path) -> TokenizerParts:
+    """From tokenizer.json, with tokenizer_config.json and chat_template.jinja where they are there.
+
+    tokenizer.json is taken as it stands: transformers' per-model classes may rebuild it with other splitting rules.
+
+    Raises:
+        FileNotFoundError: no tokenizer.json.
+        ValueError: a file that cannot be read; named.
+    """
+    from tokenizers import Tokenizer
+
+    from pagedjax.weights.huggingface import read_json
+
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{path} has no tokenizer.json; write one with "
+            "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # the Rust side raises bare Exceptions
+        raise ValueError(f"{file} is not a tokenizer ({error}); fetch it again") from error
+    backend.no_truncation()  # the file may carry the settings of somebody's training run
+    backend.no_padding()
+
+    config_file = path / "tokenizer_config.json"
+    config = read_json(config_file) if config_file.is_file() else {}
+    special = {name: config[name] for name in SPECIAL_NAMES if config.get(name)}
+    special = {name: value["content"] if isinstance(value, dict) else value for name, value in special.items()}
+    return TokenizerParts(backend, special, _chat_template(path, config))
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, or the tokenizer config's template (of several, the one named "default")."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
