@@ -135,9 +135,10 @@ def _template_renderer() -> Callable[..., Any]:
     logger = logging.getLogger("transformers")
     quiet = logging.Filter("nothing")  # its advice on import that torch is missing; nothing here uses torch
     logger.addFilter(quiet)
-    from transformers import PreTrainedTokenizerFast
-
-    logger.removeFilter(quiet)
+    try:
+        from transformers import PreTrainedTokenizerFast
+    finally:
+        logger.removeFilter(quiet)
     return partial(PreTrainedTokenizerFast, tokenizer_object=Tokenizer(models.BPE()))
 
 

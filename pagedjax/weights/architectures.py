@@ -169,18 +169,25 @@ def normalised(config: Mapping[str, Any], where: Any) -> dict[str, Any]:
         ValueError: an unsupported model_type, a missing key or one of the wrong kind; names `where` it came from.
     """
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise ValueError(f"{where}: model_type is {model_type!r}; supported: {', '.join(ARCHITECTURES)}")
-    architecture = ARCHITECTURES[model_type]
+    try:
+        return _normalised(config, where, ARCHITECTURES[model_type])
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{where}: a value is of the wrong kind ({error}); fetch the model again") from error
+
+
+def _normalised(config: Mapping[str, Any], where: Any, architecture: Architecture) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
         raise ValueError(f"{where}: weights quantised by {method!r} are not read; use the unquantised model or a GGUF")
 
     result = {**config}
-    rope = dict(result.pop("rope_parameters", None) or {})
-    if "rope_theta" in rope:
-        result["rope_theta"] = rope.pop("rope_theta")
-    scaling = dict(rope or result.get("rope_scaling") or {})
+    rope = {**(result.pop("rope_parameters", None) or {})}
+    result["rope_theta"] = rope.pop("rope_theta", result.get("rope_theta"))
+    scaling = {**(rope or result.get("rope_scaling") or {})}
+    if (part := scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))) not in (None, 1, 1.0):
+        raise ValueError(f"{where}: partial_rotary_factor is {part!r}; only models that rotate whole heads (1) work")
     if scaling:
         scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
         scaling.pop("type", None)

@@ -23,16 +23,19 @@ def open_gguf(path: Path) -> Checkpoint:
     """
     file = read_gguf(path)
     architecture = _architecture(file)
-    config = architecture.gguf_config(path, file.metadata, file.tensors) | {
-        name: file.metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in TOKEN_IDS.items()
-    }
+    try:
+        config = architecture.gguf_config(path, file.metadata, file.tensors)
+        ends = _ends(file.metadata)
+    except (TypeError, ZeroDivisionError, IndexError) as error:
+        raise ValueError(f"{path} is damaged: its metadata has a value of the wrong kind ({error})") from error
+    config |= {name: file.metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in TOKEN_IDS.items()}
     config = normalised(config, path)
     tensors = {}
     for own, tensor in file.tensors.items():
         if own not in IN_CONFIG:
             name = huggingface_name(architecture, own)
             tensors[name] = mapped(tensor, name, architecture.gguf_change(name, config))
-    return Checkpoint(path, "gguf", config, tensors, {"eos_token_id": _ends(file.metadata)}, file.metadata)
+    return Checkpoint(path, "gguf", config, tensors, {"eos_token_id": ends}, file.metadata)
 
 
 def huggingface_name(architecture: Architecture, name: str) -> str:

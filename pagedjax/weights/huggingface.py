@@ -59,7 +59,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         return {name: tensor for file in files for name, tensor in read_safetensors(file).items()}
 
     weight_map = read_json(path / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise ValueError(f"{path / INDEX} has no weight_map of tensor names to files; fetch it again")
     shards = sorted(set(weight_map.values()))
     if missing := [shard for shard in shards if not (path / shard).is_file()]:
@@ -90,18 +90,25 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raw = file.read(length)
     try:
         header = json.loads(raw)
-        header.pop("__metadata__", None)
-        return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} has a damaged header ({type(error).__name__}: {error}); fetch it again") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} has a damaged header: a JSON {type(header).__name__}, not an object; fetch it again")
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in entries.items()}
 
 
-def _tensor(path: Path, name: str, entry: dict[str, Any], start: int, file_size: int) -> Tensor:
-    code, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
+def _tensor(path: Path, name: str, entry: Any, start: int, file_size: int) -> Tensor:
+    match entry:
+        case {"dtype": str(code), "shape": [*dims], "data_offsets": [int(begin), int(end)]} if all(
+            isinstance(n, int) and n >= 0 for n in dims
+        ):
+            shape, begin, end = tuple(dims), start + begin, start + end
+        case _:
+            raise ValueError(f"{path} has a damaged header: {name} is described by {entry!r}; fetch it again")
     if code not in DTYPES:
         raise ValueError(f"{path}: tensor {name} has dtype {code!r}; known are {', '.join(DTYPES)}")
     dtype = np_dtype(DTYPES[code])
-    begin, end = (start + int(offset) for offset in entry["data_offsets"])
     if end - begin != prod(shape) * dtype.itemsize or begin < start:
         raise ValueError(f"{path} is damaged: {name} {shape} {code} has {end - begin} bytes of data; fetch it again")
     if end > file_size:
