@@ -13,11 +13,11 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pagedjax.weights.checkpoint import Checkpoint
-from pagedjax.weights.tokenizer_files import from_directory, from_gguf
+from pagedjax.weights.tokenizer_files import byte_alphabet, from_directory, from_gguf
 
 if TYPE_CHECKING:
     import tokenizers
@@ -74,6 +74,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ValueError("this model has no chat template (it is no chat model); encode a plain prompt instead")
+        if not messages:
+            raise ValueError("a conversation has at least one message, e.g. {'role': 'user', 'content': 'Hi'}")
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
                 raise ValueError(f"the message {message!r} must be a mapping with 'role' and 'content'")
@@ -140,14 +142,6 @@ def _template_renderer() -> Callable[..., Any]:
     finally:
         logger.removeFilter(quiet)
     return partial(PreTrainedTokenizerFast, tokenizer_object=Tokenizer(models.BPE()))
-
-
-@cache
-def byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes as visible characters: character -> byte."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,3 +77,11 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes as visible characters: character -> byte."""
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}

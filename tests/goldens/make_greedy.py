@@ -35,16 +35,16 @@ SMALL_MARGIN = 1e-3  # of logits; a prompt with a smaller one is replaced, and t
 HERE = Path(__file__).resolve().parent
 
 LONG = """The lighthouse at the end of the peninsula had been built in 1871, after three ships were lost in a single \
-winter. Its keeper, a quiet man called Anders, wrote down the weather every six hours: wind, pressure, cloud, and the \
-state of the sea. Nobody had asked him to do so. When he died, the village found forty-one notebooks in the cupboard \
+winter. Its keeper, a quiet man called Anders, wrote down the weather every six hours: wind, pressure, cloud, and the state \
+of the sea. Nobody had asked him to do so. When he died, the village found forty-one notebooks in the cupboard \
 under the stairs, each of them filled to the last line, and nobody knew what to do with them. They were kept in the \
 school for a while, then in the town hall, and in the end in a cardboard box in the attic of the museum.
 
 A hundred years later, a student of meteorology came to the island for a weekend. It rained, so she went to the \
-museum, and because there was little to see she asked whether there was anything older. The woman at the desk remembered the \
-box. Within an hour the student had forgotten the ferry. Here was a record without gaps, made by one person with one \
-set of instruments, from a coast for which no other observations existed. She photographed the first notebook, page by \
-page, and then the second.
+museum, and because there was little to see she asked whether there was anything older. The woman at the desk \
+remembered the box. Within an hour the student had forgotten the ferry. Here was a record without gaps, made by one \
+person with one set of instruments, from a coast for which no other observations existed. She photographed the \
+first notebook, page by page, and then the second.
 
 What the notebooks showed was not what she had expected. The storms had not become more frequent, but they came \
 later in the year, and the calm days in spring, which Anders always marked with a small circle, had"""
@@ -206,8 +206,8 @@ def main() -> None:
 NOTE = (
     "Greedy continuations of the embedded model in float32, the reference for every implementation here. "
     "End-of-text does not stop them. margins: best logit less the second; where one is below the rounding of the "
-    "implementations compared, another token is no error. One prompt was replaced since its least margin was under 1e-3: "
-    "french was 'Il était une fois une petite fille qui' (0.00064)."
+    "implementations compared, another token is no error. One prompt was replaced since its least margin was under "
+    "1e-3: french was 'Il était une fois une petite fille qui' (0.00064)."
 )
 
 if __name__ == "__main__":
