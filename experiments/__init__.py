@@ -1,1 +1,62 @@
-"""Experiments on PagedJAX: strict configs, workloads, sweeps, metrics and a report. `python -m experiments.run CONFIG`."""
+"""Experiments on PagedJAX: strict configs, workloads, sweeps, metrics and a report.
+
+python -m experiments.run configs/quickstart.yaml        measure
+experiments.load_runs("runs/quickstart")                 read the results as a pandas DataFrame
+python -m experiments.report runs/quickstart             draw the report again
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["load_runs"]
+
+
+def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
+    """Every run found below `folder`, one row for each point and repeat.
+
+    Columns: the swept keys by their short names (`block_size`), `label`, `point` (hash), `repeat`, `failed` (None or
+    why), the summary's numbers with dotted names (`ttft_s.p50`), `commit`, `device`, and `run` (the run's folder).
+
+    Raises:
+        ValueError: no run lies below `folder`; the message says what one looks like.
+        ImportError: pandas is missing; the message says how to install it.
+    """
+    from experiments.store import read_runs
+
+    pandas = require("pandas")
+    runs = read_runs(folder)
+    return pandas.DataFrame([_row(run) for run in runs])
+
+
+def _row(run: dict[str, Any]) -> dict[str, Any]:
+    from experiments.config import short_names
+
+    names = short_names(run["swept"])
+    swept = {names[path]: value for path, value in run["swept"].items()}
+    known = {key: run[key] for key in ("label", "point", "repeat", "failed", "commit", "device", "run")}
+    return {**swept, **known, **flatten(run["metrics"] or {})}
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted names, in order: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def require(module: str) -> Any:
+    """The imported module, or an ImportError that says which extra brings it."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"experiments needs {module.split('.')[0]}, which is not installed: pip install 'pagedjax[experiments]'"
+        ) from error

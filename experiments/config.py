@@ -107,12 +107,13 @@ class Experiment:
 
 
 class Point(NamedTuple):
-    """One resolved configuration of a sweep. `content` is the text of the workload's file ("" without one)."""
+    """One resolved configuration of a sweep. `content` and `source`: text and path of the workload's file, or ""."""
 
     experiment: Experiment
     swept: dict[str, Any]
     key: str  # sha256 of what is measured, in hexadecimal
     content: str
+    source: str
 
     @property
     def label(self) -> str:
@@ -181,8 +182,8 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
             put(values, path, copy.deepcopy(value))
         _own_output_lengths(values.get("sampling"))
         experiment = parse(Experiment, values, "")
-        content = read_content(experiment.workload, folder)
-        point = Point(experiment, swept, point_key(experiment, content), content)
+        content, source = read_content(experiment.workload, folder)
+        point = Point(experiment, swept, point_key(experiment, content), content, source)
         for i, other in enumerate(points):
             if other.key == point.key:
                 raise ValueError(f"the sweep's points {i + 1} ({other.label}) and {len(points) + 1} are the same")
@@ -226,15 +227,15 @@ def combinations(sweep: Any) -> list[dict[str, Any]]:
     return [{**a, **b, **c} for a, b, c in product]
 
 
-def read_content(spec: Spec, folder: Path) -> str:
-    """The text of the workload's file, or "" for a workload without one."""
+def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
+    """Text and absolute path of the workload's file; both "" for a workload without one."""
     name = getattr(spec, "file", None)
     if name is None:
-        return ""
+        return "", ""
     places = list(dict.fromkeys([folder / name, Path(name)]))
     for place in places:
         if place.is_file():
-            return place.read_text(encoding="utf-8")
+            return place.read_text(encoding="utf-8"), str(place.resolve())
     hint = f". {AZURE}" if isinstance(spec, Trace) else ""
     raise ValueError(f"workload.file: there is no file {' or '.join(map(str, places))}{hint}")
 

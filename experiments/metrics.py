@@ -199,6 +199,7 @@ def summarize(
     prompt = sum(request.prompt_tokens for request in done)
     reasons = [request.finish_reason for request in done]
     slots = sum(step.blocks_used for step in steps) * block_size
+    peak = max(step.blocks_used for step in steps)
     return {
         "duration_s": duration,
         "requests": len(requests),
@@ -225,10 +226,8 @@ def summarize(
         "tokens_padded": sum(step.padded_tokens for step in steps),
         "padding_share": _share(sum(step.tokens for step in steps), sum(step.padded_tokens for step in steps)),
         "blocks_total": max(step.num_blocks for step in steps),
-        "blocks_used": {
-            "mean": float(np.mean([step.blocks_used for step in steps])),
-            "peak": max(step.blocks_used for step in steps),
-        },
+        "blocks_used": {"mean": slots / block_size / len(steps), "peak": peak},
+        "slots_used": {"mean": slots / len(steps), "peak": peak * block_size},
         "fragmentation_share": _share(sum(step.cached_tokens for step in steps), slots),
         "preemptions": sum(step.preempted for step in steps),
         "compilations": sum(step.compilations for step in steps),

@@ -1,0 +1,81 @@
+"""Where a run ran: the facts without which its numbers cannot be compared."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "pagedjax")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_FLAG_FAMILIES = ("JAX_", "XLA_PYTHON_CLIENT_")
+
+
+def environment() -> dict[str, Any]:
+    """Commit, versions, device, processor and flags of this process. Starts jax's backend; names no machine or user."""
+    import jax
+
+    device = jax.devices()[0]
+    return {
+        **git_state(Path(__file__).parent),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
+        "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": _usable_cores()},
+        "flags": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in _FLAGS or name.startswith(_FLAG_FAMILIES)
+        },
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """The commit that `folder` is at and whether tracked files differ from it; both None outside a repository."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            command = ["git", "-C", str(folder), *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    changes = git("status", "--porcelain", "--untracked-files=no") if commit else None
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # runs from a checkout that was not installed: the commit says which
+
+
+def cpu_model() -> str:
+    """The processor's marketing name where the system tells it, else its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int | None:
+    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere, and what a container really may use
+    return len(affinity(0)) if affinity else os.cpu_count()
+
+
+def load_average() -> float | None:
+    """Processes that wanted a core over the last minute: above the number of cores, times are not this run's alone."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (OSError, AttributeError):
+        return None

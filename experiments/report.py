@@ -1,0 +1,228 @@
+"""report.html of a sweep, one file without outside assets. `python -m experiments.report FOLDER` draws it again."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+
+from experiments import analysis, require, store
+from experiments.analysis import (
+    FRAGMENTATION,
+    ITL,
+    PADDING,
+    PEAK_SLOTS,
+    TABLE,
+    THROUGHPUT,
+    TTFT,
+    Axes,
+    PointRow,
+    number,
+)
+
+
+def write(folder: Path) -> Path:
+    """Draw the report of the sweep in `folder` and return its path. Raises ValueError when the folder has no runs."""
+    runs = store.read_runs(folder)
+    try:
+        about = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        about = {"name": folder.name, "question": "", "command": ""}
+    path = folder / "report.html"
+    store.write_file(path, page(about, runs, [environment(run) for run in runs]))
+    return path
+
+
+def environment(run: dict[str, Any]) -> dict[str, Any]:
+    path = Path(run["run"]) / "env.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def page(about: dict[str, Any], runs: Sequence[dict[str, Any]], environments: Sequence[dict[str, Any]]) -> str:
+    """The report's HTML. Pure: `runs` are summaries, `environments` their env.json in the same order."""
+    rows = analysis.points(runs)
+    axes = analysis.choose_axes(rows)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return template.get_template("report.html.jinja").render(
+        name=about["name"],
+        question=about["question"],
+        command=about["command"],
+        reading=[mark_labels(text, rows) for text in analysis.reading(runs, rows, axes)],
+        tiles=tiles(runs, rows),
+        sections=sections(rows, axes),
+        table=table(rows),
+        failed=[run for run in runs if run["failed"]],
+        facts=facts(environments),
+    )
+
+
+def mark_labels(sentence: str, rows: Sequence[PointRow]) -> Markup:
+    """The sentence with the points' labels set apart, so that names with underscores do not disturb the reading."""
+    labels = sorted({str(escape(row.label)) for row in rows}, key=len, reverse=True)  # the longest match first
+    pattern = re.compile("|".join(map(re.escape, labels)) or "$^")
+    return Markup(pattern.sub(lambda found: f"<b>{found[0]}</b>", str(escape(sentence))))
+
+
+def axes_note(axes: Axes) -> str:
+    """How the plots were laid out, in words."""
+    if axes.x is None:
+        return "No numeric key is swept, so the points lie side by side."
+    per_line = f", one line for each {' and '.join(axes.lines)}" if axes.lines else ""
+    return f"{axes.x} runs along x{per_line}. Lines are means over repeats, bands reach from the least to the most."
+
+
+def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
+    """The plots in groups; a plot that has nothing to show is left out."""
+    if not rows:
+        return []
+    require("matplotlib")
+    from experiments import plots
+
+    def figures(*metrics: analysis.Metric) -> list[dict[str, Any]]:
+        drawn = ((metric, plots.metric_plot(rows, axes, metric)) for metric in metrics)
+        return [{"title": m.title, "unit": m.unit, "svg": Markup(svg), "better": m.better} for m, svg in drawn if svg]
+
+    def wide(title: str, svg: str | None) -> list[dict[str, Any]]:
+        return [{"title": title, "unit": "", "svg": Markup(svg), "wide": True}] if svg else []
+
+    by_line = legend(rows, axes)
+    groups: list[dict[str, Any]] = [
+        {
+            "title": "Throughput and latency",
+            "note": axes_note(axes),
+            "legend": by_line,
+            "figures": figures(THROUGHPUT, TTFT, ITL),
+        },
+        {
+            "title": "What throughput costs",
+            "note": "Up and to the left is better. The dashed front joins the points that no other one beats on both.",
+            "legend": by_line,
+            "figures": wide("Throughput against inter-token latency", plots.pareto_plot(rows, axes)),
+        },
+        {
+            "title": "Where memory goes",
+            "note": "Slots of used blocks that hold no token are internal fragmentation; padding is computed for nothing.",
+            "legend": by_line,
+            "figures": figures(FRAGMENTATION, PEAK_SLOTS, PADDING),
+        },
+        {
+            "title": "Where a step's time goes",
+            "note": "Device: from dispatch until the sampled tokens are on the host. Host: schedule, pack and commit.",
+            "legend": {"title": "", "entries": ["device", "host"]},
+            "figures": wide("Mean time of a step", plots.time_plot(rows)),
+        },
+    ]
+    return [group for group in groups if group["figures"]]
+
+
+def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:
+    """What the colours mean, in their order; None when everything has one colour. One key is named once, in front."""
+    if axes.x is None or not axes.lines:
+        return None
+    entries = list(analysis.lines(rows, axes))
+    if len(axes.lines) > 1:
+        return {"title": "", "entries": entries}
+    return {"title": axes.lines[0], "entries": [entry.removeprefix(f"{axes.lines[0]}=") for entry in entries]}
+
+
+def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict[str, str]]:
+    """The few numbers to see first."""
+    shown = []
+    for metric, title in ((THROUGHPUT, "best throughput"), (TTFT, "lowest TTFT p50"), (ITL, "lowest ITL p50")):
+        row = analysis.best(rows, metric)
+        if row is not None:
+            shown.append({"value": number(row.mean(metric)), "unit": metric.unit, "title": title, "note": row.label})
+    spread = analysis.widest_spread(rows, THROUGHPUT)
+    if spread is not None:
+        note = "widest range of one point, of its mean"
+        shown.append({"value": f"{spread:.1%}", "unit": "", "title": "spread over repeats", "note": note})
+    good = sum(1 for run in runs if not run["failed"])
+    note = f"{len(rows)} point{'s' if len(rows) != 1 else ''}" + (
+        f", {len(runs) - good} failed" if good < len(runs) else ""
+    )
+    return [*shown, {"value": str(good), "unit": "", "title": "good runs", "note": note}]
+
+
+def table(rows: Sequence[PointRow]) -> dict[str, Any]:
+    """Head and body of the table of points: each cell its text, its value to sort by, and its range over repeats."""
+    keys = analysis.swept_keys(rows)
+    metrics = [metric for metric in TABLE if any(metric.column in row.values for row in rows)]
+    most = max((row.mean(THROUGHPUT) for row in rows), default=1.0)
+    body = []
+    for row in rows:
+        cells = [{"text": str(row.swept.get(key, "")), "sort": row.swept.get(key, "")} for key in keys]
+        cells = cells or [{"text": row.label, "sort": row.label}]
+        for metric in metrics:
+            found = row.values.get(metric.column)
+            cell: dict[str, Any] = {"text": "", "sort": ""}
+            if found is not None:
+                cell = {"text": number(found.mean), "sort": found.mean}
+                if found.low < found.high:
+                    cell["range"] = f"{number(found.low)} to {number(found.high)}"
+            if metric is THROUGHPUT:
+                cell["bar"] = round(100 * row.mean(metric) / most, 1)
+            cells.append(cell)
+        body.append({"cells": cells, "best": row.mean(THROUGHPUT) == most and len(rows) > 1})
+    heads = [{"title": Markup("_<wbr>").join(key.split("_")), "unit": ""} for key in keys or ["point"]]
+    heads += [{"title": metric.short, "unit": metric.unit} for metric in metrics]
+    return {"heads": heads, "body": body}
+
+
+def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The environment in pairs; where runs differ in a fact, all its values are given."""
+
+    def values(*path: str) -> str:
+        found: list[str] = []
+        for env in environments:
+            value: Any = env
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                found.append(str(value))
+        return ", ".join(dict.fromkeys(found))
+
+    versions = [f"{name} {values('versions', name)}" for name in ("jax", "jaxlib", "flax", "numpy")]
+    flags = dict.fromkeys(f"{k}={v}" for env in environments for k, v in env.get("flags", {}).items())
+    loads = [env["load_average"] for env in environments if env.get("load_average") is not None]
+    pairs = [
+        ("Device", " ".join(dict.fromkeys(filter(None, (values("device", "platform"), values("device", "kind")))))),
+        ("Processor", f"{values('cpu', 'model')}, {values('cpu', 'usable_cores')} cores"),
+        ("System", values("platform")),
+        ("Python", values("python")),
+        ("Libraries", ", ".join(versions)),
+        ("Attention", values("attention_impl")),
+        ("Commit", values("commit") + (", with uncommitted changes" if "True" in values("dirty") else "")),
+        ("Flags", ", ".join(flags) or "none"),
+        ("Load before a run", f"{min(loads):g} to {max(loads):g} processes" if loads else ""),
+        *startup_facts(environments),
+    ]
+    return [(name, value) for name, value in pairs if value]
+
+
+def startup_facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Seconds that engines took to start, by stage, over the engines of the sweep."""
+    engines = {json.dumps(env["engine"], sort_keys=True): env["startup"] for env in environments if "startup" in env}
+    stages = dict.fromkeys(stage for startup in engines.values() for stage in startup)
+    shown = []
+    for stage in stages:
+        seconds = [startup[stage] for startup in engines.values() if stage in startup]
+        unit = "" if stage == "compilations" else " s"
+        span = f"{min(seconds):.3g}" if min(seconds) == max(seconds) else f"{min(seconds):.3g} to {max(seconds):.3g}"
+        shown.append(f"{stage} {span}{unit}")
+    return [(f"Start-up of {len(engines)} engine{'s' if len(engines) != 1 else ''}", ", ".join(shown))] if shown else []
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m experiments.report FOLDER_OF_A_SWEEP")
+    try:
+        print(write(Path(sys.argv[1])))
+    except ValueError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,232 @@
+"""Measure an experiment: python -m experiments.run configs/quickstart.yaml [--set a.b=c ...]
+
+Every point of the sweep times its repeats becomes a folder (see store.py). A sweep that was stopped, even by SIGKILL,
+goes on where it was: the same command measures only what is missing or has failed.
+
+Exit status: 0 all runs are good, 1 some run failed (the table says which and why), 2 the config is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments import config, require, store
+from experiments.config import Point
+from experiments.drive import Measured, measure
+from experiments.engines import Engines, Run, engine_key, plan_runs
+from experiments.environment import environment, load_average
+from pagedjax.config import EngineConfig
+
+Finish = Callable[[Run, dict[str, Any]], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        points = config.load(Path(options.config), tuple(options.set))
+        if options.engines < 1:
+            raise ValueError(f"--engines is {options.engines}; it must be at least 1")
+        plan = plan_runs(points, options.engines)
+        folder = Path(options.out) / points[0].experiment.name
+        store.clean(folder)
+        done = {} if options.no_resume else finished_runs(plan, folder)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        print(describe(plan, done, folder))
+        return 0
+    for module in ("pandas", "matplotlib"):  # found out now, not after minutes of measuring
+        require(module)
+    command = ["python", "-m", "experiments.run", *(sys.argv[1:] if arguments is None else arguments)]
+    write_sweep(folder, points, shlex.join(command))
+    try:
+        summaries = sweep(plan, folder, done, alive=options.engines, quiet=options.quiet)
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command goes on from here. Results so far: {folder}", file=sys.stderr)
+        return 130
+    from experiments import analysis, report
+
+    path = report.write(folder)
+    failed = [summary for summary in summaries if summary["failed"]]
+    if not options.quiet:
+        print(analysis.text_table(analysis.points(store.read_runs(folder))))
+    for summary in failed:
+        print(f"failed: {summary['label']}, repeat {summary['repeat']}: {summary['failed']}", file=sys.stderr)
+    print(f"report: {path}")
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments.run", description="Measure an experiment.")
+    parser.add_argument("config", help="a YAML file, such as configs/quickstart.yaml")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML")
+    parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
+    parser.add_argument("--engines", type=int, default=4, help="engines kept alive at a time (default: 4)")
+    parser.add_argument("--dry-run", action="store_true", help="say what would run, and stop")
+    parser.add_argument("--no-resume", action="store_true", help="measure everything again")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar and no table")
+    return parser
+
+
+def finished_runs(plan: Sequence[Run], folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """Summaries of the plan's runs that are in place and good; a failed run counts as missing."""
+    found = {}
+    for run in plan:
+        summary = store.read_summary(store.run_folder(folder, run.point.key, run.repeat))
+        if summary is not None and not summary["failed"]:
+            found[run.point.key, run.repeat] = {**summary, **head_of(run)}  # the sweep may have been reworded since
+    return found
+
+
+def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], folder: Path) -> str:
+    """The plan in words, one line a point, in the order of measuring."""
+    lines = [f"{len(plan)} runs, {len(done)} of them done, in {folder}"]
+    for point in dict.fromkeys((run.point.key, run.point.label) for run in plan):
+        repeats = [run.repeat for run in plan if run.point.key == point[0]]
+        ready = sum((point[0], repeat) in done for repeat in repeats)
+        lines.append(f"  {point[0][:12]}  {ready}/{len(repeats)} done  {point[1]}")
+    engines = dict.fromkeys(engine_key(run.point.experiment) for run in plan)
+    return "\n".join([*lines, f"{len(engines)} engines to build, each compiled once"])
+
+
+def head_of(run: Run) -> dict[str, Any]:
+    """What a summary says of the run's place in its sweep. `run` is its folder, relative to the sweep's."""
+    return {
+        "name": run.point.experiment.name,
+        "label": run.point.label,
+        "swept": run.point.swept,
+        "point": run.point.key,
+        "repeat": run.repeat,
+        "order": run.order,
+        "run": store.run_folder(Path(), run.point.key, run.repeat).as_posix(),
+    }
+
+
+def write_sweep(folder: Path, points: Sequence[Point], command: str) -> None:
+    """sweep.json: what the report says about the sweep as a whole."""
+    first = points[0].experiment
+    about = {
+        "name": first.name,
+        "question": first.question,
+        "command": command,
+        "swept": list(dict.fromkeys(path for point in points for path in point.swept)),
+    }
+    store.write_file(folder / "sweep.json", store.json_text(about))
+
+
+def sweep(
+    plan: Sequence[Run], folder: Path, done: dict[tuple[str, int], dict[str, Any]], *, alive: int, quiet: bool
+) -> list[dict[str, Any]]:
+    """Measure what is missing of `plan`; the summaries of all its runs, in the order of the sweep."""
+    missing = [run for run in plan if (run.point.key, run.repeat) not in done]
+    write_index(folder, plan, done)  # now, so that a sweep that is stopped can be read
+    if missing:
+        from pagedjax.llm import LLM, load_model
+
+        where = environment()
+        warn_of_other_code(done.values(), where)
+        engines = Engines(alive, load_model, LLM)
+        with tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run") as bar:
+            for run in missing:
+                bar.set_description(f"{run.point.label}, repeat {run.repeat}")
+                files, summary = one_run(run, engines, where)
+                store.write_run(store.run_folder(folder, run.point.key, run.repeat), files)
+                done[run.point.key, run.repeat] = summary
+                write_index(folder, plan, done)
+                bar.update()
+    return write_index(folder, plan, done)
+
+
+def write_index(folder: Path, plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]]) -> list[dict[str, Any]]:
+    """runs.jsonl, rebuilt whole: the summaries of the sweep's runs that are in place, in the order of the sweep."""
+    runs = sorted(plan, key=lambda run: (run.order, run.repeat))
+    summaries = [done[run.point.key, run.repeat] for run in runs if (run.point.key, run.repeat) in done]
+    store.write_file(folder / "runs.jsonl", store.json_lines(summaries))
+    return summaries
+
+
+def warn_of_other_code(summaries: Any, where: dict[str, Any]) -> None:
+    """Say so when finished runs were measured on another commit or device: a sweep should compare like with like."""
+    now = (where["commit"], where["device"]["kind"])
+    others = [summary for summary in summaries if (summary["commit"], summary["device"]) != now]
+    if others:
+        print(
+            f"note: {len(others)} finished runs come from another commit or device (such as {others[0]['commit']}, "
+            f"{others[0]['device']}; now {now[0]}, {now[1]}). --no-resume measures them again",
+            file=sys.stderr,
+        )
+
+
+def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Measure one run: the files of its folder and its summary. An error becomes a failed run."""
+    place = {"commit": where["commit"], "device": where["device"]["kind"]}
+    head = {"schema": store.SCHEMA, **head_of(run), **place}
+    busy = load_average()
+    try:
+        llm = engines.get(run.point.experiment)
+        measured = measure(llm, run.point, run.repeat)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        summary = {**head, "failed": reason, "workload": None, "metrics": None}
+        files = {
+            "config.yaml": config_yaml(run, run.point.experiment.engine_config),
+            "env.json": store.json_text({**where, "load_average": busy}),
+            "error.txt": traceback.format_exc(),
+        }
+    else:
+        summary = {
+            **head,
+            "failed": measured.failed,
+            "workload": measured.workload.describe(),
+            "metrics": measured.summary,
+        }
+        files = run_files(run, llm, measured)
+        startup = {**llm.startup, "total": engines.startup_seconds[engine_key(run.point.experiment)]}
+        resolved = dataclasses.asdict(llm.engine.config)
+        facts = {"attention_impl": resolved["attention_impl"], "engine": resolved, "startup": startup}
+        files["env.json"] = store.json_text({**where, **facts, "load_average": busy})
+    return {**files, "summary.json": store.json_text(summary)}, summary
+
+
+def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
+    """config.yaml, requests.jsonl and steps.jsonl of a run. Times are rounded to microseconds."""
+    requests = [
+        {**request._asdict(), "token_times": [round(time, 6) for time in request.token_times]}
+        for request in measured.requests
+    ]
+    steps = [
+        {key: round(value, 6) if isinstance(value, float) else value for key, value in step._asdict().items()}
+        for step in measured.steps
+    ]
+    return {
+        "config.yaml": config_yaml(run, llm.engine.config),
+        "requests.jsonl": store.json_lines(requests),
+        "steps.jsonl": store.json_lines(steps),
+    }
+
+
+def config_yaml(run: Run, engine: Any) -> str:
+    """A config that runs this point again: the experiment without its sweep, the engine as it was resolved."""
+    experiment = run.point.experiment
+    values = dataclasses.asdict(experiment)
+    values["engine"] = {field.name: getattr(engine, field.name) for field in dataclasses.fields(EngineConfig)}
+    del values["cache_tokens"], values["sampling"]["max_tokens"]
+    if run.point.source:
+        values["workload"]["file"] = run.point.source
+    head = f"# Point {run.point.key}, repeat {run.repeat}.\n# python -m experiments.run THIS_FILE measures it again.\n"
+    return head + store.yaml_text(values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
