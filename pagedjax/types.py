@@ -132,6 +132,7 @@ class Seq(NamedTuple):
 
     request: Request
     arrival: int  # 0, 1, 2 ... in the order of submission: the tie-breaker of every policy
+    limit: int  # tokens at its longest: the prompt and max_tokens, cut off at max_model_len
     length: int  # prompt + generated tokens
     computed: int = 0
     blocks: tuple[int, ...] = ()
@@ -158,10 +159,13 @@ class Row(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one step computes. A fact, never carried state."""
+    """What one step computes. A fact, never carried state. Columns, because a step has hundreds of rows."""
 
     step: int
-    rows: tuple[Row, ...]  # decodes (count 1 at the end of a sequence) first, then prompt chunks
+    seqs: tuple[Seq, ...]  # decodes (count 1 at the end of a sequence) first, then prompt chunks; see Row for a view
+    lengths: tuple[int, ...]  # known tokens of each before the step
+    starts: tuple[int, ...]  # tokens of each whose keys and values are in the cache before the step
+    counts: tuple[int, ...]  # tokens to compute of each, at least 1
     admitted: tuple[str, ...]  # request ids that entered `running` in this step
     preempted: tuple[str, ...]  # request ids sent back to the front of the queue, in that order
     num_waiting: int  # after admission
@@ -169,8 +173,21 @@ class Plan(NamedTuple):
     num_blocks: int  # blocks that can have an owner (block 0, the trash block, is not one of them)
 
     @property
+    def rows(self) -> tuple[Row, ...]:
+        """The plan as records, for eyes and folds; the engine reads the columns."""
+        return tuple(map(Row, current(self.seqs, self.lengths, self.starts), self.counts))
+
+    @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        return sum(self.counts)
+
+
+def current(seqs: tuple[Seq, ...], lengths: tuple[int, ...], computed: tuple[int, ...]) -> tuple[Seq, ...]:
+    """Records with the `length` and `computed` of their columns."""
+    return tuple(
+        Seq(seq.request, seq.arrival, seq.limit, length, done, seq.blocks)
+        for seq, length, done in zip(seqs, lengths, computed, strict=True)
+    )
 
 
 class Admitted(NamedTuple):

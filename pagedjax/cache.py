@@ -1,0 +1,47 @@
+"""The KV cache on the device: one pair of page arrays a layer, an ordinary argument of the step, donated to it.
+
+A tuple of per-layer arrays (not one stacked array) is what XLA updates in place with an unrolled layer loop.
+Block 0 is the trash block: padding tokens write there and nobody owns it, so no kernel needs an "invalid" branch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class KVCache(NamedTuple):
+    k: tuple[jax.Array, ...]  # L x [P, K, D, S]: keys token-minor, see pallas_kernels/paged_attention/xla.py
+    v: tuple[jax.Array, ...]  # L x [P, K, S, D]
+
+
+def init(*, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str) -> KVCache:
+    """Zeros for `blocks` ownable blocks and the trash block: P = blocks + 1."""
+    pages = blocks + 1
+    return KVCache(
+        k=tuple(jnp.zeros((pages, kv_heads, head_dim, block_size), dtype) for _ in range(layers)),
+        v=tuple(jnp.zeros((pages, kv_heads, block_size, head_dim), dtype) for _ in range(layers)),
+    )
+
+
+def block_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Bytes of one block over all layers: 2 (keys and values) * L * S * K * D * bytes of dtype."""
+    return 2 * layers * block_size * kv_heads * head_dim * jnp.dtype(dtype).itemsize
+
+
+def write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array):
+    """Put the keys and values of T tokens into their slots.
+
+    Args:
+        k_pages, v_pages: [P, K, D, S] and [P, K, S, D] of one layer.
+        k, v: [T, K, D].
+        slots: [T] int32, block id * S + offset; padding tokens point into block 0.
+    """
+    size = v_pages.shape[2]
+    block, offset = slots // size, slots % size
+    # Padding tokens share slots of the trash block, so indices are not unique; which of them wins does not matter.
+    k_pages = k_pages.at[block, :, :, offset].set(k.astype(k_pages.dtype), mode="promise_in_bounds")
+    v_pages = v_pages.at[block, :, offset].set(v.astype(v_pages.dtype), mode="promise_in_bounds")
+    return k_pages, v_pages

@@ -1,0 +1,80 @@
+"""The layers of decoder models. Activations are feature-major: [H, T], one column a token.
+
+Why columns: XLA's CPU matrix product packs its right operand. With W [out, in] on the left and the few columns of a
+decode step on the right it packs the activations; the other way round it packs the weights, every step. Measured on
+two cores for SmolLM2-135M's products, milliseconds rows / columns: 8 tokens 64 / 36, 32 tokens 107 / 74,
+64 tokens 147 / 124, 2048 tokens equal. Accelerators do not mind.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Linear(nnx.Module):
+    """y [out, T] = W [out, in] x [in, T] (+ bias)."""
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool = False, dtype: str):
+        self.weight = nnx.Param(jnp.zeros((size_out, size_in), dtype))
+        self.bias = nnx.Param(jnp.zeros((size_out,), dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.weight[...] @ x
+        return y if self.bias is None else y + self.bias[...][:, None]
+
+
+class RMSNorm(nnx.Module):
+    """Zhang & Sennrich 2019, over the features of each column, in float32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: str):
+        self.weight = nnx.Param(jnp.zeros((size,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=0, keepdims=True) + self.eps)
+        return self.weight[...][:, None] * y.astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[float]:
+    """Inverse wavelengths [D / 2] (Su et al. 2021), with the scaling of a Hugging Face `rope_scaling` entry.
+
+    Raises:
+        ValueError: a scaling type other than default, linear, llama3 or freqs.
+    """
+    freqs = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    if scaling is None or kind == "default":
+        return freqs
+    if kind == "linear":
+        return [f / scaling["factor"] for f in freqs]
+    if kind == "freqs":  # explicit divisors, as a GGUF file carries them
+        return [f / c for f, c in zip(freqs, scaling["factors"], strict=True)]
+    if kind == "llama3":
+        factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+        original = scaling["original_max_position_embeddings"]
+
+        def scale(f: float) -> float:
+            turns = original * f / (2 * math.pi)  # rotations within the original context
+            blend = min(1.0, max(0.0, (turns - low) / (high - low)))
+            return f * blend + f / factor * (1.0 - blend)
+
+        return [scale(f) for f in freqs]
+    raise ValueError(f"rope scaling {kind!r} is not supported; default, linear, llama3 and freqs are")
+
+
+def rope_angles(positions: jax.Array, frequencies: list[float]) -> tuple[jax.Array, jax.Array]:
+    """positions [T] -> cos and sin, each [D / 2, T], float32."""
+    angle = jnp.asarray(frequencies, jnp.float32)[:, None] * positions.astype(jnp.float32)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate the two halves of each head: x [N, D, T] -> [N, D, T]."""
+    cos, sin = angles
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1).astype(x.dtype)

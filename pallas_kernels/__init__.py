@@ -1,0 +1,1 @@
+"""Attention kernels over a paged KV cache. Imports jax alone and is useful without pagedjax."""

@@ -1,0 +1,72 @@
+"""The one contract that every implementation of paged attention keeps."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention import reference, xla
+
+IMPLS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    scale: float,
+    impl: str,
+) -> jax.Array:
+    """Attention of any mix of prompt chunks and decodes, each query over its own sequence up to itself.
+
+    Row b owns the query tokens cu_q_lens[b] : cu_q_lens[b + 1]; they are the *last* tokens of its context of
+    seq_lens[b] tokens, whose keys and values have been written before the call (its own included). The query at
+    distance i from the end of its row sees the first seq_lens[b] - i tokens. GQA: query head n reads key head
+    n * K // N. Softmax and sums are in float32.
+
+    Args:
+        q: [T, N, D] packed query tokens; those past cu_q_lens[B] are padding.
+        k_pages: [P, K, D, S] keys, token-minor: the product with q then runs over contiguous tokens.
+        v_pages: [P, K, S, D] values.
+        block_tables: [B, M] int32 page ids in token order; entries past a row's context may be any valid page id.
+        seq_lens: [B] int32 context lengths; 0 for padding rows.
+        cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row has no tokens.
+        scale: factor on q k^T; no default, because a wrong one is silent.
+        impl: one of IMPLS; no default, because a fallback would be silent.
+
+    Returns:
+        [T, N, D] in q's dtype; padding rows hold zeros.
+
+    Raises:
+        ValueError: an unknown impl or shapes that do not fit each other; the message names both.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
+    _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens)
+    return IMPLS[impl](q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, scale=scale)
+
+
+def _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> None:
+    shapes = (
+        f"q {q.shape}, k_pages {k_pages.shape}, v_pages {v_pages.shape}, block_tables {block_tables.shape}, "
+        f"seq_lens {seq_lens.shape}, cu_q_lens {cu_q_lens.shape}"
+    )
+    ranks = (q.ndim, k_pages.ndim, v_pages.ndim, block_tables.ndim, seq_lens.ndim, cu_q_lens.ndim)
+    if ranks != (3, 4, 4, 2, 1, 1):
+        raise ValueError(f"expected ranks 3, 4, 4, 2, 1, 1; got {shapes}")
+    _, n, d = q.shape
+    p, k, kd, s = k_pages.shape
+    b = seq_lens.shape[0]
+    if kd != d or v_pages.shape != (p, k, s, d):
+        raise ValueError(f"k_pages must be [P, K, D, S] and v_pages [P, K, S, D] with q's head size {d}; got {shapes}")
+    if n % k:
+        raise ValueError(f"{n} query heads cannot share {k} key heads evenly; got {shapes}")
+    if block_tables.shape[0] != b or cu_q_lens.shape[0] != b + 1:
+        raise ValueError(f"block_tables must be [B, M] and cu_q_lens [B + 1] with seq_lens's B = {b}; got {shapes}")
+    for name, a in (("block_tables", block_tables), ("seq_lens", seq_lens), ("cu_q_lens", cu_q_lens)):
+        if a.dtype != jnp.int32:
+            raise ValueError(f"{name} is {a.dtype}; it must be int32")
