@@ -182,5 +182,14 @@ def _read(path: Path, name: str, shape: tuple[int, ...], encoding: Any, begin: i
 
 def mapped(tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray] | None) -> Tensor:
     """The tensor under another name, its values passed through `change` (which keeps the shape) when read."""
-    load = tensor.load if change is None else lambda: change(tensor.load())
+
+    def load() -> np.ndarray:
+        values = tensor.load()
+        try:
+            return values if change is None else change(values)
+        except ValueError as error:
+            raise ValueError(
+                f"{tensor.file}: tensor {tensor.name} {tensor.shape} does not fit the metadata: {error}"
+            ) from error
+
     return Tensor(name, tensor.shape, tensor.dtype, tensor.file, tensor.encoding, load)

@@ -85,7 +85,7 @@ def check_table(checkpoint: Checkpoint, table: Sequence[ParamSource], ignore: Se
         lines = "\n  ".join(problems)
         raise ValueError(
             f"{checkpoint.path} does not fit the {checkpoint.config.get('model_type')} model its config describes; "
-            f"{len(problems)} tensors differ (is the config another model's, or a file of it missing?):\n  {lines}"
+            f"differences: {len(problems)} (is the config another model's, or a file missing?)\n  {lines}"
         )
 
 

@@ -35,8 +35,8 @@ SMALL_MARGIN = 1e-3  # of logits; a prompt with a smaller one is replaced, and t
 HERE = Path(__file__).resolve().parent
 
 LONG = """The lighthouse at the end of the peninsula had been built in 1871, after three ships were lost in a single \
-winter. Its keeper, a quiet man called Anders, wrote down the weather every six hours: wind, pressure, cloud, and the state \
-of the sea. Nobody had asked him to do so. When he died, the village found forty-one notebooks in the cupboard \
+winter. Its keeper, a quiet man called Anders, wrote down the weather every six hours: wind, pressure, cloud, and the \
+state of the sea. Nobody had asked him to do so. When he died, the village found forty-one notebooks in the cupboard \
 under the stairs, each of them filled to the last line, and nobody knew what to do with them. They were kept in the \
 school for a while, then in the town hall, and in the end in a cardboard box in the attic of the museum.
 

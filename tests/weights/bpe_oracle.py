@@ -1,0 +1,96 @@
+"""An independent byte-level BPE, and texts to try tokenizers on."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import regex
+from hypothesis import strategies as st
+
+from pagedjax.tokenizer import Tokenizer, load_tokenizer
+from pagedjax.weights import open_checkpoint
+
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_WORDS = QWEN2_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+
+SAMPLES = [
+    "", "Hello world", "  leading spaces", "The year 2024 had 365 days", "'s 't 're 've 'm 'll 'd", "Grüße, café!",
+    " 2024", "3.14159", "1,000,000", "½ ² Ⅷ ٣", "v2.0-rc1",
+    "a  b   c    d", "trailing   ", "   leading", "\n\n\n", "\t\tx\r\ny", "a\u00a0b\u3000c",
+    "for (int i = 0; i < 10; ++i) {\n\treturn x[i] != nullptr;\n}\n", "import os\n\n\nclass A:\n    pass\n",
+    "😀👍🏽👨‍👩‍👧 ok", "今天天气很好", "日本語のテキスト", "안녕하세요", "مرحبا بالعالم", "Привет, мир",
+    "naïve façade Ångström",
+    "I'm, you're, we'll, they'd, it's, I'VE", "don''t 'tis",
+    "<|im_start|>user\nHi<|im_end|>\n", "<|endoftext|><repo_name>x",
+    "<|im_start", "a<|im_end|>b", "\u0000\u0001\u007f", "\ufffd", "Ġ", "é́",
+]  # fmt: skip
+SCRIPTS = [
+    st.characters(min_codepoint=0x20, max_codepoint=0x7E),
+    st.characters(min_codepoint=0xA0, max_codepoint=0x24F),
+    st.characters(min_codepoint=0x4E00, max_codepoint=0x9FA5),
+    st.characters(min_codepoint=0xAC00, max_codepoint=0xD7A3),
+    st.characters(min_codepoint=0x1F600, max_codepoint=0x1F64F),
+    st.sampled_from(" \t\n\r0123456789²Ⅷ٣'st'll\u00a0\u3000\u200d\u0301<|>"),
+]
+TEXTS = st.lists(st.one_of(*SCRIPTS, st.sampled_from(["<|im_end|>", "  ", "\n\n", "'re", " the"])), max_size=40).map(
+    "".join
+)
+
+
+@cache
+def smollm() -> Tokenizer:
+    """The embedded model's tokenizer."""
+    return load_tokenizer(open_checkpoint("smollm2-135m"))
+
+
+def letters() -> dict[int, str]:
+    """GPT-2's byte alphabet, by its definition: printable Latin-1 stands for itself, the rest counts on from U+0100."""
+    table, extra = {}, 0
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
+            table[byte] = chr(byte)
+        else:
+            table[byte] = chr(256 + extra)
+            extra += 1
+    return table
+
+
+class BruteForce:
+    """Byte-level BPE as defined: split, then merge the pair of lowest rank everywhere until none is left."""
+
+    def __init__(self, metadata: dict, words: str, *, digits: bool, whole_words: bool = False) -> None:
+        self.ids = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+        self.ranks = {tuple(m.split(" ")): i for i, m in enumerate(metadata["tokenizer.ggml.merges"])}
+        kinds = metadata["tokenizer.ggml.token_type"]
+        special = [t for t, kind in zip(self.ids, kinds, strict=True) if kind == 3]
+        self.special = regex.compile("(" + "|".join(map(regex.escape, special)) + ")")
+        self.words, self.digits, self.whole_words = regex.compile(words), digits, whole_words
+
+    def encode(self, text: str) -> list[int]:
+        out = []
+        for index, part in enumerate(self.special.split(text)):
+            out += [self.ids[part]] if index % 2 else [i for word in self.split(part) for i in self.merge(word)]
+        return out
+
+    def split(self, text: str) -> list[str]:
+        pieces = regex.split(r"(\p{N})", text) if self.digits else [text]
+        return [word for piece in pieces for word in self.words.findall(piece)]
+
+    def merge(self, word: str) -> list[int]:
+        symbols = [letters()[byte] for byte in word.encode()]
+        if self.whole_words and "".join(symbols) in self.ids:
+            return [self.ids["".join(symbols)]]
+        while True:
+            pairs = [p for p in pairwise(symbols) if p in self.ranks]
+            if not pairs:
+                return [self.ids[symbol] for symbol in symbols]
+            best, merged, at = min(pairs, key=self.ranks.__getitem__), [], 0
+            while at < len(symbols):
+                step = 2 if tuple(symbols[at : at + 2]) == best else 1
+                merged.append("".join(symbols[at : at + step]))
+                at += step
+            symbols = merged

@@ -1,0 +1,239 @@
+"""GGUF files: the same model as the directory they were made from, and every damage named."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.gguf_file import read_gguf
+from tests.weights.tiny import tiny_gguf, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"), tied=False, qkv_bias=True, o_bias=True)
+
+
+@pytest.fixture(scope="module")
+def file(folder: Path) -> Path:
+    return tiny_gguf(folder / "tiny.gguf", folder)
+
+
+def test_names_shapes_and_values_are_the_directorys(folder, file):
+    ours, original = open_checkpoint(file), open_checkpoint(folder)
+    assert set(ours.tensors) == set(original.tensors)
+    for name, tensor in ours.tensors.items():
+        assert tensor.name == name
+        assert tensor.shape == original.tensors[name].shape
+        np.testing.assert_array_equal(tensor.read(), original.tensors[name].read(), err_msg=name)
+    assert ours.config["attention_bias"]
+    assert not ours.config["tie_word_embeddings"]
+
+
+def test_tied_embeddings_show_in_the_config_alone(tmp_path):
+    opened = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path)))
+    assert opened.config["tie_word_embeddings"]
+    assert "lm_head.weight" not in opened.tensors
+
+
+@pytest.mark.parametrize(("kind", "step"), [("F16", 2**-10), ("BF16", 2**-7), ("Q8_0", 2**-6), ("Q4_1", 2**-3)])
+def test_encodings_decode_to_the_values_they_stand_for(tmp_path, kind, step):
+    folder = tiny_llama(tmp_path, intermediate=128)
+    ours = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder, matrices=kind))
+    for name, original in open_checkpoint(folder).tensors.items():
+        tensor, values = ours.tensors[name], original.read()
+        read = tensor.read()
+        assert (read.dtype, read.shape) == (np.float32, values.shape)
+        assert tensor.encoding == ("F32" if values.ndim == 1 else kind)
+        assert np.abs(read - values).max() <= step * np.abs(values).max()
+
+
+def test_header_and_values_equal_the_gguf_packages(tmp_path):
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    folder = tiny_llama(tmp_path, layers=1, intermediate=128)
+    extra = {"test.numbers": [1, -2, 3], "test.halves": [0.5, 1.5], "test.words": ["a", "été"], "test.flag": True}
+    path = tiny_gguf(tmp_path / "m.gguf", folder, matrices="Q8_0", extra=extra)
+    reader, ours = GGUFReader(path), read_gguf(path)
+    theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    rounded = "llama.attention.layer_norm_rms_epsilon"
+    assert theirs.pop(rounded) == np.float32(1e-05)
+    assert ours.metadata == theirs | {rounded: 1e-05}
+    assert list(ours.tensors) == [tensor.name for tensor in reader.tensors]
+    for tensor in reader.tensors:
+        np.testing.assert_array_equal(ours.tensors[tensor.name].read(), dequantize(tensor.data, tensor.tensor_type))
+
+
+def test_rope_scaling_in_its_three_forms(tmp_path):
+    folder = tiny_llama(tmp_path)
+    factors = [1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0]
+    opened = open_checkpoint(tiny_gguf(tmp_path / "a.gguf", folder, freq_factors=factors))
+    assert opened.config["rope_scaling"] == {"rope_type": "freqs", "factors": factors}
+    assert not any("rope" in name for name in opened.tensors)
+
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    opened = open_checkpoint(tiny_gguf(tmp_path / "b.gguf", folder, extra=linear))
+    assert opened.config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+    yarn = {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 2.0,
+        "llama.rope.scaling.original_context_length": 256,
+    }
+    opened = open_checkpoint(tiny_gguf(tmp_path / "c.gguf", folder, extra=yarn))
+    expected = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
+    assert opened.config["rope_scaling"] == expected
+
+    opened = open_checkpoint(tiny_gguf(tmp_path / "d.gguf", folder, extra={"llama.rope.scale_linear": 2.0}))
+    assert opened.config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(ValueError, match=r"both rope_freqs.weight and .*type = 'linear'"):
+        open_checkpoint(tiny_gguf(tmp_path / "e.gguf", folder, extra=linear, freq_factors=factors))
+    with pytest.raises(ValueError, match="type is 'longrope'"):
+        open_checkpoint(tiny_gguf(tmp_path / "f.gguf", folder, extra={"llama.rope.scaling.type": "longrope"}))
+
+
+def test_keys_that_older_files_lack_have_their_defaults(tmp_path):
+    folder = tiny_llama(tmp_path, kv_heads=4)
+    drop = (
+        *("llama.attention.head_count_kv", "llama.rope.freq_base", "llama.attention.key_length"),
+        *("llama.attention.value_length", "llama.rope.dimension_count"),
+    )
+    config = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder, drop=drop)).config
+    assert (config["num_key_value_heads"], config["rope_theta"], config["head_dim"]) == (4, 10000.0, 16)
+
+
+def test_end_of_turn_and_of_message_end_the_text_too(tmp_path):
+    extra = {"tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.eom_token_id": 7}
+    opened = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path), extra=extra))
+    assert opened.config["eos_token_id"] == 2
+    assert opened.eos_token_ids == (0, 2, 7)
+
+
+@pytest.mark.parametrize(
+    ("extra", "drop", "message"),
+    [
+        ({"llama.expert_count": 8}, (), "mixture of 8 experts"),
+        ({"llama.attention.value_length": 8}, (), "value_length is 8; it must equal the head size, 16"),
+        ({"llama.rope.dimension_count": 8}, (), "dimension_count is 8; it must equal the head size, 16"),
+        ({"llama.attention.head_count_kv": [2, 4]}, (), r"head_count_kv differs between layers \(\[2, 4\]\)"),
+        ({}, ("llama.block_count",), "the metadata lacks llama.block_count"),
+        ({"llama.embedding_length": "x"}, ("llama.attention.key_length",), "value of the wrong kind"),
+        ({"llama.attention.head_count": 0}, ("llama.attention.key_length",), "value of the wrong kind"),
+        ({"general.alignment": 12}, (), "general.alignment is 12; it must be a power of two"),
+    ],
+)
+def test_files_that_would_be_read_wrong_are_refused(tmp_path, extra, drop, message):
+    path = tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path), extra=extra, drop=drop)
+    with pytest.raises(ValueError, match=f"m.gguf.*{message}"):
+        open_checkpoint(path)
+
+
+def test_equal_numbers_for_each_layer_are_one_number(tmp_path):
+    extra = {"llama.attention.head_count_kv": [2, 2], "llama.feed_forward_length": [96, 96]}
+    config = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path), extra=extra)).config
+    assert (config["num_key_value_heads"], config["intermediate_size"]) == (2, 96)
+
+
+def test_other_architectures_are_refused_with_the_supported_ones(tmp_path):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "m.gguf", "qwen35")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"general\.architecture is 'qwen35'; supported: llama"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_encodings_that_cannot_be_decoded_name_tensor_and_type(tmp_path):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("numbers", np.arange(8, dtype=np.int32))
+    writer.add_tensor("wide", np.arange(3, dtype=np.float64))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors = read_gguf(tmp_path / "m.gguf").tensors
+    np.testing.assert_array_equal(tensors["wide"].read(), [0, 1, 2])
+    with pytest.raises(ValueError, match=r"m\.gguf: tensor numbers is stored as I32, which cannot be dequantised"):
+        tensors["numbers"].read()
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def rewritten(tmp_path: Path, data: bytes) -> Path:
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("size", [0, 3, 23, 24, 40, 200, 3000, 6000, 7500, 9000, 12000, 200_000, -1, -5000])
+def test_truncated_files_name_the_file_and_the_sizes(file, tmp_path, size):
+    whole = file.read_bytes()
+    kept = size if size >= 0 else len(whole) + size
+    with pytest.raises(ValueError, match=rf"damaged\.gguf.*(the file has {kept}|it has {kept} bytes)"):
+        open_checkpoint(rewritten(tmp_path, whole[:kept]))
+
+
+def test_truncated_data_names_the_tensor(file, tmp_path):
+    whole = file.read_bytes()
+    message = r"is truncated: tensor \S+ \(.*\) \(F32\) takes bytes \d+ to \d+, the file has \d+; fetch it again"
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(rewritten(tmp_path, whole[:-2000]))
+
+
+def test_data_that_vanishes_after_opening_is_named(file, tmp_path):
+    path = rewritten(tmp_path, file.read_bytes())
+    tensor = open_checkpoint(path).tensors["lm_head.weight"]
+    path.write_bytes(file.read_bytes()[:20_000])
+    with pytest.raises(ValueError, match=r"is truncated: tensor output\.weight has \d+ of its \d+ bytes"):
+        tensor.read()
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (0, b"GGML", r"begins with b'GGML', not b'GGUF'"),
+        (4, struct.pack("<I", 1), r"GGUF version 1; versions \(2, 3\) are supported"),
+        (4, struct.pack(">I", 3), "big-endian"),
+        (8, struct.pack("<Q", 2**60), "truncated or damaged|damaged"),
+        (16, struct.pack("<Q", 2**60), "damaged"),
+        (24, struct.pack("<Q", 2**63), r"key 0 of \d+ needs 9223372036854775808 bytes at offset 32"),
+        (32, b"\xff\xfe\xfd\xfc", "key 0 of .* is not valid UTF-8"),
+        (24 + 8 + len("general.architecture"), struct.pack("<I", 77), "value type 77"),
+    ],
+)
+def test_damaged_headers_are_named(file, tmp_path, at, value, message):
+    data = bytearray(file.read_bytes())
+    data[at : at + len(value)] = value
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(rewritten(tmp_path, bytes(data)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
+def test_no_damage_ends_in_a_foreign_error(file, tmp_path_factory, changes):
+    data = bytearray(file.read_bytes()[:10_000])
+    for at, value in changes:
+        data[at % len(data)] = value
+    path = tmp_path_factory.mktemp("fuzz") / "damaged.gguf"
+    with path.open("wb") as out:
+        out.write(bytes(data))
+        out.write(file.read_bytes()[10_000:])
+    try:
+        opened = open_checkpoint(path)
+        for tensor in opened.tensors.values():
+            tensor.read()
+    except ValueError as error:
+        assert str(path) in str(error)  # noqa: PT017  # not raising at all is fine as well

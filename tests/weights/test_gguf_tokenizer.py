@@ -1,0 +1,157 @@
+"""Tokenizers built from GGUF metadata: every known way of splitting, SentencePiece, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.tokenizer import Detokenizer, Tokenizer
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.gguf_tokenizer import SPLITS, build_tokenizer
+from tests.weights.bpe_oracle import GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS, TEXTS, BruteForce
+from tests.weights.tiny import tiny_gguf, tiny_llama
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+
+ORACLES = {
+    "gpt-2": {"words": GPT2_WORDS, "digits": False},
+    "smollm": {"words": GPT2_WORDS, "digits": True},
+    "llama-bpe": {"words": LLAMA3_WORDS, "digits": False, "whole_words": True},
+    "qwen2": {"words": QWEN2_WORDS, "digits": False},
+}
+
+
+@cache
+def embedded_as(pre: str) -> tuple:
+    """The embedded vocabulary split another model's way: (our tokenizer, the oracle)."""
+    metadata = {**open_checkpoint("smollm2-135m").metadata, "tokenizer.ggml.pre": pre}
+    return build_tokenizer("test.gguf", metadata), BruteForce(metadata, **ORACLES[pre])
+
+
+@pytest.mark.parametrize("pre", ORACLES)
+@settings(max_examples=60, deadline=None)
+@given(TEXTS)
+def test_pre_tokenizers_equal_brute_force(pre, text):
+    ours, oracle = embedded_as(pre)
+    assert ours.encode(text).ids == oracle.encode(text)
+
+
+def test_pre_tokenizers_differ_where_they_should():
+    def pieces(pre: str, text: str) -> list[str]:
+        return [piece for piece, _ in embedded_as(pre)[0].pre_tokenizer.pre_tokenize_str(text)]
+
+    assert pieces("smollm", "in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
+    assert pieces("gpt-2", "in 2024") == ["in", "Ġ2024"]
+    assert pieces("llama-bpe", "in 2024") == ["in", "Ġ", "202", "4"]
+    assert pieces("qwen2", "in 2024") == ["in", "Ġ", "2", "0", "2", "4"]
+    assert pieces("llama-bpe", "IT'S\n\nok") == ["IT", "'S", "ĊĊ", "ok"]
+    assert pieces("smollm", "IT'S\n\nok") == ["IT", "'", "S", "Ċ", "Ċ", "ok"]
+
+
+def test_llama3_adds_bos_unless_the_file_says_otherwise():
+    metadata = dict(open_checkpoint("smollm2-135m").metadata) | {"tokenizer.ggml.pre": "llama-bpe"}
+    assert build_tokenizer("x", metadata).encode("Hello").ids == [19556]  # the file says not to
+    del metadata["tokenizer.ggml.add_bos_token"]
+    assert build_tokenizer("x", metadata).encode("Hello").ids == [1, 19556]
+    assert build_tokenizer("x", metadata).encode("Hello", add_special_tokens=False).ids == [19556]
+    assert build_tokenizer("x", metadata | {"tokenizer.ggml.add_eos_token": True}).encode("Hello").ids == [1, 19556, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'.*known are gpt-2, smollm"),
+        ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is None"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5'; 'gpt2'.*and 'llama'"),
+        ({"tokenizer.ggml.tokens": []}, "the vocabulary has 0 tokens"),
+        ({"tokenizer.ggml.token_type": [1]}, "and 1 token types"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "the merge 'ab' is not two tokens"),
+        ({"tokenizer.ggml.merges": ["zzz yyy"]}, "do not fit together"),
+        ({"tokenizer.ggml.model": "llama"}, "0 scores for 320 tokens"),
+        ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999}, "adds BOS, but .* is 999"),
+    ],
+)
+def test_tokenizers_that_cannot_be_built_right_are_refused(tmp_path, change, message):
+    metadata = {**open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path))).metadata, **change}
+    with pytest.raises(ValueError, match=f"(?s)m.gguf.*{message}"):
+        build_tokenizer(tmp_path / "m.gguf", metadata)
+
+
+def test_every_known_pre_tokenizer_has_an_oracle():
+    assert {SPLITS[name] for name in ORACLES} == set(SPLITS.values())
+
+
+def test_user_defined_tokens_are_matched_whole_and_not_skipped(tmp_path):
+    folder = tiny_llama(tmp_path)
+    metadata = dict(open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder)).metadata)
+    tokens, kinds = list(metadata["tokenizer.ggml.tokens"]), list(metadata["tokenizer.ggml.token_type"])
+    tokens[-1], kinds[-1] = "<think>", 4
+    merges = [m for m in metadata["tokenizer.ggml.merges"] if "".join(m.split(" ")) in tokens]
+    built = build_tokenizer(
+        "x",
+        metadata
+        | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": merges},
+    )
+    ids = built.encode("a<think>b").ids
+    assert ids[1] == len(tokens) - 1
+    assert built.decode(ids) == "a<think>b"
+
+
+# --- SentencePiece ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def sentencepiece_golden() -> dict:
+    return json.loads((GOLDENS / "sentencepiece.json").read_text(encoding="utf-8"))
+
+
+def sentencepiece_metadata(**extra) -> dict:
+    golden = sentencepiece_golden()
+    lists = {f"tokenizer.ggml.{key}": golden[key] for key in ("tokens", "scores", "token_type")}
+    return lists | {"tokenizer.ggml.model": "llama", "tokenizer.ggml.bos_token_id": 1, **extra}
+
+
+@cache
+def sentencepiece() -> Tokenizer:
+    return Tokenizer(build_tokenizer("x", sentencepiece_metadata()), (2,), {})
+
+
+def test_scores_give_what_the_sentencepiece_library_gives():
+    tokenizer = sentencepiece()
+    for text, ids, decoded in sentencepiece_golden()["encodings"]:
+        assert tokenizer.encode(text, add_special_tokens=False) == ids, text
+        assert tokenizer.decode(ids) == decoded
+
+
+def test_sentencepiece_adds_bos_and_the_space_unless_told_not_to():
+    assert sentencepiece().encode("the") == [1, *sentencepiece().encode("the", add_special_tokens=False)]
+    off = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
+    plain = Tokenizer(build_tokenizer("x", sentencepiece_metadata(**off)), (2,), {})
+    assert plain.backend.encode("the").tokens == ["the"]
+    assert plain.decode(plain.encode(" the")) == " the"
+    with pytest.raises(ValueError, match="removes extra spaces"):
+        build_tokenizer("x", sentencepiece_metadata(**{"tokenizer.ggml.remove_extra_whitespaces": True}))
+
+
+def test_sentencepiece_pieces_and_words_are_spaced_by_their_context():
+    tokenizer = sentencepiece()
+    the, cat = (tokenizer.backend.token_to_id(piece) for piece in ("▁the", "▁cat"))
+    assert tokenizer.decode_token(cat) == " cat"
+    after_text = Detokenizer(tokenizer, [1, the])
+    assert after_text.push(cat) == " cat"
+    at_start = Detokenizer(tokenizer, [1])
+    assert [at_start.push(the), at_start.push(cat)] == ["the", " cat"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet=" thecandog\né中😀", max_size=30))
+def test_sentencepiece_pushes_join_to_the_text(text):
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode(text)
+    stream = Detokenizer(tokenizer)
+    assert "".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids)

@@ -1,0 +1,165 @@
+"""Hugging Face directories: one file or shards, every dtype, and every damage named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.huggingface import INDEX, read_safetensors
+from tests.weights.tiny import tiny_llama
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values_equal_the_safetensors_packages(tmp_path, dtype):
+    folder = tiny_llama(tmp_path, dtype=dtype)
+    stored, opened = load_file(folder / "model.safetensors"), open_checkpoint(folder)
+    assert set(opened.tensors) == set(stored)
+    for name, tensor in opened.tensors.items():
+        values = tensor.read()
+        assert values.dtype == tensor.dtype == getattr(ml_dtypes, dtype, dtype)
+        assert tensor.file == folder / "model.safetensors"
+        np.testing.assert_array_equal(values, stored[name])
+
+
+def test_shards_are_one_checkpoint(tmp_path):
+    whole = open_checkpoint(tiny_llama(tmp_path / "one"))
+    sharded = open_checkpoint(tiny_llama(tmp_path / "three", shards=3))
+    assert set(whole.tensors) == set(sharded.tensors)
+    assert len({tensor.file for tensor in sharded.tensors.values()}) == 3
+    for name, tensor in whole.tensors.items():
+        np.testing.assert_array_equal(tensor.read(), sharded.tensors[name].read())
+
+
+def test_every_dtype_of_the_format_reads(tmp_path):
+    kinds = ["float64", "float32", "float16", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"]
+    values = {kind: np.array([[0, 1], [1, 0], [1, 1]], kind) for kind in kinds}
+    values["bfloat16"] = np.array([1.5, -2], ml_dtypes.bfloat16)
+    values["scalar"], values["empty"] = np.array(3.0, np.float32), np.zeros((0, 4), np.float32)
+    save_file(values, tmp_path / "x.safetensors")
+    for name, tensor in read_safetensors(tmp_path / "x.safetensors").items():
+        np.testing.assert_array_equal(tensor.read(), values[name])
+        assert tensor.read().shape == values[name].shape
+
+
+def test_directories_without_weights_say_what_they_have(tmp_path):
+    folder = tiny_llama(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors; it has pytorch_model\.bin; save the model with"):
+        open_checkpoint(folder)
+
+
+def test_missing_shards_are_named(tmp_path):
+    folder = tiny_llama(tmp_path, shards=2)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks model-00002-of-00002\.safetensors, which .*index\.json names"):
+        open_checkpoint(folder)
+
+
+def test_an_index_that_does_not_fit_its_shards_is_named(tmp_path):
+    folder = tiny_llama(tmp_path, shards=2)
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.extra"] = "model-00001-of-00002.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors holds model\.extra, which it does not"):
+        open_checkpoint(folder)
+    (folder / INDEX).write_text('{"weight_map": {}}')
+    with pytest.raises(ValueError, match="has no weight_map"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not valid JSON"), ("[1]", "holds a JSON list"), (b"\xff", "is not valid JSON")]
+)
+def test_broken_json_is_named(tmp_path, text, message):
+    folder = tiny_llama(tmp_path)
+    for name in ("config.json", "generation_config.json"):
+        good = (folder / name).read_bytes()
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(ValueError, match=f"{name} {message}"):
+            open_checkpoint(folder)
+        (folder / name).write_bytes(good)
+
+
+def test_missing_config_is_named(tmp_path):
+    folder = tiny_llama(tmp_path)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json; it must be the directory of a"):
+        open_checkpoint(folder)
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+def small(path: Path) -> Path:
+    save_file({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros(5, np.float16)}, path)
+    return path
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 60, -1, -12])
+def test_truncated_files_name_the_file_and_the_sizes(tmp_path, size):
+    path = small(tmp_path / "x.safetensors")
+    data = path.read_bytes()
+    kept = size if size >= 0 else len(data) + size
+    path.write_bytes(data[:kept])
+    with pytest.raises(ValueError, match=rf"x\.safetensors is truncated.*the file has {kept}"):
+        read_safetensors(path)
+
+
+def test_truncated_data_names_the_tensor(tmp_path):
+    path = small(tmp_path / "x.safetensors")
+    tensors = read_safetensors(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"tensor b \(5,\) F16 takes bytes \d+ to \d+"):
+        read_safetensors(path)
+    with pytest.raises(ValueError, match="b has 4 of its 5 values"):
+        tensors["b"].read()
+
+
+def with_header(path: Path, header: object) -> Path:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(8))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"{not json", "damaged header"),
+        (b"\xff\xff", "damaged header"),
+        ([1], "a JSON list"),
+        ({"a": 3}, "a is described by 3"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, "a is described by"),
+        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, "a is described by"),
+        ({"a": {"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}}, "a is described by"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": ["0", 8]}}, "a is described by"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, r"a \(2,\) F32 has 4 bytes of data"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, "is damaged"),
+        ({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}, "tensor a has dtype 'F99'; known are F64"),
+    ],
+)
+def test_damaged_headers_are_named(tmp_path, header, message):
+    with pytest.raises(ValueError, match=rf"x\.safetensors.*{message}"):
+        read_safetensors(with_header(tmp_path / "x.safetensors", header))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=3))
+def test_no_damage_ends_in_a_foreign_error(tmp_path_factory, changes):
+    path = small(tmp_path_factory.mktemp("fuzz") / "x.safetensors")
+    data = bytearray(path.read_bytes())
+    for at, value in changes:
+        data[at % len(data)] = value
+    path.write_bytes(bytes(data))
+    try:
+        for tensor in read_safetensors(path).values():
+            tensor.read()
+    except ValueError as error:
+        assert str(path) in str(error)  # noqa: PT017  # not raising at all is fine as well
