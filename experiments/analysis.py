@@ -225,13 +225,8 @@ def text_table(rows: Sequence[PointRow]) -> str:
         "point": [row.label for row in rows],
         "output tokens/s": [f"{number(r.mean)} ({number(r.low)} to {number(r.high)})" for r in ranges],
     }
-    for metric, name in (
-        (TTFT, "TTFT p50 ms"),
-        (ITL, "ITL p50 ms"),
-        (PADDING, "padding %"),
-        (FRAGMENTATION, "empty %"),
-    ):
-        shown[name] = [number(row.mean(metric)) for row in rows]
+    for metric in (TTFT, ITL, PADDING, FRAGMENTATION):
+        shown[f"{metric.short} {metric.unit}"] = [number(row.mean(metric)) for row in rows]
     columns = [[name, *cells] for name, cells in shown.items()]
     widths = [max(map(len, column)) for column in columns]
     lines_of_text = zip(*columns, strict=True)

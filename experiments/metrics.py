@@ -140,8 +140,8 @@ def step_records(results: Sequence[StepResult], start: float) -> list[StepRecord
         plan = result.plan
         for request_id in plan.preempted:
             cached.pop(request_id, None)
-        for row in plan.rows:
-            cached[row.seq.request_id] = row.seq.computed + row.count
+        for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+            cached[seq.request_id] = before + count
         held = sum(cached.values())
         finished = [event for event in result.events if isinstance(event, Finished)]
         for event in finished:
@@ -153,10 +153,11 @@ def step_records(results: Sequence[StepResult], start: float) -> list[StepRecord
                 seconds=result.finished - result.started,
                 device_seconds=result.device_seconds,
                 host_seconds=result.host_seconds,
-                sequences=len(plan.rows),
+                sequences=len(plan.seqs),
                 tokens=plan.num_tokens,
                 prompt_tokens=sum(
-                    max(0, min(row.count, row.seq.request.prompt_len - row.seq.computed)) for row in plan.rows
+                    max(0, min(count, seq.request.prompt_len - before))
+                    for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
                 ),
                 padded_tokens=result.padded_tokens,
                 sampled=sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled)),

@@ -108,7 +108,7 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
         },
         {
             "title": "Where memory goes",
-            "note": "Slots of used blocks that hold no token are internal fragmentation; padding is computed for nothing.",
+            "note": "Slots of used blocks without a token are internal fragmentation; padding is computed for nothing.",
             "legend": by_line,
             "figures": figures(FRAGMENTATION, PEAK_SLOTS, PADDING),
         },
@@ -126,10 +126,10 @@ def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:
     """What the colours mean, in their order; None when everything has one colour. One key is named once, in front."""
     if axes.x is None or not axes.lines:
         return None
-    entries = list(analysis.lines(rows, axes))
-    if len(axes.lines) > 1:
+    entries, keys = list(analysis.lines(rows, axes)), list(axes.lines)
+    if len(keys) > 1:
         return {"title": "", "entries": entries}
-    return {"title": axes.lines[0], "entries": [entry.removeprefix(f"{axes.lines[0]}=") for entry in entries]}
+    return {"title": keys[0], "entries": [entry.removeprefix(f"{keys[0]}=") for entry in entries]}
 
 
 def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict[str, str]]:

@@ -181,7 +181,8 @@ def test_a_relative_file_is_also_tried_from_the_current_folder(tmp_path: Path, m
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "t.csv").write_text("x")
     monkeypatch.chdir(tmp_path / "here")
-    assert config.read_content(Trace("trace", "t.csv"), tmp_path) == "x"
+    found = config.read_content(Trace("trace", "t.csv"), tmp_path)
+    assert found == ("x", str((tmp_path / "here" / "t.csv").resolve()))
 
 
 scalars = st.integers() | st.booleans() | st.text(max_size=3) | st.none() | st.floats(allow_nan=False)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from experiments.config import Slo
 from experiments.metrics import request_records, spread, step_records, summarize
 from experiments.workloads import WorkItem
+from pagedjax import scheduler
+from pagedjax.policies import FCFS
 from pagedjax.types import Admitted, Event, Finished, Plan, Preempted, Request, Row, Sampled, Seq, StepResult
 
 S = 4  # block size
@@ -25,7 +27,8 @@ def item(name: str, arrival: float, prompt: int, output: int) -> WorkItem:
 
 def row(work: WorkItem, length: int, computed: int, count: int) -> Row:
     request = Request(work.request_id, len(work.prompt_token_ids), work.max_tokens)
-    return Row(Seq(request, 0, length, computed), count)
+    limit = request.prompt_len + request.max_tokens
+    return Row(Seq(request, 0, limit, length, computed), count)
 
 
 def step(
@@ -42,7 +45,18 @@ def step(
     compilations: int = 0,
 ) -> StepResult:
     """`seconds`: start and end after START, and time on the device."""
-    plan = Plan(number, tuple(rows), admitted, preempted, waiting, blocks, 10)
+    plan = Plan(
+        step=number,
+        seqs=tuple(row.seq for row in rows),
+        lengths=tuple(row.seq.length for row in rows),
+        starts=tuple(row.seq.computed for row in rows),
+        counts=tuple(row.count for row in rows),
+        admitted=admitted,
+        preempted=preempted,
+        num_waiting=waiting,
+        blocks_used=blocks,
+        num_blocks=10,
+    )
     started, finished, device = seconds
     return StepResult(plan, tuple(events), START + started, START + finished, device, padded, compilations)
 
@@ -116,6 +130,7 @@ def test_a_run_by_hand_in_summary() -> None:
     assert summary["unfinished"] == 0
     assert summary["padding_share"] == pytest.approx(1 - 15 / 28)
     assert summary["blocks_used"] == {"mean": 2.2, "peak": 3}
+    assert summary["slots_used"] == {"mean": pytest.approx(8.8), "peak": 12}
     assert summary["fragmentation_share"] == pytest.approx(1 - (5 + 9 + 10 + 8 + 4) / (11 * S))
     assert (summary["preemptions"], summary["compilations"], summary["steps"]) == (1, 2, 5)
     assert summary["between_steps_s"] == pytest.approx(0.25)
@@ -180,50 +195,41 @@ def test_percentiles_by_sorting(values: list[float]) -> None:
     assert (found["max"], found["count"]) == (max(values), len(values))
 
 
-def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[dict[str, int]]]:
-    """A made-up but lawful run, and for each step what every sequence in the cache holds once the step has computed."""
+def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[dict[str, tuple[int, int]]]]:
+    """The real scheduler on a small pool, with random tokens and times.
+
+    Returns the results, the requests, and for each step (tokens, blocks) of every sequence in the cache once it has
+    computed, read from the scheduler's state.
+    """
     rng = random.Random(seed)
-    items = [item(f"q{i}", rng.random() * i, rng.randint(1, 9), rng.randint(1, 4)) for i in range(rng.randint(1, 6))]
-    length = {work.request_id: len(work.prompt_token_ids) for work in items}
-    computed = dict.fromkeys(length, 0)
-    waiting, running, results, held, now = list(items), [], [], [], 0.0
-    while waiting or running:
-        preempted = ()
-        if len(running) > 1 and rng.random() < 0.15:
-            victim = running.pop()
-            computed[victim.request_id] = 0
-            waiting.insert(0, victim)
-            preempted = (victim.request_id,)
-        admitted = ()
-        if waiting and not preempted and (not running or rng.random() < 0.5):
-            running.append(waiting.pop(0))
-            admitted = (running[-1].request_id,)
-        rows = []
-        for work in running:
-            rest = length[work.request_id] - computed[work.request_id]
-            if rng.random() < 0.7 or work is running[0]:
-                rows.append(row(work, length[work.request_id], computed[work.request_id], rng.randint(1, rest)))
-        inside = {work.request_id: computed[work.request_id] for work in running}
-        inside |= {r.seq.request_id: r.seq.computed + r.count for r in rows}
-        blocks = sum(-(-n // S) for n in inside.values())
-        names, ends = [], []
-        for r in rows:
-            computed[r.seq.request_id] += r.count
-            if r.samples:
-                names.append(r.seq.request_id)
-                length[r.seq.request_id] += 1
-                if length[r.seq.request_id] - r.seq.request.prompt_len == r.seq.request.max_tokens:
-                    ends.append(Finished(len(results), r.seq.request_id, "length", r.seq.request.max_tokens))
-        running = [work for work in running if work.request_id not in {end.request_id for end in ends}]
-        now += rng.random()
-        took = rng.random()
-        events = [Sampled(len(results), tuple(names), tuple(rng.randrange(99) for _ in names)), *ends]
-        times = (now, now + took, took / 2)
-        options = {"preempted": preempted, "admitted": admitted, "blocks": blocks, "waiting": len(waiting)}
-        results.append(step(len(results), rows, events, times, padded=2 ** len(rows) * 9, **options))
+    items = [item(f"q{i}", rng.random() * i, rng.randint(1, 9), rng.randint(1, 6)) for i in range(rng.randint(1, 6))]
+    config = scheduler.SchedulerConfig(S, rng.randint(4, 8), rng.randint(2, 12), rng.randint(1, 4), 32)
+    state, waiting, results, held, now = scheduler.init(config), list(items), [], [], 0.0
+    while waiting or state.waiting or state.running.seqs:
+        while waiting and rng.random() < 0.6:
+            new = waiting.pop(0)
+            request = Request(new.request_id, len(new.prompt_token_ids), new.max_tokens, stop_token_ids=frozenset({2}))
+            state = scheduler.submit(state, request)
+        before = now + rng.random()
+        now = before + rng.random()
+        state, plan = scheduler.schedule(state, FCFS)
+        if not plan.seqs:
+            continue
+        inside = {seq.request_id: (seq.computed, len(seq.blocks)) for seq in scheduler.running(state)}
+        for row in plan.rows:
+            inside[row.seq.request_id] = (row.seq.computed + row.count, len(row.seq.blocks))
+        state, events = scheduler.commit(state, plan, [rng.randrange(30) for _ in plan.seqs])
+        times = (START + before, START + now, (now - before) / 2)
+        results.append(StepResult(plan, events, *times, padded_tokens=2 * plan.num_tokens, compilations=0))
         held.append(inside)
-        now += took
     return results, items, held
+
+
+def test_the_random_runs_meet_what_they_are_for() -> None:
+    runs = [random_run(seed) for seed in range(60)]
+    assert any(result.plan.preempted for results, _, _ in runs for result in results)
+    assert any(len(result.plan.seqs) > 2 for results, _, _ in runs for result in results)
+    assert any(row.count > 1 and not row.samples for rs, _, _ in runs for r in rs for row in r.plan.rows)
 
 
 @given(st.integers(0, 10**6))
@@ -231,12 +237,16 @@ def test_random_runs_against_a_second_reading(seed: int) -> None:
     results, items, held = random_run(seed)
     requests, steps = request_records(results, items, START), step_records(results, START)
     summary = summarize(requests, steps, S)
-    assert [s.cached_tokens for s in steps] == [sum(inside.values()) for inside in held]
-    slots = sum(-(-n // S) * S for inside in held for n in inside.values())
+    assert [s.cached_tokens for s in steps] == [sum(tokens for tokens, _ in inside.values()) for inside in held]
+    assert [s.blocks_used for s in steps] == [sum(blocks for _, blocks in inside.values()) for inside in held]
+    slots = sum(blocks * S for inside in held for _, blocks in inside.values())
     assert summary["fragmentation_share"] == pytest.approx(1 - sum(s.cached_tokens for s in steps) / slots)
     assert 0 <= summary["fragmentation_share"] < 1
-    assert summary["output_tokens"] == sum(work.max_tokens for work in items)
-    assert summary["finished"] == {"length": len(items)}
+    assert summary["padding_share"] == pytest.approx(0.5)
+    assert summary["output_tokens"] == sum(
+        event.num_output for result in results for event in result.events if isinstance(event, Finished)
+    )
+    assert sum(summary["finished"].values()) == len(items)
     for work, record in zip(items, requests, strict=True):
         mine = [
             (result.finished - START, token)
@@ -249,6 +259,8 @@ def test_random_runs_against_a_second_reading(seed: int) -> None:
         assert list(zip(record.token_times, record.token_ids, strict=True)) == mine
         assert record.e2e == pytest.approx(record.ttft + sum(record.gaps))
         assert record.preemptions == sum(work.request_id in result.plan.preempted for result in results)
-    assert sum(s.tokens for s in steps) - sum(s.prompt_tokens for s in steps) >= 0
+    if not summary["preemptions"]:  # each prompt is computed once, and of the outputs all but each last one
+        assert sum(s.prompt_tokens for s in steps) == sum(len(work.prompt_token_ids) for work in items)
+        assert sum(s.tokens for s in steps) == summary["prompt_tokens"] + summary["output_tokens"] - len(items)
     total = summary["between_steps_s"] + sum(s.device_seconds + s.host_seconds for s in steps)
     assert total == pytest.approx(summary["duration_s"])

@@ -1,0 +1,118 @@
+"""The open loop: a request is added when its time has come, whatever the engine does. Time here is a number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from experiments.drive import LONGEST_SLEEP, drive, why_failed
+from experiments.metrics import request_records, step_records, summarize
+from experiments.workloads import WorkItem
+from pagedjax import scheduler
+from pagedjax.policies import FCFS
+from pagedjax.types import Request, SamplingParams, StepResult
+
+
+class Clock:
+    """Seconds that pass only when somebody works or sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.sleeps: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += max(seconds, 1e-9)
+
+
+class HostOnly:
+    """The real scheduler with steps that take `step_seconds` of `clock` and sample token 30: no device, no model."""
+
+    def __init__(self, clock: Clock, step_seconds: float = 0.25) -> None:
+        self.clock, self.step_seconds = clock, step_seconds
+        self.state = scheduler.init(scheduler.SchedulerConfig(4, 64, 16, 4, 64))
+        self.added: list[tuple[str, float]] = []
+        self.limits: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.state.waiting or self.state.running.seqs)
+
+    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.added.append((request_id, self.clock.now - 1000.0))
+        self.limits.append(params.max_tokens)
+        self.state = scheduler.submit(self.state, Request(request_id, len(prompt_token_ids), params.max_tokens))
+
+    def step(self) -> StepResult | None:
+        started = self.clock.now
+        self.state, plan = scheduler.schedule(self.state, FCFS)
+        self.clock.now += self.step_seconds
+        self.state, events = scheduler.commit(self.state, plan, [30] * len(plan.seqs))
+        return StepResult(plan, events, started, self.clock.now, self.step_seconds / 2, 16, 0)
+
+    def reset(self) -> None:
+        self.__init__(self.clock, self.step_seconds)
+
+
+def items(*arrivals: float, prompt: int = 3, output: int = 2) -> list[WorkItem]:
+    return [WorkItem(f"r{i}", time, (20,) * prompt, output) for i, time in enumerate(arrivals)]
+
+
+def test_requests_come_on_time_and_never_early() -> None:
+    clock = Clock()
+    engine = HostOnly(clock)
+    work = items(0.0, 0.1, 3.0, 3.0)
+    start, results = drive(engine, work, SamplingParams(), clock, clock.sleep)
+    assert start == 1000.0
+    # r1 waits for the step that was running at 0.1 s; r2 and r3 come after a sleep with nothing to do.
+    assert [name for name, _ in engine.added] == ["r0", "r1", "r2", "r3"]
+    assert [time for _, time in engine.added] == pytest.approx([0.0, 0.25, 3.0, 3.0], abs=LONGEST_SLEEP)
+    assert all(time >= item.arrival for (_, time), item in zip(engine.added, work, strict=True))
+    assert max(clock.sleeps) <= LONGEST_SLEEP
+    requests = request_records(results, work, start)
+    assert requests[1].queue == pytest.approx(0.15)  # from the intended arrival, not from when it was added
+    assert {request.finish_reason for request in requests} == {"length"}
+    assert engine.limits == [2] * 4
+
+
+def test_a_refused_request_names_itself_and_the_way_out() -> None:
+    clock = Clock()
+    with pytest.raises(
+        ValueError, match=r"refused r0 \(99 prompt tokens, at most 2 .*max_model_len.* Bound the workload"
+    ):
+        drive(HostOnly(clock), items(0.0, prompt=99), SamplingParams(), clock, clock.sleep)
+
+
+def test_items_out_of_order_are_refused() -> None:
+    clock = Clock()
+    with pytest.raises(ValueError, match="in order of arrival"):
+        drive(HostOnly(clock), items(1.0, 0.0), SamplingParams(), clock, clock.sleep)
+
+
+def test_an_engine_that_is_stuck_does_not_hang_the_run() -> None:
+    class Stuck(HostOnly):
+        def step(self) -> StepResult | None:
+            return None
+
+    clock = Clock()
+    with pytest.raises(RuntimeError, match="has work but makes no step"):
+        drive(Stuck(clock), items(0.0), SamplingParams(), clock, clock.sleep)
+
+
+def test_a_run_with_a_compilation_or_an_unfinished_request_is_failed() -> None:
+    clock = Clock()
+    work = items(0.0, 0.0)
+    start, results = drive(HostOnly(clock), work, SamplingParams(), clock, clock.sleep)
+
+    def reason(results: list[StepResult]) -> str | None:
+        steps = step_records(results, start)
+        return why_failed(steps, summarize(request_records(results, work, start), steps, 4))
+
+    assert reason(results) is None
+    compiled = [results[0]._replace(compilations=3), *results[1:]]
+    assert str(reason(compiled)).startswith("compiled in the measured run: 3 compilations, in step 0 (6 tokens, 2 seq")
+    assert reason(results[:-1]) == "2 of 2 requests did not finish"

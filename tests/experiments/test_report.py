@@ -1,0 +1,213 @@
+"""The report: axes chosen from the data, sentences that say what the numbers say, and a page that stands alone."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import analysis, plots, report, store
+from experiments.analysis import Axes
+from experiments.config import short_names
+
+
+def run(order: int, repeat: int, swept: dict[str, Any], rate: float, gap: float = 0.05, **more: Any) -> dict[str, Any]:
+    label = ", ".join(f"{name}={swept[path]}" for path, name in short_names(swept).items()) or "one point"
+    spread = {"count": 9, "mean": gap, "p50": gap, "p90": gap, "p99": gap, "max": gap}
+    metrics = {
+        "output_tokens_per_s": rate,
+        "ttft_s": {**spread, "p50": 10 * gap},
+        "itl_s": spread,
+        "e2e_s": spread,
+        "steps": 40,
+        "device_s": spread,
+        "host_s": {**spread, "mean": gap / 9},
+        "padding_share": 0.25,
+        "fragmentation_share": 0.1,
+        "slots_used": {"mean": 90.0, "peak": 128},
+        "preemptions": 0,
+        "goodput": None,
+        "tokens_sha256": "same",
+    }
+    head = {"schema": 1, "name": "unit", "label": label, "swept": swept, "point": f"p{order}", "repeat": repeat}
+    return {**head, "order": order, "run": f"p{order}/{repeat}", "failed": None, "metrics": metrics, **more}
+
+
+GRID = [
+    run(2 * i + j, repeat, {"engine.block_size": size, "engine.max_num_batched_tokens": budget}, rate + repeat, gap)
+    for i, size in enumerate((8, 16, 128))
+    for j, (budget, rate, gap) in enumerate(((64, 100.0 + i, 0.05), (256, 200.0 + 40 * i, 0.04 + 0.02 * i)))
+    for repeat in range(3)
+]
+ABOUT = {"name": "unit <test>", "question": "How much?", "command": "python -m experiments.run configs/unit.yaml"}
+
+
+def test_repeats_fold_into_points() -> None:
+    rows = analysis.points(GRID)
+    assert [row.repeats for row in rows] == [3] * 6
+    assert rows[0].values["output_tokens_per_s"] == (101.0, 100.0, 102.0)
+    assert rows[0].values["itl_s.p50"].mean == pytest.approx(50.0)  # milliseconds
+    assert rows[0].swept == {"block_size": 8, "max_num_batched_tokens": 64}
+    assert "goodput.requests_per_s" not in rows[0].values
+    partly = [run(0, 0, {}, 100.0), run(0, 1, {}, 1.0, failed="it broke")]
+    assert analysis.points(partly)[0].values["output_tokens_per_s"] == (100.0, 100.0, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("swept", "axes"),
+    [
+        ([{"engine.block_size": b, "engine.max_num_batched_tokens": t} for b in (8, 16) for t in (1, 2)],
+         Axes("block_size", ("max_num_batched_tokens",))),
+        ([{"engine.max_num_batched_tokens": t, "engine.block_size": b} for b in (8, 16) for t in (1, 2)],
+         Axes("block_size", ("max_num_batched_tokens",))),
+        ([{"seed": s, "engine.dtype": d, "workload.rate": r} for s in (1, 2) for d in "ab" for r in (0.5, 2.0)],
+         Axes("seed", ("dtype", "rate"))),
+        ([{"engine.dtype": d, "engine.max_num_batched_tokens": t} for d in "ab" for t in (1, 2)],
+         Axes("max_num_batched_tokens", ("dtype",))),
+        ([{"engine.dtype": d} for d in "ab"], Axes(None, ("dtype",))),
+        ([{"engine.block_size": 8, "seed": s} for s in (1, 2)], Axes("seed", ())),
+        ([{"seed": 1}, {"engine.block_size": 8}], Axes(None, ("seed", "block_size"))),
+        ([{}], Axes(None, ())),
+    ],
+)  # fmt: skip
+def test_axes_come_from_what_is_swept(swept: list[dict[str, Any]], axes: Axes) -> None:
+    rows = analysis.points([run(i, 0, values, 100.0) for i, values in enumerate(swept)])
+    assert analysis.choose_axes(rows) == axes
+    assert sum(map(len, analysis.lines(rows, axes).values())) == len(rows)
+
+
+def test_the_reading_says_what_the_numbers_say() -> None:
+    rows = analysis.points(GRID)
+    text = " ".join(analysis.reading(GRID, rows, analysis.choose_axes(rows)))
+    best, worst = "block_size=128, max_num_batched_tokens=256", "block_size=8, max_num_batched_tokens=64"
+    assert f"Fastest is {best} with 281 output tokens/s (280 to 282 over 3 repeats): 2.78 times the slowest" in text
+    assert f"the slowest, {worst} (101)" in text
+    assert "Repeats of one point differ by up to 2.0%; no other point reaches into the range of the fastest." in text
+    assert "block_size changes throughput by a factor of 1.02 to 1.40, most at max_num_batched_tokens=256" in text
+    assert "the median gap between tokens at block_size=8, max_num_batched_tokens=256 (40 ms)" in text
+    assert "All 18 runs generated exactly the same tokens." in text
+
+
+def test_the_reading_says_what_is_not_known() -> None:
+    once = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
+    once[1]["metrics"]["tokens_sha256"] = "other"
+    rows = analysis.points(once)
+    text = " ".join(analysis.reading(once, rows, analysis.choose_axes(rows)))
+    assert "Each point ran once, so how much of a difference is noise is not known." in text
+    assert "The 2 runs generated 2 different sets of tokens." in text
+    near = [run(0, 0, {"seed": 1}, 100.0), run(0, 1, {"seed": 1}, 110.0), run(1, 0, {"seed": 2}, 101.0)]
+    rows = analysis.points(near)
+    assert "one other point reaches into the range" in " ".join(
+        analysis.reading(near, rows, analysis.choose_axes(rows))
+    )
+    broken = [run(0, 0, {}, 1.0, failed="x", metrics=None)]
+    assert analysis.reading(broken, [], Axes(None, ())) == ["All 1 runs failed; there is nothing to read."]
+    mixed = [*once, *broken]
+    assert "1 of 3 runs failed and are left out." in analysis.reading(mixed, analysis.points(mixed), Axes(None, ()))
+
+
+def test_the_pareto_front_is_what_nothing_beats() -> None:
+    rows = analysis.points(GRID)
+    front = analysis.pareto(rows, analysis.THROUGHPUT, analysis.ITL)
+
+    def beaten(row: Any) -> bool:
+        rate, gap = row.mean(analysis.THROUGHPUT), row.mean(analysis.ITL)
+        others = [(o.mean(analysis.THROUGHPUT), o.mean(analysis.ITL)) for o in rows if o is not row]
+        return any(r >= rate and g <= gap and (r, g) != (rate, gap) for r, g in others)
+
+    assert {row.key for row in front} == {row.key for row in rows if not beaten(row)}
+    assert len(front) > 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (71.0, "71"), (0.01234, "0.0123"), (5.25, "5.25"), (123.4, "123"), (12345.6, "12\u2009346")],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert analysis.number(value) == text
+    assert analysis.number(float("nan")) == "-"
+
+
+class Tags(html.parser.HTMLParser):
+    """Fails on a tag that is closed out of order, and collects addresses."""
+
+    VOID = ("meta", "wbr", "br", "hr", "link", "img", "input")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_well_formed_and_stands_alone() -> None:
+    failed = run(9, 0, {"engine.block_size": 4, "engine.max_num_batched_tokens": 64}, 1.0, failed="a < b", metrics=None)
+    page = report.page(ABOUT, [*GRID, failed], [{}] * 19)
+    tags = Tags()
+    tags.feed(page)
+    tags.close()
+    assert tags.open == []
+    assert all(address.startswith("#") for address in tags.addresses)
+    assert not re.search(r"url\((?!#)", page)
+    assert "@import" not in page
+    assert "unit &lt;test&gt;" in page
+    assert "a &lt; b" in page
+    assert ABOUT["command"] in page
+    assert page.count("<svg") == 3 + 1 + 3 + 1
+    assert re.findall(r"#0[12][0-9a-f]{4}\b", page.partition("<main>")[2]) == []  # every placeholder became a variable
+    assert page.count("var(--s1)") > page.count("var(--s7)")
+
+
+def test_pages_without_axes_and_without_results_are_drawn_too(tmp_path: Path) -> None:
+    by_name = [run(i, r, {"engine.dtype": d}, 90.0 + r) for i, d in enumerate(("float32", "bfloat16")) for r in (0, 1)]
+    assert "No numeric key is swept, so the points lie side by side." in report.page(ABOUT, by_name, [{}] * 4)
+    assert "dtype=bfloat16" in report.page(ABOUT, by_name, [{}] * 4)
+    assert report.page(ABOUT, [run(0, 0, {}, 90.0)], [{}]).count("<svg") == 1
+    assert "there is nothing to read" in report.page(ABOUT, [run(0, 0, {}, 1.0, failed="x", metrics=None)], [{}])
+    with pytest.raises(ValueError, match="holds no runs"):
+        report.write(tmp_path)
+
+
+def test_many_lines_and_values_still_draw() -> None:
+    runs = [run(10 * i + j, 0, {"seed": i, "workload.count": j}, 5.0 + i) for i in range(14) for j in range(10)]
+    rows = analysis.points(runs)
+    svg = plots.metric_plot(rows, analysis.choose_axes(rows), analysis.THROUGHPUT)
+    assert svg is not None
+    assert svg.count("<title>") == 140
+
+
+def test_the_report_is_written_from_the_folder(tmp_path: Path) -> None:
+    store.write_file(tmp_path / "runs.jsonl", store.json_lines(GRID))
+    env = {
+        "commit": "c0ffee",
+        "dirty": True,
+        "python": "3.11.0",
+        "device": {"platform": "cpu", "kind": "cpu"},
+        "cpu": {"model": "A processor", "usable_cores": 2},
+        "engine": {"block_size": 8},
+        "startup": {"load": 1.0, "compile": 20.0, "compilations": 7},
+    }
+    store.write_run(tmp_path / "p0" / "0", {"env.json": store.json_text(env)})
+    env["engine"], env["startup"] = {"block_size": 16}, {"load": 1.0, "compile": 30.0, "compilations": 7}
+    store.write_run(tmp_path / "p1" / "0", {"env.json": store.json_text(env)})
+    page = report.write(tmp_path).read_text()
+    assert "c0ffee, with uncommitted changes" in page
+    assert "A processor, 2 cores" in page
+    assert "load 1 s, compile 20 to 30 s, compilations 7" in page
+
+
+def test_the_table_for_a_terminal() -> None:
+    text = analysis.text_table(analysis.points(GRID)).splitlines()
+    assert text[0].split()[:6] == ["point", "output", "tokens/s", "TTFT", "p50", "ms"]
+    assert text[1].split()[:7] == ["block_size=8,", "max_num_batched_tokens=64", "101", "(100", "to", "102)", "500"]
+    assert analysis.text_table([]) == "no good run"
