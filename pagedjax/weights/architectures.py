@@ -74,7 +74,8 @@ def llama_gguf_config(path: Any, metadata: Mapping[str, Any], tensors: Mapping[s
     for other in ("attention.value_length", "rope.dimension_count"):
         if key(other, head_dim) != head_dim:
             raise ValueError(f"{path}: llama.{other} is {key(other)}; it must equal the head size, {head_dim}")
-    return {
+    biased = {part for part in ("attn_q", "attn_output", "ffn_up") if f"blk.0.{part}.bias" in tensors}
+    config = {
         "model_type": "llama",
         "hidden_size": key("embedding_length"),
         "intermediate_size": key("feed_forward_length"),
@@ -88,9 +89,12 @@ def llama_gguf_config(path: Any, metadata: Mapping[str, Any], tensors: Mapping[s
         "rope_scaling": gguf_rope_scaling(path, "llama", metadata, tensors),
         "max_position_embeddings": key("context_length"),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "attention_bias": {"attn_q", "attn_output"} <= biased,
+        "mlp_bias": "ffn_up" in biased,
     }
+    if "attn_q" in biased and not config["attention_bias"]:
+        config["qkv_bias"] = True  # Hugging Face's attention_bias would promise one for the output as well
+    return config
 
 
 def gguf_rope_scaling(

@@ -36,6 +36,14 @@ def test_names_shapes_and_values_are_the_directorys(folder, file):
     assert not ours.config["tie_word_embeddings"]
 
 
+def test_biases_of_q_k_v_alone_are_told_apart(tmp_path):
+    folder = tiny_llama(tmp_path, qkv_bias=True)
+    opened = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder))
+    assert (opened.config["attention_bias"], opened.config["qkv_bias"]) == (False, True)
+    name = "model.layers.1.self_attn.k_proj.bias"  # the converter reorders it like the rows of its weight
+    np.testing.assert_array_equal(opened.tensors[name].read(), open_checkpoint(folder).tensors[name].read())
+
+
 def test_tied_embeddings_show_in_the_config_alone(tmp_path):
     opened = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path)))
     assert opened.config["tie_word_embeddings"]

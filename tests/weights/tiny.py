@@ -45,6 +45,7 @@ def tiny_llama(
 ) -> Path:
     """Write config.json, generation_config.json, weights in `shards` files, and the tokenizer; returns the folder.
 
+    qkv_bias alone is qwen2's way ("qkv_bias" in the config); with o_bias it is transformers' attention_bias.
     rope_scaling: as in config.json; see `llama3_scaling`. The same arguments give the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +64,8 @@ def tiny_llama(
         "rope_scaling": rope_scaling,
         "max_position_embeddings": max_len,
         "tie_word_embeddings": tied,
-        "attention_bias": qkv_bias,
+        "attention_bias": qkv_bias and o_bias,  # transformers' key means all four projections
+        **({"qkv_bias": True} if qkv_bias and not o_bias else {}),
         "hidden_act": "silu",
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -72,7 +74,7 @@ def tiny_llama(
     }
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", {"eos_token_id": [2, 0]})
-    tensors = tiny_tensors(config, o_bias=o_bias, seed=seed)
+    tensors = tiny_tensors(config, qkv_bias=qkv_bias, seed=seed)
     save_shards(folder, {name: x.astype(getattr(ml_dtypes, dtype, dtype)) for name, x in tensors.items()}, shards)
     write_tokenizer(folder, vocab)
     return folder
@@ -89,7 +91,7 @@ def llama3_scaling() -> dict[str, Any]:
     }
 
 
-def tiny_tensors(config: dict[str, Any], *, o_bias: bool, seed: int) -> dict[str, np.ndarray]:
+def tiny_tensors(config: dict[str, Any], *, qkv_bias: bool, seed: int) -> dict[str, np.ndarray]:
     """Float32 tensors by Hugging Face name, scaled so that activations stay near 1 and logits differ."""
     rng = np.random.default_rng(seed)
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
@@ -106,7 +108,7 @@ def tiny_tensors(config: dict[str, Any], *, o_bias: bool, seed: int) -> dict[str
         layer = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         for name, shape in layer.items():
             tensors[f"model.layers.{i}.self_attn.{name}.weight"] = matrix(*shape)
-            if o_bias if name == "o_proj" else config["attention_bias"]:
+            if config["attention_bias"] if name == "o_proj" else qkv_bias:
                 tensors[f"model.layers.{i}.self_attn.{name}.bias"] = vector(shape[0], 0.0)
         for name, shape in {
             "gate_proj": (inner, hidden),
