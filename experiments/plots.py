@@ -200,3 +200,18 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes) -> str | None:
     plot.axes.set_xlabel(f"{ITL.title}, {ITL.unit} (less is better)")
     plot.axes.set_ylabel(f"{THROUGHPUT.title}, {THROUGHPUT.unit}")
     return plot.svg("Throughput against inter-token latency")
+
+
+def timeline_plot(edges: Sequence[float], series: dict[str, Sequence[float]], title: str) -> str:
+    """Values that hold from one step's end to the next, over the seconds of a run; edges are one more than values."""
+    plot = Plot()
+    for index, values in enumerate(series.values()):
+        plot.axes.stairs(values, edges, baseline=None, color=colour(index), lw=max(1.4, 2.4 - 0.6 * index))
+    for step in range(0, len(edges) - 1, max(1, len(edges) // 200)):  # a few hundred tooltips are enough
+        values = ", ".join(f"{number(values[step])} {name}" for name, values in series.items())
+        middle = (edges[step] + edges[step + 1]) / 2
+        plot.tip(middle, max(values[step] for values in series.values()), f"{number(middle)} s: {values}")
+    plot.axes.set_xlabel("seconds")
+    plot.axes.set_xlim(edges[0], edges[-1])
+    _from_zero(plot, max(map(max, series.values())))
+    return plot.svg(title)

@@ -35,7 +35,7 @@ def write(folder: Path) -> Path:
     except FileNotFoundError:
         about = {"name": folder.name, "question": "", "command": ""}
     path = folder / "report.html"
-    store.write_file(path, page(about, runs, [environment(run) for run in runs]))
+    store.write_file(path, page(about, runs, [environment(run) for run in runs], fastest_steps(runs)))
     return path
 
 
@@ -44,8 +44,23 @@ def environment(run: dict[str, Any]) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def page(about: dict[str, Any], runs: Sequence[dict[str, Any]], environments: Sequence[dict[str, Any]]) -> str:
-    """The report's HTML. Pure: `runs` are summaries, `environments` their env.json in the same order."""
+def fastest_steps(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of steps.jsonl of the first good run of the fastest point; empty without one."""
+    row = analysis.best(analysis.points(runs), THROUGHPUT)
+    run = next((run for run in runs if row is not None and run["point"] == row.key and not run["failed"]), None)
+    path = Path(run["run"]) / "steps.jsonl" if run else None
+    if path is None or not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def page(
+    about: dict[str, Any],
+    runs: Sequence[dict[str, Any]],
+    environments: Sequence[dict[str, Any]],
+    steps: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The report's HTML. Pure: summaries, env.json of each in the same order, and steps.jsonl of the fastest run."""
     rows = analysis.points(runs)
     axes = analysis.choose_axes(rows)
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
@@ -56,7 +71,7 @@ def page(about: dict[str, Any], runs: Sequence[dict[str, Any]], environments: Se
         command=about["command"],
         reading=[mark_labels(text, rows) for text in analysis.reading(runs, rows, axes)],
         tiles=tiles(runs, rows),
-        sections=sections(rows, axes),
+        sections=[*sections(rows, axes), *timeline(rows, steps)],
         table=table(rows),
         failed=[run for run in runs if run["failed"]],
         facts=facts(environments),
@@ -120,6 +135,28 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
         },
     ]
     return [group for group in groups if group["figures"]]
+
+
+def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One run over time, step by step: who runs and waits, and how full the cache is."""
+    fastest = analysis.best(rows, THROUGHPUT)
+    if len(steps) < 2 or fastest is None:
+        return []
+    from experiments import plots
+
+    edges = [steps[0]["started"], *(step["started"] + step["seconds"] for step in steps)]
+    used = [100 * step["blocks_used"] / step["num_blocks"] for step in steps]
+    shown: list[tuple[str, str, dict[str, list[float]]]] = [
+        ("Sequences", "", {"in the step": [s["sequences"] for s in steps], "waiting": [s["waiting"] for s in steps]}),
+        ("Tokens", "", {"padded": [s["padded_tokens"] for s in steps], "computed": [s["tokens"] for s in steps]}),
+        ("Cache in use", "", {"% of blocks with an owner": used}),
+    ]
+    figures = [
+        {"title": title, "unit": unit, "svg": Markup(plots.timeline_plot(edges, series, title)), "legend": list(series)}
+        for title, unit, series in shown
+    ]
+    note = f"The first repeat of the fastest point, {fastest.label}."
+    return [{"title": "One run over time", "note": note, "figures": figures}]
 
 
 def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:

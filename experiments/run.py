@@ -97,7 +97,7 @@ def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], f
         ready = sum((point[0], repeat) in done for repeat in repeats)
         lines.append(f"  {point[0][:12]}  {ready}/{len(repeats)} done  {point[1]}")
     engines = dict.fromkeys(engine_key(run.point.experiment) for run in plan)
-    return "\n".join([*lines, f"{len(engines)} engines to build, each compiled once"])
+    return "\n".join([*lines, f"{len(engines)} engine{'s' * (len(engines) != 1)} to build, each compiled once"])
 
 
 def head_of(run: Run) -> dict[str, Any]:

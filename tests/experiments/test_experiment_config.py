@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import config
@@ -185,9 +185,25 @@ def test_a_relative_file_is_also_tried_from_the_current_folder(tmp_path: Path, m
     assert found == ("x", str((tmp_path / "here" / "t.csv").resolve()))
 
 
+def test_every_shipped_config_is_read_and_says_how_to_run_it(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "configs"
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6,3,4\n")
+    files = sorted(folder.glob("*.yaml"))
+    assert {"quickstart", "w1", "azure_conv", "synthetic_conv", "synthetic_code"} <= {path.stem for path in files}
+    for path in files:
+        given = (f"workload.file={trace}",) if "kind: trace" in path.read_text() else ()
+        assert config.load(path, given)
+        first, second = path.read_text().splitlines()[:2]
+        assert f"python -m experiments.run configs/{path.name}" in first
+        assert second.startswith("# Hardware: ")
+        assert "# Expected: " in path.read_text()
+
+
 scalars = st.integers() | st.booleans() | st.text(max_size=3) | st.none() | st.floats(allow_nan=False)
 
 
+@settings(deadline=None)
 @given(st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner)))
 def test_whatever_a_section_holds_the_answer_is_a_config_or_a_value_error(value: Any) -> None:
     for section in ("engine", "workload", "sampling", "sweep", "warmup", "slo", "seed", "cache_tokens"):

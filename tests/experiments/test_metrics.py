@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.config import Slo
@@ -179,6 +179,7 @@ def test_what_cannot_be_summarized_is_said() -> None:
         request_records(RUN, [A], START)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
 def test_percentiles_by_sorting(values: list[float]) -> None:
     def linear(p: int) -> float:
@@ -232,6 +233,7 @@ def test_the_random_runs_meet_what_they_are_for() -> None:
     assert any(row.count > 1 and not row.samples for rs, _, _ in runs for r in rs for row in r.plan.rows)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6))
 def test_random_runs_against_a_second_reading(seed: int) -> None:
     results, items, held = random_run(seed)

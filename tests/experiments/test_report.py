@@ -201,9 +201,20 @@ def test_the_report_is_written_from_the_folder(tmp_path: Path) -> None:
     env["engine"], env["startup"] = {"block_size": 16}, {"load": 1.0, "compile": 30.0, "compilations": 7}
     store.write_run(tmp_path / "p1" / "0", {"env.json": store.json_text(env)})
     page = report.write(tmp_path).read_text()
+    assert "One run over time" not in page  # the fastest point left no steps
     assert "c0ffee, with uncommitted changes" in page
     assert "A processor, 2 cores" in page
     assert "load 1 s, compile 20 to 30 s, compilations 7" in page
+
+
+def test_the_fastest_run_is_drawn_over_time(tmp_path: Path) -> None:
+    store.write_file(tmp_path / "runs.jsonl", store.json_lines(GRID))
+    step = {"sequences": 2, "waiting": 1, "tokens": 5, "padded_tokens": 8, "blocks_used": 3, "num_blocks": 12}
+    steps = [{**step, "started": 0.5 * i, "seconds": 0.5} for i in range(300)]
+    store.write_run(tmp_path / "p5" / "0", {"steps.jsonl": store.json_lines(steps)})
+    page = report.write(tmp_path).read_text()
+    assert "The first repeat of the fastest point, block_size=128, max_num_batched_tokens=256." in page
+    assert "0.250 s: 25 % of blocks with an owner" in page
 
 
 def test_the_table_for_a_terminal() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.draws import (
@@ -53,6 +53,7 @@ arrivals = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(lengths, lengths, arrivals, st.integers(1, 8), st.integers(0, 2**32))
 def test_a_synthetic_workload_keeps_its_limits_and_its_prefix(prompt, output, times, count: int, seed: int) -> None:
     short = make(Synthetic("synthetic", count, prompt, output, times), seed=seed)
