@@ -1,0 +1,259 @@
+"""The scheduler against a naive model: submit, schedule, commit and cancel in any order, with pools too small."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from pagedjax import blocks, scheduler
+from pagedjax.policies import FCFS
+from pagedjax.scheduler import Rejected, SchedulerConfig, SchedulerState
+from pagedjax.types import Event, Finished, FinishReason, Plan, Request
+from tests.scheduler_model import Model
+
+STOPS = (0, 1, 2)
+tokens = st.integers(0, 9)
+shares = st.floats(0, 0.999)
+seeds = st.integers(0, 2**32 - 1)
+configs = st.builds(
+    SchedulerConfig,
+    block_size=st.integers(1, 8),
+    num_blocks=st.integers(1, 12),
+    max_num_batched_tokens=st.integers(1, 32),
+    max_num_seqs=st.integers(1, 6),
+    max_model_len=st.integers(2, 40),
+)
+
+
+def plain(value: Any) -> Any:
+    """A deep copy in mutable containers, so that nothing in it is shared with the original."""
+    if isinstance(value, SchedulerState):
+        pool = (value.pool.num_free, list(blocks.free_ids(value.pool)), sorted(value.pool.owners.items()))
+        return [plain(value.config), pool, plain(value.waiting), plain(value.running), value.step, value.arrivals]
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+class Driver:
+    """One run of the real scheduler and the model side by side. Every transition is checked from all sides."""
+
+    def __init__(self, config: SchedulerConfig, tally: Counter[str]) -> None:
+        self.tally = tally
+        self.state = scheduler.init(config)
+        self.model = Model(config)
+        self.plan: Plan | None = None
+        self.names = 0
+        self.past: list[tuple[Any, Any]] = []  # every state and plan so far, with a copy from when it was new
+        self.remember(self.state)
+
+    def remember(self, value: SchedulerState | Plan) -> None:
+        self.past = [*self.past[-40:], (value, plain(value))]
+
+    def arrive(self, state: SchedulerState) -> None:
+        """Enter a new state: it is sound, equals the model's, and the earlier ones are as they were."""
+        scheduler.check(state)
+        self.model.compare(state)
+        assert all(plain(value) == copy for value, copy in self.past[-3:]), "an old state changed"
+        self.state = state
+        self.remember(state)
+
+    def submit(self, request: Request) -> None:
+        try:
+            state = scheduler.submit(self.state, request)
+        except Rejected:
+            self.tally["rejected"] += 1
+            assert not self.model.accepts(request), "rejected, but it fits"
+            self.arrive(self.state)
+        else:
+            assert self.model.accepts(request), "accepted, but it can never run"
+            self.model.submit(request)
+            self.arrive(state)
+
+    def submit_new(self, prompt_len: int, max_tokens: int, min_tokens: int, stops: frozenset[int]) -> None:
+        self.names += 1
+        self.submit(Request(f"r{self.names}", prompt_len, max_tokens, min(min_tokens, max_tokens), stops))
+
+    def schedule(self) -> None:
+        decodes = {seq.request_id for seq in scheduler.running(self.state) if seq.length - seq.computed == 1}
+        oldest = min((life.arrival for life in self.model.alive()), default=None)
+        state, plan = scheduler.schedule(self.state, FCFS)
+        assert scheduler.schedule(self.state, FCFS)[1] == plan, "the same state gave another plan"
+
+        step = self.model.schedule()
+        assert plan.admitted == tuple(step.admitted)
+        assert plan.preempted == tuple(step.preempted)
+        ids = [seq.request_id for seq in plan.seqs]
+        assert list(zip(ids, plan.starts, plan.counts, plan.lengths, strict=True)) == [
+            (life.name, start, count, life.known) for life, start, count in step.rows
+        ]
+        c = self.state.config
+        assert sum(plan.counts) == plan.num_tokens <= c.max_num_batched_tokens
+        assert len(ids) <= c.max_num_seqs
+        assert min(plan.counts, default=1) >= 1
+        for name in decodes - set(plan.preempted):
+            assert plan.counts[ids.index(name)] == 1, f"the decode of {name} had to wait"
+        assert oldest is None or any(seq.arrival == oldest for seq in plan.seqs), "the oldest request stands still"
+        assert (plan.step, plan.num_waiting) == (self.model.steps, len(self.model.waiting))
+        assert (plan.blocks_used, plan.num_blocks) == (c.num_blocks - self.model.free(), c.num_blocks)
+        partial = [row for row in plan.rows if not row.samples]
+        assert len(partial) <= 1, "a prompt was cut though an earlier one is not whole"
+
+        self.model.execute(plan)
+        self.plan = plan
+        self.arrive(state)
+        self.remember(plan)
+        self.tally += Counter(preempted=len(plan.preempted), admitted=len(plan.admitted), cut=len(partial))
+
+    def commit(self, sampled: list[int]) -> None:
+        assert self.plan is not None
+        state, events = scheduler.commit(self.state, self.plan, sampled)
+        assert scheduler.commit(self.state, self.plan, sampled)[1] == events, "the same step gave other events"
+        assert list(events) == self.model.commit(sampled)
+        self.plan = None
+        self.arrive(state)
+        self.tally["step"] += 1
+        self.count_ends(events)
+
+    def cancel(self, name: str, reason: FinishReason) -> None:
+        in_flight = self.plan is not None and any(seq.request_id == name for seq in self.plan.seqs)
+        state, events = scheduler.cancel(self.state, name, reason)
+        assert list(events) == self.model.cancel(name, reason)
+        assert events or state is self.state
+        self.arrive(state)
+        self.tally["cancelled in flight"] += bool(events and in_flight)
+        self.tally["cancelled"] += bool(events)
+
+    def count_ends(self, events: tuple[Event, ...]) -> None:
+        self.tally.update(event.reason for event in events if isinstance(event, Finished))
+
+    def fit(self, prompt: float, output: float) -> tuple[int, int]:
+        """Two numbers in [0, 1) as a prompt length and max_tokens that the limits allow."""
+        c = self.state.config
+        most = min(c.max_model_len, c.num_blocks * c.block_size)
+        prompt_len = 1 + int(prompt * (most - 1))
+        return prompt_len, 1 + int(output * (most - prompt_len))
+
+    def traffic(self, number: int, seed: int, *, busy: bool = True) -> None:
+        """`number` steps with random tokens; when `busy`, requests come and are cancelled before any transition."""
+        draw = random.Random(seed)
+        for _ in range(number):
+            if self.plan is None:
+                self.disturb(draw, busy)
+                self.schedule()
+            self.disturb(draw, busy)
+            assert self.plan is not None
+            self.commit([draw.randrange(40) for _ in self.plan.seqs])
+
+    def disturb(self, draw: random.Random, busy: bool) -> None:
+        if busy and draw.random() < 0.3 and len(self.model.alive()) < 12:
+            # short prompts with long outputs: many are let in, then the pool is too small for all of them
+            lengths = self.fit(draw.random() ** 3, draw.random())
+            self.submit_new(*lengths, draw.randrange(4), frozenset(draw.sample(STOPS, draw.randrange(4))))
+        if busy and draw.random() < 0.05 and self.model.alive():
+            self.cancel(draw.choice(self.model.alive()).name, "abort")
+
+    def drain(self, seed: int) -> None:
+        """Every request ends.
+
+        The bound: the oldest request alive is in every plan (asserted in `schedule`), so it computes at least one of
+        its tokens a step, and it is never preempted: the victim is the latest arrival, and a sequence that runs alone
+        fits by the rule of `submit`. So it ends within limit - 1 steps (its last token is sampled, never computed),
+        and then the next one is the oldest.
+        """
+        self.traffic(self.plan is not None, seed, busy=False)  # a step in flight may not know the latest arrivals
+        bound = sum(self.model.limit(life.request) - 1 for life in self.model.alive())
+        self.traffic(bound, seed, busy=False)
+        assert not self.state.waiting
+        assert not self.state.running.seqs, "requests are left after the bound"
+        assert self.state.pool.num_free == self.state.config.num_blocks, "blocks leaked"
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    tally: ClassVar[Counter[str]]
+
+    @initialize(config=configs)
+    def start(self, config: SchedulerConfig) -> None:
+        self.driver = Driver(config, self.tally)
+
+    @rule(prompt=shares, output=shares, least=st.integers(0, 4), stops=st.sets(st.sampled_from(STOPS)))
+    def submit_what_fits(self, prompt: float, output: float, least: int, stops: set[int]) -> None:
+        self.driver.submit_new(*self.driver.fit(prompt, output), least, frozenset(stops))
+
+    @rule(prompt_len=st.integers(0, 45), max_tokens=st.integers(0, 45))
+    def submit_anything(self, prompt_len: int, max_tokens: int) -> None:
+        self.driver.submit_new(prompt_len, max_tokens, 0, frozenset(STOPS))
+
+    @rule(which=st.integers(0, 20))
+    def submit_a_name_again(self, which: int) -> None:
+        self.driver.submit(Request(f"r{which % (self.driver.names + 1)}", 1, 1))
+
+    @precondition(lambda self: self.driver.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        self.driver.schedule()
+
+    @precondition(lambda self: self.driver.plan is not None)
+    @rule(sampled=st.lists(tokens, min_size=6, max_size=6))
+    def commit(self, sampled: list[int]) -> None:
+        self.driver.commit(sampled[: len(self.driver.plan.seqs)])  # type: ignore[union-attr]
+
+    @rule(which=st.integers(0, 30), reason=st.sampled_from(["abort", "stop"]))
+    def cancel(self, which: int, reason: FinishReason) -> None:
+        alive = [life.name for life in self.driver.model.alive()]
+        self.driver.cancel(alive[which] if which < len(alive) else f"r{which}", reason)
+
+    @rule(number=st.integers(1, 40), seed=seeds)
+    def traffic(self, number: int, seed: int) -> None:
+        self.driver.traffic(number, seed)
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.drain(seed=0)
+            assert all(plain(value) == copy for value, copy in self.driver.past), "an old state changed"
+
+
+def run_machine(examples: int, steps: int) -> Counter[str]:
+    tally: Counter[str] = Counter()
+    machine = type("Machine", (SchedulerMachine,), {"tally": tally})
+    profile = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+    run_state_machine_as_test(machine, settings=profile)
+    return tally
+
+
+def test_any_sequence_of_transitions_agrees_with_the_naive_model():
+    tally = run_machine(examples=80, steps=40)
+    assert tally["step"] >= 10_000
+    for happened in ("preempted", "cut", "stop", "length", "rejected", "cancelled", "cancelled in flight"):
+        assert tally[happened] >= 20, f"{happened}: {tally}"
+
+
+@pytest.mark.slow
+def test_any_sequence_of_transitions_agrees_with_the_naive_model_at_length():
+    assert run_machine(examples=2000, steps=60)["step"] >= 200_000
+
+
+@pytest.mark.parametrize("budget", [6, 7, 32])
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 24), (2, 9), (3, 7), (4, 5), (8, 2)])
+def test_every_request_ends_when_the_pool_holds_little_more_than_one(block_size: int, num_blocks: int, budget: int):
+    config = SchedulerConfig(block_size, num_blocks, budget, max_num_seqs=6, max_model_len=block_size * num_blocks)
+    tally: Counter[str] = Counter()
+    for seed in range(4):
+        driver = Driver(config, tally)
+        driver.traffic(30, seed)
+        for _ in range(10):
+            driver.submit_new(*driver.fit(0.0, 0.999), 0, frozenset())
+        driver.drain(seed)
+    assert tally["preempted"] >= 25, "no storm"
+    assert tally["length"] >= 40
