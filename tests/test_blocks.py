@@ -1,0 +1,172 @@
+"""The block pool: allocate, share and release against a dictionary, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax import blocks
+from pagedjax.blocks import BlockPool
+
+
+def take(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
+    taken = blocks.allocate(pool, n)
+    assert taken is not None
+    return taken
+
+
+def facts(pool: BlockPool) -> tuple[int, tuple[int, ...], dict[int, int]]:
+    return pool.num_free, blocks.free_ids(pool), dict(pool.owners)
+
+
+def test_a_new_pool_has_every_block_but_the_trash_block():
+    pool = blocks.init(4)
+    assert blocks.free_ids(pool) == (1, 2, 3, 4)
+    blocks.check(pool, [])
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_pool_without_blocks_is_refused(size):
+    with pytest.raises(ValueError, match=f"num_blocks is {size}; the pool needs at least 1"):
+        blocks.init(size)
+
+
+def test_allocated_blocks_are_distinct_and_owned_once():
+    pool, ids = take(blocks.init(4), 3)
+    assert len(set(ids)) == 3
+    assert set(ids) <= {1, 2, 3, 4}
+    assert dict(pool.owners) == dict.fromkeys(ids, 1)
+    blocks.check(pool, [ids])
+
+
+def test_no_room_gives_none_and_the_last_block_can_still_be_had():
+    pool, _ = take(blocks.init(3), 2)
+    assert blocks.allocate(pool, 2) is None
+    assert take(pool, 1)[0].num_free == 0
+
+
+def test_allocating_nothing_changes_nothing():
+    pool = blocks.init(2)
+    assert take(pool, 0) == (pool, ())
+
+
+def test_a_shared_block_is_free_only_when_its_last_owner_lets_go():
+    pool, ids = take(blocks.init(2), 1)
+    pool = blocks.share(pool, ids)
+    blocks.check(pool, [ids, ids])
+    pool = blocks.release(pool, ids)
+    assert pool.num_free == 1
+    blocks.check(pool, [ids])
+    pool = blocks.release(pool, ids)
+    assert pool.num_free == 2
+    blocks.check(pool, [])
+
+
+def test_the_block_returned_last_is_handed_out_first():
+    pool, (a, b, c) = take(blocks.init(5), 3)
+    pool = blocks.release(pool, [a, c])
+    assert blocks.free_ids(pool) == (c, a, 4, 5)
+    assert take(pool, 3)[1] == (c, a, 4)
+    assert b == 2
+
+
+@pytest.mark.parametrize("ids", [[0], [3], [-1], [1, 1]])
+def test_releasing_a_block_that_nobody_owns_is_an_error(ids):
+    pool, _ = take(blocks.init(3), 2)
+    with pytest.raises(ValueError, match=rf"block {ids[-1]} has no owner; it was released twice or never allocated"):
+        blocks.release(pool, ids)
+    blocks.check(pool, [(1, 2)])
+
+
+def test_sharing_a_block_that_nobody_owns_is_an_error():
+    pool, _ = take(blocks.init(3), 2)
+    with pytest.raises(ValueError, match="block 3 has no owner"):
+        blocks.share(pool, [1, 3])
+    blocks.check(pool, [(1, 2)])
+
+
+def test_releasing_twice_is_an_error_even_after_the_block_was_shared():
+    pool, ids = take(blocks.init(1), 1)
+    pool = blocks.release(blocks.release(blocks.share(pool, ids), ids), ids)
+    with pytest.raises(ValueError, match="block 1 has no owner"):
+        blocks.release(pool, ids)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([(1, 2)], "owner counts"),  # a table forgot block 3
+        ([(1, 2, 3), (3,)], "owner counts"),  # a table lists a block that it never shared
+        ([(1, 2, 3, 4)], "owner counts"),  # a table lists a free block
+    ],
+)
+def test_check_finds_tables_that_disagree_with_the_owners(tables, message):
+    pool, _ = take(blocks.init(4), 3)
+    with pytest.raises(AssertionError, match=message):
+        blocks.check(pool, tables)
+
+
+def test_check_finds_a_leaked_block():
+    pool, ids = take(blocks.init(4), 2)
+    leaky = pool._replace(owners=pool.owners.delete(ids[0]))
+    with pytest.raises(AssertionError, match="leaked"):
+        blocks.check(leaky, [ids[1:]])
+
+
+def test_check_finds_a_block_that_is_free_and_owned():
+    pool, ids = take(blocks.init(4), 2)
+    torn = blocks.release(pool, ids[:1])._replace(owners=pool.owners)
+    with pytest.raises(AssertionError, match="free and owned"):
+        blocks.check(torn, [ids])
+
+
+def test_check_finds_a_wrong_count_of_free_blocks():
+    with pytest.raises(AssertionError, match="free list"):
+        blocks.check(blocks.init(4)._replace(num_free=3), [])
+
+
+def test_pools_of_one_history_are_equal_and_others_are_not():
+    pool, ids = take(blocks.init(9), 4)
+    assert blocks.release(pool, ids) == blocks.release(take(blocks.init(9), 4)[0], ids)
+    assert blocks.release(pool, ids) != blocks.release(pool, ids[::-1])
+
+
+actions = st.lists(st.tuples(st.sampled_from(["allocate", "share", "release"]), st.integers(0, 7)), max_size=60)
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=st.integers(1, 12), script=actions)
+def test_any_history_agrees_with_a_dictionary_of_counts(size: int, script: list[tuple[str, int]]):
+    pool = blocks.init(size)
+    tables: list[list[int]] = []  # the owners: each holds some blocks, once
+    past = []
+    for action, number in script:
+        past.append((pool, facts(pool)))
+        if action == "allocate":
+            counts = Counter(block for table in tables for block in table)
+            taken = blocks.allocate(pool, number)
+            assert (taken is None) == (number > size - len(counts)), "refused although there was room, or the reverse"
+            if taken is not None:
+                pool, ids = taken
+                assert len(set(ids)) == len(ids) == number
+                assert not set(ids) & set(counts), "handed out a block that has an owner"
+                tables.append(list(ids))
+        elif action == "share" and tables:
+            tables.append(list(tables[number % len(tables)]))
+            pool = blocks.share(pool, tables[-1])
+        elif action == "release" and tables:
+            pool = blocks.release(pool, tables.pop(number % len(tables)))
+
+        counts = Counter(block for table in tables for block in table)
+        assert dict(pool.owners) == dict(counts)
+        assert sorted(blocks.free_ids(pool)) == sorted(set(range(1, size + 1)) - set(counts))
+        assert pool.num_free == size - len(counts)
+        blocks.check(pool, tables)
+        for block in range(-1, size + 2):
+            if block not in counts:
+                with pytest.raises(ValueError, match=f"block {block} has no owner"):
+                    blocks.release(pool, [block])
+    assert all(facts(pool) == before for pool, before in past), "an old pool changed"
