@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
         loads = [timing._asdict() for timing in timings]
         print(json.dumps({"loads_us": loads, "target_us": TARGET_US, "met": met, "device_seconds": device}))
         return 0
-    print(f"{args.seqs} sequences, {args.blocks} blocks of {args.block_size}; microseconds of schedule + commit per step")
+    print(f"{args.seqs} sequences, {args.blocks} blocks of {args.block_size}; microseconds a step")
     print(table(timings))
     print(f"target: a median of {TARGET_US:.0f} us in pure decoding: {'met' if met else 'MISSED'}")
     if device is not None:
