@@ -1,0 +1,105 @@
+"""The engine's configuration: strict, frozen, and helpful when a name is nearly right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pagedjax.config import EngineConfig, from_dict, one_of
+
+SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks")
+
+
+def test_the_defaults_are_valid_and_leave_sizes_of_model_and_memory_open():
+    config = EngineConfig()
+    assert (config.max_model_len, config.num_blocks, config.attention_impl) == (None, None, None)
+    assert (config.block_size, config.max_num_batched_tokens, config.max_num_seqs) == (16, 2048, 64)
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "16"])
+def test_a_size_is_an_integer_of_at_least_one(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be an integer of at least 1$"):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_of_one_is_taken(name):
+    assert getattr(EngineConfig(**{name: 1}), name) == 1
+
+
+@pytest.mark.parametrize("name", ["block_size", "max_num_batched_tokens", "max_num_seqs", "memory_fraction", "seed"])
+def test_only_what_can_be_chosen_later_may_be_none(name):
+    with pytest.raises(ValueError, match=f"^{name} is None"):
+        EngineConfig(**{name: None})
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.01, float("nan"), "half"])
+def test_the_memory_fraction_is_a_share(value):
+    with pytest.raises(ValueError, match=r"^memory_fraction is .*; it must be above 0 and at most 1$"):
+        EngineConfig(memory_fraction=value)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, 1e-3])
+def test_a_memory_fraction_up_to_all_of_it_is_taken(value):
+    assert EngineConfig(memory_fraction=value).memory_fraction == value
+
+
+@pytest.mark.parametrize("value", [-1, 2**32, 1.0, True, "0"])
+def test_the_seed_is_32_bits(value):
+    with pytest.raises(ValueError, match=r"^seed is .*; it must be an integer in \[0, 2\*\*32\)$"):
+        EngineConfig(seed=value)
+    assert EngineConfig(seed=2**32 - 1).seed == 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("dtype", "float23", r"'float32', 'bfloat16', 'float16' \(did you mean 'float32'\?\)"),
+        ("dtype", None, "'float32'"),
+        ("policy", "fcsf", r"\(did you mean 'fcfs'\?\)"),
+        ("policy", "", "it must be one of 'fcfs'"),
+        ("attention_impl", "refrence", r"\(did you mean 'reference'\?\)"),
+        ("attention_impl", "auto", "it must be one of 'xla'"),
+    ],
+)
+def test_a_choice_outside_its_list_names_the_list_and_the_nearest(name, value, message):
+    with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be one of .*{message}|{message}"):
+        EngineConfig(**{name: value})
+
+
+def test_nothing_near_gives_no_suggestion():
+    with pytest.raises(ValueError, match=r"^x is 'zzz'; it must be one of 'a', 'b'$"):
+        one_of("x", "zzz", ("a", "b"))
+
+
+def test_a_mapping_becomes_a_config():
+    assert from_dict(EngineConfig, {"block_size": 32, "dtype": "bfloat16"}) == EngineConfig(
+        block_size=32, dtype="bfloat16"
+    )
+    assert from_dict(EngineConfig, {}) == EngineConfig()
+
+
+def test_an_unknown_key_suggests_the_nearest_name():
+    with pytest.raises(ValueError, match=r"^unknown key 'blocksize'; did you mean 'block_size'\?$"):
+        from_dict(EngineConfig, {"blocksize": 16})
+
+
+def test_an_unknown_key_like_no_other_lists_those_there_are():
+    with pytest.raises(ValueError, match=r"^unknown key engine\.'qqq'; known keys are block_size, .*seed$"):
+        from_dict(EngineConfig, {"qqq": 1}, where="engine.")
+
+
+def test_values_of_a_mapping_are_checked_too():
+    with pytest.raises(ValueError, match="block_size is '16'"):
+        from_dict(EngineConfig, {"block_size": "16"})
+
+
+def test_a_config_is_frozen_hashable_and_checked_when_replaced():
+    config = EngineConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_size = 8  # type: ignore[misc]
+    assert hash(config) == hash(EngineConfig())
+    with pytest.raises(ValueError, match="num_blocks is 0"):
+        dataclasses.replace(config, num_blocks=0)
