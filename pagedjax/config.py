@@ -50,8 +50,9 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-        if not isinstance(self.memory_fraction, (int, float)) or not 0.0 < self.memory_fraction <= 1.0:
-            raise ValueError(f"memory_fraction is {self.memory_fraction!r}; it must be above 0 and at most 1")
+        share = self.memory_fraction
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
+            raise ValueError(f"memory_fraction is {share!r}; it must be above 0 and at most 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
         one_of("dtype", self.dtype, get_args(DType))

@@ -16,20 +16,36 @@ Glossary, used in signatures and comments everywhere:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
-def _ids(name: str, value: object) -> tuple[int, ...]:
-    """A tuple of token ids from a list, tuple, set or single id."""
-    items = (value,) if isinstance(value, int) else tuple(value)  # type: ignore[arg-type]
+def _several(value: Any) -> tuple[Any, ...]:
+    """A tuple from a list, tuple, set or single item; None is nothing, as in vLLM."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return () if value is None else (value,)
+    return tuple(value)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    items = _several(value)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
             raise ValueError(f"{name} holds {item!r}; token ids are integers of at least 0")
     return tuple(sorted(items)) if isinstance(value, (set, frozenset)) else items
+
+
+def _bias(value: Any) -> dict[int, float]:
+    """Token ids to numbers; JSON clients spell the ids as strings."""
+    try:
+        bias = {int(token): float(number) for token, number in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"logit_bias is {value!r}; it must map token ids to numbers") from None
+    _ids("logit_bias", bias)
+    return bias
 
 
 @dataclass(frozen=True)
@@ -69,12 +85,12 @@ class SamplingParams:
         def put(name: str, value: object) -> None:  # normalising the spelling of a value, never its meaning
             object.__setattr__(self, name, value)
 
-        put("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        put("stop", _several(self.stop))
         put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:
-            put("logit_bias", {int(k): float(v) for k, v in self.logit_bias.items()})
+            put("logit_bias", _bias(self.logit_bias))
 
         for field in fields(self):
             value = getattr(self, field.name)
@@ -107,7 +123,7 @@ class SamplingParams:
             check(value is None or (type(value) is int and 0 <= value <= 20), name, "None or an integer from 0 to 20")
         check(all(isinstance(s, str) and s for s in self.stop), "stop", "a non-empty string or several of them")
         check(not (self.stop and not self.detokenize), "stop", "empty when detokenize is False: it matches text")
-        check(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "None or non-empty")
+        check(self.allowed_token_ids != (), "allowed_token_ids", "None or non-empty")
         bias = self.logit_bias or {}
         check(all(-100.0 <= v <= 100.0 for v in bias.values()), "logit_bias", "between -100 and 100 for every token")
 

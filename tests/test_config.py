@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import pytest
 
-from pagedjax.config import EngineConfig, from_dict, one_of
+from pagedjax.config import EngineConfig, PolicyName, from_dict, one_of
+from pagedjax.policies import POLICIES
 
 SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks")
 
@@ -35,7 +37,7 @@ def test_only_what_can_be_chosen_later_may_be_none(name):
         EngineConfig(**{name: None})
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.01, float("nan"), "half"])
+@pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.01, float("nan"), "half", True])
 def test_the_memory_fraction_is_a_share(value):
     with pytest.raises(ValueError, match=r"^memory_fraction is .*; it must be above 0 and at most 1$"):
         EngineConfig(memory_fraction=value)
@@ -67,6 +69,10 @@ def test_the_seed_is_32_bits(value):
 def test_a_choice_outside_its_list_names_the_list_and_the_nearest(name, value, message):
     with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be one of .*{message}|{message}"):
         EngineConfig(**{name: value})
+
+
+def test_every_policy_that_the_config_takes_exists():
+    assert set(get_args(PolicyName)) == set(POLICIES)
 
 
 def test_nothing_near_gives_no_suggestion():

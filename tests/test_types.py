@@ -61,6 +61,9 @@ BAD = [
     *((name, [-1], "token ids are integers of at least 0") for name in ("stop_token_ids", "allowed_token_ids")),
     *((name, [True], "token ids are integers") for name in ("stop_token_ids", "allowed_token_ids")),
     *((name, [1.5], "token ids are integers") for name in ("stop_token_ids", "allowed_token_ids")),
+    *((name, 1.5, "token ids are integers") for name in ("stop_token_ids", "allowed_token_ids")),
+    *(("logit_bias", value, "it must map token ids to numbers") for value in ({"a": 1}, {1: "x"}, {1: None}, [1], 3)),
+    ("logit_bias", {-1: 1.0}, "token ids are integers of at least 0"),
     *((name, "12", "token ids are integers") for name in ("stop_token_ids", "allowed_token_ids")),
 ]
 
@@ -93,6 +96,8 @@ def test_defaults_are_those_of_vllm():
     [
         ("stop", "END", ("END",)),
         ("stop", ["a", "b"], ("a", "b")),
+        ("stop", None, ()),
+        ("stop_token_ids", None, ()),
         ("stop_token_ids", 7, (7,)),
         ("stop_token_ids", [9, 7, 9], (9, 7, 9)),
         ("stop_token_ids", {9, 7}, (7, 9)),
