@@ -31,6 +31,7 @@ DEVICE = Metric("device_s.mean", "Device time per step, mean", "ms", 1e3, "low",
 HOST = Metric("host_s.mean", "Host time per step, mean", "ms", 1e3, "low", "host a step")
 TABLE = (
     THROUGHPUT,
+    Metric("steady_output_tokens_per_s", "Steady output throughput", "tokens/s", 1.0, "high", "steady"),
     TTFT,
     Metric("ttft_s.p99", "Time to first token, p99", "ms", 1e3, "low", "TTFT p99"),
     ITL,

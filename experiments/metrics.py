@@ -211,6 +211,7 @@ def summarize(
         "requests_per_s": len(done) / duration,
         "output_tokens_per_s": output / duration,
         "total_tokens_per_s": (prompt + output) / duration,
+        "steady_output_tokens_per_s": steady_rate(steps),
         "percentile_method": "linear",
         "ttft_s": spread(request.ttft for request in requests),
         "itl_s": spread(gap for request in requests for gap in request.gaps),
@@ -235,6 +236,17 @@ def summarize(
         "goodput": goodput(requests, duration, slo or Slo()),
         "tokens_sha256": tokens_digest(requests),
     }
+
+
+def steady_rate(steps: Sequence[StepRecord]) -> float | None:
+    """Output tokens/s between the steps after which a tenth and nine tenths of all output tokens exist.
+
+    It leaves out how a run fills and how it drains, which weigh much in a short one. None when no time lies between.
+    """
+    made = np.cumsum([step.sampled for step in steps])
+    first, last = (int(np.searchsorted(made, share * made[-1])) for share in (0.1, 0.9))
+    seconds = steps[last].started + steps[last].seconds - steps[first].started - steps[first].seconds
+    return float(made[last] - made[first]) / seconds if seconds > 0 else None
 
 
 def _share(full: int, of: int) -> float:

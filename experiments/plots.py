@@ -9,7 +9,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -202,7 +202,7 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes) -> str | None:
     return plot.svg("Throughput against inter-token latency")
 
 
-def timeline_plot(edges: Sequence[float], series: dict[str, Sequence[float]], title: str) -> str:
+def timeline_plot(edges: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
     """Values that hold from one step's end to the next, over the seconds of a run; edges are one more than values."""
     plot = Plot()
     for index, values in enumerate(series.values()):

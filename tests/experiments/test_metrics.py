@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.config import Slo
-from experiments.metrics import request_records, spread, step_records, summarize
+from experiments.metrics import request_records, spread, steady_rate, step_records, summarize
 from experiments.workloads import WorkItem
 from pagedjax import scheduler
 from pagedjax.policies import FCFS
@@ -138,6 +138,21 @@ def test_a_run_by_hand_in_summary() -> None:
     assert summary["itl_s"]["p90"] == pytest.approx(0.5 + 0.8 * 1.0)  # linear between the 2nd and the 3rd of three
     assert summary["ttft_s"]["mean"] == 1.25
     assert summary["goodput"] == {"requests_per_s": pytest.approx(1 / 3), "share": 0.5}  # a's 1.5 s misses 1.2 s
+
+
+def test_the_steady_rate_leaves_out_filling_and_draining() -> None:
+    steps = step_records(RUN, START)
+    # 5 tokens by hand: a tenth of them exist after step 1 (at 1.5 s, 2 tokens), nine tenths after step 4 (3.0 s, 5).
+    assert steady_rate(steps) == pytest.approx((5 - 2) / (3.0 - 1.5))
+    assert steady_rate(steps[:2]) is None
+    # 2 slow steps, 16 of a second each that make one token, 2 slow ones: the slow ones do not count.
+    shape = [(10.0, 1)] * 2 + [(1.0, 1)] * 16 + [(10.0, 1)] * 2
+    starts = np.cumsum([0.0] + [seconds for seconds, _ in shape])
+    long = [
+        steps[0]._replace(started=float(begin), seconds=seconds, sampled=made)
+        for begin, (seconds, made) in zip(starts, shape, strict=False)
+    ]
+    assert steady_rate(long) == pytest.approx(1.0)
 
 
 def test_goodput_counts_only_what_finished_within_every_target() -> None:
