@@ -26,9 +26,12 @@ class EngineConfig:
     max_num_batched_tokens: the token budget of a step; decodes take theirs first, prompt chunks share the rest.
     max_num_seqs: sequences in a step at most (B). Never more run than the budget has tokens: each needs one a step.
     max_model_len: prompt + output tokens of one request at most; None is the model's own limit.
-    num_blocks: cache blocks that requests can own; None fills `memory_fraction` of the free memory, but no more than
-        max_num_seqs requests of max_model_len can use.
+    num_blocks: cache blocks that requests can own; None fills `memory_fraction` of the free memory (on a CPU at most
+        4 GiB), but no more than max_num_seqs requests of max_model_len can use.
     memory_fraction: share of the device's free memory for the cache when num_blocks is None.
+    dtype: of weights, activations and cache; None is float32 on a CPU and bfloat16 elsewhere.
+    attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once.
+    token_buckets: the padded step sizes (T) that are compiled at start-up; None is powers of two up to the budget.
     seed: root of every random key; a request's own seed is folded into it.
     """
 
@@ -38,9 +41,10 @@ class EngineConfig:
     max_model_len: int | None = None
     num_blocks: int | None = None
     memory_fraction: float = 0.5
-    dtype: DType = "float32"
+    dtype: DType | None = None
     policy: PolicyName = "fcfs"
     attention_impl: AttentionImpl | None = None
+    token_buckets: tuple[int, ...] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -55,10 +59,32 @@ class EngineConfig:
             raise ValueError(f"memory_fraction is {share!r}; it must be above 0 and at most 1")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
-        one_of("dtype", self.dtype, get_args(DType))
+        if self.dtype is not None:
+            one_of("dtype", self.dtype, get_args(DType))
         one_of("policy", self.policy, get_args(PolicyName))
         if self.attention_impl is not None:
             one_of("attention_impl", self.attention_impl, get_args(AttentionImpl))
+        if self.token_buckets is not None:
+            object.__setattr__(self, "token_buckets", tuple(self.token_buckets))  # a YAML list is spelled differently
+            sizes = self.token_buckets
+            if not sizes or any(type(t) is not int or t < 1 for t in sizes) or list(sizes) != sorted(set(sizes)):
+                raise ValueError(f"token_buckets is {sizes!r}; it must be ascending integers of at least 1")
+            if sizes[-1] < self.max_num_batched_tokens:
+                raise ValueError(
+                    f"the largest of token_buckets is {sizes[-1]}, below max_num_batched_tokens "
+                    f"{self.max_num_batched_tokens}; add it, or a step could be too large for every bucket"
+                )
+
+
+@dataclass(frozen=True)
+class Resolved(EngineConfig):
+    """An EngineConfig in which nothing is left to choose: no field is None. This is what an engine runs and saves."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is None:
+                raise ValueError(f"{field.name} is not resolved")
 
 
 def one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:

@@ -70,7 +70,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[
 def rope_angles(positions: jax.Array, frequencies: list[float]) -> tuple[jax.Array, jax.Array]:
     """positions [T] -> cos and sin, each [D / 2, T], float32."""
     angle = jnp.asarray(frequencies, jnp.float32)[:, None] * positions.astype(jnp.float32)
-    return jnp.cos(angle), jnp.sin(angle)
+    # The barrier keeps XLA from computing sines again in every layer and head that uses them.
+    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 
 
 def rope(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

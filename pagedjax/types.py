@@ -234,6 +234,19 @@ class Finished(NamedTuple):
 Event = Admitted | Preempted | Sampled | Finished
 
 
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position, under the model's own distribution (before penalties and temperature)."""
+
+    request_id: str
+    prompt: bool  # of a prompt token, or of a generated one
+    position: int  # index in the prompt, or in the output
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top_ids: tuple[int, ...]  # as many as asked for, most likely first
+    top_logprobs: tuple[float, ...]
+
+
 class StepResult(NamedTuple):
     """What the engine yields for a step: the plan, what happened, and when (seconds of time.perf_counter)."""
 
@@ -244,6 +257,7 @@ class StepResult(NamedTuple):
     device_seconds: float  # from dispatch until the sampled tokens are on the host
     padded_tokens: int  # T of the compiled shape that ran; plan.num_tokens of them were real
     compilations: int  # XLA compilations during this step; 0 after warm-up
+    logprobs: tuple[TokenLogprobs, ...] = ()  # what requests asked for
 
     @property
     def host_seconds(self) -> float:

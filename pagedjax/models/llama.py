@@ -96,7 +96,7 @@ class Attention(nnx.Module):
         q, k, v = (a.transpose(2, 0, 1) for a in (rope(q, angles), rope(k, angles), v))
         k_pages, v_pages = kv.write(k_pages, v_pages, k, v, batch.slots)
         y = attend(q, k_pages, v_pages, batch.block_tables, batch.seq_lens, batch.cu_q_lens)
-        return self.out(y.reshape(t, -1).T), k_pages, v_pages
+        return self.out(jax.lax.optimization_barrier(y.reshape(t, -1).T)), k_pages, v_pages
 
 
 class MLP(nnx.Module):
@@ -144,7 +144,8 @@ class Llama(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[H, R] -> [R, V] float32."""
         y = self.embed[...] @ hidden if self.head is None else self.head(hidden)
-        return y.astype(jax.numpy.float32).T
+        # Without the barrier XLA folds the transposition into the product and packs the whole head (see layers.py).
+        return jax.lax.optimization_barrier(y.astype(jax.numpy.float32)).T
 
 
 def param_table(c: LlamaConfig) -> tuple[ParamSource, ...]:

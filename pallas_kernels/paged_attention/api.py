@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -10,6 +12,7 @@ from pallas_kernels.paged_attention import reference, xla
 IMPLS = {"reference": reference.paged_attention, "xla": xla.paged_attention}
 
 
+@partial(jax.jit, static_argnames=("scale", "impl"))  # traced once for all layers that call it
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,

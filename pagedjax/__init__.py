@@ -1,0 +1,40 @@
+"""PagedJAX: a functional, paged-KV inference engine for research. Importing it is cheap and starts no backend."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagedjax.config import EngineConfig
+    from pagedjax.engine import Engine
+    from pagedjax.llm import LLM, load_model
+    from pagedjax.outputs import CompletionOutput, RequestOutput
+    from pagedjax.types import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "llm",
+    "load_model": "llm",
+    "SamplingParams": "types",
+    "EngineConfig": "config",
+    "Engine": "engine",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+}
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "load_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'pagedjax' has no attribute {name!r}")
+    return getattr(import_module(f"pagedjax.{_HOME[name]}"), name)

@@ -1,0 +1,228 @@
+"""Text in, text out: `LLM.generate`, `LLM.chat`, `LLM.stream`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from pagedjax import models, monitor
+from pagedjax.config import EngineConfig, from_dict, one_of
+from pagedjax.engine import Engine
+from pagedjax.models import Model
+from pagedjax.outputs import Assembly, RequestOutput
+from pagedjax.tokenizer import Tokenizer, load_tokenizer
+from pagedjax.types import Finished, Sampled, SamplingParams, StepResult
+from pagedjax.weights.checkpoint import open_checkpoint
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Weights and tokenizer, for several engines to share: LLM(model=loaded, block_size=...)."""
+
+    name: str
+    model: Model
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    seconds: float  # that loading took
+
+
+def load_model(model: str | os.PathLike[str], *, dtype: str | None = None, progress: bool = False) -> LoadedModel:
+    """Open a directory, a .gguf file, a hub id or an embedded model by name.
+
+    Args:
+        dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
+
+    Raises:
+        ValueError, FileNotFoundError: what is wrong with which file, and what would be right.
+    """
+    started = time.perf_counter()
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
+    checkpoint = open_checkpoint(model)
+    loaded = models.load(checkpoint, dtype, progress=progress)
+    tokenizer = load_tokenizer(checkpoint)
+    eos = tuple(sorted({*checkpoint.eos_token_ids, *tokenizer.eos_token_ids}))
+    return LoadedModel(str(model), loaded, tokenizer, eos, time.perf_counter() - started)
+
+
+class LLM:
+    """An engine with a tokenizer.
+
+    Args:
+        model: what `load_model` opens, or what it returned.
+        progress: show progress bars while loading and compiling.
+        config: the fields of `EngineConfig`, by name.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] | LoadedModel = "smollm2-135m", *, progress: bool = True, **config: Any
+    ) -> None:
+        engine_config = from_dict(EngineConfig, config)
+        monitor.keep_compilations()
+        if not isinstance(model, LoadedModel):
+            model = load_model(model, dtype=engine_config.dtype, progress=progress)
+        dtype = str(jax.tree.leaves(model.model.params)[0].dtype)
+        if engine_config.dtype not in (None, dtype):
+            raise ValueError(f"dtype is {engine_config.dtype!r}, but the model was loaded in {dtype}; load it again")
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
+        self._requests = 0
+
+    @property
+    def startup(self) -> dict[str, Any]:
+        """Seconds by stage, and how many XLA compilations there were."""
+        return {"load": self.model.seconds, **self.engine.startup}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all together, in order.
+
+        Args:
+            prompts: a string, a list of token ids, or a list of either.
+            sampling_params: one for all, or one for each; None is `SamplingParams()`.
+
+        Raises:
+            ValueError: a prompt or parameter that cannot be served. Nothing has run then, and the engine is usable.
+        """
+        prompts = _several(prompts)
+        return self._run(prompts, [self._tokens(p) for p in prompts], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several: lists of {"role": ..., "content": ...}."""
+        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        ids = [self.tokenizer.apply_chat_template(m) for m in several]  # type: ignore[arg-type]
+        return self._run([self.tokenizer.decode(i, skip_special_tokens=False) for i in ids], ids, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one completion, piece by piece as it becomes final. Closing the iterator frees its blocks."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"n is {params.n}; a stream has one branch, use generate")
+        branches = self._add([self._tokens(prompt)], [params])
+        try:
+            while self.engine.has_work and branches:
+                result = self.engine.step()
+                assert result is not None
+                yield from (piece for _, piece in self._take_in(result, branches) if piece)
+        finally:
+            self._abandon(branches)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        if not ids:
+            raise ValueError("the prompt is empty: it has no tokens; give it at least one")
+        return ids
+
+    def _run(self, prompts, ids, sampling_params, use_tqdm: bool) -> list[RequestOutput]:
+        params = _each(sampling_params, len(ids))
+        branches = self._add(ids, params)
+        every = list(branches.values())
+        try:
+            with tqdm(total=len(branches), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
+                tokens, started = 0, time.perf_counter()
+                while branches:
+                    result = self.engine.step()
+                    assert result is not None, "branches are under way, so the engine has work"
+                    left = len(branches)
+                    tokens += len(self._take_in(result, branches))
+                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
+                    bar.update(left - len(branches))
+        finally:
+            self._abandon(branches)
+
+        outputs, first = [], 0
+        for prompt, p, tokens in zip(prompts, params, ids, strict=True):
+            mine = every[first : first + p.n]
+            first += p.n
+            outputs.append(
+                RequestOutput(
+                    request_id=str(len(outputs)),
+                    prompt=prompt if isinstance(prompt, str) else None,
+                    prompt_token_ids=tuple(tokens),
+                    outputs=tuple(branch.completion() for branch in mine),
+                    prompt_logprobs=mine[0].prompt_positions(),
+                )
+            )
+        return outputs
+
+    def _add(self, ids: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> dict[str, Assembly]:
+        """Queue every branch, or none: branch i of a request with a seed uses seed + i."""
+        branches: dict[str, Assembly] = {}
+        eos = frozenset(self.model.eos_token_ids)
+        try:
+            for tokens, p in zip(ids, params, strict=True):
+                for i in range(p.n):
+                    request_id = f"{self._requests}"
+                    self._requests += 1
+                    seed = None if p.seed is None else (p.seed + i) % 2**32
+                    self.engine.add(request_id, tokens, replace(p, n=1, seed=seed))
+                    branches[request_id] = Assembly(i, p, self.tokenizer, tokens, eos)
+        except ValueError:
+            self._abandon(branches)
+            raise
+        return branches
+
+    def _take_in(self, result: StepResult, branches: dict[str, Assembly]) -> list[tuple[str, str]]:
+        """Fold a step into its branches; ended ones leave `branches` -> (request id, new text) for each token."""
+        for entry in result.logprobs:
+            if entry.request_id in branches:
+                branches[entry.request_id].take(entry)
+        reasons = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
+        pieces = []
+        for event in result.events:
+            if not isinstance(event, Sampled):
+                continue
+            for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
+                if request_id not in branches:
+                    continue
+                branch = branches[request_id]
+                pieces.append((request_id, branch.push(token, reasons.get(request_id))))
+                if branch.finish_reason is not None:
+                    del branches[request_id]
+                    if request_id not in reasons:  # a stop string: the scheduler has to be told
+                        self.engine.cancel(request_id, "stop")
+        return pieces
+
+    def _abandon(self, branches: dict[str, Assembly]) -> None:
+        for request_id in list(branches):
+            self.engine.cancel(request_id)
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)  # type: ignore[arg-type]
+    if not prompts:
+        raise ValueError("there are no prompts; give a string, token ids, or a list of either")
+    return prompts if not isinstance(prompts[0], int) else [prompts]  # type: ignore[list-item]
+
+
+def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one for each")
+    return list(params)

@@ -1,0 +1,184 @@
+"""From logits to tokens, for rows that each have their own rules. Features that no row uses cost nothing.
+
+No vocabulary is ever sorted: top-k and top-p keep the tokens above a threshold, and the threshold is found by
+bisection over the bits of a float (32 comparisons of the whole row, exact; ties at the threshold are all kept).
+One uniform number a token decides, by inversion of the cumulative distribution. It depends on nothing but
+(engine seed, request seed, output position): the same request gives the same tokens whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax.batch import MAX_TOP, SamplingBatch
+
+LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over the pieces
+PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
+
+
+class Sampled(NamedTuple):
+    """What a step hands back. Log-probability fields hold zeros unless some row asked for them."""
+
+    tokens: jax.Array  # [B] int32
+    logprobs: jax.Array  # [B] f32 of the chosen token, under the model's own distribution (before any adjustment)
+    ranks: jax.Array  # [B] int32, 1 for the most likely token
+    top_ids: jax.Array  # [B, MAX_TOP] int32, most likely first
+    top_logprobs: jax.Array  # [B, MAX_TOP] f32
+
+
+class PromptLogprobs(NamedTuple):
+    """The same for the T packed tokens: of `batch.targets`, where that is not -1."""
+
+    logprobs: jax.Array  # [T]
+    ranks: jax.Array  # [T]
+    top_ids: jax.Array  # [T, MAX_TOP]
+    top_logprobs: jax.Array  # [T, MAX_TOP]
+
+
+def sample(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> Sampled:
+    """One token for each row.
+
+    Args:
+        logits: [B, V] float32.
+        seed: [] uint32, the engine's.
+    """
+    adjusted = jax.lax.cond(jnp.any(s.listed >= 0) | jnp.any(s.only_listed), _bias, lambda x, _: x, logits, s)
+    adjusted = jax.lax.cond(jnp.any(s.history >= 0), _penalties, lambda x, _: x, adjusted, s)
+    best = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    drawn = jax.lax.cond(jnp.any(s.temperature > 0), _draw, lambda x, s, _: best, adjusted, s, seed)
+    tokens = jnp.where(s.temperature > 0, drawn, best)
+    zeros = Sampled(tokens, *_no_logprobs(logits.shape[0]))
+    with_logprobs = lambda: Sampled(tokens, *_logprobs(logits, tokens))  # noqa: E731
+    return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
+
+
+def prompt_logprobs(
+    project: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array
+) -> PromptLogprobs:
+    """Log-probabilities of `targets` [T] from hidden [H, T], a tile at a time, and only if some target is wanted.
+
+    Args:
+        project: [H, R] -> logits [R, V].
+    """
+    t = targets.shape[0]
+    tile = min(PROMPT_TILE, t)
+    padded = jnp.pad(hidden, ((0, 0), (0, -t % tile)))
+    wanted = jnp.pad(targets, (0, -t % tile), constant_values=-1)
+
+    def body(i, out):
+        logits = project(jax.lax.dynamic_slice_in_dim(padded, i * tile, tile, axis=1))
+        ids = jnp.maximum(jax.lax.dynamic_slice_in_dim(wanted, i * tile, tile), 0)
+        update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * tile, 0)  # noqa: E731
+        return jax.tree.map(update, out, PromptLogprobs(*_logprobs(logits, ids)))
+
+    # A loop of zero trips is not enough: XLA hoists work (a transposed head, 113 MB) out of a loop, but not of a branch.
+    zeros = PromptLogprobs(*_no_logprobs(len(wanted)))
+    walk = lambda: jax.lax.fori_loop(0, len(wanted) // tile, body, zeros)  # noqa: E731
+    out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)
+    return jax.tree.map(lambda x: x[:t], out)
+
+
+def _no_logprobs(rows: int) -> tuple[jax.Array, ...]:
+    top = (rows, MAX_TOP)
+    return jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros(top, jnp.int32), jnp.zeros(top)
+
+
+def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
+    logp = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logp, tokens[:, None], axis=-1)
+    width = min(MAX_TOP, logits.shape[-1])
+    top, ids = jax.lax.top_k(logp, width)
+    fill = ((0, 0), (0, MAX_TOP - width))
+    ranks = (1 + (logp > chosen).sum(-1)).astype(jnp.int32)
+    return chosen[:, 0], ranks, jnp.pad(ids.astype(jnp.int32), fill), jnp.pad(top, fill, constant_values=-jnp.inf)
+
+
+def _bias(logits: jax.Array, s: SamplingBatch) -> jax.Array:
+    b, v = logits.shape
+    row = jnp.arange(b)[:, None]
+    ids = jnp.where(s.listed >= 0, s.listed, v)  # past the end: dropped
+    is_listed = jnp.zeros((b, v), bool).at[row, ids].set(True, mode="drop")
+    logits = jnp.where(s.only_listed[:, None] & ~is_listed, -jnp.inf, logits)
+    return logits.at[row, ids].add(s.bias, mode="drop")
+
+
+def _penalties(logits: jax.Array, s: SamplingBatch) -> jax.Array:
+    """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over the output."""
+    b, v = logits.shape
+    row = jnp.arange(b)[:, None]
+    known = s.history >= 0
+    seen = jnp.zeros((b, v), bool).at[row, jnp.where(known, s.history, v)].set(True, mode="drop")
+    factor = s.repetition[:, None]
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+    output = known & (jnp.arange(s.history.shape[1]) >= s.prompt_len[:, None])
+    counts = jnp.zeros((b, v)).at[row, jnp.where(output, s.history, v)].add(1.0, mode="drop")
+    return logits - s.frequency[:, None] * counts - s.presence[:, None] * (counts > 0)
+
+
+def _draw(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:
+    """[B] tokens by inversion of the cumulative distribution after temperature, min_p, top_k and top_p."""
+    v = logits.shape[-1]
+    scaled = logits / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None]
+    scaled = scaled - scaled.max(-1, keepdims=True)
+    weights = jnp.exp(scaled)
+    weights = jnp.where(weights >= s.min_p[:, None], weights, 0.0)  # the best token's weight is 1
+    cut = jnp.any((s.temperature > 0) & ((s.top_k > 0) | (s.top_p < 1.0)))
+    weights = jax.lax.cond(cut, _top, lambda w, _: w, weights, s)
+
+    pieces = jnp.pad(weights, ((0, 0), (0, -v % LANES))).reshape(len(weights), -1, LANES)
+    sums = pieces @ jnp.ones(LANES)
+    ends = jnp.cumsum(sums, axis=-1)
+    target = _uniform(s, seed) * ends[:, -1]
+    piece = _first_above(ends, target, sums)
+    before = jnp.take_along_axis(ends - sums, piece[:, None], axis=-1)[:, 0]
+    within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
+    return piece * LANES + _first_above(jnp.cumsum(within, axis=-1), target - before, within)
+
+
+def _uniform(s: SamplingBatch, seed: jax.Array) -> jax.Array:
+    root = jax.random.key(seed)
+
+    def one(request_seed, position):
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(root, request_seed), position))
+
+    return jax.vmap(one)(s.seed, s.position)
+
+
+def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
+    """[B] the first index whose running sum passes the target; rounding never leads past the last positive weight."""
+    index = (ends <= target[:, None]).sum(-1)
+    last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
+    return jnp.minimum(index, last).astype(jnp.int32)
+
+
+def _top(weights: jax.Array, s: SamplingBatch) -> jax.Array:
+    """Zero the weights outside the k largest, then outside the smallest set that holds top_p of what is left.
+
+    Weights are at least 0, where floats and their bits, read as integers, have the same order.
+    """
+    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+
+    def largest(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Per row, the largest threshold t with holds(bits >= t); holds is true at 0 and never becomes true again."""
+
+        def halve(_, bounds):
+            low, high = bounds  # holds(low), not holds(high)
+            middle = low + (high - low) // 2
+            ok = holds(bits >= middle[:, None])
+            return jnp.where(ok, middle, low), jnp.where(ok, high, middle)
+
+        start = jnp.zeros(len(bits), jnp.int32), bits.max(-1) + 1
+        return jax.lax.fori_loop(0, 31, halve, start)[0]
+
+    ones = jnp.ones(weights.shape[-1])
+    k = jnp.where(s.top_k > 0, s.top_k, weights.shape[-1])
+    weights = jnp.where(bits >= largest(lambda keep: keep.sum(-1) >= k)[:, None], weights, 0.0)
+    share = s.top_p * (weights @ ones)
+    share = jnp.where(s.top_p < 1.0, share, 0.0)  # off: nothing is cut, whatever rounding says
+    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+    threshold = largest(lambda keep: jnp.where(keep, weights, 0.0) @ ones >= share)
+    return jnp.where((bits >= threshold[:, None]) | (s.top_p >= 1.0)[:, None], weights, 0.0)
