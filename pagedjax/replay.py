@@ -20,7 +20,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from os import PathLike
 from typing import Any, Literal, NamedTuple, get_args
