@@ -19,8 +19,8 @@ __all__ = ["load_runs"]
 def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
     """Every run found below `folder`, one row for each point and repeat.
 
-    Columns: the swept keys by their short names (`block_size`), `label`, `point` (hash), `repeat`, `failed` (None or
-    why), the summary's numbers with dotted names (`ttft_s.p50`), `commit`, `device`, and `run` (the run's folder).
+    Columns: the swept keys by their short names (`block_size`), `label`, `point` (hash), `repeat`, `failed` (missing,
+    or why), the summary's numbers with dotted names (`ttft_s.p50`), `commit`, `device`, and `run` (the run's folder).
 
     Raises:
         ValueError: no run lies below `folder`; the message says what one looks like.

@@ -90,6 +90,10 @@ class Experiment:
             raise ValueError(
                 f"sampling.n is {self.sampling.n}; an experiment counts requests: use n: 1 and more of them"
             )
+        if self.sampling.stop:
+            raise ValueError(
+                "sampling.stop: an experiment runs on token ids, without text; use sampling.stop_token_ids"
+            )
         size = self.engine.block_size
         if self.cache_tokens is not None and self.engine.num_blocks is not None:
             raise ValueError("cache_tokens and engine.num_blocks are both given; give one of them")

@@ -24,18 +24,23 @@ def engine_key(experiment: Experiment) -> Hashable:
     return experiment.model, dataclasses.astuple(experiment.engine_config)
 
 
+def weights_key(experiment: Experiment) -> tuple[str, str | None]:
+    """Points with equal keys share one copy of the weights."""
+    return experiment.model, experiment.engine.dtype
+
+
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
     """Every point times its repeats, in the order to measure them, for at most `alive` engines at a time.
 
     Engines go in groups of `alive`. Within a group, repeat 0 of every point comes before repeat 1 of any, so that a
     slow minute of the machine does not fall on all repeats of one point; odd repeats walk backwards, so that no point
-    is always the first. No engine is built twice, and one model's points stay together.
+    is always the first. No engine is built twice, and points on the same weights stay together.
 
     An engine that sizes its cache by the free memory (num_blocks is None) is alone in its group: its size must not
     depend on which others are alive.
     """
-    models = list(dict.fromkeys(point.experiment.model for point in points))
-    indexed = sorted(enumerate(points), key=lambda item: models.index(item[1].experiment.model))
+    models = list(dict.fromkeys(weights_key(point.experiment) for point in points))
+    indexed = sorted(enumerate(points), key=lambda item: models.index(weights_key(item[1].experiment)))
     by_engine: dict[Hashable, list[tuple[int, Point]]] = {}
     for order, point in indexed:
         by_engine.setdefault(engine_key(point.experiment), []).append((order, point))
@@ -49,9 +54,9 @@ def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
 
 
 def _groups(engines: list[list[tuple[int, Point]]], alive: int) -> list[list[list[tuple[int, Point]]]]:
-    def kind(engine: list[tuple[int, Point]]) -> tuple[str, bool]:
+    def kind(engine: list[tuple[int, Point]]) -> tuple[Any, bool]:
         experiment = engine[0][1].experiment
-        return experiment.model, experiment.engine_config.num_blocks is None
+        return weights_key(experiment), experiment.engine_config.num_blocks is None
 
     groups = []
     for (_, by_memory), members in groupby(engines, key=kind):
@@ -61,12 +66,12 @@ def _groups(engines: list[list[tuple[int, Point]]], alive: int) -> list[list[lis
 
 
 class Engines:
-    """The few engines that are alive. Dropping one frees its cache; the weights stay while their model is in use."""
+    """The few engines that are alive. Dropping one frees its cache; the weights stay while they are in use."""
 
     def __init__(self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]) -> None:
-        """`load_model(model)` gives what `make(model=..., **engine fields)` takes: pagedjax.llm.load_model and LLM."""
+        """`load_model(model, dtype=...)` gives what `make(model=..., **engine fields)` takes: pagedjax's own two."""
         self._alive, self._load_model, self._make = alive, load_model, make
-        self._model: tuple[str, Any] | None = None
+        self._weights: tuple[Any, Any] | None = None  # key and what load_model gave
         self._engines: OrderedDict[Hashable, Any] = OrderedDict()
         self._broken: dict[Hashable, str] = {}
         self.startup_seconds: dict[Hashable, float] = {}
@@ -88,15 +93,16 @@ class Engines:
         return self._engines[key]
 
     def _build(self, experiment: Experiment) -> Any:
-        if self._model is not None and self._model[0] != experiment.model:
+        key, config, before = weights_key(experiment), experiment.engine_config, len(self._engines)
+        if self._weights is not None and self._weights[0] != key:
             self._engines.clear()
-            self._model = None
-        config = experiment.engine_config
+            self._weights = None
         room = 1 if config.num_blocks is None else self._alive
         while len(self._engines) >= room:
             self._engines.popitem(last=False)
-        gc.collect()  # before the new cache is made: old and new need not fit together
-        if self._model is None:
-            self._model = (experiment.model, self._load_model(experiment.model))
+        if len(self._engines) < before:
+            gc.collect()  # before the new cache is made: old and new need not fit together
+        if self._weights is None:
+            self._weights = (key, self._load_model(experiment.model, dtype=experiment.engine.dtype))
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-        return self._make(model=self._model[1], **fields)
+        return self._make(model=self._weights[1], **fields)

@@ -13,7 +13,8 @@ import dataclasses
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ from experiments.drive import Measured, measure
 from experiments.engines import Engines, Run, engine_key, plan_runs
 from experiments.environment import environment, load_average
 from pagedjax.config import EngineConfig
-
-Finish = Callable[[Run, dict[str, Any]], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,7 +135,7 @@ def sweep(
 
         where = environment()
         warn_of_other_code(done.values(), where)
-        engines = Engines(alive, load_model, LLM)
+        engines = Engines(alive, partial(load_model, progress=not quiet), partial(LLM, progress=not quiet))
         with tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run") as bar:
             for run in missing:
                 bar.set_description(f"{run.point.label}, repeat {run.repeat}")

@@ -63,7 +63,7 @@ def test_every_run_happens_once_and_no_engine_is_built_twice(
     built: list[Any] = []
     loaded: list[str] = []
     engines = Engines(
-        alive, lambda model: loaded.append(model) or model, lambda **fields: built.append(fields) or fields
+        alive, lambda model, dtype: loaded.append(model) or model, lambda **fields: built.append(fields) or fields
     )
     for run in runs:
         engine = engines.get(run.point.experiment)
@@ -75,6 +75,14 @@ def test_every_run_happens_once_and_no_engine_is_built_twice(
     assert set(engines.startup_seconds) == {engine_key(point.experiment) for point in found}
 
 
+def test_weights_are_loaded_once_for_each_type_of_number() -> None:
+    loaded = []
+    engines = Engines(4, lambda model, dtype: loaded.append((model, dtype)) or model, lambda **fields: fields)
+    for run in plan_runs(points(engine__block_size=[8, 16], engine__dtype=["float32", "bfloat16"]), alive=4):
+        assert engines.get(run.point.experiment)["dtype"] == run.point.experiment.engine.dtype
+    assert [dtype for _, dtype in loaded] == ["float32", "bfloat16"]
+
+
 def test_an_engine_that_cannot_be_built_is_tried_once() -> None:
     tries = []
 
@@ -82,7 +90,7 @@ def test_an_engine_that_cannot_be_built_is_tried_once() -> None:
         tries.append(1)
         raise MemoryError("no room")
 
-    engines, (point,) = Engines(1, lambda model: model, make), points()
+    engines, (point,) = Engines(1, lambda model, dtype: model, make), points()
     with pytest.raises(MemoryError, match="no room"):
         engines.get(point.experiment)
     with pytest.raises(RuntimeError, match="MemoryError: no room"):

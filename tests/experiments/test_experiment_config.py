@@ -45,6 +45,10 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
         ({"engine": 3}, r"engine is 3; it must be a mapping with keys from: block_size"),
         ({"sampling": {"temperature": 3.0}}, r"sampling\.temperature is 3\.0; it must be between 0 \(greedy\) and 2"),
         ({"sampling": {"max_tokens": 3}}, r"sampling\.max_tokens: output lengths belong to the workload"),
+        (
+            {"sampling": {"stop": ["\n"]}},
+            r"sampling\.stop: an experiment runs on token ids.*use sampling\.stop_token_ids",
+        ),
         ({"sampling": {"n": 2}}, r"sampling\.n is 2"),
         ({"sampling": {"stop_token_ids": [1, "x"]}}, r"sampling\.stop_token_ids\[1\] is 'x'; it must be an integer"),
         ({"repeat": 3}, r"unknown key 'repeat'; did you mean 'repeats'"),
@@ -102,9 +106,11 @@ def test_a_duplicate_key_is_an_error_with_both_lines() -> None:
 
 
 def test_numbers_and_lists_become_the_types_of_the_fields(tmp_path: Path) -> None:
-    (point,) = points(tmp_path, sampling={"temperature": 0, "stop": ["a", "b"], "min_tokens": 40, "logit_bias": {3: 1}})
+    (point,) = points(
+        tmp_path, sampling={"temperature": 0, "stop_token_ids": [5, 4], "min_tokens": 40, "logit_bias": {3: 1}}
+    )
     sampling = point.experiment.sampling
-    assert (sampling.temperature, sampling.stop, sampling.logit_bias) == (0.0, ("a", "b"), {3: 1.0})
+    assert (sampling.temperature, sampling.stop_token_ids, sampling.logit_bias) == (0.0, (5, 4), {3: 1.0})
     assert parse(Lengths, {"dist": "exponential", "mean": 3}, "x").mean == 3.0
     assert isinstance(point.experiment.workload, Synthetic)
 

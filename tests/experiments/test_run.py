@@ -1,0 +1,192 @@
+"""The command line, on the real engine with a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import experiments
+from experiments import config, run, store
+from tests.weights.tiny import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+WORKLOAD = {
+    "kind": "synthetic",
+    "count": 5,
+    "prompt": {"dist": "uniform", "low": 2, "high": 12},
+    "output": {"dist": "uniform", "low": 2, "high": 6},
+    "arrivals": {"process": "poisson", "rate": 200.0},
+}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=1, max_len=64))
+
+
+def write_config(folder: Path, model: str, **sections: Any) -> Path:
+    base = {
+        "name": "unit",
+        "model": model,
+        "engine": {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 32, "token_buckets": [16]},
+        "cache_tokens": 256,
+        "workload": WORKLOAD,
+        "sampling": {"temperature": 0.0, "ignore_eos": True},
+        "warmup": {"requests": 1, "max_tokens": 2},
+    }
+    path = folder / "unit.yaml"
+    path.write_text(yaml.safe_dump({**base, **sections}, sort_keys=False))
+    return path
+
+
+def test_a_sweep_from_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = {"grid": {"engine.block_size": [4, 16], "seed": [1, 2]}}
+    path = write_config(tmp_path, model, repeats=2, sweep=sweep, question="Does it run?", slo={"ttft": 60.0})
+    command = [str(path), "--out", str(tmp_path / "runs"), "--quiet"]
+    assert run.main(command) == 0
+    printed = capsys.readouterr()
+    assert str(tmp_path / "runs" / "unit" / "report.html") in printed.out
+
+    frame = experiments.load_runs(tmp_path / "runs" / "unit")
+    assert len(frame) == 8
+    assert set(frame["block_size"]) == {4, 16}
+    assert frame["failed"].isna().all()
+    assert (frame["compilations"] == 0).all()
+    assert (frame["unfinished"] == 0).all()
+    assert (frame["goodput.share"] == 1.0).all()
+    assert frame["ttft_s.p50"].between(0, 60).all()
+    assert (frame["blocks_total"] * frame["block_size"] == 256).all()
+    # Greedy tokens do not depend on the block size or the repeat, only on the workload's seed.
+    assert frame.groupby("seed")["tokens_sha256"].nunique().tolist() == [1, 1]
+    assert frame["tokens_sha256"].nunique() == 2
+
+    folder = Path(frame["run"].iloc[0])
+    names = ["config.yaml", "env.json", "requests.jsonl", "steps.jsonl", "summary.json"]
+    assert sorted(entry.name for entry in folder.iterdir()) == names
+    env = json.loads((folder / "env.json").read_text())
+    assert env["engine"]["block_size"] == 4
+    assert None not in env["engine"].values()
+    assert env["startup"]["total"] > 0
+    assert env["attention_impl"] == env["engine"]["attention_impl"]
+    requests = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
+    assert [len(request["token_ids"]) for request in requests] == [request["max_tokens"] for request in requests]
+    steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert sum(step["sampled"] for step in steps) == frame["output_tokens"].iloc[0]
+
+    # The saved config is a config: it describes the very workload, with an engine that has nothing left to choose.
+    (again,) = config.load(folder / "config.yaml")
+    assert again.experiment.workload == config.load(path)[0].experiment.workload
+    assert again.experiment.engine.num_blocks == 64
+
+    # A second time measures nothing; more repeats add only what is missing.
+    before = {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
+    assert run.main(command) == 0
+    assert {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")} == before
+    assert run.main([*command, "--set", "repeats=3", "--dry-run"]) == 0
+    assert "12 runs, 8 of them done" in capsys.readouterr().out
+
+
+def test_a_request_that_cannot_run_fails_its_point_and_not_the_sweep(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = {"grid": {"workload.prompt": [{"dist": "fixed", "value": 4}, {"dist": "fixed", "value": 99}]}}
+    path = write_config(tmp_path, model, sweep=sweep)
+    assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 1
+    assert "refused r00000 (99 prompt tokens" in capsys.readouterr().err
+    _, bad = experiments.load_runs(tmp_path)["failed"]
+    assert experiments.load_runs(tmp_path)["failed"].isna().tolist() == [True, False]
+    assert "Bound the workload's lengths" in bad
+    (error,) = tmp_path.rglob("error.txt")
+    assert "Traceback" in error.read_text()
+    page = (tmp_path / "unit" / "report.html").read_text()
+    assert "Failed runs" in page
+    assert run.main([str(path), "--out", str(tmp_path), "--dry-run"]) == 0
+    assert "2 runs, 1 of them done" in capsys.readouterr().out  # a failed run is tried again
+
+
+def test_a_compilation_in_the_measured_run_fails_it(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from pagedjax.llm import LLM
+
+    asked = []
+
+    def order(waiting: Any) -> Any:
+        """First come first served, by a researcher who thinks with jnp: a new shape each time is a new program."""
+        asked.append(1)
+        jax.block_until_ready(jnp.arange(17 + len(asked)) * 3)
+        return waiting
+
+    def make(**fields: Any) -> LLM:
+        llm = LLM(**fields)
+        llm.engine._policy = llm.engine._policy._replace(order=order)
+        return llm
+
+    monkeypatch.setattr("pagedjax.llm.LLM", make)
+    path = write_config(tmp_path, model)
+    assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 1
+    assert "failed: one point, repeat 0: compiled in the measured run: " in capsys.readouterr().err
+    frame = experiments.load_runs(tmp_path)
+    assert frame["failed"][0].startswith("compiled in the measured run")
+    assert frame["compilations"][0] > 0
+
+
+def test_what_is_wrong_is_said_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_config(tmp_path, "no-model", engine={"block_sise": 3})
+    (tmp_path / "good").mkdir()
+    good = write_config(tmp_path / "good", "no-model")
+    for arguments, message in (
+        ([str(path)], "error: unknown key engine.'block_sise'; did you mean 'block_size'?"),
+        ([str(tmp_path / "no.yaml")], "error: cannot read the config"),
+        ([str(good), "--engines", "0"], "error: --engines is 0; it must be at least 1"),
+        ([str(good), "--set", "x"], "error: --set 'x': write it as section.key=value"),
+    ):
+        assert run.main([*arguments, "--out", str(tmp_path)]) == 2
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+def test_a_killed_sweep_goes_on_without_losing_or_doubling_a_run(tmp_path: Path, model: str) -> None:
+    workload = {**WORKLOAD, "count": 8, "arrivals": {"process": "poisson", "rate": 20.0}}  # some 0.4 s a run
+    path = write_config(tmp_path, model, repeats=3, workload=workload, sweep={"grid": {"seed": [1, 2, 3]}})
+    command = [sys.executable, "-m", "experiments.run", str(path), "--out", str(tmp_path / "runs"), "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def summaries() -> dict[Path, int]:
+        return {entry: entry.stat().st_mtime_ns for entry in (tmp_path / "runs").rglob("[0-9]/summary.json")}
+
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(summaries()) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.2)  # into the middle of a run
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    survived = summaries()
+    assert 3 <= len(survived) < 9
+    for entry in survived:
+        assert store.read_summary(entry.parent)
+        assert (entry.parent / "steps.jsonl").read_text().endswith("\n")
+
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    finished = summaries()
+    assert len(finished) == 9
+    assert {entry: finished[entry] for entry in survived} == survived  # not one was measured again
+    index = (tmp_path / "runs" / "unit" / "runs.jsonl").read_text().splitlines()
+    assert [(row["order"], row["repeat"]) for row in map(json.loads, index)] == [
+        (i, r) for i in range(3) for r in range(3)
+    ]
+    assert not [entry for entry in (tmp_path / "runs").rglob(".writing-*")]
