@@ -21,11 +21,10 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from os import PathLike
 from typing import Any, Literal, NamedTuple, get_args
 
-from pagedjax import scheduler
+from pagedjax import __version__, scheduler
 from pagedjax.policies import POLICIES, Policy
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.types import Event, Finished, FinishReason, Plan, Preempted, Request, Sampled
@@ -89,7 +88,7 @@ class Recorder:
         self._file = open(path, "w", encoding="ascii", newline="\n", buffering=1)  # noqa: SIM115
         self._plan: Plan | None = None
         self._written: Written = {}
-        self._write(header_line(config, policy, package_version()))
+        self._write(header_line(config, policy, __version__))
 
     def _write(self, line: str) -> None:
         self._file.write(line + "\n")
@@ -158,13 +157,6 @@ def header_line(config: SchedulerConfig, policy: str, version: str) -> str:
 def dump(record: dict[str, Any]) -> str:
     """The one spelling of a record: no spaces, ASCII, keys in the order written. Array scalars count as integers."""
     return json.dumps(record, separators=(",", ":"), default=int)
-
-
-def package_version() -> str:
-    try:
-        return metadata.version("pagedjax")
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"
 
 
 def replay(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES) -> Iterator[Transition]:

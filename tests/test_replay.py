@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagedjax import replay, scheduler
+from pagedjax import __version__, replay, scheduler
 from pagedjax.policies import FCFS, POLICIES
 from pagedjax.replay import Recorder, ReplayError, Transition, verify
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
@@ -128,9 +128,8 @@ def test_the_format_is_this(tmp_path: Path):
     state, plan = scheduler.schedule(state, FCFS)
     recorder.schedule(plan)
     recorder.close()
-    version = json.dumps(replay.package_version())
     assert path.read_text() == (
-        f'{{"pagedjax_replay":1,"pagedjax":{version},"policy":"fcfs","config":{{"block_size":2,"num_blocks":6,'
+        f'{{"pagedjax_replay":1,"pagedjax":"{__version__}","policy":"fcfs","config":{{"block_size":2,"num_blocks":6,'
         '"max_num_batched_tokens":5,"max_num_seqs":4,"max_model_len":12}}\n'
         '{"submit":{"request_id":"a","prompt_len":3,"max_tokens":2,"min_tokens":1,"stop_token_ids":[2,9],"priority":5}}\n'
         '{"submit":{"request_id":"\\u00e9\\n","prompt_len":4,"max_tokens":2,"min_tokens":0,"stop_token_ids":[],'
