@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
 
 import pytest
@@ -131,7 +133,22 @@ def test_check_finds_a_wrong_count_of_free_blocks():
 def test_pools_of_one_history_are_equal_and_others_are_not():
     pool, ids = take(blocks.init(9), 4)
     assert blocks.release(pool, ids) == blocks.release(take(blocks.init(9), 4)[0], ids)
-    assert blocks.release(pool, ids) != blocks.release(pool, ids[::-1])
+    assert hash(blocks.release(pool, ids)) == hash(blocks.release(take(blocks.init(9), 4)[0], ids))
+    others = [blocks.release(pool, ids[::-1]), pool, blocks.init(9), blocks.init(8), tuple(blocks.release(pool, ids))]
+    assert not any(blocks.release(pool, ids) == other for other in others)
+    assert all(blocks.release(pool, ids) != other for other in others)
+
+
+def test_a_large_pool_with_a_history_can_be_compared_printed_and_copied():
+    """The free list must not make Python recurse once for each block."""
+    pool, ids = take(blocks.init(30_000), 20_000)
+    pool = blocks.release(pool, ids[1:])
+    same = pickle.loads(pickle.dumps(pool))
+    assert same == pool == copy.deepcopy(pool)
+    assert same != blocks.release(same, ids[:1])
+    assert blocks.free_ids(same) == blocks.free_ids(pool)
+    blocks.check(same, [ids[:1]])
+    assert repr(pool) == "BlockPool(29999 of 30000 free)"
 
 
 actions = st.lists(st.tuples(st.sampled_from(["allocate", "share", "release"]), st.integers(0, 7)), max_size=60)
@@ -165,6 +182,7 @@ def test_any_history_agrees_with_a_dictionary_of_counts(size: int, script: list[
         assert sorted(blocks.free_ids(pool)) == sorted(set(range(1, size + 1)) - set(counts))
         assert pool.num_free == size - len(counts)
         blocks.check(pool, tables)
+        assert pickle.loads(pickle.dumps(pool)) == pool
         for block in range(-1, size + 2):
             if block not in counts:
                 with pytest.raises(ValueError, match=f"block {block} has no owner"):
