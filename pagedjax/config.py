@@ -80,6 +80,13 @@ class EngineConfig:
 class Resolved(EngineConfig):
     """An EngineConfig in which nothing is left to choose: no field is None. This is what an engine runs and saves."""
 
+    # the defaults only satisfy dataclasses: whoever resolves sets each of them
+    max_model_len: int = 0
+    num_blocks: int = 0
+    dtype: DType = "float32"
+    attention_impl: AttentionImpl = "xla"
+    token_buckets: tuple[int, ...] = ()
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in dataclasses.fields(self):

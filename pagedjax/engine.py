@@ -21,7 +21,7 @@ from pagedjax.models import Model
 from pagedjax.policies import POLICIES
 from pagedjax.replay import Recorder
 from pagedjax.step import StepOutput, make_step
-from pagedjax.types import Event, FinishReason, Plan, Request, Sampled, StepResult, TokenLogprobs
+from pagedjax.types import Event, Finished, FinishReason, Plan, Request, Sampled, StepResult, TokenLogprobs
 
 
 class Engine:
@@ -47,6 +47,7 @@ class Engine:
         self._shapes = _shapes(c, model)
         step = make_step(model.graphdef, attention.attend(c.attention_impl, m.head_dim**-0.5), c.seed)
         self._recorder: Recorder | None = None
+        self._cache: cache.KVCache | None = None
         self.reset()
         self._steps, self._blanks, self.startup = self._warm_up(step, progress)
 
@@ -61,7 +62,7 @@ class Engine:
         """
         prompt = np.asarray(prompt_token_ids, np.int64).reshape(-1)
         vocab = self.model.config.vocab_size
-        if prompt.size and not (0 <= prompt.min() and prompt.max() < vocab):
+        if prompt.size and (prompt.min() < 0 or prompt.max() >= vocab):
             bad = next(int(t) for t in prompt if not 0 <= t < vocab)
             raise ValueError(f"request {request_id!r} has token id {bad}; the vocabulary is 0 to {vocab - 1}")
         stops = () if params.ignore_eos else self.eos_token_ids
@@ -139,8 +140,8 @@ class Engine:
                     source = self._sources[request_id]
                     source.tokens[source.length] = token
                     source.length += 1
-            elif hasattr(event, "reason"):
-                del self._sources[event.request_id]  # type: ignore[union-attr]
+            elif isinstance(event, Finished):
+                del self._sources[event.request_id]
 
     # state ------------------------------------------------------------------------------------------------------
 
@@ -148,16 +149,16 @@ class Engine:
         """Forget every request and all cache content; compiled steps stay."""
         c, m = self.config, self.model.config
         limits = (c.block_size, c.num_blocks, c.max_num_batched_tokens, c.max_num_seqs, c.max_model_len)
-        self._state = scheduler.init(scheduler.SchedulerConfig(*limits))  # type: ignore[arg-type]
+        self._state = scheduler.init(scheduler.SchedulerConfig(*limits))
         self._sources: dict[str, Source] = {}
         self._cache = None  # the old one goes before the new one comes
         self._cache = cache.init(
             layers=m.layers,
-            blocks=c.num_blocks,  # type: ignore[arg-type]
+            blocks=c.num_blocks,
             block_size=c.block_size,
             kv_heads=m.kv_heads,
             head_dim=m.head_dim,
-            dtype=c.dtype,  # type: ignore[arg-type]
+            dtype=c.dtype,
         )
 
     def record(self, path: str | None) -> None:
@@ -231,7 +232,6 @@ def resolve(config: EngineConfig, model: Model) -> Resolved:
 
 
 def _shapes(c: Resolved, model: Model) -> Shapes:
-    assert c.token_buckets is not None and c.max_model_len is not None
     width = -(-c.max_model_len // c.block_size)
     return Shapes(c.token_buckets, c.max_num_seqs, c.block_size, width, c.max_model_len, model.config.vocab_size)
 
@@ -241,7 +241,8 @@ def _check_listed(request_id: str, params: Any, stops: Sequence[int], vocab: int
     for name, ids in (*named.items(), ("stop_token_ids", params.stop_token_ids)):
         bad = [t for t in ids if not 0 <= t < vocab]
         if bad:
-            raise ValueError(f"request {request_id!r}: {name} has token id {bad[0]}; the vocabulary is 0 to {vocab - 1}")
+            last = vocab - 1
+            raise ValueError(f"request {request_id!r}: {name} has token id {bad[0]}; the vocabulary is 0 to {last}")
     allowed, bias = params.allowed_token_ids, params.logit_bias or {}
     entries = len(bias if allowed is None else allowed) + (len(stops) if params.min_tokens else 0)
     if entries > MAX_LISTED:

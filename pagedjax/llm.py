@@ -17,7 +17,7 @@ from pagedjax.engine import Engine
 from pagedjax.models import Model
 from pagedjax.outputs import Assembly, RequestOutput
 from pagedjax.tokenizer import Tokenizer, load_tokenizer
-from pagedjax.types import Finished, Sampled, SamplingParams, StepResult
+from pagedjax.types import Finished, FinishReason, Sampled, SamplingParams, StepResult
 from pagedjax.weights.checkpoint import open_checkpoint
 
 Prompt = str | Sequence[int]
@@ -112,7 +112,8 @@ class LLM:
         """Answer one conversation, or several: lists of {"role": ..., "content": ...}."""
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         ids = [self.tokenizer.apply_chat_template(m) for m in several]  # type: ignore[arg-type]
-        return self._run([self.tokenizer.decode(i, skip_special_tokens=False) for i in ids], ids, sampling_params, use_tqdm)
+        prompts = [self.tokenizer.decode(i, skip_special_tokens=False) for i in ids]
+        return self._run(prompts, ids, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece as it becomes final. Closing the iterator frees its blocks."""
@@ -190,7 +191,7 @@ class LLM:
         for entry in result.logprobs:
             if entry.request_id in branches:
                 branches[entry.request_id].take(entry)
-        reasons = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
+        reasons: dict[str, FinishReason] = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
         pieces = []
         for event in result.events:
             if not isinstance(event, Sampled):

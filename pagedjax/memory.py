@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-
-import jax
+from typing import Any
 
 GIB = 2**30
 CPU_LIMIT = 4 * GIB  # a laptop's memory belongs to its owner: a CPU's default cache never exceeds this
 
 
-def free_bytes(device: jax.Device) -> int:
-    """Bytes that a program may still take: the device's own count, or the system's available memory for a CPU."""
+def free_bytes(device: Any) -> int:
+    """Bytes that a program may still take on a jax device: its own count, or for a CPU the system's free memory."""
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
         if "bytes_limit" in stats:
@@ -25,7 +24,7 @@ def free_bytes(device: jax.Device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def blocks_that_fit(block_bytes: int, fraction: float, device: jax.Device) -> int:
+def blocks_that_fit(block_bytes: int, fraction: float, device: Any) -> int:
     """Blocks in `fraction` of the free memory, the trash block not counted.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -11,12 +12,12 @@ _EVENT = "/jax/core/compile/backend_compile_duration"  # recorded by JAX once fo
 _count = 0
 
 
-def _listen(event: str, duration: float, **_: object) -> None:
+def _listen(event: str, duration: float, **_: Any) -> None:
     global _count
     _count += event == _EVENT
 
 
-jax.monitoring.register_event_duration_secs_listener(_listen)
+jax.monitoring.register_event_duration_secs_listener(_listen)  # type: ignore[arg-type]
 
 
 def compilations() -> int:
@@ -26,7 +27,7 @@ def compilations() -> int:
 
 def keep_compilations() -> None:
     """Use JAX's persistent compilation cache, in the user's cache folder unless JAX was told another place."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.read("jax_compilation_cache_dir") is None:
         home = Path(os.path.expanduser("~/.cache"))
         jax.config.update("jax_compilation_cache_dir", str(home / "pagedjax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -40,7 +40,7 @@ class RequestOutput:
     prompt: str | None  # None if token ids were given
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
-    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None  # None for the first token, as nothing predicts it
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None  # the first is None: nothing predicts it
     finished: bool = True
 
 

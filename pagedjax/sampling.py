@@ -56,9 +56,7 @@ def sample(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> Sampled:
     return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
 
 
-def prompt_logprobs(
-    project: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array
-) -> PromptLogprobs:
+def prompt_logprobs(project: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array) -> PromptLogprobs:
     """Log-probabilities of `targets` [T] from hidden [H, T], a tile at a time, and only if some target is wanted.
 
     Args:
@@ -75,7 +73,7 @@ def prompt_logprobs(
         update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * tile, 0)  # noqa: E731
         return jax.tree.map(update, out, PromptLogprobs(*_logprobs(logits, ids)))
 
-    # A loop of zero trips is not enough: XLA hoists work (a transposed head, 113 MB) out of a loop, but not of a branch.
+    # A loop of zero trips is not enough: XLA hoists work (a transposed head, 113 MB) out of loops, not out of branches.
     zeros = PromptLogprobs(*_no_logprobs(len(wanted)))
     walk = lambda: jax.lax.fori_loop(0, len(wanted) // tile, body, zeros)  # noqa: E731
     out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)

@@ -18,12 +18,14 @@ tokens. The rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pagedjax import blocks
 from pagedjax.blocks import BlockPool
 from pagedjax.policies import Policy
 from pagedjax.types import Admitted, Event, Finished, FinishReason, Plan, Preempted, Request, Sampled, Seq, current
+
+Item = TypeVar("Item")
 
 
 class SchedulerConfig(NamedTuple):
@@ -49,7 +51,7 @@ class Running(NamedTuple):
     computed: tuple[int, ...] = ()
 
     def pick(self, keep: Sequence[int]) -> Running:
-        return Running(*(tuple([column[i] for i in keep]) for column in self))
+        return Running(_pick(self.seqs, keep), _pick(self.lengths, keep), _pick(self.computed, keep))
 
 
 class SchedulerState(NamedTuple):
@@ -160,13 +162,13 @@ def commit(state: SchedulerState, plan: Plan, sampled: Sequence[int]) -> tuple[S
     """
     if len(sampled) != len(plan.seqs):
         raise ValueError(f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each")
-    step, seqs, lengths, starts, counts, tokens = *plan[:5], tuple(sampled)
+    seqs, lengths, starts, counts, tokens = plan.seqs, plan.lengths, plan.starts, plan.counts, tuple(sampled)
+    step = plan.step
     if state.running.seqs[: len(seqs)] != seqs:
         alive = {seq.arrival for seq in state.running.seqs}
         keep = [i for i, seq in enumerate(seqs) if seq.arrival in alive]
-        seqs, lengths, starts, counts, tokens = (
-            tuple([column[i] for i in keep]) for column in (seqs, lengths, starts, counts, tokens)
-        )
+        seqs, lengths, starts = _pick(seqs, keep), _pick(lengths, keep), _pick(starts, keep)
+        counts, tokens = _pick(counts, keep), _pick(tokens, keep)
 
     computed = tuple([start + count for start, count in zip(starts, counts, strict=True)])
     samples = [done == length for done, length in zip(computed, lengths, strict=True)]
@@ -176,22 +178,24 @@ def commit(state: SchedulerState, plan: Plan, sampled: Sequence[int]) -> tuple[S
         for i, (seq, length, token) in enumerate(zip(seqs, lengths, tokens, strict=True))
         if length >= seq.limit or token in seq.request.stop_token_ids
     ]
-    ended = {i: reason for i in maybe if samples[i] and (reason := _finish_reason(seqs[i], lengths[i], tokens[i]))}
+    ended: dict[int, FinishReason] = {
+        i: reason for i in maybe if samples[i] and (reason := _finish_reason(seqs[i], lengths[i], tokens[i]))
+    }
 
-    rest = tuple(column[len(seqs) :] for column in state.running)
-    active = Running(seqs + rest[0], lengths + rest[1], computed + rest[2])
-    pool = state.pool
+    rows, pool, old = len(seqs), state.pool, state.running
+    active = Running(seqs + old.seqs[rows:], lengths + old.lengths[rows:], computed + old.computed[rows:])
     if ended:
         pool = blocks.release(pool, [block for i in ended for block in seqs[i].blocks])
         active = active.pick([i for i in range(len(active.seqs)) if i not in ended])
 
-    ids = [seq.request.request_id for seq in seqs]
+    ids = tuple([seq.request.request_id for seq in seqs])
     if not all(samples):
-        ids, tokens = ([x for x, new in zip(column, samples, strict=True) if new] for column in (ids, tokens))
+        new = [i for i, one in enumerate(samples) if one]
+        ids, tokens = _pick(ids, new), _pick(tokens, new)
     events: list[Event] = [Preempted(step, i) for i in plan.preempted]
     events += [Admitted(step, i) for i in plan.admitted]
     if ids:
-        events.append(Sampled(step, tuple(ids), tuple(tokens)))
+        events.append(Sampled(step, ids, tokens))
     for i, reason in ended.items():
         events.append(Finished(step, seqs[i].request_id, reason, lengths[i] - seqs[i].request.prompt_len))
     return SchedulerState(state.config, pool, state.waiting, active, state.step + 1, state.arrivals), tuple(events)
@@ -232,6 +236,10 @@ def check(state: SchedulerState) -> None:
         assert seq.computed <= len(seq.blocks) * c.block_size, "computed tokens lie outside the blocks"
     arrivals = [seq.arrival for seq in (*state.waiting, *active)]
     assert len(arrivals) == len(set(arrivals)), "a sequence is in two places"
+
+
+def _pick(column: tuple[Item, ...], keep: Sequence[int]) -> tuple[Item, ...]:
+    return tuple([column[i] for i in keep])
 
 
 def _blocks_for(tokens: int, block_size: int) -> int:

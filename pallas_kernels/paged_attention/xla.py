@@ -54,7 +54,7 @@ def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, s
 def _decodes(q, k_pages, v_pages, block_tables, seq_lens) -> jax.Array:
     """q [B, K, G, D], one query a row -> [B, K, G, D] float32; rows of length 0 give 0."""
     b, k, g, d = q.shape
-    s, m = k_pages.shape[3], block_tables.shape[1]
+    s = k_pages.shape[3]
     per = max(1, SPAN // s)  # pages of a span
     span = per * s
     group = min(GROUP, max(4, b))
@@ -96,8 +96,7 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens) -> jax.Array:
 def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens) -> jax.Array:
     """q [T, K, G, D]; rows with q_lens 0 are skipped -> [T, K, G, D] float32, zeros where no tile wrote."""
     t, k, g, d = q.shape
-    b, m = block_tables.shape
-    s = k_pages.shape[3]
+    b, s = len(seq_lens), k_pages.shape[3]
     tile = min(TILE, t)
     per = max(1, 2 * SPAN // s)
     span = per * s
