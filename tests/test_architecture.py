@@ -1,0 +1,189 @@
+"""Who may import whom, read from the source; and what importing really loads. New modules go into the tables."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pagedjax
+
+ROOT = Path(__file__).parents[1]
+STDLIB = set(sys.stdlib_module_names)
+
+# The host tower, lowest first: a module imports the standard library, HOST_LIBRARIES and modules above it in this list.
+HOST = ("types", "config", "blocks", "policies", "scheduler", "replay")
+HOST_LIBRARIES = {"immutables"}
+
+# The device tower knows arrays; it never sees a request, a queue or who owns a block.
+DEVICE = ("cache", "attention", "layers", "models", "sampling", "step")
+NEVER_ON_DEVICE = (
+    "scheduler",
+    "blocks",
+    "policies",
+    "replay",
+    "outputs",
+    "tokenizer",
+    "engine",
+    "llm",
+    "server",
+    "cli",
+)
+
+KERNEL_LIBRARIES = {"jax"}
+ONLY_IMPORTER_OF_KERNELS = "pagedjax.attention"
+ONLY_JIT = "pagedjax.step"
+
+
+def modules(package: str) -> dict[str, ast.Module]:
+    """Every module of a package by its dotted name; a package's own `__init__` goes by the package's name."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text("utf-8"), str(path))
+    return found
+
+
+def imports(name: str, tree: ast.Module) -> Iterator[str]:
+    """Full names of what a module imports, anywhere in it: `from a import b` is `a.b`."""
+    is_package = (ROOT / Path(*name.split(".")) / "__init__.py").exists()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = name.split(".")[: len(name.split(".")) - node.level + is_package] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+ALL = {package: modules(package) for package in ("pagedjax", "pallas_kernels", "experiments")}
+EDGES = [
+    (name, target)
+    for trees in ALL.values()
+    for name, tree in trees.items()
+    for target in sorted(set(imports(name, tree)))
+]
+
+
+def offending(allowed) -> list[str]:
+    return [f"{name} imports {target}" for name, target in EDGES if not allowed(name, target)]
+
+
+def test_the_walk_sees_imports_of_every_form():
+    source = "import a.b, c\nfrom d import e\nfrom . import f\nfrom ..g import h\ndef i():\n    from j.k import l\n"
+    assert set(imports("x.y.z", ast.parse(source))) == {"a.b", "c", "d.e", "x.y.f", "x.g.h", "j.k.l"}
+    assert set(imports("pagedjax", ast.parse("from .types import Seq"))) == {"pagedjax.types.Seq"}
+    assert len(EDGES) > 100
+
+
+def test_every_module_of_the_tables_is_where_the_table_says():
+    """Host modules all exist by now; a misspelt name would be held to nothing."""
+    assert [name for name in HOST if f"pagedjax.{name}" not in ALL["pagedjax"]] == []
+
+
+@pytest.mark.parametrize("at", range(len(HOST)), ids=HOST)
+def test_a_host_module_imports_only_python_and_what_lies_below_it(at: int):
+    below = [f"pagedjax.{name}" for name in HOST[:at]] + ["pagedjax.__version__"]
+
+    def allowed(name: str, target: str) -> bool:
+        library = target.split(".")[0]
+        return name != f"pagedjax.{HOST[at]}" or library in STDLIB | HOST_LIBRARIES or within(target, *below)
+
+    assert offending(allowed) == []
+
+
+def test_the_device_tower_never_sees_a_request():
+    device = [f"pagedjax.{name}" for name in DEVICE]
+    banned = [f"pagedjax.{name}" for name in NEVER_ON_DEVICE]
+    assert offending(lambda name, target: not (within(name, *device) and within(target, *banned))) == []
+
+
+def test_kernels_import_jax_alone():
+    def allowed(name: str, target: str) -> bool:
+        fits = target.split(".")[0] in STDLIB | KERNEL_LIBRARIES or within(target, "pallas_kernels")
+        return fits or not within(name, "pallas_kernels")
+
+    assert offending(allowed) == []
+
+
+def test_one_module_imports_the_kernels():
+    def allowed(name: str, target: str) -> bool:
+        return not within(name, "pagedjax") or not within(target, "pallas_kernels") or name == ONLY_IMPORTER_OF_KERNELS
+
+    assert offending(allowed) == []
+
+
+def test_nothing_imports_experiments_or_tests_but_experiments():
+    assert (
+        offending(lambda name, target: within(name, "experiments") or not within(target, "experiments", "tests")) == []
+    )
+
+
+def test_the_library_never_imports_torch():
+    def allowed(name: str, target: str) -> bool:
+        return within(name, "experiments") or not within(target, "torch", "torchvision", "accelerate")
+
+    assert offending(allowed) == []
+
+
+def jits(tree: ast.Module) -> int:
+    """Mentions of a function called jit or pjit, however it is imported."""
+    names = {"jit", "pjit"}
+    attributes = sum(isinstance(node, ast.Attribute) and node.attr in names for node in ast.walk(tree))
+    imported = sum(
+        alias.name in names for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    )
+    return attributes + imported
+
+
+def donations(tree: ast.Module) -> int:
+    keywords = (node for node in ast.walk(tree) if isinstance(node, ast.keyword))
+    return sum(keyword.arg is not None and keyword.arg.startswith("donate") for keyword in keywords)
+
+
+def test_the_library_jits_once_and_donates_there_alone():
+    assert (
+        jits(ast.parse("import jax\nfrom jax import jit\n@partial(jax.jit, donate_argnums=0)\ndef f(): nnx.jit")) == 3
+    )
+    trees = ALL["pagedjax"]
+    assert {name: count for name, tree in trees.items() if (count := jits(tree))} == {ONLY_JIT: 1}
+    assert {name for name, tree in trees.items() if donations(tree)} == {ONLY_JIT}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that a fresh Python has loaded after a statement."""
+    program = f"import sys\n{statement}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+HEAVY = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "transformers", "torch"}
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_a_host_module_loads_no_arrays(name: str):
+    assert loaded_by(f"import pagedjax.{name}") & HEAVY == set()
+
+
+@pytest.mark.parametrize("statement", ["import pagedjax", "from pagedjax import SamplingParams, EngineConfig"])
+def test_importing_the_package_loads_no_jax(statement: str):
+    assert loaded_by(statement) & HEAVY == set()
+
+
+def test_what_loads_is_seen():
+    assert "numpy" in loaded_by("import numpy")
+
+
+def test_the_version_is_the_same_in_the_package_and_its_metadata():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["version"] == pagedjax.__version__
