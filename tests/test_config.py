@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from pagedjax.config import EngineConfig, PolicyName, from_dict, one_of
+from pagedjax.config import EngineConfig, PolicyName, Resolved, from_dict, one_of
 from pagedjax.policies import POLICIES
 
 SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks")
@@ -15,7 +15,7 @@ SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len"
 
 def test_the_defaults_are_valid_and_leave_sizes_of_model_and_memory_open():
     config = EngineConfig()
-    assert (config.max_model_len, config.num_blocks, config.attention_impl) == (None, None, None)
+    assert (config.max_model_len, config.num_blocks, config.dtype, config.attention_impl) == (None,) * 4
     assert (config.block_size, config.max_num_batched_tokens, config.max_num_seqs) == (16, 2048, 64)
 
 
@@ -58,17 +58,46 @@ def test_the_seed_is_32_bits(value):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("dtype", "float23", r"'float32', 'bfloat16', 'float16' \(did you mean 'float32'\?\)"),
-        ("dtype", None, "'float32'"),
-        ("policy", "fcsf", r"\(did you mean 'fcfs'\?\)"),
-        ("policy", "", "it must be one of 'fcfs'"),
-        ("attention_impl", "refrence", r"\(did you mean 'reference'\?\)"),
-        ("attention_impl", "auto", "it must be one of 'xla'"),
+        ("dtype", "float23", r"'float32', 'bfloat16', 'float16' \(did you mean 'float32'\?\)$"),
+        ("policy", "fcsf", r"'fcfs'.* \(did you mean 'fcfs'\?\)$"),
+        ("policy", None, "'fcfs'"),
+        ("policy", "", "'fcfs'"),
+        ("attention_impl", "refrence", r"\(did you mean 'reference'\?\)$"),
+        ("attention_impl", "auto", "'xla', 'reference'"),
     ],
 )
 def test_a_choice_outside_its_list_names_the_list_and_the_nearest(name, value, message):
-    with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be one of .*{message}|{message}"):
+    with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be one of .*{message}"):
         EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", [(), [], (0, 2048), (2048, 16), (16, 16, 2048), (16.0, 2048), (True, 2048), "16"])
+def test_token_buckets_are_ascending_sizes(value):
+    with pytest.raises(ValueError, match=r"^token_buckets is .*; it must be ascending integers of at least 1$"):
+        EngineConfig(token_buckets=value)
+
+
+def test_token_buckets_reach_the_token_budget():
+    with pytest.raises(ValueError, match="the largest of token_buckets is 64, below max_num_batched_tokens 65; add it"):
+        EngineConfig(token_buckets=(16, 64), max_num_batched_tokens=65)
+    config = EngineConfig(token_buckets=[16, 64], max_num_batched_tokens=64)  # type: ignore[arg-type]
+    assert config.token_buckets == (16, 64)
+
+
+RESOLVED = {"max_model_len": 64, "num_blocks": 8, "dtype": "float32", "attention_impl": "xla", "token_buckets": (2048,)}
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_a_resolved_config_has_no_none_left(name):
+    assert getattr(Resolved(**RESOLVED), name) == RESOLVED[name]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"^{name} is not resolved$"):
+        Resolved(**{**RESOLVED, name: None})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "num_blocks", "token_buckets"])
+def test_what_is_resolved_must_be_given(name):
+    with pytest.raises(ValueError, match=f"{name}"):
+        Resolved(**{key: value for key, value in RESOLVED.items() if key != name})  # type: ignore[arg-type]
 
 
 def test_every_policy_that_the_config_takes_exists():
