@@ -27,7 +27,7 @@ def compilations() -> int:
 
 def keep_compilations() -> None:
     """Use JAX's persistent compilation cache, in the user's cache folder unless JAX was told another place."""
-    if jax.config.read("jax_compilation_cache_dir") is None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         home = Path(os.path.expanduser("~/.cache"))
         jax.config.update("jax_compilation_cache_dir", str(home / "pagedjax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
