@@ -148,12 +148,10 @@ def _print_floors(rows: Sequence[dict[str, Any]]) -> None:
     print("median milliseconds; context", rows[0]["context"])
     print("batch    step   host   read weights (step/it)   weight products (step/them)   with attention's (step/them)")
     for r in rows:
-        both = r["weight products"] + r["attention products"]
-        print(
-            f"{r['batch']:5} {r['step']:7.1f} {r['host']:6.2f} {r['read weights']:9.1f} ({r['step'] / r['read weights']:5.2f})"
-            f" {r['weight products']:14.1f} ({r['step'] / r['weight products']:5.2f})"
-            f" {both:20.1f} ({r['step'] / both:5.2f})"
-        )
+        step, read, weights = r["step"], r["read weights"], r["weight products"]
+        both = weights + r["attention products"]
+        print(f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:9.1f} ({step / read:5.2f})", end="")
+        print(f" {weights:14.1f} ({step / weights:5.2f}) {both:20.1f} ({step / both:5.2f})")
 
 
 def main() -> None:
@@ -163,7 +161,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--only", choices=("floors", "throughput"))
     args = parser.parse_args()
-    figures: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "python": platform.python_version()}
+    figures: dict[str, Any] = {"machine": platform.machine(), "python": platform.python_version()}
     if args.only != "throughput":
         figures["floors"] = floors((1, 8, 64), 253, 15)
     if args.only != "floors":

@@ -85,15 +85,9 @@ class Assembly:
             new += rest
         self.text += new
         if matched and not by_token:
-            reason = "stop"
-            self.stop_reason = next((s for s in self.params.stop if s in self.text), None) or self._matched()
+            reason, self.stop_reason = "stop", self._stop.matched
         self.finish_reason = reason
         return new
-
-    def _matched(self) -> str | None:
-        """The stop string that ended the text, which is no longer in it."""
-        full = self.tokenizer.decode(self.token_ids, skip_special_tokens=self.params.skip_special_tokens)
-        return next((s for s in self.params.stop if s in full[len(self.text) - len(s) :]), None)
 
     def take(self, entry: TokenLogprobs) -> None:
         if entry.prompt:

@@ -262,6 +262,7 @@ class StopChecker:
         self._include = include_stop_str_in_output
         self._held = ""
         self._tokens = 0
+        self.matched: str | None = None  # the stop string that ended the text
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text to give out now, whether to stop) for the text of one more token; "" for a token without text."""
@@ -278,7 +279,7 @@ class StopChecker:
         text, new = self._held + text, len(self._held)
         if searched and (match := first_stop(text, self._stop, new)):
             start, end = match
-            self._held = ""
+            self.matched, self._held = text[start:end], ""
             return text[: end if self._include else start], True
         keep = max((held_length(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
