@@ -10,6 +10,8 @@ from pagedjax.scheduler import Rejected, SchedulerConfig
 from pagedjax.types import Admitted, Event, Finished, Preempted, Sampled
 from tests.scheduler_steps import EOS, WORD, crowded, names, request, rows, start, step, until_end
 
+SHORTEST = FCFS._replace(name="shortest", order=lambda waiting: sorted(waiting, key=lambda seq: seq.length))
+
 # --- submit ---------------------------------------------------------------------------------------------------------
 
 
@@ -150,9 +152,13 @@ def test_preempted_requests_are_back_at_the_front_of_the_queue_in_order_of_arriv
 
 
 def test_nothing_is_admitted_in_a_step_that_preempted():
-    state, plan = scheduler.schedule(crowded(), FCFS)
+    """First come first served never could: the victim is next and needs more than it gave. Other orders could."""
+    state, plan = scheduler.schedule(crowded(), SHORTEST)
+    assert plan.preempted == ("c", "b")
     assert plan.admitted == ()
     assert state.pool.num_free == 1  # d would have fitted
+    state, _ = scheduler.commit(state, plan, [WORD])
+    assert scheduler.schedule(state, SHORTEST)[1].admitted == ("d",)
 
 
 def test_a_preempted_request_recomputes_prompt_and_outputs_and_goes_on():
@@ -185,3 +191,26 @@ def test_a_decode_takes_a_block_only_when_its_last_one_is_full():
         state, plan, _ = step(state)
         tables.append(len(plan.seqs[0].blocks))
     assert tables == [1, 2, 2, 2, 2, 3]  # computing tokens 3, 4 ... 8 in blocks of 4
+
+
+# --- policies -------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_decides_the_order_of_admission():
+    plan = scheduler.schedule(start(request("a", 5), request("b", 3), request("c", 4), seqs=2), SHORTEST)[1]
+    assert plan.admitted == ("b", "c")
+
+
+def test_a_policy_that_refuses_a_request_ends_admission_for_the_step():
+    asked = []
+    picky = FCFS._replace(admit=lambda seq, need, free: asked.append((seq.request_id, need, free)) or len(asked) < 2)
+    state, plan = scheduler.schedule(start(*(request(name, 5) for name in "abc"), num_blocks=9), picky)
+    assert (plan.admitted, asked) == (("a",), [("a", 2, 9), ("b", 2, 7)])
+    assert names(state.waiting) == ["b", "c"]
+    assert state.pool.num_free == 7
+
+
+def test_a_policy_chooses_the_victim():
+    oldest = FCFS._replace(preempt=lambda running: min(running, key=lambda seq: seq.arrival))
+    plan = scheduler.schedule(crowded(), oldest)[1]
+    assert (plan.preempted, names(plan.seqs)) == (("a", "b"), ["c"])

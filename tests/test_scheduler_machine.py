@@ -157,7 +157,10 @@ class Driver:
             lengths = self.fit(draw.random() ** 3, draw.random())
             self.submit_new(*lengths, draw.randrange(4), frozenset(draw.sample(STOPS, draw.randrange(4))))
         if busy and draw.random() < 0.05 and self.model.alive():
-            self.cancel(draw.choice(self.model.alive()).name, "abort")
+            name = draw.choice(self.model.alive()).name
+            self.cancel(name, "abort")
+            if draw.random() < 0.5:  # the id comes back, perhaps while the cancelled request is still in flight
+                self.submit(Request(name, *self.fit(draw.random(), draw.random())))
 
     def drain(self, seed: int) -> None:
         """Every request ends.
