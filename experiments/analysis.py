@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -49,9 +50,9 @@ TABLE = (
 
 
 class Range(NamedTuple):
-    """A metric over the repeats of a point, in its shown unit."""
+    """A metric over the repeats of a point, in its shown unit: the median, because a noisy minute moves a mean."""
 
-    mean: float
+    middle: float
     low: float
     high: float
 
@@ -65,10 +66,10 @@ class PointRow(NamedTuple):
     repeats: int
     values: dict[str, Range]
 
-    def mean(self, metric: Metric) -> float:
-        """The mean over repeats; not a number where the point has no such value."""
+    def middle(self, metric: Metric) -> float:
+        """The median over repeats; not a number where the point has no such value."""
         found = self.values.get(metric.column)
-        return math.nan if found is None else found.mean
+        return math.nan if found is None else found.middle
 
 
 class Axes(NamedTuple):
@@ -92,7 +93,7 @@ def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
         for metric in TABLE:
             found = [m[metric.column] * metric.scale for m in flat if m.get(metric.column) is not None]
             if found:
-                values[metric.column] = Range(sum(found) / len(found), min(found), max(found))
+                values[metric.column] = Range(statistics.median(found), min(found), max(found))
         swept = {names[path]: value for path, value in repeats[0]["swept"].items()}
         rows.append(PointRow(repeats[0]["label"], key, swept, len(repeats), values))
     return rows
@@ -129,8 +130,8 @@ def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
 def pareto(rows: Sequence[PointRow], high: Metric, low: Metric) -> list[PointRow]:
     """The points that no other one beats: more of `high` costs more of `low`. In ascending order of both."""
     front: list[PointRow] = []
-    for row in sorted(rows, key=lambda row: (row.mean(low), -row.mean(high))):
-        if not front or row.mean(high) > front[-1].mean(high):
+    for row in sorted(rows, key=lambda row: (row.middle(low), -row.middle(high))):
+        if not front or row.middle(high) > front[-1].middle(high):
             front.append(row)
     return front
 
@@ -139,12 +140,12 @@ def best(rows: Sequence[PointRow], metric: Metric) -> PointRow | None:
     """The point that is best in `metric`, or None when no point has it."""
     having = [row for row in rows if metric.column in row.values]
     sign = -1 if metric.better == "high" else 1
-    return min(having, key=lambda row: sign * row.mean(metric), default=None)
+    return min(having, key=lambda row: sign * row.middle(metric), default=None)
 
 
 def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
-    """The widest range over repeats, as a share of its point's mean; None when no point has two repeats."""
-    shares = [(v.high - v.low) / v.mean for row in rows if row.repeats > 1 and (v := row.values.get(metric.column))]
+    """The widest range over repeats, as a share of its point's median; None when no point has two repeats."""
+    shares = [(v.high - v.low) / v.middle for row in rows if row.repeats > 1 and (v := row.values.get(metric.column))]
     return max(shares, default=None)
 
 
@@ -169,15 +170,15 @@ def reading(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow], axes: Axes
 
 
 def _throughput(rows: Sequence[PointRow]) -> list[str]:
-    ordered = sorted(rows, key=lambda row: -row.mean(THROUGHPUT))
+    ordered = sorted(rows, key=lambda row: -row.middle(THROUGHPUT))
     first, last = ordered[0], ordered[-1]
-    mean, low, high = first.values[THROUGHPUT.column]
+    middle, low, high = first.values[THROUGHPUT.column]
     runs = f"{number(low)} to {number(high)} over {first.repeats} repeats" if first.repeats > 1 else "one run"
     if len(rows) == 1:
-        return [f"{number(mean)} output tokens/s ({runs})."]
-    slowest = last.mean(THROUGHPUT)
-    fastest = f"{first.label} with {number(mean)} output tokens/s ({runs})"
-    text = f"Fastest is {fastest}: {mean / slowest:.2f} times the slowest, {last.label} ({number(slowest)})."
+        return [f"{number(middle)} output tokens/s ({runs})."]
+    slowest = last.middle(THROUGHPUT)
+    fastest = f"{first.label} with {number(middle)} output tokens/s ({runs})"
+    text = f"Fastest is {fastest}: {middle / slowest:.2f} times the slowest, {last.label} ({number(slowest)})."
     share = widest_spread(rows, THROUGHPUT)
     if share is None:
         return [text, "Each point ran once, so how much of a difference is noise is not known."]
@@ -192,8 +193,8 @@ def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
         return []
     ratios = {}
     for name, members in lines(rows, axes).items():
-        means = [row.mean(THROUGHPUT) for row in members]
-        ratios[name] = max(means) / min(means)
+        rates = [row.middle(THROUGHPUT) for row in members]
+        ratios[name] = max(rates) / min(rates)
     low, high = min(ratios.values()), max(ratios.values())
     where = max(ratios, key=lambda name: ratios[name])
     return [f"With the rest held, {axes.x} changes throughput by a factor of {low:.2f} to {high:.2f}, most at {where}."]
@@ -204,7 +205,7 @@ def _latency(rows: Sequence[PointRow]) -> list[str]:
     for metric, words in ((TTFT, "the median time to first token"), (ITL, "the median gap between tokens")):
         row = best(rows, metric)
         if row is not None and len(rows) > 1:
-            said.append(f"{words} at {row.label} ({number(row.mean(metric))} {metric.unit})")
+            said.append(f"{words} at {row.label} ({number(row.middle(metric))} {metric.unit})")
     return [f"Lowest are {' and '.join(said)}."] if said else []
 
 
@@ -218,16 +219,16 @@ def _same_tokens(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def text_table(rows: Sequence[PointRow]) -> str:
-    """The points as a small table for a terminal: means, and the range over repeats of the throughput."""
+    """The points as a small table for a terminal: medians, and the range over repeats of the throughput."""
     if not rows:
         return "no good run"
     ranges = [row.values[THROUGHPUT.column] for row in rows]
     shown = {
         "point": [row.label for row in rows],
-        "output tokens/s": [f"{number(r.mean)} ({number(r.low)} to {number(r.high)})" for r in ranges],
+        "output tokens/s": [f"{number(r.middle)} ({number(r.low)} to {number(r.high)})" for r in ranges],
     }
     for metric in (TTFT, ITL, PADDING, FRAGMENTATION):
-        shown[f"{metric.short} {metric.unit}"] = [number(row.mean(metric)) for row in rows]
+        shown[f"{metric.short} {metric.unit}"] = [number(row.middle(metric)) for row in rows]
     columns = [[name, *cells] for name, cells in shown.items()]
     widths = [max(map(len, column)) for column in columns]
     lines_of_text = zip(*columns, strict=True)

@@ -106,10 +106,10 @@ def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | N
         lows, highs = [found.low for found in ranges], [found.high for found in ranges]
         plot.axes.fill_between(xs, lows, highs, color=colour(index), alpha=0.16, lw=0)
         width = max(1.4, 3.0 - 0.6 * index)  # later lines are thinner: where lines coincide, each still shows
-        means = [found.mean for found in ranges]
-        plot.axes.plot(xs, means, color=colour(index), lw=width, **marker(index, 3.2 + 1.3 * width))
+        middles = [found.middle for found in ranges]
+        plot.axes.plot(xs, middles, color=colour(index), lw=width, **marker(index, 3.2 + 1.3 * width))
         for x, row in zip(xs, members, strict=True):
-            plot.tip(x, row.mean(metric), tooltip(row, metric))
+            plot.tip(x, row.middle(metric), tooltip(row, metric))
     _scale_x(plot, sorted({row.swept[axes.x] for row in rows}))
     plot.axes.set_xlabel(axes.x)
     _from_zero(plot, max(row.values[metric.column].high for row in rows if metric.column in row.values))
@@ -117,9 +117,9 @@ def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | N
 
 
 def tooltip(row: PointRow, metric: Metric) -> str:
-    mean, low, high = row.values[metric.column]
+    middle, low, high = row.values[metric.column]
     over = f" ({number(low)} to {number(high)} over {row.repeats} repeats)" if row.repeats > 1 else ""
-    return f"{row.label}\n{metric.title}: {number(mean)} {metric.unit}{over}"
+    return f"{row.label}\n{metric.title}: {number(middle)} {metric.unit}{over}"
 
 
 def _scale_x(plot: Plot, values: list[float]) -> None:
@@ -141,10 +141,10 @@ def _from_zero(plot: Plot, highest: float) -> None:
 def _side_by_side(rows: Sequence[PointRow], metric: Metric) -> str:
     plot = Plot(height=0.7 + 0.28 * len(rows))
     for place, row in enumerate(rows):
-        mean, low, high = row.values[metric.column]
+        middle, low, high = row.values[metric.column]
         plot.axes.plot([low, high], [place, place], color=colour(0), lw=6, alpha=0.25, solid_capstyle="round")
-        plot.axes.plot([mean], [place], "o", color=colour(0), ms=6)
-        plot.tip(mean, place, tooltip(row, metric))
+        plot.axes.plot([middle], [place], "o", color=colour(0), ms=6)
+        plot.tip(middle, place, tooltip(row, metric))
     plot.axes.set_yticks(range(len(rows)), labels=[row.label for row in rows])
     plot.axes.set_ylim(len(rows) - 0.5, -0.5)
     plot.axes.set_xlim(0, 1.08 * max(row.values[metric.column].high for row in rows) or 1)
@@ -153,13 +153,13 @@ def _side_by_side(rows: Sequence[PointRow], metric: Metric) -> str:
 
 
 def time_plot(rows: Sequence[PointRow]) -> str | None:
-    """Where a step's time goes: device and host, mean milliseconds, one bar for each point."""
+    """Where a step's time goes: device and host, milliseconds, one bar for each point."""
     rows = [row for row in rows if DEVICE.column in row.values and HOST.column in row.values]
     if not rows:
         return None
     plot = Plot(WIDE, height=0.8 + 0.27 * len(rows))
     for place, row in enumerate(rows):
-        device, host = row.mean(DEVICE), row.mean(HOST)
+        device, host = row.middle(DEVICE), row.middle(HOST)
         plot.axes.barh(place, device, height=0.62, color=colour(0))
         plot.axes.barh(place, host, left=device, height=0.62, color=colour(1))
         share = host / (device + host) if device + host else 0.0
@@ -169,7 +169,7 @@ def time_plot(rows: Sequence[PointRow]) -> str | None:
         plot.tip(device / 2, place, note)
     plot.axes.set_yticks(range(len(rows)), labels=[row.label for row in rows])
     plot.axes.set_ylim(len(rows) - 0.5, -0.5)
-    plot.axes.set_xlim(0, 1.12 * max(row.mean(DEVICE) + row.mean(HOST) for row in rows))
+    plot.axes.set_xlim(0, 1.12 * max(row.middle(DEVICE) + row.middle(HOST) for row in rows))
     plot.axes.grid(axis="y", visible=False)
     plot.axes.set_xlabel("milliseconds a step")
     return plot.svg("Host and device time per step")
@@ -182,19 +182,19 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes) -> str | None:
         return None
     plot = Plot(WIDE, height=3.9)
     front = pareto(rows, THROUGHPUT, ITL)
-    corner = [(row.mean(ITL), row.mean(THROUGHPUT)) for row in front]
+    corner = [(row.middle(ITL), row.middle(THROUGHPUT)) for row in front]
     plot.axes.plot(*zip(*corner, strict=True), color=_MUTED, lw=1.2, ls=(0, (4, 3)), zorder=1)
     for index, members in enumerate(lines(rows, axes).values()):
         for row in members:
             gap, rate = row.values[ITL.column], row.values[THROUGHPUT.column]
             shade: dict[str, Any] = {"color": colour(index), "lw": 1, "alpha": 0.45, "zorder": 2}
-            plot.axes.plot([gap.low, gap.high], [rate.mean, rate.mean], **shade)
-            plot.axes.plot([gap.mean, gap.mean], [rate.low, rate.high], **shade)
+            plot.axes.plot([gap.low, gap.high], [rate.middle, rate.middle], **shade)
+            plot.axes.plot([gap.middle, gap.middle], [rate.low, rate.high], **shade)
             size = 8 if row in front else 6
-            plot.axes.plot([gap.mean], [rate.mean], color=colour(index), zorder=3, **marker(index, size))
-            plot.tip(gap.mean, rate.mean, f"{tooltip(row, THROUGHPUT)}\n{ITL.title}: {number(gap.mean)} ms")
+            plot.axes.plot([gap.middle], [rate.middle], color=colour(index), zorder=3, **marker(index, size))
+            plot.tip(gap.middle, rate.middle, f"{tooltip(row, THROUGHPUT)}\n{ITL.title}: {number(gap.middle)} ms")
     for row in front:
-        at = (row.mean(ITL), row.mean(THROUGHPUT))
+        at = (row.middle(ITL), row.middle(THROUGHPUT))
         plot.axes.annotate(row.label, at, xytext=(9, 7), textcoords="offset points", fontsize=8, color=_INK)
     plot.axes.margins(x=0.16, y=0.16)
     plot.axes.set_xlabel(f"{ITL.title}, {ITL.unit} (less is better)")

@@ -90,7 +90,7 @@ def axes_note(axes: Axes) -> str:
     if axes.x is None:
         return "No numeric key is swept, so the points lie side by side."
     per_line = f", one line for each {' and '.join(axes.lines)}" if axes.lines else ""
-    return f"{axes.x} runs along x{per_line}. Lines are means over repeats, bands reach from the least to the most."
+    return f"{axes.x} runs along x{per_line}. Lines are medians over repeats, bands reach from the least to the most."
 
 
 def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
@@ -175,10 +175,10 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
     for metric, title in ((THROUGHPUT, "best throughput"), (TTFT, "lowest TTFT p50"), (ITL, "lowest ITL p50")):
         row = analysis.best(rows, metric)
         if row is not None:
-            shown.append({"value": number(row.mean(metric)), "unit": metric.unit, "title": title, "note": row.label})
+            shown.append({"value": number(row.middle(metric)), "unit": metric.unit, "title": title, "note": row.label})
     spread = analysis.widest_spread(rows, THROUGHPUT)
     if spread is not None:
-        note = "widest range of one point, of its mean"
+        note = "widest range of one point, of its median"
         shown.append({"value": f"{spread:.1%}", "unit": "", "title": "spread over repeats", "note": note})
     good = sum(1 for run in runs if not run["failed"])
     note = f"{len(rows)} point{'s' if len(rows) != 1 else ''}" + (
@@ -191,7 +191,7 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
     """Head and body of the table of points: each cell its text, its value to sort by, and its range over repeats."""
     keys = analysis.swept_keys(rows)
     metrics = [metric for metric in TABLE if any(metric.column in row.values for row in rows)]
-    most = max((row.mean(THROUGHPUT) for row in rows), default=1.0)
+    most = max((row.middle(THROUGHPUT) for row in rows), default=1.0)
     body = []
     for row in rows:
         cells = [{"text": str(row.swept.get(key, "")), "sort": row.swept.get(key, "")} for key in keys]
@@ -200,13 +200,13 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
             found = row.values.get(metric.column)
             cell: dict[str, Any] = {"text": "", "sort": ""}
             if found is not None:
-                cell = {"text": number(found.mean), "sort": found.mean}
+                cell = {"text": number(found.middle), "sort": found.middle}
                 if found.low < found.high:
                     cell["range"] = f"{number(found.low)} to {number(found.high)}"
             if metric is THROUGHPUT:
-                cell["bar"] = round(100 * row.mean(metric) / most, 1)
+                cell["bar"] = round(100 * row.middle(metric) / most, 1)
             cells.append(cell)
-        body.append({"cells": cells, "best": row.mean(THROUGHPUT) == most and len(rows) > 1})
+        body.append({"cells": cells, "best": row.middle(THROUGHPUT) == most and len(rows) > 1})
     heads = [{"title": Markup("_<wbr>").join(key.split("_")), "unit": ""} for key in keys or ["point"]]
     heads += [{"title": metric.short, "unit": metric.unit} for metric in metrics]
     return {"heads": heads, "body": body}

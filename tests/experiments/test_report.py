@@ -49,9 +49,11 @@ def test_repeats_fold_into_points() -> None:
     rows = analysis.points(GRID)
     assert [row.repeats for row in rows] == [3] * 6
     assert rows[0].values["output_tokens_per_s"] == (101.0, 100.0, 102.0)
-    assert rows[0].values["itl_s.p50"].mean == pytest.approx(50.0)  # milliseconds
+    assert rows[0].values["itl_s.p50"].middle == pytest.approx(50.0)  # milliseconds
     assert rows[0].swept == {"block_size": 8, "max_num_batched_tokens": 64}
     assert "goodput.requests_per_s" not in rows[0].values
+    noisy = [run(0, repeat, {}, rate) for repeat, rate in enumerate((100.0, 98.0, 40.0))]
+    assert analysis.points(noisy)[0].values["output_tokens_per_s"] == (98.0, 40.0, 100.0)  # the median
     partly = [run(0, 0, {}, 100.0), run(0, 1, {}, 1.0, failed="it broke")]
     assert analysis.points(partly)[0].values["output_tokens_per_s"] == (100.0, 100.0, 100.0)
 
@@ -114,8 +116,8 @@ def test_the_pareto_front_is_what_nothing_beats() -> None:
     front = analysis.pareto(rows, analysis.THROUGHPUT, analysis.ITL)
 
     def beaten(row: Any) -> bool:
-        rate, gap = row.mean(analysis.THROUGHPUT), row.mean(analysis.ITL)
-        others = [(o.mean(analysis.THROUGHPUT), o.mean(analysis.ITL)) for o in rows if o is not row]
+        rate, gap = row.middle(analysis.THROUGHPUT), row.middle(analysis.ITL)
+        others = [(o.middle(analysis.THROUGHPUT), o.middle(analysis.ITL)) for o in rows if o is not row]
         return any(r >= rate and g <= gap and (r, g) != (rate, gap) for r, g in others)
 
     assert {row.key for row in front} == {row.key for row in rows if not beaten(row)}
