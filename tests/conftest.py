@@ -1,0 +1,43 @@
+"""Models that several tests share, loaded once, and compilations that are kept between runs in .cache/."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Read when jax is first imported, here and in the processes that tests start. Without it the suite takes minutes more.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """A random Llama of two layers with 320 tokens and room for 512, as a Hugging Face directory."""
+    from tests.weights.tiny import tiny_llama
+
+    return tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder):
+    from pagedjax import load_model
+
+    return load_model(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny):
+    """For tests that leave no request behind."""
+    from pagedjax import LLM
+
+    return LLM(tiny, progress=False, max_num_seqs=8, max_num_batched_tokens=64, token_buckets=(8, 64), num_blocks=256)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """The embedded model in float32."""
+    from pagedjax import load_model
+
+    return load_model("smollm2-135m", dtype="float32")

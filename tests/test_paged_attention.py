@@ -1,0 +1,369 @@
+"""One contract for every implementation of paged attention; the oracle is JAX's own attention on contiguous keys."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import IMPLS, paged_attention
+
+GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it must vanish
+MIXED = [(1, 200), (17, 17), (1, 1), (9, 130), (1, 300), (5, 37), (1, 64)]  # (query tokens, context tokens)
+every_impl = pytest.mark.parametrize("impl", sorted(IMPLS))
+
+
+class Case(NamedTuple):
+    """A ragged batch: sequences contiguous as the oracle takes them, and scattered over pages as the kernel does."""
+
+    q: np.ndarray  # [T, N, D]
+    k: np.ndarray  # [B, M * S, K, D] contiguous
+    v: np.ndarray
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    block_tables: np.ndarray
+    seq_lens: np.ndarray
+    cu_q_lens: np.ndarray
+    scale: float
+
+    @property
+    def arguments(self) -> tuple[np.ndarray, ...]:
+        return self.q, self.k_pages, self.v_pages, self.block_tables, self.seq_lens, self.cu_q_lens
+
+
+def make(
+    rows: list[tuple[int, int]],
+    *,
+    t: int,
+    b: int,
+    s: int = 16,
+    m: int | None = None,
+    k: int = 2,
+    g: int = 2,
+    d: int = 16,
+    seed: int = 0,
+    dtype: Any = np.float32,
+) -> Case:
+    """rows: (query tokens, context tokens) of each; padded to T tokens and B rows. Unowned slots hold garbage."""
+    rng = np.random.default_rng(seed)
+    m = m or max(1, max(-(-context // s) for _, context in rows))
+    normal = lambda *shape: rng.standard_normal(shape, np.float32).astype(dtype)  # noqa: E731
+    q_lens, seq_lens = np.zeros(b, np.int32), np.zeros(b, np.int32)
+    for i, (count, context) in enumerate(rows):
+        q_lens[i], seq_lens[i] = count, context
+    cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    assert cu_q_lens[-1] <= t
+    q, keys, values = normal(t, k * g, d), normal(b, m * s, k, d), normal(b, m * s, k, d)
+    pages = b * m + 1
+    k_pages, v_pages = np.zeros((pages, k, d, s), dtype), np.zeros((pages, k, s, d), dtype)
+    case = Case(q, keys, values, k_pages, v_pages, np.zeros((b, m), np.int32), seq_lens, cu_q_lens, d**-0.5)
+    return scatter(case, rng.permutation(b * m) + 1)
+
+
+def scatter(case: Case, pages: np.ndarray, garbage: float = GARBAGE) -> Case:
+    """Put row b's i-th block into page `pages[b * M + i]`; every slot without a token, page 0 too, holds garbage."""
+    s, (b, width) = case.v_pages.shape[2], case.k.shape[:2]
+    m = width // s
+    tables = pages.reshape(b, m).astype(np.int32)
+    k_pages, v_pages = np.full_like(case.k_pages, garbage), np.full_like(case.v_pages, -garbage)
+    for row, length in enumerate(case.seq_lens):
+        for position in range(length):
+            page, offset = tables[row, position // s], position % s
+            k_pages[page, :, :, offset], v_pages[page, :, offset] = case.k[row, position], case.v[row, position]
+    # entries past the context may be any valid page: garbage here, the trash page in an engine
+    return case._replace(k_pages=k_pages, v_pages=v_pages, block_tables=tables)
+
+
+def run(case: Case, impl: str) -> np.ndarray:
+    return np.asarray(paged_attention(*map(jnp.asarray, case.arguments), scale=case.scale, impl=impl))
+
+
+@jax.jit
+def dense(q, k, v, mask, scale):
+    return jax.nn.dot_product_attention(q * (scale * q.shape[-1] ** 0.5), k, v, mask=mask, implementation="xla")
+
+
+def oracle(case: Case) -> np.ndarray:
+    """Each row's queries over its contiguous keys, in float32."""
+    q, k, v = (a.astype(np.float32) for a in (case.q, case.k, case.v))
+    counts, longest = np.diff(case.cu_q_lens), max(1, int(np.diff(case.cu_q_lens).max()))
+    queries = np.zeros((len(counts), longest, *q.shape[1:]), np.float32)
+    mask = np.zeros((len(counts), 1, longest, k.shape[1]), bool)
+    for row, (start, count) in enumerate(zip(case.cu_q_lens, counts, strict=False)):
+        queries[row, :count] = q[start : start + count]
+        visible = case.seq_lens[row] - count + np.arange(count) + 1
+        mask[row, 0, :count] = np.arange(k.shape[1]) < visible[:, None]
+    result, out = np.asarray(dense(queries, k, v, mask, case.scale)), np.zeros_like(q)
+    for row, (start, count) in enumerate(zip(case.cu_q_lens, counts, strict=False)):
+        out[start : start + count] = result[row, :count]
+    return out
+
+
+def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
+    got = run(case, impl)
+    chex.assert_shape(got, case.q.shape)
+    assert got.dtype == case.q.dtype
+    np.testing.assert_allclose(got.astype(np.float32), oracle(case), atol=atol, rtol=0)
+    assert not got[case.cu_q_lens[-1] :].any(), "padding tokens are not zero"
+
+
+# --- what it computes -------------------------------------------------------------------------------------------------
+
+
+@every_impl
+@pytest.mark.parametrize("s", [1, 8, 16, 64, 128, 256])
+def test_contexts_around_a_block_border(impl, s):
+    lengths = sorted({1, max(1, s - 1), s, s + 1, 2 * s, 2 * s + 1})
+    assert_contract(make([(1, n) for n in lengths], t=8, b=8, s=s, seed=s), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("s", [1, 8, 64, 128, 256])
+def test_chunks_around_a_block_border(impl, s):
+    rows = [(2, s + 1), (max(1, s - 1) % 90, max(1, s - 1)), (s % 80 or 80, s + 80), (3, 2 * s + 3), (1, s)]
+    assert_contract(make([r for r in rows if r[0]], t=192, b=6, s=s, seed=s), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [32, 96])
+def test_decodes_over_many_spans(impl, t):
+    lengths = [1, 127, 128, 129, 255, 256, 257, 511, 512, 513, 640, 900]
+    assert_contract(make([(1, n) for n in lengths], t=t, b=16), impl)
+
+
+@every_impl
+def test_chunks_over_many_spans(impl):
+    rows = [(63, 63), (64, 64), (65, 65), (40, 257), (130, 700), (2, 513)]
+    assert_contract(make(rows, t=400, b=8), impl)
+
+
+@every_impl
+def test_a_chunk_that_is_the_whole_call(impl):
+    assert_contract(make([(320, 320)], t=320, b=1), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [48, 256])
+def test_decodes_and_chunks_together_in_any_order(impl, t):
+    assert_contract(make(MIXED, t=t, b=8), impl)
+    assert_contract(make(MIXED[::-1], t=t, b=8), impl)
+
+
+@every_impl
+@pytest.mark.parametrize(("k", "g"), [(4, 1), (3, 3), (2, 4), (1, 8)])
+@pytest.mark.parametrize("t", [24, 80])
+def test_query_heads_share_key_heads(impl, k, g, t):
+    assert_contract(make([(1, 40), (9, 21), (7, 150)], t=t, b=4, k=k, g=g, seed=k * g), impl)
+
+
+@every_impl
+@pytest.mark.parametrize(("t", "d"), [(24, 64), (80, 128)])
+def test_head_sizes(impl, t, d):
+    assert_contract(make([(1, 40), (9, 21), (7, 150)], t=t, b=4, d=d, k=1, g=3), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [24, 80])
+def test_bfloat16_is_as_near_as_its_eight_bits(impl, t):
+    # values near 1 averaged over n tokens; inputs are exact, so what rounds is q * scale, the weights and the output
+    case = make([(1, 300), (9, 21), (7, 150)], t=t, b=4, d=64, dtype=jnp.bfloat16)
+    got, want = run(case, impl).astype(np.float32), oracle(case)
+    assert np.abs(got - want).max() < 2.0**-6 * max(1.0, np.abs(want).max())
+    assert np.sqrt(np.mean((got - want) ** 2)) < 2.0**-9
+
+
+@every_impl
+def test_the_scale_is_the_one_given(impl):
+    case = make([(1, 40), (9, 21)], t=16, b=2)
+    assert_contract(case._replace(scale=0.7), impl)
+    assert np.abs(run(case._replace(scale=0.7), impl) - run(case, impl)).max() > 0.01
+
+
+@every_impl
+def test_extreme_scores_neither_overflow_nor_lose_the_winner(impl):
+    case = make([(1, 300), (9, 21)], t=16, b=2)
+    assert_contract(case._replace(scale=1e4), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [64, 160])
+def test_random_ragged_batches(impl, t):
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        counts = rng.multinomial(rng.integers(1, t + 1), rng.dirichlet(np.full(8, 0.3)))
+        rows = [(int(n), int(n + rng.integers(0, 320 - n + 1))) for n in counts if n]
+        assert_contract(make(rows, t=t, b=8, m=20, seed=seed), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [32, 96])
+def test_a_call_without_tokens_is_all_zeros(impl, t):
+    case = make([(0, 0)], t=t, b=4, m=3)
+    assert not run(case, impl).any()
+
+
+# --- what it must not depend on ---------------------------------------------------------------------------------------
+
+
+@every_impl
+@pytest.mark.parametrize("t", [48, 256])
+def test_moving_blocks_to_other_pages_does_not_change_a_bit(impl, t):
+    case = make(MIXED, t=t, b=8)
+    first = run(case, impl)
+    for seed in range(3):
+        pages = np.random.default_rng(seed).permutation(len(case.k_pages) - 1) + 1
+        np.testing.assert_array_equal(run(scatter(case, pages), impl), first)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [48, 256])
+def test_old_content_of_unowned_slots_never_shows(impl, t):
+    case = make(MIXED, t=t, b=8)
+    pages = case.block_tables.reshape(-1)
+    clean = run(scatter(case, pages, garbage=0.0), impl)
+    for garbage in (GARBAGE, -GARBAGE, 1.0):
+        np.testing.assert_array_equal(run(scatter(case, pages, garbage), impl), clean)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [48, 256])
+def test_a_row_does_not_see_the_other_rows(impl, t):
+    case = make(MIXED, t=t, b=8)
+    other = make(MIXED, t=t, b=8, seed=1)
+    before, pages = run(case, impl), case.block_tables.reshape(-1)
+    for row in range(len(MIXED)):
+        k, v, q = other.k.copy(), other.v.copy(), other.q.copy()
+        mine = slice(case.cu_q_lens[row], case.cu_q_lens[row + 1])
+        k[row], v[row], q[mine] = case.k[row], case.v[row], case.q[mine]
+        after = run(scatter(case._replace(k=k, v=v, q=q), pages), impl)
+        np.testing.assert_array_equal(after[mine], before[mine])
+        rest = np.delete(np.arange(case.cu_q_lens[-1]), np.r_[mine])
+        assert (after[rest] != before[rest]).any(axis=(1, 2)).all()
+
+
+@every_impl
+@pytest.mark.parametrize("t", [48, 256])
+def test_a_query_does_not_see_later_tokens(impl, t):
+    case = make([(20, 150)], t=t, b=1)
+    before, cut = run(case, impl), 140
+    k, v = case.k.copy(), case.v.copy()
+    k[0, cut:], v[0, cut:] = 1e3, -1e3
+    after = run(scatter(case._replace(k=k, v=v), case.block_tables.reshape(-1)), impl)
+    np.testing.assert_array_equal(after[:10], before[:10])
+    assert (after[10:20] != before[10:20]).any(axis=(1, 2)).all()
+
+
+@every_impl
+def test_a_chunk_computed_in_pieces_is_the_chunk(impl):
+    whole = make([(100, 150)], t=128, b=1)
+    expected = run(whole, impl)[:100]
+    for first in (1, 37, 64, 99):
+        part = whole._replace(seq_lens=np.array([50 + first], np.int32), cu_q_lens=np.array([0, first], np.int32))
+        np.testing.assert_allclose(run(part, impl)[:first], expected[:first], atol=2e-6)
+        rest = whole._replace(q=np.roll(whole.q, -first, axis=0), cu_q_lens=np.array([0, 100 - first], np.int32))
+        np.testing.assert_allclose(run(rest, impl)[: 100 - first], expected[first:], atol=2e-6)
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_xla_version_gathers_a_tile_and_never_whole_table_rows():
+    b, s, m, k, g, d = 64, 16, 2048, 3, 3, 64
+    pages = 4096
+    for t in (64, 512):
+        shapes = [
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (
+                ((t, k * g, d), jnp.float32),
+                ((pages, k, d, s), jnp.float32),
+                ((pages, k, s, d), jnp.float32),
+                ((b, m), jnp.int32),
+                ((b,), jnp.int32),
+                ((b + 1,), jnp.int32),
+            )
+        ]
+        compiled = paged_attention.lower(*shapes, scale=0.125, impl="xla").compile()
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        gathered = b * m * s * k * d * 4
+        assert temporary < gathered / 50, f"{temporary / 2**20:.1f} MiB of {gathered / 2**20:.0f}"
+
+
+@pytest.mark.parametrize("t", [8, 96])
+def test_the_plain_xla_version_reads_no_page_past_the_spans_of_the_real_context(t):
+    """A table 30 times as wide as the contexts, whose rest points at a page of NaN: one read of it would show."""
+    rows = [(1, 100), (1, 129), (3, 3), (2, 257)]
+    case = make(rows, t=t, b=4, m=600)
+    poison = np.zeros((1, *case.k_pages.shape[1:]), np.float32) * np.nan
+    tables = case.block_tables.copy()
+    for row, (_, context) in enumerate(rows):
+        tables[row, -(-context // 256) * 256 // 16 :] = len(case.k_pages)
+    poisoned = case._replace(
+        k_pages=np.concatenate([case.k_pages, poison]),
+        v_pages=np.concatenate([case.v_pages, poison.transpose(0, 1, 3, 2)]),
+        block_tables=tables,
+    )
+    assert np.isnan(run(poisoned, "reference")[: case.cu_q_lens[-1]]).all()
+    assert_contract(poisoned, "xla")
+
+
+def test_layers_that_call_it_with_equal_shapes_trace_it_once():
+    case = make([(1, 5), (4, 9)], t=8, b=3, m=3)
+    layers = jax.make_jaxpr(lambda *a: [paged_attention(*a, scale=0.25, impl="xla") for _ in range(3)])
+    bodies = [
+        eqn.params["jaxpr"] for eqn in layers(*case.arguments).eqns if eqn.params.get("name") == "paged_attention"
+    ]
+    assert len(bodies) == 3
+    assert bodies[0] is bodies[1] is bodies[2]
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+GOOD = {
+    "q": ((8, 4, 16), "float32"),
+    "k_pages": ((5, 2, 16, 8), "float32"),
+    "v_pages": ((5, 2, 8, 16), "float32"),
+    "block_tables": ((3, 2), "int32"),
+    "seq_lens": ((3,), "int32"),
+    "cu_q_lens": ((4,), "int32"),
+}
+
+
+@every_impl
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "message"),
+    [
+        ("q", (8, 64), "float32", r"expected ranks 3, 4, 4, 2, 1, 1; got q \(8, 64\)"),
+        ("cu_q_lens", (4, 1), "int32", r"expected ranks .* cu_q_lens \(4, 1\)"),
+        ("q", (8, 4, 32), "float32", r"k_pages must be \[P, K, D, S\] .* with q's head size 32; got q \(8, 4, 32\)"),
+        ("k_pages", (5, 2, 8, 16), "float32", r"k_pages must be \[P, K, D, S\] .* head size 16"),
+        ("v_pages", (5, 2, 16, 8), "float32", r"v_pages \[P, K, S, D\] .* head size 16"),
+        ("v_pages", (4, 2, 8, 16), "float32", r"v_pages \[P, K, S, D\]"),
+        ("q", (8, 3, 16), "float32", r"3 query heads cannot share 2 key heads evenly"),
+        ("block_tables", (4, 2), "int32", r"block_tables must be \[B, M\] .* B = 3; got .*block_tables \(4, 2\)"),
+        ("cu_q_lens", (3,), "int32", r"cu_q_lens \[B \+ 1\] with seq_lens's B = 3; got .*cu_q_lens \(3,\)"),
+        ("block_tables", (3, 2), "uint32", r"block_tables is uint32; it must be int32"),
+        ("seq_lens", (3,), "float32", r"seq_lens is float32; it must be int32"),
+        ("cu_q_lens", (4,), "int16", r"cu_q_lens is int16; it must be int32"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named_with_their_shapes(impl, name, shape, dtype, message):
+    arguments = {key: jnp.zeros(*value) for key, value in (GOOD | {name: (shape, dtype)}).items()}
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*arguments.values(), scale=1.0, impl=impl)
+
+
+def test_an_unknown_implementation_is_refused_by_name():
+    arguments = [jnp.zeros(*value) for value in GOOD.values()]
+    with pytest.raises(ValueError, match=r"impl is 'triton'; it must be one of 'reference', 'xla'"):
+        paged_attention(*arguments, scale=1.0, impl="triton")
+
+
+def test_scale_and_implementation_have_no_default():
+    arguments = [jnp.zeros(*value) for value in GOOD.values()]
+    for missing in ({"impl": "xla"}, {"scale": 1.0}):
+        with pytest.raises(TypeError, match="missing 1 required keyword-only argument"):
+            paged_attention(*arguments, **missing)
