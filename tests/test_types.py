@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from pagedjax.types import Plan, Request, SamplingParams, Seq
+from pagedjax.types import Plan, Request, Row, SamplingParams, Seq
 
 INTEGERS = ("n", "top_k", "max_tokens", "min_tokens")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -170,3 +170,11 @@ def test_rows_of_a_plan_have_the_lengths_of_their_columns_and_not_of_the_old_rec
     ]
     assert [row.samples for row in plan.rows] == [True, False]
     assert plan.num_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("length", "computed", "count", "samples"),
+    [(9, 0, 9, True), (9, 5, 4, True), (9, 8, 1, True), (9, 0, 8, False), (9, 7, 1, False), (1, 0, 1, True)],
+)
+def test_a_row_samples_when_it_reaches_the_end_of_the_known_tokens(length, computed, count, samples):
+    assert Row(seq("a", 1, length, computed), count).samples is samples
