@@ -218,9 +218,12 @@ def resolve(config: EngineConfig, model: Model) -> Resolved:
         )
         useful = config.max_num_seqs * -(-length // config.block_size)
         blocks = min(useful, memory.blocks_that_fit(size, fraction, device))
-    # A one-row bfloat16 product converts the whole weight on a CPU, every step: never make one.
-    smallest = 2 if device.platform == "cpu" and dtype != "float32" else 1
+    smallest = smallest_step(device.platform, dtype)
     buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens, smallest=smallest)
+    if buckets[0] < smallest:
+        raise ValueError(
+            f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is {smallest} tokens"
+        )
     values = dataclasses.asdict(config) | {
         "dtype": dtype,
         "max_model_len": length,
@@ -231,9 +234,15 @@ def resolve(config: EngineConfig, model: Model) -> Resolved:
     return Resolved(**values)
 
 
+def smallest_step(platform: str, dtype: str) -> int:
+    """2 where a one-row product would convert the whole weight, every step: in 16 bit on a CPU. Else 1."""
+    return 2 if platform == "cpu" and dtype != "float32" else 1
+
+
 def _shapes(c: Resolved, model: Model) -> Shapes:
     width = -(-c.max_model_len // c.block_size)
-    return Shapes(c.token_buckets, c.max_num_seqs, c.block_size, width, c.max_model_len, model.config.vocab_size)
+    rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
+    return Shapes(c.token_buckets, rows, c.block_size, width, c.max_model_len, model.config.vocab_size)
 
 
 def _check_listed(request_id: str, params: Any, stops: Sequence[int], vocab: int) -> None:
