@@ -1,0 +1,90 @@
+"""The cache on the device: tokens land in their slots, and a step updates it in place."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax import Engine, EngineConfig, SamplingParams, attention, cache
+from pagedjax.batch import blank_sampling, pack
+from pagedjax.step import make_step
+from pagedjax.types import Plan
+
+SIZES = {"layers": 2, "kv_heads": 2, "head_dim": 4}
+
+
+@pytest.mark.parametrize("s", [1, 2, 8, 16, 64])
+def test_a_token_lands_in_its_slot_and_nowhere_else(s):
+    rng = np.random.default_rng(s)
+    pages = 128 // s + 1
+    old = cache.init(layers=1, blocks=pages - 1, block_size=s, kv_heads=2, head_dim=4, dtype="float32")
+    k, v = rng.standard_normal((2, 12, 2, 4), np.float32)
+    slots = np.concatenate([s + rng.permutation(128)[:10], [0, 0]]).astype(np.int32)  # two padding tokens
+    k_pages, v_pages = map(np.asarray, jax.jit(cache.write)(old.k[0], old.v[0], k, v, slots))
+    k_slots = k_pages.transpose(0, 3, 1, 2).reshape(-1, 2, 4)
+    v_slots = v_pages.transpose(0, 2, 1, 3).reshape(-1, 2, 4)
+    np.testing.assert_array_equal(k_slots[slots[:10]], k[:10])
+    np.testing.assert_array_equal(v_slots[slots[:10]], v[:10])
+    untouched = np.setdiff1d(np.arange(s, pages * s), slots)
+    assert len(untouched) == 118
+    assert not k_slots[untouched].any()
+    assert not v_slots[untouched].any()
+
+
+def test_a_cache_is_pairs_of_pages_a_layer_with_the_trash_block_first():
+    kv = cache.init(**SIZES, blocks=5, block_size=8, dtype="bfloat16")
+    assert [a.shape for a in kv.k] == [(6, 2, 4, 8)] * 2
+    assert [a.shape for a in kv.v] == [(6, 2, 8, 4)] * 2
+    assert all(a.dtype == jnp.bfloat16 and not a.any() for a in jax.tree.leaves(kv))
+
+
+def test_writing_rounds_to_the_type_of_the_cache():
+    kv = cache.init(layers=1, blocks=1, block_size=2, kv_heads=1, head_dim=1, dtype="bfloat16")
+    one = np.full((1, 1, 1), 1.001, np.float32)
+    k_pages, v_pages = cache.write(kv.k[0], kv.v[0], one, one, np.array([2]))
+    assert k_pages.dtype == v_pages.dtype == jnp.bfloat16
+    assert k_pages[1, 0, 0, 0] == v_pages[1, 0, 0, 0] == 1.0
+
+
+def compiled_step(model, *, t: int, blocks: int):
+    """The engine's step for the one bucket t, over a cache of `blocks` blocks -> (compiled, the cache's shapes)."""
+    engine = Engine(model, EngineConfig(max_num_batched_tokens=t, max_num_seqs=8, num_blocks=1, token_buckets=(t,)))
+    c, m, shapes = engine.config, model.config, engine._shapes
+    sizes = {"layers": m.layers, "block_size": c.block_size, "kv_heads": m.kv_heads, "head_dim": m.head_dim}
+    kv = jax.eval_shape(lambda: cache.init(**sizes, blocks=blocks, dtype=c.dtype))
+    batch = pack(Plan(0, (), (), (), (), (), (), 0, 0, 1), {}, shapes, {t: blank_sampling(shapes, t)})
+    step = make_step(model.graphdef, attention.attend(c.attention_impl, m.head_dim**-0.5), seed=0)
+    return step.lower(model.params, kv, batch).compile(), kv
+
+
+@pytest.mark.parametrize("t", [8, 96])  # with the loop over prompt chunks, and without
+def test_a_step_updates_the_cache_in_place(tiny, t):
+    """Read off the compiled program, for a cache of 160 MB: all of it is aliased, and none of it copied."""
+    compiled, kv = compiled_step(tiny.model, t=t, blocks=20_000)
+    leaves = jax.tree.leaves(kv)
+    total = sum(a.size * a.dtype.itemsize for a in leaves)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.alias_size_in_bytes >= total > 160e6
+    assert memory.temp_size_in_bytes < total / len(leaves) / 10, "a temporary is as large as a part of the cache"
+
+    whole = re.compile(r"= f32\[20001,[\d,]+\]\S* (\S+)\(")  # instructions whose result has all pages
+    kinds = {match[1] for match in whole.finditer(text)}
+    assert {"parameter", "scatter"} & kinds, "the pattern finds nothing: the test is blind"
+    assert not kinds & {"copy", "copy-start", "transpose", "concatenate", "select", "convert", "add"}, kinds
+
+
+def test_the_donated_cache_is_gone_after_a_step(tiny_llm):
+    engine = tiny_llm.engine
+    old = jax.tree.leaves(engine._cache)
+    where = [a.unsafe_buffer_pointer() for a in old]
+    engine.add("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
+    engine.step()
+    assert not engine.has_work
+    assert all(a.is_deleted() for a in old)
+    new = jax.tree.leaves(engine._cache)
+    assert [a.unsafe_buffer_pointer() for a in new] == where
+    assert any(np.asarray(a).any() for a in new)
