@@ -146,7 +146,10 @@ def load(path: Path, overrides: tuple[str, ...] = ()) -> list[Point]:
 
 
 def override(raw: dict[str, Any], text: str) -> None:
-    """Apply `a.b=value` (the value is YAML) to the raw config in place. `sweep.grid.` and `sweep.zip.` take one key."""
+    """Apply `a.b=value` (the value is YAML) to the raw config in place; a key of the grid is then no longer swept.
+
+    After `sweep.grid.` and `sweep.zip.` the rest is one key, the swept path: sweep.grid.engine.block_size=[8, 16].
+    """
     path, equals, value = text.partition("=")
     if not equals or not path:
         raise ValueError(f"--set {text!r}: write it as section.key=value, such as engine.block_size=16")
@@ -158,10 +161,20 @@ def override(raw: dict[str, Any], text: str) -> None:
         sweep[form][key] = load_text(value, f"--set {path}")
         return
     if path != "sweep":
-        for swept in {key for combination in combinations(raw.get("sweep")) for key in combination}:
-            if path == swept or path.startswith(f"{swept}."):
-                raise ValueError(f"--set {path}: the config sweeps {swept}; set sweep.grid.{swept}=[...] or sweep=null")
+        _out_of_the_sweep(raw, path)
     put(raw, path, load_text(value, f"--set {path}"))
+
+
+def _out_of_the_sweep(raw: dict[str, Any], path: str) -> None:
+    """Take a key that is set by hand out of the grid. Elsewhere in the sweep it stays an error: the sweep would win."""
+    combined = combinations(raw.get("sweep"))
+    grid = (raw.get("sweep") or {}).get("grid") or {}
+    if path in grid:
+        raw["sweep"] = {**raw["sweep"], "grid": {key: values for key, values in grid.items() if key != path}}
+        return
+    for swept in {key for combination in combined for key in combination}:
+        if path == swept or path.startswith(f"{swept}."):
+            raise ValueError(f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep itself")
 
 
 def put(raw: dict[str, Any], path: str, value: Any) -> None:

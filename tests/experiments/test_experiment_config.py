@@ -138,8 +138,15 @@ def test_overrides_are_yaml_and_cannot_hide_behind_a_sweep(tmp_path: Path) -> No
     (point,) = points(tmp_path, "engine.max_num_seqs=4", "workload.prompt={dist: fixed, value: 3}", "slo.ttft=1.5")
     assert point.experiment.engine.max_num_seqs == 4
     assert point.experiment.slo.ttft == 1.5
-    with pytest.raises(ValueError, match=r"sweeps engine\.block_size; set sweep\.grid\.engine\.block_size"):
-        points(tmp_path, "engine.block_size=32", sweep=sweep)
+    both = {"grid": {"engine.block_size": [8, 16], "seed": [1, 2]}}
+    found = points(tmp_path, "engine.block_size=32", sweep=both)  # set by hand: no longer swept
+    assert [p.label for p in found] == ["seed=1", "seed=2"]
+    assert {p.experiment.engine.block_size for p in found} == {32}
+    assert [p.label for p in points(tmp_path, "engine.block_size=32", sweep=sweep)] == ["one point"]
+    lengths = {"grid": {"workload.prompt": [{"dist": "fixed", "value": 3}, {"dist": "fixed", "value": 4}]}}
+    for form, text in (({"zip": sweep["grid"]}, "engine.block_size=32"), (lengths, "workload.prompt.value=9")):
+        with pytest.raises(ValueError, match=r"the config sweeps .*; add --set sweep=null"):
+            points(tmp_path, text, sweep=form)
     found = points(tmp_path, "sweep.grid.engine.block_size=[32]", sweep=sweep)
     assert [p.swept for p in found] == [{"engine.block_size": 32}]
     assert len(points(tmp_path, "sweep=null", "engine.block_size=32", sweep=sweep)) == 1
