@@ -212,7 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         alive = [life.name for life in self.driver.model.alive()]
         self.driver.cancel(alive[which] if which < len(alive) else f"r{which}", reason)
 
-    @rule(number=st.integers(1, 40), seed=seeds)
+    @rule(number=st.integers(10, 60), seed=seeds)
     def traffic(self, number: int, seed: int) -> None:
         self.driver.traffic(number, seed)
 
@@ -222,7 +222,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(plain(value) == copy for value, copy in self.driver.past), "an old state changed"
 
 
-def run_machine(examples: int, steps: int) -> Counter[str]:
+def run_machine(examples: int, steps: int, at_least: int) -> Counter[str]:
+    """Run machines, `examples` at a time, until their schedulers made `at_least` steps -> what happened in them."""
     tally: Counter[str] = Counter()
     machine = type("Machine", (SchedulerMachine,), {"tally": tally})
     profile = settings(
@@ -231,20 +232,22 @@ def run_machine(examples: int, steps: int) -> Counter[str]:
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
     )
-    run_state_machine_as_test(machine, settings=profile)
-    return tally
+    for _ in range(5):  # one draw of examples may be tame
+        run_state_machine_as_test(machine, settings=profile)
+        if tally["step"] >= at_least:
+            return tally
+    raise AssertionError(f"no more than {tally} in five runs")
 
 
 def test_any_sequence_of_transitions_agrees_with_the_naive_model():
-    tally = run_machine(examples=80, steps=40)
-    assert tally["step"] >= 10_000
+    tally = run_machine(examples=70, steps=40, at_least=10_000)
     for happened in ("preempted", "cut", "stop", "length", "rejected", "cancelled", "cancelled in flight"):
         assert tally[happened] >= 20, f"{happened}: {tally}"
 
 
 @pytest.mark.slow
 def test_any_sequence_of_transitions_agrees_with_the_naive_model_at_length():
-    assert run_machine(examples=2000, steps=60)["step"] >= 200_000
+    run_machine(examples=1000, steps=60, at_least=200_000)
 
 
 @pytest.mark.parametrize("budget", [6, 7, 32])
