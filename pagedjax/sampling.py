@@ -120,9 +120,9 @@ def _penalties(logits: jax.Array, s: SamplingBatch) -> jax.Array:
 def _draw(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:
     """[B] tokens by inversion of the cumulative distribution after temperature, min_p, top_k and top_p."""
     v = logits.shape[-1]
-    scaled = logits / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None]
-    scaled = scaled - scaled.max(-1, keepdims=True)
-    weights = jnp.exp(scaled)
+    # The best logit is subtracted before the division: after it, rounding at a low temperature is a factor of its own.
+    below = logits - logits.max(-1, keepdims=True)
+    weights = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
     weights = jnp.where(weights >= s.min_p[:, None], weights, 0.0)  # the best token's weight is 1
     cut = jnp.any((s.temperature > 0) & ((s.top_k > 0) | (s.top_p < 1.0)))
     weights = jax.lax.cond(cut, _top, lambda w, _: w, weights, s)
@@ -147,10 +147,11 @@ def _uniform(s: SamplingBatch, seed: jax.Array) -> jax.Array:
 
 
 def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
-    """[B] the first index whose running sum passes the target; rounding never leads past the last positive weight."""
-    index = (ends <= target[:, None]).sum(-1)
-    last = weights.shape[-1] - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
-    return jnp.minimum(index, last).astype(jnp.int32)
+    """[B] the first positive weight whose running sum passes the target, else the last; never, by rounding, a zero."""
+    positive = weights > 0
+    passed = positive & (ends > target[:, None])
+    last = weights.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
+    return jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last).astype(jnp.int32)
 
 
 def _top(weights: jax.Array, s: SamplingBatch) -> jax.Array:
