@@ -6,6 +6,7 @@ It knows requests and arrays, and nothing of text. Everything it yields is a `St
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -161,19 +162,17 @@ class Engine:
             dtype=c.dtype,
         )
 
-    def record(self, path: str | None) -> None:
+    def record(self, path: str | os.PathLike[str] | None) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (see pagedjax/replay.py); None stops.
 
         Raises:
             ValueError: requests are under way; a replay starts from an empty scheduler.
         """
+        if path is not None and self.has_work:
+            raise ValueError("recording must start while no request is under way; a replay starts from nothing")
         if self._recorder:
             self._recorder.close()
-            self._recorder = None
-        if path is not None:
-            if self.has_work:
-                raise ValueError("recording must start while no request is under way; a replay starts from nothing")
-            self._recorder = Recorder(path, self._state.config, policy=self._policy.name)
+        self._recorder = Recorder(path, self._state.config, policy=self._policy.name) if path is not None else None
 
     def _warm_up(self, step: Any, progress: bool) -> tuple[dict[int, Callable], dict[int, Any], dict[str, Any]]:
         """Compile every bucket, and run the smallest once so that the first request meets warm code."""
