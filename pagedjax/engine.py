@@ -147,7 +147,10 @@ class Engine:
     # state ------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget every request and all cache content; compiled steps stay."""
+        """Forget every request and all cache content, and end a recording; compiled steps stay."""
+        if self._recorder:
+            self._recorder.close()
+            self._recorder = None
         c, m = self.config, self.model.config
         limits = (c.block_size, c.num_blocks, c.max_num_batched_tokens, c.max_num_seqs, c.max_model_len)
         self._state = scheduler.init(scheduler.SchedulerConfig(*limits))
@@ -172,6 +175,8 @@ class Engine:
             raise ValueError("recording must start while no request is under way; a replay starts from nothing")
         if self._recorder:
             self._recorder.close()
+        if path is not None:
+            self._state = scheduler.init(self._state.config)  # where a replay starts
         self._recorder = Recorder(path, self._state.config, policy=self._policy.name) if path is not None else None
 
     def _warm_up(self, step: Any, progress: bool) -> tuple[dict[int, Callable], dict[int, Any], dict[str, Any]]:

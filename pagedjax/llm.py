@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
+from operator import index
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from pagedjax.engine import Engine
 from pagedjax.models import Model
 from pagedjax.outputs import Assembly, RequestOutput
 from pagedjax.tokenizer import Tokenizer, load_tokenizer
-from pagedjax.types import Finished, FinishReason, Sampled, SamplingParams, StepResult
+from pagedjax.types import Finished, FinishReason, Sampled, SamplingParams
 from pagedjax.weights.checkpoint import open_checkpoint
 
 Prompt = str | Sequence[int]
@@ -77,6 +79,7 @@ class LLM:
         self.tokenizer = model.tokenizer
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
         self._requests = 0
+        self._branches: dict[str, Assembly] = {}  # under way, by request id: of every call, for a step serves them all
 
     @property
     def startup(self) -> dict[str, Any]:
@@ -110,49 +113,52 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of {"role": ..., "content": ...}."""
-        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        ids = [self.tokenizer.apply_chat_template(m) for m in several]  # type: ignore[arg-type]
+        ids = [self.tokenizer.apply_chat_template(m) for m in _conversations(messages)]
         prompts = [self.tokenizer.decode(i, skip_special_tokens=False) for i in ids]
         return self._run(prompts, ids, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece as it becomes final. Closing the iterator frees its blocks."""
-        params = sampling_params or SamplingParams()
+        (params,) = _each(sampling_params, 1)
         if params.n != 1:
             raise ValueError(f"n is {params.n}; a stream has one branch, use generate")
-        branches = self._add([self._tokens(prompt)], [params])
+        mine = self._add([self._tokens(prompt)], [params])
+        (branch,) = mine.values()
+        sent, ended = 0, False
         try:
-            while self.engine.has_work and branches:
-                result = self.engine.step()
-                assert result is not None
-                yield from (piece for _, piece in self._take_in(result, branches) if piece)
+            while not ended:
+                ended = branch.finish_reason is not None  # another call's steps may have brought the end
+                if not ended:
+                    self._step()
+                if len(branch.text) > sent:
+                    sent, piece = len(branch.text), branch.text[sent:]
+                    yield piece
         finally:
-            self._abandon(branches)
+            self._abandon(mine)
 
     # ------------------------------------------------------------------------------------------------------------
 
     def _tokens(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if not ids:
             raise ValueError("the prompt is empty: it has no tokens; give it at least one")
         return ids
 
     def _run(self, prompts, ids, sampling_params, use_tqdm: bool) -> list[RequestOutput]:
         params = _each(sampling_params, len(ids))
-        branches = self._add(ids, params)
-        every = list(branches.values())
+        mine = self._add(ids, params)
+        every, left = list(mine.values()), set(mine)
         try:
-            with tqdm(total=len(branches), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
+            with tqdm(total=len(mine), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
                 tokens, started = 0, time.perf_counter()
-                while branches:
-                    result = self.engine.step()
-                    assert result is not None, "branches are under way, so the engine has work"
-                    left = len(branches)
-                    tokens += len(self._take_in(result, branches))
+                while left:
+                    pieces, ended = self._step()
+                    bar.update(len(left.intersection(ended)))
+                    left.difference_update(ended)
+                    tokens += pieces
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
-                    bar.update(left - len(branches))
         finally:
-            self._abandon(branches)
+            self._abandon(mine)
 
         outputs, first = [], 0
         for prompt, p, tokens in zip(prompts, params, ids, strict=True):
@@ -184,15 +190,19 @@ class LLM:
         except ValueError:
             self._abandon(branches)
             raise
+        self._branches |= branches
         return branches
 
-    def _take_in(self, result: StepResult, branches: dict[str, Assembly]) -> list[tuple[str, str]]:
-        """Fold a step into its branches; ended ones leave `branches` -> (request id, new text) for each token."""
+    def _step(self) -> tuple[int, list[str]]:
+        """One step of the engine, folded into the branches it served -> (tokens, ids of the branches that ended)."""
+        result = self.engine.step()
+        assert result is not None, "branches are under way, so the engine has work"
+        branches = self._branches
         for entry in result.logprobs:
             if entry.request_id in branches:
                 branches[entry.request_id].take(entry)
         reasons: dict[str, FinishReason] = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
-        pieces = []
+        tokens, ended = 0, []
         for event in result.events:
             if not isinstance(event, Sampled):
                 continue
@@ -200,30 +210,60 @@ class LLM:
                 if request_id not in branches:
                     continue
                 branch = branches[request_id]
-                pieces.append((request_id, branch.push(token, reasons.get(request_id))))
+                branch.push(token, reasons.get(request_id))
+                tokens += 1
                 if branch.finish_reason is not None:
                     del branches[request_id]
+                    ended.append(request_id)
                     if request_id not in reasons:  # a stop string: the scheduler has to be told
                         self.engine.cancel(request_id, "stop")
-        return pieces
+        return tokens, ended
 
-    def _abandon(self, branches: dict[str, Assembly]) -> None:
-        for request_id in list(branches):
-            self.engine.cancel(request_id)
+    def _abandon(self, branches: Mapping[str, Assembly]) -> None:
+        """End those that are still under way."""
+        for request_id, branch in branches.items():
+            if branch.finish_reason is None:
+                self._branches.pop(request_id, None)
+                self.engine.cancel(request_id)
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)  # type: ignore[arg-type]
-    if not prompts:
+    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {prompts!r:.80}; give a string, token ids, or a list of either")
+    several: list[Any] = list(prompts)
+    if not several:
         raise ValueError("there are no prompts; give a string, token ids, or a list of either")
-    return prompts if not isinstance(prompts[0], int) else [prompts]  # type: ignore[list-item]
+    return [several] if isinstance(several[0], Integral) else several
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        if isinstance(prompt, bytes):
+            raise TypeError
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise ValueError(f"a prompt is {prompt!r:.80}; it must be a string or a list of token ids") from None
+
+
+def _conversations(messages: Any) -> list[Any]:
+    several: list[Any] = list(messages) if isinstance(messages, (list, tuple)) else []
+    if several and isinstance(several[0], Mapping):
+        several = [several]
+    if not several or not all(isinstance(conversation, (list, tuple)) for conversation in several):
+        form = "[{'role': 'user', 'content': ...}, ...]"
+        raise ValueError(f"messages is {messages!r:.80}; give a conversation, {form}, or a list of conversations")
+    return several
 
 
 def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one for each")
-    return list(params)
+    each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"sampling_params is {one!r:.80}; it must be SamplingParams, or a list of them")
+    if len(each) != count:
+        raise ValueError(f"{len(each)} SamplingParams for {count} prompts; give one for all, or one for each")
+    return each

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+from immutables import Map
+
 from pagedjax import blocks
 from pagedjax.blocks import BlockPool
 from pagedjax.policies import Policy
@@ -61,6 +63,7 @@ class SchedulerState(NamedTuple):
     running: Running  # after `schedule`: the plan's sequences, then those that got no token
     step: int
     arrivals: int
+    ids: Map[str, None]  # of the waiting and the running: looking through them made a long queue quadratic
 
 
 class Rejected(ValueError):
@@ -71,7 +74,7 @@ def init(config: SchedulerConfig) -> SchedulerState:
     for name, value in config._asdict().items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0)
+    return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, Map())
 
 
 def submit(state: SchedulerState, request: Request) -> SchedulerState:
@@ -98,10 +101,11 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
             f"request {r.request_id!r} can grow to {limit} tokens, which is {need} blocks of {c.block_size}, but the "
             f"pool has {room}; raise num_blocks to {need}, or lower max_tokens or the prompt's length"
         )
-    if any(seq.request_id == r.request_id for seq in (*state.waiting, *state.running.seqs)):
+    if r.request_id in state.ids:
         raise Rejected(f"request id {r.request_id!r} is in use; ids must be unique among unfinished requests")
     seq = Seq(request, state.arrivals, limit, r.prompt_len)
-    return state._replace(waiting=(*state.waiting, seq), arrivals=state.arrivals + 1)
+    ids = state.ids.set(r.request_id, None)
+    return state._replace(waiting=(*state.waiting, seq), arrivals=state.arrivals + 1, ids=ids)
 
 
 def final_length(request: Request, config: SchedulerConfig) -> int:
@@ -148,7 +152,7 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
         blocks_used=pool.num_blocks - pool.num_free,
         num_blocks=pool.num_blocks,
     )
-    return SchedulerState(c, pool, waiting, active, state.step, state.arrivals), plan
+    return SchedulerState(c, pool, waiting, active, state.step, state.arrivals, state.ids), plan
 
 
 def commit(state: SchedulerState, plan: Plan, sampled: Sequence[int]) -> tuple[SchedulerState, tuple[Event, ...]]:
@@ -198,7 +202,8 @@ def commit(state: SchedulerState, plan: Plan, sampled: Sequence[int]) -> tuple[S
         events.append(Sampled(step, ids, tokens))
     for i, reason in ended.items():
         events.append(Finished(step, seqs[i].request_id, reason, lengths[i] - seqs[i].request.prompt_len))
-    return SchedulerState(state.config, pool, state.waiting, active, state.step + 1, state.arrivals), tuple(events)
+    left = _without(state.ids, [seqs[i].request_id for i in ended]) if ended else state.ids
+    return SchedulerState(state.config, pool, state.waiting, active, step + 1, state.arrivals, left), tuple(events)
 
 
 def cancel(
@@ -208,6 +213,9 @@ def cancel(
 
     `reason="stop"` is how the shell ends a request whose text reached a stop string.
     """
+    if request_id not in state.ids:
+        return state, ()
+    state = state._replace(ids=_without(state.ids, [request_id]))
     for seq in state.waiting:
         if seq.request_id == request_id:
             left = tuple(other for other in state.waiting if other is not seq)
@@ -217,7 +225,7 @@ def cancel(
             left = state.running.pick([j for j in range(len(state.running.seqs)) if j != i])
             state = state._replace(pool=blocks.release(state.pool, seq.blocks), running=left)
             return state, (Finished(state.step, request_id, reason, seq.num_output),)
-    return state, ()
+    raise AssertionError(f"{request_id!r} is among the ids, but neither waits nor runs")
 
 
 def running(state: SchedulerState) -> tuple[Seq, ...]:
@@ -236,6 +244,14 @@ def check(state: SchedulerState) -> None:
         assert seq.computed <= len(seq.blocks) * c.block_size, "computed tokens lie outside the blocks"
     arrivals = [seq.arrival for seq in (*state.waiting, *active)]
     assert len(arrivals) == len(set(arrivals)), "a sequence is in two places"
+    assert set(state.ids) == {seq.request_id for seq in (*state.waiting, *active)}, "an id is lost or left over"
+
+
+def _without(ids: Map[str, None], gone: Sequence[str]) -> Map[str, None]:
+    left = ids.mutate()
+    for request_id in gone:
+        del left[request_id]
+    return left.finish()
 
 
 def _pick(column: tuple[Item, ...], keep: Sequence[int]) -> tuple[Item, ...]:

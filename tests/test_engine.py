@@ -159,6 +159,7 @@ def test_reset_forgets_requests_and_cache(engine, expected):
 
 def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
     engine = make(tiny, block_size=8, num_blocks=14)
+    run(engine, {"before": (PROMPTS[0], GREEDY)})  # an engine that has worked starts its log at step 0 all the same
     engine.record(tmp_path / "run.jsonl")
     for request_id, (prompt, params) in everyone().items():
         engine.add(request_id, prompt, params)
