@@ -65,11 +65,15 @@ class EngineConfig:
         if self.attention_impl is not None:
             one_of("attention_impl", self.attention_impl, get_args(AttentionImpl))
         if self.token_buckets is not None:
-            if not isinstance(self.token_buckets, (tuple, list)):
-                raise ValueError(f"token_buckets is {self.token_buckets!r}; it must be ascending integers of at least 1")
-            object.__setattr__(self, "token_buckets", tuple(self.token_buckets))  # a YAML list is spelled differently
             sizes = self.token_buckets
-            if not sizes or any(type(t) is not int or t < 1 for t in sizes) or list(sizes) != sorted(set(sizes)):
+            if isinstance(sizes, list):  # as YAML spells a tuple
+                object.__setattr__(self, "token_buckets", tuple(sizes))
+            if (
+                not isinstance(sizes, (list, tuple))
+                or not sizes
+                or any(type(t) is not int or t < 1 for t in sizes)
+                or list(sizes) != sorted(set(sizes))
+            ):
                 raise ValueError(f"token_buckets is {sizes!r}; it must be ascending integers of at least 1")
             if sizes[-1] < self.max_num_batched_tokens:
                 raise ValueError(
