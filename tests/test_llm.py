@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
+import numpy as np
 import pytest
 
 from pagedjax import LLM, SamplingParams, scheduler
@@ -86,6 +89,29 @@ def test_an_abandoned_stream_frees_its_blocks(llm):
     assert llm.engine.has_work
     stream.close()
     assert not llm.engine.has_work
+
+
+def test_streams_and_calls_at_the_same_time_lose_no_text(llm):
+    """A step serves every request under way, whoever asked for it."""
+    long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    want = [texts(llm.generate(prompt, long, use_tqdm=False))[0] for prompt in (TEXT, "rain")]
+    streams = [llm.stream(TEXT, long), llm.stream("rain", long)]
+    got = [next(streams[0]), next(streams[1])]
+    between = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    assert texts(llm.generate(["the"], between, use_tqdm=False)) == texts(
+        llm.generate(["the"], between, use_tqdm=False)
+    )
+    pairs = list(zip_longest(*streams, fillvalue=""))
+    assert [first + "".join(pieces) for first, pieces in zip(got, zip(*pairs, strict=True), strict=True)] == want
+
+
+def test_a_stream_that_ended_while_nobody_looked_still_gives_all_of_its_text(llm):
+    want = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
+    stream = llm.stream(TEXT, GREEDY)
+    first = next(stream)
+    llm.generate("rain", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    assert not llm.engine.has_work
+    assert first + "".join(stream) == want
 
 
 def test_chat_renders_the_models_template(llm):
@@ -183,6 +209,45 @@ def test_a_bad_request_is_named_and_the_next_one_is_served(llm, name):
         llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
     assert not llm.engine.has_work
     assert texts(llm.generate(TEXT, GREEDY, use_tqdm=False)) == before
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "prompts is None; give a string"),
+        (5, "prompts is 5; give a string"),
+        (b"the cat", "prompts is b'the cat'; give a string"),
+        ({"prompt": "the cat"}, r"prompts is \{'prompt': 'the cat'\}; give a string"),
+        ([None], "a prompt is None; it must be a string or a list of token ids"),
+        (["the cat", ["sat"]], r"a prompt is \['sat'\]; it must be"),
+        ([5.0, 6.0], "a prompt is 5.0; it must be"),
+        ([[5, 6.5]], r"a prompt is \[5, 6.5\]; it must be"),
+        ([b"the cat"], "a prompt is b'the cat'; it must be"),
+    ],
+)
+def test_what_is_no_prompt_is_named(llm, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 5, [None], [{"n": 2}]])
+def test_what_are_no_sampling_params_is_named(llm, params):
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(ValueError, match=r"sampling_params is .*; it must be SamplingParams, or a list of them"):
+            list(call("the cat", params))
+
+
+@pytest.mark.parametrize("messages", [None, [], "hi", 5, [5], {"role": "user", "content": "hi"}, ["hi"], [[]], [[5]]])
+def test_what_is_no_conversation_is_named(llm, messages):
+    with pytest.raises(ValueError, match=r"give a conversation|a conversation has|must be a mapping"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
+def test_token_ids_may_be_numpys(llm):
+    want = texts(llm.generate([5, 6, 7], GREEDY, use_tqdm=False))
+    ids = np.array([5, 6, 7])
+    for prompts in (ids, [ids], list(ids), ids[None]):
+        assert texts(llm.generate(prompts, GREEDY, use_tqdm=False)) == want
 
 
 def test_one_bad_prompt_among_good_ones_runs_none_of_them(llm):
