@@ -25,6 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one key head, untied, wide heads": {"kv_heads": 1, "head_dim": 32, "tied": False, "seed": 1},
     "every head its own, llama3 rope": {
         "heads": 3,
+        "hidden": 96,
         "kv_heads": 3,
         "rope_theta": 500000.0,
         "rope_scaling": llama3_scaling(),
