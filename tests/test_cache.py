@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax import Engine, EngineConfig, SamplingParams, attention, cache
-from pagedjax.batch import blank_sampling, pack
+from pagedjax import SamplingParams, attention, cache
+from pagedjax.batch import Shapes, blank_sampling, pack
 from pagedjax.step import make_step
 from pagedjax.types import Plan
 
@@ -52,12 +52,15 @@ def test_writing_rounds_to_the_type_of_the_cache():
 
 def compiled_step(model, *, t: int, blocks: int):
     """The engine's step for the one bucket t, over a cache of `blocks` blocks -> (compiled, the cache's shapes)."""
-    engine = Engine(model, EngineConfig(max_num_batched_tokens=t, max_num_seqs=8, num_blocks=1, token_buckets=(t,)))
-    c, m, shapes = engine.config, model.config, engine._shapes
-    sizes = {"layers": m.layers, "block_size": c.block_size, "kv_heads": m.kv_heads, "head_dim": m.head_dim}
-    kv = jax.eval_shape(lambda: cache.init(**sizes, blocks=blocks, dtype=c.dtype))
+    m, s = model.config, 16
+    kv = jax.eval_shape(
+        lambda: cache.init(
+            layers=m.layers, blocks=blocks, block_size=s, kv_heads=m.kv_heads, head_dim=m.head_dim, dtype="float32"
+        )
+    )
+    shapes = Shapes((t,), 8, s, m.max_len // s, m.max_len, m.vocab_size)
     batch = pack(Plan(0, (), (), (), (), (), (), 0, 0, 1), {}, shapes, {t: blank_sampling(shapes, t)})
-    step = make_step(model.graphdef, attention.attend(c.attention_impl, m.head_dim**-0.5), seed=0)
+    step = make_step(model.graphdef, attention.attend("xla", m.head_dim**-0.5), seed=0)
     return step.lower(model.params, kv, batch).compile(), kv
 
 
