@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import IMPLS, paged_attention
+from pallas_kernels.paged_attention import IMPLS, paged_attention, xla
 
 GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it must vanish
 MIXED = [(1, 200), (17, 17), (1, 1), (9, 130), (1, 300), (5, 37), (1, 64)]  # (query tokens, context tokens)
@@ -297,7 +297,7 @@ def test_the_plain_xla_version_reads_no_page_past_the_spans_of_the_real_context(
     """A table 30 times as wide as the contexts, whose rest points at a page of NaN: one read of it would show."""
     rows = [(1, 100), (1, 129), (3, 3), (2, 257)]
     case = make(rows, t=t, b=4, m=600)
-    poison = np.zeros((1, *case.k_pages.shape[1:]), np.float32) * np.nan
+    poison = np.full((1, *case.k_pages.shape[1:]), np.nan, np.float32)
     tables = case.block_tables.copy()
     for row, (_, context) in enumerate(rows):
         tables[row, -(-context // 256) * 256 // 16 :] = len(case.k_pages)
@@ -308,6 +308,19 @@ def test_the_plain_xla_version_reads_no_page_past_the_spans_of_the_real_context(
     )
     assert np.isnan(run(poisoned, "reference")[: case.cu_q_lens[-1]]).all()
     assert_contract(poisoned, "xla")
+
+
+@pytest.mark.parametrize("t", [32, 96])
+def test_the_plain_xla_version_makes_no_trip_of_its_loop_for_the_width_of_the_table(t):
+    """32 spans of real context fill whole groups; a trip more would read the padding row's page, which is NaN."""
+    rows = [(1, 5)] * 30 + [(1, xla.SPAN + 1)]
+    case = make(rows, t=t, b=32, m=600)
+    poison = np.full((1, *case.k_pages.shape[1:]), np.nan, np.float32)
+    tables = case.block_tables.copy()
+    tables[31] = len(case.k_pages)
+    k_pages = np.concatenate([case.k_pages, poison])
+    v_pages = np.concatenate([case.v_pages, poison.transpose(0, 1, 3, 2)])
+    assert_contract(case._replace(k_pages=k_pages, v_pages=v_pages, block_tables=tables), "xla")
 
 
 def test_layers_that_call_it_with_equal_shapes_trace_it_once():
