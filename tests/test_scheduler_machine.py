@@ -247,7 +247,7 @@ def test_any_sequence_of_transitions_agrees_with_the_naive_model():
 
 @pytest.mark.slow
 def test_any_sequence_of_transitions_agrees_with_the_naive_model_at_length():
-    run_machine(examples=1000, steps=60, at_least=200_000)
+    run_machine(examples=300, steps=60, at_least=50_000)
 
 
 @pytest.mark.parametrize("budget", [6, 7, 32])
