@@ -381,6 +381,11 @@ def test_top_p_keeps_the_smallest_set_of_the_best_that_holds_p(p):
         assert sum_of(row > least) < p + 1e-6
 
 
+def test_exactly_top_p_is_enough():
+    weights = np.array([[1.0, 0.5, 0.25, 0.125, 0.125]], np.float32)
+    assert [(cuts(weights, p=p) > 0).sum() for p in (0.5, 0.75, 0.875, 0.876)] == [1, 2, 3, 5]
+
+
 def test_top_p_measures_what_top_k_left():
     weights = np.array([[1.0, 0.9, 0.8, 0.7, 0.6]], np.float32)
     assert (cuts(weights, k=3, p=0.70) > 0).sum() == 2  # the best two hold 1.9 of 2.7, which is 0.704
