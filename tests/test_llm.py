@@ -132,12 +132,27 @@ def test_a_stop_string_ends_the_text_before_it_wherever_tokens_end(llm):
         branch = llm.generate(TEXT, params, use_tqdm=False)[0].outputs[0]
         assert branch.text == full[:first]
         assert (branch.finish_reason, branch.stop_reason) == ("stop", stop)
+        assert not llm.engine.has_work, "the scheduler was not told"
         shown = SamplingParams(
             temperature=0, max_tokens=12, ignore_eos=True, stop=stop, include_stop_str_in_output=True
         )
         assert texts(llm.generate(TEXT, shown, use_tqdm=False)) == [full[:first] + stop]
     late = SamplingParams(temperature=0, max_tokens=12, min_tokens=12, ignore_eos=True, stop=full[0])
     assert len(llm.generate(TEXT, late, use_tqdm=False)[0].outputs[0].token_ids) == 12
+
+
+def test_text_held_back_for_a_stop_string_that_does_not_come_is_given_at_the_end(llm):
+    full = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=full[-4:] + "!")
+    assert texts(llm.generate(TEXT, params, use_tqdm=False)) == [full]
+    assert "".join(llm.stream(TEXT, params)) == full
+
+
+def test_a_text_that_ends_inside_a_character_says_so(llm):
+    first_byte = llm.tokenizer.encode("é")[0]
+    params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=(first_byte,))
+    assert texts(llm.generate(TEXT, params, use_tqdm=False)) == ["\ufffd"]
+    assert list(llm.stream(TEXT, params)) == ["\ufffd"]
 
 
 def test_a_stop_token_ends_the_request_and_is_reported(llm):
