@@ -46,7 +46,7 @@ def run_engine(llm: LLM, work: Work) -> list[tuple[int, ...]]:
 
 
 def transformers_model() -> Any:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  (the oracle extra)
     from transformers import AutoModelForCausalLM
 
     from pagedjax.weights.checkpoint import embedded_file
@@ -58,7 +58,7 @@ def transformers_model() -> Any:
 
 def run_transformers(model: Any, work: Work, batch: int) -> list[tuple[int, ...]]:
     """Static batches, left-padded, each run until its longest request has its tokens."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]  (the oracle extra)
 
     tokens: list[tuple[int, ...]] = []
     for start in range(0, len(work), batch):
