@@ -13,17 +13,15 @@ import jax.numpy as jnp
 
 
 class KVCache(NamedTuple):
-    k: tuple[jax.Array, ...]  # L x [P, K, D, S]: keys token-minor, see pallas_kernels/paged_attention/xla.py
+    k: tuple[jax.Array, ...]  # L x [P, K, S, D]
     v: tuple[jax.Array, ...]  # L x [P, K, S, D]
 
 
 def init(*, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str) -> KVCache:
     """Zeros for `blocks` ownable blocks and the trash block: P = blocks + 1."""
-    pages = blocks + 1
-    return KVCache(
-        k=tuple(jnp.zeros((pages, kv_heads, head_dim, block_size), dtype) for _ in range(layers)),
-        v=tuple(jnp.zeros((pages, kv_heads, block_size, head_dim), dtype) for _ in range(layers)),
-    )
+    shape = (blocks + 1, kv_heads, block_size, head_dim)
+    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in "kv")
+    return KVCache(k, v)
 
 
 def block_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: str) -> int:
@@ -35,13 +33,13 @@ def write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, sl
     """Put the keys and values of T tokens into their slots.
 
     Args:
-        k_pages, v_pages: [P, K, D, S] and [P, K, S, D] of one layer.
+        k_pages, v_pages: [P, K, S, D] of one layer.
         k, v: [T, K, D].
         slots: [T] int32, block id * S + offset; padding tokens point into block 0.
     """
     size = v_pages.shape[2]
     block, offset = slots // size, slots % size
     # Padding tokens share slots of the trash block, so indices are not unique; which of them wins does not matter.
-    k_pages = k_pages.at[block, :, :, offset].set(k.astype(k_pages.dtype), mode="promise_in_bounds")
+    k_pages = k_pages.at[block, :, offset].set(k.astype(k_pages.dtype), mode="promise_in_bounds")
     v_pages = v_pages.at[block, :, offset].set(v.astype(v_pages.dtype), mode="promise_in_bounds")
     return k_pages, v_pages

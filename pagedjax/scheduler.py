@@ -18,16 +18,27 @@ tokens. The rules:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from immutables import Map
 
 from pagedjax import blocks
 from pagedjax.blocks import BlockPool
 from pagedjax.policies import Policy
-from pagedjax.types import Admitted, Event, Finished, FinishReason, Plan, Preempted, Request, Sampled, Seq, current
-
-Item = TypeVar("Item")
+from pagedjax.types import (
+    Admitted,
+    Event,
+    Finished,
+    FinishReason,
+    Plan,
+    Preempted,
+    Request,
+    Running,
+    Sampled,
+    Seq,
+    current,
+    pick,
+)
 
 
 class SchedulerConfig(NamedTuple):
@@ -38,22 +49,6 @@ class SchedulerConfig(NamedTuple):
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
-
-
-class Running(NamedTuple):
-    """The running sequences. What every step changes lies in two columns beside the records.
-
-    A record is rebuilt only when its blocks change; its own `length` and `computed` are those of that moment.
-    Rebuilding 256 records a step cost 230 us, two columns of integers cost a third of it; `running(state)` gives
-    current records.
-    """
-
-    seqs: tuple[Seq, ...] = ()
-    lengths: tuple[int, ...] = ()
-    computed: tuple[int, ...] = ()
-
-    def pick(self, keep: Sequence[int]) -> Running:
-        return Running(_pick(self.seqs, keep), _pick(self.lengths, keep), _pick(self.computed, keep))
 
 
 class SchedulerState(NamedTuple):
@@ -130,7 +125,7 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
     admitted: tuple[Seq, ...] = ()
     if waiting and budget and not preempted:
         room = min(c.max_num_seqs, c.max_num_batched_tokens) - len(active.seqs)
-        pool, admitted = _admit(pool, policy, waiting, budget, room, c.block_size)
+        pool, admitted = _admit(pool, policy, waiting, active, budget, room, c.block_size)
         for seq in admitted:
             counts.append(min(seq.length, budget))
             budget -= counts[-1]
@@ -171,8 +166,8 @@ def commit(state: SchedulerState, plan: Plan, sampled: Sequence[int]) -> tuple[S
     if state.running.seqs[: len(seqs)] != seqs:
         alive = {seq.arrival for seq in state.running.seqs}
         keep = [i for i, seq in enumerate(seqs) if seq.arrival in alive]
-        seqs, lengths, starts = _pick(seqs, keep), _pick(lengths, keep), _pick(starts, keep)
-        counts, tokens = _pick(counts, keep), _pick(tokens, keep)
+        seqs, lengths, starts = pick(seqs, keep), pick(lengths, keep), pick(starts, keep)
+        counts, tokens = pick(counts, keep), pick(tokens, keep)
 
     computed = tuple([start + count for start, count in zip(starts, counts, strict=True)])
     samples = [done == length for done, length in zip(computed, lengths, strict=True)]
@@ -195,7 +190,7 @@ def commit(state: SchedulerState, plan: Plan, sampled: Sequence[int]) -> tuple[S
     ids = tuple([seq.request.request_id for seq in seqs])
     if not all(samples):
         new = [i for i, one in enumerate(samples) if one]
-        ids, tokens = _pick(ids, new), _pick(tokens, new)
+        ids, tokens = pick(ids, new), pick(tokens, new)
     events: list[Event] = [Preempted(step, i) for i in plan.preempted]
     events += [Admitted(step, i) for i in plan.admitted]
     if ids:
@@ -254,10 +249,6 @@ def _without(ids: Map[str, None], gone: Sequence[str]) -> Map[str, None]:
     return left.finish()
 
 
-def _pick(column: tuple[Item, ...], keep: Sequence[int]) -> tuple[Item, ...]:
-    return tuple([column[i] for i in keep])
-
-
 def _blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
@@ -311,11 +302,11 @@ def _decodes_first(active: Running) -> tuple[Running, int]:
 
 
 def _admit(
-    pool: BlockPool, policy: Policy, waiting: tuple[Seq, ...], budget: int, room: int, size: int
+    pool: BlockPool, policy: Policy, waiting: tuple[Seq, ...], active: Running, budget: int, room: int, size: int
 ) -> tuple[BlockPool, tuple[Seq, ...]]:
     """Admit from the head of the policy's order while tokens, places and blocks last -> (pool, admitted)."""
     admitted: list[Seq] = []
-    for seq in policy.order(waiting):
+    for seq in policy.order(waiting, active):
         need = _blocks_for(seq.length, size)
         if budget <= 0 or len(admitted) >= room or need > pool.num_free or not policy.admit(seq, need, pool.num_free):
             break

@@ -16,11 +16,12 @@ Glossary, used in signatures and comments everywhere:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 FinishReason = Literal["stop", "length", "abort"]
+Item = TypeVar("Item")
 
 
 def _several(value: Any) -> tuple[Any, ...]:
@@ -160,6 +161,26 @@ class Seq(NamedTuple):
     @property
     def num_output(self) -> int:
         return self.length - self.request.prompt_len
+
+
+class Running(NamedTuple):
+    """The running sequences. What every step changes lies in two columns beside the records.
+
+    A record is rebuilt only when its blocks change; its own `length` and `computed` are those of that moment.
+    Rebuilding 256 records a step cost 230 us, two columns of integers cost a third of it; `scheduler.running(state)`
+    gives current records.
+    """
+
+    seqs: tuple[Seq, ...] = ()
+    lengths: tuple[int, ...] = ()
+    computed: tuple[int, ...] = ()
+
+    def pick(self, keep: Sequence[int]) -> Running:
+        return Running(pick(self.seqs, keep), pick(self.lengths, keep), pick(self.computed, keep))
+
+
+def pick(column: tuple[Item, ...], keep: Sequence[int]) -> tuple[Item, ...]:
+    return tuple([column[i] for i in keep])
 
 
 class Row(NamedTuple):

@@ -25,7 +25,7 @@ def test_a_token_lands_in_its_slot_and_nowhere_else(s):
     k, v = rng.standard_normal((2, 12, 2, 4), np.float32)
     slots = np.concatenate([s + rng.permutation(128)[:10], [0, 0]]).astype(np.int32)  # two padding tokens
     k_pages, v_pages = map(np.asarray, jax.jit(cache.write)(old.k[0], old.v[0], k, v, slots))
-    k_slots = k_pages.transpose(0, 3, 1, 2).reshape(-1, 2, 4)
+    k_slots = k_pages.transpose(0, 2, 1, 3).reshape(-1, 2, 4)
     v_slots = v_pages.transpose(0, 2, 1, 3).reshape(-1, 2, 4)
     np.testing.assert_array_equal(k_slots[slots[:10]], k[:10])
     np.testing.assert_array_equal(v_slots[slots[:10]], v[:10])
@@ -37,8 +37,7 @@ def test_a_token_lands_in_its_slot_and_nowhere_else(s):
 
 def test_a_cache_is_pairs_of_pages_a_layer_with_the_trash_block_first():
     kv = cache.init(**SIZES, blocks=5, block_size=8, dtype="bfloat16")
-    assert [a.shape for a in kv.k] == [(6, 2, 4, 8)] * 2
-    assert [a.shape for a in kv.v] == [(6, 2, 8, 4)] * 2
+    assert [a.shape for a in (*kv.k, *kv.v)] == [(6, 2, 8, 4)] * 4
     assert all(a.dtype == jnp.bfloat16 and not a.any() for a in jax.tree.leaves(kv))
 
 

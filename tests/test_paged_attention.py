@@ -66,7 +66,7 @@ def make(
     assert cu_q_lens[-1] <= t
     q, keys, values = normal(t, k * g, d), normal(b, m * s, k, d), normal(b, m * s, k, d)
     pages = b * m + 1
-    k_pages, v_pages = np.zeros((pages, k, d, s), dtype), np.zeros((pages, k, s, d), dtype)
+    k_pages, v_pages = (np.zeros((pages, k, s, d), dtype) for _ in range(2))
     case = Case(q, keys, values, k_pages, v_pages, np.zeros((b, m), np.int32), seq_lens, cu_q_lens, d**-0.5)
     return scatter(case, rng.permutation(b * m) + 1)
 
@@ -80,7 +80,7 @@ def scatter(case: Case, pages: np.ndarray, garbage: float = GARBAGE) -> Case:
     for row, length in enumerate(case.seq_lens):
         for position in range(length):
             page, offset = tables[row, position // s], position % s
-            k_pages[page, :, :, offset], v_pages[page, :, offset] = case.k[row, position], case.v[row, position]
+            k_pages[page, :, offset], v_pages[page, :, offset] = case.k[row, position], case.v[row, position]
     # entries past the context may be any valid page: garbage here, the trash page in an engine
     return case._replace(k_pages=k_pages, v_pages=v_pages, block_tables=tables)
 
@@ -289,7 +289,7 @@ def test_the_plain_xla_version_gathers_a_tile_and_never_whole_table_rows():
             jax.ShapeDtypeStruct(shape, dtype)
             for shape, dtype in (
                 ((t, k * g, d), jnp.float32),
-                ((pages, k, d, s), jnp.float32),
+                ((pages, k, s, d), jnp.float32),
                 ((pages, k, s, d), jnp.float32),
                 ((b, m), jnp.int32),
                 ((b,), jnp.int32),
@@ -347,7 +347,7 @@ def test_layers_that_call_it_with_equal_shapes_trace_it_once():
 
 GOOD = {
     "q": ((8, 4, 16), "float32"),
-    "k_pages": ((5, 2, 16, 8), "float32"),
+    "k_pages": ((5, 2, 8, 16), "float32"),
     "v_pages": ((5, 2, 8, 16), "float32"),
     "block_tables": ((3, 2), "int32"),
     "seq_lens": ((3,), "int32"),
@@ -361,10 +361,10 @@ GOOD = {
     [
         ("q", (8, 64), "float32", r"expected ranks 3, 4, 4, 2, 1, 1; got q \(8, 64\)"),
         ("cu_q_lens", (4, 1), "int32", r"expected ranks .* cu_q_lens \(4, 1\)"),
-        ("q", (8, 4, 32), "float32", r"k_pages must be \[P, K, D, S\] .* with q's head size 32; got q \(8, 4, 32\)"),
-        ("k_pages", (5, 2, 8, 16), "float32", r"k_pages must be \[P, K, D, S\] .* head size 16"),
-        ("v_pages", (5, 2, 16, 8), "float32", r"v_pages \[P, K, S, D\] .* head size 16"),
-        ("v_pages", (4, 2, 8, 16), "float32", r"v_pages \[P, K, S, D\]"),
+        ("q", (8, 4, 32), "float32", r"must both be \[P, K, S, D\] with q's head size 32; got q \(8, 4, 32\)"),
+        ("k_pages", (5, 2, 16, 8), "float32", r"k_pages and v_pages must .* head size 16"),
+        ("v_pages", (5, 2, 16, 8), "float32", r"must both be \[P, K, S, D\] .* head size 16"),
+        ("v_pages", (4, 2, 8, 16), "float32", r"must both be \[P, K, S, D\]"),
         ("q", (8, 3, 16), "float32", r"3 query heads cannot share 2 key heads evenly"),
         ("block_tables", (4, 2), "int32", r"block_tables must be \[B, M\] .* B = 3; got .*block_tables \(4, 2\)"),
         ("cu_q_lens", (3,), "int32", r"cu_q_lens \[B \+ 1\] with seq_lens's B = 3; got .*cu_q_lens \(3,\)"),

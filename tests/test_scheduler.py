@@ -10,7 +10,7 @@ from pagedjax.scheduler import Rejected, SchedulerConfig
 from pagedjax.types import Admitted, Event, Finished, Preempted, Sampled
 from tests.scheduler_steps import EOS, WORD, crowded, names, request, rows, start, step, until_end
 
-SHORTEST = FCFS._replace(name="shortest", order=lambda waiting: sorted(waiting, key=lambda seq: seq.length))
+SHORTEST = FCFS._replace(name="shortest", order=lambda waiting, running: sorted(waiting, key=lambda seq: seq.length))
 
 # --- submit ---------------------------------------------------------------------------------------------------------
 

@@ -33,8 +33,7 @@ def paged_attention(
 
     Args:
         q: [T, N, D] packed query tokens; those past cu_q_lens[B] are padding.
-        k_pages: [P, K, D, S] keys, token-minor: the product with q then runs over contiguous tokens.
-        v_pages: [P, K, S, D] values.
+        k_pages, v_pages: [P, K, S, D] keys and values.
         block_tables: [B, M] int32 page ids in token order; entries past a row's context may be any valid page id.
         seq_lens: [B] int32 context lengths; 0 for padding rows.
         cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row has no tokens.
@@ -62,10 +61,10 @@ def _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> None:
     if ranks != (3, 4, 4, 2, 1, 1):
         raise ValueError(f"expected ranks 3, 4, 4, 2, 1, 1; got {shapes}")
     _, n, d = q.shape
-    p, k, kd, s = k_pages.shape
+    _, k, _, kd = k_pages.shape
     b = seq_lens.shape[0]
-    if kd != d or v_pages.shape != (p, k, s, d):
-        raise ValueError(f"k_pages must be [P, K, D, S] and v_pages [P, K, S, D] with q's head size {d}; got {shapes}")
+    if kd != d or v_pages.shape != k_pages.shape:
+        raise ValueError(f"k_pages and v_pages must both be [P, K, S, D] with q's head size {d}; got {shapes}")
     if n % k:
         raise ValueError(f"{n} query heads cannot share {k} key heads evenly; got {shapes}")
     if block_tables.shape[0] != b or cu_q_lens.shape[0] != b + 1:

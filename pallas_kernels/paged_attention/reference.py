@@ -9,17 +9,17 @@ import jax.numpy as jnp
 def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float) -> jax.Array:
     """See `api.paged_attention`."""
     t, n, d = q.shape
-    _, k, s, _ = v_pages.shape
+    _, k, s, _ = k_pages.shape
     token = jnp.arange(t)
     row = jnp.clip(jnp.searchsorted(cu_q_lens, token, side="right") - 1, 0, seq_lens.shape[0] - 1)
     visible = seq_lens[row] - (cu_q_lens[row + 1] - 1 - token)  # context up to and with the query itself
     visible = jnp.where(token < cu_q_lens[-1], visible, 0)
 
     table = block_tables[row]  # [T, M]
-    keys = k_pages[table].transpose(0, 2, 3, 1, 4).reshape(t, k, d, -1).astype(jnp.float32)
+    keys = k_pages[table].transpose(0, 2, 1, 3, 4).reshape(t, k, -1, d).astype(jnp.float32)
     values = v_pages[table].transpose(0, 2, 1, 3, 4).reshape(t, k, -1, d).astype(jnp.float32)
     grouped = q.astype(jnp.float32).reshape(t, k, n // k, d) * scale
-    scores = jnp.einsum("tkgd,tkdc->tkgc", grouped, keys, precision="highest")
+    scores = jnp.einsum("tkgd,tkcd->tkgc", grouped, keys, precision="highest")
     mask = jnp.arange(table.shape[1] * s) < visible[:, None]
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     weights = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
