@@ -106,7 +106,7 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     gc.collect()  # garbage of the previous run is not this run's cost
     start, results = drive(engine, workload.items, experiment.sampling)
     requests = request_records(results, workload.items, start)
-    steps = step_records(results, start)
+    steps = step_records(results, start, llm.engine.config.block_size)
     summary = summarize(requests, steps, engine.config.block_size, experiment.slo)
     return Measured(workload, requests, steps, summary, why_failed(steps, summary))
 

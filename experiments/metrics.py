@@ -23,7 +23,7 @@ import numpy as np
 
 from experiments.config import Slo
 from experiments.workloads import WorkItem
-from pagedjax.types import Finished, Sampled, StepResult
+from pagedjax.types import Admitted, Finished, Sampled, StepResult
 
 PERCENTILES = (50, 90, 99)
 
@@ -63,7 +63,8 @@ class RequestRecord(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """What one step did. `cached_tokens` is what the cache's `blocks_used` blocks hold when the step has computed."""
+    """What one step did. `held_tokens` is what the cache's `blocks_used` blocks hold when the step has computed; a
+    block that several sequences share counts once."""
 
     step: int
     started: float
@@ -76,12 +77,14 @@ class StepRecord(NamedTuple):
     padded_tokens: int
     sampled: int
     admitted: int
+    admitted_tokens: int  # known tokens of the admitted sequences
+    hit_tokens: int  # those of them that were found in the cache
     preempted: int
     finished: int
     waiting: int
     blocks_used: int
     num_blocks: int
-    cached_tokens: int
+    held_tokens: int
     compilations: int
 
 
@@ -128,21 +131,22 @@ def request_records(results: Sequence[StepResult], items: Sequence[WorkItem], st
     ]
 
 
-def step_records(results: Sequence[StepResult], start: float) -> list[StepRecord]:
+def step_records(results: Sequence[StepResult], start: float, block_size: int) -> list[StepRecord]:
     """One record for each step.
 
     A plan holds only the sequences that compute something in its step; others may wait in the cache (their share of the
     budget was nothing). So what is cached is carried from step to step: set by rows, dropped by preemption and finish.
     """
-    cached: dict[str, int] = {}
+    cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
     records = []
     for result in results:
         plan = result.plan
         for request_id in plan.preempted:
             cached.pop(request_id, None)
         for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-            cached[seq.request_id] = before + count
-        held = sum(cached.values())
+            cached[seq.request_id] = (seq.blocks, before + count)
+        held = _held(cached.values(), block_size)
+        entered = [event for event in result.events if isinstance(event, Admitted)]
         finished = [event for event in result.events if isinstance(event, Finished)]
         for event in finished:
             cached.pop(event.request_id, None)
@@ -162,16 +166,30 @@ def step_records(results: Sequence[StepResult], start: float) -> list[StepRecord
                 padded_tokens=result.padded_tokens,
                 sampled=sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled)),
                 admitted=len(plan.admitted),
+                admitted_tokens=sum(event.num_tokens for event in entered),
+                hit_tokens=sum(event.num_cached for event in entered),
                 preempted=len(plan.preempted),
                 finished=len(finished),
                 waiting=plan.num_waiting,
                 blocks_used=plan.blocks_used,
                 num_blocks=plan.num_blocks,
-                cached_tokens=held,
+                held_tokens=held,
                 compilations=result.compilations,
             )
         )
     return records
+
+
+def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int) -> int:
+    """Tokens in the cache, those in shared blocks once."""
+    full: set[int] = set()
+    part: dict[int, int] = {}  # branches share a last block that is not full
+    for blocks, tokens in cached:
+        full.update(blocks[: tokens // block_size])
+        if tokens % block_size:
+            last = blocks[tokens // block_size]
+            part[last] = max(part.get(last, 0), tokens % block_size)
+    return len(full) * block_size + sum(tokens for block, tokens in part.items() if block not in full)
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float | int | None]:
@@ -190,7 +208,8 @@ def summarize(
     """The summary of a run. Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
 
     Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios of sums: the share
-    of computed tokens that were padding, and of the slots in used blocks that hold no token.
+    of computed tokens that were padding, and of the slots in used blocks that hold no token. `prefix_hit_share` is the
+    share of the tokens of admitted sequences that were found in the cache.
     """
     if not steps:
         raise ValueError("the run has no steps; there is nothing to summarize")
@@ -230,7 +249,8 @@ def summarize(
         "blocks_total": max(step.num_blocks for step in steps),
         "blocks_used": {"mean": slots / block_size / len(steps), "peak": peak},
         "slots_used": {"mean": slots / len(steps), "peak": peak * block_size},
-        "fragmentation_share": _share(sum(step.cached_tokens for step in steps), slots),
+        "fragmentation_share": _share(sum(step.held_tokens for step in steps), slots),
+        "prefix_hit_share": _part(sum(step.hit_tokens for step in steps), sum(step.admitted_tokens for step in steps)),
         "preemptions": sum(step.preempted for step in steps),
         "compilations": sum(step.compilations for step in steps),
         "goodput": goodput(requests, duration, slo or Slo()),
@@ -247,6 +267,10 @@ def steady_rate(steps: Sequence[StepRecord]) -> float | None:
     first, last = (int(np.searchsorted(made, share * made[-1])) for share in (0.1, 0.9))
     seconds = steps[last].started + steps[last].seconds - steps[first].started - steps[first].seconds
     return float(made[last] - made[first]) / seconds if seconds > 0 else None
+
+
+def _part(some: int, of: int) -> float:
+    return some / of if of else 0.0
 
 
 def _share(full: int, of: int) -> float:

@@ -94,6 +94,7 @@ class Source:
     tokens: np.ndarray  # [limit] int32, the first `length` are known
     length: int
     stop_ids: tuple[int, ...] = ()
+    root: str | None = None  # what its first block's hash grows from (prefix.py); None: it shares no blocks
     floats: tuple[float, ...] = field(init=False)
     ints: tuple[int, ...] = field(init=False)
     penalised: bool = field(init=False)

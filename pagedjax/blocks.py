@@ -1,7 +1,16 @@
-"""The block pool: who owns which cache block. Pure: every transition returns a new pool and leaves the old one whole.
+"""The block pool: who owns which cache block, and what the blocks hold. Pure: every transition returns a new pool and
+leaves the old one whole.
 
-Ids run from 1 to num_blocks; block 0 is the trash block and never in the pool. A block is free, or has one or more
-owners (a block table that lists it). Costs are per block touched, never per block of the pool.
+Ids run from 1 to num_blocks; block 0 is the trash block and never in the pool. A block is in one of three states:
+
+    empty --allocate--> owned (one or more block tables list it) --release--> empty, or, if its content was
+      ^                   ^                                                   published, idle
+      |                   +---------------------- share ----------------------- |
+      +------------------------- evicted by `allocate`, oldest first -----------+
+
+`publish` says what an owned block holds: a hash that stands for its tokens and everything before them (prefix.py).
+`find` gives the blocks of a chain of hashes. An idle block keeps its content until nothing empty is left. Costs are
+per block touched, never per block of the pool.
 """
 
 from __future__ import annotations
@@ -15,10 +24,16 @@ from immutables import Map
 
 class BlockPool(NamedTuple):
     num_blocks: int
-    num_free: int
+    num_free: int  # blocks without an owner: empty or idle
     fresh: int  # ids from here to num_blocks have never been handed out
-    returned: Any  # free ids below `fresh`, as a list of pairs: None | (id, rest); the last returned comes first
+    returned: Any  # empty ids below `fresh`, as a list of pairs: None | (id, rest); the last returned comes first
     owners: Map[int, int]  # id -> number of owners, for owned blocks only
+    contents: Map[str, int] = Map()  # hash -> the block that holds it
+    hashes: Map[int, str] = Map()  # the same, the other way round
+    idle: Map[int, int] = Map()  # stamp -> published block without an owner; the lowest stamp was let go first
+    stamps: Map[int, int] = Map()  # the same, the other way round
+    oldest: int = 0  # no stamp in `idle` is lower
+    newest: int = 0  # the next stamp
 
     # The list of pairs nests as deep as it is long: compared, printed or pickled as a tuple it would exhaust the stack.
     # (A Map as the stack would not, but costs 6 % of a step with arrivals, and collections of garbage.)
@@ -39,17 +54,22 @@ class BlockPool(NamedTuple):
         return _pile_up, _flat(self)
 
 
-def _flat(pool: BlockPool) -> tuple[int, tuple[int, ...], Map[int, int]]:
+def _flat(pool: BlockPool) -> tuple[Any, ...]:
     """The pool with its free blocks in a row."""
-    return pool.num_blocks, free_ids(pool)[: pool.num_free - pool.num_blocks + pool.fresh - 1], pool.owners
+    return pool.num_blocks, _returned(pool), pool.owners, pool.contents, idle_ids(pool)
 
 
-def _pile_up(num_blocks: int, returned: tuple[int, ...], owners: Map[int, int]) -> BlockPool:
+def _pile_up(
+    num_blocks: int, returned: tuple[int, ...], owners: Map[int, int], contents: Map[str, int], idle: tuple[int, ...]
+) -> BlockPool:
     pile = None
     for block in reversed(returned):
         pile = (block, pile)
-    fresh = len(returned) + len(owners) + 1
-    return BlockPool(num_blocks, num_blocks - len(owners), fresh, pile, owners)
+    fresh = len(returned) + len(owners) + len(idle) + 1
+    hashes = Map((block, key) for key, block in contents.items())
+    stamped, stamps = Map(enumerate(idle)), Map((block, stamp) for stamp, block in enumerate(idle))
+    free = num_blocks - len(owners)
+    return BlockPool(num_blocks, free, fresh, pile, owners, contents, hashes, stamped, stamps, 0, len(idle))
 
 
 def init(num_blocks: int) -> BlockPool:
@@ -59,40 +79,124 @@ def init(num_blocks: int) -> BlockPool:
 
 
 def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | None:
-    """Take n free blocks, one owner each -> (pool, ids); None when there is no room (the pool is untouched)."""
+    """Take n free blocks, one owner each -> (pool, ids); None when there is no room (the pool is untouched).
+
+    Empty blocks go first, then idle ones, whose content is lost, least recently used first.
+    """
     if n > pool.num_free:
         return None
     ids, returned, fresh = [], pool.returned, pool.fresh
     while returned is not None and len(ids) < n:
         block, returned = returned
         ids.append(block)
-    rest = n - len(ids)
-    ids.extend(range(fresh, fresh + rest))
+    new = min(n - len(ids), pool.num_blocks + 1 - fresh)
+    ids.extend(range(fresh, fresh + new))
+    if len(ids) < n:
+        pool, evicted = _evict(pool, n - len(ids))
+        ids += evicted
     owners = pool.owners.mutate()
     for block in ids:
         owners[block] = 1
-    return BlockPool(pool.num_blocks, pool.num_free - n, fresh + rest, returned, owners.finish()), tuple(ids)
+    free = pool.num_free - n
+    pool = pool._replace(num_free=free, fresh=fresh + new, returned=returned, owners=owners.finish())
+    return pool, tuple(ids)
+
+
+def _evict(pool: BlockPool, n: int) -> tuple[BlockPool, list[int]]:
+    """Forget the content of the n blocks that have been idle for longest -> (pool without them, their ids)."""
+    contents, hashes = pool.contents.mutate(), pool.hashes.mutate()
+    idle, stamps = pool.idle.mutate(), pool.stamps.mutate()
+    ids, oldest = [], pool.oldest
+    while len(ids) < n:
+        block = idle.pop(oldest, None)  # a gap is a block that found an owner again
+        oldest += 1
+        if block is not None:
+            ids.append(block)
+            del stamps[block], contents[hashes.pop(block)]
+    pool = pool._replace(
+        contents=contents.finish(), hashes=hashes.finish(), idle=idle.finish(), stamps=stamps.finish(), oldest=oldest
+    )
+    return pool, ids
 
 
 def share(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
-    """One more owner for each block. Raises ValueError for a block that nobody owns."""
-    owners = pool.owners.mutate()
+    """One more owner for each block, owned or idle. Raises ValueError for an empty one."""
+    owners, idle, stamps, revived = pool.owners.mutate(), pool.idle, pool.stamps, 0
     for block in ids:
-        owners[block] = _owned(owners, block) + 1
-    return pool._replace(owners=owners.finish())
+        stamp = stamps.get(block)
+        if stamp is None:
+            owners[block] = _owned(owners, block) + 1
+        else:
+            idle, stamps, owners[block] = idle.delete(stamp), stamps.delete(block), 1
+            revived += 1
+    return pool._replace(num_free=pool.num_free - revived, owners=owners.finish(), idle=idle, stamps=stamps)
 
 
 def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
-    """One owner less for each block; without owners it is free. Raises ValueError for a block that nobody owns."""
-    owners, returned, num_free = pool.owners.mutate(), pool.returned, pool.num_free
+    """One owner less for each block; without owners it is free: idle if published, else empty.
+
+    Of blocks that go idle those earlier in `ids` are evicted earlier: give a table's last block first, because a
+    prefix without its end can still be used, an end without its beginning cannot.
+
+    Raises:
+        ValueError: a block that nobody owns.
+    """
+    owners, returned, freed = pool.owners.mutate(), pool.returned, 0
+    idle, stamps, newest, hashes = pool.idle, pool.stamps, pool.newest, pool.hashes
     for block in ids:
         count = _owned(owners, block)
         if count > 1:
             owners[block] = count - 1
+            continue
+        del owners[block]
+        freed += 1
+        if hashes and block in hashes:
+            idle, stamps, newest = idle.set(newest, block), stamps.set(block, newest), newest + 1
         else:
-            del owners[block]
-            returned, num_free = (block, returned), num_free + 1
-    return BlockPool(pool.num_blocks, num_free, pool.fresh, returned, owners.finish())
+            returned = (block, returned)
+    return pool._replace(
+        num_free=pool.num_free + freed,
+        returned=returned,
+        owners=owners.finish(),
+        idle=idle,
+        stamps=stamps,
+        newest=newest,
+    )
+
+
+def publish(pool: BlockPool, filled: Iterable[tuple[int, str]]) -> BlockPool:
+    """Owned blocks and what they hold now, so that `find` gives them. A hash that is already held stays where it is.
+
+    Raises:
+        ValueError: a block that nobody owns, or that holds something else.
+    """
+    contents, hashes = pool.contents.mutate(), pool.hashes.mutate()
+    for block, key in filled:
+        _owned(pool.owners, block)
+        if hashes.get(block, key) != key:
+            raise ValueError(f"block {block} holds {hashes[block]}; it cannot hold {key} as well")
+        if key not in contents:
+            contents[key], hashes[block] = block, key
+    return pool._replace(contents=contents.finish(), hashes=hashes.finish())
+
+
+def find(pool: BlockPool, keys: Iterable[str]) -> tuple[int, ...]:
+    """The blocks that hold the longest known beginning of a chain of hashes. They are owned or idle: `share` them."""
+    ids = []
+    for key in keys:
+        block = pool.contents.get(key)
+        if block is None:
+            break
+        ids.append(block)
+    return tuple(ids)
+
+
+def forget(pool: BlockPool) -> BlockPool:
+    """Nothing is published any more: idle blocks become empty, owned ones stay with their owners."""
+    returned = pool.returned
+    for block in reversed(idle_ids(pool)):
+        returned = (block, returned)
+    return BlockPool(pool.num_blocks, pool.num_free, pool.fresh, returned, pool.owners)
 
 
 def _owned(owners: Any, block: int) -> int:
@@ -104,18 +208,28 @@ def _owned(owners: Any, block: int) -> int:
 
 def free_ids(pool: BlockPool) -> tuple[int, ...]:
     """The free blocks in the order in which `allocate` hands them out."""
+    return (*_returned(pool), *range(pool.fresh, pool.num_blocks + 1), *idle_ids(pool))
+
+
+def idle_ids(pool: BlockPool) -> tuple[int, ...]:
+    """Published blocks without an owner, in the order of eviction."""
+    return tuple([block for _, block in sorted(pool.idle.items())])
+
+
+def _returned(pool: BlockPool) -> tuple[int, ...]:
     ids, returned = [], pool.returned
     while returned is not None:
         block, returned = returned
         ids.append(block)
-    return (*ids, *range(pool.fresh, pool.num_blocks + 1))
+    return tuple(ids)
 
 
 def check(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
     """The pool's invariants against the block tables in use.
 
     Raises:
-        AssertionError: a block both free and owned, a leaked one, or a count that differs from its occurrences.
+        AssertionError: a block both free and owned, a leaked one, a count that differs from its occurrences, or
+            content that is published twice or not at all.
     """
     free = free_ids(pool)
     assert len(free) == len(set(free)) == pool.num_free, "the free list repeats a block or its count is off"
@@ -123,3 +237,7 @@ def check(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
     assert dict(pool.owners) == dict(used), "owner counts differ from occurrences in block tables"
     assert not set(free) & set(used), "a block is free and owned"
     assert set(free) | set(used) == set(range(1, pool.num_blocks + 1)), "a block leaked, or an id is out of range"
+    assert dict(pool.hashes) == {block: key for key, block in pool.contents.items()}, "two blocks hold the same"
+    assert dict(pool.stamps) == {block: stamp for stamp, block in pool.idle.items()}, "an idle block has two stamps"
+    assert set(pool.stamps) == set(pool.hashes) - set(used), "idle blocks are those published and not owned"
+    assert all(pool.oldest <= stamp < pool.newest for stamp in pool.idle), "a stamp lies outside the queue"

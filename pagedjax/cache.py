@@ -29,6 +29,15 @@ def block_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, d
     return 2 * layers * block_size * kv_heads * head_dim * jnp.dtype(dtype).itemsize
 
 
+def copy(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
+    """Copy whole blocks in every layer: all of `source` [n] is read before any of `target` [n] is written."""
+
+    def one(pages: jax.Array) -> jax.Array:
+        return pages.at[target].set(pages.at[source].get(mode="promise_in_bounds"), mode="promise_in_bounds")
+
+    return jax.tree.map(one, cache)
+
+
 def write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array):
     """Put the keys and values of T tokens into their slots.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
-PolicyName = Literal["fcfs"]
+PolicyName = Literal["fcfs", "priority", "shortest", "fair"]
 AttentionImpl = Literal["xla", "reference"]
 
 Config = TypeVar("Config")
@@ -26,12 +26,15 @@ class EngineConfig:
     max_num_batched_tokens: the token budget of a step; decodes take theirs first, prompt chunks share the rest.
     max_num_seqs: sequences in a step at most (B). Never more run than the budget has tokens: each needs one a step.
     max_model_len: prompt + output tokens of one request at most; None is the model's own limit.
-    num_blocks: cache blocks that requests can own; None fills `memory_fraction` of the free memory (on a CPU at most
-        4 GiB), but no more than max_num_seqs requests of max_model_len can use.
-    memory_fraction: share of the device's free memory for the cache when num_blocks is None.
+    num_blocks: cache blocks that requests can own; None fills what a step leaves of `memory_fraction` of the free
+        memory (on a CPU at most 4 GiB), but no more than max_num_seqs requests of max_model_len can use.
+    memory_fraction: share of the device's free memory for a step and the cache when num_blocks is None.
+    swap_space_gib: host memory for the blocks of sequences that gave theirs up, in GiB; 0 is none.
     dtype: of weights, activations and cache; None is float32 on a CPU and bfloat16 elsewhere.
+    policy: who is admitted next and who gives way when blocks run out; policies.py says what each one promises.
     attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once.
     token_buckets: the padded step sizes (T) that are compiled at start-up; None is powers of two up to the budget.
+    enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     seed: root of every random key; a request's own seed is folded into it.
     """
 
@@ -41,10 +44,12 @@ class EngineConfig:
     max_model_len: int | None = None
     num_blocks: int | None = None
     memory_fraction: float = 0.5
+    swap_space_gib: float = 4.0
     dtype: DType | None = None
     policy: PolicyName = "fcfs"
     attention_impl: AttentionImpl | None = None
     token_buckets: tuple[int, ...] | None = None
+    enable_prefix_caching: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,8 +62,13 @@ class EngineConfig:
         share = self.memory_fraction
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
             raise ValueError(f"memory_fraction is {share!r}; it must be above 0 and at most 1")
+        swap = self.swap_space_gib
+        if isinstance(swap, bool) or not isinstance(swap, (int, float)) or not 0.0 <= swap < float("inf"):
+            raise ValueError(f"swap_space_gib is {swap!r}; it must be a number of GiB, at least 0")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
         if self.dtype is not None:
             one_of("dtype", self.dtype, get_args(DType))
         one_of("policy", self.policy, get_args(PolicyName))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +16,13 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from pagedjax import attention, cache, memory, monitor, scheduler
+from pagedjax import attention, cache, memory, monitor, prefix, scheduler
 from pagedjax.batch import MAX_LISTED, Shapes, Source, blank_sampling, pack, token_buckets
 from pagedjax.config import EngineConfig, Resolved
 from pagedjax.models import Model
 from pagedjax.policies import POLICIES
 from pagedjax.replay import Recorder
-from pagedjax.step import StepOutput, make_step
+from pagedjax.step import StepOutput, copy_blocks, make_step
 from pagedjax.types import Event, Finished, FinishReason, Plan, Request, Sampled, StepResult, TokenLogprobs
 
 
@@ -34,6 +35,7 @@ class Engine:
 
     Attributes:
         config: the `Resolved` configuration.
+        memory: the `MemoryReport`: where the device's memory goes and how many blocks it holds.
         startup: seconds by stage ("compile", "warmup") and the number of compilations.
     """
 
@@ -41,7 +43,8 @@ class Engine:
         self, model: Model, config: EngineConfig, *, eos_token_ids: Sequence[int] = (), progress: bool = False
     ) -> None:
         self.model = model
-        self.config = resolve(config, model)
+        found = memory.read(jax.devices()[0])  # before the cache takes its share
+        self.config = resolve(config, model, found)
         self.eos_token_ids = tuple(eos_token_ids)
         c, m = self.config, model.config
         self._policy = POLICIES[c.policy]
@@ -49,13 +52,27 @@ class Engine:
         step = make_step(model.graphdef, attention.attend(c.attention_impl, m.head_dim**-0.5), c.seed)
         self._recorder: Recorder | None = None
         self._cache: cache.KVCache | None = None
-        self.reset()
-        self._steps, self._blanks, self.startup = self._warm_up(step, progress)
+        self._steps, self._blanks, self.memory, self.startup = self._warm_up(step, config, found, progress)
+        if progress:
+            tqdm.write(str(self.memory), file=sys.stderr)
 
     # requests ---------------------------------------------------------------------------------------------------
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: Any) -> None:
-        """Queue a request.
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: Any,
+        *,
+        forks: Sequence[str] = (),
+        priority: int = 0,
+        user: str = "",
+    ) -> None:
+        """Queue a request. `priority` and `user` matter to the policies of those names, see policies.py.
+
+        Args:
+            forks: ids of further branches. All share the prompt's blocks; branch i draws with the request's seed + i,
+                as a request of its own with that seed would.
 
         Raises:
             ValueError: the request can never run (see `scheduler.submit`), a token id outside the vocabulary, or
@@ -70,21 +87,50 @@ class Engine:
         stops = tuple(dict.fromkeys((*stops, *params.stop_token_ids)))
         _check_listed(request_id, params, stops, vocab)
 
-        request = Request(request_id, len(prompt), params.max_tokens, params.min_tokens, frozenset(stops))
+        root, hashes = self._prompt_hashes(prompt, params)
+        request = Request(
+            request_id=request_id,
+            prompt_len=len(prompt),
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens,
+            stop_token_ids=frozenset(stops),
+            priority=priority,
+            user=user,
+            forks=tuple(forks),
+            hashes=hashes,
+        )
         state = scheduler.submit(self._state, request)
         tokens = np.zeros(scheduler.final_length(request, state.config), np.int32)
         tokens[: len(prompt)] = prompt
-        seed = params.seed if params.seed is not None else (0x9E3779B9 * (self._state.arrivals + 1)) % 2**32
-        self._sources[request_id] = Source(params, seed, len(prompt), tokens, len(prompt), stops)
+        for i, name in enumerate((request_id, *forks)):
+            drawn = 0x9E3779B9 * (self._state.arrivals + 1 + i)
+            seed = (drawn if params.seed is None else params.seed + i) % 2**32
+            self._sources[name] = Source(params, seed, len(prompt), tokens.copy(), len(prompt), stops, root)
         self._state = state
         if self._recorder:
             self._recorder.submit(request)
 
+    def _prompt_hashes(self, prompt: np.ndarray, params: Any) -> tuple[str | None, tuple[str, ...]]:
+        """What the hashes of a request grow from, and those of its prompt's full blocks.
+
+        Log-probabilities of a prompt need every one of its tokens computed, so such a request shares nothing.
+        """
+        c = self.config
+        if not (c.enable_prefix_caching and params.enable_prefix_caching) or params.prompt_logprobs is not None:
+            return None, ()
+        root = prefix.root(params.cache_salt, c.block_size)
+        return root, prefix.chain(root, prompt, c.block_size)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what cached blocks hold. Requests under way go on."""
+        self._state = scheduler.forget(self._state)
+        if self._recorder:
+            self._recorder.forget()
+
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
         """End a request at any time; its blocks are free at once. An unknown id does nothing."""
         self._state, events = scheduler.cancel(self._state, request_id, reason)
-        if events:
-            del self._sources[request_id]
+        self._take_in(events)
         if self._recorder:
             self._recorder.cancel(request_id, reason, events)
         return events
@@ -110,6 +156,8 @@ class Engine:
         t = len(batch.tokens)
 
         dispatched = time.perf_counter()
+        if plan.copies:
+            self._cache = self._copy(self._cache, *_padded(plan.copies, self._shapes.max_seqs))
         self._cache, output = self._steps[t](self.model.params, self._cache, batch)
         tokens = np.asarray(output.sampled.tokens)
         device_seconds = time.perf_counter() - dispatched
@@ -117,9 +165,10 @@ class Engine:
         sampled = tokens[: len(plan.seqs)].tolist()
         if self._recorder:
             self._recorder.schedule(plan)
-        self._state, events = scheduler.commit(state, plan, sampled)
+        hashes = _filled(plan, self._sources, self.config.block_size)
+        self._state, events = scheduler.commit(state, plan, sampled, hashes)
         if self._recorder:
-            self._recorder.commit(sampled, events)
+            self._recorder.commit(sampled, hashes, events)
         logprobs = _logprobs(plan, self._sources, output)
         self._take_in(events)
         return StepResult(
@@ -179,49 +228,81 @@ class Engine:
             self._state = scheduler.init(self._state.config)  # where a replay starts
         self._recorder = Recorder(path, self._state.config, policy=self._policy.name) if path is not None else None
 
-    def _warm_up(self, step: Any, progress: bool) -> tuple[dict[int, Callable], dict[int, Any], dict[str, Any]]:
-        """Compile every bucket, and run the smallest once so that the first request meets warm code."""
+    def _warm_up(
+        self, step: Any, config: EngineConfig, found: memory.DeviceMemory, progress: bool
+    ) -> tuple[dict[int, Callable], dict[int, Any], memory.MemoryReport, dict[str, Any]]:
+        """Compile every bucket, settle the number of blocks, and run the smallest once so that the first request meets
+        warm code. Compiling needs the shapes of a cache and not its memory, which is taken only when it surely fits."""
         before, started = monitor.compilations(), time.perf_counter()
         blanks = {t: jax.device_put(blank_sampling(self._shapes, t)) for t in self._shapes.tokens}
-        nothing = Plan(0, (), (), (), (), (), (), 0, 0, 1)
-        steps = {}
-        bar = tqdm(self._shapes.tokens, desc="compiling", unit="bucket", disable=not progress, leave=False)
+        nothing = Plan(0, (), (), (), (), (), (), (), (), 0, 0, 1)
+        block = _block(self.config, self.model, self.config.dtype)
+
+        def build(t: int) -> Any:
+            pages = jax.eval_shape(lambda: cache.init(blocks=self.config.num_blocks, **block))
+            batch = pack(nothing, {}, self._shapes._replace(tokens=(t,)), blanks)
+            return step.lower(self.model.params, pages, batch).compile()
+
+        steps, largest = {}, self._shapes.tokens[-1]
+        bar = tqdm(self._shapes.tokens[::-1], desc="compiling", unit="bucket", disable=not progress, leave=False)
         for t in bar:
             bar.set_postfix_str(f"{t} tokens")
-            shapes = self._shapes._replace(tokens=(t,))
-            steps[t] = step.lower(self.model.params, self._cache, pack(nothing, {}, shapes, blanks)).compile()
+            steps[t] = build(t)
+            if t == largest:  # the first: what it needs says how many blocks fit beside it
+                fitted = resolve(config, self.model, found, memory.activations_peak(steps[t]))
+                if fitted.num_blocks != self.config.num_blocks:
+                    self.config = fitted
+                    steps[t] = build(t)
+        pages = jax.eval_shape(lambda: cache.init(blocks=self.config.num_blocks, **block))
+        self._copy = copy_blocks.lower(pages, *_padded((), self._shapes.max_seqs)).compile()
+        self.reset()
         compiled = time.perf_counter()
         t = self._shapes.tokens[0]
         empty = pack(nothing, {}, self._shapes._replace(tokens=(t,)), blanks)
         self._cache, output = steps[t](self.model.params, self._cache, empty)
         jax.block_until_ready(output)
+        report = memory.report(
+            found,
+            weights=sum(array.nbytes for array in jax.tree.leaves(self.model.params)),
+            activations=memory.activations_peak(steps[largest]),
+            num_blocks=self.config.num_blocks,
+            block_size=self.config.block_size,
+            block_bytes=cache.block_bytes(**block),
+            max_model_len=self.config.max_model_len,
+            swap_space_gib=self.config.swap_space_gib,
+        )
         startup = {
             "compile": compiled - started,
             "warmup": time.perf_counter() - compiled,
             "compilations": monitor.compilations() - before,
         }
-        return steps, blanks, startup
+        return steps, blanks, report, startup
 
 
-def resolve(config: EngineConfig, model: Model) -> Resolved:
+def resolve(
+    config: EngineConfig, model: Model, found: memory.DeviceMemory | None = None, activations: int = 0
+) -> Resolved:
     """Choose, once, what the user left open.
 
+    Args:
+        found: the device's memory; None reads it now.
+        activations: bytes that a step needs beside weights and cache, once that is known.
+
     Raises:
-        ValueError: max_model_len beyond the model's own limit, or no memory for a block.
+        ValueError: max_model_len beyond the model's own limit, or a cache that does not fit.
     """
     m, device = model.config, jax.devices()[0]
+    found = found or memory.read(device)
     dtype = config.dtype or str(jax.tree.leaves(model.params)[0].dtype)
     length = config.max_model_len or m.max_len
     if length > m.max_len:
         raise ValueError(f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it")
+    size = cache.block_bytes(**_block(config, model, dtype))
     blocks = config.num_blocks
-    fraction = config.memory_fraction
     if blocks is None:
-        size = cache.block_bytes(
-            layers=m.layers, block_size=config.block_size, kv_heads=m.kv_heads, head_dim=m.head_dim, dtype=dtype
-        )
         useful = config.max_num_seqs * -(-length // config.block_size)
-        blocks = min(useful, memory.blocks_that_fit(size, fraction, device))
+        blocks = min(useful, memory.blocks_that_fit(size, config.memory_fraction, found, activations))
+    memory.check_fit(blocks, size, found, activations)
     smallest = smallest_step(device.platform, dtype)
     buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens, smallest=smallest)
     if buckets[0] < smallest:
@@ -238,6 +319,13 @@ def resolve(config: EngineConfig, model: Model) -> Resolved:
     return Resolved(**values)
 
 
+def _block(c: EngineConfig, model: Model, dtype: str) -> dict[str, Any]:
+    """What a cache's blocks look like, for `cache`."""
+    m = model.config
+    heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim}
+    return {"layers": m.layers, "block_size": c.block_size, **heads, "dtype": dtype}
+
+
 def smallest_step(platform: str, dtype: str) -> int:
     """2 where a one-row product would convert the whole weight, every step: in 16 bit on a CPU. Else 1."""
     return 2 if platform == "cpu" and dtype != "float32" else 1
@@ -247,6 +335,27 @@ def _shapes(c: Resolved, model: Model) -> Shapes:
     width = -(-c.max_model_len // c.block_size)
     rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
     return Shapes(c.token_buckets, rows, c.block_size, width, c.max_model_len, model.config.vocab_size)
+
+
+def _padded(copies: Sequence[tuple[int, int]], size: int) -> np.ndarray:
+    """[2, size] from and to; what is left over copies the trash block onto itself."""
+    pairs = np.zeros((2, size), np.int32)
+    if copies:
+        pairs[:, : len(copies)] = np.array(copies, np.int32).T
+    return pairs
+
+
+def _filled(plan: Plan, sources: dict[str, Source], size: int) -> dict[str, tuple[str, ...]]:
+    """By request id, the hashes of the blocks of generated tokens that a plan fills."""
+    hashes = {}
+    for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+        full, known = (start + count) // size, len(seq.hashes)
+        if full > start // size and full > known:
+            source = sources[seq.request.request_id]
+            if source.root is not None:
+                parent = seq.hashes[-1] if known else source.root
+                hashes[seq.request.request_id] = prefix.chain(parent, source.tokens[known * size : full * size], size)
+    return hashes
 
 
 def _check_listed(request_id: str, params: Any, stops: Sequence[int], vocab: int) -> None:

@@ -17,9 +17,9 @@ from pagedjax import models, monitor
 from pagedjax.config import EngineConfig, from_dict, one_of
 from pagedjax.engine import Engine
 from pagedjax.models import Model
-from pagedjax.outputs import Assembly, RequestOutput
+from pagedjax.outputs import Assembly, CompletionOutput, RequestOutput
 from pagedjax.tokenizer import Tokenizer, load_tokenizer
-from pagedjax.types import Finished, FinishReason, Sampled, SamplingParams
+from pagedjax.types import Admitted, Finished, FinishReason, Sampled, SamplingParams
 from pagedjax.weights.checkpoint import open_checkpoint
 
 Prompt = str | Sequence[int]
@@ -81,6 +81,10 @@ class LLM:
         self._requests = 0
         self._branches: dict[str, Assembly] = {}  # under way, by request id: of every call, for a step serves them all
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what cached blocks hold, so that a measurement starts cold. Requests under way go on."""
+        self.engine.reset_prefix_cache()
+
     @property
     def startup(self) -> dict[str, Any]:
         """Seconds by stage, and how many XLA compilations there were."""
@@ -92,18 +96,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        user: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete prompts, all together, in order.
 
         Args:
             prompts: a string, a list of token ids, or a list of either.
             sampling_params: one for all, or one for each; None is `SamplingParams()`.
+            priority, user: one for all, or one for each: what the policies "priority" (the lower number first) and
+                "fair" go by.
 
         Raises:
             ValueError: a prompt or parameter that cannot be served. Nothing has run then, and the engine is usable.
         """
         prompts = _several(prompts)
-        return self._run(prompts, [self._tokens(p) for p in prompts], sampling_params, use_tqdm)
+        return self._run(prompts, [self._tokens(p) for p in prompts], sampling_params, use_tqdm, priority, user)
 
     def chat(
         self,
@@ -122,7 +130,7 @@ class LLM:
         (params,) = _each(sampling_params, 1)
         if params.n != 1:
             raise ValueError(f"n is {params.n}; a stream has one branch, use generate")
-        mine = self._add([self._tokens(prompt)], [params])
+        mine = self._add([self._tokens(prompt)], [params], [0], [""])
         (branch,) = mine.values()
         sent, ended = 0, False
         try:
@@ -144,9 +152,12 @@ class LLM:
             raise ValueError("the prompt is empty: it has no tokens; give it at least one")
         return ids
 
-    def _run(self, prompts, ids, sampling_params, use_tqdm: bool) -> list[RequestOutput]:
+    def _run(
+        self, prompts, ids, sampling_params, use_tqdm: bool, priority: Any = 0, user: Any = ""
+    ) -> list[RequestOutput]:
         params = _each(sampling_params, len(ids))
-        mine = self._add(ids, params)
+        priorities = _one_each("priority", priority, int, len(ids))
+        mine = self._add(ids, params, priorities, _one_each("user", user, str, len(ids)))
         every, left = list(mine.values()), set(mine)
         try:
             with tqdm(total=len(mine), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
@@ -162,31 +173,37 @@ class LLM:
 
         outputs, first = [], 0
         for prompt, p, tokens in zip(prompts, params, ids, strict=True):
-            mine = every[first : first + p.n]
-            first += p.n
+            mine = every[first : first + p.drawn().n]
+            first += len(mine)
             outputs.append(
                 RequestOutput(
                     request_id=str(len(outputs)),
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_token_ids=tuple(tokens),
-                    outputs=tuple(branch.completion() for branch in mine),
+                    outputs=_best(mine, p),
                     prompt_logprobs=mine[0].prompt_positions(),
+                    num_cached_tokens=mine[0].num_cached or 0,
                 )
             )
         return outputs
 
-    def _add(self, ids: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> dict[str, Assembly]:
+    def _add(
+        self,
+        ids: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        users: Sequence[str],
+    ) -> dict[str, Assembly]:
         """Queue every branch, or none: branch i of a request with a seed uses seed + i."""
         branches: dict[str, Assembly] = {}
         eos = frozenset(self.model.eos_token_ids)
         try:
-            for tokens, p in zip(ids, params, strict=True):
-                for i in range(p.n):
-                    request_id = f"{self._requests}"
-                    self._requests += 1
-                    seed = None if p.seed is None else (p.seed + i) % 2**32
-                    self.engine.add(request_id, tokens, replace(p, n=1, seed=seed))
-                    branches[request_id] = Assembly(i, p, self.tokenizer, tokens, eos)
+            for tokens, p, priority, user in zip(ids, params, priorities, users, strict=True):
+                p = p.drawn()
+                names = [f"{self._requests + i}" for i in range(p.n)]
+                self._requests += p.n
+                self.engine.add(names[0], tokens, p, forks=names[1:], priority=priority, user=user)
+                branches |= {name: Assembly(i, p, self.tokenizer, tokens, eos) for i, name in enumerate(names)}
         except ValueError:
             self._abandon(branches)
             raise
@@ -204,6 +221,9 @@ class LLM:
         reasons: dict[str, FinishReason] = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
         tokens, ended = 0, []
         for event in result.events:
+            if isinstance(event, Admitted) and event.request_id in branches:
+                branch = branches[event.request_id]
+                branch.num_cached = event.num_cached if branch.num_cached is None else branch.num_cached
             if not isinstance(event, Sampled):
                 continue
             for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
@@ -225,6 +245,17 @@ class LLM:
             if branch.finish_reason is None:
                 self._branches.pop(request_id, None)
                 self.engine.cancel(request_id)
+
+
+def _best(branches: Sequence[Assembly], params: SamplingParams) -> tuple[CompletionOutput, ...]:
+    """All branches; or of `best_of`, the n of the largest summed log-probability, the best first."""
+    if params.drawn().n > params.n:
+        branches = sorted(branches, key=lambda branch: -branch.cumulative)[: params.n]
+    outputs = (branch.completion() for branch in branches)
+    shown = params.logprobs is not None
+    return tuple(
+        replace(output, index=i, logprobs=output.logprobs if shown else None) for i, output in enumerate(outputs)
+    )
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -266,4 +297,16 @@ def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) 
             raise ValueError(f"sampling_params is {one!r:.80}; it must be SamplingParams, or a list of them")
     if len(each) != count:
         raise ValueError(f"{len(each)} SamplingParams for {count} prompts; give one for all, or one for each")
+    return each
+
+
+def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    if isinstance(value, kind) and not isinstance(value, bool):
+        return [value] * count
+    each = list(value) if isinstance(value, (list, tuple)) else [value]
+    for one in each:
+        if not isinstance(one, kind) or isinstance(one, bool):
+            raise ValueError(f"{name} is {one!r:.80}; it must be of type {kind.__name__}, or a list of them")
+    if len(each) != count:
+        raise ValueError(f"{len(each)} values of {name} for {count} prompts; give one for all, or one for each")
     return each

@@ -1,43 +1,194 @@
-"""How much memory there is for cache blocks."""
+"""How much memory there is, how many cache blocks fit into it, and a report of where it goes.
+
+    total                                        what the device lets a program have
+      weights, other                             in use when the engine asks; other is whatever is not weights
+      free
+        activations peak                         measured: what the compiled step of the largest bucket needs
+        KV cache                                 a rule: (blocks + the trash block) * bytes of a block
+        left
+
+The number of blocks is wanted before the cache exists, but the step to be measured has a cache among its arguments. So
+the engine compiles the largest bucket on shapes alone, for as many blocks as would fit if a step took nothing. What a
+step needs does not depend on that number, for the cache is updated in place (DESIGN.md has the figures, of a CPU). If
+the step fits beside those blocks, as it does wherever max_num_seqs, num_blocks or a CPU's limit bind before the memory
+does, this program is the one that runs and nothing is compiled twice; else that one bucket is compiled again.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 CPU_LIMIT = 4 * GIB  # a laptop's memory belongs to its owner: a CPU's default cache never exceeds this
 
 
-def free_bytes(device: Any) -> int:
-    """Bytes that a program may still take on a jax device: its own count, or for a CPU the system's free memory."""
-    if device.platform != "cpu":
-        stats = device.memory_stats() or {}
-        if "bytes_limit" in stats:
-            return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-        raise ValueError(f"{device} does not say how much memory it has; set num_blocks")
+class DeviceMemory(NamedTuple):
+    """Bytes of a device at one moment. total is 0 where the device does not tell."""
+
+    name: str
+    total: int
+    free: int
+    cache_limit: int | None = None  # of a cache that nobody gave a size
+
+
+class MemoryReport(NamedTuple):
+    """Where a device's memory goes: bytes, and what the cache holds."""
+
+    device: str
+    total: int  # 0: the device does not tell
+    free: int  # before the cache
+    weights: int
+    activations: int  # what the step of the largest bucket needs beside its arguments
+    other: int  # in use before the cache and not weights: other programs, other engines
+    cache: int  # with its trash block
+    block_size: int
+    block_bytes: int
+    device_blocks: int  # that requests can own
+    host_blocks: int  # of the swap space
+    tokens: int  # slots of the device's blocks
+    max_model_len: int
+    sequences: int  # of max_model_len that the device's blocks hold at once, whatever max_num_seqs allows
+
+    @property
+    def left(self) -> int:
+        """Free bytes that neither the step nor the cache takes."""
+        return self.free - self.activations - self.cache if self.total else 0
+
+    def __str__(self) -> str:
+        """A table for people."""
+        blocks = f"of {self.block_size} tokens, {self.block_bytes / MIB:.5g} MiB each"
+        swap = f"{size(self.host_blocks * self.block_bytes)} of swap space"
+        rows = [
+            ("device", size(self.total) if self.total else "unknown", f"{size(self.free)} free before the cache"),
+            ("weights", size(self.weights), ""),
+            ("activations peak", size(self.activations), "of the largest step, as compiled"),
+            ("other", size(self.other), "in use before the cache and not weights"),
+            ("KV cache", size(self.cache), f"with its trash block; {size(self.left)} left"),
+            ("device blocks", f"{self.device_blocks:,}", blocks),
+            ("host blocks", f"{self.host_blocks:,}", swap),
+            ("tokens", f"{self.tokens:,}", "in the device blocks"),
+            ("sequences", f"{self.sequences:,}", f"of {self.max_model_len:,} tokens at once"),
+        ]
+        if not self.total:
+            rows[0], rows[4] = ("device", "unknown", ""), (*rows[4][:2], "with its trash block")
+            del rows[3]
+        left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
+        lines = [f"  {name:<{left}}  {value:>{right}}  {note}".rstrip() for name, value, note in rows]
+        return "\n".join([f"memory of {self.device}", *lines])
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people."""
+    unit, name = (GIB, "GiB") if abs(nbytes) >= GIB else (MIB, "MiB")
+    return f"{nbytes / unit:.2f} {name}"
+
+
+def read(device: Any) -> DeviceMemory:
+    """A jax device's memory now: its own count of what JAX may take, or for a CPU the system's memory."""
+    if device.platform == "cpu":
+        return DeviceMemory("the system", *_system(), CPU_LIMIT)
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit", 0)
+    return DeviceMemory(str(device), limit, max(limit - stats.get("bytes_in_use", 0), 0))
+
+
+def _system() -> tuple[int, int]:
     try:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     except (OSError, KeyError, ValueError):  # not Linux: half of what is installed
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = total // 2
+    return total, free
 
 
-def blocks_that_fit(block_bytes: int, fraction: float, device: Any) -> int:
-    """Blocks in `fraction` of the free memory, the trash block not counted.
+def activations_peak(compiled: Any) -> int:
+    """Bytes that a compiled step needs beside its arguments: temporaries, and outputs that are not the donated cache.
+
+    It is XLA's own plan of its buffers, known before the step has run. 0 where a backend does not tell.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return 0
+    return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+
+
+def whole_blocks(nbytes: float, block_bytes: int) -> int:
+    """Blocks that `nbytes` hold whole."""
+    return int(nbytes // block_bytes)
+
+
+def host_blocks(swap_space_gib: float, block_bytes: int) -> int:
+    """Blocks of the swap space on the host. It has no trash block: nothing pads a copy to it."""
+    return whole_blocks(swap_space_gib * GIB, block_bytes)
+
+
+def blocks_that_fit(block_bytes: int, fraction: float, device: DeviceMemory, activations: int = 0) -> int:
+    """Blocks in `fraction` of the free memory less what a step needs, the trash block not counted.
 
     Raises:
-        ValueError: not even one fits.
+        ValueError: not even one fits, or the device does not say what is free.
     """
-    free = free_bytes(device)
-    room = int(free * fraction)
-    if device.platform == "cpu":
-        room = min(room, CPU_LIMIT)
-    blocks = room // block_bytes - 1
+    if not device.total:
+        raise ValueError(f"{device.name} does not say how much memory it has; set num_blocks")
+    room = int(device.free * fraction) - activations
+    if device.cache_limit is not None:
+        room = min(room, device.cache_limit)
+    blocks = whole_blocks(room, block_bytes) - 1
     if blocks < 1:
         raise ValueError(
-            f"a block takes {block_bytes / 2**20:.2f} MiB, and memory_fraction {fraction} of the {free / GIB:.2f} GiB "
-            "free does not hold two; free some memory, raise memory_fraction or lower block_size"
+            f"a block takes {block_bytes / MIB:.2f} MiB and a step {size(activations)}, and memory_fraction {fraction} "
+            f"of the {device.free / GIB:.2f} GiB free does not hold two blocks beside it; free some memory, raise "
+            "memory_fraction or lower block_size or max_num_batched_tokens"
         )
     return blocks
+
+
+def check_fit(num_blocks: int, block_bytes: int, device: DeviceMemory, activations: int = 0) -> None:
+    """Refuse a number of blocks that the free memory does not hold. A device that does not tell refuses later itself.
+
+    Raises:
+        ValueError: with the largest number that fits.
+    """
+    cache = (num_blocks + 1) * block_bytes
+    if device.total and cache + activations > device.free:
+        fit = whole_blocks(device.free - activations, block_bytes) - 1
+        lower = f"lower num_blocks to at most {fit}, " if fit > 0 else ""
+        raise ValueError(
+            f"num_blocks is {num_blocks}: its cache takes {size(cache)} and a step {size(activations)}, but "
+            f"{device.name} has {size(device.free)} free; {lower}free some memory, or lower max_num_batched_tokens"
+        )
+
+
+def report(
+    device: DeviceMemory,
+    *,
+    weights: int,
+    activations: int,
+    num_blocks: int,
+    block_size: int,
+    block_bytes: int,
+    max_model_len: int,
+    swap_space_gib: float,
+) -> MemoryReport:
+    """Where the memory of `device`, as it was before the cache, goes. Arithmetic alone."""
+    # weights that are still a mapped file count as free memory: what else is in use is then none, not below it
+    other = max(device.total - device.free - weights, 0) if device.total else 0
+    return MemoryReport(
+        device=device.name,
+        total=device.total,
+        free=device.free,
+        weights=weights,
+        activations=activations,
+        other=other,
+        cache=(num_blocks + 1) * block_bytes,
+        block_size=block_size,
+        block_bytes=block_bytes,
+        device_blocks=num_blocks,
+        host_blocks=host_blocks(swap_space_gib, block_bytes),
+        tokens=num_blocks * block_size,
+        max_model_len=max_model_len,
+        sequences=num_blocks // -(-max_model_len // block_size),
+    )

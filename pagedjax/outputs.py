@@ -42,6 +42,7 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None  # the first is None: nothing predicts it
     finished: bool = True
+    num_cached_tokens: int = 0  # of the prompt, found in the cache when the request was first admitted
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Assembly:
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     cumulative: float = 0.0
+    num_cached: int | None = None  # tokens found in the cache at its first admission
 
     def __post_init__(self) -> None:
         p = self.params

@@ -1,14 +1,18 @@
 """The event log: what went into the scheduler and what came out of it, one line of JSON a transition.
 
-    {"pagedjax_replay":1,"pagedjax":"0.1.0","policy":"fcfs","config":{"block_size":4,...}}
+    {"pagedjax_replay":2,"pagedjax":"0.1.0","policy":"fcfs","config":{"block_size":4,...}}
     {"submit":{"request_id":"a","prompt_len":5,"max_tokens":8,...}}
     {"schedule":{"step":0,"ids":["a"],"starts":[0],"counts":[5],"blocks":{"a":[1,2]},"admitted":["a"],...}}
     {"cancel":{"request_id":"b","reason":"abort","events":[]}}
-    {"commit":{"sampled":[17],"events":[{"event":"Admitted",...},{"event":"Sampled",...}]}}
+    {"commit":{"sampled":[17],"hashes":{},"events":[{"event":"Admitted",...},{"event":"Sampled",...}]}}
 
-The scheduler is pure, so the header, the submits, the cancels and the sampled tokens determine every other byte.
+    {"forget":{}}
+
+The scheduler is pure, so the header, the submits, the cancels, the sampled tokens and the hashes of the blocks that
+they filled determine every other byte.
 `verify` runs it again from those and compares line by line. A reader needs no scheduler: `blocks` are the blocks that
-a sequence got in this step, added to those it had, and it has none after it was preempted or finished. `sampled` is
+a sequence got in this step, added to those it had, and it has none after it was preempted or finished; `copies` are
+(from, to), and `tables` the whole tables of branches that write to a copy from now on. `sampled` is
 null for a row whose token nobody took: one within a prompt, or cancelled meanwhile.
 
 python -m pagedjax.replay run.jsonl       exit code 1 if the run does not replay
@@ -29,10 +33,11 @@ from pagedjax.policies import POLICIES, Policy
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.types import Event, Finished, FinishReason, Plan, Preempted, Request, Sampled
 
-FORMAT = 1
-Kind = Literal["init", "submit", "schedule", "commit", "cancel"]
+FORMAT = 2
+Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget"]
 KINDS = get_args(Kind)
-Written = dict[str, int]  # request id -> how many of its blocks earlier lines named
+Hashes = Mapping[str, Sequence[str]]  # request id -> hashes of the blocks that a step filled
+Written = dict[str, tuple[int, ...]]  # request id -> its blocks, as earlier lines named them
 
 
 class ReplayError(ValueError):
@@ -103,10 +108,13 @@ class Recorder:
         self._plan = plan
         self._write(schedule_line(plan, self._written))
 
-    def commit(self, sampled: Sequence[int], events: Sequence[Event]) -> None:
+    def commit(self, sampled: Sequence[int], hashes: Hashes, events: Sequence[Event]) -> None:
         assert self._plan is not None, "a commit without a schedule before it"
-        self._write(commit_line(self._plan, sampled, events, self._written))
+        self._write(commit_line(self._plan, sampled, hashes, events, self._written))
         self._plan = None
+
+    def forget(self) -> None:
+        self._write(forget_line())
 
     def close(self) -> None:
         self._file.close()
@@ -125,22 +133,29 @@ def schedule_line(plan: Plan, written: Written) -> str:
     for name in plan.preempted:
         written.pop(name, None)
     ids = [seq.request.request_id for seq in plan.seqs]
-    new = {}
+    new, tables = {}, {}
     for name, seq in zip(ids, plan.seqs, strict=True):
-        had = written.get(name, 0)
-        if len(seq.blocks) > had:
-            new[name] = seq.blocks[had:]
-            written[name] = len(seq.blocks)
+        had = written.get(name, ())
+        if seq.group is not None and seq.blocks[: len(had)] != had:
+            tables[name] = written[name] = seq.blocks
+        elif len(seq.blocks) > len(had):
+            new[name] = seq.blocks[len(had) :]
+            written[name] = seq.blocks
     rows = {"step": plan.step, "ids": ids, "starts": plan.starts, "counts": plan.counts, "blocks": new}
-    queue = {"admitted": plan.admitted, "preempted": plan.preempted, "waiting": plan.num_waiting}
+    rows |= {"copies": plan.copies, "tables": tables}
+    queue = {"admitted": plan.admitted, "cached": plan.cached, "preempted": plan.preempted, "waiting": plan.num_waiting}
     return dump({"schedule": rows | queue | {"blocks_used": plan.blocks_used}})
 
 
-def commit_line(plan: Plan, sampled: Sequence[int], events: Sequence[Event], written: Written) -> str:
+def commit_line(plan: Plan, sampled: Sequence[int], hashes: Hashes, events: Sequence[Event], written: Written) -> str:
     taken = {name for event in events if isinstance(event, Sampled) for name in event.request_ids}
     rows = zip(plan.seqs, sampled, strict=True)
     tokens = [token if seq.request.request_id in taken else None for seq, token in rows]
-    return dump({"commit": {"sampled": tokens, "events": _event_records(events, written)}})
+    return dump({"commit": {"sampled": tokens, "hashes": hashes, "events": _event_records(events, written)}})
+
+
+def forget_line() -> str:
+    return dump({"forget": {}})
 
 
 def _event_records(events: Sequence[Event], written: Written) -> list[dict[str, Any]]:
@@ -225,7 +240,11 @@ def _advance(
 ) -> tuple[str, Transition | None]:
     """Take the inputs of a line, ignore its outcomes -> the line that it should be and the transition."""
     if kind == "submit":
-        request = Request(**body | {"stop_token_ids": frozenset(body["stop_token_ids"])})
+        request = Request(
+            **body
+            | {"stop_token_ids": frozenset(body["stop_token_ids"])}
+            | {name: tuple(body[name]) for name in ("forks", "hashes")}
+        )
         return submit_line(request), Transition(kind, scheduler.submit(state, request), None, ())
     if kind == "cancel":
         state, events = scheduler.cancel(state, body["request_id"], body["reason"])
@@ -237,8 +256,11 @@ def _advance(
         if plan is None:
             raise ValueError("a commit without a schedule before it")
         sampled = [0 if token is None else token for token in body["sampled"]]
-        state, events = scheduler.commit(state, plan, sampled)
-        return commit_line(plan, sampled, events, written), Transition(kind, state, None, events)
+        hashes = {request_id: tuple(new) for request_id, new in body["hashes"].items()}
+        state, events = scheduler.commit(state, plan, sampled, hashes)
+        return commit_line(plan, sampled, hashes, events, written), Transition(kind, state, None, events)
+    if kind == "forget":
+        return forget_line(), Transition(kind, scheduler.forget(state), None, ())
     return "", None
 
 

@@ -1,4 +1,4 @@
-"""The one jit and the one donation of the library."""
+"""The jits of the library, and its donations: of the cache, to the step and to the copying of blocks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from flax import nnx
 
 from pagedjax.attention import Attend
 from pagedjax.batch import Batch
-from pagedjax.cache import KVCache
+from pagedjax.cache import KVCache, copy
 from pagedjax.sampling import PromptLogprobs, Sampled, prompt_logprobs, sample
 
 Step = Callable[[Any, KVCache, Batch], tuple[KVCache, "StepOutput"]]
+
+
+# copy_blocks(cache, source, target) -> cache; padding copies the trash block onto itself
+copy_blocks = jax.jit(copy, donate_argnums=0)
 
 
 class StepOutput(NamedTuple):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -54,13 +54,15 @@ class SamplingParams:
     """How the tokens of one request are chosen. Names and defaults are vLLM's.
 
     Order of operations on the logits (vLLM's): allowed_token_ids, logit_bias, min_tokens, penalties, temperature,
-    min_p, top_k, top_p. `temperature=0` is greedy. `top_k` of 0 or -1 is off.
+    min_p, top_k, top_p. `temperature=0` is greedy. `top_k` of 0 or -1 is off. `best_of` branches are drawn and the n
+    of the largest summed log-probability returned; None is n.
 
     Raises:
         ValueError: a value out of its range; the message names the value and the range.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -81,6 +83,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    enable_prefix_caching: bool = True  # False: neither finds blocks in the cache nor leaves any there
+    cache_salt: str | None = None  # shares blocks only with requests of the same salt
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:  # normalising the spelling of a value, never its meaning
@@ -109,6 +113,9 @@ class SamplingParams:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
 
         check(self.n >= 1, "n", "at least 1")
+        best = self.best_of
+        rule = f"None, or an integer of at least n ({self.n})"
+        check(best is None or (type(best) is int and best >= self.n), "best_of", rule)
         check(0.0 <= self.temperature <= 2.0, "temperature", "between 0 (greedy) and 2")
         check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1 (1 is off)")
         check(self.top_k >= -1, "top_k", "at least 1, or 0 / -1 for off")
@@ -124,9 +131,17 @@ class SamplingParams:
             check(value is None or (type(value) is int and 0 <= value <= 20), name, "None or an integer from 0 to 20")
         check(all(isinstance(s, str) and s for s in self.stop), "stop", "a non-empty string or several of them")
         check(not (self.stop and not self.detokenize), "stop", "empty when detokenize is False: it matches text")
+        salt = self.cache_salt
+        check(salt is None or (isinstance(salt, str) and salt != ""), "cache_salt", "None or a non-empty string")
         check(self.allowed_token_ids != (), "allowed_token_ids", "None or non-empty")
         bias = self.logit_bias or {}
         check(all(-100.0 <= v <= 100.0 for v in bias.values()), "logit_bias", "between -100 and 100 for every token")
+
+    def drawn(self) -> SamplingParams:
+        """What to run: as many branches as are drawn, with the log-probabilities that choosing among them needs."""
+        if self.best_of is None or self.best_of == self.n:
+            return self
+        return replace(self, n=self.best_of, best_of=None, logprobs=0 if self.logprobs is None else self.logprobs)
 
     @property
     def greedy(self) -> bool:
@@ -142,6 +157,9 @@ class Request(NamedTuple):
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
+    user: str = ""  # whose share the policy "fair" counts it to
+    forks: tuple[str, ...] = ()  # ids of further branches, which begin when this one has computed the prompt
+    hashes: tuple[str, ...] = ()  # of the prompt's full blocks (prefix.py); empty: shares no blocks with anyone
 
 
 class Seq(NamedTuple):
@@ -153,6 +171,8 @@ class Seq(NamedTuple):
     length: int  # prompt + generated tokens
     computed: int = 0
     blocks: tuple[int, ...] = ()
+    hashes: tuple[str, ...] = ()  # of its first full blocks, as far as they are known; it keeps them when preempted
+    group: int | None = None  # arrival of the first of the branches that forked from one prompt; None: no others
 
     @property
     def request_id(self) -> str:
@@ -204,6 +224,8 @@ class Plan(NamedTuple):
     starts: tuple[int, ...]  # tokens of each whose keys and values are in the cache before the step
     counts: tuple[int, ...]  # tokens to compute of each, at least 1
     admitted: tuple[str, ...]  # request ids that entered `running` in this step
+    cached: tuple[int, ...]  # tokens of each of those whose keys and values were found in the cache
+    copies: tuple[tuple[int, int], ...]  # (from, to): blocks to copy before anything is written
     preempted: tuple[str, ...]  # request ids sent back to the front of the queue, in that order
     num_waiting: int  # after admission
     blocks_used: int  # blocks with an owner while the step runs
@@ -222,7 +244,7 @@ class Plan(NamedTuple):
 def current(seqs: tuple[Seq, ...], lengths: tuple[int, ...], computed: tuple[int, ...]) -> tuple[Seq, ...]:
     """Records with the `length` and `computed` of their columns."""
     return tuple(
-        Seq(seq.request, seq.arrival, seq.limit, length, done, seq.blocks)
+        Seq(seq.request, seq.arrival, seq.limit, length, done, seq.blocks, seq.hashes, seq.group)
         for seq, length, done in zip(seqs, lengths, computed, strict=True)
     )
 
@@ -230,11 +252,20 @@ def current(seqs: tuple[Seq, ...], lengths: tuple[int, ...], computed: tuple[int
 class Admitted(NamedTuple):
     step: int
     request_id: str
+    num_tokens: int  # known at that moment: the prompt, and what was generated before a preemption
+    num_cached: int  # of them found in the cache
 
 
 class Preempted(NamedTuple):
     step: int
     request_id: str
+
+
+class Forked(NamedTuple):
+    """Branches that begin to run, on the blocks of the one that computed their prompt."""
+
+    step: int
+    request_ids: tuple[str, ...]
 
 
 class Sampled(NamedTuple):
@@ -252,7 +283,7 @@ class Finished(NamedTuple):
     num_output: int
 
 
-Event = Admitted | Preempted | Sampled | Finished
+Event = Admitted | Preempted | Sampled | Forked | Finished
 
 
 class TokenLogprobs(NamedTuple):

@@ -1,20 +1,23 @@
 """A naive scheduler to compare the real one with, written from its rules alone. Mutable, slow, first come first served.
 
-The cache is modelled slot by slot: `slots[block, offset]` says whose token, at which position, the device wrote there
-last. So a block given to two sequences, or written past, shows as a sequence that reads somebody else's token.
+The cache is modelled slot by slot: `slots[block, offset]` says which token, after which tokens, the device wrote there
+last. So a block that is shared but holds something else, or is written past, shows as a sequence that reads a wrong
+token. Prompts come in families: those of one family begin alike. `spell` writes out the tokens of a sequence, and the
+hash of a block is what it and everything before it spell.
 
-Which block ids a sequence gets is the pool's own affair: the model says how many, takes the ids from the real plan and
-checks that nobody else has them.
+Which ids new blocks get is the pool's own affair: the model puts a negative number in their place, takes the ids from
+the real plan and checks that nobody else has them. Which published blocks a sequence shares, the model says itself.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 
 from pagedjax import blocks
 from pagedjax.scheduler import SchedulerConfig, SchedulerState, running
-from pagedjax.types import Admitted, Event, Finished, FinishReason, Plan, Preempted, Request, Sampled
+from pagedjax.types import Admitted, Event, Finished, FinishReason, Forked, Plan, Preempted, Request, Sampled
 
 
 @dataclass(eq=False)  # compared by identity: an id may come back after its request ended
@@ -23,16 +26,29 @@ class Life:
     arrival: int
     outputs: list[int] = field(default_factory=list)
     computed: int = 0
-    entitled: int = 0  # blocks it has, by the rules
-    table: list[int] = field(default_factory=list)  # their ids, as the real scheduler chose them
+    table: list[int] = field(default_factory=list)  # its blocks; negative until the real scheduler chose the id
+    hashed: int = 0  # blocks whose hash the scheduler was told
+    group: int | None = None  # arrival of the first branch, if there are several
 
     @property
     def name(self) -> str:
         return self.request.request_id
 
     @property
+    def width(self) -> int:
+        return 1 + len(self.request.forks)
+
+    @property
     def known(self) -> int:
         return self.request.prompt_len + len(self.outputs)
+
+    def shares(self) -> bool:
+        return not self.name.startswith("private")
+
+    def key(self, stop: int) -> str:
+        """Its first `stop` tokens, spelled out. Its name says the family: r17.2 is of family 2."""
+        whole = ["f" + self.name.partition(".")[2]] * self.request.prompt_len + [str(token) for token in self.outputs]
+        return " ".join(whole[:stop])
 
 
 @dataclass
@@ -40,18 +56,23 @@ class Step:
     """What the rules want of one step."""
 
     rows: list[tuple[Life, int, int]]  # sequence, first token to compute, how many
-    admitted: list[str]
+    admitted: list[Life]
     preempted: list[str]
+    cached: list[int] = field(default_factory=list)  # tokens of each admitted one that need not be computed
+    entered: list[int] = field(default_factory=list)  # its known tokens when it was admitted
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Model:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.waiting: list[Life] = []  # in no order that matters: the earliest arrival is next
-        self.running: list[Life] = []  # in order of admission
-        self.slots: dict[tuple[int, int], tuple[int, int]] = {}
+        self.running: list[Life] = []  # decodes first, else in order of admission
+        self.slots: dict[tuple[int, int], str] = {}
+        self.published: dict[str, int] = {}  # what a block holds -> the block
+        self.idle: list[int] = []  # published blocks that nobody has; the first is the next to lose its content
         self.flight: Step | None = None
-        self.arrivals = self.steps = 0
+        self.arrivals = self.steps = self.unseen = 0
 
     def alive(self) -> list[Life]:
         return self.waiting + self.running
@@ -62,96 +83,244 @@ class Model:
     def accepts(self, request: Request) -> bool:
         fits = math.ceil(self.limit(request) / self.config.block_size) <= self.config.num_blocks
         sane = request.prompt_len > 0 and request.max_tokens > 0 and request.prompt_len < self.config.max_model_len
-        return fits and sane and all(life.name != request.request_id for life in self.alive())
+        names = [request.request_id, *request.forks, *self.names()]
+        few = 1 + len(request.forks) <= min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        return fits and sane and few and len(set(names)) == len(names)
+
+    def names(self) -> list[str]:
+        return [name for life in self.alive() for name in (life.name, *life.request.forks)]
+
+    def hashes(self, name: str, prompt_len: int) -> tuple[str, ...]:
+        """What a request says of its prompt."""
+        life, size = Life(Request(name, prompt_len, 1), 0), self.config.block_size
+        return tuple(life.key(j * size) for j in range(1, prompt_len // size + 1)) if life.shares() else ()
 
     def submit(self, request: Request) -> None:
-        self.waiting.append(Life(request, self.arrivals))
-        self.arrivals += 1
+        group = self.arrivals if request.forks else None
+        self.waiting.append(Life(request, self.arrivals, hashed=len(request.hashes), group=group))
+        self.arrivals += 1 + len(request.forks)
+
+    def owned(self) -> set[int]:
+        return {block for life in self.running for block in life.table}
 
     def free(self) -> int:
-        return self.config.num_blocks - sum(life.entitled for life in self.running)
+        return self.config.num_blocks - len(self.owned())
+
+    def take(self, life: Life, number: int) -> None:
+        """New blocks for a sequence. When no empty block is left, an idle one loses its content."""
+        for _ in range(number):
+            if self.free() == len(self.idle):
+                lost = self.idle.pop(0)
+                self.published = {key: block for key, block in self.published.items() if block != lost}
+            self.unseen -= 1
+            life.table.append(self.unseen)
+
+    def let_go(self, life: Life) -> None:
+        """A sequence that no longer runs gives up its blocks, the last one first."""
+        held = set(self.published.values()) - self.owned()
+        self.idle += [block for block in reversed(life.table) if block in held]
+        life.computed, life.table = 0, []
 
     def schedule(self) -> Step:
-        c, preempted, admitted = self.config, [], []
+        c, step = self.config, Step([], [], [])
 
         def starving() -> list[Life]:  # their next token lies past their last block
-            return [life for life in self.running if life.computed >= life.entitled * c.block_size]
+            return [life for life in self.running if life.computed >= len(life.table) * c.block_size]
 
-        while len(starving()) > self.free():
+        while len(starving()) + len(self.copying()) > self.free():
             victim = max(self.running, key=lambda life: life.arrival)
-            self.running.remove(victim)
-            self.waiting.append(victim)
-            victim.computed, victim.entitled, victim.table = 0, 0, []
-            preempted.append(victim.name)
-        for life in starving():
-            life.entitled += 1
+            group = [life for life in self.running if life.group is not None and life.group == victim.group]
+            together = 0 < len(group) < len(self.running)
+            for life in sorted(group, key=lambda life: life.arrival) if together else [victim]:
+                self.running.remove(life)
+                self.waiting.append(life)
+                self.let_go(life)
+                step.preempted.append(life.name)
+        full, copying = starving(), self.copying()
+        for life in full + copying:
+            self.take(life, 1)
+        for life in copying:
+            new, at = life.table.pop(), life.computed // c.block_size
+            step.copies.append((life.table[at], new))
+            life.table[at] = new
+        for old, _ in step.copies:
+            if old not in self.owned() and old not in self.idle:
+                assert old in self.published.values(), "a block was copied though nobody else needs it"
+                self.idle.append(old)
 
-        rows, budget = [], c.max_num_batched_tokens
+        budget = c.max_num_batched_tokens
         decodes = [life for life in self.running if life.known - life.computed == 1]
-        for life in decodes + [life for life in self.running if life not in decodes]:
+        self.running = decodes + [life for life in self.running if life not in decodes]
+        for life in self.running:
             count = min(life.known - life.computed, budget)
             budget -= count
             if count > 0:
-                rows.append((life, life.computed, count))
-        while self.waiting and budget > 0 and not preempted:
+                step.rows.append((life, life.computed, count))
+        while self.waiting and budget > 0 and not step.preempted:
             life = min(self.waiting, key=lambda life: life.arrival)
-            need = math.ceil(life.known / c.block_size)
-            if need > self.free() or len(self.running) == min(c.max_num_seqs, c.max_num_batched_tokens):
+            found = self.found(life, [row for row in step.rows if row[0] not in decodes])
+            need = math.ceil(life.known / c.block_size) - len(found)
+            free = self.free() - len(set(found) & set(self.idle))
+            places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(other.width for other in self.running)
+            if need > free or life.width > places:
                 break
             self.waiting.remove(life)
             self.running.append(life)
-            life.entitled = need
-            count = min(life.known, budget)
+            self.idle = [block for block in self.idle if block not in found]
+            life.table, life.computed = found, len(found) * c.block_size
+            self.take(life, need)
+            count = min(life.known - life.computed, budget)
             budget -= count
-            rows.append((life, 0, count))
-            admitted.append(life.name)
-        self.flight = Step(rows, admitted, preempted)
-        return self.flight
+            step.rows.append((life, life.computed, count))
+            step.admitted.append(life)
+            step.cached.append(life.computed)
+            step.entered.append(life.known)
+        self.flight = step
+        return step
+
+    def copying(self) -> list[Life]:
+        """Branches whose next token goes to a block that others have as well, or might find."""
+        size, found = self.config.block_size, []
+        owners = Counter(block for life in self.running for block in life.table)
+        for life in self.running:
+            if life.group is None or life.computed // size >= len(life.table):
+                continue
+            block = life.table[life.computed // size]
+            if owners[block] > 1 or block in self.published.values():
+                found.append(life)
+                owners[block] -= 1
+        return found
+
+    def found(self, life: Life, chunks: list[tuple[Life, int, int]]) -> list[int]:
+        """Blocks that hold, or hold when this step has written, the beginning of a sequence without its last token."""
+        size, found = self.config.block_size, []
+        for j in range(min(life.hashed, (life.known - 1) // size)):
+            key = life.key((j + 1) * size)
+            coming = [
+                other.table[j]
+                for other, start, count in chunks
+                if start <= j * size and (j + 1) * size <= start + count and j < other.hashed
+                if other.key((j + 1) * size) == key
+            ]
+            # a chunk may have begun within the block: then the step completes it
+            coming += [
+                other.table[j]
+                for other, start, count in chunks
+                if j * size < start < (j + 1) * size <= start + count and j < other.hashed
+                if other.key((j + 1) * size) == key
+            ]
+            if key in self.published:
+                found.append(self.published[key])
+            elif coming:
+                found.append(coming[0])
+            else:
+                break
+        return found
+
+    def filled(self) -> dict[str, tuple[str, ...]]:
+        """What the shell tells the scheduler of blocks of generated tokens when the step is done."""
+        assert self.flight is not None
+        size, told = self.config.block_size, {}
+        for life, start, count in self.flight.rows:
+            full = (start + count) // size
+            if life.shares() and full > start // size and full > life.hashed:
+                told[life.name] = tuple(life.key((j + 1) * size) for j in range(life.hashed, full))
+        return told
 
     def execute(self, plan: Plan) -> None:
         """Take the block ids of the real plan and let the device write and read the cache through them."""
         assert self.flight is not None
         size = self.config.block_size
+        seen: dict[int, int] = {}
         for (life, start, count), seq in zip(self.flight.rows, plan.seqs, strict=True):
-            table = list(seq.blocks)
-            assert table[: len(life.table)] == life.table, f"{life.name}: blocks it had were taken or moved"
-            assert len(table) == life.entitled, f"{life.name}: has {len(table)} blocks, is entitled to {life.entitled}"
-            assert start + count <= len(table) * size, f"{life.name}: writes past its blocks"
-            life.table = table
-        owned = [block for life in self.running for block in life.table]
-        assert len(owned) == len(set(owned)), "a block has two owners"
-        assert all(1 <= block <= self.config.num_blocks for block in owned), "a block id is out of range"
+            assert len(seq.blocks) == len(life.table), f"{life.name}: {len(seq.blocks)} blocks, not {len(life.table)}"
+            assert start + count <= len(life.table) * size, f"{life.name}: writes past its blocks"
+            for mine, real in zip(life.table, seq.blocks, strict=True):
+                assert seen.setdefault(mine, real) == real, f"{life.name}: blocks it had or shares were taken or moved"
+                assert mine < 0 or mine == real, f"{life.name}: blocks it had or shares were taken or moved"
+        for life in self.running:
+            life.table = [seen.get(block, block) for block in life.table]
+        copies = [(old, seen[new]) for old, new in self.flight.copies]
+        assert copies == list(plan.copies), "other blocks are copied"
+        for old, new in copies:
+            for offset in range(size):
+                self.slots[new, offset] = self.slots.get((old, offset), "nothing")
+        ids = set(seen.values()) | self.owned()
+        assert len(set(seen.values())) == len(seen), "a block was handed out twice"
+        assert all(1 <= block <= self.config.num_blocks for block in ids), "a block id is out of range"
+        assert not ids & set(self.idle), "an idle block has an owner"
+
+        written: set[tuple[int, int]] = set()
         for life, start, count in self.flight.rows:
             for at in range(start, start + count):
-                self.slots[life.table[at // size], at % size] = (life.arrival, at)
+                slot = (life.table[at // size], at % size)
+                assert slot not in written, "two sequences write to one slot"
+                written.add(slot)
+                for other in self.running:
+                    read = other.computed > at and other.table[at // size] == slot[0] and other is not life
+                    assert not read or other in self.flight.admitted, f"{life.name} writes what {other.name} has"
+                self.slots[slot] = life.key(at + 1)
         for life, start, count in self.flight.rows:
             for at in range(start + count):
-                assert self.slots[life.table[at // size], at % size] == (life.arrival, at), "reads another's token"
+                assert self.slots[life.table[at // size], at % size] == life.key(at + 1), "reads another's token"
 
     def commit(self, sampled: list[int]) -> list[Event]:
         assert self.flight is not None
         events: list[Event] = [Preempted(self.steps, name) for name in self.flight.preempted]
-        events += [Admitted(self.steps, name) for name in self.flight.admitted]
+        entered = zip(self.flight.admitted, self.flight.entered, self.flight.cached, strict=True)
+        events += [Admitted(self.steps, life.name, known, cached) for life, known, cached in entered]
         new: list[tuple[str, int]] = []
         ends: list[Event] = []
+        forked: list[Event] = []
+        gone: list[Life] = []
         for (life, start, count), token in zip(self.flight.rows, sampled, strict=True):
             if life not in self.running:
                 continue  # cancelled meanwhile
             life.computed = start + count
+            self.publish(life, start)
             if life.computed < life.known:
                 continue
+            if life.request.forks:
+                forked.append(Forked(self.steps, tuple(self.fork(life))))
             life.outputs.append(token)
             new.append((life.name, token))
             reason = self.why_ended(life)
             if reason is not None:
-                self.running.remove(life)
+                gone.append(life)
                 ends.append(Finished(self.steps, life.name, reason, len(life.outputs)))
+        for life in gone:
+            self.running.remove(life)
+            self.let_go(life)
+        events += forked
         if new:
             names, tokens = zip(*new, strict=True)
             events.append(Sampled(self.steps, names, tokens))
         self.steps += 1
         self.flight = None
         return events + ends
+
+    def fork(self, life: Life) -> list[str]:
+        """The branches of a sequence whose prompt is computed begin: they have all of it but the last token."""
+        forks, request = life.request.forks, life.request._replace(forks=())
+        life.request, computed = request, request.prompt_len - 1
+        for number, name in enumerate(forks, 1):
+            fork = Life(request._replace(request_id=name), life.arrival + number, group=life.group)
+            fork.computed, fork.hashed = computed, life.hashed
+            fork.table = life.table[: math.ceil(computed / self.config.block_size)]
+            self.running.append(fork)
+        return list(forks)
+
+    def publish(self, life: Life, start: int) -> None:
+        """Blocks that a sequence filled in this step can be found from now on, unless others hold the same."""
+        size = self.config.block_size
+        full = life.computed // size
+        if life.shares() and full > start // size:
+            life.hashed = max(life.hashed, full)
+        for j in range(start // size, min(full, life.hashed)):
+            self.published.setdefault(life.key((j + 1) * size), life.table[j])
+
+    def forget(self) -> None:
+        self.published, self.idle = {}, []
 
     def why_ended(self, life: Life) -> FinishReason | None:
         request = life.request
@@ -163,9 +332,14 @@ class Model:
 
     def cancel(self, name: str, reason: FinishReason) -> list[Event]:
         for life in self.alive():
+            if name in life.request.forks:
+                left = tuple(fork for fork in life.request.forks if fork != name)
+                life.request = life.request._replace(forks=left)
+                return [Finished(self.steps, name, reason, 0)]
             if life.name == name:
                 (self.waiting if life in self.waiting else self.running).remove(life)
-                return [Finished(self.steps, name, reason, len(life.outputs))]
+                self.let_go(life)
+                return [Finished(self.steps, each, reason, len(life.outputs)) for each in (name, *life.request.forks)]
         return []
 
     def compare(self, state: SchedulerState) -> None:
@@ -176,7 +350,9 @@ class Model:
         real = [(seq.arrival, seq.length, seq.computed, list(seq.blocks)) for seq in running(state)]
         assert real == [(life.arrival, life.known, life.computed, life.table) for life in self.running]
         assert [seq.limit for seq in running(state)] == [self.limit(life.request) for life in self.running]
-        owners = {block: 1 for life in self.running for block in life.table}
-        assert dict(state.pool.owners) == owners, "owner counts differ from the tables"
+        owners = Counter(block for life in self.running for block in life.table)
+        assert dict(state.pool.owners) == dict(owners), "owner counts differ from the tables"
+        assert dict(state.pool.contents) == self.published, "something else is published"
+        assert list(blocks.idle_ids(state.pool)) == self.idle, "idle blocks in another order"
         assert sorted(blocks.free_ids(state.pool)) == sorted(set(range(1, self.config.num_blocks + 1)) - set(owners))
         assert (state.step, state.arrivals) == (self.steps, self.arrivals)

@@ -20,8 +20,8 @@ def take(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
     return taken
 
 
-def facts(pool: BlockPool) -> tuple[int, tuple[int, ...], dict[int, int]]:
-    return pool.num_free, blocks.free_ids(pool), dict(pool.owners)
+def facts(pool: BlockPool) -> tuple[int, tuple[int, ...], dict[int, int], dict[str, int]]:
+    return pool.num_free, blocks.free_ids(pool), dict(pool.owners), dict(pool.contents)
 
 
 def test_a_new_pool_has_every_block_but_the_trash_block():
@@ -151,7 +151,78 @@ def test_a_large_pool_with_a_history_can_be_compared_printed_and_copied():
     assert repr(pool) == "BlockPool(29999 of 30000 free)"
 
 
-actions = st.lists(st.tuples(st.sampled_from(["allocate", "share", "release"]), st.integers(0, 7)), max_size=60)
+def test_published_content_outlives_its_owners_and_is_shared_with_the_next():
+    pool, (a, b) = take(blocks.init(4), 2)
+    pool = blocks.publish(pool, [(a, "x"), (b, "xy")])
+    assert blocks.find(pool, ["x", "xy", "xyz"]) == (a, b)
+    assert blocks.find(pool, ["q", "x"]) == ()
+    pool = blocks.release(pool, [b, a])
+    assert blocks.idle_ids(pool) == (b, a)
+    assert pool.num_free == 4
+    blocks.check(pool, [])
+    pool = blocks.share(pool, (a,))
+    assert (pool.num_free, blocks.idle_ids(pool)) == (3, (b,))
+    blocks.check(pool, [(a,)])
+
+
+def test_content_is_lost_only_when_nothing_empty_is_left_and_the_longest_idle_first():
+    pool, ids = take(blocks.init(4), 3)
+    pool = blocks.release(blocks.publish(pool, zip(ids, "abc", strict=True)), (2, 1, 3))
+    pool, taken = take(pool, 3)
+    assert taken == (4, 2, 1)
+    assert (blocks.find(pool, "c"), blocks.find(pool, "b"), blocks.find(pool, "a")) == ((3,), (), ())
+    blocks.check(pool, [taken])
+
+
+def test_content_stays_in_the_block_that_held_it_first():
+    pool, (a, b) = take(blocks.init(2), 2)
+    pool = blocks.publish(blocks.publish(pool, [(a, "x")]), [(b, "x")])
+    assert blocks.find(pool, ["x"]) == (a,)
+    pool = blocks.release(pool, (a, b))
+    assert blocks.idle_ids(pool) == (a,)
+    blocks.check(pool, [])
+
+
+def test_a_block_cannot_hold_two_things_nor_anything_without_an_owner():
+    pool, (a,) = take(blocks.init(2), 1)
+    pool = blocks.publish(pool, [(a, "x")])
+    assert blocks.publish(pool, [(a, "x")]) == pool
+    with pytest.raises(ValueError, match="block 1 holds x; it cannot hold y as well"):
+        blocks.publish(pool, [(a, "y")])
+    with pytest.raises(ValueError, match="block 2 has no owner"):
+        blocks.publish(pool, [(2, "y")])
+
+
+def test_forgetting_empties_what_is_idle_and_leaves_owners_alone():
+    pool, ids = take(blocks.init(3), 3)
+    pool = blocks.forget(blocks.release(blocks.publish(pool, zip(ids, "abc", strict=True)), (3, 1)))
+    assert (blocks.find(pool, "a"), blocks.find(pool, "b"), pool.num_free) == ((), (), 2)
+    blocks.check(pool, [(2,)])
+    assert blocks.free_ids(pool) == (3, 1)
+    assert not blocks.release(pool, (2,)).idle
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"hashes": blocks.Map()}, "two blocks hold the same"),
+        ({"stamps": blocks.Map()}, "two stamps"),
+        ({"idle": blocks.Map(), "stamps": blocks.Map()}, "free list"),
+        ({"newest": 0}, "outside the queue"),
+    ],
+)
+def test_check_finds_content_that_does_not_add_up(broken, message):
+    pool, ids = take(blocks.init(3), 2)
+    pool = blocks.release(blocks.publish(pool, zip(ids, "ab", strict=True)), ids[:1])
+    blocks.check(pool, [ids[1:]])
+    with pytest.raises(AssertionError, match=message):
+        blocks.check(pool._replace(**broken), [ids[1:]])
+
+
+actions = st.lists(
+    st.tuples(st.sampled_from(["allocate", "share", "release", "publish", "reuse", "forget"]), st.integers(0, 7)),
+    max_size=60,
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -159,8 +230,11 @@ actions = st.lists(st.tuples(st.sampled_from(["allocate", "share", "release"]), 
 def test_any_history_agrees_with_a_dictionary_of_counts(size: int, script: list[tuple[str, int]]):
     pool = blocks.init(size)
     tables: list[list[int]] = []  # the owners: each holds some blocks, once
+    held: dict[str, int] = {}  # content, and the block that has it
+    idle: list[int] = []
     past = []
     for action, number in script:
+        before = {block for table in tables for block in table}
         past.append((pool, facts(pool)))
         if action == "allocate":
             counts = Counter(block for table in tables for block in table)
@@ -176,7 +250,27 @@ def test_any_history_agrees_with_a_dictionary_of_counts(size: int, script: list[
             pool = blocks.share(pool, tables[-1])
         elif action == "release" and tables:
             pool = blocks.release(pool, tables.pop(number % len(tables)))
+        elif action == "publish" and tables:
+            keys = [(block, f"{block}@{len(past)}") for block in tables[number % len(tables)]]
+            new = [(block, key) for block, key in keys if block not in held.values()]
+            held |= {key: block for block, key in new}
+            pool = blocks.publish(pool, new)
+        elif action == "reuse" and idle:
+            tables.append([idle[number % len(idle)]])
+            pool = blocks.share(pool, tables[-1])
+        elif action == "forget":
+            held.clear()
+            pool = blocks.forget(pool)
 
+        now = {block for table in tables for block in table}
+        gone = [block for block in idle if block in now and action == "allocate"]
+        assert gone == idle[: len(gone)], "not the longest idle block was emptied"
+        assert not gone or set(range(1, size + 1)) <= now | set(idle), "emptied an idle block though others were empty"
+        held = {key: block for key, block in held.items() if block not in gone}
+        left = [block for block in idle if block not in now and block in held.values()]
+        idle = left + [b for b in blocks.idle_ids(pool) if b in before - now and b in held.values()]
+        assert list(blocks.idle_ids(pool)) == idle
+        assert dict(pool.contents) == held
         counts = Counter(block for table in tables for block in table)
         assert dict(pool.owners) == dict(counts)
         assert sorted(blocks.free_ids(pool)) == sorted(set(range(1, size + 1)) - set(counts))

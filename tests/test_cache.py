@@ -58,7 +58,7 @@ def compiled_step(model, *, t: int, blocks: int):
         )
     )
     shapes = Shapes((t,), 8, s, m.max_len // s, m.max_len, m.vocab_size)
-    batch = pack(Plan(0, (), (), (), (), (), (), 0, 0, 1), {}, shapes, {t: blank_sampling(shapes, t)})
+    batch = pack(Plan(0, (), (), (), (), (), (), (), (), 0, 0, 1), {}, shapes, {t: blank_sampling(shapes, t)})
     step = make_step(model.graphdef, attention.attend("xla", m.head_dim**-0.5), seed=0)
     return step.lower(model.params, kv, batch).compile(), kv
 

@@ -48,6 +48,17 @@ def test_a_memory_fraction_up_to_all_of_it_is_taken(value):
     assert EngineConfig(memory_fraction=value).memory_fraction == value
 
 
+@pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), "4", True, None])
+def test_swap_space_is_a_number_of_gib(value):
+    with pytest.raises(ValueError, match=r"^swap_space_gib is .*; it must be a number of GiB, at least 0$"):
+        EngineConfig(swap_space_gib=value)
+
+
+@pytest.mark.parametrize("value", [0, 0.5, 4.0])
+def test_swap_space_may_be_none_at_all_or_a_part_of_a_gib(value):
+    assert EngineConfig(swap_space_gib=value).swap_space_gib == value
+
+
 @pytest.mark.parametrize("value", [-1, 2**32, 1.0, True, "0"])
 def test_the_seed_is_32_bits(value):
     with pytest.raises(ValueError, match=r"^seed is .*; it must be an integer in \[0, 2\*\*32\)$"):

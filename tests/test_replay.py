@@ -42,7 +42,12 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
             if draw.random() < 0.4 and name not in alive:
                 stops = frozenset(draw.sample(range(4), draw.randrange(3)))
-                request = Request(name, draw.randint(1, 6), draw.randint(1, 6), 0, stops, draw.randrange(3))
+                prompt = draw.randint(1, 6)
+                hashes = tuple(f"{draw.randrange(2)}{i}" for i in range(prompt // config.block_size))
+                request = Request(name, prompt, draw.randint(1, 6), 0, stops, draw.randrange(3), hashes=hashes)
+                branches = [f"{name}/{i}" for i in range(draw.randrange(min(3, config.max_num_seqs)))]
+                free = not any(other.startswith(f"{name}/") for other in state.ids)
+                request = request._replace(forks=tuple(branches[: config.max_num_batched_tokens - 1] if free else ()))
                 state = arrive("submit", scheduler.submit(state, request))
                 recorder.submit(request)
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
@@ -51,16 +56,27 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
                 state, events = scheduler.cancel(state, name, reason)
                 state = arrive("cancel", state, None, events)
                 recorder.cancel(name, reason, events)
+            if draw.random() < 0.05:
+                state = arrive("forget", scheduler.forget(state))
+                recorder.forget()
             if plan is None:
                 state, plan = scheduler.schedule(state, FCFS)
                 state = arrive("schedule", state, plan)
                 recorder.schedule(plan)
             else:
                 sampled = [draw.randrange(20) for _ in plan.seqs]
-                state, events = scheduler.commit(state, plan, sampled)
+                hashes = filled(plan, config.block_size)
+                state, events = scheduler.commit(state, plan, sampled, hashes)
                 state, plan = arrive("commit", state, None, events), None
-                recorder.commit(sampled, events)
+                recorder.commit(sampled, hashes, events)
     return made
+
+
+def filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
+    """Made-up hashes of the blocks of generated tokens that a step fills."""
+    ends = {seq: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)}
+    full = {seq: range(len(seq.hashes), end // size) for seq, end in ends.items() if end % size == 0}
+    return {seq.request_id: tuple(f"{seq.arrival}-{i}" for i in new) for seq, new in full.items() if new}
 
 
 @pytest.fixture
@@ -116,7 +132,7 @@ def test_the_format_is_this(tmp_path: Path):
     """Byte for byte: a change here needs a new format number."""
     path = tmp_path / "run.jsonl"
     recorder, state = Recorder(path, SMALL), scheduler.init(SMALL)
-    for request in (Request("a", 3, 2, 1, frozenset({9, 2}), 5), Request("é\n", 4, 2)):
+    for request in (Request("a", 3, 2, 1, frozenset({9, 2}), 5, "u", hashes=("x",)), Request("é\n", 4, 2)):
         state = scheduler.submit(state, request)
         recorder.submit(request)
     state, plan = scheduler.schedule(state, FCFS)
@@ -124,25 +140,31 @@ def test_the_format_is_this(tmp_path: Path):
     state, events = scheduler.cancel(state, "nobody")
     recorder.cancel("nobody", "abort", events)
     state, events = scheduler.commit(state, plan, [7, 8])
-    recorder.commit([7, 8], events)
+    recorder.commit([7, 8], {}, events)
+    recorder.forget()
+    state = scheduler.forget(state)
     state, plan = scheduler.schedule(state, FCFS)
     recorder.schedule(plan)
     recorder.close()
     assert path.read_text() == (
-        f'{{"pagedjax_replay":1,"pagedjax":"{__version__}","policy":"fcfs","config":{{"block_size":2,"num_blocks":6,'
+        f'{{"pagedjax_replay":2,"pagedjax":"{__version__}","policy":"fcfs","config":{{"block_size":2,"num_blocks":6,'
         '"max_num_batched_tokens":5,"max_num_seqs":4,"max_model_len":12}}\n'
-        '{"submit":{"request_id":"a","prompt_len":3,"max_tokens":2,"min_tokens":1,"stop_token_ids":[2,9],"priority":5}}\n'
+        '{"submit":{"request_id":"a","prompt_len":3,"max_tokens":2,"min_tokens":1,"stop_token_ids":[2,9],"priority":5,'
+        '"user":"u","forks":[],"hashes":["x"]}}\n'
         '{"submit":{"request_id":"\\u00e9\\n","prompt_len":4,"max_tokens":2,"min_tokens":0,"stop_token_ids":[],'
-        '"priority":0}}\n'
+        '"priority":0,"user":"","forks":[],"hashes":[]}}\n'
         '{"schedule":{"step":0,"ids":["a","\\u00e9\\n"],"starts":[0,0],"counts":[3,2],'
-        '"blocks":{"a":[1,2],"\\u00e9\\n":[3,4]},"admitted":["a","\\u00e9\\n"],"preempted":[],"waiting":0,'
+        '"blocks":{"a":[1,2],"\\u00e9\\n":[3,4]},"copies":[],"tables":{},"admitted":["a","\\u00e9\\n"],'
+        '"cached":[0,0],"preempted":[],"waiting":0,'
         '"blocks_used":4}}\n'
         '{"cancel":{"request_id":"nobody","reason":"abort","events":[]}}\n'
-        '{"commit":{"sampled":[7,null],"events":[{"event":"Admitted","step":0,"request_id":"a"},'
-        '{"event":"Admitted","step":0,"request_id":"\\u00e9\\n"},'
+        '{"commit":{"sampled":[7,null],"hashes":{},"events":[{"event":"Admitted","step":0,"request_id":"a",'
+        '"num_tokens":3,"num_cached":0},{"event":"Admitted","step":0,"request_id":"\\u00e9\\n","num_tokens":4,"num_cached":0},'
         '{"event":"Sampled","step":0,"request_ids":["a"],"token_ids":[7]}]}}\n'
-        '{"schedule":{"step":1,"ids":["a","\\u00e9\\n"],"starts":[3,2],"counts":[1,2],"blocks":{},"admitted":[],'
-        '"preempted":[],"waiting":0,"blocks_used":4}}\n'
+        '{"forget":{}}\n'
+        '{"schedule":{"step":1,"ids":["a","\\u00e9\\n"],"starts":[3,2],"counts":[1,2],"blocks":{},"copies":[],'
+        '"tables":{},"admitted":[],'
+        '"cached":[],"preempted":[],"waiting":0,"blocks_used":4}}\n'
     )
     assert verify(path).identical
 
@@ -156,6 +178,7 @@ def test_block_tables_can_be_read_from_the_log_alone(log: Path):
         for name in (*gone, *body.get("preempted", ())):
             tables.pop(name, None)
         if kind == "schedule":
+            tables |= body["tables"]
             for name, new in body["blocks"].items():
                 tables[name] = tables.get(name, []) + new
             plan = next(plans)
@@ -206,7 +229,12 @@ def test_lines_dropped_repeated_swapped_or_spelled_differently_are_caught(log: P
         kinds = {line[:9] for line in lines[at : at + 2]}
         if change == "swap" and kinds != {'{"schedul', '{"commit"'}:
             continue  # a submit may come a line later and change nothing
-        if change == "repeat" and '"blocks":{},"admitted":[],"preempted":[]' in lines[at]:
+        if lines[at] == '{"forget":{}}' or (change == "swap" and lines[at + 1] == '{"forget":{}}'):
+            continue  # what is forgotten may never be asked for again
+        if (
+            change == "repeat"
+            and '"blocks":{},"copies":[],"tables":{},"admitted":[],"cached":[],"preempted":[]' in lines[at]
+        ):
             continue  # planning the same step again is no transition
         log.write_text("\n".join([*copies[change], ""]))
         assert not verify(log).identical, f"{change} line {at + 1}"
@@ -238,17 +266,21 @@ def test_a_file_without_a_whole_line_is_an_error(tmp_path: Path, content: str):
 @pytest.mark.parametrize(
     ("number", "text", "message"),
     [
-        (1, '{"pagedjax_replay":2}', "line 1 has 2; this version reads format 1"),
-        (1, '{"a":1}', "line 1 has no format number; this version reads format 1"),
-        (1, '{"pagedjax_replay":1,"policy":"lifo"}', "line 1 names the policy 'lifo'; known are fcfs"),
-        (1, '{"pagedjax_replay":1,"policy":"fcfs","config":{}}', "line 1 is a malformed header"),
+        (1, '{"pagedjax_replay":1}', "line 1 has 1; this version reads format 2"),
+        (1, '{"a":1}', "line 1 has no format number; this version reads format 2"),
+        (1, '{"pagedjax_replay":2,"policy":"lifo"}', "line 1 names the policy 'lifo'; known are fair, fcfs"),
+        (1, '{"pagedjax_replay":2,"policy":"fcfs","config":{}}', "line 1 is a malformed header"),
         (5, '{"schedule":{', "line 5 is not JSON in ASCII"),
         (5, '{"schedule":"é"}', "line 5 is not JSON in ASCII"),
         (5, "[]", "line 5 is not a JSON object"),
-        (5, "{}", "line 5 is no transition; one has a single key: submit, schedule, commit, cancel"),
+        (5, "{}", "line 5 is no transition; one has a single key: submit, schedule, commit, cancel, forget"),
         (5, '{"step":{}}', "line 5 is no transition"),
         (5, '{"submit":{"request_id":"x"}}', "line 5 is a malformed submit: KeyError"),
-        (5, '{"submit":{"stop_token_ids":[],"colour":1}}', "line 5 is a malformed submit: TypeError"),
+        (
+            5,
+            '{"submit":{"stop_token_ids":[],"forks":[],"hashes":[],"colour":1}}',
+            "line 5 is a malformed submit: TypeError",
+        ),
         (5, '{"submit":7}', "line 5 is a malformed submit: TypeError"),
         (5, '{"cancel":{}}', "line 5 is a malformed cancel: KeyError"),
     ],
@@ -268,7 +300,7 @@ def test_what_is_not_a_log_is_an_error_that_names_the_line(log: Path, capsys, nu
     [
         ('{"commit":{"sampled":[],"events":[]}}', "refused: a commit without a schedule before it"),
         (
-            '{"submit":{"request_id":"x","prompt_len":99,"max_tokens":1,"stop_token_ids":[]}}',
+            '{"submit":{"request_id":"x","prompt_len":99,"max_tokens":1,"stop_token_ids":[],"forks":[],"hashes":[]}}',
             "refused: request 'x' has a prompt of 99 tokens",
         ),
     ],
@@ -285,7 +317,7 @@ def test_a_transition_that_the_scheduler_refuses_is_a_difference(log: Path, text
 def test_a_policy_of_ones_own_can_be_given(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     Recorder(path, SMALL, "mine").close()
-    with pytest.raises(ReplayError, match="'mine'; known are fcfs"):
+    with pytest.raises(ReplayError, match="'mine'; known are fair, fcfs"):
         verify(path)
     assert verify(path, {**POLICIES, "mine": FCFS._replace(name="mine")}).identical
 
@@ -297,7 +329,7 @@ def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
         state, plan = scheduler.schedule(state, FCFS)
         recorder.schedule(plan)
         sampled = np.array([7], np.int32)
-        recorder.commit(sampled, scheduler.commit(state, plan, sampled)[1])  # type: ignore[arg-type]
+        recorder.commit(sampled, {}, scheduler.commit(state, plan, sampled)[1])  # type: ignore[arg-type]
         assert verify(path).identical  # read while it is still open: each line is written at once
         assert path.read_text().count("\n") == 4
 

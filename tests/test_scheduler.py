@@ -76,7 +76,10 @@ def test_a_step_with_nothing_to_do_is_an_empty_plan():
 def test_whole_prompts_are_admitted_together_in_order_of_arrival():
     _state, plan, events = step(start(request("a", 5), request("b", 3), request("c", 9)))
     assert rows(plan) == [("a", 0, 5), ("b", 0, 3), ("c", 0, 9)]
-    assert events == (*(Admitted(0, name) for name in "abc"), Sampled(0, ("a", "b", "c"), (WORD,) * 3))
+    assert events == (
+        *(Admitted(0, n, k, 0) for n, k in (("a", 5), ("b", 3), ("c", 9))),
+        Sampled(0, ("a", "b", "c"), (WORD,) * 3),
+    )
     assert (plan.blocks_used, plan.num_blocks, plan.num_waiting) == (2 + 1 + 3, 64, 0)
 
 
@@ -105,7 +108,7 @@ def test_a_prompt_is_computed_one_token_a_step_when_the_budget_is_one():
 def test_a_chunk_that_does_not_reach_the_end_samples_nothing():
     state, plan, events = step(start(request("a", 5), budget=4), EOS)
     assert [row.samples for row in plan.rows] == [False]
-    assert events == (Admitted(0, "a"),)
+    assert events == (Admitted(0, "a", 5, 0),)
     assert scheduler.running(state)[0].num_output == 0
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from pagedjax import blocks, scheduler
 from pagedjax.policies import FCFS
 from pagedjax.scheduler import Rejected, SchedulerConfig, SchedulerState
-from pagedjax.types import Event, Finished, FinishReason, Plan, Request
+from pagedjax.types import Event, Finished, FinishReason, Forked, Plan, Request
 from tests.scheduler_model import Model
 
 STOPS = (0, 1, 2)
@@ -34,7 +34,8 @@ configs = st.builds(
 def plain(value: Any) -> Any:
     """A deep copy in mutable containers, so that nothing in it is shared with the original."""
     if isinstance(value, SchedulerState):
-        pool = (value.pool.num_free, list(blocks.free_ids(value.pool)), sorted(value.pool.owners.items()))
+        kept = sorted(value.pool.owners.items()), sorted(value.pool.contents.items())
+        pool = (value.pool.num_free, list(blocks.free_ids(value.pool)), *kept)
         return [plain(value.config), pool, plain(value.waiting), plain(value.running), value.step, value.arrivals]
     if isinstance(value, frozenset):
         return sorted(value)
@@ -65,6 +66,7 @@ class Driver:
         self.remember(state)
 
     def submit(self, request: Request) -> None:
+        request = request._replace(hashes=self.model.hashes(request.request_id, request.prompt_len))
         try:
             state = scheduler.submit(self.state, request)
         except Rejected:
@@ -76,9 +78,15 @@ class Driver:
             self.model.submit(request)
             self.arrive(state)
 
-    def submit_new(self, prompt_len: int, max_tokens: int, min_tokens: int, stops: frozenset[int]) -> None:
+    def submit_new(
+        self, prompt_len: int, max_tokens: int, min_tokens: int, stops: frozenset[int], family: int = 0, forks: int = 0
+    ) -> None:
+        """Families 0 and 1 are large, and so are their common prefixes; 2 is a request that shares with nobody."""
         self.names += 1
-        self.submit(Request(f"r{self.names}", prompt_len, max_tokens, min(min_tokens, max_tokens), stops))
+        kind, end = ("private", "") if family == 2 else ("r", f".{family}")
+        names = [f"{kind}{self.names}{branch}{end}" for branch in ("", "b", "c", "d")[: forks + 1]]
+        least = min(min_tokens, max_tokens)
+        self.submit(Request(names[0], prompt_len, max_tokens, least, stops, forks=tuple(names[1:])))
 
     def schedule(self) -> None:
         decodes = {seq.request_id for seq in scheduler.running(self.state) if seq.length - seq.computed == 1}
@@ -87,7 +95,8 @@ class Driver:
         assert scheduler.schedule(self.state, FCFS)[1] == plan, "the same state gave another plan"
 
         step = self.model.schedule()
-        assert plan.admitted == tuple(step.admitted)
+        assert plan.admitted == tuple(life.name for life in step.admitted)
+        assert plan.cached == tuple(step.cached)
         assert plan.preempted == tuple(step.preempted)
         ids = [seq.request_id for seq in plan.seqs]
         assert list(zip(ids, plan.starts, plan.counts, plan.lengths, strict=True)) == [
@@ -110,15 +119,23 @@ class Driver:
         self.arrive(state)
         self.remember(plan)
         self.tally += Counter(preempted=len(plan.preempted), admitted=len(plan.admitted), cut=len(partial))
+        self.tally["found"] += sum(cached > 0 for cached in plan.cached)
+        shared = [block for seq in plan.seqs for block in seq.blocks]
+        self.tally["copied"] += len(plan.copies)
+        groups = Counter(seq.group for seq in scheduler.running(self.state) if seq.group is not None)
+        self.tally["a group preempted"] += len(plan.preempted) > 1 and max(groups.values(), default=0) > 1
+        self.tally["shared"] += len(set(shared)) < len(shared)
 
     def commit(self, sampled: list[int]) -> None:
         assert self.plan is not None
-        state, events = scheduler.commit(self.state, self.plan, sampled)
-        assert scheduler.commit(self.state, self.plan, sampled)[1] == events, "the same step gave other events"
+        hashes = self.model.filled()
+        state, events = scheduler.commit(self.state, self.plan, sampled, hashes)
+        assert scheduler.commit(self.state, self.plan, sampled, hashes)[1] == events, "the same step gave other events"
         assert list(events) == self.model.commit(sampled)
         self.plan = None
         self.arrive(state)
         self.tally["step"] += 1
+        self.tally["forked"] += sum(isinstance(event, Forked) for event in events)
         self.count_ends(events)
 
     def cancel(self, name: str, reason: FinishReason) -> None:
@@ -129,6 +146,11 @@ class Driver:
         self.arrive(state)
         self.tally["cancelled in flight"] += bool(events and in_flight)
         self.tally["cancelled"] += bool(events)
+
+    def forget(self) -> None:
+        self.model.forget()
+        self.arrive(scheduler.forget(self.state))
+        self.tally["forgot"] += 1
 
     def count_ends(self, events: tuple[Event, ...]) -> None:
         self.tally.update(event.reason for event in events if isinstance(event, Finished))
@@ -155,9 +177,12 @@ class Driver:
         if busy and draw.random() < 0.3 and len(self.model.alive()) < 12:
             # short prompts with long outputs: many are let in, then the pool is too small for all of them
             lengths = self.fit(draw.random() ** 3, draw.random())
-            self.submit_new(*lengths, draw.randrange(4), frozenset(draw.sample(STOPS, draw.randrange(4))))
+            stops = frozenset(draw.sample(STOPS, draw.randrange(4)))
+            self.submit_new(*lengths, draw.randrange(4), stops, draw.randrange(3), max(0, draw.randrange(-3, 4)))
+        if busy and draw.random() < 0.02:
+            self.forget()
         if busy and draw.random() < 0.05 and self.model.alive():
-            name = draw.choice(self.model.alive()).name
+            name = draw.choice(self.model.names())
             self.cancel(name, "abort")
             if draw.random() < 0.5:  # the id comes back, perhaps while the cancelled request is still in flight
                 self.submit(Request(name, *self.fit(draw.random(), draw.random())))
@@ -167,11 +192,11 @@ class Driver:
 
         The bound: the oldest request alive is in every plan (asserted in `schedule`), so it computes at least one of
         its tokens a step, and it is never preempted: the victim is the latest arrival, and a sequence that runs alone
-        fits by the rule of `submit`. So it ends within limit - 1 steps (its last token is sampled, never computed),
-        and then the next one is the oldest.
+        fits by the rule of `submit`. So it ends within limit - 1 steps (its last token is sampled, never computed; a
+        branch computes the last token of its prompt once more), and then the next one is the oldest.
         """
         self.traffic(self.plan is not None, seed, busy=False)  # a step in flight may not know the latest arrivals
-        bound = sum(self.model.limit(life.request) - 1 for life in self.model.alive())
+        bound = sum(life.width * self.model.limit(life.request) for life in self.model.alive())
         self.traffic(bound, seed, busy=False)
         assert not self.state.waiting
         assert not self.state.running.seqs, "requests are left after the bound"
@@ -185,9 +210,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, config: SchedulerConfig) -> None:
         self.driver = Driver(config, self.tally)
 
-    @rule(prompt=shares, output=shares, least=st.integers(0, 4), stops=st.sets(st.sampled_from(STOPS)))
-    def submit_what_fits(self, prompt: float, output: float, least: int, stops: set[int]) -> None:
-        self.driver.submit_new(*self.driver.fit(prompt, output), least, frozenset(stops))
+    @rule(
+        prompt=shares,
+        output=shares,
+        least=st.integers(0, 4),
+        stops=st.sets(st.sampled_from(STOPS)),
+        family=st.integers(0, 2),
+        forks=st.integers(0, 3),
+    )
+    def submit_what_fits(
+        self, prompt: float, output: float, least: int, stops: set[int], family: int, forks: int
+    ) -> None:
+        self.driver.submit_new(*self.driver.fit(prompt, output), least, frozenset(stops), family, forks)
 
     @rule(prompt_len=st.integers(0, 45), max_tokens=st.integers(0, 45))
     def submit_anything(self, prompt_len: int, max_tokens: int) -> None:
@@ -209,8 +243,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 30), reason=st.sampled_from(["abort", "stop"]))
     def cancel(self, which: int, reason: FinishReason) -> None:
-        alive = [life.name for life in self.driver.model.alive()]
+        alive = self.driver.model.names()
         self.driver.cancel(alive[which] if which < len(alive) else f"r{which}", reason)
+
+    @rule()
+    def forget(self) -> None:
+        self.driver.forget()
 
     @rule(number=st.integers(10, 60), seed=seeds)
     def traffic(self, number: int, seed: int) -> None:
@@ -241,7 +279,21 @@ def run_machine(examples: int, steps: int, at_least: int) -> Counter[str]:
 
 def test_any_sequence_of_transitions_agrees_with_the_naive_model():
     tally = run_machine(examples=70, steps=40, at_least=10_000)
-    for happened in ("preempted", "cut", "stop", "length", "rejected", "cancelled", "cancelled in flight"):
+    for happened in (
+        "copied",
+        "forked",
+        "a group preempted",
+        "found",
+        "shared",
+        "forgot",
+        "preempted",
+        "cut",
+        "stop",
+        "length",
+        "rejected",
+        "cancelled",
+        "cancelled in flight",
+    ):
         assert tally[happened] >= 20, f"{happened}: {tally}"
 
 

@@ -23,5 +23,6 @@ def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, s
     mask = jnp.arange(table.shape[1] * s) < visible[:, None]
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     weights = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
+    values = jnp.where(mask[:, None, :, None], values, 0.0)  # 0 * NaN of an earlier owner is not 0
     out = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision="highest")
     return out.reshape(t, n, d).astype(q.dtype)

@@ -76,7 +76,9 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens) -> jax.Array:
         keys, values = _tile(k_pages, pages[i]), _tile(v_pages, pages[i])  # [group, K, span, D]
         scores = jnp.einsum("xkcd,xkgd->xkcg", keys, q[r], preferred_element_type=jnp.float32)
         scores = jax.lax.optimization_barrier(scores).swapaxes(2, 3)
-        scores = jnp.where((jnp.arange(span) < lens[:, None])[:, None, None], scores, NEG)
+        real = jnp.arange(span) < lens[:, None]
+        scores = jnp.where(real[:, None, None], scores, NEG)
+        values = jnp.where(real[:, None, :, None], values, 0)  # 0 * NaN of an earlier owner is not 0
         local = scores.max(-1)
         weights = jnp.exp(scores - local[..., None])
         part = jnp.einsum("xkgc,xkcd->xkgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
@@ -122,6 +124,7 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens) -> j
             scores = jnp.einsum("kqd,kcd->kqc", queries, keys, preferred_element_type=jnp.float32)
             mask = jnp.tile(j * span + jnp.arange(span) <= position[:, None], (g, 1))
             scores = jnp.where(mask, scores, NEG)
+            values = jnp.where((j * span + jnp.arange(span) < last)[:, None], values, 0)
             new = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new[..., None])
             keep = jnp.exp(top - new)

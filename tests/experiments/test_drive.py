@@ -109,7 +109,7 @@ def test_a_run_with_a_compilation_or_an_unfinished_request_is_failed() -> None:
     start, results = drive(HostOnly(clock), work, SamplingParams(), clock, clock.sleep)
 
     def reason(results: list[StepResult]) -> str | None:
-        steps = step_records(results, start)
+        steps = step_records(results, start, 4)
         return why_failed(steps, summarize(request_records(results, work, start), steps, 4))
 
     assert reason(results) is None

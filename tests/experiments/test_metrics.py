@@ -28,7 +28,8 @@ def item(name: str, arrival: float, prompt: int, output: int) -> WorkItem:
 def row(work: WorkItem, length: int, computed: int, count: int) -> Row:
     request = Request(work.request_id, len(work.prompt_token_ids), work.max_tokens)
     limit = request.prompt_len + request.max_tokens
-    return Row(Seq(request, 0, limit, length, computed), count)
+    first = 10 * ord(work.request_id)  # each has blocks of its own
+    return Row(Seq(request, 0, limit, length, computed, tuple(range(first, first + limit // S + 1))), count)
 
 
 def step(
@@ -52,6 +53,8 @@ def step(
         starts=tuple(row.seq.computed for row in rows),
         counts=tuple(row.count for row in rows),
         admitted=admitted,
+        cached=(0,) * len(admitted),
+        copies=(),
         preempted=preempted,
         num_waiting=waiting,
         blocks_used=blocks,
@@ -64,11 +67,11 @@ def step(
 A, B = item("a", 0.0, 6, 3), item("b", 0.5, 3, 2)
 # a's prompt in two chunks; b waits in the cache through step 2, is preempted in step 3 and computes again in step 4.
 RUN = [
-    step(0, [row(A, 6, 0, 5)], [Admitted(0, "a")], (0.0, 1.0, 0.8), admitted=("a",), blocks=2),
+    step(0, [row(A, 6, 0, 5)], [Admitted(0, "a", 6, 0)], (0.0, 1.0, 0.8), admitted=("a",), blocks=2),
     step(
         1,
         [row(A, 6, 5, 1), row(B, 3, 0, 3)],
-        [Admitted(1, "b"), Sampled(1, ("a", "b"), (40, 50))],
+        [Admitted(1, "b", 3, 0), Sampled(1, ("a", "b"), (40, 50))],
         (1.0, 1.5, 0.4),
         admitted=("b",),
         blocks=3,
@@ -87,7 +90,7 @@ RUN = [
     step(
         4,
         [row(B, 4, 0, 4)],
-        [Admitted(4, "b"), Sampled(4, ("b",), (2,)), Finished(4, "b", "stop", 2)],
+        [Admitted(4, "b", 4, 0), Sampled(4, ("b",), (2,)), Finished(4, "b", "stop", 2)],
         (2.25, 3.0, 0.5),
         admitted=("b",),
         blocks=1,
@@ -110,9 +113,9 @@ def test_a_run_by_hand_request_by_request() -> None:
 
 
 def test_a_run_by_hand_step_by_step() -> None:
-    steps = step_records(RUN, START)
+    steps = step_records(RUN, START, S)
     # Step 2 leaves b out, but b's 3 tokens are still in its block; step 3 has preempted b before it runs.
-    assert [s.cached_tokens for s in steps] == [5, 6 + 3, 7 + 3, 8, 4]
+    assert [s.held_tokens for s in steps] == [5, 6 + 3, 7 + 3, 8, 4]
     assert [s.tokens for s in steps] == [5, 4, 1, 1, 4]
     assert [s.prompt_tokens for s in steps] == [5, 4, 0, 0, 3]
     assert [s.sampled for s in steps] == [0, 2, 1, 1, 1]
@@ -121,13 +124,14 @@ def test_a_run_by_hand_step_by_step() -> None:
 
 
 def test_a_run_by_hand_in_summary() -> None:
-    summary = summarize(request_records(RUN, [A, B], START), step_records(RUN, START), S, Slo(ttft=1.2, itl=2.0))
+    summary = summarize(request_records(RUN, [A, B], START), step_records(RUN, START, S), S, Slo(ttft=1.2, itl=2.0))
     assert summary["duration_s"] == 3.0
     assert (summary["prompt_tokens"], summary["output_tokens"]) == (9, 5)
     assert summary["output_tokens_per_s"] == pytest.approx(5 / 3)
     assert summary["total_tokens_per_s"] == pytest.approx(14 / 3)
     assert summary["finished"] == {"length": 1, "stop": 1}
     assert summary["unfinished"] == 0
+    assert summary["prefix_hit_share"] == 0.0
     assert summary["padding_share"] == pytest.approx(1 - 15 / 28)
     assert summary["blocks_used"] == {"mean": 2.2, "peak": 3}
     assert summary["slots_used"] == {"mean": pytest.approx(8.8), "peak": 12}
@@ -141,7 +145,7 @@ def test_a_run_by_hand_in_summary() -> None:
 
 
 def test_the_steady_rate_leaves_out_filling_and_draining() -> None:
-    steps = step_records(RUN, START)
+    steps = step_records(RUN, START, S)
     # 5 tokens by hand: a tenth of them exist after step 1 (at 1.5 s, 2 tokens), nine tenths after step 4 (3.0 s, 5).
     assert steady_rate(steps) == pytest.approx((5 - 2) / (3.0 - 1.5))
     assert steady_rate(steps[:2]) is None
@@ -156,7 +160,7 @@ def test_the_steady_rate_leaves_out_filling_and_draining() -> None:
 
 
 def test_goodput_counts_only_what_finished_within_every_target() -> None:
-    requests, steps = request_records(RUN, [A, B], START), step_records(RUN, START)
+    requests, steps = request_records(RUN, [A, B], START), step_records(RUN, START, S)
 
     def share(slo: Slo) -> float | None:
         result = summarize(requests, steps, S, slo)["goodput"]
@@ -171,7 +175,7 @@ def test_goodput_counts_only_what_finished_within_every_target() -> None:
 
 
 def test_the_digest_tells_outputs_apart() -> None:
-    steps = step_records(RUN, START)
+    steps = step_records(RUN, START, S)
     one = request_records(RUN, [A, B], START)
     other = [one[0], one[1]._replace(token_ids=(50, 3))]
     same = [request._replace(token_times=()) for request in one]
@@ -180,7 +184,7 @@ def test_the_digest_tells_outputs_apart() -> None:
 
 
 def test_a_cut_off_run_counts_what_is_unfinished() -> None:
-    requests, steps = request_records(RUN[:2], [A, B, item("c", 9.0, 2, 1)], START), step_records(RUN[:2], START)
+    requests, steps = request_records(RUN[:2], [A, B, item("c", 9.0, 2, 1)], START), step_records(RUN[:2], START, S)
     summary = summarize(requests, steps, S)
     assert (summary["unfinished"], summary["finished"], summary["prompt_tokens"]) == (3, {}, 0)
     assert requests[2].queue is None
@@ -211,10 +215,10 @@ def test_percentiles_by_sorting(values: list[float]) -> None:
     assert (found["max"], found["count"]) == (max(values), len(values))
 
 
-def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[dict[str, tuple[int, int]]]]:
-    """The real scheduler on a small pool, with random tokens and times.
+def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[dict[int, int]]]:
+    """The real scheduler on a small pool, with random tokens and times. Every prompt is a beginning of the longest one.
 
-    Returns the results, the requests, and for each step (tokens, blocks) of every sequence in the cache once it has
+    Returns the results, the requests, and for each step how many tokens every used block holds once the step has
     computed, read from the scheduler's state.
     """
     rng = random.Random(seed)
@@ -224,16 +228,21 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[dict[s
     while waiting or state.waiting or state.running.seqs:
         while waiting and rng.random() < 0.6:
             new = waiting.pop(0)
-            request = Request(new.request_id, len(new.prompt_token_ids), new.max_tokens, stop_token_ids=frozenset({2}))
+            prompt = len(new.prompt_token_ids)
+            hashes = tuple(map(str, range(prompt // S))) if seed % 2 else ()
+            request = Request(new.request_id, prompt, new.max_tokens, 0, frozenset({2}), hashes=hashes)
             state = scheduler.submit(state, request)
         before = now + rng.random()
         now = before + rng.random()
         state, plan = scheduler.schedule(state, FCFS)
         if not plan.seqs:
             continue
-        inside = {seq.request_id: (seq.computed, len(seq.blocks)) for seq in scheduler.running(state)}
-        for row in plan.rows:
-            inside[row.seq.request_id] = (row.seq.computed + row.count, len(row.seq.blocks))
+        tables = {seq.request_id: (seq.computed, seq.blocks) for seq in scheduler.running(state)}
+        tables |= {row.seq.request_id: (row.seq.computed + row.count, row.seq.blocks) for row in plan.rows}
+        inside: dict[int, int] = {}
+        for tokens, blocks in tables.values():
+            for i, block in enumerate(blocks):
+                inside[block] = max(inside.get(block, 0), min(S, max(0, tokens - i * S)))
         state, events = scheduler.commit(state, plan, [rng.randrange(30) for _ in plan.seqs])
         times = (START + before, START + now, (now - before) / 2)
         results.append(StepResult(plan, events, *times, padded_tokens=2 * plan.num_tokens, compilations=0))
@@ -244,6 +253,7 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[dict[s
 def test_the_random_runs_meet_what_they_are_for() -> None:
     runs = [random_run(seed) for seed in range(60)]
     assert any(result.plan.preempted for results, _, _ in runs for result in results)
+    assert any(event.num_cached for rs, _, _ in runs for r in rs for event in r.events if isinstance(event, Admitted))
     assert any(len(result.plan.seqs) > 2 for results, _, _ in runs for result in results)
     assert any(row.count > 1 and not row.samples for rs, _, _ in runs for r in rs for row in r.plan.rows)
 
@@ -252,12 +262,12 @@ def test_the_random_runs_meet_what_they_are_for() -> None:
 @given(st.integers(0, 10**6))
 def test_random_runs_against_a_second_reading(seed: int) -> None:
     results, items, held = random_run(seed)
-    requests, steps = request_records(results, items, START), step_records(results, START)
+    requests, steps = request_records(results, items, START), step_records(results, START, S)
     summary = summarize(requests, steps, S)
-    assert [s.cached_tokens for s in steps] == [sum(tokens for tokens, _ in inside.values()) for inside in held]
-    assert [s.blocks_used for s in steps] == [sum(blocks for _, blocks in inside.values()) for inside in held]
-    slots = sum(blocks * S for inside in held for _, blocks in inside.values())
-    assert summary["fragmentation_share"] == pytest.approx(1 - sum(s.cached_tokens for s in steps) / slots)
+    assert [s.held_tokens for s in steps] == [sum(inside.values()) for inside in held]
+    assert [s.blocks_used for s in steps] == [len(inside) for inside in held]
+    slots = sum(len(inside) * S for inside in held)
+    assert summary["fragmentation_share"] == pytest.approx(1 - sum(s.held_tokens for s in steps) / slots)
     assert 0 <= summary["fragmentation_share"] < 1
     assert summary["padding_share"] == pytest.approx(0.5)
     assert summary["output_tokens"] == sum(
@@ -277,7 +287,9 @@ def test_random_runs_against_a_second_reading(seed: int) -> None:
         assert record.e2e == pytest.approx(record.ttft + sum(record.gaps))
         assert record.preemptions == sum(work.request_id in result.plan.preempted for result in results)
     if not summary["preemptions"]:  # each prompt is computed once, and of the outputs all but each last one
-        assert sum(s.prompt_tokens for s in steps) == sum(len(work.prompt_token_ids) for work in items)
-        assert sum(s.tokens for s in steps) == summary["prompt_tokens"] + summary["output_tokens"] - len(items)
+        hits = sum(s.hit_tokens for s in steps)
+        assert sum(s.prompt_tokens for s in steps) + hits == sum(len(work.prompt_token_ids) for work in items)
+        assert sum(s.tokens for s in steps) + hits == summary["prompt_tokens"] + summary["output_tokens"] - len(items)
+        assert summary["prefix_hit_share"] == pytest.approx(hits / summary["prompt_tokens"])
     total = summary["between_steps_s"] + sum(s.device_seconds + s.host_seconds for s in steps)
     assert total == pytest.approx(summary["duration_s"])

@@ -27,6 +27,7 @@ def run(order: int, repeat: int, swept: dict[str, Any], rate: float, gap: float 
         "host_s": {**spread, "mean": gap / 9},
         "padding_share": 0.25,
         "fragmentation_share": 0.1,
+        "prefix_hit_share": 0.3,
         "slots_used": {"mean": 90.0, "peak": 128},
         "preemptions": 0,
         "goodput": None,
