@@ -3,7 +3,7 @@
 Four kinds: `prompts` (real text), `synthetic` (lengths drawn from distributions), `trace` (lengths and arrivals of a
 recorded service) and `tokens` (a JSON list of token ids). The last three need no tokenizer. Random token ids are fair
 for speed, because a dense model's work does not depend on which tokens it reads; they are NOT fair for speculative
-decoding, whose acceptance they distort, nor for prefix caching, which finds nothing to share.
+decoding, whose acceptance they distort, nor for prefix caching, which finds nothing to share beyond `shared_prefix`.
 
 Every random choice has its own stream, so that changing the arrivals changes no prompt, and the first k requests of
 `count: n` are the same for every n >= k.
@@ -73,13 +73,21 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Random token ids whose lengths follow distributions."""
+    """Random token ids whose lengths follow distributions.
+
+    shared_prefix: tokens that all prompts begin with, before those of `prompt`, as a system prompt does.
+    """
 
     kind: Literal["synthetic"]
     count: int
     prompt: Lengths
     output: Lengths
     arrivals: Arrivals = AT_ONCE
+    shared_prefix: int = 0
+
+    def __post_init__(self) -> None:
+        if self.shared_prefix < 0:
+            raise ValueError(f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens")
 
 
 @dataclass(frozen=True)
@@ -134,13 +142,14 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     Raises:
         ValueError: an empty workload, a count out of range, or a line of the file that cannot be read.
     """
-    lengths, tokens, arrivals, outputs = (np.random.default_rng([seed, stream]) for stream in range(4))
+    lengths, tokens, arrivals, outputs, shared = (np.random.default_rng([seed, stream]) for stream in range(5))
     if isinstance(spec, Synthetic):
         _at_least_one("workload.count", spec.count)
         prompt_lens, cut_prompts = draw_lengths(spec.prompt, spec.count, lengths)
         output_lens, cut_outputs = draw_lengths(spec.output, spec.count, outputs)
         times = draw_arrivals(spec.arrivals, spec.count, arrivals)
-        prompts = random_prompts(prompt_lens, vocab_size, tokens)
+        (prefix,) = random_prompts([spec.shared_prefix], vocab_size, shared)
+        prompts = [prefix + own for own in random_prompts(prompt_lens, vocab_size, tokens)]
         return Workload(_items(times, prompts, output_lens), cut_prompts, cut_outputs)
     if isinstance(spec, Trace):
         times, contexts, generated = read_trace(spec, content)
