@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,17 @@ def test_a_synthetic_workload_keeps_its_limits_and_its_prefix(prompt, output, ti
         assert 2 <= len(item.prompt_token_ids) <= 30
         assert 2 <= item.max_tokens <= 30
         assert all(FIRST_ORDINARY_TOKEN <= t < 100 for t in item.prompt_token_ids)
+
+
+def test_prompts_that_share_a_prefix_differ_after_it_and_in_nothing_else() -> None:
+    plain = Synthetic("synthetic", 5, Uniform("uniform", 3, 9), Fixed("fixed", 4))
+    shared = replace(plain, shared_prefix=30)
+    without, items = (make(spec, seed=1, vocab=1000).items for spec in (plain, shared))
+    (prefix,) = {item.prompt_token_ids[:30] for item in items}
+    assert len(set(prefix)) > 20
+    assert [item.prompt_token_ids[30:] for item in items] == [item.prompt_token_ids for item in without]
+    with pytest.raises(ValueError, match="shared_prefix is -1; it must be at least 0 tokens"):
+        replace(plain, shared_prefix=-1)
 
 
 def test_streams_are_independent() -> None:
