@@ -38,6 +38,16 @@ def copy(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
     return jax.tree.map(one, cache)
 
 
+def read_blocks(cache: KVCache, ids: jax.Array) -> KVCache:
+    """Whole blocks `ids` [n] of every layer: arrays [n, K, S, D]."""
+    return jax.tree.map(lambda pages: pages.at[ids].get(mode="promise_in_bounds"), cache)
+
+
+def write_blocks(cache: KVCache, ids: jax.Array, pages: KVCache) -> KVCache:
+    """Put whole blocks, as `read_blocks` gives them, into `ids` [n]."""
+    return jax.tree.map(lambda old, new: old.at[ids].set(new, mode="promise_in_bounds"), cache, pages)
+
+
 def write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array):
     """Put the keys and values of T tokens into their slots.
 

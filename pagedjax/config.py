@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
 PolicyName = Literal["fcfs", "priority", "shortest", "fair"]
+Preemption = Literal["recompute", "swap"]
 AttentionImpl = Literal["xla", "reference"]
 
 Config = TypeVar("Config")
@@ -34,6 +35,8 @@ class EngineConfig:
     policy: who is admitted next and who gives way when blocks run out; policies.py says what each one promises.
     attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once.
     token_buckets: the padded step sizes (T) that are compiled at start-up; None is powers of two up to the budget.
+    preemption: what happens to the content of a preempted sequence. "recompute": it is computed again; "swap": it moves
+        to host memory, `swap_space_gib` of it at most, and comes back; what finds no room there is computed again.
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     seed: root of every random key; a request's own seed is folded into it.
     """
@@ -49,6 +52,7 @@ class EngineConfig:
     policy: PolicyName = "fcfs"
     attention_impl: AttentionImpl | None = None
     token_buckets: tuple[int, ...] | None = None
+    preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
     seed: int = 0
 
@@ -69,6 +73,7 @@ class EngineConfig:
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
+        one_of("preemption", self.preemption, get_args(Preemption))
         if self.dtype is not None:
             one_of("dtype", self.dtype, get_args(DType))
         one_of("policy", self.policy, get_args(PolicyName))

@@ -23,7 +23,8 @@ from pagedjax.models import Model
 from pagedjax.policies import POLICIES
 from pagedjax.replay import Recorder
 from pagedjax.step import StepOutput, copy_blocks, make_step
-from pagedjax.types import Event, Finished, FinishReason, Plan, Request, Sampled, StepResult, TokenLogprobs
+from pagedjax.swap import SwapSpace
+from pagedjax.types import EMPTY_PLAN, Event, Finished, FinishReason, Plan, Request, Sampled, StepResult, TokenLogprobs
 
 
 class Engine:
@@ -156,9 +157,8 @@ class Engine:
         t = len(batch.tokens)
 
         dispatched = time.perf_counter()
-        if plan.copies:
-            self._cache = self._copy(self._cache, *_padded(plan.copies, self._shapes.max_seqs))
-        self._cache, output = self._steps[t](self.model.params, self._cache, batch)
+        assert self._cache is not None, "only `reset` takes it away, and gives a new one"
+        self._cache, output = self._steps[t](self.model.params, self._moved(plan, self._cache), batch)
         tokens = np.asarray(output.sampled.tokens)
         device_seconds = time.perf_counter() - dispatched
 
@@ -182,6 +182,16 @@ class Engine:
             logprobs=logprobs,
         )
 
+    def _moved(self, plan: Plan, pages: cache.KVCache) -> cache.KVCache:
+        """Move whole blocks before any is written: out to the host, back from there, then copies on the device."""
+        if plan.swap_out:
+            self._swap.out(pages, plan.swap_out)
+        if plan.swap_in:
+            pages = self._swap.back(pages, plan.swap_in)
+        if plan.copies:
+            pages = self._copy(pages, *_padded(plan.copies, self._shapes.max_seqs))
+        return pages
+
     def _take_in(self, events: Sequence[Event]) -> None:
         """Append new tokens to their requests and forget the requests that ended."""
         for event in events:
@@ -202,7 +212,7 @@ class Engine:
             self._recorder = None
         c, m = self.config, self.model.config
         limits = (c.block_size, c.num_blocks, c.max_num_batched_tokens, c.max_num_seqs, c.max_model_len)
-        self._state = scheduler.init(scheduler.SchedulerConfig(*limits))
+        self._state = scheduler.init(scheduler.SchedulerConfig(*limits, _host_blocks(c, self.model)))
         self._sources: dict[str, Source] = {}
         self._cache = None  # the old one goes before the new one comes
         self._cache = cache.init(
@@ -235,12 +245,11 @@ class Engine:
         warm code. Compiling needs the shapes of a cache and not its memory, which is taken only when it surely fits."""
         before, started = monitor.compilations(), time.perf_counter()
         blanks = {t: jax.device_put(blank_sampling(self._shapes, t)) for t in self._shapes.tokens}
-        nothing = Plan(0, (), (), (), (), (), (), (), (), 0, 0, 1)
         block = _block(self.config, self.model, self.config.dtype)
 
         def build(t: int) -> Any:
             pages = jax.eval_shape(lambda: cache.init(blocks=self.config.num_blocks, **block))
-            batch = pack(nothing, {}, self._shapes._replace(tokens=(t,)), blanks)
+            batch = pack(EMPTY_PLAN, {}, self._shapes._replace(tokens=(t,)), blanks)
             return step.lower(self.model.params, pages, batch).compile()
 
         steps, largest = {}, self._shapes.tokens[-1]
@@ -255,10 +264,12 @@ class Engine:
                     steps[t] = build(t)
         pages = jax.eval_shape(lambda: cache.init(blocks=self.config.num_blocks, **block))
         self._copy = copy_blocks.lower(pages, *_padded((), self._shapes.max_seqs)).compile()
+        if self.config.preemption == "swap":
+            self._swap = SwapSpace(pages, _host_blocks(self.config, self.model), self._shapes.table_width)
         self.reset()
         compiled = time.perf_counter()
         t = self._shapes.tokens[0]
-        empty = pack(nothing, {}, self._shapes._replace(tokens=(t,)), blanks)
+        empty = pack(EMPTY_PLAN, {}, self._shapes._replace(tokens=(t,)), blanks)
         self._cache, output = steps[t](self.model.params, self._cache, empty)
         jax.block_until_ready(output)
         report = memory.report(
@@ -269,7 +280,7 @@ class Engine:
             block_size=self.config.block_size,
             block_bytes=cache.block_bytes(**block),
             max_model_len=self.config.max_model_len,
-            swap_space_gib=self.config.swap_space_gib,
+            swap_space_gib=self.config.swap_space_gib if self.config.preemption == "swap" else 0,
         )
         startup = {
             "compile": compiled - started,
@@ -324,6 +335,24 @@ def _block(c: EngineConfig, model: Model, dtype: str) -> dict[str, Any]:
     m = model.config
     heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim}
     return {"layers": m.layers, "block_size": c.block_size, **heads, "dtype": dtype}
+
+
+def _host_blocks(c: Resolved, model: Model) -> int:
+    """Blocks of the swap space; 0 when nothing is swapped.
+
+    Raises:
+        ValueError: swapping without room for one block.
+    """
+    if c.preemption != "swap":
+        return 0
+    size = cache.block_bytes(**_block(c, model, c.dtype))
+    blocks = memory.host_blocks(c.swap_space_gib, size)
+    if blocks < 1:
+        raise ValueError(
+            f"preemption is 'swap', but swap_space_gib {c.swap_space_gib} does not hold one block of {size} bytes; "
+            "raise it, or use preemption='recompute'"
+        )
+    return blocks
 
 
 def smallest_step(platform: str, dtype: str) -> int:

@@ -12,7 +12,8 @@ The scheduler is pure, so the header, the submits, the cancels, the sampled toke
 they filled determine every other byte.
 `verify` runs it again from those and compares line by line. A reader needs no scheduler: `blocks` are the blocks that
 a sequence got in this step, added to those it had, and it has none after it was preempted or finished; `copies` are
-(from, to), and `tables` the whole tables of branches that write to a copy from now on. `sampled` is
+(from, to), `swap_out` (device, host) and `swap_in` (host, device), and `tables` the whole tables of branches that write
+to a copy from now on. `sampled` is
 null for a row whose token nobody took: one within a prompt, or cancelled meanwhile.
 
 python -m pagedjax.replay run.jsonl       exit code 1 if the run does not replay
@@ -142,8 +143,14 @@ def schedule_line(plan: Plan, written: Written) -> str:
             new[name] = seq.blocks[len(had) :]
             written[name] = seq.blocks
     rows = {"step": plan.step, "ids": ids, "starts": plan.starts, "counts": plan.counts, "blocks": new}
-    rows |= {"copies": plan.copies, "tables": tables}
-    queue = {"admitted": plan.admitted, "cached": plan.cached, "preempted": plan.preempted, "waiting": plan.num_waiting}
+    rows |= {"copies": plan.copies, "tables": tables, "swap_out": plan.swap_out, "swap_in": plan.swap_in}
+    queue = {
+        "admitted": plan.admitted,
+        "cached": plan.cached,
+        "preempted": plan.preempted,
+        "swapped": plan.swapped,
+        "waiting": plan.num_waiting,
+    }
     return dump({"schedule": rows | queue | {"blocks_used": plan.blocks_used}})
 
 

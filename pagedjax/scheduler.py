@@ -14,9 +14,11 @@ tokens. The rules:
    blocks whose content is in the cache, or is being computed by earlier rows of this very step, are shared.
 4. Branches of a request (parallel sampling) fork when its prompt is computed: they share all its blocks and compute
    its last token again. A block that others have too, or that may be found by others, is copied before it is written.
-5. If decodes need more blocks than are free, the policy's victim goes back to the front of the queue with nothing
-   computed (recomputation), and the branches of its group with it, until they fit. A group that runs alone loses one
-   branch at a time. `submit` refuses what could not fit alone, so one always does.
+5. If decodes need more blocks than are free, the policy's victim stops, and the branches of its group with it, until
+   they fit. A group that runs alone loses one branch at a time. `submit` refuses what could not fit alone, so one
+   always does.
+6. A victim goes back to the front of the queue: with its content in host blocks if they have room for it (swapping),
+   else with nothing computed (recomputation). It is admitted again like everybody else.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from pagedjax.types import (
     Plan,
     Preempted,
     Request,
+    Resumed,
     Running,
     Sampled,
     Seq,
@@ -47,17 +50,20 @@ from pagedjax.types import (
     pick,
 )
 
+Pairs = tuple[tuple[int, int], ...]  # of block ids
 NOTHING: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 class SchedulerConfig(NamedTuple):
-    """Integers of at least 1. `num_blocks` counts blocks that can be owned, without the trash block."""
+    """Integers of at least 1; `host_blocks` may be 0. `num_blocks` counts blocks that can be owned, without the trash
+    block."""
 
     block_size: int
     num_blocks: int
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    host_blocks: int = 0  # of the swap space; 0: preemption is by recomputation
 
 
 class SchedulerState(NamedTuple):
@@ -67,6 +73,7 @@ class SchedulerState(NamedTuple):
     running: Running  # after `schedule`: the plan's sequences, then those that got no token
     step: int
     arrivals: int
+    host: BlockPool | None  # the swap space: who is waiting and has blocks has them there
     ids: Map[str, None]  # of the waiting and the running: looking through them made a long queue quadratic
 
 
@@ -76,9 +83,11 @@ class Rejected(ValueError):
 
 def init(config: SchedulerConfig) -> SchedulerState:
     for name, value in config._asdict().items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-    return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, Map())
+        least = 0 if name == "host_blocks" else 1
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    host = blocks.init(config.host_blocks) if config.host_blocks else None
+    return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, host, Map())
 
 
 def submit(state: SchedulerState, request: Request) -> SchedulerState:
@@ -131,7 +140,8 @@ def final_length(request: Request, config: SchedulerConfig) -> int:
 def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Plan]:
     """Decide what the next step computes. The plan has no rows when nothing runs and nothing can."""
     c = state.config
-    pool, active, waiting, copies, preempted = _grow(state, policy)
+    state, copies, preempted, swapped, swap_out = _grow(state, policy)
+    pool, active, waiting, host = state.pool, state.running, state.waiting, state.host
     active, decodes = _decodes_first(active)
 
     counts = [1] * decodes
@@ -144,10 +154,17 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
 
     admitted: tuple[Seq, ...] = ()
     cached: tuple[int, ...] = ()
+    resumed: tuple[str, ...] = ()
+    swap_in: Pairs = ()
     room = min(c.max_num_seqs, c.max_num_batched_tokens) - (sum(map(_width, active.seqs)) if waiting else 0)
     if waiting and budget and room and not preempted:
         filling = _filling(active, decodes, counts, c.block_size)
-        pool, admitted = _admit(pool, policy, waiting, active, filling, budget, room, c.block_size)
+        pool, admitted, swap_in = _admit(pool, policy, waiting, active, filling, budget, room, c.block_size)
+        away = {seq.arrival: seq for seq in waiting if seq.blocks} if host is not None else {}
+        back = [away[seq.arrival] for seq in admitted if seq.arrival in away]
+        resumed = tuple([seq.request_id for seq in back])
+        if back and host is not None:
+            host = blocks.release(host, [block for seq in back for block in reversed(seq.blocks)])
         for seq in admitted:
             counts.append(min(seq.length - seq.computed, budget))
             budget -= counts[-1]
@@ -167,11 +184,15 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
         cached=cached,
         copies=copies,
         preempted=preempted,
+        swapped=swapped,
+        resumed=resumed,
+        swap_out=swap_out,
+        swap_in=swap_in,
         num_waiting=len(waiting),
         blocks_used=pool.num_blocks - pool.num_free,
         num_blocks=pool.num_blocks,
     )
-    return SchedulerState(c, pool, waiting, active, state.step, state.arrivals, state.ids), plan
+    return state._replace(pool=pool, waiting=waiting, running=active, host=host), plan
 
 
 def commit(
@@ -225,15 +246,16 @@ def commit(
     if not all(samples):
         new = [i for i, one in enumerate(samples) if one]
         ids, tokens = pick(ids, new), pick(tokens, new)
-    events: list[Event] = [Preempted(step, i) for i in plan.preempted]
-    events += [Admitted(step, *entered) for entered in _entered(plan)]
+    events: list[Event] = [Preempted(step, i, i in plan.swapped) for i in plan.preempted]
+    events += [Resumed(step, i) for i in plan.resumed]
+    events += [Admitted(step, *entered) for entered in _entered(plan) if entered[0] not in plan.resumed]
     events += _forked(step, forks)
     if ids:
         events.append(Sampled(step, ids, tokens))
     for i, reason in ended.items():
         events.append(Finished(step, seqs[i].request_id, reason, lengths[i] - seqs[i].request.prompt_len))
     left = _without(state.ids, [seqs[i].request_id for i in ended]) if ended else state.ids
-    return SchedulerState(state.config, pool, state.waiting, active, step + 1, state.arrivals, left), tuple(events)
+    return state._replace(pool=pool, running=active, step=step + 1, ids=left), tuple(events)
 
 
 def cancel(
@@ -252,7 +274,8 @@ def cancel(
     for seq in state.waiting:
         if seq.request_id == request_id:
             left = tuple(other for other in state.waiting if other is not seq)
-            return _ended(state._replace(waiting=left), seq, reason)
+            host = blocks.release(state.host, seq.blocks[::-1]) if state.host is not None else None
+            return _ended(state._replace(waiting=left, host=host), seq, reason)
     for i, seq in enumerate(running(state)):
         if seq.request_id == request_id:
             left = state.running.pick([j for j in range(len(state.running.seqs)) if j != i])
@@ -274,13 +297,17 @@ def check(state: SchedulerState) -> None:
     """The invariants that hold between any two transitions. Raises AssertionError."""
     c, active = state.config, running(state)
     blocks.check(state.pool, [seq.blocks for seq in active])
-    assert all(not seq.blocks and seq.computed == 0 for seq in state.waiting), "a waiting sequence holds cache"
+    away = [seq for seq in state.waiting if seq.blocks]
+    assert state.host is not None or not away, "a waiting sequence holds cache"
+    assert all(len(seq.blocks) == _blocks_for(seq.computed, c.block_size) for seq in state.waiting), "content is lost"
     places = min(c.max_num_seqs, c.max_num_batched_tokens)
     assert sum(map(_width, active)) <= places, "too many sequences run, or will"
     for seq in active:
         assert 0 <= seq.computed < seq.length <= seq.limit <= c.max_model_len, "computed must chase length"
         assert seq.computed <= len(seq.blocks) * c.block_size, "computed tokens lie outside the blocks"
         assert len(seq.hashes) <= seq.length // c.block_size, "a hash of a block that is not full"
+    if state.host is not None:
+        blocks.check(state.host, [seq.blocks for seq in away])
     arrivals = [seq.arrival for seq in (*state.waiting, *active)]
     assert len(arrivals) == len(set(arrivals)), "a sequence is in two places"
     named = Counter(name for seq in (*state.waiting, *active) for name in (seq.request_id, *seq.request.forks))
@@ -357,30 +384,28 @@ def _forked(step: int, forks: Sequence[Seq]) -> list[Event]:
 
 def _grow(
     state: SchedulerState, policy: Policy
-) -> tuple[BlockPool, Running, tuple[Seq, ...], tuple[tuple[int, int], ...], tuple[str, ...]]:
+) -> tuple[SchedulerState, Pairs, tuple[str, ...], tuple[str, ...], Pairs]:
     """A block for each decode whose last one is full, and for each that may not write to its own; victims make room.
 
     Returns:
-        (pool, running, waiting, blocks to copy, preempted ids)
+        (state, blocks to copy, preempted ids, those of them that were swapped, blocks to move out)
     """
-    size, pool, active, waiting = state.config.block_size, state.pool, state.running, state.waiting
-    preempted: list[str] = []
-    full, shared = _full(active, size), _shared(pool, active, size)
-    while len(full) + len(shared) > pool.num_free:
-        candidates = current(*active)
+    size, preempted, swapped, moved = state.config.block_size, [], [], []
+    full, shared = _full(state.running, size), _shared(state.pool, state.running, size)
+    while len(full) + len(shared) > state.pool.num_free:
+        candidates = current(*state.running)
         victims = _victims(candidates, policy.preempt(candidates))
-        for victim in victims:
-            pool = blocks.release(pool, victim.blocks[::-1])
-        gone = {victim.arrival for victim in victims}
-        active = active.pick([i for i, seq in enumerate(candidates) if seq.arrival not in gone])
-        waiting = (*[victim._replace(computed=0, blocks=()) for victim in victims], *waiting)
+        state, pairs = _stop(state, candidates, victims)
+        moved += pairs
         preempted += [victim.request_id for victim in victims]
-        full, shared = _full(active, size), _shared(pool, active, size)
+        swapped += [victim.request_id for victim in victims] if pairs else []
+        full, shared = _full(state.running, size), _shared(state.pool, state.running, size)
+    facts = tuple(preempted), tuple(swapped), tuple(moved)
     if not (full or shared):
-        return pool, active, waiting, (), tuple(preempted)
-    taken = blocks.allocate(pool, len(full) + len(shared))
+        return state, (), *facts
+    taken = blocks.allocate(state.pool, len(full) + len(shared))
     assert taken is not None, "the loop above made room"
-    pool, ids = taken
+    (pool, ids), active = taken, state.running
     seqs, copies = list(active.seqs), []
     for i, block in zip(full, ids, strict=False):
         seqs[i] = _given(active, i, (*seqs[i].blocks, block))
@@ -389,7 +414,31 @@ def _grow(
         copies.append((table[at], block))
         seqs[i] = _given(active, i, (*table[:at], block, *table[at + 1 :]))
     pool = blocks.release(pool, [source for source, _ in copies]) if copies else pool
-    return pool, active._replace(seqs=tuple(seqs)), waiting, tuple(copies), tuple(preempted)
+    return state._replace(pool=pool, running=active._replace(seqs=tuple(seqs))), tuple(copies), *facts
+
+
+def _stop(state: SchedulerState, candidates: Sequence[Seq], victims: Sequence[Seq]) -> tuple[SchedulerState, Pairs]:
+    """Take victims from the running -> (state, blocks to move out: none if they have to be computed again)."""
+    pool = state.pool
+    for victim in victims:
+        pool = blocks.release(pool, victim.blocks[::-1])
+    gone = {victim.arrival for victim in victims}
+    active = state.running.pick([i for i, seq in enumerate(candidates) if seq.arrival not in gone])
+    state = state._replace(pool=pool, running=active)
+
+    tables = [victim.blocks[: _blocks_for(victim.computed, state.config.block_size)] for victim in victims]
+    held = tuple(dict.fromkeys(block for table in tables for block in table))
+    taken = blocks.allocate(state.host, len(held)) if state.host is not None and all(tables) else None
+    if taken is None:
+        back = [victim._replace(computed=0, blocks=()) for victim in victims]
+        return state._replace(waiting=(*back, *state.waiting)), ()
+    host, ids = taken
+    place = dict(zip(held, ids, strict=True))
+    moved = [tuple([place[block] for block in table]) for table in tables]
+    again = Counter(block for table in moved for block in table) - Counter(ids)
+    out = [victim._replace(blocks=table) for victim, table in zip(victims, moved, strict=True)]
+    host = blocks.share(host, again.elements())
+    return state._replace(host=host, waiting=(*out, *state.waiting)), tuple(place.items())
 
 
 def _given(active: Running, i: int, table: tuple[int, ...]) -> Seq:
@@ -472,13 +521,23 @@ def _admit(
     budget: int,
     room: int,
     size: int,
-) -> tuple[BlockPool, tuple[Seq, ...]]:
-    """Admit from the head of the policy's order while tokens, places and blocks last -> (pool, admitted)."""
+) -> tuple[BlockPool, tuple[Seq, ...], Pairs]:
+    """Admit from the head of the policy's order while tokens, places and blocks last.
+
+    Content in host blocks comes back, full blocks that branches shared once; a block that is not full comes back to
+    each of them, because they write to it in this very step.
+
+    Returns:
+        (pool, admitted, blocks to move in)
+    """
     admitted: list[Seq] = []
+    moved: dict[int, int] = {}  # host block -> device block
+    swap_in: list[tuple[int, int]] = []
     for seq in policy.order(waiting, active):
         if budget <= 0 or _width(seq) > room:
             break
-        found = _found(pool, filling, seq, size)
+        whole = seq.blocks[: seq.computed // size]
+        found = tuple([moved[b] for b in whole if b in moved]) if seq.blocks else _found(pool, filling, seq, size)
         need = _blocks_for(seq.length, size) - len(found)
         free = pool.num_free - sum(block in pool.stamps for block in found)  # an idle block that is found is not free
         if need > free or not policy.admit(seq, need, free):
@@ -486,12 +545,20 @@ def _admit(
         taken = blocks.allocate(blocks.share(pool, found), need)
         assert taken is not None, "need was compared with what is free"
         pool, ids = taken
-        admitted.append(seq._replace(computed=len(found) * size, blocks=found + ids))
+        if seq.blocks:
+            fresh = iter(ids)
+            table = [moved[b] if b in moved and i < len(whole) else next(fresh) for i, b in enumerate(seq.blocks)]
+            pairs = [(b, mine) for b, mine in zip(seq.blocks, table, strict=True) if mine in ids]
+            moved |= {b: mine for b, mine in pairs if b in whole}
+            swap_in += pairs
+            admitted.append(seq._replace(blocks=(*table, *fresh)))
+        else:
+            admitted.append(seq._replace(computed=len(found) * size, blocks=found + ids))
         count = min(seq.length - admitted[-1].computed, budget)
         _fills(filling, admitted[-1], admitted[-1].computed, admitted[-1].computed + count, size)
         budget -= count
         room -= _width(seq)
-    return pool, tuple(admitted)
+    return pool, tuple(admitted), tuple(swap_in)
 
 
 def _publish(

@@ -1,4 +1,4 @@
-"""The jits of the library, and its donations: of the cache, to the step and to the copying of blocks."""
+"""The jits of the library and its donations of the cache: to the step, and to what moves whole blocks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from flax import nnx
 
 from pagedjax.attention import Attend
 from pagedjax.batch import Batch
-from pagedjax.cache import KVCache, copy
+from pagedjax.cache import KVCache, copy, read_blocks, write_blocks
 from pagedjax.sampling import PromptLogprobs, Sampled, prompt_logprobs, sample
 
 Step = Callable[[Any, KVCache, Batch], tuple[KVCache, "StepOutput"]]
 
 
-# copy_blocks(cache, source, target) -> cache; padding copies the trash block onto itself
-copy_blocks = jax.jit(copy, donate_argnums=0)
+# Whole blocks, a fixed number at a time; padding means the trash block.
+copy_blocks = jax.jit(copy, donate_argnums=0)  # (cache, from, to) -> cache
+out_of_cache = jax.jit(read_blocks)  # (cache, ids) -> pages
+into_cache = jax.jit(write_blocks, donate_argnums=0)  # (cache, ids, pages) -> cache
 
 
 class StepOutput(NamedTuple):

@@ -226,7 +226,11 @@ class Plan(NamedTuple):
     admitted: tuple[str, ...]  # request ids that entered `running` in this step
     cached: tuple[int, ...]  # tokens of each of those whose keys and values were found in the cache
     copies: tuple[tuple[int, int], ...]  # (from, to): blocks to copy before anything is written
-    preempted: tuple[str, ...]  # request ids sent back to the front of the queue, in that order
+    preempted: tuple[str, ...]  # request ids that stopped running, in that order
+    swapped: tuple[str, ...]  # those of them whose content went to host memory; the others compute it again
+    resumed: tuple[str, ...]  # request ids whose content came back from there
+    swap_out: tuple[tuple[int, int], ...]  # (device block, host block): moved before anything else happens
+    swap_in: tuple[tuple[int, int], ...]  # (host block, device block): moved then, before `copies`
     num_waiting: int  # after admission
     blocks_used: int  # blocks with an owner while the step runs
     num_blocks: int  # blocks that can have an owner (block 0, the trash block, is not one of them)
@@ -239,6 +243,10 @@ class Plan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
+
+
+# Computes nothing: what shapes are taken from.
+EMPTY_PLAN = Plan(0, (), (), (), (), (), (), (), (), (), (), (), (), 0, 0, 1)
 
 
 def current(seqs: tuple[Seq, ...], lengths: tuple[int, ...], computed: tuple[int, ...]) -> tuple[Seq, ...]:
@@ -257,6 +265,14 @@ class Admitted(NamedTuple):
 
 
 class Preempted(NamedTuple):
+    step: int
+    request_id: str
+    swapped: bool  # its content is in host memory; else it goes back to the queue and is computed again
+
+
+class Resumed(NamedTuple):
+    """A swapped request runs again, where it stopped."""
+
     step: int
     request_id: str
 
@@ -283,7 +299,7 @@ class Finished(NamedTuple):
     num_output: int
 
 
-Event = Admitted | Preempted | Sampled | Forked | Finished
+Event = Admitted | Preempted | Resumed | Sampled | Forked | Finished
 
 
 class TokenLogprobs(NamedTuple):

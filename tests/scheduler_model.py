@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from pagedjax import blocks
 from pagedjax.scheduler import SchedulerConfig, SchedulerState, running
-from pagedjax.types import Admitted, Event, Finished, FinishReason, Forked, Plan, Preempted, Request, Sampled
+from pagedjax.types import Admitted, Event, Finished, FinishReason, Forked, Plan, Preempted, Request, Resumed, Sampled
 
 
 @dataclass(eq=False)  # compared by identity: an id may come back after its request ended
@@ -29,6 +29,7 @@ class Life:
     table: list[int] = field(default_factory=list)  # its blocks; negative until the real scheduler chose the id
     hashed: int = 0  # blocks whose hash the scheduler was told
     group: int | None = None  # arrival of the first branch, if there are several
+    away: list[int] = field(default_factory=list)  # its blocks in host memory while it waits, if it has any
 
     @property
     def name(self) -> str:
@@ -61,6 +62,10 @@ class Step:
     cached: list[int] = field(default_factory=list)  # tokens of each admitted one that need not be computed
     entered: list[int] = field(default_factory=list)  # its known tokens when it was admitted
     copies: list[tuple[int, int]] = field(default_factory=list)
+    swapped: list[str] = field(default_factory=list)
+    resumed: list[str] = field(default_factory=list)
+    out: list[tuple[int, int]] = field(default_factory=list)  # device block, host block
+    back: list[tuple[int, int]] = field(default_factory=list)  # host block, device block
 
 
 class Model:
@@ -69,6 +74,7 @@ class Model:
         self.waiting: list[Life] = []  # in no order that matters: the earliest arrival is next
         self.running: list[Life] = []  # decodes first, else in order of admission
         self.slots: dict[tuple[int, int], str] = {}
+        self.host_slots: dict[tuple[int, int], str] = {}
         self.published: dict[str, int] = {}  # what a block holds -> the block
         self.idle: list[int] = []  # published blocks that nobody has; the first is the next to lose its content
         self.flight: Step | None = None
@@ -119,7 +125,25 @@ class Model:
         """A sequence that no longer runs gives up its blocks, the last one first."""
         held = set(self.published.values()) - self.owned()
         self.idle += [block for block in reversed(life.table) if block in held]
-        life.computed, life.table = 0, []
+        life.table = []
+
+    def stop(self, step: Step, lives: list[Life]) -> None:
+        """Preempt sequences: their content moves to host memory if all of it fits there, or else is lost."""
+        step.preempted += [life.name for life in lives]
+        tables = [life.table[: math.ceil(life.computed / self.config.block_size)] for life in lives]
+        held = list(dict.fromkeys(block for table in tables for block in table))
+        taken = {block for life in self.waiting for block in life.away}
+        fits = all(tables) and len(held) <= self.config.host_blocks - len(taken)
+        place = {block: self.unseen - i for i, block in enumerate(held, 1)}
+        self.unseen -= len(held)
+        for life, table in zip(lives, tables, strict=True):
+            self.running.remove(life)
+            self.waiting.append(life)
+            self.let_go(life)
+            life.away = [place[block] for block in table] if fits else []
+            life.computed = life.computed if fits else 0
+        step.swapped += [life.name for life in lives] if fits else []
+        step.out += place.items() if fits else []
 
     def schedule(self) -> Step:
         c, step = self.config, Step([], [], [])
@@ -131,11 +155,7 @@ class Model:
             victim = max(self.running, key=lambda life: life.arrival)
             group = [life for life in self.running if life.group is not None and life.group == victim.group]
             together = 0 < len(group) < len(self.running)
-            for life in sorted(group, key=lambda life: life.arrival) if together else [victim]:
-                self.running.remove(life)
-                self.waiting.append(life)
-                self.let_go(life)
-                step.preempted.append(life.name)
+            self.stop(step, sorted(group, key=lambda life: life.arrival) if together else [victim])
         full, copying = starving(), self.copying()
         for life in full + copying:
             self.take(life, 1)
@@ -148,6 +168,7 @@ class Model:
                 assert old in self.published.values(), "a block was copied though nobody else needs it"
                 self.idle.append(old)
 
+        moved: dict[int, int] = {}
         budget = c.max_num_batched_tokens
         decodes = [life for life in self.running if life.known - life.computed == 1]
         self.running = decodes + [life for life in self.running if life not in decodes]
@@ -158,7 +179,9 @@ class Model:
                 step.rows.append((life, life.computed, count))
         while self.waiting and budget > 0 and not step.preempted:
             life = min(self.waiting, key=lambda life: life.arrival)
-            found = self.found(life, [row for row in step.rows if row[0] not in decodes])
+            whole = life.computed // c.block_size
+            known = [moved[block] for block in life.away[:whole] if block in moved]
+            found = known if life.away else self.found(life, [row for row in step.rows if row[0] not in decodes])
             need = math.ceil(life.known / c.block_size) - len(found)
             free = self.free() - len(set(found) & set(self.idle))
             places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(other.width for other in self.running)
@@ -167,8 +190,18 @@ class Model:
             self.waiting.remove(life)
             self.running.append(life)
             self.idle = [block for block in self.idle if block not in found]
-            life.table, life.computed = found, len(found) * c.block_size
+            life.table, away = [*found], life.away
             self.take(life, need)
+            if away:
+                fresh = iter(life.table[len(found) :])
+                life.table = [moved[b] if i < whole and b in moved else next(fresh) for i, b in enumerate(away)]
+                step.back += [(b, t) for b, t in zip(away, life.table, strict=True) if t not in found]
+                moved |= dict(zip(away[:whole], life.table, strict=False))
+                life.table += fresh
+                life.away = []
+                step.resumed.append(life.name)
+            else:
+                life.computed = len(found) * c.block_size
             count = min(life.known - life.computed, budget)
             budget -= count
             step.rows.append((life, life.computed, count))
@@ -240,6 +273,7 @@ class Model:
                 assert mine < 0 or mine == real, f"{life.name}: blocks it had or shares were taken or moved"
         for life in self.running:
             life.table = [seen.get(block, block) for block in life.table]
+        self.move(plan, seen)
         copies = [(old, seen[new]) for old, new in self.flight.copies]
         assert copies == list(plan.copies), "other blocks are copied"
         for old, new in copies:
@@ -264,11 +298,37 @@ class Model:
             for at in range(start + count):
                 assert self.slots[life.table[at // size], at % size] == life.key(at + 1), "reads another's token"
 
+    def move(self, plan: Plan, seen: dict[int, int]) -> None:
+        """Blocks go to host memory, then others come back."""
+        assert self.flight is not None
+        flight, size = self.flight, self.config.block_size
+        assert [old for old, _ in plan.swap_out] == [old for old, _ in flight.out], "other blocks move out"
+        place = dict(zip([mine for _, mine in flight.out], [real for _, real in plan.swap_out], strict=True))
+        assert len(set(place.values())) == len(place), "two blocks move to one place"
+        assert all(1 <= block <= self.config.host_blocks for block in place.values()), "a host block is out of range"
+        taken = {block for life in self.waiting for block in life.away if block > 0}
+        assert not taken & set(place.values()), "a host block is overwritten"
+        for life in self.waiting:
+            life.away = [place.get(block, block) for block in life.away]
+        for device, host in plan.swap_out:
+            for offset in range(size):
+                self.host_slots[host, offset] = self.slots.get((device, offset), "nothing")
+        assert list(plan.swap_in) == [(host, seen[device]) for host, device in flight.back], "other blocks come back"
+        for host, device in plan.swap_in:
+            for offset in range(size):
+                self.slots[device, offset] = self.host_slots[host, offset]
+
     def commit(self, sampled: list[int]) -> list[Event]:
         assert self.flight is not None
-        events: list[Event] = [Preempted(self.steps, name) for name in self.flight.preempted]
+        flight = self.flight
+        events: list[Event] = [Preempted(self.steps, name, name in flight.swapped) for name in flight.preempted]
+        events += [Resumed(self.steps, name) for name in flight.resumed]
         entered = zip(self.flight.admitted, self.flight.entered, self.flight.cached, strict=True)
-        events += [Admitted(self.steps, life.name, known, cached) for life, known, cached in entered]
+        events += [
+            Admitted(self.steps, life.name, known, cached)
+            for life, known, cached in entered
+            if life.name not in flight.resumed
+        ]
         new: list[tuple[str, int]] = []
         ends: list[Event] = []
         forked: list[Event] = []
@@ -346,7 +406,8 @@ class Model:
         """The real state says what the model says, block by block."""
         by_arrival = sorted(self.waiting, key=lambda life: life.arrival)
         assert [seq.arrival for seq in state.waiting] == [life.arrival for life in by_arrival], "queue out of order"
-        assert [seq.length for seq in state.waiting] == [life.known for life in by_arrival]
+        away = [(seq.length, seq.computed, list(seq.blocks)) for seq in state.waiting]
+        assert away == [(life.known, life.computed, life.away) for life in by_arrival]
         real = [(seq.arrival, seq.length, seq.computed, list(seq.blocks)) for seq in running(state)]
         assert real == [(life.arrival, life.known, life.computed, life.table) for life in self.running]
         assert [seq.limit for seq in running(state)] == [self.limit(life.request) for life in self.running]

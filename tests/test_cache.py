@@ -12,7 +12,7 @@ import pytest
 from pagedjax import SamplingParams, attention, cache
 from pagedjax.batch import Shapes, blank_sampling, pack
 from pagedjax.step import make_step
-from pagedjax.types import Plan
+from pagedjax.types import EMPTY_PLAN
 
 SIZES = {"layers": 2, "kv_heads": 2, "head_dim": 4}
 
@@ -58,7 +58,7 @@ def compiled_step(model, *, t: int, blocks: int):
         )
     )
     shapes = Shapes((t,), 8, s, m.max_len // s, m.max_len, m.vocab_size)
-    batch = pack(Plan(0, (), (), (), (), (), (), (), (), 0, 0, 1), {}, shapes, {t: blank_sampling(shapes, t)})
+    batch = pack(EMPTY_PLAN, {}, shapes, {t: blank_sampling(shapes, t)})
     step = make_step(model.graphdef, attention.attend("xla", m.head_dim**-0.5), seed=0)
     return step.lower(model.params, kv, batch).compile(), kv
 

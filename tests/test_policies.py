@@ -296,6 +296,7 @@ configs = st.builds(
     max_num_batched_tokens=st.integers(1, 12),
     max_num_seqs=st.integers(1, 5),
     max_model_len=st.just(32),
+    host_blocks=st.sampled_from([0, 3, 20]),
 )
 
 

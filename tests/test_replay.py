@@ -103,6 +103,7 @@ def replace_line(number: int, text: str) -> Callable[[list[str]], list[str]]:
         st.integers(1, 16),
         st.integers(1, 6),
         st.integers(7, 14),
+        st.sampled_from([0, 2, 20]),
     ),
     seed=st.integers(0, 2**32 - 1),
     names=st.text(max_size=3),
@@ -148,14 +149,14 @@ def test_the_format_is_this(tmp_path: Path):
     recorder.close()
     assert path.read_text() == (
         f'{{"pagedjax_replay":2,"pagedjax":"{__version__}","policy":"fcfs","config":{{"block_size":2,"num_blocks":6,'
-        '"max_num_batched_tokens":5,"max_num_seqs":4,"max_model_len":12}}\n'
+        '"max_num_batched_tokens":5,"max_num_seqs":4,"max_model_len":12,"host_blocks":0}}\n'
         '{"submit":{"request_id":"a","prompt_len":3,"max_tokens":2,"min_tokens":1,"stop_token_ids":[2,9],"priority":5,'
         '"user":"u","forks":[],"hashes":["x"]}}\n'
         '{"submit":{"request_id":"\\u00e9\\n","prompt_len":4,"max_tokens":2,"min_tokens":0,"stop_token_ids":[],'
         '"priority":0,"user":"","forks":[],"hashes":[]}}\n'
         '{"schedule":{"step":0,"ids":["a","\\u00e9\\n"],"starts":[0,0],"counts":[3,2],'
-        '"blocks":{"a":[1,2],"\\u00e9\\n":[3,4]},"copies":[],"tables":{},"admitted":["a","\\u00e9\\n"],'
-        '"cached":[0,0],"preempted":[],"waiting":0,'
+        '"blocks":{"a":[1,2],"\\u00e9\\n":[3,4]},"copies":[],"tables":{},"swap_out":[],"swap_in":[],'
+        '"admitted":["a","\\u00e9\\n"],"cached":[0,0],"preempted":[],"swapped":[],"waiting":0,'
         '"blocks_used":4}}\n'
         '{"cancel":{"request_id":"nobody","reason":"abort","events":[]}}\n'
         '{"commit":{"sampled":[7,null],"hashes":{},"events":[{"event":"Admitted","step":0,"request_id":"a",'
@@ -163,8 +164,8 @@ def test_the_format_is_this(tmp_path: Path):
         '{"event":"Sampled","step":0,"request_ids":["a"],"token_ids":[7]}]}}\n'
         '{"forget":{}}\n'
         '{"schedule":{"step":1,"ids":["a","\\u00e9\\n"],"starts":[3,2],"counts":[1,2],"blocks":{},"copies":[],'
-        '"tables":{},"admitted":[],'
-        '"cached":[],"preempted":[],"waiting":0,"blocks_used":4}}\n'
+        '"tables":{},"swap_out":[],"swap_in":[],"admitted":[],'
+        '"cached":[],"preempted":[],"swapped":[],"waiting":0,"blocks_used":4}}\n'
     )
     assert verify(path).identical
 
@@ -233,7 +234,7 @@ def test_lines_dropped_repeated_swapped_or_spelled_differently_are_caught(log: P
             continue  # what is forgotten may never be asked for again
         if (
             change == "repeat"
-            and '"blocks":{},"copies":[],"tables":{},"admitted":[],"cached":[],"preempted":[]' in lines[at]
+            and '"blocks":{},"copies":[],"tables":{},"swap_out":[],"swap_in":[],"admitted":[],"cached":[]' in lines[at]
         ):
             continue  # planning the same step again is no transition
         log.write_text("\n".join([*copies[change], ""]))

@@ -54,9 +54,10 @@ def test_an_id_in_use_is_rejected_while_it_runs_and_free_again_when_it_ended():
 
 
 @pytest.mark.parametrize("name", SchedulerConfig._fields)
-def test_sizes_below_one_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
-        scheduler.init(SchedulerConfig(1, 1, 1, 1, 1)._replace(**{name: 0}))
+def test_sizes_below_the_least_are_refused(name):
+    least = 0 if name == "host_blocks" else 1
+    with pytest.raises(ValueError, match=f"{name} is {least - 1}; it must be at least {least}"):
+        scheduler.init(SchedulerConfig(1, 1, 1, 1, 1)._replace(**{name: least - 1}))
 
 
 def test_submit_leaves_the_old_state_alone():
@@ -145,7 +146,7 @@ def test_the_latest_arrival_is_the_victim_and_decodes_of_the_others_go_on():
     _state, plan, events = step(crowded())
     assert plan.preempted == ("c", "b")
     assert rows(plan) == [("a", 4, 1)]
-    assert events[:2] == (Preempted(1, "c"), Preempted(1, "b"))
+    assert events[:2] == (Preempted(1, "c", False), Preempted(1, "b", False))
 
 
 def test_preempted_requests_are_back_at_the_front_of_the_queue_in_order_of_arrival():

@@ -28,6 +28,7 @@ configs = st.builds(
     max_num_batched_tokens=st.integers(1, 32),
     max_num_seqs=st.integers(1, 6),
     max_model_len=st.integers(2, 40),
+    host_blocks=st.one_of(st.just(0), st.integers(1, 12)),
 )
 
 
@@ -121,6 +122,8 @@ class Driver:
         self.tally += Counter(preempted=len(plan.preempted), admitted=len(plan.admitted), cut=len(partial))
         self.tally["found"] += sum(cached > 0 for cached in plan.cached)
         shared = [block for seq in plan.seqs for block in seq.blocks]
+        assert (plan.swapped, plan.resumed) == (tuple(step.swapped), tuple(step.resumed))
+        self.tally += Counter({"swapped": len(plan.swapped), "resumed": len(plan.resumed)})
         self.tally["copied"] += len(plan.copies)
         groups = Counter(seq.group for seq in scheduler.running(self.state) if seq.group is not None)
         self.tally["a group preempted"] += len(plan.preempted) > 1 and max(groups.values(), default=0) > 1
@@ -199,6 +202,9 @@ class Driver:
         bound = sum(life.width * self.model.limit(life.request) for life in self.model.alive())
         self.traffic(bound, seed, busy=False)
         assert not self.state.waiting
+        assert self.state.host is None or self.state.host.num_free == self.state.config.host_blocks, (
+            "host blocks leaked"
+        )
         assert not self.state.running.seqs, "requests are left after the bound"
         assert self.state.pool.num_free == self.state.config.num_blocks, "blocks leaked"
 
@@ -280,6 +286,8 @@ def run_machine(examples: int, steps: int, at_least: int) -> Counter[str]:
 def test_any_sequence_of_transitions_agrees_with_the_naive_model():
     tally = run_machine(examples=70, steps=40, at_least=10_000)
     for happened in (
+        "swapped",
+        "resumed",
         "copied",
         "forked",
         "a group preempted",
