@@ -186,7 +186,8 @@ def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tin
     assert engine.memory.activations == peak  # the number of blocks does not change what a step needs
     assert engine.memory.left == 0
     assert nbytes(engine._cache) == 5 * block
-    assert engine.startup["compilations"] == compiled + 1  # the measured program was for a larger cache
+    # The measured program was for a larger cache. (The program that copies blocks may be known from another engine.)
+    assert engine.startup["compilations"] > compiled
 
 
 def test_an_engine_that_cannot_fit_says_so_before_it_takes_memory(tiny, monkeypatch):
