@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pagedjax.engine import Engine
     from pagedjax.llm import LLM, load_model
     from pagedjax.outputs import CompletionOutput, RequestOutput
-    from pagedjax.types import SamplingParams
+    from pagedjax.types import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -18,6 +18,7 @@ _HOME = {
     "LLM": "llm",
     "load_model": "llm",
     "SamplingParams": "types",
+    "BeamSearchParams": "types",
     "EngineConfig": "config",
     "Engine": "engine",
     "RequestOutput": "outputs",
@@ -25,6 +26,7 @@ _HOME = {
 }
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "Engine",
     "EngineConfig",

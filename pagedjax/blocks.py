@@ -78,6 +78,11 @@ def init(num_blocks: int) -> BlockPool:
     return BlockPool(num_blocks, num_blocks, 1, None, Map())
 
 
+def needed(tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-tokens // block_size)
+
+
 def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | None:
     """Take n free blocks, one owner each -> (pool, ids); None when there is no room (the pool is untouched).
 

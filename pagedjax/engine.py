@@ -16,15 +16,30 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from pagedjax import attention, cache, memory, monitor, prefix, scheduler
-from pagedjax.batch import MAX_LISTED, Shapes, Source, blank_sampling, pack, token_buckets
+from pagedjax import attention, beams, cache, memory, monitor, prefix, scheduler
+from pagedjax.batch import MAX_LISTED, MAX_TOP, Shapes, Source, blank_sampling, pack, token_buckets
 from pagedjax.config import EngineConfig, Resolved
 from pagedjax.models import Model
 from pagedjax.policies import POLICIES
 from pagedjax.replay import Recorder
 from pagedjax.step import StepOutput, copy_blocks, make_step
 from pagedjax.swap import SwapSpace
-from pagedjax.types import EMPTY_PLAN, Event, Finished, FinishReason, Plan, Request, Sampled, StepResult, TokenLogprobs
+from pagedjax.types import (
+    EMPTY_PLAN,
+    Beamed,
+    BeamResult,
+    BeamSearchParams,
+    Choice,
+    Event,
+    Finished,
+    FinishReason,
+    Plan,
+    Request,
+    Sampled,
+    SamplingParams,
+    StepResult,
+    TokenLogprobs,
+)
 
 
 class Engine:
@@ -63,7 +78,7 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: Any,
+        params: SamplingParams | BeamSearchParams,
         *,
         forks: Sequence[str] = (),
         priority: int = 0,
@@ -73,7 +88,8 @@ class Engine:
 
         Args:
             forks: ids of further branches. All share the prompt's blocks; branch i draws with the request's seed + i,
-                as a request of its own with that seed would.
+                as a request of its own with that seed would. A beam search needs beam_width - 1 of them; its result
+                comes in a `StepResult` under `request_id`.
 
         Raises:
             ValueError: the request can never run (see `scheduler.submit`), a token id outside the vocabulary, or
@@ -86,32 +102,39 @@ class Engine:
             raise ValueError(f"request {request_id!r} has token id {bad}; the vocabulary is 0 to {vocab - 1}")
         stops = () if params.ignore_eos else self.eos_token_ids
         stops = tuple(dict.fromkeys((*stops, *params.stop_token_ids)))
-        _check_listed(request_id, params, stops, vocab)
+        search = params if isinstance(params, BeamSearchParams) else None
+        row = _beam_row(request_id, params, len(stops), forks) if isinstance(params, BeamSearchParams) else params
+        _check_listed(request_id, row, stops, vocab)
 
-        root, hashes = self._prompt_hashes(prompt, params)
+        root, hashes = self._prompt_hashes(prompt, row)
         request = Request(
             request_id=request_id,
             prompt_len=len(prompt),
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=frozenset(stops),
+            max_tokens=row.max_tokens,
+            min_tokens=row.min_tokens,
+            stop_token_ids=frozenset() if search else frozenset(stops),
             priority=priority,
             user=user,
             forks=tuple(forks),
             hashes=hashes,
+            beams=search is not None,
         )
         state = scheduler.submit(self._state, request)
         tokens = np.zeros(scheduler.final_length(request, state.config), np.int32)
         tokens[: len(prompt)] = prompt
-        for i, name in enumerate((request_id, *forks)):
+        names = (request_id, *forks)
+        for i, name in enumerate(names):
             drawn = 0x9E3779B9 * (self._state.arrivals + 1 + i)
-            seed = (drawn if params.seed is None else params.seed + i) % 2**32
-            self._sources[name] = Source(params, seed, len(prompt), tokens.copy(), len(prompt), stops, root)
+            seed = (drawn if row.seed is None else row.seed + i) % 2**32
+            self._sources[name] = Source(row, seed, len(prompt), tokens.copy(), len(prompt), stops, root)
+        if search:
+            search = dataclasses.replace(search, max_tokens=len(tokens) - len(prompt))
+            self._searches[self._state.arrivals] = beams.start(search, frozenset(stops), names)
         self._state = state
         if self._recorder:
             self._recorder.submit(request)
 
-    def _prompt_hashes(self, prompt: np.ndarray, params: Any) -> tuple[str | None, tuple[str, ...]]:
+    def _prompt_hashes(self, prompt: np.ndarray, params: SamplingParams) -> tuple[str | None, tuple[str, ...]]:
         """What the hashes of a request grow from, and those of its prompt's full blocks.
 
         Log-probabilities of a prompt need every one of its tokens computed, so such a request shares nothing.
@@ -166,11 +189,14 @@ class Engine:
         if self._recorder:
             self._recorder.schedule(plan)
         hashes = _filled(plan, self._sources, self.config.block_size)
-        self._state, events = scheduler.commit(state, plan, sampled, hashes)
+        choices, ended = self._choose(plan, output)
+        self._state, events = scheduler.commit(state, plan, sampled, hashes, choices)
         if self._recorder:
-            self._recorder.commit(sampled, hashes, events)
+            self._recorder.commit(sampled, hashes, choices, events)
         logprobs = _logprobs(plan, self._sources, output)
         self._take_in(events)
+        for result in ended:
+            events += self.cancel(result.request_id, result.sequences[0].reason)
         return StepResult(
             plan=plan,
             events=events,
@@ -180,7 +206,32 @@ class Engine:
             padded_tokens=t,
             compilations=monitor.compilations() - compiled,
             logprobs=logprobs,
+            beams=ended,
         )
+
+    def _choose(self, plan: Plan, output: StepOutput) -> tuple[dict[str, Choice], tuple[BeamResult, ...]]:
+        """Let beam searches go on whose beams have all been computed -> (how, the searches that ended)."""
+        choices: dict[str, Choice] = {}
+        ended: list[BeamResult] = []
+        for group, search in self._searches.items() if plan.preempted else ():
+            if not set(search.names).isdisjoint(plan.preempted):  # they will offer again what they offered
+                self._searches[group] = search._replace(offers=())
+        rows = [i for i, seq in enumerate(plan.seqs) if seq.request.beams] if self._searches else []
+        host = jax.device_get(output.sampled) if rows else None
+        for i in rows:
+            seq = plan.seqs[i]
+            if plan.starts[i] + plan.counts[i] < plan.lengths[i] or seq.group is None:
+                continue
+            _, _, ids, logprobs = _pick(host, i, self._sources[seq.request_id].params.logprobs or 0)
+            search, choice = beams.offer(self._searches[seq.group], seq.request_id, ids, logprobs), None
+            if search.complete:
+                search, choice = beams.advance(search)
+                if choice:
+                    choices[search.names[0]] = choice
+                else:
+                    ended.append(BeamResult(search.names[0], search.finished))
+            self._searches[seq.group] = search
+        return choices, tuple(ended)
 
     def _moved(self, plan: Plan, pages: cache.KVCache) -> cache.KVCache:
         """Move whole blocks before any is written: out to the host, back from there, then copies on the device."""
@@ -200,8 +251,17 @@ class Engine:
                     source = self._sources[request_id]
                     source.tokens[source.length] = token
                     source.length += 1
+            elif isinstance(event, Beamed):
+                grown = [self._sources[parent].tokens.copy() for parent in event.parents]
+                for name, tokens, token in zip(event.request_ids, grown, event.token_ids, strict=True):
+                    source = self._sources[name]
+                    tokens[source.length] = token
+                    source.tokens = tokens
+                    source.length += 1
             elif isinstance(event, Finished):
                 del self._sources[event.request_id]
+                for group in [g for g, search in self._searches.items() if search.names[0] == event.request_id]:
+                    del self._searches[group]
 
     # state ------------------------------------------------------------------------------------------------------
 
@@ -214,6 +274,7 @@ class Engine:
         limits = (c.block_size, c.num_blocks, c.max_num_batched_tokens, c.max_num_seqs, c.max_model_len)
         self._state = scheduler.init(scheduler.SchedulerConfig(*limits, _host_blocks(c, self.model)))
         self._sources: dict[str, Source] = {}
+        self._searches: dict[int, beams.Search] = {}  # by the group of their beams
         self._cache = None  # the old one goes before the new one comes
         self._cache = cache.init(
             layers=m.layers,
@@ -387,6 +448,26 @@ def _filled(plan: Plan, sources: dict[str, Source], size: int) -> dict[str, tupl
     return hashes
 
 
+def _beam_row(request_id: str, params: BeamSearchParams, stops: int, forks: Sequence[str]) -> SamplingParams:
+    """How each beam of a search samples.
+
+    Raises:
+        ValueError: more candidates than a step ranks, or not an id for each beam.
+    """
+    top = beams.candidates(params, stops)
+    if top > MAX_TOP:
+        raise ValueError(
+            f"request {request_id!r} has beam_width {params.beam_width} and {stops} stop tokens; a beam ranks as many "
+            f"continuations as both together, at most {MAX_TOP}; lower beam_width to {MAX_TOP - stops}"
+        )
+    if len(forks) != params.beam_width - 1:
+        raise ValueError(
+            f"request {request_id!r} has beam_width {params.beam_width} and {len(forks)} forks; each beam beside the "
+            "first needs an id"
+        )
+    return params.row(top)
+
+
 def _check_listed(request_id: str, params: Any, stops: Sequence[int], vocab: int) -> None:
     named = {"logit_bias": params.logit_bias or {}, "allowed_token_ids": params.allowed_token_ids or ()}
     for name, ids in (*named.items(), ("stop_token_ids", params.stop_token_ids)):
@@ -408,7 +489,7 @@ def _check_listed(request_id: str, params: Any, stops: Sequence[int], vocab: int
 def _logprobs(plan: Plan, sources: dict[str, Source], output: StepOutput) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities that the rows of this step asked for, prompt tokens before the sampled one."""
     wanted = [(i, seq.request.request_id) for i, seq in enumerate(plan.seqs)]
-    wanted = [(i, r, sources[r].params) for i, r in wanted if r in sources]
+    wanted = [(i, r, sources[r].params) for i, r in wanted if r in sources and not plan.seqs[i].request.beams]
     found: list[TokenLogprobs] = []
     if any(p.prompt_logprobs is not None for _, _, p in wanted):
         host = jax.device_get(output.prompt)

@@ -17,12 +17,13 @@ from pagedjax import models, monitor
 from pagedjax.config import EngineConfig, from_dict, one_of
 from pagedjax.engine import Engine
 from pagedjax.models import Model
-from pagedjax.outputs import Assembly, CompletionOutput, RequestOutput
+from pagedjax.outputs import Assembly, BeamAssembly, CompletionOutput, RequestOutput
 from pagedjax.tokenizer import Tokenizer, load_tokenizer
-from pagedjax.types import Admitted, Finished, FinishReason, Sampled, SamplingParams
+from pagedjax.types import Admitted, BeamSearchParams, Finished, FinishReason, Sampled, SamplingParams
 from pagedjax.weights.checkpoint import open_checkpoint
 
 Prompt = str | Sequence[int]
+Params = SamplingParams | BeamSearchParams
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ class LLM:
         self.tokenizer = model.tokenizer
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
         self._requests = 0
-        self._branches: dict[str, Assembly] = {}  # under way, by request id: of every call, for a step serves them all
+        self._branches: dict[
+            str, Assembly | BeamAssembly
+        ] = {}  # under way, by request id: of every call, for a step serves them all
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold, so that a measurement starts cold. Requests under way go on."""
@@ -93,7 +96,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
@@ -103,7 +106,8 @@ class LLM:
 
         Args:
             prompts: a string, a list of token ids, or a list of either.
-            sampling_params: one for all, or one for each; None is `SamplingParams()`.
+            sampling_params: one for all, or one for each; None is `SamplingParams()`. `BeamSearchParams` beside them
+                run in the same steps.
             priority, user: one for all, or one for each: what the policies "priority" (the lower number first) and
                 "fair" go by.
 
@@ -116,7 +120,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -128,10 +132,11 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece as it becomes final. Closing the iterator frees its blocks."""
         (params,) = _each(sampling_params, 1)
-        if params.n != 1:
-            raise ValueError(f"n is {params.n}; a stream has one branch, use generate")
+        if isinstance(params, BeamSearchParams) or params.n != 1:
+            raise ValueError(f"a stream has one branch; use generate for {params!r:.80}")
         mine = self._add([self._tokens(prompt)], [params], [0], [""])
         (branch,) = mine.values()
+        assert isinstance(branch, Assembly)
         sent, ended = 0, False
         try:
             while not ended:
@@ -173,16 +178,17 @@ class LLM:
 
         outputs, first = [], 0
         for prompt, p, tokens in zip(prompts, params, ids, strict=True):
-            mine = every[first : first + p.drawn().n]
+            mine = every[first : first + (1 if isinstance(p, BeamSearchParams) else p.drawn().n)]
             first += len(mine)
+            leader = mine[0]
             outputs.append(
                 RequestOutput(
                     request_id=str(len(outputs)),
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_token_ids=tuple(tokens),
-                    outputs=_best(mine, p),
-                    prompt_logprobs=mine[0].prompt_positions(),
-                    num_cached_tokens=mine[0].num_cached or 0,
+                    outputs=leader.completions() if isinstance(leader, BeamAssembly) else _best(mine, p),
+                    prompt_logprobs=leader.prompt_positions() if isinstance(leader, Assembly) else None,
+                    num_cached_tokens=leader.num_cached or 0,
                 )
             )
         return outputs
@@ -190,20 +196,24 @@ class LLM:
     def _add(
         self,
         ids: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
+        params: Sequence[Params],
         priorities: Sequence[int],
         users: Sequence[str],
-    ) -> dict[str, Assembly]:
+    ) -> dict[str, Assembly | BeamAssembly]:
         """Queue every branch, or none: branch i of a request with a seed uses seed + i."""
-        branches: dict[str, Assembly] = {}
+        branches: dict[str, Assembly | BeamAssembly] = {}
         eos = frozenset(self.model.eos_token_ids)
         try:
             for tokens, p, priority, user in zip(ids, params, priorities, users, strict=True):
-                p = p.drawn()
-                names = [f"{self._requests + i}" for i in range(p.n)]
-                self._requests += p.n
+                p = p if isinstance(p, BeamSearchParams) else p.drawn()
+                width = p.beam_width if isinstance(p, BeamSearchParams) else p.n
+                names = [f"{self._requests + i}" for i in range(width)]
+                self._requests += width
                 self.engine.add(names[0], tokens, p, forks=names[1:], priority=priority, user=user)
-                branches |= {name: Assembly(i, p, self.tokenizer, tokens, eos) for i, name in enumerate(names)}
+                if isinstance(p, BeamSearchParams):
+                    branches[names[0]] = BeamAssembly(p, self.tokenizer, tokens, eos)
+                else:
+                    branches |= {name: Assembly(i, p, self.tokenizer, tokens, eos) for i, name in enumerate(names)}
         except ValueError:
             self._abandon(branches)
             raise
@@ -216,8 +226,8 @@ class LLM:
         assert result is not None, "branches are under way, so the engine has work"
         branches = self._branches
         for entry in result.logprobs:
-            if entry.request_id in branches:
-                branches[entry.request_id].take(entry)
+            if isinstance(branch := branches.get(entry.request_id), Assembly):
+                branch.take(entry)
         reasons: dict[str, FinishReason] = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
         tokens, ended = 0, []
         for event in result.events:
@@ -227,9 +237,9 @@ class LLM:
             if not isinstance(event, Sampled):
                 continue
             for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
-                if request_id not in branches:
+                branch = branches.get(request_id)
+                if not isinstance(branch, Assembly):
                     continue
-                branch = branches[request_id]
                 branch.push(token, reasons.get(request_id))
                 tokens += 1
                 if branch.finish_reason is not None:
@@ -237,9 +247,15 @@ class LLM:
                     ended.append(request_id)
                     if request_id not in reasons:  # a stop string: the scheduler has to be told
                         self.engine.cancel(request_id, "stop")
+        for request_id, sequences in result.beams:
+            branch = branches.pop(request_id, None)
+            if isinstance(branch, BeamAssembly):
+                branch.end(sequences)
+                tokens += sum(len(one.token_ids) for one in sequences)
+                ended.append(request_id)
         return tokens, ended
 
-    def _abandon(self, branches: Mapping[str, Assembly]) -> None:
+    def _abandon(self, branches: Mapping[str, Assembly | BeamAssembly]) -> None:
         """End those that are still under way."""
         for request_id, branch in branches.items():
             if branch.finish_reason is None:
@@ -247,7 +263,7 @@ class LLM:
                 self.engine.cancel(request_id)
 
 
-def _best(branches: Sequence[Assembly], params: SamplingParams) -> tuple[CompletionOutput, ...]:
+def _best(branches: Sequence[Any], params: Any) -> tuple[CompletionOutput, ...]:
     """All branches; or of `best_of`, the n of the largest summed log-probability, the best first."""
     if params.drawn().n > params.n:
         branches = sorted(branches, key=lambda branch: -branch.cumulative)[: params.n]
@@ -288,13 +304,15 @@ def _conversations(messages: Any) -> list[Any]:
     return several
 
 
-def _each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
+def _each(params: Params | Sequence[Params] | None, count: int) -> list[Any]:
+    if params is None or isinstance(params, Params):
         return [params or SamplingParams()] * count
     each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
     for one in each:
-        if not isinstance(one, SamplingParams):
-            raise ValueError(f"sampling_params is {one!r:.80}; it must be SamplingParams, or a list of them")
+        if not isinstance(one, Params):
+            raise ValueError(
+                f"sampling_params is {one!r:.80}; it must be SamplingParams or BeamSearchParams, or a list of them"
+            )
     if len(each) != count:
         raise ValueError(f"{len(each)} SamplingParams for {count} prompts; give one for all, or one for each")
     return each

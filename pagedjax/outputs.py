@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pagedjax.tokenizer import Detokenizer, StopChecker, Tokenizer
-from pagedjax.types import FinishReason, SamplingParams, TokenLogprobs
+from pagedjax.types import BeamSearchParams, FinishReason, Hypothesis, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None  # the stop string or stop token; None for EOS and for other reasons
     cumulative_logprob: float | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
+    score: float | None = None  # of a beam: cumulative_logprob / len(token_ids) ** length_penalty
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Assembly:
         return {entry.token_id: chosen} | best
 
     def completion(self) -> CompletionOutput:
-        wanted = self.params.logprobs is not None
+        wanted = self.params.logprobs is not None and len(self.logprobs) == len(self.token_ids)
         return CompletionOutput(
             index=self.index,
             text=self.text,
@@ -122,3 +123,31 @@ class Assembly:
         if self.params.prompt_logprobs is None:
             return None
         return (None, *(self.prompt_logprobs[i] for i in range(1, len(self.prompt))))
+
+
+@dataclass
+class BeamAssembly:
+    """A beam search under way. There is nothing to show before it has ended."""
+
+    params: BeamSearchParams
+    tokenizer: Tokenizer
+    prompt: Sequence[int]
+    eos: frozenset[int]
+    finish_reason: FinishReason | None = None
+    num_cached: int | None = None
+    sequences: tuple[Hypothesis, ...] = ()
+
+    def end(self, sequences: tuple[Hypothesis, ...]) -> None:
+        self.sequences, self.finish_reason = sequences, sequences[0].reason
+
+    def completions(self) -> tuple[CompletionOutput, ...]:
+        """The n best, the best first."""
+        row = self.params.row(0)
+        outputs = []
+        for i, (token_ids, total, score, reason) in enumerate(self.sequences[: self.params.n]):
+            branch = Assembly(i, row, self.tokenizer, self.prompt, self.eos)
+            for token in token_ids[:-1]:
+                branch.push(token, None)
+            branch.push(token_ids[-1], reason)
+            outputs.append(replace(branch.completion(), cumulative_logprob=total, logprobs=None, score=score))
+        return tuple(outputs)

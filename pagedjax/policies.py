@@ -1,4 +1,4 @@
-"""Scheduling policies as values: three pure functions each. A new idea is a new function here, not a flag."""
+"""Scheduling policies as values: four pure functions each. A new idea is a new function here, not a flag."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Policy(NamedTuple):
     admit: (sequence, blocks it needs now, free blocks) -> whether to let it in. It is never asked when the
         blocks do not suffice. One that refuses while nothing runs stops the engine.
     preempt: running (never empty) -> the one of them that gives its blocks up.
+    swap: those who give them up, a group in one -> whether their content moves to the host, if there is a swap space
+        with room for it, or is computed again.
 
     A finite workload ends whatever `order` and `preempt` say, because generated tokens survive a preemption. That each
     request ends while others keep coming is up to the policy. It holds if one unfinished request is the first that
@@ -32,6 +34,7 @@ class Policy(NamedTuple):
     order: Callable[[tuple[Seq, ...], Running], Sequence[Seq]]
     admit: Callable[[Seq, int, int], bool]
     preempt: Callable[[Sequence[Seq]], Seq]
+    swap: Callable[[Sequence[Seq]], bool] = lambda victims: True
 
 
 _arrival = attrgetter("arrival")

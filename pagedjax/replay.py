@@ -4,17 +4,17 @@
     {"submit":{"request_id":"a","prompt_len":5,"max_tokens":8,...}}
     {"schedule":{"step":0,"ids":["a"],"starts":[0],"counts":[5],"blocks":{"a":[1,2]},"admitted":["a"],...}}
     {"cancel":{"request_id":"b","reason":"abort","events":[]}}
-    {"commit":{"sampled":[17],"hashes":{},"events":[{"event":"Admitted",...},{"event":"Sampled",...}]}}
+    {"commit":{"sampled":[17],"hashes":{},"choices":{},"events":[{"event":"Admitted",...},{"event":"Sampled",...}]}}
 
     {"forget":{}}
 
-The scheduler is pure, so the header, the submits, the cancels, the sampled tokens and the hashes of the blocks that
-they filled determine every other byte.
+The scheduler is pure, so the header, the submits, the cancels, the sampled tokens, the hashes of the blocks that
+they filled and the choices of beam searches determine every other byte.
 `verify` runs it again from those and compares line by line. A reader needs no scheduler: `blocks` are the blocks that
 a sequence got in this step, added to those it had, and it has none after it was preempted or finished; `copies` are
 (from, to), `swap_out` (device, host) and `swap_in` (host, device), and `tables` the whole tables of branches that write
-to a copy from now on. `sampled` is
-null for a row whose token nobody took: one within a prompt, or cancelled meanwhile.
+to a copy from now on, or of beams that went on from another. `sampled` is null for a row whose token nobody took: one
+within a prompt, a beam's, or cancelled meanwhile.
 
 python -m pagedjax.replay run.jsonl       exit code 1 if the run does not replay
 """
@@ -32,12 +32,13 @@ from typing import Any, Literal, NamedTuple, get_args
 from pagedjax import __version__, scheduler
 from pagedjax.policies import POLICIES, Policy
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
-from pagedjax.types import Event, Finished, FinishReason, Plan, Preempted, Request, Sampled
+from pagedjax.types import Choice, Event, Finished, FinishReason, Plan, Preempted, Request, Sampled
 
 FORMAT = 2
 Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget"]
 KINDS = get_args(Kind)
 Hashes = Mapping[str, Sequence[str]]  # request id -> hashes of the blocks that a step filled
+Choices = Mapping[str, Choice]  # id of the first beam -> how its request's beams go on
 Written = dict[str, tuple[int, ...]]  # request id -> its blocks, as earlier lines named them
 
 
@@ -109,9 +110,9 @@ class Recorder:
         self._plan = plan
         self._write(schedule_line(plan, self._written))
 
-    def commit(self, sampled: Sequence[int], hashes: Hashes, events: Sequence[Event]) -> None:
+    def commit(self, sampled: Sequence[int], hashes: Hashes, choices: Choices, events: Sequence[Event]) -> None:
         assert self._plan is not None, "a commit without a schedule before it"
-        self._write(commit_line(self._plan, sampled, hashes, events, self._written))
+        self._write(commit_line(self._plan, sampled, hashes, choices, events, self._written))
         self._plan = None
 
     def forget(self) -> None:
@@ -154,11 +155,14 @@ def schedule_line(plan: Plan, written: Written) -> str:
     return dump({"schedule": rows | queue | {"blocks_used": plan.blocks_used}})
 
 
-def commit_line(plan: Plan, sampled: Sequence[int], hashes: Hashes, events: Sequence[Event], written: Written) -> str:
+def commit_line(
+    plan: Plan, sampled: Sequence[int], hashes: Hashes, choices: Choices, events: Sequence[Event], written: Written
+) -> str:
     taken = {name for event in events if isinstance(event, Sampled) for name in event.request_ids}
     rows = zip(plan.seqs, sampled, strict=True)
     tokens = [token if seq.request.request_id in taken else None for seq, token in rows]
-    return dump({"commit": {"sampled": tokens, "hashes": hashes, "events": _event_records(events, written)}})
+    told = {"sampled": tokens, "hashes": hashes, "choices": choices}
+    return dump({"commit": told | {"events": _event_records(events, written)}})
 
 
 def forget_line() -> str:
@@ -264,8 +268,9 @@ def _advance(
             raise ValueError("a commit without a schedule before it")
         sampled = [0 if token is None else token for token in body["sampled"]]
         hashes = {request_id: tuple(new) for request_id, new in body["hashes"].items()}
-        state, events = scheduler.commit(state, plan, sampled, hashes)
-        return commit_line(plan, sampled, hashes, events, written), Transition(kind, state, None, events)
+        choices = {request_id: Choice(*map(tuple, choice)) for request_id, choice in body["choices"].items()}
+        state, events = scheduler.commit(state, plan, sampled, hashes, choices)
+        return commit_line(plan, sampled, hashes, choices, events, written), Transition(kind, state, None, events)
     if kind == "forget":
         return forget_line(), Transition(kind, scheduler.forget(state), None, ())
     return "", None

@@ -1,5 +1,8 @@
 """The scheduler: pure transitions of an immutable state. No device, no clock, no text, no token is stored here.
 
+The transitions are here; what they are made of is in preemption.py (rules 5 and 7), admission.py (3), sharing.py (which
+blocks can be found) and branches.py (4 and 6), and what they carry in state.py.
+
     submit -> waiting -> (schedule admits) -> running -> (commit: stop, length) -> finished
                  ^                              |
                  +---- schedule preempts -------+            cancel: from anywhere, at any time
@@ -17,28 +20,31 @@ tokens. The rules:
 5. If decodes need more blocks than are free, the policy's victim stops, and the branches of its group with it, until
    they fit. A group that runs alone loses one branch at a time. `submit` refuses what could not fit alone, so one
    always does.
-6. A victim goes back to the front of the queue: with its content in host blocks if they have room for it (swapping),
+6. Beams of a request advance together: one that has computed all its tokens waits for the others, then `commit` is told
+   from which of them each goes on, and with which token. They enter and leave together.
+7. A victim goes back to the front of the queue: with its content in host blocks if they have room for it (swapping),
    else with nothing computed (recomputation). It is admitted again like everybody else.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 from immutables import Map
 
-from pagedjax import blocks
-from pagedjax.blocks import BlockPool
+from pagedjax import blocks, branches, sharing
+from pagedjax.admission import Entry, admit
+from pagedjax.branches import width
 from pagedjax.policies import Policy
+from pagedjax.preemption import make_room
+from pagedjax.state import SchedulerConfig, SchedulerState, check, places, running
 from pagedjax.types import (
     Admitted,
+    Choice,
     Event,
     Finished,
     FinishReason,
-    Forked,
     Plan,
     Preempted,
     Request,
@@ -46,35 +52,26 @@ from pagedjax.types import (
     Running,
     Sampled,
     Seq,
-    current,
     pick,
 )
 
-Pairs = tuple[tuple[int, int], ...]  # of block ids
-NOTHING: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+__all__ = [
+    "Rejected",
+    "SchedulerConfig",
+    "SchedulerState",
+    "cancel",
+    "check",
+    "commit",
+    "final_length",
+    "forget",
+    "init",
+    "running",
+    "schedule",
+    "submit",
+]
 
-
-class SchedulerConfig(NamedTuple):
-    """Integers of at least 1; `host_blocks` may be 0. `num_blocks` counts blocks that can be owned, without the trash
-    block."""
-
-    block_size: int
-    num_blocks: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    host_blocks: int = 0  # of the swap space; 0: preemption is by recomputation
-
-
-class SchedulerState(NamedTuple):
-    config: SchedulerConfig
-    pool: BlockPool
-    waiting: tuple[Seq, ...]
-    running: Running  # after `schedule`: the plan's sequences, then those that got no token
-    step: int
-    arrivals: int
-    host: BlockPool | None  # the swap space: who is waiting and has blocks has them there
-    ids: Map[str, None]  # of the waiting and the running: looking through them made a long queue quadratic
+NO_HASHES: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+NO_CHOICES: Mapping[str, Choice] = MappingProxyType({})
 
 
 class Rejected(ValueError):
@@ -108,25 +105,28 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
             "max_model_len"
         )
     limit = final_length(r, c)
-    need, room = _blocks_for(limit, c.block_size), c.num_blocks
-    if need > room:
-        raise Rejected(
-            f"request {r.request_id!r} can grow to {limit} tokens, which is {need} blocks of {c.block_size}, but the "
-            f"pool has {room}; raise num_blocks to {need}, or lower max_tokens or the prompt's length"
-        )
     names = (r.request_id, *r.forks)
+    beams = len(names) if r.beams else 1  # those of one request have to fit at once, with nothing shared at worst
+    need, room = beams * blocks.needed(limit, c.block_size), c.num_blocks
+    if need > room:
+        what = f"can grow to {limit} tokens" + (f" in each of {beams} beams" if beams > 1 else "")
+        less = f"max_tokens{', beam_width' if beams > 1 else ''}"
+        raise Rejected(
+            f"request {r.request_id!r} {what}, which is {need} blocks of {c.block_size}, but the pool has {room}; "
+            f"raise num_blocks to {need}, or lower {less} or the prompt's length"
+        )
     for i, name in enumerate(names):
         if name in state.ids or name in names[:i]:
             raise Rejected(f"request id {name!r} is in use; ids must be unique among unfinished requests")
-    most = min(c.max_num_seqs, c.max_num_batched_tokens)
+    most = places(c)
     if len(names) > most:
         raise Rejected(
-            f"request {r.request_id!r} has {len(names)} branches, but at most {most} sequences run at a time; lower n, "
-            "or raise max_num_seqs (and max_num_batched_tokens, which gives each of them a token)"
+            f"request {r.request_id!r} has {len(names)} branches, but at most {most} sequences run at a time; lower n "
+            "or beam_width, or raise max_num_seqs (and max_num_batched_tokens, which gives each of them a token)"
         )
     if len(r.hashes) > r.prompt_len // c.block_size:
         raise Rejected(f"request {r.request_id!r} has {len(r.hashes)} hashes; its prompt has fewer full blocks")
-    group = state.arrivals if r.forks else None
+    group = state.arrivals if r.forks or r.beams else None
     seq = Seq(request, state.arrivals, limit, r.prompt_len, hashes=r.hashes, group=group)
     ids = state.ids.update({name: None for name in names})
     return state._replace(waiting=(*state.waiting, seq), arrivals=state.arrivals + len(names), ids=ids)
@@ -140,9 +140,9 @@ def final_length(request: Request, config: SchedulerConfig) -> int:
 def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Plan]:
     """Decide what the next step computes. The plan has no rows when nothing runs and nothing can."""
     c = state.config
-    state, copies, preempted, swapped, swap_out = _grow(state, policy)
-    pool, active, waiting, host = state.pool, state.running, state.waiting, state.host
-    active, decodes = _decodes_first(active)
+    state, made = make_room(state, policy)
+    pool, waiting, host = state.pool, state.waiting, state.host
+    active, decodes, held = _in_order(state.running)
 
     counts = [1] * decodes
     budget = c.max_num_batched_tokens - decodes
@@ -152,26 +152,27 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
         counts.append(min(length - computed, budget))
         budget -= counts[-1]
 
-    admitted: tuple[Seq, ...] = ()
-    cached: tuple[int, ...] = ()
-    resumed: tuple[str, ...] = ()
-    swap_in: Pairs = ()
-    room = min(c.max_num_seqs, c.max_num_batched_tokens) - (sum(map(_width, active.seqs)) if waiting else 0)
-    if waiting and budget and room and not preempted:
-        filling = _filling(active, decodes, counts, c.block_size)
-        pool, admitted, swap_in = _admit(pool, policy, waiting, active, filling, budget, room, c.block_size)
-        away = {seq.arrival: seq for seq in waiting if seq.blocks} if host is not None else {}
-        back = [away[seq.arrival] for seq in admitted if seq.arrival in away]
-        resumed = tuple([seq.request_id for seq in back])
-        if back and host is not None:
-            host = blocks.release(host, [block for seq in back for block in reversed(seq.blocks)])
-        for seq in admitted:
-            counts.append(min(seq.length - seq.computed, budget))
+    room = places(c) - (sum(map(width, state.running.seqs)) if waiting else 0)
+    entry = Entry(pool, {}, budget, room, {})
+    if waiting and budget and room and not made.preempted:
+        coming = sharing.filling(active, decodes, counts, c.block_size)
+        entry = admit(entry._replace(coming=coming), policy, waiting, active, c.block_size)
+    admitted, pool = entry.admitted, entry.pool
+    new = Running(admitted, tuple([seq.length for seq in admitted]), tuple([seq.computed for seq in admitted]))
+    for length, computed in zip(new.lengths, new.computed, strict=True):
+        if budget:  # beams enter together, though there may be tokens for the first of them only
+            counts.append(min(length - computed, budget))
             budget -= counts[-1]
-        lengths, cached = tuple(seq.length for seq in admitted), tuple(seq.computed for seq in admitted)
-        active = Running(active.seqs + admitted, active.lengths + lengths, active.computed + cached)
+    resumed: tuple[str, ...] = ()
+    if admitted:
+        away = {seq.arrival: seq for seq in waiting if seq.blocks}
+        back = [away[seq.arrival] for seq in admitted if seq.arrival in away]
+        if back and host is not None:
+            resumed = tuple([seq.request_id for seq in back])
+            host = blocks.release(host, [block for seq in back for block in reversed(seq.blocks)])
         entered = {seq.arrival for seq in admitted}
-        waiting = tuple(seq for seq in waiting if seq.arrival not in entered) if entered else waiting
+        waiting = tuple([seq for seq in waiting if seq.arrival not in entered])
+        active = active.joined(new)
 
     rows = len(counts)
     plan = Plan(
@@ -180,38 +181,45 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
         lengths=active.lengths[:rows],
         starts=active.computed[:rows],
         counts=tuple(counts),
-        admitted=tuple(seq.request_id for seq in admitted),
-        cached=cached,
-        copies=copies,
-        preempted=preempted,
-        swapped=swapped,
+        admitted=tuple([seq.request_id for seq in admitted]),
+        known=new.lengths,
+        cached=new.computed,
+        copies=made.copies,
+        preempted=made.preempted,
+        swapped=made.swapped,
         resumed=resumed,
-        swap_out=swap_out,
-        swap_in=swap_in,
+        swap_out=made.swap_out,
+        swap_in=entry.swap_in,
         num_waiting=len(waiting),
         blocks_used=pool.num_blocks - pool.num_free,
         num_blocks=pool.num_blocks,
     )
+    active = active.joined(held) if held.seqs else active
     return state._replace(pool=pool, waiting=waiting, running=active, host=host), plan
 
 
 def commit(
-    state: SchedulerState, plan: Plan, sampled: Sequence[int], hashes: Mapping[str, tuple[str, ...]] = NOTHING
+    state: SchedulerState,
+    plan: Plan,
+    sampled: Sequence[int],
+    hashes: Mapping[str, tuple[str, ...]] = NO_HASHES,
+    choices: Mapping[str, Choice] = NO_CHOICES,
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
     """Take in what the step computed.
 
     Args:
         sampled: one token id for each row of the plan; those of rows that do not reach the end of their known
-            tokens are ignored.
+            tokens are ignored, and those of beams.
         hashes: by request id, of the blocks that this step filled and whose hashes the sequence does not have yet:
             those of generated tokens, which only the shell knows. Left out, these blocks are not shared.
+        choices: by the id of the first beam, how the beams of a request go on that have all caught up.
 
     A sequence that was cancelled after `schedule` is passed over: its blocks are already free.
     """
     if len(sampled) != len(plan.seqs):
         raise ValueError(f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each")
     seqs, lengths, starts, counts, tokens = plan.seqs, plan.lengths, plan.starts, plan.counts, tuple(sampled)
-    step = plan.step
+    step, size = plan.step, state.config.block_size
     if state.running.seqs[: len(seqs)] != seqs:
         alive = {seq.arrival: seq for seq in state.running.seqs}
         keep = [i for i, seq in enumerate(seqs) if seq.arrival in alive]
@@ -220,6 +228,9 @@ def commit(
 
     computed = tuple([start + count for start, count in zip(starts, counts, strict=True)])
     samples = [done == length for done, length in zip(computed, lengths, strict=True)]
+    grouped = [i for i, seq in enumerate(seqs) if seq.group is not None]
+    for i in grouped:
+        samples[i] = samples[i] and not seqs[i].request.beams  # a beam gets its token from `choices`
     lengths = tuple([length + new for length, new in zip(lengths, samples, strict=True)])
     maybe = [
         i
@@ -230,9 +241,9 @@ def commit(
         i: reason for i in maybe if samples[i] and (reason := _finish_reason(seqs[i], lengths[i], tokens[i]))
     }
 
-    pool, seqs = _publish(state.pool, seqs, counts, computed, hashes, state.config.block_size)
+    pool, seqs = sharing.publish(state.pool, seqs, counts, computed, hashes, size)
     rows, old = len(seqs), state.running
-    pool, seqs, forks = _fork(pool, seqs, samples, state.config.block_size)
+    pool, seqs, forks = branches.fork(pool, seqs, grouped, samples, size)
     active = Running(
         seqs + old.seqs[rows:] + forks,
         lengths + old.lengths[rows:] + tuple([seq.length for seq in forks]),
@@ -241,6 +252,7 @@ def commit(
     if ended:
         pool = blocks.release(pool, [block for i in ended for block in reversed(seqs[i].blocks)])
         active = active.pick([i for i in range(len(active.seqs)) if i not in ended])
+    pool, active, beamed = branches.advance(pool, active, choices, step)
 
     ids = tuple([seq.request.request_id for seq in seqs])
     if not all(samples):
@@ -248,10 +260,12 @@ def commit(
         ids, tokens = pick(ids, new), pick(tokens, new)
     events: list[Event] = [Preempted(step, i, i in plan.swapped) for i in plan.preempted]
     events += [Resumed(step, i) for i in plan.resumed]
-    events += [Admitted(step, *entered) for entered in _entered(plan) if entered[0] not in plan.resumed]
-    events += _forked(step, forks)
+    entered = zip(plan.admitted, plan.known, plan.cached, strict=True)
+    events += [Admitted(step, *one) for one in entered if one[0] not in plan.resumed]
+    events += branches.forked(step, forks)
     if ids:
         events.append(Sampled(step, ids, tokens))
+    events += beamed
     for i, reason in ended.items():
         events.append(Finished(step, seqs[i].request_id, reason, lengths[i] - seqs[i].request.prompt_len))
     left = _without(state.ids, [seqs[i].request_id for i in ended]) if ended else state.ids
@@ -263,24 +277,36 @@ def cancel(
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
     """End a request wherever it is and free its blocks. An unknown or finished id changes nothing.
 
-    Branches are cancelled one by one; but as long as they have not forked, the first one's id ends all of them.
-    `reason="stop"` is how the shell ends a request whose text reached a stop string.
+    Branches are cancelled one by one; but as long as they have not forked, the first one's id ends all of them. Beams
+    end together, whichever is named. `reason="stop"` is how the shell ends a request whose text reached a stop string,
+    and a finished beam search.
     """
     if request_id not in state.ids:
         return state, ()
-    for seq in (*state.waiting, *state.running.seqs):
-        if request_id in seq.request.forks:
-            return _without_fork(state, seq, request_id), (Finished(state.step, request_id, reason, 0),)
-    for seq in state.waiting:
-        if seq.request_id == request_id:
-            left = tuple(other for other in state.waiting if other is not seq)
-            host = blocks.release(state.host, seq.blocks[::-1]) if state.host is not None else None
-            return _ended(state._replace(waiting=left, host=host), seq, reason)
-    for i, seq in enumerate(running(state)):
-        if seq.request_id == request_id:
-            left = state.running.pick([j for j in range(len(state.running.seqs)) if j != i])
-            return _ended(state._replace(pool=blocks.release(state.pool, seq.blocks[::-1]), running=left), seq, reason)
-    raise AssertionError(f"{request_id!r} is among the ids, but neither waits nor runs")
+    active = running(state)
+    everyone = (*state.waiting, *active)
+    named = next(seq for seq in everyone if request_id in (seq.request_id, *seq.request.forks))
+    if request_id != named.request_id and not named.request.beams:
+        return _without_fork(state, named, request_id), (Finished(state.step, request_id, reason, 0),)
+    ends = [
+        seq for seq in everyone if seq.arrival == named.arrival or (named.request.beams and seq.group == named.group)
+    ]
+    gone = {seq.arrival for seq in ends}
+    pool, host = state.pool, state.host
+    for seq in ends:
+        if seq in active:
+            pool = blocks.release(pool, seq.blocks[::-1])
+        elif host is not None:
+            host = blocks.release(host, seq.blocks[::-1])
+    state = state._replace(
+        pool=pool,
+        host=host,
+        waiting=tuple([seq for seq in state.waiting if seq.arrival not in gone]),
+        running=state.running.pick([i for i, seq in enumerate(active) if seq.arrival not in gone]),
+        ids=_without(state.ids, [name for seq in ends for name in (seq.request_id, *seq.request.forks)]),
+    )
+    names = [(name, seq.num_output) for seq in ends for name in (seq.request_id, *seq.request.forks)]
+    return state, tuple([Finished(state.step, name, reason, outputs) for name, outputs in names])
 
 
 def forget(state: SchedulerState) -> SchedulerState:
@@ -288,41 +314,21 @@ def forget(state: SchedulerState) -> SchedulerState:
     return state._replace(pool=blocks.forget(state.pool))
 
 
-def running(state: SchedulerState) -> tuple[Seq, ...]:
-    """The running sequences as current records."""
-    return current(*state.running)
+def _in_order(active: Running) -> tuple[Running, int, Running]:
+    """Reorder, stably, so that sequences with one token to compute come first.
 
-
-def check(state: SchedulerState) -> None:
-    """The invariants that hold between any two transitions. Raises AssertionError."""
-    c, active = state.config, running(state)
-    blocks.check(state.pool, [seq.blocks for seq in active])
-    away = [seq for seq in state.waiting if seq.blocks]
-    assert state.host is not None or not away, "a waiting sequence holds cache"
-    assert all(len(seq.blocks) == _blocks_for(seq.computed, c.block_size) for seq in state.waiting), "content is lost"
-    places = min(c.max_num_seqs, c.max_num_batched_tokens)
-    assert sum(map(_width, active)) <= places, "too many sequences run, or will"
-    for seq in active:
-        assert 0 <= seq.computed < seq.length <= seq.limit <= c.max_model_len, "computed must chase length"
-        assert seq.computed <= len(seq.blocks) * c.block_size, "computed tokens lie outside the blocks"
-        assert len(seq.hashes) <= seq.length // c.block_size, "a hash of a block that is not full"
-    if state.host is not None:
-        blocks.check(state.host, [seq.blocks for seq in away])
-    arrivals = [seq.arrival for seq in (*state.waiting, *active)]
-    assert len(arrivals) == len(set(arrivals)), "a sequence is in two places"
-    named = Counter(name for seq in (*state.waiting, *active) for name in (seq.request_id, *seq.request.forks))
-    assert Counter(list(state.ids)) == named, "an id is lost, left over or used twice"
-
-
-def _without(ids: Map[str, None], gone: Sequence[str]) -> Map[str, None]:
-    left = ids.mutate()
-    for request_id in gone:
-        del left[request_id]
-    return left.finish()
-
-
-def _blocks_for(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)
+    Returns:
+        (those that have tokens to compute, how many of them have one, beams that wait for their siblings)
+    """
+    left = [length - computed for length, computed in zip(active.lengths, active.computed, strict=True)]
+    decodes, held = left.count(1), Running()
+    if 0 in left:
+        held = active.pick([i for i, number in enumerate(left) if not number])
+        active = active.pick([i for i, number in enumerate(left) if number])
+        left = [number for number in left if number]
+    if left[:decodes].count(1) != decodes:
+        active = active.pick(sorted(range(len(left)), key=lambda i: left[i] != 1))
+    return active, decodes, held
 
 
 def _finish_reason(seq: Seq, length: int, token: int) -> FinishReason | None:
@@ -333,261 +339,17 @@ def _finish_reason(seq: Seq, length: int, token: int) -> FinishReason | None:
     return "length" if length >= seq.limit else None
 
 
-def _width(seq: Seq) -> int:
-    """Places that a sequence takes, or will when its branches fork."""
-    return 1 + len(seq.request.forks)
-
-
-def _ended(state: SchedulerState, seq: Seq, reason: FinishReason) -> tuple[SchedulerState, tuple[Event, ...]]:
-    names = (seq.request_id, *seq.request.forks)
-    events = tuple(Finished(state.step, name, reason, seq.num_output) for name in names)
-    return state._replace(ids=_without(state.ids, names)), events
+def _without(ids: Map[str, None], gone: Sequence[str]) -> Map[str, None]:
+    left = ids.mutate()
+    for request_id in gone:
+        del left[request_id]
+    return left.finish()
 
 
 def _without_fork(state: SchedulerState, seq: Seq, fork: str) -> SchedulerState:
     """A branch that has not begun never will."""
     request = seq.request._replace(forks=tuple(name for name in seq.request.forks if name != fork))
-    swap = lambda seqs: tuple(other._replace(request=request) if other is seq else other for other in seqs)  # noqa: E731
+    same = seq.arrival
+    swap = lambda seqs: tuple(s._replace(request=request) if s.arrival == same else s for s in seqs)  # noqa: E731
     running = state.running._replace(seqs=swap(state.running.seqs))
     return state._replace(waiting=swap(state.waiting), running=running, ids=_without(state.ids, [fork]))
-
-
-def _fork(
-    pool: BlockPool, seqs: tuple[Seq, ...], samples: Sequence[bool], size: int
-) -> tuple[BlockPool, tuple[Seq, ...], tuple[Seq, ...]]:
-    """Begin the branches of the rows whose prompt is computed -> (pool, rows, new sequences).
-
-    A branch has all of the prompt but its last token, which it computes again, to sample with its own seed.
-    """
-    ready = [i for i, seq in enumerate(seqs) if seq.group is not None and seq.request.forks and samples[i]]
-    if not ready:
-        return pool, seqs, ()
-    changed, forks = list(seqs), []
-    for i in ready:
-        seq = seqs[i]
-        request = seq.request._replace(forks=())
-        changed[i] = seq._replace(request=request)
-        table = seq.blocks[: _blocks_for(request.prompt_len - 1, size)]
-        for k, name in enumerate(seq.request.forks, 1):
-            fork = changed[i]._replace(request=request._replace(request_id=name), arrival=seq.arrival + k)
-            forks.append(fork._replace(length=request.prompt_len, computed=request.prompt_len - 1, blocks=table))
-            pool = blocks.share(pool, table)
-    return pool, tuple(changed), tuple(forks)
-
-
-def _forked(step: int, forks: Sequence[Seq]) -> list[Event]:
-    by_group: dict[int | None, list[Seq]] = {}
-    for seq in forks:
-        by_group.setdefault(seq.group, []).append(seq)
-    return [Forked(step, tuple([seq.request_id for seq in group])) for group in by_group.values()]
-
-
-def _grow(
-    state: SchedulerState, policy: Policy
-) -> tuple[SchedulerState, Pairs, tuple[str, ...], tuple[str, ...], Pairs]:
-    """A block for each decode whose last one is full, and for each that may not write to its own; victims make room.
-
-    Returns:
-        (state, blocks to copy, preempted ids, those of them that were swapped, blocks to move out)
-    """
-    size, preempted, swapped, moved = state.config.block_size, [], [], []
-    full, shared = _full(state.running, size), _shared(state.pool, state.running, size)
-    while len(full) + len(shared) > state.pool.num_free:
-        candidates = current(*state.running)
-        victims = _victims(candidates, policy.preempt(candidates))
-        state, pairs = _stop(state, candidates, victims)
-        moved += pairs
-        preempted += [victim.request_id for victim in victims]
-        swapped += [victim.request_id for victim in victims] if pairs else []
-        full, shared = _full(state.running, size), _shared(state.pool, state.running, size)
-    facts = tuple(preempted), tuple(swapped), tuple(moved)
-    if not (full or shared):
-        return state, (), *facts
-    taken = blocks.allocate(state.pool, len(full) + len(shared))
-    assert taken is not None, "the loop above made room"
-    (pool, ids), active = taken, state.running
-    seqs, copies = list(active.seqs), []
-    for i, block in zip(full, ids, strict=False):
-        seqs[i] = _given(active, i, (*seqs[i].blocks, block))
-    for i, block in zip(shared, ids[len(full) :], strict=True):
-        table, at = seqs[i].blocks, active.computed[i] // size
-        copies.append((table[at], block))
-        seqs[i] = _given(active, i, (*table[:at], block, *table[at + 1 :]))
-    pool = blocks.release(pool, [source for source, _ in copies]) if copies else pool
-    return state._replace(pool=pool, running=active._replace(seqs=tuple(seqs))), tuple(copies), *facts
-
-
-def _stop(state: SchedulerState, candidates: Sequence[Seq], victims: Sequence[Seq]) -> tuple[SchedulerState, Pairs]:
-    """Take victims from the running -> (state, blocks to move out: none if they have to be computed again)."""
-    pool = state.pool
-    for victim in victims:
-        pool = blocks.release(pool, victim.blocks[::-1])
-    gone = {victim.arrival for victim in victims}
-    active = state.running.pick([i for i, seq in enumerate(candidates) if seq.arrival not in gone])
-    state = state._replace(pool=pool, running=active)
-
-    tables = [victim.blocks[: _blocks_for(victim.computed, state.config.block_size)] for victim in victims]
-    held = tuple(dict.fromkeys(block for table in tables for block in table))
-    taken = blocks.allocate(state.host, len(held)) if state.host is not None and all(tables) else None
-    if taken is None:
-        back = [victim._replace(computed=0, blocks=()) for victim in victims]
-        return state._replace(waiting=(*back, *state.waiting)), ()
-    host, ids = taken
-    place = dict(zip(held, ids, strict=True))
-    moved = [tuple([place[block] for block in table]) for table in tables]
-    again = Counter(block for table in moved for block in table) - Counter(ids)
-    out = [victim._replace(blocks=table) for victim, table in zip(victims, moved, strict=True)]
-    host = blocks.share(host, again.elements())
-    return state._replace(host=host, waiting=(*out, *state.waiting)), tuple(place.items())
-
-
-def _given(active: Running, i: int, table: tuple[int, ...]) -> Seq:
-    request, arrival, limit, _, _, _, hashes, group = active.seqs[i]
-    return Seq(request, arrival, limit, active.lengths[i], active.computed[i], table, hashes, group)
-
-
-def _victims(candidates: Sequence[Seq], victim: Seq) -> list[Seq]:
-    """The victim and its group, in order of arrival; the victim alone if nobody else runs, so that one advances."""
-    group = [seq for seq in candidates if seq.group == victim.group] if victim.group is not None else [victim]
-    return sorted(group, key=lambda seq: seq.arrival) if len(group) < len(candidates) else [victim]
-
-
-def _shared(pool: BlockPool, active: Running, size: int) -> list[int]:
-    """Indices of the branches that would write to a block that others have, or may find. The last to leave keeps it."""
-    copying: list[int] = []
-    left: dict[int, int] = {}
-    for i, seq in enumerate(active.seqs):
-        if seq.group is None or active.computed[i] >= len(seq.blocks) * size:
-            continue
-        block = seq.blocks[active.computed[i] // size]
-        owners = left.setdefault(block, pool.owners[block])
-        if owners > 1 or block in pool.hashes:
-            copying.append(i)
-            left[block] = owners - 1
-    return copying
-
-
-def _full(active: Running, size: int) -> list[int]:
-    """Indices of the sequences whose next token lies past their last block."""
-    edge = [i for i, computed in enumerate(active.computed) if computed % size == 0]
-    return [i for i in edge if active.computed[i] == len(active.seqs[i].blocks) * size]
-
-
-def _decodes_first(active: Running) -> tuple[Running, int]:
-    """Reorder, stably, so that sequences with one token to compute come first -> (running, how many they are)."""
-    single = [length - computed == 1 for length, computed in zip(active.lengths, active.computed, strict=True)]
-    decodes = sum(single)
-    if not all(single[:decodes]):
-        active = active.pick(sorted(range(len(single)), key=lambda i: not single[i]))
-    return active, decodes
-
-
-def _filling(active: Running, decodes: int, counts: Sequence[int], size: int) -> dict[str, int]:
-    """Hashes of the blocks that the prompt chunks of this step fill -> the blocks.
-
-    A row may read what another row of the same step writes: in each layer all keys and values are written before any
-    is read. So of many requests with one prefix that arrive together, one computes it and nobody waits.
-    """
-    filling: dict[str, int] = {}
-    for i in range(decodes, len(counts)):
-        seq, start = active.seqs[i], active.computed[i]
-        _fills(filling, seq, start, start + counts[i], size)
-    return filling
-
-
-def _fills(filling: dict[str, int], seq: Seq, start: int, stop: int, size: int) -> None:
-    for j in range(start // size, min(stop // size, len(seq.hashes))):
-        filling.setdefault(seq.hashes[j], seq.blocks[j])
-
-
-def _found(pool: BlockPool, filling: Mapping[str, int], seq: Seq, size: int) -> tuple[int, ...]:
-    """Blocks of the longest beginning of a sequence that somebody has computed; one token is left to compute."""
-    keys = seq.hashes[: (seq.length - 1) // size]
-    found = blocks.find(pool, keys)
-    for key in keys[len(found) :]:
-        block = filling.get(key, pool.contents.get(key))
-        if block is None:
-            break
-        found = (*found, block)
-    return found
-
-
-def _admit(
-    pool: BlockPool,
-    policy: Policy,
-    waiting: tuple[Seq, ...],
-    active: Running,
-    filling: dict[str, int],
-    budget: int,
-    room: int,
-    size: int,
-) -> tuple[BlockPool, tuple[Seq, ...], Pairs]:
-    """Admit from the head of the policy's order while tokens, places and blocks last.
-
-    Content in host blocks comes back, full blocks that branches shared once; a block that is not full comes back to
-    each of them, because they write to it in this very step.
-
-    Returns:
-        (pool, admitted, blocks to move in)
-    """
-    admitted: list[Seq] = []
-    moved: dict[int, int] = {}  # host block -> device block
-    swap_in: list[tuple[int, int]] = []
-    for seq in policy.order(waiting, active):
-        if budget <= 0 or _width(seq) > room:
-            break
-        whole = seq.blocks[: seq.computed // size]
-        found = tuple([moved[b] for b in whole if b in moved]) if seq.blocks else _found(pool, filling, seq, size)
-        need = _blocks_for(seq.length, size) - len(found)
-        free = pool.num_free - sum(block in pool.stamps for block in found)  # an idle block that is found is not free
-        if need > free or not policy.admit(seq, need, free):
-            break
-        taken = blocks.allocate(blocks.share(pool, found), need)
-        assert taken is not None, "need was compared with what is free"
-        pool, ids = taken
-        if seq.blocks:
-            fresh = iter(ids)
-            table = [moved[b] if b in moved and i < len(whole) else next(fresh) for i, b in enumerate(seq.blocks)]
-            pairs = [(b, mine) for b, mine in zip(seq.blocks, table, strict=True) if mine in ids]
-            moved |= {b: mine for b, mine in pairs if b in whole}
-            swap_in += pairs
-            admitted.append(seq._replace(blocks=(*table, *fresh)))
-        else:
-            admitted.append(seq._replace(computed=len(found) * size, blocks=found + ids))
-        count = min(seq.length - admitted[-1].computed, budget)
-        _fills(filling, admitted[-1], admitted[-1].computed, admitted[-1].computed + count, size)
-        budget -= count
-        room -= _width(seq)
-    return pool, tuple(admitted), tuple(swap_in)
-
-
-def _publish(
-    pool: BlockPool,
-    seqs: tuple[Seq, ...],
-    counts: Sequence[int],
-    ends: Sequence[int],
-    hashes: Mapping[str, tuple[str, ...]],
-    size: int,
-) -> tuple[BlockPool, tuple[Seq, ...]]:
-    """Let the blocks that rows of a step filled be found, now that they hold what they are said to hold."""
-    full = [i for i, (end, count) in enumerate(zip(ends, counts, strict=True)) if end % size < count]
-    if not full:
-        return pool, seqs
-    filled: list[tuple[int, str]] = []
-    changed = list(seqs)
-    for i in full:
-        seq = seqs[i]
-        known = seq.hashes
-        new = hashes.get(seq.request.request_id)
-        if new:
-            known += new
-            changed[i] = seq._replace(hashes=known)
-        first, last = (ends[i] - counts[i]) // size, min(ends[i] // size, len(known))
-        filled += zip(seq.blocks[first:last], known[first:last], strict=True)
-    return (blocks.publish(pool, filled) if filled else pool), tuple(changed)
-
-
-def _entered(plan: Plan) -> list[tuple[str, int, int]]:
-    """Of each sequence that the plan admitted: id, known tokens, tokens found in the cache. They are its last rows."""
-    first = len(plan.seqs) - len(plan.admitted)
-    return list(zip(plan.admitted, plan.lengths[first:], plan.cached, strict=True))

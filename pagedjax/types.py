@@ -148,6 +148,64 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Beam search: at every position the `beam_width` best continuations of all beams together go on (see beams.py).
+
+    Scores, and when the search ends, are those of transformers' `generate(num_beams=beam_width)`: a sequence of m
+    tokens scores (sum of its log-probabilities) / m ** length_penalty, and its stop token counts.
+
+    Attributes:
+        n: how many of the best sequences are returned; None is all, `beam_width`.
+        early_stopping: False ends when the best beam, at its present length, cannot beat the worst of the finished
+            ones; True as soon as `beam_width` sequences are finished; "never" when no beam could win at any length.
+
+    Raises:
+        ValueError: a value out of its range; the message names the value and the range.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    n: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    enable_prefix_caching: bool = True
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        width, penalty, n = self.beam_width, self.length_penalty, self.n
+        if type(width) is not int or width < 1:
+            raise ValueError(f"beam_width is {width!r}; it must be an integer of at least 1")
+        if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
+            raise ValueError(f"length_penalty is {penalty!r}; it must be a finite number (0 is off)")
+        if self.early_stopping not in (False, True, "never"):
+            raise ValueError(f"early_stopping is {self.early_stopping!r}; it must be False, True or 'never'")
+        if n is not None and (type(n) is not int or not 1 <= n <= width):
+            raise ValueError(f"n is {n!r}; it must be None, or an integer from 1 to beam_width ({width})")
+        self.row(1)  # it shares the other rules
+
+    def row(self, top: int) -> SamplingParams:
+        """How each beam's row samples: its `top` log-probabilities are what the search goes by."""
+        return SamplingParams(
+            temperature=0.0,
+            logprobs=top,
+            max_tokens=self.max_tokens,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            detokenize=self.detokenize,
+            enable_prefix_caching=self.enable_prefix_caching,
+            cache_salt=self.cache_salt,
+        )
+
+
 class Request(NamedTuple):
     """What the scheduler has to know of a request: counts and stop tokens, never text or token values."""
 
@@ -160,10 +218,14 @@ class Request(NamedTuple):
     user: str = ""  # whose share the policy "fair" counts it to
     forks: tuple[str, ...] = ()  # ids of further branches, which begin when this one has computed the prompt
     hashes: tuple[str, ...] = ()  # of the prompt's full blocks (prefix.py); empty: shares no blocks with anyone
+    beams: bool = False  # its branches advance together, as `commit` is told; the branches of others go their own ways
 
 
 class Seq(NamedTuple):
-    """A request on its way through the scheduler. `computed` chases `length`; `blocks` covers at least `computed`."""
+    """A request on its way through the scheduler. `computed` chases `length`; `blocks` covers at least `computed`.
+
+    Only a beam may catch up: it waits until its siblings have, and all of them get their next tokens.
+    """
 
     request: Request
     arrival: int  # 0, 1, 2 ... in the order of submission: the tie-breaker of every policy
@@ -195,6 +257,9 @@ class Running(NamedTuple):
     lengths: tuple[int, ...] = ()
     computed: tuple[int, ...] = ()
 
+    def joined(self, other: Running) -> Running:
+        return Running(self.seqs + other.seqs, self.lengths + other.lengths, self.computed + other.computed)
+
     def pick(self, keep: Sequence[int]) -> Running:
         return Running(pick(self.seqs, keep), pick(self.lengths, keep), pick(self.computed, keep))
 
@@ -224,7 +289,8 @@ class Plan(NamedTuple):
     starts: tuple[int, ...]  # tokens of each whose keys and values are in the cache before the step
     counts: tuple[int, ...]  # tokens to compute of each, at least 1
     admitted: tuple[str, ...]  # request ids that entered `running` in this step
-    cached: tuple[int, ...]  # tokens of each of those whose keys and values were found in the cache
+    known: tuple[int, ...]  # tokens of each of those: the prompt, and what was generated before a preemption
+    cached: tuple[int, ...]  # those of them whose keys and values were found in the cache
     copies: tuple[tuple[int, int], ...]  # (from, to): blocks to copy before anything is written
     preempted: tuple[str, ...]  # request ids that stopped running, in that order
     swapped: tuple[str, ...]  # those of them whose content went to host memory; the others compute it again
@@ -246,7 +312,7 @@ class Plan(NamedTuple):
 
 
 # Computes nothing: what shapes are taken from.
-EMPTY_PLAN = Plan(0, (), (), (), (), (), (), (), (), (), (), (), (), 0, 0, 1)
+EMPTY_PLAN = Plan(0, (), (), (), (), (), (), (), (), (), (), (), (), (), 0, 0, 1)
 
 
 def current(seqs: tuple[Seq, ...], lengths: tuple[int, ...], computed: tuple[int, ...]) -> tuple[Seq, ...]:
@@ -284,6 +350,15 @@ class Forked(NamedTuple):
     request_ids: tuple[str, ...]
 
 
+class Beamed(NamedTuple):
+    """The beams of a request after a step: each goes on from a parent, itself or a sibling, with a new token."""
+
+    step: int
+    request_ids: tuple[str, ...]
+    parents: tuple[str, ...]
+    token_ids: tuple[int, ...]
+
+
 class Sampled(NamedTuple):
     """The new tokens of a step, one for each row that sampled, in row order."""
 
@@ -299,7 +374,30 @@ class Finished(NamedTuple):
     num_output: int
 
 
-Event = Admitted | Preempted | Resumed | Sampled | Forked | Finished
+Event = Admitted | Preempted | Resumed | Sampled | Forked | Beamed | Finished
+
+
+class Choice(NamedTuple):
+    """How the beams of a request go on, in the order of their names: from which of them, and with which token."""
+
+    parents: tuple[str, ...]
+    token_ids: tuple[int, ...]
+
+
+class Hypothesis(NamedTuple):
+    """A sequence that a beam search has finished."""
+
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float
+    score: float  # cumulative_logprob / len(token_ids) ** length_penalty
+    reason: FinishReason
+
+
+class BeamResult(NamedTuple):
+    """The outcome of a beam search, the best sequence first."""
+
+    request_id: str
+    sequences: tuple[Hypothesis, ...]
 
 
 class TokenLogprobs(NamedTuple):
@@ -326,6 +424,7 @@ class StepResult(NamedTuple):
     padded_tokens: int  # T of the compiled shape that ran; plan.num_tokens of them were real
     compilations: int  # XLA compilations during this step; 0 after warm-up
     logprobs: tuple[TokenLogprobs, ...] = ()  # what requests asked for
+    beams: tuple[BeamResult, ...] = ()  # searches that ended
 
     @property
     def host_seconds(self) -> float:

@@ -13,11 +13,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pagedjax import blocks
 from pagedjax.scheduler import SchedulerConfig, SchedulerState, running
-from pagedjax.types import Admitted, Event, Finished, FinishReason, Forked, Plan, Preempted, Request, Resumed, Sampled
+from pagedjax.types import (
+    Admitted,
+    Beamed,
+    Choice,
+    Event,
+    Finished,
+    FinishReason,
+    Forked,
+    Plan,
+    Preempted,
+    Request,
+    Resumed,
+    Sampled,
+    Seq,
+)
 
 
 @dataclass(eq=False)  # compared by identity: an id may come back after its request ended
@@ -42,6 +57,10 @@ class Life:
     @property
     def known(self) -> int:
         return self.request.prompt_len + len(self.outputs)
+
+    def holds(self) -> bool:
+        """A beam that has computed all it knows, and waits for its siblings."""
+        return self.request.beams and self.computed == self.known
 
     def shares(self) -> bool:
         return not self.name.startswith("private")
@@ -87,7 +106,8 @@ class Model:
         return min(request.prompt_len + request.max_tokens, self.config.max_model_len)
 
     def accepts(self, request: Request) -> bool:
-        fits = math.ceil(self.limit(request) / self.config.block_size) <= self.config.num_blocks
+        beams = 1 + len(request.forks) if request.beams else 1
+        fits = beams * math.ceil(self.limit(request) / self.config.block_size) <= self.config.num_blocks
         sane = request.prompt_len > 0 and request.max_tokens > 0 and request.prompt_len < self.config.max_model_len
         names = [request.request_id, *request.forks, *self.names()]
         few = 1 + len(request.forks) <= min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
@@ -102,7 +122,7 @@ class Model:
         return tuple(life.key(j * size) for j in range(1, prompt_len // size + 1)) if life.shares() else ()
 
     def submit(self, request: Request) -> None:
-        group = self.arrivals if request.forks else None
+        group = self.arrivals if request.forks or request.beams else None
         self.waiting.append(Life(request, self.arrivals, hashed=len(request.hashes), group=group))
         self.arrivals += 1 + len(request.forks)
 
@@ -130,6 +150,8 @@ class Model:
     def stop(self, step: Step, lives: list[Life]) -> None:
         """Preempt sequences: their content moves to host memory if all of it fits there, or else is lost."""
         step.preempted += [life.name for life in lives]
+        for life in lives:
+            life.computed = min(life.computed, life.known - 1)
         tables = [life.table[: math.ceil(life.computed / self.config.block_size)] for life in lives]
         held = list(dict.fromkeys(block for table in tables for block in table))
         taken = {block for life in self.waiting for block in life.away}
@@ -149,7 +171,8 @@ class Model:
         c, step = self.config, Step([], [], [])
 
         def starving() -> list[Life]:  # their next token lies past their last block
-            return [life for life in self.running if life.computed >= len(life.table) * c.block_size]
+            edge = [life for life in self.running if life.computed >= len(life.table) * c.block_size]
+            return [life for life in edge if not life.holds()]
 
         while len(starving()) + len(self.copying()) > self.free():
             victim = max(self.running, key=lambda life: life.arrival)
@@ -168,55 +191,84 @@ class Model:
                 assert old in self.published.values(), "a block was copied though nobody else needs it"
                 self.idle.append(old)
 
-        moved: dict[int, int] = {}
-        budget = c.max_num_batched_tokens
+        held = [life for life in self.running if life.holds()]
+        places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(life.width for life in self.running)
         decodes = [life for life in self.running if life.known - life.computed == 1]
-        self.running = decodes + [life for life in self.running if life not in decodes]
+        self.running = decodes + [life for life in self.running if life not in decodes and life not in held]
+        self.budget = c.max_num_batched_tokens
         for life in self.running:
-            count = min(life.known - life.computed, budget)
-            budget -= count
+            count = min(life.known - life.computed, self.budget)
+            self.budget -= count
             if count > 0:
                 step.rows.append((life, life.computed, count))
-        while self.waiting and budget > 0 and not step.preempted:
-            life = min(self.waiting, key=lambda life: life.arrival)
-            whole = life.computed // c.block_size
-            known = [moved[block] for block in life.away[:whole] if block in moved]
-            found = known if life.away else self.found(life, [row for row in step.rows if row[0] not in decodes])
-            need = math.ceil(life.known / c.block_size) - len(found)
-            free = self.free() - len(set(found) & set(self.idle))
-            places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(other.width for other in self.running)
-            if need > free or life.width > places:
+        self.running += held  # they own blocks
+        self.moved: dict[int, int] = {}
+        while self.waiting and self.budget > 0 and not step.preempted:
+            first = min(self.waiting, key=lambda life: life.arrival)
+            unit = [first]
+            if first.request.beams and not first.request.forks:
+                unit = sorted(
+                    (life for life in self.waiting if life.group == first.group), key=lambda life: life.arrival
+                )
+            if sum(life.width for life in unit) > places or not self.all_enter(step, unit, decodes):
                 break
-            self.waiting.remove(life)
-            self.running.append(life)
-            self.idle = [block for block in self.idle if block not in found]
-            life.table, away = [*found], life.away
-            self.take(life, need)
-            if away:
-                fresh = iter(life.table[len(found) :])
-                life.table = [moved[b] if i < whole and b in moved else next(fresh) for i, b in enumerate(away)]
-                step.back += [(b, t) for b, t in zip(away, life.table, strict=True) if t not in found]
-                moved |= dict(zip(away[:whole], life.table, strict=False))
-                life.table += fresh
-                life.away = []
-                step.resumed.append(life.name)
-            else:
-                life.computed = len(found) * c.block_size
-            count = min(life.known - life.computed, budget)
-            budget -= count
-            step.rows.append((life, life.computed, count))
-            step.admitted.append(life)
-            step.cached.append(life.computed)
-            step.entered.append(life.known)
+            places -= sum(life.width for life in unit)
+        self.running = [life for life in self.running if life not in held] + held
         self.flight = step
         return step
+
+    def all_enter(self, step: Step, unit: list[Life], decodes: list[Life]) -> bool:
+        """Admit some sequences, or, if one of them does not fit, none."""
+        before = [(life, list(life.table), list(life.away), life.computed) for life in unit]
+        mine = [list(self.waiting), list(self.running), list(self.idle), dict(self.published), dict(self.moved)]
+        numbers, lists = (self.budget, self.unseen), {name: list(value) for name, value in vars(step).items()}
+        if all([self.enters(step, life, decodes) for life in unit]):
+            return True
+        for life, table, away, computed in before:
+            life.table, life.away, life.computed = table, away, computed
+        self.waiting, self.running, self.idle, self.published, self.moved = mine
+        self.budget, self.unseen = numbers
+        vars(step).update(lists)
+        return False
+
+    def enters(self, step: Step, life: Life, decodes: list[Life]) -> bool:
+        size = self.config.block_size
+        whole = life.computed // size
+        known = [self.moved[block] for block in life.away[:whole] if block in self.moved]
+        found = known if life.away else self.found(life, [row for row in step.rows if row[0] not in decodes])
+        need = math.ceil(life.known / size) - len(found)
+        if need > self.free() - len(set(found) & set(self.idle)):
+            return False
+        self.waiting.remove(life)
+        self.running.append(life)
+        self.idle = [block for block in self.idle if block not in found]
+        life.table, away = [*found], life.away
+        self.take(life, need)
+        if away:
+            fresh = iter(life.table[len(found) :])
+            life.table = [self.moved[b] if i < whole and b in self.moved else next(fresh) for i, b in enumerate(away)]
+            step.back += [(b, t) for b, t in zip(away, life.table, strict=True) if t not in found]
+            self.moved |= dict(zip(away[:whole], life.table, strict=False))
+            life.table += fresh
+            life.away = []
+            step.resumed.append(life.name)
+        else:
+            life.computed = len(found) * size
+        count = min(life.known - life.computed, self.budget)
+        self.budget -= count
+        if count > 0:  # beams enter together, with or without a token for each
+            step.rows.append((life, life.computed, count))
+        step.admitted.append(life)
+        step.cached.append(life.computed)
+        step.entered.append(life.known)
+        return True
 
     def copying(self) -> list[Life]:
         """Branches whose next token goes to a block that others have as well, or might find."""
         size, found = self.config.block_size, []
         owners = Counter(block for life in self.running for block in life.table)
         for life in self.running:
-            if life.group is None or life.computed // size >= len(life.table):
+            if life.group is None or life.computed // size >= len(life.table) or life.holds():
                 continue
             block = life.table[life.computed // size]
             if owners[block] > 1 or block in self.published.values():
@@ -260,17 +312,19 @@ class Model:
                 told[life.name] = tuple(life.key((j + 1) * size) for j in range(life.hashed, full))
         return told
 
-    def execute(self, plan: Plan) -> None:
-        """Take the block ids of the real plan and let the device write and read the cache through them."""
+    def execute(self, plan: Plan, real: Sequence[Seq]) -> None:
+        """Take the block ids of the real sequences and let the device write and read the cache through them."""
         assert self.flight is not None
         size = self.config.block_size
         seen: dict[int, int] = {}
-        for (life, start, count), seq in zip(self.flight.rows, plan.seqs, strict=True):
+        for life, seq in zip(self.running, real, strict=True):
             assert len(seq.blocks) == len(life.table), f"{life.name}: {len(seq.blocks)} blocks, not {len(life.table)}"
+            for mine, theirs in zip(life.table, seq.blocks, strict=True):
+                assert seen.setdefault(mine, theirs) == theirs, f"{life.name}: blocks it had or shares were moved"
+                assert mine < 0 or mine == theirs, f"{life.name}: blocks it had or shares were taken or moved"
+        for (life, start, count), seq in zip(self.flight.rows, plan.seqs, strict=True):
             assert start + count <= len(life.table) * size, f"{life.name}: writes past its blocks"
-            for mine, real in zip(life.table, seq.blocks, strict=True):
-                assert seen.setdefault(mine, real) == real, f"{life.name}: blocks it had or shares were taken or moved"
-                assert mine < 0 or mine == real, f"{life.name}: blocks it had or shares were taken or moved"
+            assert [seen[block] for block in life.table] == list(seq.blocks), f"{life.name}: the plan has other blocks"
         for life in self.running:
             life.table = [seen.get(block, block) for block in life.table]
         self.move(plan, seen)
@@ -318,7 +372,45 @@ class Model:
             for offset in range(size):
                 self.slots[device, offset] = self.host_slots[host, offset]
 
-    def commit(self, sampled: list[int]) -> list[Event]:
+    def ready(self) -> tuple[list[list[Life]], list[Life]]:
+        """Beams of requests of which all will have caught up when the step is done, and the first ones of those that
+        are then at their limit."""
+        assert self.flight is not None
+        ends = {id(life): start + count for life, start, count in self.flight.rows}
+        done = [life for life in self.running if life.request.beams]
+        done = [life for life in done if ends.get(id(life), life.computed) == life.known]
+        groups = [[life for life in done if life.group == group] for group in sorted({life.group for life in done})]
+        whole = [g for g in groups if len(g) == sum(life.group == g[0].group for life in self.alive())]
+        whole = [sorted(group, key=lambda life: life.arrival) for group in whole]
+        full = [group for group in whole if group[0].known + 1 >= self.limit(group[0].request)]
+        return [group for group in whole if group not in full], [group[0] for group in full]
+
+    def advance(self, choices: Mapping[str, Choice]) -> list[Event]:
+        events: list[Event] = []
+        for name, (parents, tokens) in choices.items():
+            first = next(life for life in self.running if life.name == name)
+            old = sorted((life for life in self.running if life.group == first.group), key=lambda life: life.arrival)
+            by_name = {life.name: life for life in old}
+            names = [*by_name, *first.request.forks]
+            request = first.request._replace(forks=())
+            self.running = [life for life in self.running if life not in old]
+            new = []
+            for k, (mine, parent, token) in enumerate(zip(names, parents, tokens, strict=True)):
+                source = by_name[parent]
+                life = Life(request._replace(request_id=mine), first.arrival + k, [*source.outputs, token])
+                life.computed, life.hashed, life.group = source.computed, source.hashed, first.group
+                life.table = list(source.table)
+                new.append(life)
+            self.running += new
+            for life in old:
+                if life.name not in parents:
+                    held = set(self.published.values()) - self.owned()
+                    others = {b for o in old[old.index(life) + 1 :] if o.name not in parents for b in o.table}
+                    self.idle += [block for block in reversed(life.table) if block in held - others]
+            events.append(Beamed(self.steps, tuple(names), parents, tokens))
+        return events
+
+    def commit(self, sampled: list[int], choices: Mapping[str, Choice]) -> list[Event]:
         assert self.flight is not None
         flight = self.flight
         events: list[Event] = [Preempted(self.steps, name, name in flight.swapped) for name in flight.preempted]
@@ -338,7 +430,7 @@ class Model:
                 continue  # cancelled meanwhile
             life.computed = start + count
             self.publish(life, start)
-            if life.computed < life.known:
+            if life.computed < life.known or life.request.beams:
                 continue
             if life.request.forks:
                 forked.append(Forked(self.steps, tuple(self.fork(life))))
@@ -351,10 +443,12 @@ class Model:
         for life in gone:
             self.running.remove(life)
             self.let_go(life)
+        beamed = self.advance(choices)
         events += forked
         if new:
             names, tokens = zip(*new, strict=True)
             events.append(Sampled(self.steps, names, tokens))
+        events += beamed
         self.steps += 1
         self.flight = None
         return events + ends
@@ -391,15 +485,22 @@ class Model:
         return None
 
     def cancel(self, name: str, reason: FinishReason) -> list[Event]:
-        for life in self.alive():
-            if name in life.request.forks:
+        lives = sorted(self.waiting, key=lambda life: life.arrival) + self.running
+        for life in lives:
+            if name in life.request.forks and not life.request.beams:
                 left = tuple(fork for fork in life.request.forks if fork != name)
                 life.request = life.request._replace(forks=left)
                 return [Finished(self.steps, name, reason, 0)]
-            if life.name == name:
-                (self.waiting if life in self.waiting else self.running).remove(life)
-                self.let_go(life)
-                return [Finished(self.steps, each, reason, len(life.outputs)) for each in (name, *life.request.forks)]
+            if name in (life.name, *life.request.forks):
+                group = [other for other in lives if other.group == life.group] if life.request.beams else [life]
+                for other in group:
+                    (self.waiting if other in self.waiting else self.running).remove(other)
+                    self.let_go(other)
+                return [
+                    Finished(self.steps, each, reason, len(other.outputs))
+                    for other in group
+                    for each in (other.name, *other.request.forks)
+                ]
         return []
 
     def compare(self, state: SchedulerState) -> None:

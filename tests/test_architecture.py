@@ -17,7 +17,20 @@ ROOT = Path(__file__).parents[1]
 STDLIB = set(sys.stdlib_module_names)
 
 # The host tower, lowest first: a module imports the standard library, HOST_LIBRARIES and modules above it in this list.
-HOST = ("types", "config", "blocks", "policies", "scheduler", "replay")
+HOST = (
+    "types",
+    "config",
+    "blocks",
+    "policies",
+    "branches",
+    "beams",
+    "state",
+    "sharing",
+    "preemption",
+    "admission",
+    "scheduler",
+    "replay",
+)
 HOST_LIBRARIES = {"immutables"}
 
 # The device tower knows arrays; it never sees a request, a queue or who owns a block.

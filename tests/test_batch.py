@@ -29,7 +29,7 @@ def plan(*rows: tuple[str, Source, int, int, tuple[int, ...]]) -> tuple[Plan, di
     )
     lengths, starts = tuple(s.length for _, s, *_ in rows), tuple(row[2] for row in rows)
     counts = tuple(row[3] for row in rows)
-    return Plan(0, seqs, lengths, starts, counts, *[()] * 8, 0, 0, 9), {name: s for name, s, *_ in rows}
+    return Plan(0, seqs, lengths, starts, counts, *[()] * 9, 0, 0, 9), {name: s for name, s, *_ in rows}
 
 
 def packed(*rows, shapes: Shapes = SHAPES) -> Batch:

@@ -21,7 +21,7 @@ from pagedjax import __version__, replay, scheduler
 from pagedjax.policies import FCFS, POLICIES
 from pagedjax.replay import Recorder, ReplayError, Transition, verify
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
-from pagedjax.types import Finished, Plan, Request
+from pagedjax.types import Choice, Finished, Plan, Request, Seq
 
 SMALL = SchedulerConfig(block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12)
 
@@ -48,7 +48,11 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
                 branches = [f"{name}/{i}" for i in range(draw.randrange(min(3, config.max_num_seqs)))]
                 free = not any(other.startswith(f"{name}/") for other in state.ids)
                 request = request._replace(forks=tuple(branches[: config.max_num_batched_tokens - 1] if free else ()))
-                state = arrive("submit", scheduler.submit(state, request))
+                request = request._replace(beams=draw.random() < 0.3)
+                try:
+                    state = arrive("submit", scheduler.submit(state, request))
+                except scheduler.Rejected:  # more beams than the pool can hold
+                    continue
                 recorder.submit(request)
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
             if alive and draw.random() < 0.15:
@@ -66,10 +70,35 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
             else:
                 sampled = [draw.randrange(20) for _ in plan.seqs]
                 hashes = filled(plan, config.block_size)
-                state, events = scheduler.commit(state, plan, sampled, hashes)
+                choices, ended = chosen(state, plan, draw)
+                state, events = scheduler.commit(state, plan, sampled, hashes, choices)
                 state, plan = arrive("commit", state, None, events), None
-                recorder.commit(sampled, hashes, events)
+                recorder.commit(sampled, hashes, choices, events)
+                for name in ended:
+                    state, events = scheduler.cancel(state, name, "length")
+                    state = arrive("cancel", state, None, events)
+                    recorder.cancel(name, "length", events)
     return made
+
+
+def chosen(state: SchedulerState, plan: Plan, draw: random.Random) -> tuple[dict[str, Choice], list[str]]:
+    """How beams go on that this step lets catch up, and the first beams of requests that end because of their limit."""
+    ends = {seq.arrival: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)}
+    groups: dict[int | None, list[Seq]] = {}
+    for seq in scheduler.running(state):
+        if seq.request.beams:
+            groups.setdefault(seq.group, []).append(seq)
+    choices, ended = {}, []
+    for group in groups.values():
+        group.sort(key=lambda seq: seq.arrival)
+        names, width = [seq.request_id for seq in group], len(group) + len(group[0].request.forks)
+        if any(ends.get(seq.arrival, seq.computed) < seq.length for seq in group):
+            continue
+        if group[0].length + 1 >= group[0].limit:
+            ended.append(names[0])
+        else:
+            choices[names[0]] = Choice(tuple(draw.choices(names, k=width)), tuple(draw.choices(range(20), k=width)))
+    return choices, ended
 
 
 def filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
@@ -141,7 +170,7 @@ def test_the_format_is_this(tmp_path: Path):
     state, events = scheduler.cancel(state, "nobody")
     recorder.cancel("nobody", "abort", events)
     state, events = scheduler.commit(state, plan, [7, 8])
-    recorder.commit([7, 8], {}, events)
+    recorder.commit([7, 8], {}, {}, events)
     recorder.forget()
     state = scheduler.forget(state)
     state, plan = scheduler.schedule(state, FCFS)
@@ -151,15 +180,15 @@ def test_the_format_is_this(tmp_path: Path):
         f'{{"pagedjax_replay":2,"pagedjax":"{__version__}","policy":"fcfs","config":{{"block_size":2,"num_blocks":6,'
         '"max_num_batched_tokens":5,"max_num_seqs":4,"max_model_len":12,"host_blocks":0}}\n'
         '{"submit":{"request_id":"a","prompt_len":3,"max_tokens":2,"min_tokens":1,"stop_token_ids":[2,9],"priority":5,'
-        '"user":"u","forks":[],"hashes":["x"]}}\n'
+        '"user":"u","forks":[],"hashes":["x"],"beams":false}}\n'
         '{"submit":{"request_id":"\\u00e9\\n","prompt_len":4,"max_tokens":2,"min_tokens":0,"stop_token_ids":[],'
-        '"priority":0,"user":"","forks":[],"hashes":[]}}\n'
+        '"priority":0,"user":"","forks":[],"hashes":[],"beams":false}}\n'
         '{"schedule":{"step":0,"ids":["a","\\u00e9\\n"],"starts":[0,0],"counts":[3,2],'
         '"blocks":{"a":[1,2],"\\u00e9\\n":[3,4]},"copies":[],"tables":{},"swap_out":[],"swap_in":[],'
         '"admitted":["a","\\u00e9\\n"],"cached":[0,0],"preempted":[],"swapped":[],"waiting":0,'
         '"blocks_used":4}}\n'
         '{"cancel":{"request_id":"nobody","reason":"abort","events":[]}}\n'
-        '{"commit":{"sampled":[7,null],"hashes":{},"events":[{"event":"Admitted","step":0,"request_id":"a",'
+        '{"commit":{"sampled":[7,null],"hashes":{},"choices":{},"events":[{"event":"Admitted","step":0,"request_id":"a",'
         '"num_tokens":3,"num_cached":0},{"event":"Admitted","step":0,"request_id":"\\u00e9\\n","num_tokens":4,"num_cached":0},'
         '{"event":"Sampled","step":0,"request_ids":["a"],"token_ids":[7]}]}}\n'
         '{"forget":{}}\n'
@@ -330,7 +359,7 @@ def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
         state, plan = scheduler.schedule(state, FCFS)
         recorder.schedule(plan)
         sampled = np.array([7], np.int32)
-        recorder.commit(sampled, {}, scheduler.commit(state, plan, sampled)[1])  # type: ignore[arg-type]
+        recorder.commit(sampled, {}, {}, scheduler.commit(state, plan, sampled)[1])  # type: ignore[arg-type]
         assert verify(path).identical  # read while it is still open: each line is written at once
         assert path.read_text().count("\n") == 4
 

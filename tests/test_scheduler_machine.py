@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from pagedjax import blocks, scheduler
 from pagedjax.policies import FCFS
 from pagedjax.scheduler import Rejected, SchedulerConfig, SchedulerState
-from pagedjax.types import Event, Finished, FinishReason, Forked, Plan, Request
+from pagedjax.types import Choice, Event, Finished, FinishReason, Forked, Plan, Request
 from tests.scheduler_model import Model
 
 STOPS = (0, 1, 2)
@@ -80,18 +80,29 @@ class Driver:
             self.arrive(state)
 
     def submit_new(
-        self, prompt_len: int, max_tokens: int, min_tokens: int, stops: frozenset[int], family: int = 0, forks: int = 0
+        self,
+        prompt_len: int,
+        max_tokens: int,
+        min_tokens: int,
+        stops: frozenset[int],
+        family: int = 0,
+        forks: int = 0,
+        beams: bool = False,
     ) -> None:
         """Families 0 and 1 are large, and so are their common prefixes; 2 is a request that shares with nobody."""
         self.names += 1
         kind, end = ("private", "") if family == 2 else ("r", f".{family}")
         names = [f"{kind}{self.names}{branch}{end}" for branch in ("", "b", "c", "d")[: forks + 1]]
         least = min(min_tokens, max_tokens)
-        self.submit(Request(names[0], prompt_len, max_tokens, least, stops, forks=tuple(names[1:])))
+        stops = frozenset() if beams else stops
+        self.submit(Request(names[0], prompt_len, max_tokens, least, stops, forks=tuple(names[1:]), beams=beams))
 
     def schedule(self) -> None:
         decodes = {seq.request_id for seq in scheduler.running(self.state) if seq.length - seq.computed == 1}
-        oldest = min((life.arrival for life in self.model.alive()), default=None)
+        lives = self.model.alive()
+        moving = {life.group for life in lives if not life.holds()}
+        lazy = any(life.holds() and life.group not in moving for life in lives)  # beams in the way that await a choice
+        oldest = min([] if lazy else lives, key=lambda life: life.arrival, default=None)
         state, plan = scheduler.schedule(self.state, FCFS)
         assert scheduler.schedule(self.state, FCFS)[1] == plan, "the same state gave another plan"
 
@@ -109,13 +120,15 @@ class Driver:
         assert min(plan.counts, default=1) >= 1
         for name in decodes - set(plan.preempted):
             assert plan.counts[ids.index(name)] == 1, f"the decode of {name} had to wait"
-        assert oldest is None or any(seq.arrival == oldest for seq in plan.seqs), "the oldest request stands still"
+        same = [seq for seq in plan.seqs if oldest and (seq.arrival, seq.group) == (oldest.arrival, oldest.group)]
+        same += [seq for seq in plan.seqs if oldest and oldest.request.beams and seq.group == oldest.group]
+        assert oldest is None or same, "the oldest request stands still"
         assert (plan.step, plan.num_waiting) == (self.model.steps, len(self.model.waiting))
         assert (plan.blocks_used, plan.num_blocks) == (c.num_blocks - self.model.free(), c.num_blocks)
         partial = [row for row in plan.rows if not row.samples]
         assert len(partial) <= 1, "a prompt was cut though an earlier one is not whole"
 
-        self.model.execute(plan)
+        self.model.execute(plan, scheduler.running(state))
         self.plan = plan
         self.arrive(state)
         self.remember(plan)
@@ -129,14 +142,30 @@ class Driver:
         self.tally["a group preempted"] += len(plan.preempted) > 1 and max(groups.values(), default=0) > 1
         self.tally["shared"] += len(set(shared)) < len(shared)
 
-    def commit(self, sampled: list[int]) -> None:
+    def commit(self, sampled: list[int], seed: int, *, lazy: bool = True) -> None:
+        """`lazy`: the shell may let beams wait though all of them have caught up."""
         assert self.plan is not None
+        draw = random.Random(seed)
         hashes = self.model.filled()
-        state, events = scheduler.commit(self.state, self.plan, sampled, hashes)
-        assert scheduler.commit(self.state, self.plan, sampled, hashes)[1] == events, "the same step gave other events"
-        assert list(events) == self.model.commit(sampled)
+        ready, at_limit = self.model.ready()
+        choices = {}
+        for group in ready:
+            names = [life.name for life in group]
+            width = len(names) + len(group[0].request.forks)
+            if not (lazy and draw.random() < 0.1):
+                parents = tuple(draw.choices(names, k=width))
+                choices[names[0]] = Choice(parents, tuple(draw.choices(range(40), k=width)))
+        arguments = (self.plan, sampled, hashes, choices)
+        state, events = scheduler.commit(self.state, *arguments)
+        assert scheduler.commit(self.state, *arguments)[1] == events, "the same step gave other events"
+        assert list(events) == self.model.commit(sampled, choices)
         self.plan = None
         self.arrive(state)
+        for life in at_limit:
+            self.cancel(life.name, "length")
+        self.tally["beams went on"] += len(choices)
+        self.tally["a beam had several children"] += sum(len(set(c.parents)) < len(c.parents) for c in choices.values())
+        self.tally["beams waited"] += any(life.holds() for life in self.model.running)
         self.tally["step"] += 1
         self.tally["forked"] += sum(isinstance(event, Forked) for event in events)
         self.count_ends(events)
@@ -174,14 +203,15 @@ class Driver:
                 self.schedule()
             self.disturb(draw, busy)
             assert self.plan is not None
-            self.commit([draw.randrange(40) for _ in self.plan.seqs])
+            self.commit([draw.randrange(40) for _ in self.plan.seqs], draw.randrange(2**32), lazy=busy)
 
     def disturb(self, draw: random.Random, busy: bool) -> None:
         if busy and draw.random() < 0.3 and len(self.model.alive()) < 12:
             # short prompts with long outputs: many are let in, then the pool is too small for all of them
             lengths = self.fit(draw.random() ** 3, draw.random())
             stops = frozenset(draw.sample(STOPS, draw.randrange(4)))
-            self.submit_new(*lengths, draw.randrange(4), stops, draw.randrange(3), max(0, draw.randrange(-3, 4)))
+            forks, beams = max(0, draw.randrange(-3, 4)), draw.random() < 0.3
+            self.submit_new(*lengths, draw.randrange(4), stops, draw.randrange(3), forks, beams)
         if busy and draw.random() < 0.02:
             self.forget()
         if busy and draw.random() < 0.05 and self.model.alive():
@@ -223,11 +253,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.sets(st.sampled_from(STOPS)),
         family=st.integers(0, 2),
         forks=st.integers(0, 3),
+        beams=st.booleans(),
     )
     def submit_what_fits(
-        self, prompt: float, output: float, least: int, stops: set[int], family: int, forks: int
+        self, prompt: float, output: float, least: int, stops: set[int], family: int, forks: int, beams: bool
     ) -> None:
-        self.driver.submit_new(*self.driver.fit(prompt, output), least, frozenset(stops), family, forks)
+        self.driver.submit_new(*self.driver.fit(prompt, output), least, frozenset(stops), family, forks, beams)
 
     @rule(prompt_len=st.integers(0, 45), max_tokens=st.integers(0, 45))
     def submit_anything(self, prompt_len: int, max_tokens: int) -> None:
@@ -243,9 +274,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.schedule()
 
     @precondition(lambda self: self.driver.plan is not None)
-    @rule(sampled=st.lists(tokens, min_size=6, max_size=6))
-    def commit(self, sampled: list[int]) -> None:
-        self.driver.commit(sampled[: len(self.driver.plan.seqs)])  # type: ignore[union-attr]
+    @rule(sampled=st.lists(tokens, min_size=6, max_size=6), seed=seeds)
+    def commit(self, sampled: list[int], seed: int) -> None:
+        self.driver.commit(sampled[: len(self.driver.plan.seqs)], seed)  # type: ignore[union-attr]
 
     @rule(which=st.integers(0, 30), reason=st.sampled_from(["abort", "stop"]))
     def cancel(self, which: int, reason: FinishReason) -> None:
@@ -290,6 +321,9 @@ def test_any_sequence_of_transitions_agrees_with_the_naive_model():
         "resumed",
         "copied",
         "forked",
+        "beams went on",
+        "a beam had several children",
+        "beams waited",
         "a group preempted",
         "found",
         "shared",

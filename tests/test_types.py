@@ -159,6 +159,7 @@ def test_rows_of_a_plan_have_the_lengths_of_their_columns_and_not_of_the_old_rec
         starts=(5, 2),
         counts=(1, 4),
         admitted=("b",),
+        known=(9,),
         cached=(0,),
         copies=(),
         preempted=(),

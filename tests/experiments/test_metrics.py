@@ -53,6 +53,7 @@ def step(
         starts=tuple(row.seq.computed for row in rows),
         counts=tuple(row.count for row in rows),
         admitted=admitted,
+        known=(5,) * len(admitted),
         cached=(0,) * len(admitted),
         copies=(),
         preempted=preempted,
