@@ -1,7 +1,8 @@
 """Cache blocks in host memory: where the content of preempted sequences waits when `preemption` is "swap".
 
 The pool is made of plain arrays beside the device's, also on a CPU. The operating system hands their memory out when it
-is first written, so swap space that nobody needs costs nothing.
+is first written, so swap space that nobody needs costs nothing. Where the device can copy from and to pinned memory by
+itself, a batch of blocks passes through some on its way.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from pagedjax.cache import KVCache
 from pagedjax.step import into_cache, out_of_cache
@@ -24,10 +26,17 @@ class SwapSpace:
     Args:
         cache: the shapes of the device's cache (arrays or jax.ShapeDtypeStruct).
         blocks: how many the host can hold; ids run from 1.
+        pinned: pass through pinned memory; None is yes on an accelerator that has a kind of memory of that name.
     """
 
-    def __init__(self, cache: KVCache, blocks: int, batch: int) -> None:
+    def __init__(self, cache: KVCache, blocks: int, batch: int, *, pinned: bool | None = None) -> None:
+        device = jax.devices()[0]
+        if pinned is None:
+            kinds = [memory.kind for memory in device.addressable_memories()]
+            pinned = device.platform != "cpu" and "pinned_host" in kinds
         self._batch = batch
+        self._near = SingleDeviceSharding(device)
+        self._far = SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
         self._host = jax.tree.map(lambda a: np.zeros((blocks + 1, *a.shape[1:]), a.dtype), cache)
         ids = np.zeros(batch, np.int32)
         pages = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype), cache)
@@ -39,6 +48,7 @@ class SwapSpace:
         for part in _parts(pairs, self._batch):
             device, host = np.array(part, np.int32).T
             pages = self._read(cache, _padded(device, self._batch))
+            pages = jax.device_put(pages, self._far) if self._far else pages
             for mine, page in zip(jax.tree.leaves(self._host), jax.tree.leaves(pages), strict=True):
                 mine[host] = np.asarray(page)[: len(part)]
 
@@ -47,7 +57,9 @@ class SwapSpace:
         for part in _parts(pairs, self._batch):
             host, device = np.array(part, np.int32).T
             ids = _padded(host, self._batch)
-            cache = self._write(cache, _padded(device, self._batch), jax.tree.map(lambda a, i=ids: a[i], self._host))
+            pages = jax.tree.map(lambda a, i=ids: a[i], self._host)
+            pages = jax.device_put(jax.device_put(pages, self._far), self._near) if self._far else pages
+            cache = self._write(cache, _padded(device, self._batch), pages)
         return cache
 
 
