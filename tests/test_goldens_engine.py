@@ -9,6 +9,7 @@ import pytest
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.types import Preempted
+from tests.poison import poisoned
 
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "greedy.json").read_text())["prompts"]
 SHORT = [g for g in GOLDENS if len(g["prompt_token_ids"]) <= 100]
@@ -107,6 +108,16 @@ def test_a_seeded_request_does_not_feel_its_surroundings(smollm2):
     count, tokens = preemptions(narrow, [*others[:3], prompt], params)
     assert count > 0, "the pool was meant to be too small"
     assert tokens["3"] == list(alone)
+
+
+@pytest.mark.slow
+def test_no_golden_reads_what_an_earlier_owner_left(smollm2):
+    """Free blocks hold NaN; the pool is so small that every block changes hands, and nothing is kept for others."""
+    llm = engine(smollm2, block_size=16, max_num_batched_tokens=512, num_blocks=60, enable_prefix_caching=False)
+    spoilt = poisoned(llm.engine)
+    assert differing(llm, GOLDENS) == []
+    assert max(spoilt) == 60
+    assert min(spoilt) < 5
 
 
 @pytest.mark.slow

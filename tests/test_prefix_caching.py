@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import pytest
 
 from pagedjax import LLM, SamplingParams, prefix, scheduler
 from pagedjax.blocks import idle_ids
 from pagedjax.types import Admitted, Sampled
+from tests.poison import poisoned
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=12, ignore_eos=True)
@@ -22,7 +22,7 @@ def make(tiny, **config):
     return LLM(tiny, progress=False, **({"block_size": 8} | config)).engine
 
 
-def run(engine, requests, after_step=lambda engine: None):
+def run(engine, requests):
     """Requests {id: (prompt, params)} to their end -> (tokens by id, cached tokens by id, tokens computed)."""
     for request_id, (prompt, params) in requests.items():
         engine.add(request_id, prompt, params)
@@ -32,7 +32,6 @@ def run(engine, requests, after_step=lambda engine: None):
     while engine.has_work:
         result = engine.step()
         scheduler.check(engine.state)
-        after_step(engine)
         computed += result.plan.num_tokens
         for event in result.events:
             if isinstance(event, Sampled):
@@ -132,14 +131,9 @@ def test_a_block_is_poisoned_when_it_is_given_back_and_nothing_shows(tiny, expec
     """Every block without content holds NaN, in keys and values, whoever had it before."""
     engine = make(tiny, block_size=16, num_blocks=9)
 
-    def poison(engine):
-        used = set(engine.state.pool.owners) | set(engine.state.pool.hashes)
-        free = np.array(sorted(set(range(1, 10)) - used), int)
-        engine._cache = jax.tree.map(lambda pages: pages.at[free].set(np.nan), engine._cache)
-
-    poison(engine)
+    poisoned(engine)
     for name, params in (("greedy", GREEDY), ("drawn", DRAWN)):
-        tokens, _, _ = run(engine, everyone(params), poison)
+        tokens, _, _ = run(engine, everyone(params))
         assert tokens == {request_id: expected[name, request_id] for request_id in everyone()}
 
 
