@@ -5,7 +5,6 @@ It knows requests and arrays, and nothing of text. Everything it yields is a `St
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -16,29 +15,27 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from pagedjax import attention, beams, cache, memory, monitor, prefix, scheduler
-from pagedjax.batch import MAX_LISTED, MAX_TOP, Shapes, Source, blank_sampling, pack, token_buckets
-from pagedjax.config import EngineConfig, Resolved
+from pagedjax import attention, beams, cache, memory, monitor, readout, scheduler
+from pagedjax.batch import Source, blank_sampling, pack
+from pagedjax.config import EngineConfig
+from pagedjax.intake import intake
 from pagedjax.models import Model
 from pagedjax.policies import POLICIES
 from pagedjax.replay import Recorder
-from pagedjax.step import StepOutput, copy_blocks, make_step
+from pagedjax.resolve import block_shape, host_blocks, resolve, shapes
+from pagedjax.step import copy_blocks, make_step
 from pagedjax.swap import SwapSpace
 from pagedjax.types import (
     EMPTY_PLAN,
     Beamed,
-    BeamResult,
     BeamSearchParams,
-    Choice,
     Event,
     Finished,
     FinishReason,
     Plan,
-    Request,
     Sampled,
     SamplingParams,
     StepResult,
-    TokenLogprobs,
 )
 
 
@@ -64,7 +61,7 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         c, m = self.config, model.config
         self._policy = POLICIES[c.policy]
-        self._shapes = _shapes(c, model)
+        self._shapes = shapes(c, model)
         step = make_step(model.graphdef, attention.attend(c.attention_impl, m.head_dim**-0.5), c.seed)
         self._recorder: Recorder | None = None
         self._cache: cache.KVCache | None = None
@@ -92,58 +89,26 @@ class Engine:
                 comes in a `StepResult` under `request_id`.
 
         Raises:
-            ValueError: the request can never run (see `scheduler.submit`), a token id outside the vocabulary, or
-                more listed tokens than MAX_LISTED. The engine is as it was before.
+            ValueError: the request can never run (see `scheduler.submit` and `intake`). The engine is as it was before.
         """
-        prompt = np.asarray(prompt_token_ids, np.int64).reshape(-1)
-        vocab = self.model.config.vocab_size
-        if prompt.size and (prompt.min() < 0 or prompt.max() >= vocab):
-            bad = next(int(t) for t in prompt if not 0 <= t < vocab)
-            raise ValueError(f"request {request_id!r} has token id {bad}; the vocabulary is 0 to {vocab - 1}")
-        stops = () if params.ignore_eos else self.eos_token_ids
-        stops = tuple(dict.fromkeys((*stops, *params.stop_token_ids)))
-        search = params if isinstance(params, BeamSearchParams) else None
-        row = _beam_row(request_id, params, len(stops), forks) if isinstance(params, BeamSearchParams) else params
-        _check_listed(request_id, row, stops, vocab)
-
-        root, hashes = self._prompt_hashes(prompt, row)
-        request = Request(
-            request_id=request_id,
-            prompt_len=len(prompt),
-            max_tokens=row.max_tokens,
-            min_tokens=row.min_tokens,
-            stop_token_ids=frozenset() if search else frozenset(stops),
+        taken = intake(
+            self._state,
+            (request_id, *forks),
+            prompt_token_ids,
+            params,
+            eos_token_ids=self.eos_token_ids,
+            vocab_size=self.model.config.vocab_size,
+            caching=self.config.enable_prefix_caching,
             priority=priority,
             user=user,
-            forks=tuple(forks),
-            hashes=hashes,
-            beams=search is not None,
         )
-        state = scheduler.submit(self._state, request)
-        tokens = np.zeros(scheduler.final_length(request, state.config), np.int32)
-        tokens[: len(prompt)] = prompt
-        names = (request_id, *forks)
-        for i, name in enumerate(names):
-            drawn = 0x9E3779B9 * (self._state.arrivals + 1 + i)
-            seed = (drawn if row.seed is None else row.seed + i) % 2**32
-            self._sources[name] = Source(row, seed, len(prompt), tokens.copy(), len(prompt), stops, root)
-        if search:
-            search = dataclasses.replace(search, max_tokens=len(tokens) - len(prompt))
-            self._searches[self._state.arrivals] = beams.start(search, frozenset(stops), names)
+        state = scheduler.submit(self._state, taken.request)
+        self._sources |= taken.sources
+        if taken.search:
+            self._searches[self._state.arrivals] = taken.search
         self._state = state
         if self._recorder:
-            self._recorder.submit(request)
-
-    def _prompt_hashes(self, prompt: np.ndarray, params: SamplingParams) -> tuple[str | None, tuple[str, ...]]:
-        """What the hashes of a request grow from, and those of its prompt's full blocks.
-
-        Log-probabilities of a prompt need every one of its tokens computed, so such a request shares nothing.
-        """
-        c = self.config
-        if not (c.enable_prefix_caching and params.enable_prefix_caching) or params.prompt_logprobs is not None:
-            return None, ()
-        root = prefix.root(params.cache_salt, c.block_size)
-        return root, prefix.chain(root, prompt, c.block_size)
+            self._recorder.submit(taken.request)
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold. Requests under way go on."""
@@ -188,12 +153,12 @@ class Engine:
         sampled = tokens[: len(plan.seqs)].tolist()
         if self._recorder:
             self._recorder.schedule(plan)
-        hashes = _filled(plan, self._sources, self.config.block_size)
-        choices, ended = self._choose(plan, output)
+        hashes = readout.filled(plan, self._sources, self.config.block_size)
+        self._searches, choices, ended = readout.choose(plan, self._searches, output)
         self._state, events = scheduler.commit(state, plan, sampled, hashes, choices)
         if self._recorder:
             self._recorder.commit(sampled, hashes, choices, events)
-        logprobs = _logprobs(plan, self._sources, output)
+        logprobs = readout.logprobs(plan, self._sources, output)
         self._take_in(events)
         for result in ended:
             events += self.cancel(result.request_id, result.sequences[0].reason)
@@ -208,30 +173,6 @@ class Engine:
             logprobs=logprobs,
             beams=ended,
         )
-
-    def _choose(self, plan: Plan, output: StepOutput) -> tuple[dict[str, Choice], tuple[BeamResult, ...]]:
-        """Let beam searches go on whose beams have all been computed -> (how, the searches that ended)."""
-        choices: dict[str, Choice] = {}
-        ended: list[BeamResult] = []
-        for group, search in self._searches.items() if plan.preempted else ():
-            if not set(search.names).isdisjoint(plan.preempted):  # they will offer again what they offered
-                self._searches[group] = search._replace(offers=())
-        rows = [i for i, seq in enumerate(plan.seqs) if seq.request.beams] if self._searches else []
-        host = jax.device_get(output.sampled) if rows else None
-        for i in rows:
-            seq = plan.seqs[i]
-            if plan.starts[i] + plan.counts[i] < plan.lengths[i] or seq.group is None:
-                continue
-            _, _, ids, logprobs = _pick(host, i, self._sources[seq.request_id].params.logprobs or 0)
-            search, choice = beams.offer(self._searches[seq.group], seq.request_id, ids, logprobs), None
-            if search.complete:
-                search, choice = beams.advance(search)
-                if choice:
-                    choices[search.names[0]] = choice
-                else:
-                    ended.append(BeamResult(search.names[0], search.finished))
-            self._searches[seq.group] = search
-        return choices, tuple(ended)
 
     def _moved(self, plan: Plan, pages: cache.KVCache) -> cache.KVCache:
         """Move whole blocks before any is written: out to the host, back from there, then copies on the device."""
@@ -272,7 +213,7 @@ class Engine:
             self._recorder = None
         c, m = self.config, self.model.config
         limits = (c.block_size, c.num_blocks, c.max_num_batched_tokens, c.max_num_seqs, c.max_model_len)
-        self._state = scheduler.init(scheduler.SchedulerConfig(*limits, _host_blocks(c, self.model)))
+        self._state = scheduler.init(scheduler.SchedulerConfig(*limits, host_blocks(c, self.model)))
         self._sources: dict[str, Source] = {}
         self._searches: dict[int, beams.Search] = {}  # by the group of their beams
         self._cache = None  # the old one goes before the new one comes
@@ -306,7 +247,7 @@ class Engine:
         warm code. Compiling needs the shapes of a cache and not its memory, which is taken only when it surely fits."""
         before, started = monitor.compilations(), time.perf_counter()
         blanks = {t: jax.device_put(blank_sampling(self._shapes, t)) for t in self._shapes.tokens}
-        block = _block(self.config, self.model, self.config.dtype)
+        block = block_shape(self.config, self.model, self.config.dtype)
 
         def build(t: int) -> Any:
             pages = jax.eval_shape(lambda: cache.init(blocks=self.config.num_blocks, **block))
@@ -326,7 +267,7 @@ class Engine:
         pages = jax.eval_shape(lambda: cache.init(blocks=self.config.num_blocks, **block))
         self._copy = copy_blocks.lower(pages, *_padded((), self._shapes.max_seqs)).compile()
         if self.config.preemption == "swap":
-            self._swap = SwapSpace(pages, _host_blocks(self.config, self.model), self._shapes.table_width)
+            self._swap = SwapSpace(pages, host_blocks(self.config, self.model), self._shapes.table_width)
         self.reset()
         compiled = time.perf_counter()
         t = self._shapes.tokens[0]
@@ -351,167 +292,9 @@ class Engine:
         return steps, blanks, report, startup
 
 
-def resolve(
-    config: EngineConfig, model: Model, found: memory.DeviceMemory | None = None, activations: int = 0
-) -> Resolved:
-    """Choose, once, what the user left open.
-
-    Args:
-        found: the device's memory; None reads it now.
-        activations: bytes that a step needs beside weights and cache, once that is known.
-
-    Raises:
-        ValueError: max_model_len beyond the model's own limit, or a cache that does not fit.
-    """
-    m, device = model.config, jax.devices()[0]
-    found = found or memory.read(device)
-    dtype = config.dtype or str(jax.tree.leaves(model.params)[0].dtype)
-    length = config.max_model_len or m.max_len
-    if length > m.max_len:
-        raise ValueError(f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it")
-    size = cache.block_bytes(**_block(config, model, dtype))
-    blocks = config.num_blocks
-    if blocks is None:
-        useful = config.max_num_seqs * -(-length // config.block_size)
-        blocks = min(useful, memory.blocks_that_fit(size, config.memory_fraction, found, activations))
-    memory.check_fit(blocks, size, found, activations)
-    smallest = smallest_step(device.platform, dtype)
-    buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens, smallest=smallest)
-    if buckets[0] < smallest:
-        raise ValueError(
-            f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is {smallest} tokens"
-        )
-    values = dataclasses.asdict(config) | {
-        "dtype": dtype,
-        "max_model_len": length,
-        "num_blocks": blocks,
-        "attention_impl": config.attention_impl or attention.default_impl(device.platform),
-        "token_buckets": buckets,
-    }
-    return Resolved(**values)
-
-
-def _block(c: EngineConfig, model: Model, dtype: str) -> dict[str, Any]:
-    """What a cache's blocks look like, for `cache`."""
-    m = model.config
-    heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim}
-    return {"layers": m.layers, "block_size": c.block_size, **heads, "dtype": dtype}
-
-
-def _host_blocks(c: Resolved, model: Model) -> int:
-    """Blocks of the swap space; 0 when nothing is swapped.
-
-    Raises:
-        ValueError: swapping without room for one block.
-    """
-    if c.preemption != "swap":
-        return 0
-    size = cache.block_bytes(**_block(c, model, c.dtype))
-    blocks = memory.host_blocks(c.swap_space_gib, size)
-    if blocks < 1:
-        raise ValueError(
-            f"preemption is 'swap', but swap_space_gib {c.swap_space_gib} does not hold one block of {size} bytes; "
-            "raise it, or use preemption='recompute'"
-        )
-    return blocks
-
-
-def smallest_step(platform: str, dtype: str) -> int:
-    """2 where a one-row product would convert the whole weight, every step: in 16 bit on a CPU. Else 1."""
-    return 2 if platform == "cpu" and dtype != "float32" else 1
-
-
-def _shapes(c: Resolved, model: Model) -> Shapes:
-    width = -(-c.max_model_len // c.block_size)
-    rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
-    return Shapes(c.token_buckets, rows, c.block_size, width, c.max_model_len, model.config.vocab_size)
-
-
 def _padded(copies: Sequence[tuple[int, int]], size: int) -> np.ndarray:
     """[2, size] from and to; what is left over copies the trash block onto itself."""
     pairs = np.zeros((2, size), np.int32)
     if copies:
         pairs[:, : len(copies)] = np.array(copies, np.int32).T
     return pairs
-
-
-def _filled(plan: Plan, sources: dict[str, Source], size: int) -> dict[str, tuple[str, ...]]:
-    """By request id, the hashes of the blocks of generated tokens that a plan fills."""
-    hashes = {}
-    for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-        full, known = (start + count) // size, len(seq.hashes)
-        if full > start // size and full > known:
-            source = sources[seq.request.request_id]
-            if source.root is not None:
-                parent = seq.hashes[-1] if known else source.root
-                hashes[seq.request.request_id] = prefix.chain(parent, source.tokens[known * size : full * size], size)
-    return hashes
-
-
-def _beam_row(request_id: str, params: BeamSearchParams, stops: int, forks: Sequence[str]) -> SamplingParams:
-    """How each beam of a search samples.
-
-    Raises:
-        ValueError: more candidates than a step ranks, or not an id for each beam.
-    """
-    top = beams.candidates(params, stops)
-    if top > MAX_TOP:
-        raise ValueError(
-            f"request {request_id!r} has beam_width {params.beam_width} and {stops} stop tokens; a beam ranks as many "
-            f"continuations as both together, at most {MAX_TOP}; lower beam_width to {MAX_TOP - stops}"
-        )
-    if len(forks) != params.beam_width - 1:
-        raise ValueError(
-            f"request {request_id!r} has beam_width {params.beam_width} and {len(forks)} forks; each beam beside the "
-            "first needs an id"
-        )
-    return params.row(top)
-
-
-def _check_listed(request_id: str, params: Any, stops: Sequence[int], vocab: int) -> None:
-    named = {"logit_bias": params.logit_bias or {}, "allowed_token_ids": params.allowed_token_ids or ()}
-    for name, ids in (*named.items(), ("stop_token_ids", params.stop_token_ids)):
-        bad = [t for t in ids if not 0 <= t < vocab]
-        if bad:
-            last = vocab - 1
-            raise ValueError(f"request {request_id!r}: {name} has token id {bad[0]}; the vocabulary is 0 to {last}")
-    allowed, bias = params.allowed_token_ids, params.logit_bias or {}
-    entries = len(bias if allowed is None else allowed) + (len(stops) if params.min_tokens else 0)
-    if entries > MAX_LISTED:
-        raise ValueError(
-            f"request {request_id!r} lists {entries} tokens in logit_bias, allowed_token_ids and (with min_tokens) its "
-            f"stop tokens; the limit is {MAX_LISTED}; list fewer"
-        )
-    if allowed is not None and params.min_tokens and set(allowed) <= set(stops):
-        raise ValueError(f"request {request_id!r} allows only stop tokens, but min_tokens is {params.min_tokens}")
-
-
-def _logprobs(plan: Plan, sources: dict[str, Source], output: StepOutput) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities that the rows of this step asked for, prompt tokens before the sampled one."""
-    wanted = [(i, seq.request.request_id) for i, seq in enumerate(plan.seqs)]
-    wanted = [(i, r, sources[r].params) for i, r in wanted if r in sources and not plan.seqs[i].request.beams]
-    found: list[TokenLogprobs] = []
-    if any(p.prompt_logprobs is not None for _, _, p in wanted):
-        host = jax.device_get(output.prompt)
-        offsets = np.concatenate([[0], np.cumsum(plan.counts)])
-        for i, request_id, params in wanted:
-            source, start = sources[request_id], plan.starts[i]
-            if params.prompt_logprobs is None:
-                continue
-            for j in range(start, min(start + plan.counts[i], source.prompt_len - 1)):
-                token, at = int(source.tokens[j + 1]), int(offsets[i]) + j - start
-                found.append(TokenLogprobs(request_id, True, j + 1, token, *_pick(host, at, params.prompt_logprobs)))
-    if any(p.logprobs is not None for _, _, p in wanted):
-        host = jax.device_get(output.sampled)
-        for i, request_id, params in wanted:
-            source = sources[request_id]
-            if params.logprobs is not None and plan.starts[i] + plan.counts[i] == plan.lengths[i]:
-                at = source.length - source.prompt_len
-                token = int(host.tokens[i])
-                found.append(TokenLogprobs(request_id, False, at, token, *_pick(host, i, params.logprobs)))
-    return tuple(found)
-
-
-def _pick(host: Any, i: int, top: int) -> tuple[float, int, tuple[int, ...], tuple[float, ...]]:
-    ids, logprobs = host.top_ids[i, :top].tolist(), host.top_logprobs[i, :top].tolist()
-    return float(host.logprobs[i]), int(host.ranks[i]), tuple(ids), tuple(logprobs)

@@ -133,7 +133,8 @@ class LLM:
         """The text of one completion, piece by piece as it becomes final. Closing the iterator frees its blocks."""
         (params,) = _each(sampling_params, 1)
         if isinstance(params, BeamSearchParams) or params.n != 1:
-            raise ValueError(f"a stream has one branch; use generate for {params!r:.80}")
+            what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
+            raise ValueError(f"{what}; a stream has one branch, use generate")
         mine = self._add([self._tokens(prompt)], [params], [0], [""])
         (branch,) = mine.values()
         assert isinstance(branch, Assembly)

@@ -36,10 +36,9 @@ HOST_LIBRARIES = {"immutables"}
 # The device tower knows arrays; it never sees a request, a queue or who owns a block.
 DEVICE = ("cache", "attention", "layers", "models", "sampling", "step")
 NEVER_ON_DEVICE = (
-    "scheduler",
-    "blocks",
-    "policies",
-    "replay",
+    *(name for name in HOST if name not in ("types", "config")),
+    "intake",
+    "readout",
     "outputs",
     "tokenizer",
     "engine",

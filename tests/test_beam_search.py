@@ -345,7 +345,7 @@ def test_what_cannot_be_searched_is_refused_with_the_numbers(tiny, llm):
         llm.generate([[5]], BeamSearchParams(17), use_tqdm=False)
     with pytest.raises(ValueError, match="beam_width 3 and 1 forks; each beam beside the first needs an id"):
         llm.engine.add("a", [5], BeamSearchParams(3), forks=["b"])
-    with pytest.raises(ValueError, match="a stream has one branch; use generate for BeamSearchParams"):
+    with pytest.raises(ValueError, match="beam search; a stream has one branch, use generate"):
         next(llm.stream([5], BeamSearchParams(3)))  # type: ignore[arg-type]
     small = make(tiny, num_blocks=11)
     with pytest.raises(ValueError, match=r"can grow to 24 tokens in each of 4 beams, which is 12 blocks of 8, but the"):

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from pagedjax import EngineConfig, cache, memory
-from pagedjax.engine import resolve
+from pagedjax.resolve import resolve
 
 SMOLLM2 = {"layers": 30, "kv_heads": 3, "head_dim": 64}
 TINYLLAMA = {"layers": 22, "kv_heads": 4, "head_dim": 64}

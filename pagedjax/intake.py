@@ -1,0 +1,128 @@
+"""What comes of a prompt and its parameters: a request for the scheduler, tokens for `pack`, perhaps a search."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedjax import beams, prefix, scheduler
+from pagedjax.batch import MAX_LISTED, MAX_TOP, Source
+from pagedjax.scheduler import SchedulerState
+from pagedjax.types import BeamSearchParams, Request, SamplingParams
+
+
+class Intake(NamedTuple):
+    request: Request
+    sources: dict[str, Source]  # of every branch, by its id
+    search: beams.Search | None
+
+
+def intake(
+    state: SchedulerState,
+    names: Sequence[str],
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams | BeamSearchParams,
+    *,
+    eos_token_ids: Sequence[int],
+    vocab_size: int,
+    caching: bool,
+    priority: int,
+    user: str,
+) -> Intake:
+    """Check a request as far as the scheduler cannot, and prepare it.
+
+    Args:
+        state: what it will be submitted to.
+        names: ids of its branches; the first one is the request's.
+        caching: whether the engine shares prefixes.
+
+    Raises:
+        ValueError: a token id outside the vocabulary, more listed tokens than MAX_LISTED, beams without ids, or more
+            candidates than MAX_TOP.
+    """
+    prompt = np.asarray(prompt_token_ids, np.int64).reshape(-1)
+    if prompt.size and (prompt.min() < 0 or prompt.max() >= vocab_size):
+        bad = next(int(t) for t in prompt if not 0 <= t < vocab_size)
+        raise ValueError(f"request {names[0]!r} has token id {bad}; the vocabulary is 0 to {vocab_size - 1}")
+    stops = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)))
+    searches = isinstance(params, BeamSearchParams)
+    row = _beam_row(names, params, len(stops)) if isinstance(params, BeamSearchParams) else params
+    _check_listed(names[0], row, stops, vocab_size)
+
+    root, hashes = _hashes(prompt, row, state.config.block_size) if caching else (None, ())
+    request = Request(
+        request_id=names[0],
+        prompt_len=len(prompt),
+        max_tokens=row.max_tokens,
+        min_tokens=row.min_tokens,
+        stop_token_ids=frozenset() if searches else frozenset(stops),  # beams are stopped by their search
+        priority=priority,
+        user=user,
+        forks=tuple(names[1:]),
+        hashes=hashes,
+        beams=searches,
+    )
+    tokens = np.zeros(max(len(prompt), scheduler.final_length(request, state.config)), np.int32)
+    tokens[: len(prompt)] = prompt
+    sources = {}
+    for i, name in enumerate(names):
+        drawn = 0x9E3779B9 * (state.arrivals + 1 + i)
+        seed = (drawn if row.seed is None else row.seed + i) % 2**32
+        sources[name] = Source(row, seed, len(prompt), tokens.copy(), len(prompt), stops, root)
+    search = None
+    if isinstance(params, BeamSearchParams):
+        bounded = dataclasses.replace(params, max_tokens=max(1, len(tokens) - len(prompt)))
+        search = beams.start(bounded, frozenset(stops), tuple(names))
+    return Intake(request, sources, search)
+
+
+def _hashes(prompt: np.ndarray, params: SamplingParams, size: int) -> tuple[str | None, tuple[str, ...]]:
+    """What the hashes of a request grow from, and those of its prompt's full blocks.
+
+    Log-probabilities of a prompt need every one of its tokens computed, so such a request shares nothing.
+    """
+    if not params.enable_prefix_caching or params.prompt_logprobs is not None:
+        return None, ()
+    root = prefix.root(params.cache_salt, size)
+    return root, prefix.chain(root, prompt, size)
+
+
+def _beam_row(names: Sequence[str], params: BeamSearchParams, stops: int) -> SamplingParams:
+    """How each beam of a search samples.
+
+    Raises:
+        ValueError: more candidates than a step ranks, or not an id for each beam.
+    """
+    top = beams.candidates(params, stops)
+    if top > MAX_TOP:
+        raise ValueError(
+            f"request {names[0]!r} has beam_width {params.beam_width} and {stops} stop tokens; a beam ranks as many "
+            f"continuations as both together, at most {MAX_TOP}; lower beam_width to {MAX_TOP - stops}"
+        )
+    if len(names) != params.beam_width:
+        raise ValueError(
+            f"request {names[0]!r} has beam_width {params.beam_width} and {len(names) - 1} forks; each beam beside the "
+            "first needs an id"
+        )
+    return params.row(top)
+
+
+def _check_listed(request_id: str, params: SamplingParams, stops: Sequence[int], vocab: int) -> None:
+    named = {"logit_bias": params.logit_bias or {}, "allowed_token_ids": params.allowed_token_ids or ()}
+    for name, ids in (*named.items(), ("stop_token_ids", params.stop_token_ids)):
+        bad = [t for t in ids if not 0 <= t < vocab]
+        if bad:
+            last = vocab - 1
+            raise ValueError(f"request {request_id!r}: {name} has token id {bad[0]}; the vocabulary is 0 to {last}")
+    allowed, bias = params.allowed_token_ids, params.logit_bias or {}
+    entries = len(bias if allowed is None else allowed) + (len(stops) if params.min_tokens else 0)
+    if entries > MAX_LISTED:
+        raise ValueError(
+            f"request {request_id!r} lists {entries} tokens in logit_bias, allowed_token_ids and (with min_tokens) its "
+            f"stop tokens; the limit is {MAX_LISTED}; list fewer"
+        )
+    if allowed is not None and params.min_tokens and set(allowed) <= set(stops):
+        raise ValueError(f"request {request_id!r} allows only stop tokens, but min_tokens is {params.min_tokens}")

@@ -1,0 +1,89 @@
+"""What the user left open is chosen here, once, with the model and the device in view."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pagedjax import attention, cache, memory
+from pagedjax.batch import Shapes, token_buckets
+from pagedjax.config import EngineConfig, Resolved
+from pagedjax.models import Model
+
+
+def resolve(
+    config: EngineConfig, model: Model, found: memory.DeviceMemory | None = None, activations: int = 0
+) -> Resolved:
+    """Choose, once, what the user left open.
+
+    Args:
+        found: the device's memory; None reads it now.
+        activations: bytes that a step needs beside weights and cache, once that is known.
+
+    Raises:
+        ValueError: max_model_len beyond the model's own limit, or a cache that does not fit.
+    """
+    m, device = model.config, jax.devices()[0]
+    found = found or memory.read(device)
+    dtype = config.dtype or str(jax.tree.leaves(model.params)[0].dtype)
+    length = config.max_model_len or m.max_len
+    if length > m.max_len:
+        raise ValueError(f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it")
+    size = cache.block_bytes(**block_shape(config, model, dtype))
+    blocks = config.num_blocks
+    if blocks is None:
+        useful = config.max_num_seqs * -(-length // config.block_size)
+        blocks = min(useful, memory.blocks_that_fit(size, config.memory_fraction, found, activations))
+    memory.check_fit(blocks, size, found, activations)
+    smallest = smallest_step(device.platform, dtype)
+    buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens, smallest=smallest)
+    if buckets[0] < smallest:
+        raise ValueError(
+            f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is {smallest} tokens"
+        )
+    values = dataclasses.asdict(config) | {
+        "dtype": dtype,
+        "max_model_len": length,
+        "num_blocks": blocks,
+        "attention_impl": config.attention_impl or attention.default_impl(device.platform),
+        "token_buckets": buckets,
+    }
+    return Resolved(**values)
+
+
+def block_shape(c: EngineConfig, model: Model, dtype: str) -> dict[str, Any]:
+    """What a cache's blocks look like, for `cache`."""
+    m = model.config
+    heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim}
+    return {"layers": m.layers, "block_size": c.block_size, **heads, "dtype": dtype}
+
+
+def host_blocks(c: Resolved, model: Model) -> int:
+    """Blocks of the swap space; 0 when nothing is swapped.
+
+    Raises:
+        ValueError: swapping without room for one block.
+    """
+    if c.preemption != "swap":
+        return 0
+    size = cache.block_bytes(**block_shape(c, model, c.dtype))
+    blocks = memory.host_blocks(c.swap_space_gib, size)
+    if blocks < 1:
+        raise ValueError(
+            f"preemption is 'swap', but swap_space_gib {c.swap_space_gib} does not hold one block of {size} bytes; "
+            "raise it, or use preemption='recompute'"
+        )
+    return blocks
+
+
+def smallest_step(platform: str, dtype: str) -> int:
+    """2 where a one-row product would convert the whole weight, every step: in 16 bit on a CPU. Else 1."""
+    return 2 if platform == "cpu" and dtype != "float32" else 1
+
+
+def shapes(c: Resolved, model: Model) -> Shapes:
+    width = -(-c.max_model_len // c.block_size)
+    rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
+    return Shapes(c.token_buckets, rows, c.block_size, width, c.max_model_len, model.config.vocab_size)
