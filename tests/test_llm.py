@@ -248,7 +248,7 @@ def test_what_is_no_prompt_is_named(llm, prompts, message):
 @pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 5, [None], [{"n": 2}]])
 def test_what_are_no_sampling_params_is_named(llm, params):
     for call in (llm.generate, llm.stream):
-        with pytest.raises(ValueError, match=r"sampling_params is .*; it must be SamplingParams or BeamSearchParams, or a list of them"):
+        with pytest.raises(ValueError, match=r"sampling_params is .*; it must be SamplingParams or Beam"):
             list(call("the cat", params))
 
 

@@ -144,6 +144,6 @@ def test_best_of_is_at_least_n(best_of):
 
 
 def test_more_branches_than_can_run_are_refused_with_the_remedy(llm):
-    with pytest.raises(ValueError, match="has 9 branches, but at most 8 sequences run at a time; lower n or beam_width, or raise"):
+    with pytest.raises(ValueError, match="has 9 branches, but at most 8 sequences run at a time; lower n or"):
         llm.generate([PROMPTS[9]], SamplingParams(n=9), use_tqdm=False)
     assert not llm.engine.has_work

@@ -9,8 +9,9 @@ import pytest
 
 from pagedjax import LLM, SamplingParams, cache, replay, scheduler
 from pagedjax.config import EngineConfig
+from pagedjax.policies import FCFS
 from pagedjax.swap import SwapSpace
-from pagedjax.types import Admitted, Preempted, Resumed, Sampled
+from pagedjax.types import Admitted, Preempted, Request, Resumed, Sampled
 
 PROMPTS = {str(n): np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -126,3 +127,22 @@ def test_swap_space_that_holds_no_block_is_refused(tiny):
         make(tiny, swap_space_gib=0)
     with pytest.raises(ValueError, match=r"preemption is 'swop'; it must be one of 'recompute', 'swap' \(did you mean"):
         EngineConfig(preemption="swop")  # type: ignore[arg-type]
+
+
+def test_a_policy_says_who_is_swapped_and_who_computes_again():
+    """Here only sequences that hold three blocks are worth moving."""
+    picky = FCFS._replace(name="picky", swap=lambda victims: len(victims[0].blocks) >= 3)
+    state = scheduler.init(scheduler.SchedulerConfig(2, 6, 16, 4, 12, host_blocks=9))
+    for name, prompt in (("a", 3), ("b", 1), ("c", 3)):
+        state = scheduler.submit(state, Request(name, prompt, 8))
+    swapped: dict[str, list[bool]] = {}
+    held: dict[str, int] = {}
+    while state.waiting or state.running.seqs:
+        held |= {seq.request_id: len(seq.blocks) for seq in state.running.seqs}
+        state, plan = scheduler.schedule(state, picky)
+        for name in plan.preempted:
+            swapped.setdefault(name, []).append(name in plan.swapped)
+            assert (name in plan.swapped) == (held[name] >= 3)
+        state, _ = scheduler.commit(state, plan, [0] * len(plan.seqs))
+        scheduler.check(state)
+    assert {True, False} <= {one for several in swapped.values() for one in several}
