@@ -21,10 +21,10 @@ Where it lands (800 requests a row). Alpaca: 7.5, 11.3, 12.6 % for n of 2, 4, 6 
 lengths of their own; the paper's 6.09, 8.53, 9.79 % lie between. ShareGPT: 15.6 to 26.1 % for one length, 7.9 to 18.7 %
 for lengths of their own; the paper has 16.2 to 30.5 %. So the law is met and the constant is not: c is 15 % here and
 11.4 to 12.2 % in the paper for Alpaca, 31 % here and 32 to 37 % for ShareGPT. The means do not settle c. With the same
-ones it is 22 % (Alpaca) and 45 % (ShareGPT) when all outputs are equally long, 14 and 30 % when they are exponential, 11
-and 24 % when they are lognormal with sigma 1, because long outputs list many blocks for many steps. Exponential lengths
-are not the data sets, and no number is tuned to look as if they were. How the paper averages over time is not known;
-this is a ratio of sums.
+ones it is 22 % (Alpaca) and 45 % (ShareGPT) when all outputs are equally long, 14 and 30 % when they are exponential,
+11 and 24 % when they are lognormal with sigma 1, because long outputs list many blocks for many steps. Exponential
+lengths are not the data sets, and no number is tuned to look as if they were. How the paper averages over time is not
+known; this is a ratio of sums.
 """
 
 from __future__ import annotations

@@ -111,12 +111,12 @@ def test_lengths_are_drawn_as_they_are_said_to_be() -> None:
 
 
 def test_the_command_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_sharing.main(["--requests", "8", "--json"]) == 0
+    assert bench_sharing.main(["--requests", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     expected = [(name, n) for name in ("alpaca", "sharegpt") for _ in ("same", "own") for n in (2, 4, 6)]
     assert [(row["dataset"], row["n"]) for row in rows] == expected
     assert all(0 <= row["saved"] < 100 and row["error"] >= 0 for row in rows)
-    assert bench_sharing.main(["--requests", "8"]) == 0
+    assert bench_sharing.main(["--requests", "4"]) == 0
     assert "saved %" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         bench_sharing.main(["--rate", "0"])
