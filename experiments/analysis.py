@@ -45,6 +45,7 @@ TABLE = (
     PADDING,
     FRAGMENTATION,
     PEAK_SLOTS,
+    Metric("blocks_saved_share", "Blocks saved by sharing", "%", 1e2, "high", "saved by sharing"),
     Metric("prefix_hit_share", "Tokens of admitted sequences found in the cache", "%", 1e2, "high", "prefix hits"),
     Metric("preemptions", "Preemptions", "", 1.0, "low", "preemptions"),
 )

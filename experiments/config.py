@@ -6,7 +6,7 @@
     engine: {max_num_seqs: 16}    # fields of pagedjax.config.EngineConfig
     cache_tokens: 8192            # engine.num_blocks = cache_tokens / block_size: every point has the same capacity
     workload: {kind: prompts, file: prompts/english.txt}      # see workloads.py
-    sampling: {temperature: 0.0}  # fields of SamplingParams; output lengths belong to the workload
+    sampling: {temperature: 0.0}  # fields of SamplingParams; output lengths belong to the workload. n: branches of each
     warmup: {requests: 2, max_tokens: 4}                      # untimed, before every measured run
     repeats: 3
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
@@ -86,10 +86,6 @@ class Experiment:
             raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be at least 0")
-        if self.sampling.n != 1:
-            raise ValueError(
-                f"sampling.n is {self.sampling.n}; an experiment counts requests: use n: 1 and more of them"
-            )
         if self.sampling.stop:
             raise ValueError(
                 "sampling.stop: an experiment runs on token ids, without text; use sampling.stop_token_ids"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from experiments.config import Experiment, Point
 from experiments.metrics import RequestRecord, StepRecord, request_records, step_records, summarize
-from experiments.workloads import WorkItem, Workload, build
+from experiments.workloads import WorkItem, Workload, branch_ids, build
 from pagedjax.types import SamplingParams, StepResult
 
 LONGEST_SLEEP = 0.05  # seconds; a sleep is checked against the clock this often, so that an interrupt is felt
@@ -24,7 +24,9 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None: ...
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, forks: Sequence[str] = ()
+    ) -> None: ...
 
     def step(self) -> StepResult | None: ...
 
@@ -50,7 +52,8 @@ def drive(
 ) -> tuple[float, list[StepResult]]:
     """Run `items` to their end: the start (of `clock`) and every step's result.
 
-    A request is added at the first moment between two steps at which its arrival time has passed.
+    A request is added at the first moment between two steps at which its arrival time has passed, with as many
+    branches as `sampling` draws; branch i draws with the request's seed + i.
 
     Raises:
         ValueError: the engine refused a request, with its reason; or items are not in order of arrival.
@@ -58,7 +61,8 @@ def drive(
     """
     if any(a.arrival > b.arrival for a, b in pairwise(items)):
         raise ValueError("the workload's items must be in order of arrival")
-    pending = deque((item, dataclasses.replace(sampling, max_tokens=item.max_tokens)) for item in items)
+    drawn = sampling.drawn()
+    pending = deque((item, dataclasses.replace(drawn, max_tokens=item.max_tokens)) for item in items)
     results: list[StepResult] = []
     start = clock()
     while pending or engine.has_work:
@@ -77,7 +81,8 @@ def drive(
 
 def _add(engine: Engine, item: WorkItem, params: SamplingParams) -> None:
     try:
-        engine.add(item.request_id, item.prompt_token_ids, params)
+        _, *forks = branch_ids(item.request_id, params.n)
+        engine.add(item.request_id, item.prompt_token_ids, params, forks=forks)
     except ValueError as error:
         raise ValueError(
             f"the engine refused {item.request_id} ({len(item.prompt_token_ids)} prompt tokens, at most "
@@ -105,7 +110,7 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     engine.reset()  # the warm-up must leave nothing to hit in the prefix cache, and no counter behind a seed
     gc.collect()  # garbage of the previous run is not this run's cost
     start, results = drive(engine, workload.items, experiment.sampling)
-    requests = request_records(results, workload.items, start)
+    requests = request_records(results, workload.items, start, experiment.sampling.drawn().n)
     steps = step_records(results, start, llm.engine.config.block_size)
     summary = summarize(requests, steps, engine.config.block_size, experiment.slo)
     return Measured(workload, requests, steps, summary, why_failed(steps, summary))

@@ -5,10 +5,14 @@
 Latencies are measured from a request's *intended* arrival, so that a driver or an engine that falls behind cannot hide
 its delay. A token exists when the step that sampled it has ended (commit included): that is when a user can see it.
 
-Definitions, for one request with token times t1 <= ... <= tn:
-    queue  start of the first step that computes any of its tokens - arrival
-    ttft   t1 - arrival           itl   the gaps t2 - t1, t3 - t2, ... of all requests pooled
-    e2e    tn - arrival           tpot  (tn - t1) / (n - 1), one value per request
+Definitions, for one request whose branches (one, unless sampling.n or best_of says more) have token times
+t1 <= ... <= tk each:
+    queue  start of the first step that computes any of the request's tokens - arrival
+    ttft   the earliest t1 - arrival     itl   the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
+    e2e    the latest tk - arrival       tpot  (tk - t1) / (k - 1), one value per branch
+
+Work is what was drawn: output tokens are those of all branches, also of those that `best_of` would then drop. A
+request is done when all its branches are.
 """
 
 from __future__ import annotations
@@ -22,36 +26,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.config import Slo
-from experiments.workloads import WorkItem
+from experiments.workloads import WorkItem, branch_ids
 from pagedjax.types import Admitted, Finished, Sampled, StepResult
 
 PERCENTILES = (50, 90, 99)
 
 
-class RequestRecord(NamedTuple):
-    """What one request lived through. Fields are None where it did not get that far."""
+class BranchRecord(NamedTuple):
+    """What one branch of a request lived through. The first one's id is the request's; `finish_reason` is None for one
+    that did not end."""
 
-    request_id: str
-    arrival: float
-    prompt_tokens: int
-    max_tokens: int
-    first_scheduled: float | None
+    branch_id: str
     token_times: tuple[float, ...]
     token_ids: tuple[int, ...]
     preemptions: int
     finish_reason: str | None
-
-    @property
-    def queue(self) -> float | None:
-        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
-
-    @property
-    def ttft(self) -> float | None:
-        return self.token_times[0] - self.arrival if self.token_times else None
-
-    @property
-    def e2e(self) -> float | None:
-        return self.token_times[-1] - self.arrival if self.token_times else None
 
     @property
     def gaps(self) -> tuple[float, ...]:
@@ -62,9 +51,41 @@ class RequestRecord(NamedTuple):
         return sum(self.gaps) / len(self.gaps) if self.gaps else None
 
 
+class RequestRecord(NamedTuple):
+    """What one request lived through. What it did not get to is None."""
+
+    request_id: str
+    arrival: float
+    prompt_tokens: int
+    max_tokens: int  # of each branch
+    first_scheduled: float | None
+    branches: tuple[BranchRecord, ...]
+
+    @property
+    def queue(self) -> float | None:
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        first = min((branch.token_times[0] for branch in self.branches if branch.token_times), default=None)
+        return None if first is None else first - self.arrival
+
+    @property
+    def e2e(self) -> float | None:
+        """Until the last branch ended; None as long as one has not."""
+        if not self.done:
+            return None
+        last = max((branch.token_times[-1] for branch in self.branches if branch.token_times), default=None)
+        return None if last is None else last - self.arrival
+
+    @property
+    def done(self) -> bool:
+        return all(branch.finish_reason is not None for branch in self.branches)
+
+
 class StepRecord(NamedTuple):
     """What one step did. `held_tokens` is what the cache's `blocks_used` blocks hold when the step has computed; a
-    block that several sequences share counts once."""
+    block that several sequences share counts once in both, and once for each of them in `blocks_listed`."""
 
     step: int
     started: float
@@ -83,20 +104,28 @@ class StepRecord(NamedTuple):
     finished: int
     waiting: int
     blocks_used: int
+    blocks_listed: int  # places in the block tables of the running sequences: what they would use without sharing
     num_blocks: int
     held_tokens: int
     compilations: int
 
 
-def request_records(results: Sequence[StepResult], items: Sequence[WorkItem], start: float) -> list[RequestRecord]:
-    """One record for each item, in the order of `items`. `start` is the run's beginning (time.perf_counter).
+def request_records(
+    results: Sequence[StepResult], items: Sequence[WorkItem], start: float, branches: int = 1
+) -> list[RequestRecord]:
+    """One record for each item, in the order of `items`.
+
+    Args:
+        start: the run's beginning (time.perf_counter).
+        branches: of each request.
 
     Raises:
         ValueError: the run speaks of a request that is not among `items`.
     """
     scheduled: dict[str, float] = {}
-    times: dict[str, list[float]] = {item.request_id: [] for item in items}
-    tokens: dict[str, list[int]] = {item.request_id: [] for item in items}
+    names = [branch_ids(item.request_id, branches) for item in items]
+    times: dict[str, list[float]] = {name: [] for request in names for name in request}
+    tokens: dict[str, list[int]] = {name: [] for name in times}
     preemptions = dict.fromkeys(times, 0)
     reasons: dict[str, str] = {}
     for result in results:
@@ -122,12 +151,12 @@ def request_records(results: Sequence[StepResult], items: Sequence[WorkItem], st
             prompt_tokens=len(item.prompt_token_ids),
             max_tokens=item.max_tokens,
             first_scheduled=scheduled.get(item.request_id),
-            token_times=tuple(times[item.request_id]),
-            token_ids=tuple(tokens[item.request_id]),
-            preemptions=preemptions[item.request_id],
-            finish_reason=reasons.get(item.request_id),
+            branches=tuple(
+                BranchRecord(name, tuple(times[name]), tuple(tokens[name]), preemptions[name], reasons.get(name))
+                for name in request
+            ),
         )
-        for item in items
+        for item, request in zip(items, names, strict=True)
     ]
 
 
@@ -146,6 +175,7 @@ def step_records(results: Sequence[StepResult], start: float, block_size: int) -
         for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
             cached[seq.request_id] = (seq.blocks, before + count)
         held = _held(cached.values(), block_size)
+        listed = sum(len(blocks) for blocks, _ in cached.values())
         entered = [event for event in result.events if isinstance(event, Admitted)]
         finished = [event for event in result.events if isinstance(event, Finished)]
         for event in finished:
@@ -172,6 +202,7 @@ def step_records(results: Sequence[StepResult], start: float, block_size: int) -
                 finished=len(finished),
                 waiting=plan.num_waiting,
                 blocks_used=plan.blocks_used,
+                blocks_listed=listed,
                 num_blocks=plan.num_blocks,
                 held_tokens=held,
                 compilations=result.compilations,
@@ -210,21 +241,31 @@ def summarize(
     Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios of sums: the share
     of computed tokens that were padding, and of the slots in used blocks that hold no token. `prefix_hit_share` is the
     share of the tokens of admitted sequences that were found in the cache.
+
+    `blocks_saved_share` is what sharing saves (Fig. 15 of the PagedAttention paper): 1 - sum(distinct blocks) /
+    sum(entries of block tables), over the running sequences of every step, whether branches share or a prefix that was
+    found. Sequences without a row in a step count with the blocks they hold. A request whose branches have not forked
+    yet is one sequence, so that nothing is called saved before there is somebody to share.
+
+    `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished` (by reason) and
+    `preemptions` count branches.
     """
     if not steps:
         raise ValueError("the run has no steps; there is nothing to summarize")
     duration = steps[-1].started + steps[-1].seconds
-    done = [request for request in requests if request.finish_reason is not None]
-    output = sum(len(request.token_ids) for request in requests)
+    done = [request for request in requests if request.done]
+    branches = [branch for request in requests for branch in request.branches]
+    output = sum(len(branch.token_ids) for branch in branches)
     prompt = sum(request.prompt_tokens for request in done)
-    reasons = [request.finish_reason for request in done]
+    reasons = [branch.finish_reason for branch in branches if branch.finish_reason is not None]
     slots = sum(step.blocks_used for step in steps) * block_size
     peak = max(step.blocks_used for step in steps)
     return {
         "duration_s": duration,
         "requests": len(requests),
+        "branches": len(branches),
         "unfinished": len(requests) - len(done),
-        "finished": {reason: reasons.count(reason) for reason in sorted(set(map(str, reasons)))},
+        "finished": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "prompt_tokens": prompt,
         "output_tokens": output,
         "requests_per_s": len(done) / duration,
@@ -233,8 +274,8 @@ def summarize(
         "steady_output_tokens_per_s": steady_rate(steps),
         "percentile_method": "linear",
         "ttft_s": spread(request.ttft for request in requests),
-        "itl_s": spread(gap for request in requests for gap in request.gaps),
-        "tpot_s": spread(request.tpot for request in requests),
+        "itl_s": spread(gap for branch in branches for gap in branch.gaps),
+        "tpot_s": spread(branch.tpot for branch in branches),
         "e2e_s": spread(request.e2e for request in requests),
         "queue_s": spread(request.queue for request in requests),
         "steps": len(steps),
@@ -250,6 +291,9 @@ def summarize(
         "blocks_used": {"mean": slots / block_size / len(steps), "peak": peak},
         "slots_used": {"mean": slots / len(steps), "peak": peak * block_size},
         "fragmentation_share": _share(sum(step.held_tokens for step in steps), slots),
+        "blocks_saved_share": _share(
+            sum(step.blocks_used for step in steps), sum(step.blocks_listed for step in steps)
+        ),
         "prefix_hit_share": _part(sum(step.hit_tokens for step in steps), sum(step.admitted_tokens for step in steps)),
         "preemptions": sum(step.preempted for step in steps),
         "compilations": sum(step.compilations for step in steps),
@@ -280,21 +324,22 @@ def _share(full: int, of: int) -> float:
 def goodput(requests: Sequence[RequestRecord], duration: float, slo: Slo) -> dict[str, float] | None:
     """Finished requests that met every target, per second and as a share of all; None without a target.
 
-    A request of one output token has no gap and meets any `itl`.
+    Each branch of a request must meet `itl`; one of one output token has no gap and meets any.
     """
     if slo.ttft is None and slo.itl is None:
         return None
     good = 0
     for request in requests:
-        if request.finish_reason in (None, "abort") or request.ttft is None:
+        if any(branch.finish_reason in (None, "abort") for branch in request.branches) or request.ttft is None:
             continue
         in_time = slo.ttft is None or request.ttft <= slo.ttft
-        steady = slo.itl is None or request.tpot is None or request.tpot <= slo.itl
+        steady = slo.itl is None or all(b.tpot is None or b.tpot <= slo.itl for b in request.branches)
         good += in_time and steady
     return {"requests_per_s": good / duration, "share": good / len(requests)}
 
 
 def tokens_digest(requests: Sequence[RequestRecord]) -> str:
-    """sha256 over every request's output tokens: runs with equal digests generated the same text."""
-    text = json.dumps([[request.request_id, list(request.token_ids)] for request in requests], separators=(",", ":"))
+    """sha256 over every branch's output tokens: runs with equal digests generated the same text."""
+    branches = [branch for request in requests for branch in request.branches]
+    text = json.dumps([[branch.branch_id, list(branch.token_ids)] for branch in branches], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

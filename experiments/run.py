@@ -25,6 +25,7 @@ from experiments.config import Point
 from experiments.drive import Measured, measure
 from experiments.engines import Engines, Run, engine_key, plan_runs
 from experiments.environment import environment, load_average
+from experiments.metrics import RequestRecord
 from pagedjax.config import EngineConfig
 
 
@@ -200,10 +201,11 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str
 
 def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
     """config.yaml, requests.jsonl and steps.jsonl of a run. Times are rounded to microseconds."""
-    requests = [
-        {**request._asdict(), "token_times": [round(time, 6) for time in request.token_times]}
-        for request in measured.requests
-    ]
+
+    def branches(request: RequestRecord) -> list[dict[str, Any]]:
+        return [{**b._asdict(), "token_times": [round(time, 6) for time in b.token_times]} for b in request.branches]
+
+    requests = [{**request._asdict(), "branches": branches(request)} for request in measured.requests]
     steps = [
         {key: round(value, 6) if isinstance(value, float) else value for key, value in step._asdict().items()}
         for step in measured.steps

@@ -3,7 +3,7 @@
     <out>/<name>/<first 12 digits of the point's hash>/<repeat>/
         config.yaml     what ran, resolved: nothing left to choose
         env.json        where it ran: commit, versions, device, flags
-        requests.jsonl  one line a request            steps.jsonl   one line a step
+        requests.jsonl  one line a request, its branches in it    steps.jsonl   one line a step
         summary.json    what it amounts to; a run exists if and only if this file is in place
     <out>/<name>/sweep.json, runs.jsonl, report.html    the sweep: its runs in order, their summaries, the report
 

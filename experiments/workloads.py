@@ -31,12 +31,17 @@ AZURE = (
 
 
 class WorkItem(NamedTuple):
-    """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output tokens."""
+    """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output tokens a branch."""
 
     request_id: str
     arrival: float
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
+
+
+def branch_ids(request_id: str, branches: int) -> tuple[str, ...]:
+    """The ids of a request's branches; the first is the request's own: ("r00003", "r00003.1", "r00003.2")."""
+    return (request_id, *(f"{request_id}.{i}" for i in range(1, branches)))
 
 
 class Workload(NamedTuple):

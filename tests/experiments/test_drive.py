@@ -42,10 +42,13 @@ class HostOnly:
     def has_work(self) -> bool:
         return bool(self.state.waiting or self.state.running.seqs)
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, forks: Sequence[str] = ()
+    ) -> None:
         self.added.append((request_id, self.clock.now - 1000.0))
         self.limits.append(params.max_tokens)
-        self.state = scheduler.submit(self.state, Request(request_id, len(prompt_token_ids), params.max_tokens))
+        request = Request(request_id, len(prompt_token_ids), params.max_tokens, forks=tuple(forks))
+        self.state = scheduler.submit(self.state, request)
 
     def step(self) -> StepResult | None:
         started = self.clock.now
@@ -75,8 +78,35 @@ def test_requests_come_on_time_and_never_early() -> None:
     assert max(clock.sleeps) <= LONGEST_SLEEP
     requests = request_records(results, work, start)
     assert requests[1].queue == pytest.approx(0.15)  # from the intended arrival, not from when it was added
-    assert {request.finish_reason for request in requests} == {"length"}
+    assert {branch.finish_reason for request in requests for branch in request.branches} == {"length"}
     assert engine.limits == [2] * 4
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(n=3), SamplingParams(n=2, best_of=3)])
+def test_a_request_of_several_branches_is_done_when_all_of_them_are(sampling: SamplingParams) -> None:
+    clock = Clock()
+    work = items(0.0, 0.25, prompt=5, output=3)
+    start, results = drive(HostOnly(clock), work, sampling, clock, clock.sleep)
+    first, second = request_records(results, work, start, branches=3)
+    # By hand, steps of 0.25 s: the prompt; then the two forks, which have their first token a step after the first one.
+    assert [branch.branch_id for branch in first.branches] == ["r0", "r0.1", "r0.2"]
+    assert [branch.token_times for branch in first.branches] == [(0.25, 0.5, 0.75), *[(0.5, 0.75, 1.0)] * 2]
+    assert (first.ttft, first.e2e) == (0.25, 1.0)
+    assert [branch.finish_reason for branch in first.branches] == ["length"] * 3
+    assert not request_records(results[:3], work, start, branches=3)[0].done, "two of its branches go on"
+    # 4 places: the second request waits for the three of the first, so it starts when the last of them has ended.
+    assert (second.queue, second.ttft, second.e2e) == (0.75, 1.0, 1.75)
+
+    steps = step_records(results, start, 4)
+    summary = summarize([first, second], steps, 4)
+    assert (summary["requests"], summary["branches"], summary["finished"]) == (2, 6, {"length": 6})
+    assert summary["output_tokens"] == 2 * 3 * 3
+    assert summary["prompt_tokens"] == 2 * 5
+    assert summary["itl_s"]["count"] == 2 * 3 * 2
+    # Prompts of 5 tokens in blocks of 4, outputs to a length of 8: each branch lists 2 blocks, and all share the first.
+    # Step 0 has one sequence, step 3 the two forks without the one that ended.
+    assert [(s.blocks_listed, s.blocks_used) for s in steps[:4]] == [(2, 2), (6, 4), (6, 4), (4, 3)]
+    assert summary["blocks_saved_share"] == pytest.approx(1 - 13 / 18)
 
 
 def test_a_refused_request_names_itself_and_the_way_out() -> None:

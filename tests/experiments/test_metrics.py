@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.config import Slo
-from experiments.metrics import request_records, spread, steady_rate, step_records, summarize
-from experiments.workloads import WorkItem
+from experiments.metrics import BranchRecord, request_records, spread, steady_rate, step_records, summarize
+from experiments.workloads import WorkItem, branch_ids
 from pagedjax import scheduler
 from pagedjax.policies import FCFS
 from pagedjax.types import Admitted, Event, Finished, Plan, Preempted, Request, Row, Sampled, Seq, StepResult
@@ -106,15 +107,14 @@ RUN = [
 
 def test_a_run_by_hand_request_by_request() -> None:
     a, b = request_records(RUN, [A, B], START)
-    assert (a.first_scheduled, a.token_times, a.token_ids) == (0.0, (1.5, 1.75, 2.25), (40, 41, 42))
-    assert (b.first_scheduled, b.token_times, b.token_ids) == (1.0, (1.5, 3.0), (50, 2))
+    assert (a.first_scheduled, b.first_scheduled) == (0.0, 1.0)
+    assert a.branches == (BranchRecord("a", (1.5, 1.75, 2.25), (40, 41, 42), 0, "length"),)
+    assert b.branches == (BranchRecord("b", (1.5, 3.0), (50, 2), 1, "stop"),)
     assert (a.ttft, b.ttft) == (1.5, 1.0)
     assert (a.e2e, b.e2e) == (2.25, 2.5)
     assert (a.queue, b.queue) == (0.0, 0.5)
-    assert (a.gaps, b.gaps) == ((0.25, 0.5), (1.5,))
-    assert (a.tpot, b.tpot) == (0.375, 1.5)
-    assert (a.preemptions, b.preemptions) == (0, 1)
-    assert (a.finish_reason, b.finish_reason) == ("length", "stop")
+    assert (a.branches[0].gaps, b.branches[0].gaps) == ((0.25, 0.5), (1.5,))
+    assert (a.branches[0].tpot, b.branches[0].tpot) == (0.375, 1.5)
 
 
 def test_a_run_by_hand_step_by_step() -> None:
@@ -175,15 +175,24 @@ def test_goodput_counts_only_what_finished_within_every_target() -> None:
     assert share(Slo(ttft=1.0)) == 0.5  # exactly on target is in time
     assert share(Slo(itl=1.0)) == 0.5
     assert share(Slo(ttft=1.2, itl=1.0)) == 0.0
-    requests[1] = requests[1]._replace(finish_reason="abort")
+    (branch,) = requests[1].branches
+    requests[1] = requests[1]._replace(branches=(branch._replace(finish_reason="abort"),))
     assert share(Slo(ttft=9.0)) == 0.5
+    # One branch that is too slow (a's gaps of 0.25 and 0.5 seconds) or was aborted makes a bad request of two.
+    slow, fast = requests[0].branches[0], branch._replace(finish_reason="stop", token_times=(1.5, 1.6))
+    requests[:] = [requests[0]._replace(branches=(fast, slow)), requests[0]._replace(branches=(fast, fast))]
+    assert share(Slo(itl=0.3)) == 0.5
+    assert share(Slo(itl=0.4)) == 1.0
+    requests[0] = requests[0]._replace(branches=(fast, slow._replace(finish_reason="abort")))
+    assert share(Slo(itl=0.4)) == 0.5
 
 
 def test_the_digest_tells_outputs_apart() -> None:
     steps = step_records(RUN, START, S)
     one = request_records(RUN, [A, B], START)
-    other = [one[0], one[1]._replace(token_ids=(50, 3))]
-    same = [request._replace(token_times=()) for request in one]
+    (branch,) = one[1].branches
+    other = [one[0], one[1]._replace(branches=(branch._replace(token_ids=(50, 3)),))]
+    same = [request._replace(arrival=7.0) for request in one]
     digests = [summarize(r, steps, S)["tokens_sha256"] for r in (one, other, same)]
     assert digests[0] == digests[2] != digests[1]
 
@@ -220,22 +229,33 @@ def test_percentiles_by_sorting(values: list[float]) -> None:
     assert (found["max"], found["count"]) == (max(values), len(values))
 
 
-def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[dict[int, int]]]:
+class Observed(NamedTuple):
+    """A step as the scheduler's state shows it: tokens in every used block once the step has computed, and the block
+    tables of all running sequences."""
+
+    inside: dict[int, int]
+    tables: list[tuple[int, ...]]
+
+
+def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observed], int]:
     """The real scheduler on a small pool, with random tokens and times. Every prompt is a beginning of the longest one.
 
-    Returns the results, the requests, and for each step how many tokens every used block holds once the step has
-    computed, read from the scheduler's state.
+    Returns the results, the requests, what each step looks like from outside, and how many branches a request has.
     """
     rng = random.Random(seed)
     items = [item(f"q{i}", rng.random() * i, rng.randint(1, 9), rng.randint(1, 6)) for i in range(rng.randint(1, 6))]
     config = scheduler.SchedulerConfig(S, rng.randint(4, 8), rng.randint(2, 12), rng.randint(1, 4), 32)
-    state, waiting, results, held, now = scheduler.init(config), list(items), [], [], 0.0
+    branches = min(1 + seed % 3, config.max_num_seqs, config.max_num_batched_tokens)
+    state, waiting, results, observed, now = scheduler.init(config), list(items), [], [], 0.0
     while waiting or state.waiting or state.running.seqs:
         while waiting and rng.random() < 0.6:
             new = waiting.pop(0)
             prompt = len(new.prompt_token_ids)
             hashes = tuple(map(str, range(prompt // S))) if seed % 2 else ()
-            request = Request(new.request_id, prompt, new.max_tokens, 0, frozenset({2}), hashes=hashes)
+            _, *forks = branch_ids(new.request_id, branches)
+            request = Request(
+                new.request_id, prompt, new.max_tokens, 0, frozenset({2}), forks=tuple(forks), hashes=hashes
+            )
             state = scheduler.submit(state, request)
         before = now + rng.random()
         now = before + rng.random()
@@ -251,49 +271,66 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[dict[i
         state, events = scheduler.commit(state, plan, [rng.randrange(30) for _ in plan.seqs])
         times = (START + before, START + now, (now - before) / 2)
         results.append(StepResult(plan, events, *times, padded_tokens=2 * plan.num_tokens, compilations=0))
-        held.append(inside)
-    return results, items, held
+        observed.append(Observed(inside, [blocks for _, blocks in tables.values()]))
+    return results, items, observed, branches
 
 
 def test_the_random_runs_meet_what_they_are_for() -> None:
     runs = [random_run(seed) for seed in range(60)]
-    assert any(result.plan.preempted for results, _, _ in runs for result in results)
-    assert any(event.num_cached for rs, _, _ in runs for r in rs for event in r.events if isinstance(event, Admitted))
-    assert any(len(result.plan.seqs) > 2 for results, _, _ in runs for result in results)
-    assert any(row.count > 1 and not row.samples for rs, _, _ in runs for r in rs for row in r.plan.rows)
+    results = [result for run in runs for result in run[0]]
+    assert any(result.plan.preempted for result in results)
+    assert any(event.num_cached for result in results for event in result.events if isinstance(event, Admitted))
+    assert any(len(result.plan.seqs) > 2 for result in results)
+    assert any(row.count > 1 and not row.samples for result in results for row in result.plan.rows)
+    assert {branches for *_, branches in runs} == {1, 2, 3}
+    assert any(result.plan.copies for result in results), "branches share a block that is not full"
 
 
 @settings(deadline=None)
 @given(st.integers(0, 10**6))
 def test_random_runs_against_a_second_reading(seed: int) -> None:
-    results, items, held = random_run(seed)
-    requests, steps = request_records(results, items, START), step_records(results, START, S)
+    results, items, observed, branches = random_run(seed)
+    requests, steps = request_records(results, items, START, branches), step_records(results, START, S)
     summary = summarize(requests, steps, S)
-    assert [s.held_tokens for s in steps] == [sum(inside.values()) for inside in held]
-    assert [s.blocks_used for s in steps] == [len(inside) for inside in held]
-    slots = sum(len(inside) * S for inside in held)
+    assert [s.held_tokens for s in steps] == [sum(seen.inside.values()) for seen in observed]
+    physical = [len({block for table in seen.tables for block in table}) for seen in observed]
+    logical = [sum(map(len, seen.tables)) for seen in observed]
+    assert [s.blocks_used for s in steps] == physical
+    assert [s.blocks_listed for s in steps] == logical
+    assert summary["blocks_saved_share"] == pytest.approx(1 - sum(physical) / sum(logical))
+    if branches == 1 and seed % 2 == 0:
+        assert summary["blocks_saved_share"] == 0
+    slots = sum(physical) * S
     assert summary["fragmentation_share"] == pytest.approx(1 - sum(s.held_tokens for s in steps) / slots)
     assert 0 <= summary["fragmentation_share"] < 1
     assert summary["padding_share"] == pytest.approx(0.5)
     assert summary["output_tokens"] == sum(
         event.num_output for result in results for event in result.events if isinstance(event, Finished)
     )
-    assert sum(summary["finished"].values()) == len(items)
+    assert sum(summary["finished"].values()) == summary["branches"] == len(items) * branches
+    assert summary["itl_s"]["count"] == summary["output_tokens"] - len(items) * branches
     for work, record in zip(items, requests, strict=True):
-        mine = [
-            (result.finished - START, token)
-            for result in results
-            for event in result.events
-            if isinstance(event, Sampled)
-            for name, token in zip(event.request_ids, event.token_ids, strict=True)
-            if name == work.request_id
-        ]
-        assert list(zip(record.token_times, record.token_ids, strict=True)) == mine
-        assert record.e2e == pytest.approx(record.ttft + sum(record.gaps))
-        assert record.preemptions == sum(work.request_id in result.plan.preempted for result in results)
+        assert record.request_id == work.request_id == record.branches[0].branch_id
+        assert len(record.branches) == branches
+        for branch in record.branches:
+            mine = [
+                (result.finished - START, token)
+                for result in results
+                for event in result.events
+                if isinstance(event, Sampled)
+                for name, token in zip(event.request_ids, event.token_ids, strict=True)
+                if name == branch.branch_id
+            ]
+            assert list(zip(branch.token_times, branch.token_ids, strict=True)) == mine
+            assert branch.preemptions == sum(branch.branch_id in result.plan.preempted for result in results)
+        ends = [branch.token_times[0] + sum(branch.gaps) for branch in record.branches]
+        assert record.e2e == pytest.approx(max(ends) - work.arrival)
+        assert record.ttft == record.branches[0].token_times[0] - work.arrival, "the first branch is the first"
     if not summary["preemptions"]:  # each prompt is computed once, and of the outputs all but each last one
         hits = sum(s.hit_tokens for s in steps)
-        assert sum(s.prompt_tokens for s in steps) + hits == sum(len(work.prompt_token_ids) for work in items)
+        again = len(items) * (branches - 1)  # each further branch computes the prompt's last token again
+        prompt = sum(len(work.prompt_token_ids) for work in items)
+        assert sum(s.prompt_tokens for s in steps) + hits == prompt + again
         assert sum(s.tokens for s in steps) + hits == summary["prompt_tokens"] + summary["output_tokens"] - len(items)
         assert summary["prefix_hit_share"] == pytest.approx(hits / summary["prompt_tokens"])
     total = summary["between_steps_s"] + sum(s.device_seconds + s.host_seconds for s in steps)

@@ -27,6 +27,7 @@ def run(order: int, repeat: int, swept: dict[str, Any], rate: float, gap: float 
         "host_s": {**spread, "mean": gap / 9},
         "padding_share": 0.25,
         "fragmentation_share": 0.1,
+        "blocks_saved_share": 0.0853,
         "prefix_hit_share": 0.3,
         "slots_used": {"mean": 90.0, "peak": 128},
         "preemptions": 0,
@@ -204,6 +205,7 @@ def test_the_report_is_written_from_the_folder(tmp_path: Path) -> None:
     env["engine"], env["startup"] = {"block_size": 16}, {"load": 1.0, "compile": 30.0, "compilations": 7}
     store.write_run(tmp_path / "p1" / "0", {"env.json": store.json_text(env)})
     page = report.write(tmp_path).read_text()
+    assert re.search(r"saved by sharing<small>%</small>.*>8\.53<", page, re.DOTALL)
     assert "One run over time" not in page  # the fastest point left no steps
     assert "c0ffee, with uncommitted changes" in page
     assert "A processor, 2 cores" in page

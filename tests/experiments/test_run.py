@@ -78,7 +78,8 @@ def test_a_sweep_from_end_to_end(tmp_path: Path, model: str, capsys: pytest.Capt
     assert env["startup"]["total"] > 0
     assert env["attention_impl"] == env["engine"]["attention_impl"]
     requests = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
-    assert [len(request["token_ids"]) for request in requests] == [request["max_tokens"] for request in requests]
+    made = [[len(branch["token_ids"]) for branch in request["branches"]] for request in requests]
+    assert made == [[request["max_tokens"]] for request in requests]
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert sum(step["sampled"] for step in steps) == frame["output_tokens"].iloc[0]
 
@@ -93,6 +94,27 @@ def test_a_sweep_from_end_to_end(tmp_path: Path, model: str, capsys: pytest.Capt
     assert {entry: entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")} == before
     assert run.main([*command, "--set", "repeats=3", "--dry-run"]) == 0
     assert "12 runs, 8 of them done" in capsys.readouterr().out
+
+
+def test_branch_i_draws_as_a_request_with_seed_plus_i(tmp_path: Path) -> None:
+    model = str(tiny_llama(tmp_path / "tiny", layers=1, max_len=64, tied=False))  # a tied one repeats its last token
+    drawn = {"temperature": 0.9, "ignore_eos": True}
+    branches = [{"sampling.n": 3, "sampling.seed": 5}, {"sampling.seed": 6}, {"sampling.n": 5}]
+    sweep = {"list": branches, "grid": {"engine.block_size": [4]}}  # there is a full block to share
+    path = write_config(tmp_path, model, sampling=drawn, sweep=sweep)
+    assert run.main([str(path), "--out", str(tmp_path), "--quiet"]) == 1
+    together, alone, too_many = (row for _, row in experiments.load_runs(tmp_path).iterrows())
+    assert "5 branches, but at most 4 sequences run at a time" in too_many["failed"]
+
+    def tokens(row: Any, branch: int) -> list[list[int]]:
+        lines = (Path(row["run"]) / "requests.jsonl").read_text().splitlines()
+        return [json.loads(line)["branches"][branch]["token_ids"] for line in lines]
+
+    assert tokens(together, 1) == tokens(alone, 0) != tokens(together, 0)
+    assert (together["requests"], together["branches"], together["finished.length"]) == (5, 15, 15)
+    assert together["output_tokens"] == 3 * alone["output_tokens"]
+    assert together["blocks_saved_share"] > 0 == alone["blocks_saved_share"]
+    assert "saved by sharing" in (tmp_path / "unit" / "report.html").read_text()
 
 
 def test_a_request_that_cannot_run_fails_its_point_and_not_the_sweep(
