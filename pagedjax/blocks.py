@@ -126,15 +126,20 @@ def _evict(pool: BlockPool, n: int) -> tuple[BlockPool, list[int]]:
 
 def share(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
     """One more owner for each block, owned or idle. Raises ValueError for an empty one."""
-    owners, idle, stamps, revived = pool.owners.mutate(), pool.idle, pool.stamps, 0
+    owners, revived = pool.owners.mutate(), 0
+    idle, stamps = pool.idle.mutate(), pool.stamps.mutate()
     for block in ids:
-        stamp = stamps.get(block)
+        stamp = stamps.pop(block, None)
         if stamp is None:
             owners[block] = _owned(owners, block) + 1
         else:
-            idle, stamps, owners[block] = idle.delete(stamp), stamps.delete(block), 1
+            del idle[stamp]
+            owners[block] = 1
             revived += 1
-    return pool._replace(num_free=pool.num_free - revived, owners=owners.finish(), idle=idle, stamps=stamps)
+    free, owners = pool.num_free - revived, owners.finish()
+    if not revived:
+        return pool._replace(owners=owners)
+    return pool._replace(num_free=free, owners=owners, idle=idle.finish(), stamps=stamps.finish())
 
 
 def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
@@ -147,7 +152,7 @@ def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
         ValueError: a block that nobody owns.
     """
     owners, returned, freed = pool.owners.mutate(), pool.returned, 0
-    idle, stamps, newest, hashes = pool.idle, pool.stamps, pool.newest, pool.hashes
+    idle, stamps, newest, hashes = pool.idle.mutate(), pool.stamps.mutate(), pool.newest, pool.hashes
     for block in ids:
         count = _owned(owners, block)
         if count > 1:
@@ -156,17 +161,15 @@ def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
         del owners[block]
         freed += 1
         if hashes and block in hashes:
-            idle, stamps, newest = idle.set(newest, block), stamps.set(block, newest), newest + 1
+            idle[newest] = block
+            stamps[block] = newest
+            newest += 1
         else:
             returned = (block, returned)
-    return pool._replace(
-        num_free=pool.num_free + freed,
-        returned=returned,
-        owners=owners.finish(),
-        idle=idle,
-        stamps=stamps,
-        newest=newest,
-    )
+    pool = pool._replace(num_free=pool.num_free + freed, returned=returned, owners=owners.finish())
+    if newest == pool.newest:
+        return pool
+    return pool._replace(idle=idle.finish(), stamps=stamps.finish(), newest=newest)
 
 
 def publish(pool: BlockPool, filled: Iterable[tuple[int, str]]) -> BlockPool:

@@ -101,12 +101,23 @@ def advance(
     return pool, active, events
 
 
-def shared(pool: BlockPool, active: Running, size: int) -> list[int]:
-    """Indices of the branches that would write to a block that others have, or may find. The last to leave keeps it."""
+def arrivals(active: Running, forks: Sequence[Seq], choices: Mapping[str, Choice]) -> frozenset[int]:
+    """Of everybody who writes behind shared blocks in the next step: new branches, those they left, and beams."""
+    if not (forks or choices):
+        return frozenset()
+    groups = {seq.group for seq in forks} | {seq.group for seq in active.seqs if seq.request_id in choices}
+    return frozenset([seq.arrival for seq in active.seqs if seq.group in groups])
+
+
+def shared(pool: BlockPool, active: Running, forked: frozenset[int], size: int) -> list[int]:
+    """Indices of the branches that would write to a block that others have, or may find. The last to leave keeps it.
+
+    Only the first token after a fork can go to such a block: then the branch has its own.
+    """
     copying: list[int] = []
     left: dict[int, int] = {}
-    for i, seq in enumerate(active.seqs):
-        if seq.group is None or not active.computed[i] < min(len(seq.blocks) * size, active.lengths[i]):
+    for i, seq in enumerate(active.seqs) if forked else ():
+        if seq.arrival not in forked or not active.computed[i] < len(seq.blocks) * size:
             continue
         block = seq.blocks[active.computed[i] // size]
         owners = left.setdefault(block, pool.owners[block])

@@ -26,7 +26,7 @@ class Room(NamedTuple):
 def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Room]:
     """A block for each decode whose last one is full, and for each that may not write to its own; victims make room."""
     size, preempted, swapped, moved = state.config.block_size, [], [], []
-    full, shared = _full(state.running, size), branches.shared(state.pool, state.running, size)
+    full, shared = _full(state.running, size), branches.shared(state.pool, state.running, state.forked, size)
     while len(full) + len(shared) > state.pool.num_free:
         candidates = current(*state.running)
         victims = _victims(candidates, policy.preempt(candidates))
@@ -34,7 +34,7 @@ def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Ro
         moved += pairs
         preempted += [victim.request_id for victim in victims]
         swapped += [victim.request_id for victim in victims] if pairs else []
-        full, shared = _full(state.running, size), branches.shared(state.pool, state.running, size)
+        full, shared = _full(state.running, size), branches.shared(state.pool, state.running, state.forked, size)
     facts = tuple(preempted), tuple(swapped), tuple(moved)
     if not (full or shared):
         return state, Room((), *facts)

@@ -84,7 +84,7 @@ def init(config: SchedulerConfig) -> SchedulerState:
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
     host = blocks.init(config.host_blocks) if config.host_blocks else None
-    return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, host, Map())
+    return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, host, frozenset(), Map())
 
 
 def submit(state: SchedulerState, request: Request) -> SchedulerState:
@@ -253,6 +253,7 @@ def commit(
         pool = blocks.release(pool, [block for i in ended for block in reversed(seqs[i].blocks)])
         active = active.pick([i for i in range(len(active.seqs)) if i not in ended])
     pool, active, beamed = branches.advance(pool, active, choices, step)
+    apart = branches.arrivals(active, forks, choices)
 
     ids = tuple([seq.request.request_id for seq in seqs])
     if not all(samples):
@@ -269,7 +270,7 @@ def commit(
     for i, reason in ended.items():
         events.append(Finished(step, seqs[i].request_id, reason, lengths[i] - seqs[i].request.prompt_len))
     left = _without(state.ids, [seqs[i].request_id for i in ended]) if ended else state.ids
-    return state._replace(pool=pool, running=active, step=step + 1, ids=left), tuple(events)
+    return state._replace(pool=pool, running=active, step=step + 1, forked=apart, ids=left), tuple(events)
 
 
 def cancel(

@@ -33,6 +33,9 @@ class SchedulerState(NamedTuple):
     step: int
     arrivals: int
     host: BlockPool | None  # the swap space: who is waiting and has blocks has them there
+    forked: frozenset[
+        int
+    ]  # arrivals of those that begin, since the last commit, to write behind blocks that they share
     ids: Map[str, None]  # of the waiting and the running: looking through them made a long queue quadratic
 
 
