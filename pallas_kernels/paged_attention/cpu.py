@@ -1,12 +1,12 @@
 """Decodes on a CPU by a compiled kernel that reads the pages in place; prompt chunks by the loop of `xla`.
 
-numba compiles the kernel when it is first chosen, and only then is it imported (the `cpu` extra).
+numba compiles the kernel when it is first chosen, and only then is numba imported (the `cpu` extra).
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
+import importlib.util
 import threading
 
 import jax
@@ -24,46 +24,53 @@ def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, s
     """See `api.paged_attention`.
 
     Raises:
-        ValueError: pages of another dtype than DTYPES, a head size that is no multiple of 8, a platform that is no
-            CPU, or no numba. "xla" supports all of them.
+        ValueError: what `obstacle` names.
     """
-    platform, size = jax.default_backend(), q.shape[-1]
-    for wrong in (
-        f"runs on platform 'cpu' and not on {platform!r}" if platform != "cpu" else "",
-        f"reads pages of {' or '.join(DTYPES)} and not of {k_pages.dtype}" if str(k_pages.dtype) not in DTYPES else "",
-        f"has v_pages of {v_pages.dtype} beside k_pages of {k_pages.dtype}" if v_pages.dtype != k_pages.dtype else "",
-        f"takes head sizes that are multiples of 8 and not {size}" if size % 8 else "",
-    ):
-        if wrong:
-            raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' does")
-    _register(str(k_pages.dtype))
-    return xla.paged_attention(
-        q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, scale=scale, decodes=_decodes
-    )
+    dtype = str(k_pages.dtype)
+    wrong = obstacle(jax.default_backend(), dtype, q.shape[-1])
+    if not wrong and v_pages.dtype != k_pages.dtype:
+        wrong = f"needs k_pages and v_pages of one dtype, and they are {dtype} and {v_pages.dtype}"
+    if wrong:
+        raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
+    _register(dtype)
+    return xla.paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, scale=scale, decodes=_decodes)
+
+
+def obstacle(platform: str, dtype: str, head_size: int) -> str:
+    """What keeps this implementation from serving a cache, as the rest of a sentence; empty when nothing does."""
+    if platform != "cpu":
+        return f"runs on platform 'cpu' and not on {platform!r}"
+    if dtype not in DTYPES:
+        return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
+    if head_size % 8:
+        return f"needs a head size that is a multiple of 8, and it is {head_size}"
+    if importlib.util.find_spec("numba") is None:
+        return "needs numba, which is not installed (pip install 'pagedjax[cpu]')"
+    return ""
 
 
 def _decodes(q, k_pages, v_pages, block_tables, seq_lens) -> jax.Array:
-    """As `xla._decodes`: q [B, K, G, D], one query a row -> [B, K, G, D] float32."""
+    """As `xla._decodes`: q [B, K, G, D], one query a row -> [B, K, G, D] float32; rows of length 0 give 0."""
     result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    return jax.ffi.ffi_call(_target(str(k_pages.dtype)), result)(
-        q.astype(jnp.float32), k_pages, v_pages, block_tables, seq_lens
-    )
+    attend = jax.ffi.ffi_call(_target(str(k_pages.dtype)), result)
+    return attend(q.astype(jnp.float32), k_pages, v_pages, block_tables, seq_lens)
 
 
 def _target(dtype: str) -> str:
-    """The handler's name. Programs on disk hold it, so a handler that reads its arguments otherwise needs another."""
+    """The handler's name. Programs on disk hold it: a handler that takes other arguments must get another number."""
     return f"pallas_kernels.paged_attention.decodes.1.{dtype}"
 
 
 def _register(dtype: str) -> None:
-    """Compile and register the handler, once a process. Tracing does it, so a program loaded from disk finds it too."""
+    """Compile and register the handler, once a process.
+
+    Tracing calls this. Programs from the compilation cache on disk are traced too before they are looked up, so they
+    find it as well.
+    """
     with _lock:
-        if dtype in _registered:
-            return
-        try:
-            kernel = importlib.import_module("pallas_kernels.paged_attention.cpu_kernel")
-        except ImportError as error:
-            raise ValueError(f"impl 'cpu' needs numba (pip install pagedjax[cpu]); impl 'xla' does not: {error}") from error
-        capsule = jax.ffi.pycapsule(ctypes.c_void_p(kernel.compile_handler(dtype)))
-        jax.ffi.register_ffi_target(_target(dtype), capsule, platform="cpu")
-        _registered.add(dtype)
+        if dtype not in _registered:
+            from pallas_kernels.paged_attention import cpu_kernel  # imports numba
+
+            capsule = jax.ffi.pycapsule(ctypes.c_void_p(cpu_kernel.compile_handler(dtype)))
+            jax.ffi.register_ffi_target(_target(dtype), capsule, platform="cpu")
+            _registered.add(dtype)

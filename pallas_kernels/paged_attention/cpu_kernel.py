@@ -105,9 +105,7 @@ def address_of(typing, function):
         task.linkage = "internal"
         body = ir.IRBuilder(task.append_basic_block())
         target = context.declare_function(builder.module, compiled.fndesc)
-        context.call_conv.call_function(
-            body, target, compiled.fndesc.restype, compiled.fndesc.argtypes, [task.args[0]]
-        )
+        context.call_conv.call_function(body, target, compiled.fndesc.restype, compiled.fndesc.argtypes, [task.args[0]])
         body.ret_void()
         return builder.ptrtoint(task, WORD)
 
@@ -291,7 +289,9 @@ def exp_of_difference(typing, a, number):
             result = builder.fadd(product, constant(np.float32(coefficient).item()), flags=("contract",))
         tiny = builder.fcmp_ordered("<", power, constant(-126.0))
         exponent = builder.fptosi(builder.select(tiny, constant(0.0), whole), integers)
-        bits = builder.shl(builder.add(exponent, ir.Constant(integers, [127] * FULL)), ir.Constant(integers, [23] * FULL))
+        bits = builder.shl(
+            builder.add(exponent, ir.Constant(integers, [127] * FULL)), ir.Constant(integers, [23] * FULL)
+        )
         result = builder.fmul(result, builder.bitcast(bits, vector))
         return builder.select(tiny, constant(0.0), result)
 
@@ -423,6 +423,12 @@ def _softmax(scores, count):
 
 
 @njit(**OPTIONS)
+def _fetch(address, size):
+    for at in range(0, size, 64):
+        prefetch(address + at)
+
+
+@njit(**OPTIONS)
 def _attend(kind, q, k, v, page_bytes, table, first, stop, group, d, s, scores, out, stats):
     """G queries over the context tokens first : stop of one key head.
 
@@ -437,9 +443,13 @@ def _attend(kind, q, k, v, page_bytes, table, first, stop, group, d, s, scores, 
         offset = at % s
         run = min(s - offset, stop - at)
         base = k + load_int(table + 4 * (at // s)) * page_bytes + offset * row
+        ahead = v + load_int(table + 4 * (first // s)) * page_bytes + first % s * row
+        if at + run < stop:
+            ahead = k + load_int(table + 4 * (at // s + 1)) * page_bytes
         to = scores + 4 * (at - first)
         i = 0
         while i + 8 <= run:
+            _fetch(ahead + i * row, 8 * row)
             for g in range(group):
                 _dots(kind, q + 4 * g * d, base + i * row, size, d, to + 4 * (g * SPAN + i))
             i += 8
@@ -461,9 +471,13 @@ def _attend(kind, q, k, v, page_bytes, table, first, stop, group, d, s, scores, 
         offset = at % s
         run = min(s - offset, stop - at)
         base = v + load_int(table + 4 * (at // s)) * page_bytes + offset * row
+        ahead = base
+        if at + run < stop:
+            ahead = v + load_int(table + 4 * (at // s + 1)) * page_bytes
         to = scores + 4 * (at - first)
         i = 0
         while i + 8 <= run:
+            _fetch(ahead + i * row, 8 * row)
             for g in range(group):
                 _weigh(kind, to + 4 * (g * SPAN + i), base + i * row, size, d, out + 4 * g * d)
             i += 8

@@ -32,7 +32,15 @@ NEG = -1e30  # a finite minus infinity: exp(NEG - NEG) is a number, and the mask
 
 
 def paged_attention(
-    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, decodes: Callable[..., jax.Array] | None = None
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    *,
+    scale: float,
+    decodes: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """See `api.paged_attention`. `decodes` computes rows of one query token; None is this module's own."""
     decodes = decodes or _decodes
