@@ -1,4 +1,4 @@
-"""Decode attention that reads pages where they lie: numba code behind XLA's typed FFI. `cpu` imports it when first used.
+"""Decode attention that reads pages where they lie: numba code behind XLA's typed FFI. `cpu` imports it when chosen.
 
     handler   XLA calls it with a call frame. It lists the work, asks XLA's own thread pool for helpers, works, waits
               for what helpers have begun, and merges rows of more than one span.
@@ -10,26 +10,27 @@ Nothing waits for a helper that has not begun: the handler's thread would do all
 however many engines share the pool. A helper that begins too late finds no item; what it looks at is the job, which
 lives in memory of its own until the last of them lets go of it.
 
-Addresses are plain integers and all indices are counted in them: numba's arrays would check each index for a negative
-one, and loops with that do not vectorise. Vectors are a numba type of their own for the same reason, so that nothing
-hangs on what a vectoriser recognises. Head sizes are multiples of 8; all else is read from the call frame, so that two
-kernels (float32 and bfloat16 pages) serve every shape and are kept on disk once compiled.
+Addresses are plain integers: numba's arrays would check each index for a negative one, and loops with that do not
+vectorise. Head sizes are multiples of 8; all else is read from the call frame, so that two programs (float32 and
+bfloat16 pages) serve every shape. numba keeps them on disk once compiled.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic
 
 SPAN = 256  # context tokens of an item
-ALONE = 64 * 1024  # keys and values of one head (bytes) that a single thread reads sooner than another one wakes up
 
-OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": {"contract", "nsz"}}
+# Only other compiled code calls these functions: wrappers for Python would double the time to compile them.
+compiled: Any = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+instruction: Any = intrinsic  # as a type checker sees it: what it makes is called without the first argument
 HALF, FULL = 8, 16  # lanes of a vector
 
 
@@ -47,14 +48,14 @@ def _pointer(builder, address, pointee):
 def _access(numba_type, llvm_type):
     """(load, store) of a scalar at an address."""
 
-    @intrinsic
+    @instruction
     def load(typing, address):
         def generate(context, builder, signature, args):
             return builder.load(_pointer(builder, args[0], llvm_type))
 
         return numba_type(types.intp), generate
 
-    @intrinsic
+    @instruction
     def store(typing, address, value):
         def generate(context, builder, signature, args):
             builder.store(args[1], _pointer(builder, args[0], llvm_type))
@@ -71,7 +72,7 @@ load_int, store_int = _access(types.int32, INT32)
 load_word, store_word = _access(types.intp, WORD)
 
 
-@intrinsic
+@instruction
 def fetch_add(typing, address, value):
     """Atomic: add to a word and return what it was. Orders all memory accesses around it."""
 
@@ -81,7 +82,7 @@ def fetch_add(typing, address, value):
     return types.intp(types.intp, types.intp), generate
 
 
-@intrinsic
+@instruction
 def call(typing, function, argument):
     """Call the C function at an address: word -> word."""
 
@@ -91,21 +92,21 @@ def call(typing, function, argument):
     return types.intp(types.intp, types.intp), generate
 
 
-@intrinsic
+@instruction
 def address_of(typing, function):
     """The address of a C function `void (word)` that calls a jitted function of one word."""
     dispatcher = function.dispatcher
 
     def generate(context, builder, signature, args):
         dispatcher.compile((types.intp,))
-        compiled = dispatcher.overloads[(types.intp,)]
-        context.active_code_library.add_linking_library(compiled.library)
-        name = f"task_{compiled.fndesc.mangled_name}"
+        made = dispatcher.overloads[(types.intp,)]
+        context.active_code_library.add_linking_library(made.library)
+        name = f"task_{made.fndesc.mangled_name}"
         task = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [WORD]), name)
         task.linkage = "internal"
         body = ir.IRBuilder(task.append_basic_block())
-        target = context.declare_function(builder.module, compiled.fndesc)
-        context.call_conv.call_function(body, target, compiled.fndesc.restype, compiled.fndesc.argtypes, [task.args[0]])
+        target = context.declare_function(builder.module, made.fndesc)
+        context.call_conv.call_function(body, target, made.fndesc.restype, made.fndesc.argtypes, [task.args[0]])
         body.ret_void()
         return builder.ptrtoint(task, WORD)
 
@@ -113,146 +114,213 @@ def address_of(typing, function):
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------------
+# Built as vector code, so that nothing hangs on what a vectoriser recognises. `kind` is the type that numba sees in
+# the pages: float32, or uint16 for bfloat16 numbers, which are the upper halves of float32 numbers.
 
 
-class Vector(types.Type):
-    """`lanes` float32 numbers in registers."""
-
-    def __init__(self, lanes: int):
-        super().__init__(f"Vector{lanes}")
-        self.llvm = ir.VectorType(FLOAT, lanes)
-        self.lanes = lanes
-
-
-@register_model(Vector)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager, vector):
-        super().__init__(manager, vector, vector.llvm)
-
-
-FULL_VECTOR, HALF_VECTOR = Vector(FULL), Vector(HALF)
+def _lanes(count):
+    return ir.VectorType(FLOAT, count)
 
 
 def _shuffle(builder, a, b, lanes):
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes)))
 
 
-def _splat(builder, value, vector):
-    undefined = ir.Constant(vector.llvm, ir.Undefined)
-    first = builder.insert_element(undefined, value, ir.Constant(INT32, 0))
-    return _shuffle(builder, first, undefined, [0] * vector.lanes)
+def _splat(builder, value, lanes):
+    undefined = ir.Constant(_lanes(lanes), ir.Undefined)
+    return _shuffle(builder, builder.insert_element(undefined, value, ir.Constant(INT32, 0)), undefined, [0] * lanes)
 
 
-def _load_vector(builder, address, vector, page_type=types.float32):
-    """Of float32 numbers, or of bfloat16 ones, which are the upper halves of float32 numbers."""
-    if page_type == types.float32:
-        return builder.load(_pointer(builder, address, vector.llvm), align=4)
-    short, wide = (ir.VectorType(ir.IntType(bits), vector.lanes) for bits in (16, 32))
-    bits = builder.zext(builder.load(_pointer(builder, address, short), align=2), wide)
-    return builder.bitcast(builder.shl(bits, ir.Constant(wide, [16] * vector.lanes)), vector.llvm)
+def _load(builder, kind, base, index, lanes):
+    """`lanes` numbers from index `index` of an array at address `base`, as float32."""
+    address = builder.add(base, builder.mul(index, ir.Constant(WORD, kind.bitwidth // 8)))
+    if kind == types.float32:
+        return builder.load(_pointer(builder, address, _lanes(lanes)), align=4)
+    short, wide = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(INT32, lanes)
+    number = builder.zext(builder.load(_pointer(builder, address, short), align=2), wide)
+    return builder.bitcast(builder.shl(number, ir.Constant(wide, [16] * lanes)), _lanes(lanes))
 
 
-def _loader(vector):
-    @intrinsic
-    def load(typing, kind, address):
-        def generate(context, builder, signature, args):
-            return _load_vector(builder, args[1], vector, kind.dtype)
-
-        return vector(kind, types.intp), generate
-
-    return load
+def _store(builder, value, base, index):
+    address = builder.add(base, builder.mul(index, ir.Constant(WORD, 4)))
+    builder.store(value, _pointer(builder, address, value.type), align=4)
 
 
-load_full, load_half = _loader(FULL_VECTOR), _loader(HALF_VECTOR)
+def _multiply_add(builder, a, b, c):
+    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
-@intrinsic
-def store_vector(typing, address, vector):
-    def generate(context, builder, signature, args):
-        builder.store(args[1], _pointer(builder, args[0], vector.llvm), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, vector), generate
-
-
-@intrinsic
-def widen(typing, vector):
-    """A half vector, and zeros."""
-
-    def generate(context, builder, signature, args):
-        zeros = ir.Constant(HALF_VECTOR.llvm, None)
-        return _shuffle(builder, args[0], zeros, range(FULL))
-
-    return FULL_VECTOR(HALF_VECTOR), generate
-
-
-@intrinsic
-def zeros(typing):
-    def generate(context, builder, signature, args):
-        return ir.Constant(FULL_VECTOR.llvm, None)
-
-    return FULL_VECTOR(), generate
-
-
-@intrinsic
-def multiply_add(typing, a, b, c):
-    """a * b + c; `a` may be a number."""
-    vector = c
-
-    def generate(context, builder, signature, args):
-        x, y, z = args
-        x = x if isinstance(a, Vector) else _splat(builder, x, vector)
-        return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))
-
-    return vector(a, vector, vector), generate
-
-
-@intrinsic
-def add_pairs(typing, a, b):
-    """Sums of neighbours: a's in the lower half, b's in the upper."""
-
-    def generate(context, builder, signature, args):
-        even, odd = (_shuffle(builder, *args, range(first, 2 * FULL, 2)) for first in (0, 1))
-        return builder.fadd(even, odd)
-
-    return FULL_VECTOR(FULL_VECTOR, FULL_VECTOR), generate
-
-
-@intrinsic
-def lower(typing, a):
-    def generate(context, builder, signature, args):
-        return _shuffle(builder, args[0], args[0], range(HALF))
-
-    return HALF_VECTOR(FULL_VECTOR), generate
+def _pieces(builder, size, piece):
+    """piece(index, lanes) for every 16 of `size` elements, a multiple of 8, and for the 8 that may be left."""
+    full = builder.and_(size, ir.Constant(WORD, -FULL))
+    with cgutils.for_range_slice(builder, ir.Constant(WORD, 0), full, ir.Constant(WORD, FULL)) as (index, _):
+        piece(index, FULL)
+    with builder.if_then(builder.icmp_signed("<", full, size)):
+        piece(full, HALF)
 
 
 def _fold(builder, value, combine):
     """One number from a vector, halving it each time."""
-    lanes = FULL
+    lanes = value.type.count
     while lanes > 1:
         lanes //= 2
-        upper = _shuffle(builder, value, value, range(lanes, 2 * lanes))
-        value = combine(_shuffle(builder, value, value, range(lanes)), upper)
+        value = combine(*(_shuffle(builder, value, value, range(first, first + lanes)) for first in (0, lanes)))
     return builder.extract_element(value, ir.Constant(INT32, 0))
 
 
-@intrinsic
-def total(typing, a):
+def _add_pairs(builder, a, b):
+    """Sums of neighbours: a's in the lower half, b's in the upper."""
+    return builder.fadd(*(_shuffle(builder, a, b, range(first, 2 * FULL, 2)) for first in (0, 1)))
+
+
+def _scores(count):
+    @instruction
+    def scores(typing, kind, q, k, d, out):
+        """out [count] = q [D] . k [count, D]: one pass over the keys; sums over lanes share their shuffles."""
+
+        def generate(context, builder, signature, args):
+            _, q, k, d, out = args
+            zeros = ir.Constant(_lanes(FULL), None)
+            sums = [cgutils.alloca_once_value(builder, zeros) for _ in range(count)]
+
+            def piece(index, lanes):
+                x = _load(builder, types.float32, q, index, lanes)
+                for token, accumulated in enumerate(sums):
+                    at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
+                    y, old = _load(builder, kind.dtype, k, at, lanes), builder.load(accumulated)
+                    if lanes == FULL:
+                        new = _multiply_add(builder, x, y, old)
+                    else:
+                        part = _shuffle(builder, builder.fmul(x, y), ir.Constant(_lanes(HALF), None), range(FULL))
+                        new = builder.fadd(part, old)
+                    builder.store(new, accumulated)
+
+            _pieces(builder, d, piece)
+            vectors = [builder.load(accumulated) for accumulated in sums]
+            while len(vectors) > 1:
+                vectors = [_add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
+            if count == 1:
+                result = _fold(builder, vectors[0], builder.fadd)
+            else:  # two sums of every token are left, side by side
+                result = _add_pairs(builder, vectors[0], vectors[0])
+                result = _shuffle(builder, result, result, range(HALF))
+            _store(builder, result, out, ir.Constant(WORD, 0))
+            return context.get_dummy_value()
+
+        return types.void(kind, types.intp, types.intp, types.intp, types.intp), generate
+
+    return scores
+
+
+def _weigh(count):
+    @instruction
+    def weigh(typing, kind, weights, v, d, out):
+        """out [D] += weights [count] . v [count, D]."""
+
+        def generate(context, builder, signature, args):
+            _, weights, v, d, out = args
+            addresses = [builder.add(weights, ir.Constant(WORD, 4 * token)) for token in range(count)]
+            scalars = [builder.load(_pointer(builder, address, FLOAT)) for address in addresses]
+
+            def piece(index, lanes):
+                total = _load(builder, types.float32, out, index, lanes)
+                for token, weight in enumerate(scalars):
+                    at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
+                    y = _load(builder, kind.dtype, v, at, lanes)
+                    total = _multiply_add(builder, _splat(builder, weight, lanes), y, total)
+                _store(builder, total, out, index)
+
+            _pieces(builder, d, piece)
+            return context.get_dummy_value()
+
+        return types.void(kind, types.intp, types.intp, types.intp, types.intp), generate
+
+    return weigh
+
+
+TOGETHER = HALF  # tokens that are scored and weighed at a time, where a page has so many left
+scores_together, score_one = _scores(TOGETHER), _scores(1)
+weigh_together, weigh_one = _weigh(TOGETHER), _weigh(1)
+
+
+@instruction
+def scale(typing, out, factor, d):
+    """out [D] *= factor."""
+
     def generate(context, builder, signature, args):
-        return _fold(builder, args[0], builder.fadd)
+        out, factor, d = args
 
-    return types.float32(FULL_VECTOR), generate
+        def piece(index, lanes):
+            old = _load(builder, types.float32, out, index, lanes)
+            _store(builder, builder.fmul(old, _splat(builder, factor, lanes)), out, index)
+
+        _pieces(builder, d, piece)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.float32, types.intp), generate
 
 
-@intrinsic
-def largest(typing, a):
+@instruction
+def clear(typing, out, d):
+    """out [D] = 0."""
+
     def generate(context, builder, signature, args):
-        return _fold(builder, args[0], lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+        out, d = args
+        _pieces(builder, d, lambda index, lanes: _store(builder, ir.Constant(_lanes(lanes), None), out, index))
+        return context.get_dummy_value()
 
-    return types.float32(FULL_VECTOR), generate
+    return types.void(types.intp, types.intp), generate
 
 
-@intrinsic
+@instruction
+def largest(typing, numbers):
+    """Of 16 float32 numbers."""
+
+    def generate(context, builder, signature, args):
+        vector = _load(builder, types.float32, args[0], ir.Constant(WORD, 0), FULL)
+        return _fold(builder, vector, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+
+    return types.float32(types.intp), generate
+
+
+# 2**f for f in [-0.5, 0.5], by powers of f from the seventh down: Taylor's, whose error is below float32's there
+POWERS = [math.log(2) ** i / math.factorial(i) for i in range(7, -1, -1)]
+
+
+@instruction
+def exponentials(typing, numbers, top):
+    """16 float32 numbers x -> exp(x - top), in place, and their sum; 0 where the difference is below -87.
+
+    exp(x) is 2**(whole + part) with part in [-0.5, 0.5]: a polynomial, and a whole number added to the exponent.
+    """
+
+    def generate(context, builder, signature, args):
+        vector, integers = _lanes(FULL), ir.VectorType(INT32, FULL)
+
+        def constant(value):
+            return ir.Constant(vector, [float(np.float32(value))] * FULL)
+
+        start = ir.Constant(WORD, 0)
+        power = builder.fsub(_load(builder, types.float32, args[0], start, FULL), _splat(builder, args[1], FULL))
+        power = builder.fmul(power, constant(1 / math.log(2)))
+        floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector]), "llvm.floor.v16f32")
+        whole = builder.call(floor, [builder.fadd(power, constant(0.5))])
+        part = builder.fsub(power, whole)
+        result = constant(POWERS[0])
+        for coefficient in POWERS[1:]:
+            result = _multiply_add(builder, result, part, constant(coefficient))
+        tiny = builder.fcmp_ordered("<", power, constant(-126))
+        exponent = builder.fptosi(builder.select(tiny, constant(0), whole), integers)
+        exponent = builder.add(exponent, ir.Constant(integers, [127] * FULL))
+        exponent = builder.shl(exponent, ir.Constant(integers, [23] * FULL))
+        result = builder.select(tiny, constant(0), builder.fmul(result, builder.bitcast(exponent, vector)))
+        _store(builder, result, args[0], start)
+        return _fold(builder, result, builder.fadd)
+
+    return types.float32(types.intp, types.float32), generate
+
+
+@instruction
 def prefetch(typing, address):
     """Ask for the cache line at an address; any address may be asked for."""
 
@@ -267,168 +335,31 @@ def prefetch(typing, address):
     return types.void(types.intp), generate
 
 
-# 2**f for f in [-0.5, 0.5], by powers of f from the sixth down: Taylor's, whose error there is below 2e-8
-POWERS = [math.log(2) ** i / math.factorial(i) for i in range(6, -1, -1)]
-
-
-@intrinsic
-def exp_of_difference(typing, a, number):
-    """exp(a - number) for differences up to 0, to 2e-7 of the value; 0 below -87."""
-
-    def generate(context, builder, signature, args):
-        vector, integers = FULL_VECTOR.llvm, ir.VectorType(INT32, FULL)
-        constant = lambda value: ir.Constant(vector, [value] * FULL)  # noqa: E731
-        power = builder.fsub(args[0], _splat(builder, args[1], FULL_VECTOR))
-        power = builder.fmul(power, constant(np.float32(1 / math.log(2)).item()))
-        floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector]), "llvm.floor.v16f32")
-        whole = builder.call(floor, [builder.fadd(power, constant(0.5))])
-        part = builder.fsub(power, whole)
-        result = constant(np.float32(POWERS[0]).item())
-        for coefficient in POWERS[1:]:
-            product = builder.fmul(result, part, flags=("contract",))
-            result = builder.fadd(product, constant(np.float32(coefficient).item()), flags=("contract",))
-        tiny = builder.fcmp_ordered("<", power, constant(-126.0))
-        exponent = builder.fptosi(builder.select(tiny, constant(0.0), whole), integers)
-        bits = builder.shl(
-            builder.add(exponent, ir.Constant(integers, [127] * FULL)), ir.Constant(integers, [23] * FULL)
-        )
-        result = builder.fmul(result, builder.bitcast(bits, vector))
-        return builder.select(tiny, constant(0.0), result)
-
-    return FULL_VECTOR(FULL_VECTOR, types.float32), generate
-
-
 # --- one item ---------------------------------------------------------------------------------------------------------
 
 
-@njit(**OPTIONS)
-def _dot(kind, q, k, size, d):
-    """q . k of one token, not yet summed over the lanes."""
-    a = zeros()
-    j = 0
-    while j + FULL <= d:
-        a = multiply_add(load_full(np.float32, q + 4 * j), load_full(kind, k + size * j), a)
-        j += FULL
-    if j < d:
-        a = multiply_add(widen(load_half(np.float32, q + 4 * j)), widen(load_half(kind, k + size * j)), a)
-    return a
-
-
-@njit(**OPTIONS)
-def _dots(kind, q, k, size, d, out):
-    """Scores of eight consecutive tokens: the keys pass by once, the sums over lanes share their shuffles."""
-    row = size * d
-    a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = zeros()
-    j = 0
-    while j + FULL <= d:
-        x = load_full(np.float32, q + 4 * j)
-        at = k + size * j
-        a0 = multiply_add(x, load_full(kind, at), a0)
-        a1 = multiply_add(x, load_full(kind, at + row), a1)
-        a2 = multiply_add(x, load_full(kind, at + 2 * row), a2)
-        a3 = multiply_add(x, load_full(kind, at + 3 * row), a3)
-        a4 = multiply_add(x, load_full(kind, at + 4 * row), a4)
-        a5 = multiply_add(x, load_full(kind, at + 5 * row), a5)
-        a6 = multiply_add(x, load_full(kind, at + 6 * row), a6)
-        a7 = multiply_add(x, load_full(kind, at + 7 * row), a7)
-        j += FULL
-    if j < d:
-        x = widen(load_half(np.float32, q + 4 * j))
-        at = k + size * j
-        a0 = multiply_add(x, widen(load_half(kind, at)), a0)
-        a1 = multiply_add(x, widen(load_half(kind, at + row)), a1)
-        a2 = multiply_add(x, widen(load_half(kind, at + 2 * row)), a2)
-        a3 = multiply_add(x, widen(load_half(kind, at + 3 * row)), a3)
-        a4 = multiply_add(x, widen(load_half(kind, at + 4 * row)), a4)
-        a5 = multiply_add(x, widen(load_half(kind, at + 5 * row)), a5)
-        a6 = multiply_add(x, widen(load_half(kind, at + 6 * row)), a6)
-        a7 = multiply_add(x, widen(load_half(kind, at + 7 * row)), a7)
-    fours = add_pairs(add_pairs(a0, a1), add_pairs(a2, a3)), add_pairs(add_pairs(a4, a5), add_pairs(a6, a7))
-    twos = add_pairs(fours[0], fours[1])
-    store_vector(out, lower(add_pairs(twos, twos)))
-
-
-@njit(**OPTIONS)
-def _weigh(kind, weights, v, size, d, out):
-    """out [D] += weights [8] . values of eight consecutive tokens."""
-    row = size * d
-    w0, w1, w2, w3 = (
-        load_float(weights),
-        load_float(weights + 4),
-        load_float(weights + 8),
-        load_float(weights + 12),
-    )
-    w4, w5, w6, w7 = (
-        load_float(weights + 16),
-        load_float(weights + 20),
-        load_float(weights + 24),
-        load_float(weights + 28),
-    )
-    j = 0
-    while j + FULL <= d:
-        at = v + size * j
-        a = load_full(np.float32, out + 4 * j)
-        a = multiply_add(w0, load_full(kind, at), a)
-        a = multiply_add(w1, load_full(kind, at + row), a)
-        a = multiply_add(w2, load_full(kind, at + 2 * row), a)
-        a = multiply_add(w3, load_full(kind, at + 3 * row), a)
-        a = multiply_add(w4, load_full(kind, at + 4 * row), a)
-        a = multiply_add(w5, load_full(kind, at + 5 * row), a)
-        a = multiply_add(w6, load_full(kind, at + 6 * row), a)
-        a = multiply_add(w7, load_full(kind, at + 7 * row), a)
-        store_vector(out + 4 * j, a)
-        j += FULL
-    if j < d:
-        at = v + size * j
-        b = load_half(np.float32, out + 4 * j)
-        b = multiply_add(w0, load_half(kind, at), b)
-        b = multiply_add(w1, load_half(kind, at + row), b)
-        b = multiply_add(w2, load_half(kind, at + 2 * row), b)
-        b = multiply_add(w3, load_half(kind, at + 3 * row), b)
-        b = multiply_add(w4, load_half(kind, at + 4 * row), b)
-        b = multiply_add(w5, load_half(kind, at + 5 * row), b)
-        b = multiply_add(w6, load_half(kind, at + 6 * row), b)
-        b = multiply_add(w7, load_half(kind, at + 7 * row), b)
-        store_vector(out + 4 * j, b)
-
-
-@njit(**OPTIONS)
-def _add(kind, weight, v, size, d, out):
-    """out [D] += weight * the values of one token."""
-    j = 0
-    while j + FULL <= d:
-        a = multiply_add(weight, load_full(kind, v + size * j), load_full(np.float32, out + 4 * j))
-        store_vector(out + 4 * j, a)
-        j += FULL
-    if j < d:
-        b = multiply_add(weight, load_half(kind, v + size * j), load_half(np.float32, out + 4 * j))
-        store_vector(out + 4 * j, b)
-
-
-@njit(**OPTIONS)
+@compiled
 def _softmax(scores, count):
-    """scores [count] -> exp(scores - their largest), in place; (largest, sum). Writes up to the next full vector."""
+    """scores [count] -> exp(scores - their largest), in place; (largest, sum). Writes up to the next 16."""
     end = -(-count // FULL) * FULL
     for i in range(count, end):
         store_float(scores + 4 * i, np.float32(-np.inf))
     top = np.float32(-np.inf)
     for i in range(0, end, FULL):
-        top = max(top, largest(load_full(np.float32, scores + 4 * i)))
-    norm = zeros()
+        top = max(top, largest(scores + 4 * i))
+    norm = np.float32(0)
     for i in range(0, end, FULL):
-        weights = exp_of_difference(load_full(np.float32, scores + 4 * i), top)
-        store_vector(scores + 4 * i, weights)
-        norm = multiply_add(np.float32(1), weights, norm)
-    return top, total(norm)
+        norm += exponentials(scores + 4 * i, top)
+    return top, norm
 
 
-@njit(**OPTIONS)
+@compiled
 def _fetch(address, size):
     for at in range(0, size, 64):
         prefetch(address + at)
 
 
-@njit(**OPTIONS)
+@compiled
 def _attend(kind, q, k, v, page_bytes, table, first, stop, group, d, s, scores, out, stats):
     """G queries over the context tokens first : stop of one key head.
 
@@ -448,14 +379,14 @@ def _attend(kind, q, k, v, page_bytes, table, first, stop, group, d, s, scores, 
             ahead = k + load_int(table + 4 * (at // s + 1)) * page_bytes
         to = scores + 4 * (at - first)
         i = 0
-        while i + 8 <= run:
-            _fetch(ahead + i * row, 8 * row)
+        while i + TOGETHER <= run:
+            _fetch(ahead + i * row, TOGETHER * row)
             for g in range(group):
-                _dots(kind, q + 4 * g * d, base + i * row, size, d, to + 4 * (g * SPAN + i))
-            i += 8
+                scores_together(kind, q + 4 * g * d, base + i * row, d, to + 4 * (g * SPAN + i))
+            i += TOGETHER
         while i < run:
             for g in range(group):
-                store_float(to + 4 * (g * SPAN + i), total(_dot(kind, q + 4 * g * d, base + i * row, size, d)))
+                score_one(kind, q + 4 * g * d, base + i * row, d, to + 4 * (g * SPAN + i))
             i += 1
         at += run
 
@@ -463,8 +394,7 @@ def _attend(kind, q, k, v, page_bytes, table, first, stop, group, d, s, scores, 
         top, norm = _softmax(scores + 4 * g * SPAN, stop - first)
         store_float(stats + 8 * g, top)
         store_float(stats + 8 * g + 4, norm)
-        for j in range(0, d, HALF):
-            store_vector(out + 4 * (g * d + j), lower(zeros()))
+        clear(out + 4 * g * d, d)
 
     at = first
     while at < stop:
@@ -476,14 +406,14 @@ def _attend(kind, q, k, v, page_bytes, table, first, stop, group, d, s, scores, 
             ahead = v + load_int(table + 4 * (at // s + 1)) * page_bytes
         to = scores + 4 * (at - first)
         i = 0
-        while i + 8 <= run:
-            _fetch(ahead + i * row, 8 * row)
+        while i + TOGETHER <= run:
+            _fetch(ahead + i * row, TOGETHER * row)
             for g in range(group):
-                _weigh(kind, to + 4 * (g * SPAN + i), base + i * row, size, d, out + 4 * g * d)
-            i += 8
+                weigh_together(kind, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
+            i += TOGETHER
         while i < run:
             for g in range(group):
-                _add(kind, load_float(to + 4 * (g * SPAN + i)), base + i * row, size, d, out + 4 * g * d)
+                weigh_one(kind, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
             i += 1
         at += run
 
@@ -498,7 +428,7 @@ STATS, PARTS = 136, 144  # addresses within the job: [spans, K, G, 2] and [spans
 STARTS = 152  # [B + 1] spans of all rows before this one
 
 
-@njit(**OPTIONS)
+@compiled
 def _work(kind, job):
     """Take items until none is left."""
     heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + SIZE), load_word(job + BLOCK)
@@ -540,19 +470,13 @@ def _work(kind, job):
         )
         if single:
             for g in range(group):
-                _scale(out + 4 * g * d, np.float32(1) / load_float(stats + 8 * g + 4), d)
+                scale(out + 4 * g * d, np.float32(1) / load_float(stats + 8 * g + 4), d)
         fetch_add(job + DONE, 1)
     if scores != 0:
         free(scores)
 
 
-@njit(**OPTIONS)
-def _scale(out, factor, d):
-    for j in range(0, 4 * d, 4 * HALF):
-        store_vector(out + j, multiply_add(factor, load_half(np.float32, out + j), lower(zeros())))
-
-
-@njit(**OPTIONS)
+@compiled
 def _merge(job):
     """Rows of several spans: the online softmax of their parts, in the order of the context."""
     heads, group, d = load_word(job + HEADS), load_word(job + GROUP), load_word(job + SIZE)
@@ -562,8 +486,7 @@ def _merge(job):
             out = load_word(job + OUT) + 4 * d * (row * heads * group + query)
             if end - start == 1:
                 continue
-            for j in range(0, 4 * d, 4 * HALF):
-                store_vector(out + j, lower(zeros()))
+            clear(out, d)
             top, norm = np.float32(-np.inf), np.float32(0)
             for unit in range(start, end):
                 top = max(top, load_float(load_word(job + STATS) + 8 * (unit * heads * group + query)))
@@ -572,24 +495,25 @@ def _merge(job):
                 share = np.float32(math.exp(load_float(stats) - top))
                 norm += share * load_float(stats + 4)
                 part = load_word(job + PARTS) + 4 * d * (unit * heads * group + query)
-                _add(np.float32, share, part, 4, d, out)
+                store_float(stats, share)
+                weigh_one(np.float32, stats, part, d, out)
             if end > start:
-                _scale(out, np.float32(1) / norm, d)
+                scale(out, np.float32(1) / norm, d)
 
 
-@njit(**OPTIONS)
+@compiled
 def _let_go(job):
     if fetch_add(job + HOLDERS, -1) == 1:
         free(job)
 
 
-@njit(**OPTIONS)
+@compiled
 def _help_float32(job):
     _work(np.float32, job)
     _let_go(job)
 
 
-@njit(**OPTIONS)
+@compiled
 def _help_bfloat16(job):
     _work(np.uint16, job)
     _let_go(job)
@@ -606,7 +530,7 @@ API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 ARGUMENT_BYTES = 40  # the longest of the argument structs below
 
 
-@njit(**OPTIONS)
+@compiled
 def _describe(extension):
     """Answer XLA's question which version of its interface this was written for."""
     metadata = load_word(extension + METADATA)
@@ -616,17 +540,17 @@ def _describe(extension):
     store_word(metadata + METADATA_STATE, 0)
 
 
-@njit(**OPTIONS)
+@compiled
 def _argument(frame, index):
     return load_word(load_word(frame + FRAME_ARGUMENTS) + 8 * index)
 
 
-@njit(**OPTIONS)
+@compiled
 def _dim(buffer, axis):
     return load_word(load_word(buffer + BUFFER_DIMS) + 8 * axis)
 
 
-@njit(**OPTIONS)
+@compiled
 def _threads(frame):
     """How many threads XLA's pool has; 1 when there is none."""
     api = load_word(frame + FRAME_API)
@@ -645,7 +569,7 @@ def _threads(frame):
     return threads
 
 
-@njit(**OPTIONS)
+@compiled
 def _destroy(api, error):
     request = malloc(ARGUMENT_BYTES)
     store_word(request, 24)
@@ -655,7 +579,7 @@ def _destroy(api, error):
     free(request)
 
 
-@njit(**OPTIONS)
+@compiled
 def _ask_for_help(frame, task, job, helpers):
     api = load_word(frame + FRAME_API)
     request = malloc(ARGUMENT_BYTES)
@@ -673,7 +597,7 @@ def _ask_for_help(frame, task, job, helpers):
     free(request)
 
 
-@njit(**OPTIONS)
+@compiled
 def _job(frame):
     """List the work of a call: q [B, K, G, D], keys and values [P, K, S, D], block tables [B, M], lengths [B]."""
     q, keys, tables, lengths = _argument(frame, 0), _argument(frame, 1), _argument(frame, 3), _argument(frame, 4)
@@ -710,7 +634,7 @@ def _job(frame):
     return job
 
 
-@njit(**OPTIONS)
+@compiled
 def _handle(kind, frame, task):
     extension = load_word(frame + FRAME_EXTENSION)
     if extension != 0 and load_int(extension + EXTENSION_TYPE) == EXTENSION_METADATA:
@@ -740,9 +664,15 @@ HANDLERS = {"float32": _float32, "bfloat16": _bfloat16}
 
 def compile_handler(dtype: str) -> int:
     """The address of the handler for pages of a dtype."""
-    compiled = cfunc(types.intp(types.intp), cache=True, nopython=True)(HANDLERS[dtype])
-    _kept.append(compiled)
-    return compiled.address
+    signature = types.intp(types.intp)
+    try:
+        handler = cfunc(signature, cache=True)(HANDLERS[dtype])
+    except RuntimeError:  # no folder to keep it in
+        handler = cfunc(signature)(HANDLERS[dtype])
+    _kept.append(handler)
+    address = handler.address
+    assert address is not None
+    return address
 
 
-_kept = []  # XLA holds bare addresses
+_kept: list[Any] = []  # XLA holds bare addresses
