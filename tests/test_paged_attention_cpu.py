@@ -124,16 +124,16 @@ def test_a_program_from_the_disk_cache_finds_the_kernel_in_a_new_process(tmp_pat
 
 
 def test_it_names_what_it_cannot_serve_and_who_can(monkeypatch):
-    def refused(dtype, d):
-        return pytest.raises(ValueError, match=rf"^impl 'cpu' .*{dtype or d}.*; impl 'xla' has no such limit$")
+    def refused(what):
+        return pytest.raises(ValueError, match=rf"^impl 'cpu' .*{what}.*; impl 'xla' has no such limit")
 
     half = make([(1, 9)], t=1, b=1, dtype=np.float16)
-    with refused("float16", None):
+    with refused("float16"):
         run(half, "cpu")
-    with refused(None, 12):
+    with refused(12):
         run(make([(1, 9)], t=1, b=1, d=12), "cpu")
     mixed = make([(1, 9)], t=1, b=1)
-    with refused("float32 and bfloat16", None):
+    with refused("float32 and bfloat16"):
         run(mixed._replace(v_pages=mixed.v_pages.astype(jnp.bfloat16)), "cpu")
     assert "'gpu'" in cpu.obstacle("gpu", "float32", 64)
     assert cpu.obstacle("cpu", "bfloat16", 64) == ""
