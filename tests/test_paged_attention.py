@@ -303,7 +303,7 @@ def test_the_plain_xla_version_gathers_a_tile_and_never_whole_table_rows():
 
 
 def pages_read(case, monkeypatch) -> set[int]:
-    """The pages that the plain XLA version gathers. What lies past a context is masked: poison would not show a read."""
+    """The pages that the plain XLA version gathers. What lies past a context is masked: poison shows no read."""
     seen: set[int] = set()
     tile = xla._tile
 

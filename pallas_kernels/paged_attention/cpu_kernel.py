@@ -29,7 +29,8 @@ from numba.extending import intrinsic
 SPAN = 256  # context tokens of an item
 
 # Only other compiled code calls these functions: wrappers for Python would double the time to compile them.
-compiled: Any = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+WRAPPERLESS: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+compiled: Any = njit(nogil=True, error_model="numpy", **WRAPPERLESS)
 instruction: Any = intrinsic  # as a type checker sees it: what it makes is called without the first argument
 HALF, FULL = 8, 16  # lanes of a vector
 
