@@ -7,14 +7,14 @@ from functools import partial
 
 import jax
 
-from pallas_kernels.paged_attention import IMPLS, paged_attention
+from pallas_kernels.paged_attention import IMPLS, cpu, paged_attention
 
 Attend = Callable[..., jax.Array]  # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> [T, N, D]
 
 
-def default_impl(platform: str) -> str:
-    """The implementation for a platform ("cpu", "gpu", "tpu"). Plain XLA runs on all of them."""
-    return "xla"
+def default_impl(platform: str, dtype: str, head_dim: int) -> str:
+    """The implementation for a platform ("cpu", "gpu", "tpu") and a cache. Plain XLA runs on all of them."""
+    return "xla" if cpu.obstacle(platform, dtype, head_dim) else "cpu"
 
 
 def attend(impl: str, scale: float) -> Attend:

@@ -47,7 +47,7 @@ def resolve(
         "dtype": dtype,
         "max_model_len": length,
         "num_blocks": blocks,
-        "attention_impl": config.attention_impl or attention.default_impl(device.platform),
+        "attention_impl": config.attention_impl or attention.default_impl(device.platform, dtype, m.head_dim),
         "token_buckets": buckets,
     }
     return Resolved(**values)

@@ -1,0 +1,76 @@
+"""Decodes on a CPU by a compiled kernel that reads the pages in place; prompt chunks by the loop of `xla`.
+
+numba compiles the kernel when it is first chosen, and only then is numba imported (the `cpu` extra).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention import xla
+
+DTYPES = ("float32", "bfloat16")
+
+_registered: set[str] = set()
+_lock = threading.Lock()
+
+
+def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float) -> jax.Array:
+    """See `api.paged_attention`.
+
+    Raises:
+        ValueError: what `obstacle` names.
+    """
+    dtype = str(k_pages.dtype)
+    wrong = obstacle(jax.default_backend(), dtype, q.shape[-1])
+    if not wrong and v_pages.dtype != k_pages.dtype:
+        wrong = f"needs k_pages and v_pages of one dtype, and they are {dtype} and {v_pages.dtype}"
+    if wrong:
+        raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
+    _register(dtype)
+    return xla.paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, scale=scale, decodes=_decodes)
+
+
+def obstacle(platform: str, dtype: str, head_size: int) -> str:
+    """What keeps this implementation from serving a cache, as the rest of a sentence; empty when nothing does."""
+    if platform != "cpu":
+        return f"runs on platform 'cpu' and not on {platform!r}"
+    if dtype not in DTYPES:
+        return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
+    if head_size % 8:
+        return f"needs a head size that is a multiple of 8, and it is {head_size}"
+    if importlib.util.find_spec("numba") is None:
+        return "needs numba, which is not installed (pip install 'pagedjax[cpu]')"
+    return ""
+
+
+def _decodes(q, k_pages, v_pages, block_tables, seq_lens) -> jax.Array:
+    """As `xla._decodes`: q [B, K, G, D], one query a row -> [B, K, G, D] float32; rows of length 0 give 0."""
+    result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    attend = jax.ffi.ffi_call(_target(str(k_pages.dtype)), result)
+    return attend(q.astype(jnp.float32), k_pages, v_pages, block_tables, seq_lens)
+
+
+def _target(dtype: str) -> str:
+    """The handler's name. Programs on disk hold it: a handler that takes other arguments must get another number."""
+    return f"pallas_kernels.paged_attention.decodes.1.{dtype}"
+
+
+def _register(dtype: str) -> None:
+    """Compile and register the handler, once a process.
+
+    Tracing calls this. Programs from the compilation cache on disk are traced too before they are looked up, so they
+    find it as well.
+    """
+    with _lock:
+        if dtype not in _registered:
+            from pallas_kernels.paged_attention import cpu_kernel  # imports numba
+
+            capsule = jax.ffi.pycapsule(ctypes.c_void_p(cpu_kernel.compile_handler(dtype)))
+            jax.ffi.register_ffi_target(_target(dtype), capsule, platform="cpu")
+            _registered.add(dtype)
