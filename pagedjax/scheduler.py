@@ -152,9 +152,11 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
         counts.append(min(length - computed, budget))
         budget -= counts[-1]
 
-    room = places(c) - (sum(map(width, state.running.seqs)) if waiting else 0)
+    room = places(c) - len(state.running.seqs)
+    if waiting and room > 0:
+        room -= sum(map(width, state.running.seqs)) - len(state.running.seqs)
     entry = Entry(pool, {}, budget, room, {})
-    if waiting and budget and room and not made.preempted:
+    if waiting and budget and room > 0 and not made.preempted:
         coming = sharing.filling(active, decodes, counts, c.block_size)
         entry = admit(entry._replace(coming=coming), policy, waiting, active, c.block_size)
     admitted, pool = entry.admitted, entry.pool
@@ -229,6 +231,7 @@ def commit(
     computed = tuple([start + count for start, count in zip(starts, counts, strict=True)])
     samples = [done == length for done, length in zip(computed, lengths, strict=True)]
     grouped = [i for i, seq in enumerate(seqs) if seq.group is not None]
+    grouped = [i for i in grouped if seqs[i].request.forks or seqs[i].request.beams]
     for i in grouped:
         samples[i] = samples[i] and not seqs[i].request.beams  # a beam gets its token from `choices`
     lengths = tuple([length + new for length, new in zip(lengths, samples, strict=True)])

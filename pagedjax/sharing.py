@@ -59,12 +59,11 @@ def publish(
     filled: list[tuple[int, str]] = []
     changed = list(seqs)
     for i in full:
-        seq = seqs[i]
-        known = seq.hashes
-        new = hashes.get(seq.request.request_id)
+        request, arrival, limit, length, computed, table, known, group = seqs[i]
+        new = hashes.get(request.request_id)
         if new:
             known += new
-            changed[i] = seq._replace(hashes=known)
+            changed[i] = Seq(request, arrival, limit, length, computed, table, known, group)
         first, last = (ends[i] - counts[i]) // size, min(ends[i] // size, len(known))
-        filled += zip(seq.blocks[first:last], known[first:last], strict=True)
+        filled += zip(table[first:last], known[first:last], strict=True)
     return (blocks.publish(pool, filled) if filled else pool), tuple(changed)
