@@ -48,7 +48,7 @@ def sample(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> Sampled:
     """
     adjusted = jax.lax.cond(jnp.any(s.listed >= 0) | jnp.any(s.only_listed), _bias, lambda x, _: x, logits, s)
     adjusted = jax.lax.cond(jnp.any(s.history >= 0), _penalties, lambda x, _: x, adjusted, s)
-    best = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    best = _best(adjusted)
     drawn = jax.lax.cond(jnp.any(s.temperature > 0), _draw, lambda x, s, _: best, adjusted, s, seed)
     tokens = jnp.where(s.temperature > 0, drawn, best)
     zeros = Sampled(tokens, *_no_logprobs(logits.shape[0]))
@@ -78,6 +78,19 @@ def prompt_logprobs(project: Callable[[jax.Array], jax.Array], hidden: jax.Array
     walk = lambda: jax.lax.fori_loop(0, len(wanted) // tile, body, zeros)  # noqa: E731
     out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)
     return jax.tree.map(lambda x: x[:t], out)
+
+
+def _best(logits: jax.Array) -> jax.Array:
+    """[B] argmax of each row, the first of equals: of pieces of the vocabulary, then within the best piece.
+
+    XLA's CPU argmax is a scalar loop (64 rows of 49,152: 27 ms). A maximum over pieces of the transposed logits, which
+    is how the model leaves them, runs over neighbouring rows at once (2 ms).
+    """
+    rows, v = logits.shape
+    pieces = jnp.pad(logits.T, ((0, -v % LANES), (0, 0)), constant_values=-jnp.inf).reshape(-1, LANES, rows)
+    piece = jnp.argmax(pieces.max(1), axis=0)
+    within = pieces[piece, :, jnp.arange(rows)]
+    return (piece * LANES + jnp.argmax(within, axis=-1)).astype(jnp.int32)
 
 
 def _no_logprobs(rows: int) -> tuple[jax.Array, ...]:
