@@ -120,9 +120,18 @@ def test_no_golden_reads_what_an_earlier_owner_left(smollm2):
     assert min(spoilt) < 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block_size", [1, 8, 16, 64])
-@pytest.mark.parametrize("budget", [16, 64, 2048])
+# Every block size and every budget twice; the rest of the grid takes as long again and is for a change of kernels.
+TWICE = {(1, 16), (1, 2048), (8, 64), (8, 2048), (16, 16), (64, 64)}
+
+
+@pytest.mark.parametrize(
+    ("block_size", "budget"),
+    [
+        pytest.param(size, budget, marks=pytest.mark.slow if (size, budget) in TWICE else pytest.mark.exhaustive)
+        for size in (1, 8, 16, 64)
+        for budget in (16, 64, 2048)
+    ],
+)
 def test_block_size_and_budget_change_no_token(smollm2, block_size, budget):
     llm = engine(smollm2, block_size=block_size, max_num_batched_tokens=budget, num_blocks=2048 // block_size)
     goldens = GOLDENS if budget > 16 else SHORT
