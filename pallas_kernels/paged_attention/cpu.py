@@ -14,7 +14,10 @@ import jax.numpy as jnp
 
 DTYPES = ("float32", "bfloat16")
 
-_registered: set[str] = set()
+# The handler's name. Programs on disk hold it: a handler that takes other arguments must get another number.
+TARGET = "pallas_kernels.paged_attention.cpu.2"
+
+_registered: list[str] = []
 _lock = threading.Lock()
 
 
@@ -30,11 +33,11 @@ def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, s
         wrong = f"needs k_pages and v_pages of one dtype, and they are {dtype} and {v_pages.dtype}"
     if wrong:
         raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
-    _register(dtype)
+    _register()
     t, n, d = q.shape
     k = k_pages.shape[1]
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
-    attend = jax.ffi.ffi_call(_target(dtype), jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
+    attend = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
     return attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens).reshape(t, n, d).astype(q.dtype)
 
 
@@ -51,21 +54,16 @@ def obstacle(platform: str, dtype: str, head_size: int) -> str:
     return ""
 
 
-def _target(dtype: str) -> str:
-    """The handler's name. Programs on disk hold it: a handler that takes other arguments must get another number."""
-    return f"pallas_kernels.paged_attention.cpu.2.{dtype}"
-
-
-def _register(dtype: str) -> None:
+def _register() -> None:
     """Compile and register the handler, once a process.
 
     Tracing calls this. Programs from the compilation cache on disk are traced too before they are looked up, so they
     find it as well.
     """
     with _lock:
-        if dtype not in _registered:
+        if not _registered:
             from pallas_kernels.paged_attention import cpu_kernel  # imports numba
 
-            capsule = jax.ffi.pycapsule(ctypes.c_void_p(cpu_kernel.compile_handler(dtype)))
-            jax.ffi.register_ffi_target(_target(dtype), capsule, platform="cpu")
-            _registered.add(dtype)
+            capsule = jax.ffi.pycapsule(ctypes.c_void_p(cpu_kernel.compile_handler()))
+            jax.ffi.register_ffi_target(TARGET, capsule, platform="cpu")
+            _registered.append(TARGET)

@@ -17,13 +17,15 @@ however many engines share the pool. A helper that begins too late finds no item
 lives in memory of its own until the last of them lets go of it.
 
 Addresses are plain integers: numba's arrays would check each index for a negative one, and loops with that do not
-vectorise. Head sizes are multiples of 8; all else is read from the call frame, so that two programs (float32 and
-bfloat16 pages) serve every shape. numba keeps them on disk once compiled.
+vectorise. Head sizes are multiples of 8; all else is read from the call frame, so that one program serves every shape,
+of float32 and of bfloat16 pages. numba keeps it on disk once compiled. It has two parts, the handler and the work, that
+are linked by name: numba optimises a function again in each that calls it, and three call the work.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,30 +108,22 @@ def call(typing, function, argument):
     return types.intp(types.intp, types.intp), generate
 
 
+WORK = "pallas_kernels_paged_attention_work"
+work = types.ExternalFunction(WORK, types.void(types.intp))
+
+
 @instruction
-def address_of(typing, function):
-    """The address of a C function `void (word)` that calls a jitted function of one word."""
-    dispatcher = function.dispatcher
-
+def address_of_work(typing):
     def generate(context, builder, signature, args):
-        dispatcher.compile((types.intp,))
-        made = dispatcher.overloads[(types.intp,)]
-        context.active_code_library.add_linking_library(made.library)
-        name = f"task_{made.fndesc.mangled_name}"
-        task = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [WORD]), name)
-        task.linkage = "internal"
-        body = ir.IRBuilder(task.append_basic_block())
-        target = context.declare_function(builder.module, made.fndesc)
-        context.call_conv.call_function(body, target, made.fndesc.restype, made.fndesc.argtypes, [task.args[0]])
-        body.ret_void()
-        return builder.ptrtoint(task, WORD)
+        kind = ir.FunctionType(ir.VoidType(), [WORD])
+        return builder.ptrtoint(cgutils.get_or_insert_function(builder.module, kind, WORK), WORD)
 
-    return types.intp(function), generate
+    return types.intp(), generate
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------------
-# Built as vector code, so that nothing hangs on what a vectoriser recognises. `kind` is the type that numba sees in
-# the pages: float32, or uint16 for bfloat16 numbers, which are the upper halves of float32 numbers.
+# Built as vector code, so that nothing hangs on what a vectoriser recognises. `size` is that of a number in the
+# pages: 4 of float32, 2 of bfloat16, which is the upper half of a float32 number.
 
 
 def _lanes(count):
@@ -145,10 +139,19 @@ def _splat(builder, value, lanes):
     return _shuffle(builder, builder.insert_element(undefined, value, ir.Constant(INT32, 0)), undefined, [0] * lanes)
 
 
-def _load(builder, kind, base, index, lanes):
+def _either(builder, size, generate):
+    """generate(4) or generate(2), as the word `size` says when it runs."""
+    with builder.if_else(builder.icmp_signed("==", size, ir.Constant(WORD, 4))) as (then, otherwise):
+        with then:
+            generate(4)
+        with otherwise:
+            generate(2)
+
+
+def _load(builder, base, index, lanes, size=4):
     """`lanes` numbers from index `index` of an array at address `base`, as float32."""
-    address = builder.add(base, builder.mul(index, ir.Constant(WORD, kind.bitwidth // 8)))
-    if kind == types.float32:
+    address = builder.add(base, builder.mul(index, ir.Constant(WORD, size)))
+    if size == 4:
         return builder.load(_pointer(builder, address, _lanes(lanes)), align=4)
     short, wide = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(INT32, lanes)
     number = builder.zext(builder.load(_pointer(builder, address, short), align=2), wide)
@@ -196,19 +199,19 @@ def _add_pairs(builder, a, b):
 
 def _scores(count):
     @instruction
-    def scores(typing, kind, q, k, d, out):
+    def scores(typing, size, q, k, d, out):
         """out [count] = q [D] . k [count, D]: one pass over the keys; sums over lanes share their shuffles."""
 
         def generate(context, builder, signature, args):
-            _, q, k, d, out = args
+            size, q, k, d, out = args
             zeros = ir.Constant(_lanes(FULL), None)
             sums = [cgutils.alloca_once_value(builder, zeros) for _ in range(count)]
 
-            def piece(index, lanes):
-                x = _load(builder, types.float32, q, index, lanes)
+            def piece(index, lanes, size):
+                x = _load(builder, q, index, lanes)
                 for token, accumulated in enumerate(sums):
                     at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
-                    y, old = _load(builder, kind.dtype, k, at, lanes), builder.load(accumulated)
+                    y, old = _load(builder, k, at, lanes, size), builder.load(accumulated)
                     if lanes == FULL:
                         new = _multiply_add(builder, x, y, old)
                     else:
@@ -216,7 +219,7 @@ def _scores(count):
                         new = builder.fadd(part, old)
                     builder.store(new, accumulated)
 
-            _pieces(builder, d, piece)
+            _either(builder, size, lambda size: _pieces(builder, d, partial(piece, size=size)))
             vectors = [builder.load(accumulated) for accumulated in sums]
             while len(vectors) > 1:
                 vectors = [_add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
@@ -228,47 +231,50 @@ def _scores(count):
             _store(builder, result, out, ir.Constant(WORD, 0))
             return context.get_dummy_value()
 
-        return types.void(kind, types.intp, types.intp, types.intp, types.intp), generate
+        return types.void(*[types.intp] * 5), generate
 
     return scores
 
 
 def _weigh(count):
     @instruction
-    def weigh(typing, kind, weights, v, d, out):
+    def weigh(typing, size, weights, v, d, out):
         """out [D] += weights [count] . v [count, D]."""
 
         def generate(context, builder, signature, args):
-            _, weights, v, d, out = args
-            addresses = [builder.add(weights, ir.Constant(WORD, 4 * token)) for token in range(count)]
-            scalars = [builder.load(_pointer(builder, address, FLOAT)) for address in addresses]
+            size, weights, v, d, out = args
+            scalars = [_number(builder, weights, ir.Constant(WORD, token)) for token in range(count)]
 
-            def piece(index, lanes):
-                total = _load(builder, types.float32, out, index, lanes)
+            def piece(index, lanes, size):
+                total = _load(builder, out, index, lanes)
                 for token, weight in enumerate(scalars):
                     at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
-                    y = _load(builder, kind.dtype, v, at, lanes)
+                    y = _load(builder, v, at, lanes, size)
                     total = _multiply_add(builder, _splat(builder, weight, lanes), y, total)
                 _store(builder, total, out, index)
 
-            _pieces(builder, d, piece)
+            _either(builder, size, lambda size: _pieces(builder, d, partial(piece, size=size)))
             return context.get_dummy_value()
 
-        return types.void(kind, types.intp, types.intp, types.intp, types.intp), generate
+        return types.void(*[types.intp] * 5), generate
 
     return weigh
 
 
 @instruction
-def copy(typing, kind, source, out, d):
+def copy(typing, size, source, out, d):
     """out [D] = source [D] as float32."""
 
     def generate(context, builder, signature, args):
-        _, source, out, d = args
-        _pieces(builder, d, lambda i, lanes: _store(builder, _load(builder, kind.dtype, source, i, lanes), out, i))
+        size, source, out, d = args
+
+        def piece(index, lanes, size):
+            _store(builder, _load(builder, source, index, lanes, size), out, index)
+
+        _either(builder, size, lambda size: _pieces(builder, d, partial(piece, size=size)))
         return context.get_dummy_value()
 
-    return types.void(kind, types.intp, types.intp, types.intp), generate
+    return types.void(*[types.intp] * 4), generate
 
 
 @instruction
@@ -278,7 +284,7 @@ def transpose(typing, rows, stride, out):
     def generate(context, builder, signature, args):
         rows, stride, out = args
         starts = [builder.mul(stride, ir.Constant(WORD, i)) for i in range(FULL)]
-        vectors = [_load(builder, types.float32, rows, start, FULL) for start in starts]
+        vectors = [_load(builder, rows, start, FULL) for start in starts]
         for step in (1, 2, 4, 8):  # swap the blocks beside the diagonal, of ever more numbers
             lower = [i + (FULL - step if i & step else 0) for i in range(FULL)]
             upper = [i + (FULL if i & step else step) for i in range(FULL)]
@@ -307,7 +313,7 @@ def _score_tile(vectors):
             with cgutils.for_range(builder, d) as loop:
                 at = builder.mul(loop.index, ir.Constant(WORD, LANES))
                 columns = [builder.add(at, ir.Constant(WORD, part * FULL)) for part in parts]
-                queries = [_load(builder, types.float32, q, column, FULL) for column in columns]
+                queries = [_load(builder, q, column, FULL) for column in columns]
                 for key, accumulated in zip(keys, sums, strict=True):
                     number = _number(builder, key, loop.index)
                     for x, total in zip(queries, accumulated, strict=True):
@@ -339,12 +345,12 @@ def weigh_tile(typing, weights, v, d, count, keep, out):
             places = [builder.add(row, index) for row in rows]
             sums = []
             for i in queries:
-                old = _load(builder, types.float32, out, places[i], lanes)
+                old = _load(builder, out, places[i], lanes)
                 kept = _splat(builder, _number(builder, keep, ir.Constant(WORD, i)), lanes)
                 sums.append(cgutils.alloca_once(builder, _lanes(lanes)))
                 builder.store(builder.fmul(old, kept), sums[i])
             with cgutils.for_range(builder, count) as loop:
-                y = _load(builder, types.float32, v, builder.add(builder.mul(d, loop.index), index), lanes)
+                y = _load(builder, v, builder.add(builder.mul(d, loop.index), index), lanes)
                 first = builder.mul(loop.index, ir.Constant(WORD, LANES))
                 for i in queries:
                     number = _number(builder, weights, builder.add(first, ir.Constant(WORD, i)))
@@ -372,7 +378,7 @@ def scale(typing, out, factor, d):
         out, factor, d = args
 
         def piece(index, lanes):
-            old = _load(builder, types.float32, out, index, lanes)
+            old = _load(builder, out, index, lanes)
             _store(builder, builder.fmul(old, _splat(builder, factor, lanes)), out, index)
 
         _pieces(builder, d, piece)
@@ -398,7 +404,7 @@ def largest(typing, numbers):
     """Of 16 float32 numbers."""
 
     def generate(context, builder, signature, args):
-        vector = _load(builder, types.float32, args[0], ir.Constant(WORD, 0), FULL)
+        vector = _load(builder, args[0], ir.Constant(WORD, 0), FULL)
         return _fold(builder, vector, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
 
     return types.float32(types.intp), generate
@@ -438,7 +444,7 @@ def exponentials(typing, numbers, top):
 
     def generate(context, builder, signature, args):
         start = ir.Constant(WORD, 0)
-        x = _load(builder, types.float32, args[0], start, FULL)
+        x = _load(builder, args[0], start, FULL)
         result = _exponential(builder, builder.fsub(x, _splat(builder, args[1], FULL)))
         _store(builder, result, args[0], start)
         return _fold(builder, result, builder.fadd)
@@ -459,7 +465,7 @@ def soften(typing, scores, count, visible, top, norm, keep):
         start, hidden = ir.Constant(WORD, 0), ir.Constant(_lanes(FULL), [float("-inf")] * FULL)
         integers = ir.VectorType(INT32, FULL)
         ends = builder.load(_pointer(builder, visible, integers), align=4)
-        old = _load(builder, types.float32, top, start, FULL)
+        old = _load(builder, top, start, FULL)
         highest = cgutils.alloca_once_value(builder, old)
         total = cgutils.alloca_once_value(builder, ir.Constant(_lanes(FULL), None))
 
@@ -468,7 +474,7 @@ def soften(typing, scores, count, visible, top, norm, keep):
             at, token = builder.mul(index, ir.Constant(WORD, LANES)), builder.trunc(index, INT32)
             tokens = builder.insert_element(ir.Constant(integers, ir.Undefined), token, ir.Constant(INT32, 0))
             tokens = _shuffle(builder, tokens, tokens, [0] * FULL)
-            x = _load(builder, types.float32, scores, at, FULL)
+            x = _load(builder, scores, at, FULL)
             return at, builder.select(builder.icmp_signed("<", tokens, ends), x, hidden)
 
         with cgutils.for_range(builder, count) as loop:
@@ -482,7 +488,7 @@ def soften(typing, scores, count, visible, top, norm, keep):
             builder.store(builder.fadd(builder.load(total), weight), total)
             _store(builder, weight, scores, at)
         shrunk = _exponential(builder, builder.fsub(old, new))
-        so_far = builder.fmul(_load(builder, types.float32, norm, start, FULL), shrunk)
+        so_far = builder.fmul(_load(builder, norm, start, FULL), shrunk)
         _store(builder, builder.fadd(so_far, builder.load(total)), norm, start)
         _store(builder, new, top, start)
         _store(builder, shrunk, keep, start)
@@ -531,14 +537,13 @@ def _fetch(address, size):
 
 
 @compiled
-def _attend(kind, q, k, v, page_bytes, table, first, stop, group, d, s, scores, out, stats):
+def _attend(size, q, k, v, page_bytes, table, first, stop, group, d, s, scores, out, stats):
     """G queries over the context tokens first : stop of one key head.
 
     q, out: [G, D] float32; out is the sum of the values, weighted by exp(score - the largest score).
     k, v: addresses of this head in page 0; table: [M] int32 pages of the row.
     scores: [G, SPAN] float32, scratch. stats: [G, 2] float32, (largest score, sum of the weights).
     """
-    size = 4 if kind is np.float32 else 2
     row = size * d
     at = first
     while at < stop:
@@ -553,11 +558,11 @@ def _attend(kind, q, k, v, page_bytes, table, first, stop, group, d, s, scores, 
         while i + TOGETHER <= run:
             _fetch(ahead + i * row, TOGETHER * row)
             for g in range(group):
-                scores_together(kind, q + 4 * g * d, base + i * row, d, to + 4 * (g * SPAN + i))
+                scores_together(size, q + 4 * g * d, base + i * row, d, to + 4 * (g * SPAN + i))
             i += TOGETHER
         while i < run:
             for g in range(group):
-                score_one(kind, q + 4 * g * d, base + i * row, d, to + 4 * (g * SPAN + i))
+                score_one(size, q + 4 * g * d, base + i * row, d, to + 4 * (g * SPAN + i))
             i += 1
         at += run
 
@@ -580,11 +585,11 @@ def _attend(kind, q, k, v, page_bytes, table, first, stop, group, d, s, scores, 
         while i + TOGETHER <= run:
             _fetch(ahead + i * row, TOGETHER * row)
             for g in range(group):
-                weigh_together(kind, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
+                weigh_together(size, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
             i += TOGETHER
         while i < run:
             for g in range(group):
-                weigh_one(kind, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
+                weigh_one(size, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
             i += 1
         at += run
 
@@ -595,12 +600,12 @@ NEVER = np.float32(-1e30)  # the largest score of none: finite, so that exp(NEVE
 
 
 @compiled
-def _take(kind, pages, page_bytes, table, first, count, d, s, out):
+def _take(size, pages, page_bytes, table, first, count, d, s, out):
     """out [count, D] float32 = what one key head has of the context tokens from `first`."""
-    row = (4 if kind is np.float32 else 2) * d
+    row = size * d
     for i in range(count):
         page = pages + load_int(table + 4 * ((first + i) // s)) * page_bytes
-        copy(kind, page + (first + i) % s * row, out + 4 * d * i, d)
+        copy(size, page + (first + i) % s * row, out + 4 * d * i, d)
 
 
 @compiled
@@ -631,7 +636,7 @@ def _place(query, token_bytes, group, d):
 
 
 @compiled
-def _attend_tile(kind, q, k, v, page_bytes, table, first, number, before, token_bytes, group, d, s, scratch, out):
+def _attend_tile(size, q, k, v, page_bytes, table, first, number, before, token_bytes, group, d, s, scratch, out):
     """Queries first : first + number of a row's for one key head, at most LANES, over the context that they see.
 
     q, out: addresses of this head's first query of the row, float32. before: context tokens before the row's first.
@@ -647,27 +652,27 @@ def _attend_tile(kind, q, k, v, page_bytes, table, first, number, before, token_
         store_int(visible + 4 * lane, np.int32(before + query // group + 1))
         store_float(top + 4 * lane, NEVER)
         store_float(norm + 4 * lane, np.float32(0))
-        copy(np.float32, q + _place(query, token_bytes, group, d), sums + 4 * d * lane, d)
+        copy(4, q + _place(query, token_bytes, group, d), sums + 4 * d * lane, d)
     _turn(sums, d, number, turned)
     clear(sums, LANES * d)
 
     stop = before + (first + number - 1) // group + 1
     for start in range(0, stop, STEP):
         count = min(STEP, stop - start)
-        _take(kind, k, page_bytes, table, start, count, d, s, tokens)
+        _take(size, k, page_bytes, table, start, count, d, s, tokens)
         _score(turned, tokens, d, count, number, weights)
         for lane in range(0, number, FULL):
             at = 4 * lane
             soften(weights + at, count, visible + at, top + at, norm + at, keep + at)
         for lane in range(LANES):
             store_int(visible + 4 * lane, np.int32(load_int(visible + 4 * lane) - STEP))
-        _take(kind, v, page_bytes, table, start, count, d, s, tokens)
+        _take(size, v, page_bytes, table, start, count, d, s, tokens)
         for lane in range(0, number, QUERIES_AT_ONCE):
             weigh_tile(weights + 4 * lane, tokens, d, count, keep + 4 * lane, sums + 4 * d * lane)
 
     for lane in range(number):
         scale(sums + 4 * d * lane, np.float32(1) / load_float(norm + 4 * lane), d)
-        copy(np.float32, sums + 4 * d * lane, out + _place(first + lane, token_bytes, group, d), d)
+        copy(4, sums + 4 * d * lane, out + _place(first + lane, token_bytes, group, d), d)
 
 
 @compiled
@@ -682,9 +687,10 @@ def _scratch(group, d):
 # Words of a job, a block of memory: counters that the threads share, then what stays as the handler wrote it.
 HOLDERS, NEXT, DONE, ITEMS = 0, 8, 16, 24
 Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = 32, 40, 48, 56, 64, 72, 80  # addresses of arguments and result
-ROWS, WIDTH, HEADS, GROUP, SIZE, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
-STATS, PARTS = 136, 144  # addresses within the job: [units, K, G, 2] and [units, K, G, D] float32, used by decodes
-STARTS = 152  # [B + 1] units of all rows before this one: spans of a decode, tiles of a chunk
+ROWS, WIDTH, HEADS, GROUP, DIM, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
+SIZE = 136  # of a number in the pages
+STATS, PARTS = 144, 152  # addresses within the job: [units, K, G, 2] and [units, K, G, D] float32, used by decodes
+STARTS = 160  # [B + 1] units of all rows before this one: spans of a decode, tiles of a chunk
 
 
 @compiled
@@ -702,10 +708,10 @@ def _row(job, row):
 
 
 @compiled
-def _work(kind, job):
-    """Take items until none is left."""
-    heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + SIZE), load_word(job + BLOCK)
-    head_bytes = (4 if kind is np.float32 else 2) * s * d
+def _take_items(job):
+    heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + DIM), load_word(job + BLOCK)
+    size = load_word(job + SIZE)
+    head_bytes = size * s * d
     page_bytes = head_bytes * heads
     token_bytes = 4 * heads * group * d
     scratch = 0
@@ -730,14 +736,14 @@ def _work(kind, job):
             number = min(LANES, group * count - begin)
             before = length - count
             _attend_tile(
-                kind, q, k, v, page_bytes, table, begin, number, before, token_bytes, group, d, s, scratch, out
+                size, q, k, v, page_bytes, table, begin, number, before, token_bytes, group, d, s, scratch, out
             )
         else:
             stats = load_word(job + STATS) + 8 * group * item
             part = out if length <= SPAN else load_word(job + PARTS) + 4 * group * d * item
             begin = SPAN * index
             stop = min(begin + SPAN, length)
-            _attend(kind, q, k, v, page_bytes, table, begin, stop, group, d, s, scratch, part, stats)
+            _attend(size, q, k, v, page_bytes, table, begin, stop, group, d, s, scratch, part, stats)
             if length <= SPAN:
                 for g in range(group):
                     scale(out + 4 * g * d, np.float32(1) / load_float(stats + 8 * g + 4), d)
@@ -749,7 +755,7 @@ def _work(kind, job):
 @compiled
 def _merge(job):
     """Decodes of several spans: the online softmax of their parts, in the order of the context."""
-    queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + SIZE)
+    queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + DIM)
     for row in range(load_word(job + ROWS)):
         first, count, length = _row(job, row)
         if count != 1 or 0 < length <= SPAN:
@@ -767,7 +773,7 @@ def _merge(job):
                 norm += share * load_float(stats + 4)
                 part = load_word(job + PARTS) + 4 * d * (unit * queries + query)
                 store_float(stats, share)
-                weigh_one(np.float32, stats, part, d, out)
+                weigh_one(4, stats, part, d, out)
             if end > start:
                 scale(out, np.float32(1) / norm, d)
 
@@ -778,15 +784,9 @@ def _let_go(job):
         free(job)
 
 
-@compiled
-def _help_float32(job):
-    _work(np.float32, job)
-    _let_go(job)
-
-
-@compiled
-def _help_bfloat16(job):
-    _work(np.uint16, job)
+def _work(job):
+    """Take items until none is left, then let go of the job."""
+    _take_items(job)
     _let_go(job)
 
 
@@ -796,7 +796,8 @@ FFI_MAJOR, FFI_MINOR = 0, 3
 FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
 EXTENSION_TYPE, EXTENSION_METADATA, METADATA = 8, 1, 24  # the type's offset, its value for metadata, and theirs
 METADATA_MAJOR, METADATA_MINOR, METADATA_TRAITS, METADATA_STATE = 24, 28, 32, 40
-BUFFER_DATA, BUFFER_DIMS = 24, 40
+BUFFER_TYPE, BUFFER_DATA, BUFFER_DIMS = 16, 24, 40
+BUFFER_IS_FLOAT32 = 11
 API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 ARGUMENT_BYTES = 40  # the longest of the argument structs below
 
@@ -851,13 +852,13 @@ def _destroy(api, error):
 
 
 @compiled
-def _ask_for_help(frame, task, job, helpers):
+def _ask_for_help(frame, job, helpers):
     api = load_word(frame + FRAME_API)
     request = malloc(ARGUMENT_BYTES)
     store_word(request, 40)  # the struct's size; then: extensions, context, task, its argument
     store_word(request + 8, 0)
     store_word(request + 16, load_word(frame + FRAME_CONTEXT))
-    store_word(request + 24, task)
+    store_word(request + 24, address_of_work())
     store_word(request + 32, job)
     for _ in range(helpers):
         fetch_add(job + HOLDERS, 1)
@@ -883,7 +884,7 @@ def _job(frame):
     stats = STARTS + 8 * (rows + 1)
     parts = stats + 8 * units * heads * group
     job = malloc(parts + (4 * units * heads * group * d if several else 0))
-    store_word(job + HOLDERS, 1)
+    store_word(job + HOLDERS, 2)  # the handler and its own call of the work
     store_word(job + NEXT, 0)
     store_word(job + DONE, 0)
     store_word(job + ITEMS, units * heads)
@@ -894,8 +895,9 @@ def _job(frame):
     store_word(job + WIDTH, _dim(tables, 1))
     store_word(job + HEADS, heads)
     store_word(job + GROUP, group)
-    store_word(job + SIZE, d)
+    store_word(job + DIM, d)
     store_word(job + BLOCK, _dim(keys, 2))
+    store_word(job + SIZE, 4 if load_int(keys + BUFFER_TYPE) == BUFFER_IS_FLOAT32 else 2)
     store_word(job + STATS, job + stats)
     store_word(job + PARTS, job + parts)
     units = 0
@@ -911,21 +913,20 @@ def _job(frame):
 def _clear_padding(frame, job):
     """XLA hands out the result as it was left by others: zeros for the tokens that are no row's."""
     used = load_int(load_word(job + OFFSETS) + 4 * load_word(job + ROWS))
-    size = load_word(job + HEADS) * load_word(job + GROUP) * load_word(job + SIZE)
+    size = load_word(job + HEADS) * load_word(job + GROUP) * load_word(job + DIM)
     clear(load_word(job + OUT) + 4 * size * used, size * (_dim(_argument(frame, 0), 0) - used))
 
 
-@compiled
-def _handle(kind, frame, task):
+def _handle(frame):
     extension = load_word(frame + FRAME_EXTENSION)
     if extension != 0 and load_int(extension + EXTENSION_TYPE) == EXTENSION_METADATA:
         _describe(extension)
         return 0
     job = _job(frame)
     items = load_word(job + ITEMS)
-    _ask_for_help(frame, task, job, min(_threads(frame), items) - 1)
+    _ask_for_help(frame, job, min(_threads(frame), items) - 1)
     _clear_padding(frame, job)
-    _work(kind, job)
+    work(job)
     while fetch_add(job + DONE, 0) < items:
         sched_yield()
     _merge(job)
@@ -933,28 +934,22 @@ def _handle(kind, frame, task):
     return 0
 
 
-def _float32(frame):
-    return _handle(np.float32, frame, address_of(_help_float32))
-
-
-def _bfloat16(frame):
-    return _handle(np.uint16, frame, address_of(_help_bfloat16))
-
-
-HANDLERS = {"float32": _float32, "bfloat16": _bfloat16}
-
-
-def compile_handler(dtype: str) -> int:
-    """The address of the handler for pages of a dtype."""
-    signature = types.intp(types.intp)
+def _c_function(signature, function) -> int:
+    """Its address, once compiled or loaded."""
     try:
-        handler = cfunc(signature, cache=True)(HANDLERS[dtype])
+        made = cfunc(signature, cache=True)(function)
     except RuntimeError:  # no folder to keep it in
-        handler = cfunc(signature)(HANDLERS[dtype])
-    _kept.append(handler)
-    address = handler.address
+        made = cfunc(signature)(function)
+    _kept.append(made)
+    address = made.address
     assert address is not None
     return address
+
+
+def compile_handler() -> int:
+    """The address of XLA's handler."""
+    binding.add_symbol(WORK, _c_function(types.void(types.intp), _work))
+    return _c_function(types.intp(types.intp), _handle)
 
 
 _kept: list[Any] = []  # XLA holds bare addresses
