@@ -708,7 +708,39 @@ def _row(job, row):
 
 
 @compiled
-def _take_items(job):
+def _merge(job):
+    """Decodes of several spans: the online softmax of their parts, in the order of the context."""
+    queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + DIM)
+    for row in range(load_word(job + ROWS)):
+        first, count, length = _row(job, row)
+        if count != 1 or 0 < length <= SPAN:
+            continue
+        start, end = load_word(job + STARTS + 8 * row), load_word(job + STARTS + 8 * (row + 1))
+        for query in range(queries):
+            out = load_word(job + OUT) + 4 * d * (first * queries + query)
+            clear(out, d)
+            top, norm = np.float32(-np.inf), np.float32(0)
+            for unit in range(start, end):
+                top = max(top, load_float(load_word(job + STATS) + 8 * (unit * queries + query)))
+            for unit in range(start, end):
+                stats = load_word(job + STATS) + 8 * (unit * queries + query)
+                share = np.float32(math.exp(load_float(stats) - top))
+                norm += share * load_float(stats + 4)
+                part = load_word(job + PARTS) + 4 * d * (unit * queries + query)
+                store_float(stats, share)
+                weigh_one(4, stats, part, d, out)
+            if end > start:
+                scale(out, np.float32(1) / norm, d)
+
+
+@compiled
+def _let_go(job):
+    if fetch_add(job + HOLDERS, -1) == 1:
+        free(job)
+
+
+def _work(job):
+    """Take items until none is left, then let go of the job."""
     heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + DIM), load_word(job + BLOCK)
     size = load_word(job + SIZE)
     head_bytes = size * s * d
@@ -750,43 +782,6 @@ def _take_items(job):
         fetch_add(job + DONE, 1)
     if scratch != 0:
         free(scratch)
-
-
-@compiled
-def _merge(job):
-    """Decodes of several spans: the online softmax of their parts, in the order of the context."""
-    queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + DIM)
-    for row in range(load_word(job + ROWS)):
-        first, count, length = _row(job, row)
-        if count != 1 or 0 < length <= SPAN:
-            continue
-        start, end = load_word(job + STARTS + 8 * row), load_word(job + STARTS + 8 * (row + 1))
-        for query in range(queries):
-            out = load_word(job + OUT) + 4 * d * (first * queries + query)
-            clear(out, d)
-            top, norm = np.float32(-np.inf), np.float32(0)
-            for unit in range(start, end):
-                top = max(top, load_float(load_word(job + STATS) + 8 * (unit * queries + query)))
-            for unit in range(start, end):
-                stats = load_word(job + STATS) + 8 * (unit * queries + query)
-                share = np.float32(math.exp(load_float(stats) - top))
-                norm += share * load_float(stats + 4)
-                part = load_word(job + PARTS) + 4 * d * (unit * queries + query)
-                store_float(stats, share)
-                weigh_one(4, stats, part, d, out)
-            if end > start:
-                scale(out, np.float32(1) / norm, d)
-
-
-@compiled
-def _let_go(job):
-    if fetch_add(job + HOLDERS, -1) == 1:
-        free(job)
-
-
-def _work(job):
-    """Take items until none is left, then let go of the job."""
-    _take_items(job)
     _let_go(job)
 
 
