@@ -108,8 +108,15 @@ def call(typing, function, argument):
     return types.intp(types.intp, types.intp), generate
 
 
-WORK = "pallas_kernels_paged_attention_work"
-work = types.ExternalFunction(WORK, types.void(types.intp))
+def _linked(name, words):
+    """(its name, a C function of so many words that `compile_handler` makes and others call by name)."""
+    name = f"pallas_kernels_paged_attention_{name}"
+    return name, types.ExternalFunction(name, types.void(*[types.intp] * words))
+
+
+ATTEND, attend = _linked("attend", 14)
+ATTEND_TILE, attend_tile = _linked("attend_tile", 15)
+WORK, work = _linked("work", 1)
 
 
 @instruction
@@ -536,7 +543,6 @@ def _fetch(address, size):
         prefetch(address + at)
 
 
-@compiled
 def _attend(size, q, k, v, page_bytes, table, first, stop, group, d, s, scores, out, stats):
     """G queries over the context tokens first : stop of one key head.
 
@@ -635,7 +641,6 @@ def _place(query, token_bytes, group, d):
     return query // group * token_bytes + query % group * 4 * d
 
 
-@compiled
 def _attend_tile(size, q, k, v, page_bytes, table, first, number, before, token_bytes, group, d, s, scratch, out):
     """Queries first : first + number of a row's for one key head, at most LANES, over the context that they see.
 
@@ -767,7 +772,7 @@ def _work(job):
             begin = LANES * index
             number = min(LANES, group * count - begin)
             before = length - count
-            _attend_tile(
+            attend_tile(
                 size, q, k, v, page_bytes, table, begin, number, before, token_bytes, group, d, s, scratch, out
             )
         else:
@@ -775,7 +780,7 @@ def _work(job):
             part = out if length <= SPAN else load_word(job + PARTS) + 4 * group * d * item
             begin = SPAN * index
             stop = min(begin + SPAN, length)
-            _attend(size, q, k, v, page_bytes, table, begin, stop, group, d, s, scratch, part, stats)
+            attend(size, q, k, v, page_bytes, table, begin, stop, group, d, s, scratch, part, stats)
             if length <= SPAN:
                 for g in range(group):
                     scale(out + 4 * g * d, np.float32(1) / load_float(stats + 8 * g + 4), d)
@@ -929,12 +934,12 @@ def _handle(frame):
     return 0
 
 
-def _c_function(signature, function) -> int:
-    """Its address, once compiled or loaded."""
+def _make(function, kind) -> int:
+    """The address of a C function, compiled or loaded."""
     try:
-        made = cfunc(signature, cache=True)(function)
+        made = cfunc(kind, cache=True)(function)
     except RuntimeError:  # no folder to keep it in
-        made = cfunc(signature)(function)
+        made = cfunc(kind)(function)
     _kept.append(made)
     address = made.address
     assert address is not None
@@ -943,8 +948,9 @@ def _c_function(signature, function) -> int:
 
 def compile_handler() -> int:
     """The address of XLA's handler."""
-    binding.add_symbol(WORK, _c_function(types.void(types.intp), _work))
-    return _c_function(types.intp(types.intp), _handle)
+    for name, linked, function in ((ATTEND, attend, _attend), (ATTEND_TILE, attend_tile, _attend_tile), (WORK, work, _work)):
+        binding.add_symbol(name, _make(function, linked.sig))
+    return _make(_handle, types.intp(types.intp))
 
 
 _kept: list[Any] = []  # XLA holds bare addresses
