@@ -1,4 +1,4 @@
-"""Ragged paged attention that reads pages where they lie: numba code behind XLA's typed FFI. `cpu` imports it when chosen.
+"""Ragged paged attention that reads pages where they lie: numba code behind XLA's FFI. `cpu` imports it when chosen.
 
     handler   XLA calls it with a call frame. It lists the work, asks XLA's own thread pool for helpers, works, waits
               for what helpers have begun, and merges decodes of more than one span.
@@ -519,7 +519,7 @@ def prefetch(typing, address):
     return types.void(types.intp), generate
 
 
-# --- one item of a decode ----------------------------------------------------------------------------------------------
+# --- one item of a decode ---------------------------------------------------------------------------------------------
 
 
 @compiled
@@ -600,7 +600,7 @@ def _attend(size, q, k, v, page_bytes, table, first, stop, group, d, s, scores, 
         at += run
 
 
-# --- one item of a chunk -----------------------------------------------------------------------------------------------
+# --- one item of a chunk ----------------------------------------------------------------------------------------------
 
 NEVER = np.float32(-1e30)  # the largest score of none: finite, so that exp(NEVER - NEVER) is a number
 
@@ -608,10 +608,13 @@ NEVER = np.float32(-1e30)  # the largest score of none: finite, so that exp(NEVE
 @compiled
 def _take(size, pages, page_bytes, table, first, count, d, s, out):
     """out [count, D] float32 = what one key head has of the context tokens from `first`."""
-    row = size * d
-    for i in range(count):
-        page = pages + load_int(table + 4 * ((first + i) // s)) * page_bytes
-        copy(size, page + (first + i) % s * row, out + 4 * d * i, d)
+    at, stop = first, first + count
+    while at < stop:
+        offset = at % s
+        run = min(s - offset, stop - at)
+        page = pages + load_int(table + 4 * (at // s)) * page_bytes
+        copy(size, page + size * d * offset, out + 4 * d * (at - first), run * d)
+        at += run
 
 
 @compiled
@@ -635,33 +638,34 @@ def _turn(q, d, lanes, out):
             transpose(q + 4 * (d * lane + i), d, out + 4 * (LANES * i + lane))
 
 
-@compiled
-def _place(query, token_bytes, group, d):
-    """Where a row's query of one key head lies: (token, query head) pairs in order, from the row's first token."""
-    return query // group * token_bytes + query % group * 4 * d
-
-
 def _attend_tile(size, q, k, v, page_bytes, table, first, number, before, token_bytes, group, d, s, scratch, out):
     """Queries first : first + number of a row's for one key head, at most LANES, over the context that they see.
 
     q, out: addresses of this head's first query of the row, float32. before: context tokens before the row's first.
     k, v, table: as in `_attend`. scratch: `_scratch` bytes.
     """
+    scratch += -scratch % 64  # no vector across two cache lines
     visible, top, norm, keep = scratch, scratch + 4 * LANES, scratch + 8 * LANES, scratch + 12 * LANES
-    weights = scratch + 16 * LANES  # [STEP, LANES]
+    places = scratch + 16 * LANES  # [LANES] words: where a query and its result lie, from the row's first
+    weights = places + 8 * LANES  # [STEP, LANES]
     turned = weights + 4 * STEP * LANES  # [D, LANES], D up to the next 16
     tokens = turned + 4 * LANES * (d + FULL)  # [STEP, D]: keys, then values
     sums = tokens + 4 * d * STEP  # [LANES, D]; before that, the queries
+    token, head = first // group, first % group  # counted on below: divisions are slow
     for lane in range(LANES):
-        query = first + min(lane, number - 1)  # the last one again fills the vector
-        store_int(visible + 4 * lane, np.int32(before + query // group + 1))
+        store_word(places + 8 * lane, token * token_bytes + head * 4 * d)
+        store_int(visible + 4 * lane, np.int32(before + token + 1))
         store_float(top + 4 * lane, NEVER)
         store_float(norm + 4 * lane, np.float32(0))
-        copy(4, q + _place(query, token_bytes, group, d), sums + 4 * d * lane, d)
+        copy(4, q + load_word(places + 8 * lane), sums + 4 * d * lane, d)
+        if lane + 1 < number:  # the last one again fills the vector
+            head += 1
+            if head == group:
+                token, head = token + 1, 0
     _turn(sums, d, number, turned)
     clear(sums, LANES * d)
 
-    stop = before + (first + number - 1) // group + 1
+    stop = before + token + 1
     for start in range(0, stop, STEP):
         count = min(STEP, stop - start)
         _take(size, k, page_bytes, table, start, count, d, s, tokens)
@@ -677,13 +681,13 @@ def _attend_tile(size, q, k, v, page_bytes, table, first, number, before, token_
 
     for lane in range(number):
         scale(sums + 4 * d * lane, np.float32(1) / load_float(norm + 4 * lane), d)
-        copy(4, sums + 4 * d * lane, out + _place(first + lane, token_bytes, group, d), d)
+        copy(4, sums + 4 * d * lane, out + load_word(places + 8 * lane), d)
 
 
 @compiled
 def _scratch(group, d):
     """Bytes that an item of either sort works in."""
-    tile = 4 * LANES + STEP * LANES + LANES * (d + FULL) + STEP * d + LANES * d + FULL
+    tile = 6 * LANES + STEP * LANES + LANES * (d + FULL) + STEP * d + LANES * d + 2 * FULL
     return 4 * max(group * SPAN, tile)
 
 
@@ -772,9 +776,7 @@ def _work(job):
             begin = LANES * index
             number = min(LANES, group * count - begin)
             before = length - count
-            attend_tile(
-                size, q, k, v, page_bytes, table, begin, number, before, token_bytes, group, d, s, scratch, out
-            )
+            attend_tile(size, q, k, v, page_bytes, table, begin, number, before, token_bytes, group, d, s, scratch, out)
         else:
             stats = load_word(job + STATS) + 8 * group * item
             part = out if length <= SPAN else load_word(job + PARTS) + 4 * group * d * item
@@ -948,7 +950,11 @@ def _make(function, kind) -> int:
 
 def compile_handler() -> int:
     """The address of XLA's handler."""
-    for name, linked, function in ((ATTEND, attend, _attend), (ATTEND_TILE, attend_tile, _attend_tile), (WORK, work, _work)):
+    for name, linked, function in (
+        (ATTEND, attend, _attend),
+        (ATTEND_TILE, attend_tile, _attend_tile),
+        (WORK, work, _work),
+    ):
         binding.add_symbol(name, _make(function, linked.sig))
     return _make(_handle, types.intp(types.intp))
 
