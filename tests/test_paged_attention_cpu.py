@@ -47,11 +47,39 @@ def test_nan_within_a_context_stays_in_its_row():
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("d", [8, 24, 40])
 def test_head_sizes_that_fill_no_whole_vector(d, dtype):
-    case = make([(1, 40), (9, 21), (1, 300)], t=16, b=3, d=d, s=6, dtype=dtype)
+    case = make([(1, 40), (9, 21), (1, 300), (40, 150)], t=56, b=4, d=d, s=6, dtype=dtype)
     if dtype == np.float32:
         assert_contract(case, "cpu")
     else:
         assert np.abs(run(case, "cpu").astype(np.float32) - oracle(case)).max() < 2.0**-6
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("s", [1, 6, 16, 256])
+def test_chunks_that_straddle_pages_and_steps(s, dtype):
+    """Steps are 64 context tokens, tiles 48 queries (24 tokens here): ends before, at and after those."""
+    rows = [(2, 64), (23, 65), (24, 129), (25, 25), (64, 300), (1, 300), (48, 48)]
+    case = make(rows, t=200, b=8, s=s, dtype=dtype)
+    if dtype == np.float32:
+        assert_contract(case, "cpu")
+    else:
+        assert np.abs(run(case, "cpu").astype(np.float32) - oracle(case)).max() < 2.0**-6
+
+
+@pytest.mark.parametrize("g", [1, 5, 7, 48, 50])
+def test_any_number_of_query_heads_fills_tiles(g):
+    assert_contract(make([(17, 90), (1, 300), (2, 2), (49, 49)], t=72, b=4, k=2, g=g, d=8), "cpu")
+
+
+def test_a_chunk_in_the_middle_of_a_long_context_beside_decodes():
+    assert_contract(make([(1, 700), (150, 2500), (1, 1), (1, 2000)], t=160, b=8, m=160, k=3, g=3, d=64), "cpu")
+
+
+def test_no_token_past_the_last_row_keeps_what_the_buffer_held():
+    for rows in ([(3, 9)], [(1, 9)], []):
+        case = make(rows or [(0, 0)], t=4096, b=2, m=1)
+        for _ in range(5):
+            assert not run(case, "cpu")[case.cu_q_lens[-1] :].any()
 
 
 def test_a_long_context_beside_many_short_ones():
@@ -59,7 +87,8 @@ def test_a_long_context_beside_many_short_ones():
 
 
 def test_threads_that_call_it_at_once_do_not_meet():
-    cases = [make([(1, 700), (1, 20), (1, 257)], t=4, b=4, m=44, seed=seed) for seed in range(4)]
+    rows = [(1, 700), (1, 20), (30, 257), (1, 257)]
+    cases = [make(rows, t=40, b=4, m=44, seed=seed) for seed in range(4)]
     alone = [run(case, "cpu") for case in cases]
 
     def repeatedly(case):
@@ -93,12 +122,15 @@ def test_pages_are_still_written_in_place_before_they_are_read():
     assert compiled.memory_analysis().temp_size_in_bytes < 2**18  # the pages are 2 x 48 MiB
 
 
-def test_one_program_a_dtype_serves_every_shape():
+def test_one_program_serves_every_shape_and_dtype():
     from pallas_kernels.paged_attention import cpu_kernel
 
-    for d, s, k in ((16, 4, 1), (24, 16, 2), (64, 5, 3)):
-        run(make([(1, 9)], t=1, b=1, d=d, s=s, k=k), "cpu")
-    assert len(cpu_kernel._kept) == len(cpu._registered) <= len(cpu.DTYPES)
+    run(make([(1, 9)], t=1, b=1), "cpu")
+    parts = len(cpu_kernel._kept)
+    for d, s, k, dtype in ((16, 4, 1, np.float32), (24, 16, 2, jnp.bfloat16), (64, 5, 3, np.float32)):
+        run(make([(1, 9)], t=1, b=1, d=d, s=s, k=k, dtype=dtype), "cpu")
+    assert len(cpu_kernel._kept) == parts
+    assert cpu._registered == [cpu.TARGET]
 
 
 @pytest.mark.slow

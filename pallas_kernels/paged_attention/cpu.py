@@ -1,4 +1,4 @@
-"""Decodes on a CPU by a compiled kernel that reads the pages in place; prompt chunks by the loop of `xla`.
+"""Attention on a CPU by a compiled kernel that reads the pages in place, decodes and prompt chunks alike.
 
 numba compiles the kernel when it is first chosen, and only then is numba imported (the `cpu` extra).
 """
@@ -12,11 +12,12 @@ import threading
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import xla
-
 DTYPES = ("float32", "bfloat16")
 
-_registered: set[str] = set()
+# The handler's name. Programs on disk hold it: a handler that takes other arguments must get another number.
+TARGET = "pallas_kernels.paged_attention.cpu.2"
+
+_registered: list[str] = []
 _lock = threading.Lock()
 
 
@@ -32,8 +33,12 @@ def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, s
         wrong = f"needs k_pages and v_pages of one dtype, and they are {dtype} and {v_pages.dtype}"
     if wrong:
         raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
-    _register(dtype)
-    return xla.paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, scale=scale, decodes=_decodes)
+    _register()
+    t, n, d = q.shape
+    k = k_pages.shape[1]
+    grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
+    attend = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
+    return attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens).reshape(t, n, d).astype(q.dtype)
 
 
 def obstacle(platform: str, dtype: str, head_size: int) -> str:
@@ -49,28 +54,16 @@ def obstacle(platform: str, dtype: str, head_size: int) -> str:
     return ""
 
 
-def _decodes(q, k_pages, v_pages, block_tables, seq_lens) -> jax.Array:
-    """As `xla._decodes`: q [B, K, G, D], one query a row -> [B, K, G, D] float32; rows of length 0 give 0."""
-    result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    attend = jax.ffi.ffi_call(_target(str(k_pages.dtype)), result)
-    return attend(q.astype(jnp.float32), k_pages, v_pages, block_tables, seq_lens)
-
-
-def _target(dtype: str) -> str:
-    """The handler's name. Programs on disk hold it: a handler that takes other arguments must get another number."""
-    return f"pallas_kernels.paged_attention.decodes.1.{dtype}"
-
-
-def _register(dtype: str) -> None:
+def _register() -> None:
     """Compile and register the handler, once a process.
 
     Tracing calls this. Programs from the compilation cache on disk are traced too before they are looked up, so they
     find it as well.
     """
     with _lock:
-        if dtype not in _registered:
+        if not _registered:
             from pallas_kernels.paged_attention import cpu_kernel  # imports numba
 
-            capsule = jax.ffi.pycapsule(ctypes.c_void_p(cpu_kernel.compile_handler(dtype)))
-            jax.ffi.register_ffi_target(_target(dtype), capsule, platform="cpu")
-            _registered.add(dtype)
+            capsule = jax.ffi.pycapsule(ctypes.c_void_p(cpu_kernel.compile_handler()))
+            jax.ffi.register_ffi_target(TARGET, capsule, platform="cpu")
+            _registered.append(TARGET)

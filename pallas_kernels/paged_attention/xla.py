@@ -19,7 +19,6 @@ tokens, two AVX-512 cores, milliseconds: 180 that way, 235 with the queries on t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,19 +30,8 @@ ROWS = 64  # calls of at most so many tokens have no chunk loop
 NEG = -1e30  # a finite minus infinity: exp(NEG - NEG) is a number, and the masks make it 0
 
 
-def paged_attention(
-    q,
-    k_pages,
-    v_pages,
-    block_tables,
-    seq_lens,
-    cu_q_lens,
-    *,
-    scale: float,
-    decodes: Callable[..., jax.Array] | None = None,
-) -> jax.Array:
-    """See `api.paged_attention`. `decodes` computes rows of one query token; None is this module's own."""
-    decodes = decodes or _decodes
+def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float) -> jax.Array:
+    """See `api.paged_attention`."""
     t, n, d = q.shape
     k = k_pages.shape[1]
     q_lens = jnp.diff(cu_q_lens)
@@ -53,13 +41,13 @@ def paged_attention(
         row = jnp.minimum((token[:, None] >= cu_q_lens[1:]).sum(1), len(seq_lens) - 1)
         visible = seq_lens[row] - (cu_q_lens[row + 1] - 1 - token)
         visible = jnp.where(token < cu_q_lens[-1], visible, 0)
-        return decodes(grouped, k_pages, v_pages, block_tables[row], visible).reshape(t, n, d).astype(q.dtype)
+        return _decodes(grouped, k_pages, v_pages, block_tables[row], visible).reshape(t, n, d).astype(q.dtype)
 
     out = _chunks(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, jnp.where(q_lens > 1, q_lens, 0))
 
     single = q_lens == 1
     first = jnp.minimum(cu_q_lens[:-1], t - 1)
-    decoded = decodes(grouped[first], k_pages, v_pages, block_tables, jnp.where(single, seq_lens, 0))
+    decoded = _decodes(grouped[first], k_pages, v_pages, block_tables, jnp.where(single, seq_lens, 0))
     # a row without a single query token writes out of bounds, which drops it
     out = out.at[jnp.where(single, first, t)].set(decoded, mode="drop", unique_indices=False)
     return out.reshape(t, n, d).astype(q.dtype)
