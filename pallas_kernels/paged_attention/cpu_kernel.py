@@ -19,7 +19,8 @@ lives in memory of its own until the last of them lets go of it.
 Addresses are plain integers: numba's arrays would check each index for a negative one, and loops with that do not
 vectorise. Head sizes are multiples of 8; all else is read from the call frame, so that one program serves every shape,
 of float32 and of bfloat16 pages. numba keeps it on disk once compiled. It has two parts, the handler and the work, that
-are linked by name: numba optimises a function again in each that calls it, and three call the work.
+are linked by name: numba optimises a function again in each that calls it, and three call the work. All of it is in one
+file, because numba's cache on disk looks no further than the file of what it keeps to see that something changed.
 """
 
 from __future__ import annotations
