@@ -156,7 +156,6 @@ def test_sequences_and_scores_equal_those_of_transformers(tiny_folder, llm, earl
 
 
 @pytest.mark.oracle
-@pytest.mark.slow
 def test_the_embedded_model_finds_what_transformers_finds(smollm2):
     import torch
     from transformers import AutoModelForCausalLM
