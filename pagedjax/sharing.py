@@ -37,7 +37,7 @@ def find(pool: BlockPool, coming: Mapping[str, int], seq: Seq, size: int) -> tup
     keys = seq.hashes[: (seq.length - 1) // size]
     found = blocks.find(pool, keys)
     for key in keys[len(found) :]:
-        block = coming.get(key, pool.contents.get(key))
+        block = pool.contents.get(key, coming.get(key))
         if block is None:
             break
         found = (*found, block)
