@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from experiments.strict import load_file, load_text, parse
 from experiments.workloads import AZURE, Spec, Trace
 from pagedjax.config import EngineConfig
-from pagedjax.types import SamplingParams
+from pagedjax.params import SamplingParams
 
 # What a point is called, or how often it is measured, does not change what is measured: none of it is in the hash.
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from experiments.config import Experiment, Point
 from experiments.metrics import RequestRecord, StepRecord, request_records, step_records, summarize
 from experiments.workloads import WorkItem, Workload, branch_ids, build
-from pagedjax.types import SamplingParams, StepResult
+from pagedjax.params import SamplingParams
+from pagedjax.types import StepResult
 
 LONGEST_SLEEP = 0.05  # seconds; a sleep is checked against the clock this often, so that an interrupt is felt
 

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from pagedjax.engine import Engine
     from pagedjax.llm import LLM, load_model
     from pagedjax.outputs import CompletionOutput, RequestOutput
-    from pagedjax.types import BeamSearchParams, SamplingParams
+    from pagedjax.params import BeamSearchParams, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
     "load_model": "llm",
-    "SamplingParams": "types",
-    "BeamSearchParams": "types",
+    "SamplingParams": "params",
+    "BeamSearchParams": "params",
     "EngineConfig": "config",
     "Engine": "engine",
     "RequestOutput": "outputs",

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedjax.types import Plan, SamplingParams
+from pagedjax.params import SamplingParams
+from pagedjax.types import Plan
 
 MAX_TOP = 20  # log-probabilities of so many best tokens can be asked for
 MAX_LISTED = 1024  # entries of logit_bias, allowed_token_ids and suppressed stop tokens a request can have

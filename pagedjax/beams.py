@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pagedjax.types import BeamSearchParams, Choice, FinishReason, Hypothesis
+from pagedjax.params import BeamSearchParams
+from pagedjax.types import Choice, FinishReason, Hypothesis
 
 
 class Beam(NamedTuple):

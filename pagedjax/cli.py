@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Print a completion as it is generated."""
-    from pagedjax.types import SamplingParams
+    from pagedjax.params import SamplingParams
 
     params = SamplingParams(  # checked before a model is loaded
         temperature=args.temperature,

@@ -20,23 +20,13 @@ from pagedjax.batch import Source, blank_sampling, pack
 from pagedjax.config import EngineConfig
 from pagedjax.intake import intake
 from pagedjax.models import Model
+from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.policies import POLICIES
 from pagedjax.replay import Recorder
 from pagedjax.resolve import block_shape, host_blocks, resolve, shapes
 from pagedjax.step import copy_blocks, make_step
 from pagedjax.swap import SwapSpace
-from pagedjax.types import (
-    EMPTY_PLAN,
-    Beamed,
-    BeamSearchParams,
-    Event,
-    Finished,
-    FinishReason,
-    Plan,
-    Sampled,
-    SamplingParams,
-    StepResult,
-)
+from pagedjax.types import EMPTY_PLAN, Beamed, Event, Finished, FinishReason, Plan, Sampled, StepResult
 
 
 class Engine:

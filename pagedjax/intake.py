@@ -10,8 +10,9 @@ import numpy as np
 
 from pagedjax import beams, prefix, scheduler
 from pagedjax.batch import MAX_LISTED, MAX_TOP, Source
+from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.scheduler import SchedulerState
-from pagedjax.types import BeamSearchParams, Request, SamplingParams
+from pagedjax.types import Request
 
 
 class Intake(NamedTuple):

@@ -18,8 +18,9 @@ from pagedjax.config import EngineConfig, from_dict, one_of
 from pagedjax.engine import Engine
 from pagedjax.models import Model
 from pagedjax.outputs import Assembly, BeamAssembly, CompletionOutput, RequestOutput
+from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import Tokenizer, load_tokenizer
-from pagedjax.types import Admitted, BeamSearchParams, Finished, FinishReason, Sampled, SamplingParams
+from pagedjax.types import Admitted, Finished, FinishReason, Sampled
 from pagedjax.weights.checkpoint import open_checkpoint
 
 Prompt = str | Sequence[int]

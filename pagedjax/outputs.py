@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import Detokenizer, StopChecker, Tokenizer
-from pagedjax.types import BeamSearchParams, FinishReason, Hypothesis, SamplingParams, TokenLogprobs
+from pagedjax.types import FinishReason, Hypothesis, TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ STDLIB = set(sys.stdlib_module_names)
 # The host tower, lowest first: a module imports the standard library, HOST_LIBRARIES and modules above it in this list.
 HOST = (
     "types",
+    "params",
     "config",
     "blocks",
     "policies",
@@ -36,7 +37,7 @@ HOST_LIBRARIES = {"immutables"}
 # The device tower knows arrays; it never sees a request, a queue or who owns a block.
 DEVICE = ("cache", "attention", "layers", "models", "sampling", "step")
 NEVER_ON_DEVICE = (
-    *(name for name in HOST if name not in ("types", "config")),
+    *(name for name in HOST if name not in ("types", "params", "config")),
     "intake",
     "readout",
     "outputs",

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax.batch import MAX_LISTED, Batch, Shapes, Source, blank_sampling, pack, token_buckets
-from pagedjax.types import Plan, Request, SamplingParams, Seq
+from pagedjax.params import SamplingParams
+from pagedjax.types import Plan, Request, Seq
 
 SHAPES = Shapes(tokens=(4, 8, 16), max_seqs=3, block_size=4, table_width=5, max_model_len=20, vocab_size=50)
 GREEDY = SamplingParams(temperature=0)

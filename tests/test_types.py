@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from pagedjax.types import Plan, Request, Row, SamplingParams, Seq
+from pagedjax.params import SamplingParams
+from pagedjax.types import Plan, Request, Row, Seq
 
 INTEGERS = ("n", "top_k", "max_tokens", "min_tokens")
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

@@ -10,8 +10,9 @@ from experiments.drive import LONGEST_SLEEP, drive, why_failed
 from experiments.metrics import request_records, step_records, summarize
 from experiments.workloads import WorkItem
 from pagedjax import scheduler
+from pagedjax.params import SamplingParams
 from pagedjax.policies import FCFS
-from pagedjax.types import Request, SamplingParams, StepResult
+from pagedjax.types import Request, StepResult
 
 
 class Clock:

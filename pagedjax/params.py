@@ -1,0 +1,190 @@
+"""What a user asks of a request: how its tokens are chosen, checked when it is written. Imports no jax and no numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    """A tuple from a list, tuple, set or single item; None is nothing, as in vLLM."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return () if value is None else (value,)
+    return tuple(value)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    items = _several(value)
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            raise ValueError(f"{name} holds {item!r}; token ids are integers of at least 0")
+    return tuple(sorted(items)) if isinstance(value, (set, frozenset)) else items
+
+
+def _bias(value: Any) -> dict[int, float]:
+    """Token ids to numbers; JSON clients spell the ids as strings."""
+    try:
+        bias = {int(token): float(number) for token, number in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"logit_bias is {value!r}; it must map token ids to numbers") from None
+    _ids("logit_bias", bias)
+    return bias
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Names and defaults are vLLM's.
+
+    Order of operations on the logits (vLLM's): allowed_token_ids, logit_bias, min_tokens, penalties, temperature,
+    min_p, top_k, top_p. `temperature=0` is greedy. `top_k` of 0 or -1 is off. `best_of` branches are drawn and the n
+    of the largest summed log-probability returned; None is n.
+
+    Raises:
+        ValueError: a value out of its range; the message names the value and the range.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    enable_prefix_caching: bool = True  # False: neither finds blocks in the cache nor leaves any there
+    cache_salt: str | None = None  # shares blocks only with requests of the same salt
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:  # normalising the spelling of a value, never its meaning
+            object.__setattr__(self, name, value)
+
+        put("stop", _several(self.stop))
+        put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        if self.logit_bias is not None:
+            put("logit_bias", _bias(self.logit_bias))
+
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{field.name} is {value!r}; it must be an integer")
+            if field.type == "float" and (
+                isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+            ):
+                raise ValueError(f"{field.name} is {value!r}; it must be a finite number")
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{field.name} is {value!r}; it must be True or False")
+
+        def check(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+        check(self.n >= 1, "n", "at least 1")
+        best = self.best_of
+        rule = f"None, or an integer of at least n ({self.n})"
+        check(best is None or (type(best) is int and best >= self.n), "best_of", rule)
+        check(0.0 <= self.temperature <= 2.0, "temperature", "between 0 (greedy) and 2")
+        check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1 (1 is off)")
+        check(self.top_k >= -1, "top_k", "at least 1, or 0 / -1 for off")
+        check(0.0 <= self.min_p <= 1.0, "min_p", "between 0 (off) and 1")
+        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
+        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
+        check(0.0 < self.repetition_penalty <= 2.0, "repetition_penalty", "above 0 and at most 2 (1 is off)")
+        check(self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens ({self.max_tokens})")
+        check(self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**32), "seed", "None or in [0, 2**32)")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            check(value is None or (type(value) is int and 0 <= value <= 20), name, "None or an integer from 0 to 20")
+        check(all(isinstance(s, str) and s for s in self.stop), "stop", "a non-empty string or several of them")
+        check(not (self.stop and not self.detokenize), "stop", "empty when detokenize is False: it matches text")
+        salt = self.cache_salt
+        check(salt is None or (isinstance(salt, str) and salt != ""), "cache_salt", "None or a non-empty string")
+        check(self.allowed_token_ids != (), "allowed_token_ids", "None or non-empty")
+        bias = self.logit_bias or {}
+        check(all(-100.0 <= v <= 100.0 for v in bias.values()), "logit_bias", "between -100 and 100 for every token")
+
+    def drawn(self) -> SamplingParams:
+        """What to run: as many branches as are drawn, with the log-probabilities that choosing among them needs."""
+        if self.best_of is None or self.best_of == self.n:
+            return self
+        return replace(self, n=self.best_of, best_of=None, logprobs=0 if self.logprobs is None else self.logprobs)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Beam search: at every position the `beam_width` best continuations of all beams together go on (see beams.py).
+
+    Scores, and when the search ends, are those of transformers' `generate(num_beams=beam_width)`: a sequence of m
+    tokens scores (sum of its log-probabilities) / m ** length_penalty, and its stop token counts.
+
+    Attributes:
+        n: how many of the best sequences are returned; None is all, `beam_width`.
+        early_stopping: False ends when the best beam, at its present length, cannot beat the worst of the finished
+            ones; True as soon as `beam_width` sequences are finished; "never" when no beam could win at any length.
+
+    Raises:
+        ValueError: a value out of its range; the message names the value and the range.
+    """
+
+    beam_width: int
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    n: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    enable_prefix_caching: bool = True
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        width, penalty, n = self.beam_width, self.length_penalty, self.n
+        if type(width) is not int or width < 1:
+            raise ValueError(f"beam_width is {width!r}; it must be an integer of at least 1")
+        if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
+            raise ValueError(f"length_penalty is {penalty!r}; it must be a finite number (0 is off)")
+        if self.early_stopping not in (False, True, "never"):
+            raise ValueError(f"early_stopping is {self.early_stopping!r}; it must be False, True or 'never'")
+        if n is not None and (type(n) is not int or not 1 <= n <= width):
+            raise ValueError(f"n is {n!r}; it must be None, or an integer from 1 to beam_width ({width})")
+        self.row(1)  # it shares the other rules
+
+    def row(self, top: int) -> SamplingParams:
+        """How each beam's row samples: its `top` log-probabilities are what the search goes by."""
+        return SamplingParams(
+            temperature=0.0,
+            logprobs=top,
+            max_tokens=self.max_tokens,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            detokenize=self.detokenize,
+            enable_prefix_caching=self.enable_prefix_caching,
+            cache_salt=self.cache_salt,
+        )
