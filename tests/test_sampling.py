@@ -16,7 +16,7 @@ from pagedjax.sampling import prompt_logprobs, sample
 
 B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
 ENGINE_SEED = 11
-sampled = jax.jit(sample)
+sampled = jax.jit(lambda rows, s, seed: sample(rows.T, s, seed))  # the tests think in rows
 Row = dict[str, Any]  # the rules of a row by their names in SamplingParams, and "history", "prompt_len", "position"
 
 
@@ -139,7 +139,7 @@ def test_the_best_of_any_vocabulary_is_numpys_argmax(v):
     rng = np.random.default_rng(v)
     logits = rng.integers(-3, 3, (5, v)).astype(np.float32)  # many equals
     logits[3], logits[4, : v // 2] = -np.inf, -np.inf
-    np.testing.assert_array_equal(sampling._best(jnp.asarray(logits)), logits.argmax(-1))
+    np.testing.assert_array_equal(sampling._best(jnp.asarray(logits.T)), logits.argmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ def test_prompt_log_probabilities_of_any_number_of_tokens(t):
     targets = rng.integers(0, V, t).astype(np.int32)
     targets[rng.random(t) < 0.3] = -1
     targets[-1] = 7
-    out = jax.jit(lambda h, x: prompt_logprobs(lambda y: (head @ y).T, h, x))(hidden, targets)
+    out = jax.jit(lambda h, x: prompt_logprobs(lambda y: head @ y, h, x))(hidden, targets)
     logits = (head @ hidden).T
     wanted = targets >= 0
     assert_logprobs(logits[wanted], targets[wanted], *(np.asarray(a)[wanted] for a in out))
@@ -460,7 +460,7 @@ def test_prompt_log_probabilities_of_any_number_of_tokens(t):
 
 
 def test_prompt_log_probabilities_cost_nothing_where_no_token_wants_them():
-    out = prompt_logprobs(lambda h: jnp.full((h.shape[1], V), jnp.nan), jnp.ones((8, 70)), jnp.full(70, -1))
+    out = prompt_logprobs(lambda h: jnp.full((V, h.shape[1]), jnp.nan), jnp.ones((8, 70)), jnp.full(70, -1))
     assert not any(np.asarray(a).any() for a in out)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from flax import nnx
 
+from pagedjax.layers import rope_table
 from pagedjax.models import llama
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.load import load_params
@@ -33,6 +35,7 @@ def load(checkpoint: Checkpoint, dtype: str, *, progress: bool = False) -> Model
     config = ARCHITECTURES[kind].from_hf(checkpoint.config)
     params = load_params(checkpoint, llama.param_table(config), dtype, progress=progress)
     graphdef, shapes = nnx.split(nnx.eval_shape(lambda: llama.Llama(config, dtype)))
+    params["angles"] = jnp.asarray(rope_table(config.frequencies, config.max_len))
     nnx.replace_by_pure_dict(shapes, _numbered(params))
     return Model(config, graphdef, shapes)
 

@@ -12,7 +12,7 @@ from flax import nnx
 from pagedjax import cache as kv
 from pagedjax.attention import Attend
 from pagedjax.batch import Batch
-from pagedjax.layers import Linear, RMSNorm, rope, rope_angles, rope_frequencies
+from pagedjax.layers import Buffer, Linear, RMSNorm, rope, rope_frequencies
 from pagedjax.weights.load import ParamSource
 
 
@@ -125,13 +125,14 @@ class Llama(nnx.Module):
         self.embed = nnx.Param(jax.numpy.zeros((c.vocab_size, c.hidden), dtype))
         self.blocks = nnx.List([Block(c, dtype) for _ in range(c.layers)])
         self.norm = RMSNorm(c.hidden, eps=c.eps, dtype=dtype)
+        self.angles = Buffer(jax.numpy.zeros((2, c.head_dim // 2, c.max_len)))  # rope_table(c.frequencies, c.max_len)
         self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype)
         self.config = c
 
     def hidden(self, cache: kv.KVCache, batch: Batch, attend: Attend) -> tuple[kv.KVCache, jax.Array]:
         """Run the T tokens of the batch -> (cache, [H, T] after the final norm)."""
         x = self.embed[...][batch.tokens].T
-        angles = rope_angles(batch.positions, self.config.frequencies)
+        angles = self.angles[...].at[:, :, batch.positions].get(mode="promise_in_bounds")
         k_all, v_all = [], []
         for block, k_pages, v_pages in zip(self.blocks, cache.k, cache.v, strict=True):
             y, k_pages, v_pages = block.attn(block.attn_norm(x), k_pages, v_pages, batch, angles, attend)
@@ -142,10 +143,9 @@ class Llama(nnx.Module):
         return kv.KVCache(tuple(k_all), tuple(v_all)), self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[H, R] -> [R, V] float32."""
+        """[H, R] -> [V, R] float32."""
         y = self.embed[...] @ hidden if self.head is None else self.head(hidden)
-        # Without the barrier XLA folds the transposition into the product and packs the whole head (see layers.py).
-        return jax.lax.optimization_barrier(y.astype(jax.numpy.float32)).T
+        return y.astype(jax.numpy.float32)
 
 
 def param_table(c: LlamaConfig) -> tuple[ParamSource, ...]:
