@@ -79,3 +79,25 @@ def load_average() -> float | None:
         return round(os.getloadavg()[0], 2)
     except (OSError, AttributeError):
         return None
+
+
+def processor_time() -> tuple[int, int] | None:
+    """(used, stolen) by this machine so far, all cores together; None where the system does not tell (not Linux)."""
+    try:
+        numbers = [int(number) for number in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
+        user, nice, system, _, _, irq, softirq, stolen = numbers[:8]
+    except (OSError, ValueError, IndexError):
+        return None
+    return user + nice + system + irq + softirq, stolen
+
+
+def stolen_share(since: tuple[int, int] | None) -> float | None:
+    """Of the processor time this machine asked for since then, the share its host gave to others.
+
+    A virtual machine sees a slow neighbour nowhere else: not in the load average, and only as slowness in its times.
+    """
+    now = processor_time()
+    if since is None or now is None:
+        return None
+    used, stolen = (after - before for after, before in zip(now, since, strict=True))
+    return round(stolen / max(used + stolen, 1), 3)

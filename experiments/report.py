@@ -228,6 +228,7 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     versions = [f"{name} {values('versions', name)}" for name in ("jax", "jaxlib", "flax", "numpy")]
     flags = dict.fromkeys(f"{k}={v}" for env in environments for k, v in env.get("flags", {}).items())
     loads = [env["load_average"] for env in environments if env.get("load_average") is not None]
+    stolen = [100 * env["stolen_share"] for env in environments if env.get("stolen_share") is not None]
     pairs = [
         ("Device", " ".join(dict.fromkeys(filter(None, (values("device", "platform"), values("device", "kind")))))),
         ("Processor", f"{values('cpu', 'model')}, {values('cpu', 'usable_cores')} cores"),
@@ -238,6 +239,7 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         ("Commit", values("commit") + (", with uncommitted changes" if "True" in values("dirty") else "")),
         ("Flags", ", ".join(flags) or "none"),
         ("Load before a run", f"{min(loads):g} to {max(loads):g} processes" if loads else ""),
+        ("Processor time its host gave to others", f"{min(stolen):.0f} to {max(stolen):.0f} % a run" if stolen else ""),
         *startup_facts(environments),
     ]
     return [(name, value) for name, value in pairs if value]

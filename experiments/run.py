@@ -24,7 +24,7 @@ from experiments import config, require, store
 from experiments.config import Point
 from experiments.drive import Measured, measure
 from experiments.engines import Engines, Run, engine_key, plan_runs
-from experiments.environment import environment, load_average
+from experiments.environment import environment, load_average, processor_time, stolen_share
 from experiments.metrics import RequestRecord
 from pagedjax.config import EngineConfig
 
@@ -168,11 +168,16 @@ def warn_of_other_code(summaries: Any, where: dict[str, Any]) -> None:
         )
 
 
+def noise(busy: float | None, since: tuple[int, int] | None) -> dict[str, float | None]:
+    """What else the machine did, before a run and during it."""
+    return {"load_average": busy, "stolen_share": stolen_share(since)}
+
+
 def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     """Measure one run: the files of its folder and its summary. An error becomes a failed run."""
     place = {"commit": where["commit"], "device": where["device"]["kind"]}
     head = {"schema": store.SCHEMA, **head_of(run), **place}
-    busy = load_average()
+    before = load_average(), processor_time()
     try:
         llm = engines.get(run.point.experiment)
         measured = measure(llm, run.point, run.repeat)
@@ -181,7 +186,7 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str
         summary = {**head, "failed": reason, "workload": None, "metrics": None}
         files = {
             "config.yaml": config_yaml(run, run.point.experiment.engine_config),
-            "env.json": store.json_text({**where, "load_average": busy}),
+            "env.json": store.json_text({**where, **noise(*before)}),
             "error.txt": traceback.format_exc(),
         }
     else:
@@ -195,7 +200,7 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str
         startup = {**llm.startup, "total": engines.startup_seconds[engine_key(run.point.experiment)]}
         resolved = dataclasses.asdict(llm.engine.config)
         facts = {"attention_impl": resolved["attention_impl"], "engine": resolved, "startup": startup}
-        files["env.json"] = store.json_text({**where, **facts, "load_average": busy})
+        files["env.json"] = store.json_text({**where, **facts, **noise(*before)})
     return {**files, "summary.json": store.json_text(summary)}, summary
 
 

@@ -198,6 +198,7 @@ def test_the_report_is_written_from_the_folder(tmp_path: Path) -> None:
         "python": "3.11.0",
         "device": {"platform": "cpu", "kind": "cpu"},
         "cpu": {"model": "A processor", "usable_cores": 2},
+        "stolen_share": 0.02,
         "engine": {"block_size": 8},
         "startup": {"load": 1.0, "compile": 20.0, "compilations": 7},
     }
@@ -209,6 +210,7 @@ def test_the_report_is_written_from_the_folder(tmp_path: Path) -> None:
     assert "One run over time" not in page  # the fastest point left no steps
     assert "c0ffee, with uncommitted changes" in page
     assert "A processor, 2 cores" in page
+    assert "2 to 2 % a run" in page
     assert "load 1 s, compile 20 to 30 s, compilations 7" in page
 
 

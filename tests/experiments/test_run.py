@@ -76,6 +76,8 @@ def test_a_sweep_from_end_to_end(tmp_path: Path, model: str, capsys: pytest.Capt
     assert env["engine"]["block_size"] == 4
     assert None not in env["engine"].values()
     assert env["startup"]["total"] > 0
+    assert env["load_average"] is None or env["load_average"] >= 0
+    assert env["stolen_share"] is None or 0 <= env["stolen_share"] <= 1
     assert env["attention_impl"] == env["engine"]["attention_impl"]
     requests = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
     made = [[len(branch["token_ids"]) for branch in request["branches"]] for request in requests]
