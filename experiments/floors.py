@@ -37,7 +37,7 @@ def attention_products(model: Model, batch: int, context: int) -> Run:
     """q k^T and p v of every layer over contiguous keys and values, tokens minor and features minor as the cache."""
     c = model.config
     group = c.heads // c.kv_heads
-    dtype = jax.tree.leaves(model.params)[0].dtype
+    dtype = model.dtype
     q = jnp.ones((batch, c.kv_heads, group, c.head_dim), dtype)
     p = jnp.ones((batch, c.kv_heads, group, context), dtype)
     keys = [jnp.ones((batch, c.kv_heads, c.head_dim, context), dtype) + i for i in range(c.layers)]

@@ -83,7 +83,7 @@ def rope_table(frequencies: list[float], positions: int) -> np.ndarray:
 
 
 def rope(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotate the two halves of each head: x [N, D, T], angles [2, D / 2, T] (columns of a `rope_table`) -> [N, D, T]."""
+    """Rotate the two halves of each head: x [N, D, T], angles [2, D / 2, T] of a `rope_table` -> [N, D, T]."""
     cos, sin = angles
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1).astype(x.dtype)

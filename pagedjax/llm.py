@@ -25,6 +25,7 @@ from pagedjax.weights.checkpoint import open_checkpoint
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | BeamSearchParams
+Branches = dict[str, Assembly | BeamAssembly]  # by the id the engine knows them by; of a beam search, the first
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,14 @@ class LLM:
         monitor.keep_compilations()
         if not isinstance(model, LoadedModel):
             model = load_model(model, dtype=engine_config.dtype, progress=progress)
-        dtype = str(jax.tree.leaves(model.model.params)[0].dtype)
-        if engine_config.dtype not in (None, dtype):
-            raise ValueError(f"dtype is {engine_config.dtype!r}, but the model was loaded in {dtype}; load it again")
+        loaded = model.model.dtype
+        if engine_config.dtype not in (None, loaded):
+            raise ValueError(f"dtype is {engine_config.dtype!r}, but the model was loaded in {loaded}; load it again")
         self.model = model
         self.tokenizer = model.tokenizer
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
         self._requests = 0
-        self._branches: dict[
-            str, Assembly | BeamAssembly
-        ] = {}  # under way, by request id: of every call, for a step serves them all
+        self._branches: Branches = {}  # those under way, of every call, for a step serves them all
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold, so that a measurement starts cold. Requests under way go on."""
@@ -136,7 +135,7 @@ class LLM:
         if isinstance(params, BeamSearchParams) or params.n != 1:
             what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
             raise ValueError(f"{what}; a stream has one branch, use generate")
-        mine = self._add([self._tokens(prompt)], [params], [0], [""])
+        (mine,) = self._add([self._tokens(prompt)], [params], [0], [""])
         (branch,) = mine.values()
         assert isinstance(branch, Assembly)
         sent, ended = 0, False
@@ -164,8 +163,9 @@ class LLM:
     ) -> list[RequestOutput]:
         params = _each(sampling_params, len(ids))
         priorities = _one_each("priority", priority, int, len(ids))
-        mine = self._add(ids, params, priorities, _one_each("user", user, str, len(ids)))
-        every, left = list(mine.values()), set(mine)
+        requests = self._add(ids, params, priorities, _one_each("user", user, str, len(ids)))
+        mine = {name: branch for branches in requests for name, branch in branches.items()}
+        left = set(mine)
         try:
             with tqdm(total=len(mine), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
                 tokens, started = 0, time.perf_counter()
@@ -178,17 +178,15 @@ class LLM:
         finally:
             self._abandon(mine)
 
-        outputs, first = [], 0
-        for prompt, p, tokens in zip(prompts, params, ids, strict=True):
-            mine = every[first : first + (1 if isinstance(p, BeamSearchParams) else p.drawn().n)]
-            first += len(mine)
-            leader = mine[0]
+        outputs = []
+        for prompt, p, tokens, branches in zip(prompts, params, ids, requests, strict=True):
+            leader, *_ = several = list(branches.values())
             outputs.append(
                 RequestOutput(
                     request_id=str(len(outputs)),
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_token_ids=tuple(tokens),
-                    outputs=leader.completions() if isinstance(leader, BeamAssembly) else _best(mine, p),
+                    outputs=leader.completions() if isinstance(leader, BeamAssembly) else _best(several, p),
                     prompt_logprobs=leader.prompt_positions() if isinstance(leader, Assembly) else None,
                     num_cached_tokens=leader.num_cached or 0,
                 )
@@ -201,26 +199,30 @@ class LLM:
         params: Sequence[Params],
         priorities: Sequence[int],
         users: Sequence[str],
-    ) -> dict[str, Assembly | BeamAssembly]:
-        """Queue every branch, or none: branch i of a request with a seed uses seed + i."""
-        branches: dict[str, Assembly | BeamAssembly] = {}
-        eos = frozenset(self.model.eos_token_ids)
+    ) -> list[Branches]:
+        """Queue every request, or none -> the branches of each."""
+        requests: list[Branches] = []
         try:
             for tokens, p, priority, user in zip(ids, params, priorities, users, strict=True):
                 p = p if isinstance(p, BeamSearchParams) else p.drawn()
                 width = p.beam_width if isinstance(p, BeamSearchParams) else p.n
                 names = [f"{self._requests + i}" for i in range(width)]
-                self._requests += width
                 self.engine.add(names[0], tokens, p, forks=names[1:], priority=priority, user=user)
-                if isinstance(p, BeamSearchParams):
-                    branches[names[0]] = BeamAssembly(p, self.tokenizer, tokens, eos)
-                else:
-                    branches |= {name: Assembly(i, p, self.tokenizer, tokens, eos) for i, name in enumerate(names)}
+                self._requests += width
+                requests.append(self._assemblies(names, tokens, p))
         except ValueError:
-            self._abandon(branches)
+            for branches in requests:
+                self._abandon(branches)
             raise
-        self._branches |= branches
-        return branches
+        for branches in requests:
+            self._branches |= branches
+        return requests
+
+    def _assemblies(self, names: Sequence[str], tokens: Sequence[int], p: Params) -> Branches:
+        parts = self.tokenizer, tokens, frozenset(self.model.eos_token_ids)
+        if isinstance(p, BeamSearchParams):
+            return {names[0]: BeamAssembly(p, *parts)}
+        return {name: Assembly(i, p, *parts) for i, name in enumerate(names)}
 
     def _step(self) -> tuple[int, list[str]]:
         """One step of the engine, folded into the branches it served -> (tokens, ids of the branches that ended)."""
@@ -257,8 +259,8 @@ class LLM:
                 ended.append(request_id)
         return tokens, ended
 
-    def _abandon(self, branches: Mapping[str, Assembly | BeamAssembly]) -> None:
-        """End those that are still under way."""
+    def _abandon(self, branches: Branches) -> None:
+        """End those of a call that are still under way."""
         for request_id, branch in branches.items():
             if branch.finish_reason is None:
                 self._branches.pop(request_id, None)

@@ -109,7 +109,7 @@ class Assembly:
         return {entry.token_id: chosen} | best
 
     def completion(self) -> CompletionOutput:
-        wanted = self.params.logprobs is not None and len(self.logprobs) == len(self.token_ids)
+        wanted = self.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
             text=self.text,
@@ -143,12 +143,12 @@ class BeamAssembly:
 
     def completions(self) -> tuple[CompletionOutput, ...]:
         """The n best, the best first."""
-        row = self.params.row(0)
+        row = replace(self.params.row(0), logprobs=None)
         outputs = []
         for i, (token_ids, total, score, reason) in enumerate(self.sequences[: self.params.n]):
             branch = Assembly(i, row, self.tokenizer, self.prompt, self.eos)
             for token in token_ids[:-1]:
                 branch.push(token, None)
             branch.push(token_ids[-1], reason)
-            outputs.append(replace(branch.completion(), cumulative_logprob=total, logprobs=None, score=score))
+            outputs.append(replace(branch.completion(), cumulative_logprob=total, score=score))
         return tuple(outputs)

@@ -27,7 +27,7 @@ def resolve(
     """
     m, device = model.config, jax.devices()[0]
     found = found or memory.read(device)
-    dtype = config.dtype or str(jax.tree.leaves(model.params)[0].dtype)
+    dtype = config.dtype or model.dtype
     length = config.max_model_len or m.max_len
     if length > m.max_len:
         raise ValueError(f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it")

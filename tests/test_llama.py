@@ -53,7 +53,7 @@ def all_logits(
     """The logits after every token of the prompts, computed through the cache in these steps."""
     c = model.config
     sizes = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
-    kv = cache.init(**sizes, blocks=len(prompts) * M, block_size=S, dtype=str(jax.tree.leaves(model.params)[0].dtype))
+    kv = cache.init(**sizes, blocks=len(prompts) * M, block_size=S, dtype=model.dtype)
     tables = np.random.default_rng(0).permutation(len(prompts) * M).reshape(-1, M).astype(np.int32) + 1
     done, found = [0] * len(prompts), [[] for _ in prompts]
     run = partial(_run, model.graphdef)
@@ -190,7 +190,7 @@ def test_a_token_changes_no_logits_before_it_and_all_after_it(tiny):
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
 def test_half_precision_is_as_near_as_its_bits(tiny, tiny_folder, dtype, bits):
     model = load_model(tiny_folder, dtype=dtype).model
-    assert {str(a.dtype) for a in jax.tree.leaves(model.params) if a is not model.params["angles"][...]} == {dtype}
+    assert {str(a.dtype) for a in jax.tree.leaves(nnx.filter_state(model.params, nnx.Param))} == {dtype}
     for got, want in zip(all_logits(model, CHUNKED), all_logits(tiny.model, CHUNKED), strict=True):
         error = np.sqrt(np.mean((got - want) ** 2)) / np.sqrt(np.mean(want**2))
         assert 2.0 ** -(bits + 6) < error < 4 * 2.0**-bits

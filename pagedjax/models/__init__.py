@@ -21,6 +21,7 @@ class Model(NamedTuple):
     config: llama.LlamaConfig
     graphdef: nnx.GraphDef
     params: Any
+    dtype: str  # of the parameters
 
 
 def load(checkpoint: Checkpoint, dtype: str, *, progress: bool = False) -> Model:
@@ -37,7 +38,7 @@ def load(checkpoint: Checkpoint, dtype: str, *, progress: bool = False) -> Model
     graphdef, shapes = nnx.split(nnx.eval_shape(lambda: llama.Llama(config, dtype)))
     params["angles"] = jnp.asarray(rope_table(config.frequencies, config.max_len))
     nnx.replace_by_pure_dict(shapes, _numbered(params))
-    return Model(config, graphdef, shapes)
+    return Model(config, graphdef, shapes, dtype)
 
 
 def _numbered(tree: Any) -> Any:
