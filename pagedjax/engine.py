@@ -107,7 +107,10 @@ class Engine:
             self._recorder.forget()
 
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
-        """End a request at any time; its blocks are free at once. An unknown id does nothing."""
+        """End a request at any time; its blocks are free at once. An unknown id does nothing.
+
+        A branch of parallel sampling ends alone; the id of any beam ends its whole search.
+        """
         self._state, events = scheduler.cancel(self._state, request_id, reason)
         self._take_in(events)
         if self._recorder:

@@ -171,6 +171,8 @@ def test_it_names_what_it_cannot_serve_and_who_can(monkeypatch):
     assert cpu.obstacle("cpu", "bfloat16", 64) == ""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "needs numba" in cpu.obstacle("cpu", "bfloat16", 64)
+    monkeypatch.setattr(cpu.sys, "platform", "win32")
+    assert "POSIX" in cpu.obstacle("cpu", "bfloat16", 64)
 
 
 def test_an_engine_takes_it_where_it_can():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import sys
 import threading
 
 import jax
@@ -45,6 +46,8 @@ def obstacle(platform: str, dtype: str, head_size: int) -> str:
     """What keeps this implementation from serving a cache, as the rest of a sentence; empty when nothing does."""
     if platform != "cpu":
         return f"runs on platform 'cpu' and not on {platform!r}"
+    if sys.platform == "win32":
+        return "calls POSIX functions, which Windows does not have"
     if dtype not in DTYPES:
         return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
     if head_size % 8:
