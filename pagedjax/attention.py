@@ -4,17 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 
-from pallas_kernels.paged_attention import IMPLS, cpu, paged_attention
+from pallas_kernels.paged_attention import IMPLS, cpu, gpu, paged_attention
 
 Attend = Callable[..., jax.Array]  # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> [T, N, D]
 
 
 def default_impl(platform: str, dtype: str, head_dim: int) -> str:
-    """The implementation for a platform ("cpu", "gpu", "tpu") and a cache. Plain XLA runs on all of them."""
+    """The implementation for a platform ("cpu", "gpu", "tpu") and a cache. Plain XLA runs on all of them.
+
+    "pallas_gpu" has to be asked for by name until it has run on a GPU.
+    """
     return "xla" if cpu.obstacle(platform, dtype, head_dim) else "cpu"
+
+
+def choose(
+    wanted: str | None, device: Any, *, dtype: str, head_dim: int, block_size: int, kv_heads: int, heads: int
+) -> str:
+    """The implementation of an engine: the one wanted, or the default.
+
+    Raises:
+        ValueError: the one wanted cannot serve this cache on this device; the message says why.
+    """
+    if wanted is None:
+        return default_impl(device.platform, dtype, head_dim)
+    wrong = ""
+    if wanted == "cpu":
+        wrong = cpu.obstacle(device.platform, dtype, head_dim)
+    if wanted == "pallas_gpu":
+        wrong = gpu.obstacle(device) or gpu.unsupported(dtype, head_dim, block_size, heads // kv_heads)
+    if wrong:
+        raise ValueError(f"attention_impl {wanted!r} {wrong}; 'xla' has no such limit")
+    return wanted
 
 
 def attend(impl: str, scale: float) -> Attend:

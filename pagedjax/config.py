@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 DType = Literal["float32", "bfloat16", "float16"]
 PolicyName = Literal["fcfs", "priority", "shortest", "fair"]
 Preemption = Literal["recompute", "swap"]
-AttentionImpl = Literal["xla", "reference", "cpu"]
+AttentionImpl = Literal["xla", "cpu", "pallas_gpu", "reference"]
 
 Config = TypeVar("Config")
 

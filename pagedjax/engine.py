@@ -57,7 +57,7 @@ class Engine:
         self._cache: cache.KVCache | None = None
         self._steps, self._blanks, self.memory, self.startup = self._warm_up(step, config, found, progress)
         if progress:
-            tqdm.write(str(self.memory), file=sys.stderr)
+            tqdm.write(f"attention {c.attention_impl!r}\n{self.memory}", file=sys.stderr)
 
     # requests ---------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ def resolve(
         activations: bytes that a step needs beside weights and cache, once that is known.
 
     Raises:
-        ValueError: max_model_len beyond the model's own limit, or a cache that does not fit.
+        ValueError: max_model_len beyond the model's own limit, a cache that does not fit, or an attention_impl that
+            cannot serve here.
     """
     m, device = model.config, jax.devices()[0]
     found = found or memory.read(device)
@@ -43,11 +44,13 @@ def resolve(
         raise ValueError(
             f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is {smallest} tokens"
         )
+    heads = {"head_dim": m.head_dim, "kv_heads": m.kv_heads, "heads": m.heads}
+    impl = attention.choose(config.attention_impl, device, dtype=dtype, block_size=config.block_size, **heads)
     values = dataclasses.asdict(config) | {
         "dtype": dtype,
         "max_model_len": length,
         "num_blocks": blocks,
-        "attention_impl": config.attention_impl or attention.default_impl(device.platform, dtype, m.head_dim),
+        "attention_impl": impl,
         "token_buckets": buckets,
     }
     return Resolved(**values)

@@ -74,7 +74,7 @@ def test_the_seed_is_32_bits(value):
         ("policy", None, "'fcfs'"),
         ("policy", "", "'fcfs'"),
         ("attention_impl", "refrence", r"\(did you mean 'reference'\?\)$"),
-        ("attention_impl", "auto", "'xla', 'reference'"),
+        ("attention_impl", "auto", "'pallas_gpu', 'reference'"),
     ],
 )
 def test_a_choice_outside_its_list_names_the_list_and_the_nearest(name, value, message):

@@ -7,9 +7,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import cpu, reference, xla
+from pallas_kernels.paged_attention import cpu, gpu, reference, xla
 
-IMPLS = {"reference": reference.paged_attention, "xla": xla.paged_attention, "cpu": cpu.paged_attention}
+IMPLS = {
+    "reference": reference.paged_attention,
+    "xla": xla.paged_attention,
+    "cpu": cpu.paged_attention,
+    "pallas_gpu": gpu.paged_attention,
+}
 
 
 @partial(jax.jit, static_argnames=("scale", "impl"))  # traced once for all layers that call it

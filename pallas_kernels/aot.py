@@ -1,0 +1,265 @@
+"""Compile every kernel for a GPU that need not be here, and say what the compiler made of it.
+
+    python -m pallas_kernels.aot --target h200
+    python -m pallas_kernels.aot --target h100 --json --only decode
+
+Needs JAX 0.11 with its CUDA plugin (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, of JAX's own version) and
+ptxas, on the PATH or from the package nvidia-cuda-nvcc. Nothing runs: XLA and Mosaic GPU compile for the named chip as
+they would on it, down to machine code. Exits with 1 if a kernel does not compile or spills registers to memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pallas_kernels.tiles import Tiles
+
+# XLA's description of a GPU (GpuTargetConfigProto). Both are GH100 dies with 132 multiprocessors; the memory differs.
+HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth} device_memory_size: {memory}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+}}
+platform_name: "CUDA" device_description_str: "{name}"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }} runtime_version {{ major: 13 minor: 0 patch: 0 }}
+"""
+
+
+class Target(NamedTuple):
+    name: str
+    bandwidth: int  # bytes a second
+    memory: int  # bytes
+
+
+TARGETS = {
+    "h100": Target("NVIDIA H100 80GB HBM3", 3_350_000_000_000, 85_520_809_984),
+    "h200": Target("NVIDIA H200", 4_800_000_000_000, 151_397_597_184),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compiled program: a kernel at one shape."""
+
+    kernel: str
+    head_size: int
+    block_size: int
+    group: int
+    dtype: str = "bfloat16"
+    parts: bool = False  # one long row, split over the device
+    options: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.kernel, f"D {self.head_size}", f"S {self.block_size}", f"G {self.group}", self.dtype]
+        return ", ".join([*words, *(["split"] if self.parts else []), *(name for name, _ in self.options)])
+
+
+class Compiled(NamedTuple):
+    registers: int
+    spilled: int  # bytes stored and loaded
+    shared: int  # bytes of shared memory that the kernel asks for
+    stages: int
+    seconds: float
+
+
+def cases() -> Iterator[Case]:
+    """Every shape that the kernels claim: what changes the program, each alone and in the combinations that matter."""
+    from pallas_kernels.paged_attention.gpu import BLOCK_SIZES, DTYPES, HEAD_SIZES
+
+    for kernel in ("decode", "chunks"):
+        for d in HEAD_SIZES:
+            for s in BLOCK_SIZES:
+                yield Case(kernel, d, s, 4)
+            for group in (1, 3, 8, 16):
+                yield Case(kernel, d, 16, group)
+            yield Case(kernel, d, 16, 4, DTYPES[1])
+            yield Case(kernel, d, 16, 4, options=(("window", 4096),))
+            yield Case(kernel, d, 16, 4, options=(("soft_cap", 50.0),))
+            if kernel == "decode":
+                yield Case(kernel, d, 16, 4, parts=True)
+
+
+def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], list[Any]]:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.paged_attention import gpu_chunks, gpu_decode
+
+    rows, heads, pages, blocks = (1 if case.parts else 64), 8, 1024, 32768 // case.block_size
+    t = rows if case.kernel == "decode" else 2048
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    q = jax.ShapeDtypeStruct((t, heads * case.group, case.head_size), case.dtype)
+    cache = jax.ShapeDtypeStruct((pages, heads, case.block_size, case.head_size), case.dtype)
+    options: dict[str, Any] = {"window": None, "soft_cap": None, **dict(case.options)}
+    call = {"decode": gpu_decode.decode, "chunks": gpu_chunks.chunks}[case.kernel]
+    rest = [ints(rows)] if case.kernel == "decode" else [ints(rows)] * 3
+    bound = partial(call, scale=case.head_size**-0.5, tiles=tiles, **options)
+    return bound, [q, cache, cache, ints(rows, blocks), *rest]
+
+
+def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
+    """Raises whatever the compiler raises."""
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+
+    from pallas_kernels.paged_attention import gpu_chunks, gpu_decode
+
+    text = HOPPER.format(**target._asdict())
+    topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1")
+    sharding = SingleDeviceSharding(topology.devices[0])
+    function, shapes = function_and_shapes(case, tiles)
+    placed = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
+    device = AbstractDevice(target.name, 132, "gpu")
+    started = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), everything_printed() as printed:
+        jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+    seconds = time.perf_counter() - started
+    d = case.head_size
+    if case.kernel == "decode":
+        shared, stages = gpu_decode.shared_bytes(d, case.group, 2, tiles), tiles.decode_stages
+    else:
+        shared, stages = gpu_chunks.shared_bytes(d, 2, tiles), tiles.chunk_stages
+    return Compiled(*read_ptxas(printed()), shared, stages, seconds)
+
+
+def read_ptxas(text: str) -> tuple[int, int]:
+    """(registers a thread, bytes spilled) of the Mosaic kernel in ptxas's report.
+
+    Raises:
+        ValueError: the report has no such kernel; then nothing is known of it.
+    """
+    found = re.search(
+        r"Compiling entry function '\w*mosaic_gpu_kernel'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
+        r"Used (\d+) registers",
+        text,
+        re.DOTALL,
+    )
+    if not found:
+        raise ValueError("ptxas reported no kernel; is this JAX's Mosaic GPU? what was printed: " + text[-500:])
+    stores, loads, registers = map(int, found.groups())
+    return registers, stores + loads
+
+
+@contextmanager
+def everything_printed() -> Iterator[Callable[[], str]]:
+    """What this process prints on stdout and stderr, ptxas's report in it, which bypasses Python."""
+    with tempfile.TemporaryFile("w+b") as file:
+        kept = [os.dup(fd) for fd in (1, 2)]
+        text = b""
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd in (1, 2):
+                os.dup2(file.fileno(), fd)
+            yield lambda: text.decode(errors="replace")
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd, old in zip((1, 2), kept, strict=True):
+                os.dup2(old, fd)
+                os.close(old)
+            file.seek(0)
+            text = file.read()
+
+
+def find_ptxas() -> bool:
+    """Whether there is a ptxas; one from a package is put on the PATH."""
+    if shutil.which("ptxas"):
+        return True
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations or () if spec else ():
+        for program in sorted(Path(root).glob("**/bin/ptxas")):
+            os.environ["PATH"] = f"{program.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+            return True
+    return False
+
+
+def what_is_missing() -> str:
+    """A sentence, or nothing."""
+    import jax
+
+    from pallas_kernels.paged_attention.gpu import JAX_NEEDED
+
+    if jax.__version_info__ < JAX_NEEDED:
+        return f"JAX {jax.__version__} cannot compile these kernels; it takes 0.11 or newer, on Python 3.12"
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return (
+            f"JAX's CUDA plugin is missing; pip install --no-deps jax-cuda13-plugin=={jax.__version__} "
+            f"jax-cuda13-pjrt=={jax.__version__}"
+        )
+    if not find_ptxas():
+        return "ptxas is missing; pip install nvidia-cuda-nvcc, or put CUDA's on the PATH"
+    return ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=sorted(TARGETS), required=True)
+    parser.add_argument("--only", choices=("decode", "chunks"), help="one kernel")
+    parser.add_argument("--json", action="store_true", help="a JSON object a line instead of a table")
+    parser.add_argument("--stages", type=int, help="tiles under way, instead of those of the target's file")
+    parser.add_argument("--quick", action="store_true", help="the first shape of each kernel and head size alone")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here may start a GPU
+    os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    if missing := what_is_missing():
+        print(f"error: {missing}", file=sys.stderr)
+        return 2
+    target, tiles = TARGETS[args.target], Tiles.read(args.target)
+    if args.stages:
+        tiles = tiles._replace(decode_stages=args.stages, chunk_stages=args.stages)
+    chosen = [case for case in cases() if args.only in (None, case.kernel)]
+    if args.quick:
+        chosen = list({(case.kernel, case.head_size): case for case in reversed(chosen)}.values())[::-1]
+    failures = sum(not report(case, target, tiles, args.json) for case in chosen)
+    if not args.json:
+        print(f"{len(chosen)} programs for {target.name}, {failures} failed")
+    return 1 if failures else 0
+
+
+def report(case: Case, target: Target, tiles: Tiles, as_json: bool) -> bool:
+    """Compile and print one line; whether it is as it should be."""
+    line: dict[str, Any] = {"target": target.name, **dataclasses.asdict(case)}
+    try:
+        compiled = compile_case(case, target, tiles)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        line["error"] = f"does not compile: {type(error).__name__}: {first}"
+    else:
+        line |= compiled._asdict()
+        if compiled.spilled:
+            line["error"] = f"spills {compiled.spilled} bytes of registers to memory; use smaller tiles"
+    if as_json:
+        print(json.dumps(line), flush=True)
+    elif "registers" in line:
+        facts = (
+            f"{line['registers']:3} registers, {line['spilled']} bytes spilled, {line['shared'] / 1024:.0f} KiB shared"
+        )
+        print(f"{case!s:44} {facts}, {line['stages']} stages, compiled in {line['seconds']:.1f} s", flush=True)
+    if "error" in line and not as_json:
+        print(f"{case!s:44} FAILED: {line['error']}", flush=True)
+    return "error" not in line
+
+
+if __name__ == "__main__":
+    sys.exit(main())

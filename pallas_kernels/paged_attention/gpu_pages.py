@@ -1,0 +1,65 @@
+"""What both GPU kernels do with pages, products and scores."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = math.log2(math.e)
+
+
+def swizzled(shape, dtype):
+    """Shared memory as WGMMA reads it: tiles of 8 rows of 64 numbers of 16 bits, which is 128 bytes."""
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+
+def copies(tile: int, block_size: int) -> int:
+    """Pieces that a tile is copied in: its pages, or a part of a page that is larger."""
+    return tile // min(tile, block_size)
+
+
+def barrier_of_pages(tile: int, block_size: int, stages: int):
+    """One a stage, complete when all pieces of its tile are there."""
+    return plgpu.Barrier(num_arrivals=copies(tile, block_size), num_barriers=stages)
+
+
+def copy_pages(ref, head, tables, row, start, length, into, full) -> None:
+    """Begin to copy the tile that starts at context token `start`, a multiple of its size, from pages to shared memory.
+
+    ref [P, K, S, D]; tables [B, M]; into [tile, D]. Past the row's last page, that page is copied again: everything in
+    shared memory has been written, and no page is read that is not the row's.
+    """
+    block_size, (tile, _) = ref.shape[2], into.shape
+    rows = min(tile, block_size)
+    last = lax.max(length - 1, 0) // block_size
+    for piece in range(copies(tile, block_size)):
+        token = start + piece * rows
+        page = tables[row, lax.min(token // block_size, last)]
+        inside = pl.ds(lax.rem(token, jnp.int32(block_size)) if rows < block_size else 0, rows)
+        plgpu.copy_gmem_to_smem(ref.at[page, head, inside], into.at[pl.ds(piece * rows, rows)], full)
+
+
+def capped(x, scale: float, soft_cap: float | None):
+    """Scores as powers of two: exp2 of the result is exp of the scaled, perhaps capped, product."""
+    if soft_cap is None:
+        return x * (scale * LOG2E)
+    return jnp.tanh(x * (scale / soft_cap)) * (soft_cap * LOG2E)
+
+
+def product(shape, a, b):
+    """a . b of two tiles in shared memory, as float32 in registers."""
+
+    def multiply(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def numbered(shape, axis: int):
+    """[shape] int32 in a product's layout: each element's index along an axis."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
