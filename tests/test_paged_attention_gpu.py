@@ -182,6 +182,48 @@ def test_a_mixed_batch_keeps_the_contract():
     assert not np.asarray(found[a["first"][-1] :]).any(), "padding tokens are not zero"
 
 
+def through_the_kernels(monkeypatch, model, prompts, tokens: int, **config) -> list[tuple[int, ...]]:
+    """Greedy tokens of an engine in float16 whose attention is the GPU kernels, interpreted."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pagedjax import LLM, SamplingParams
+
+    monkeypatch.setattr(gpu, "obstacle", lambda device: "")
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        llm = LLM(model, attention_impl="pallas_gpu", progress=False, max_model_len=32, **config)
+        return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@interpreted
+def test_an_engine_gives_the_same_tokens_through_them(tmp_path, monkeypatch):
+    """A small random model: chunks of prompts beside decodes, three sequences."""
+    from pagedjax import LLM, SamplingParams, load_model
+    from tests.weights.tiny import tiny_llama
+
+    model = load_model(tiny_llama(tmp_path / "llama", tied=False, head_dim=64), dtype="float16")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 300, n).tolist() for n in (1, 5, 11)]
+    config = {"block_size": 8, "max_num_batched_tokens": 8, "max_num_seqs": 4, "token_buckets": (8,), "num_blocks": 32}
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    plain = LLM(model, attention_impl="xla", progress=False, max_model_len=32, **config)
+    expected = [out.outputs[0].token_ids for out in plain.generate(prompts, params, use_tqdm=False)]
+    assert through_the_kernels(monkeypatch, model, prompts, 3, **config) == expected
+
+
+@interpreted
+@pytest.mark.exhaustive  # a step of 30 layers takes a minute, interpreted
+def test_smollm2_keeps_its_goldens_through_them(monkeypatch):
+    from pagedjax import load_model
+    from tests.test_goldens_engine import GOLDENS
+
+    goldens = sorted(GOLDENS, key=lambda golden: len(golden["prompt_token_ids"]))[1:3]
+    prompts = [golden["prompt_token_ids"] for golden in goldens]
+    config = {"block_size": 16, "max_num_batched_tokens": 4, "max_num_seqs": 2, "token_buckets": (4,), "num_blocks": 8}
+    found = through_the_kernels(monkeypatch, load_model("smollm2-135m", dtype="float16"), prompts, 3, **config)
+    assert [list(tokens) for tokens in found] == [golden["token_ids"][:3] for golden in goldens]
+
+
 # --- the checks can fail ----------------------------------------------------------------------------------------------
 
 
