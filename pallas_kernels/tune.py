@@ -1,0 +1,127 @@
+"""Time the GPU kernels with different tiles on the GPU at hand, and write the best to tiles/<device>.json.
+
+    python -m pallas_kernels.tune --name h200
+    python -m pallas_kernels.tune --name h200 --dry-run     # print, write nothing
+
+Each number is chosen by the shape that feels it most, the others as they are: tile and stages of a decode by 64 rows of
+4,096 tokens, `min_split` by one row of 32,768, stages of a chunk by 4 prompts of 2,048. Candidates that do not fit into
+shared memory are left out. Times are of the device (CUPTI), medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention import gpu
+from pallas_kernels.tiles import Tiles
+
+SHARED = 232_448 - 8_192  # bytes a block of threads can have, less what the compiler keeps
+ROUNDS = 15
+HEADS, GROUP, BLOCK = 8, 4, 16
+
+
+def decode_candidates(tiles: Tiles, d: int) -> Iterator[Tiles]:
+    from pallas_kernels.paged_attention import gpu_decode
+
+    for tile in (64, 128):
+        for stages in (2, 3, 4, 5, 6):
+            sizes = {**dict(tiles.decode_tile), d: tile}
+            changed = tiles._replace(decode_tile=tuple(sizes.items()), decode_stages=stages)
+            if gpu_decode.shared_bytes(d, GROUP, 2, changed) <= SHARED:
+                yield changed
+
+
+def chunk_candidates(tiles: Tiles) -> Iterator[Tiles]:
+    from pallas_kernels.paged_attention import gpu_chunks
+
+    for stages in (2, 3, 4):
+        changed = tiles._replace(chunk_stages=stages)
+        if all(gpu_chunks.shared_bytes(d, 2, changed) <= SHARED for d in gpu.HEAD_SIZES):
+            yield changed
+
+
+def split_candidates(tiles: Tiles) -> Iterator[Tiles]:
+    yield from (tiles._replace(min_split=tokens) for tokens in (128, 256, 512, 1024, 2048))
+
+
+def seconds(rows: int, queries: int, context: int, d: int, tiles: Tiles) -> float:
+    """Median device time of one call, going round two caches with pages in random order."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    width = context // BLOCK
+    first = jnp.arange(rows + 1, dtype=jnp.int32) * queries
+
+    def inputs(seed: int) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(jax.random.key(seed), 4)
+        k, v = (jax.random.normal(key, (rows * width + 1, HEADS, BLOCK, d), jnp.bfloat16) for key in keys[:2])
+        q = jax.random.normal(keys[2], (rows * queries, HEADS * GROUP, d), jnp.bfloat16)
+        tables = jax.random.permutation(keys[3], rows * width).reshape(rows, width).astype(jnp.int32) + 1
+        return q, k, v, tables, jnp.full(rows, context, jnp.int32), first
+
+    call = partial(gpu.paged_attention, scale=d**-0.5, tiles=tiles)
+    both = [inputs(seed) for seed in range(2)]
+    _, times = profiler.measure(jax.jit(lambda many: [call(*one) for one in many]), iterations=ROUNDS)(both)
+    if times is None:
+        raise RuntimeError("CUPTI saw no kernel run")
+    return statistics.median(times) / 1e3 / len(both)
+
+
+def best(name: str, candidates: Iterable[Tiles], shape: tuple[int, int, int, int]) -> Tiles:
+    """The fastest candidate; prints them all, and those that do not compile."""
+    timed: list[tuple[float, Tiles]] = []
+    for tiles in candidates:
+        try:
+            timed.append((seconds(*shape, tiles), tiles))
+            print(f"{name}: {1e6 * timed[-1][0]:9.1f} us  {tiles}", flush=True)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}  {tiles}: {(str(error).splitlines() or [''])[0][:120]}", flush=True)
+    if not timed:
+        raise SystemExit(f"error: no candidate of {name} runs; the kernels are broken on this device")
+    return min(timed)[1]
+
+
+def tuned(start: Tiles) -> Tiles:
+    tiles = start
+    for d in gpu.HEAD_SIZES:
+        tiles = best(f"decode, D {d}", decode_candidates(tiles, d), (64, 1, 4096, d))
+    tiles = best("splits", split_candidates(tiles), (1, 1, 32768, 128))
+    return best("chunks", chunk_candidates(tiles), (4, 2048, 2048, 128))
+
+
+def as_json(tiles: Tiles, note: str) -> str:
+    fields: dict[str, Any] = {"note": note, **tiles._asdict()}
+    fields["decode_tile"] = {str(d): tile for d, tile in tiles.decode_tile}
+    return json.dumps(fields, indent=2) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200")
+    parser.add_argument("--dry-run", action="store_true", help="write nothing")
+    args = parser.parse_args(argv)
+    device = jax.devices()[0]
+    if wrong := gpu.obstacle(device):
+        print(f"error: pallas_gpu {wrong}; tiles are tuned on the device they are for", file=sys.stderr)
+        return 2
+    tiles = tuned(Tiles.of(device.device_kind))
+    note = f"Tuned on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}."
+    text = as_json(tiles, note)
+    print(text)
+    if not args.dry_run:
+        (Path(__file__).parent / "tiles" / f"{args.name}.json").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
