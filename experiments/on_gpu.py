@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-
 LEAST = 30.0  # seconds that are worth starting a part for
 
 
