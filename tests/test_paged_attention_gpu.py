@@ -232,11 +232,11 @@ def test_smollm2_keeps_its_goldens_through_them(monkeypatch):
 def test_a_wrong_page_is_seen(rows, monkeypatch):
     from pallas_kernels.paged_attention import gpu_chunks, gpu_decode, gpu_pages
 
-    def one_ahead(ref, head, tables, row, start, length, into, full):
-        gpu_pages.copy_pages(ref, head, tables, row, start + 64, length, into, full)
+    def one_ahead(tables, row, start, length, **sizes):
+        return gpu_pages.page_ids(tables, row, start + 64, length, **sizes)
 
     for module in (gpu_decode, gpu_chunks):
-        monkeypatch.setattr(module, "copy_pages", one_ahead)
+        monkeypatch.setattr(module, "page_ids", one_ahead)
     with pytest.raises(AssertionError):
         check(Case(rows))
 

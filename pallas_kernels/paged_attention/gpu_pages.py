@@ -27,19 +27,21 @@ def barrier_of_pages(tile: int, block_size: int, stages: int):
     return plgpu.Barrier(num_arrivals=copies(tile, block_size), num_barriers=stages)
 
 
-def copy_pages(ref, head, tables, row, start, length, into, full) -> None:
-    """Begin to copy the tile that starts at context token `start`, a multiple of its size, from pages to shared memory.
+def page_ids(tables, row, start, length, *, tile: int, block_size: int) -> tuple:
+    """Pages of the tile that starts at context token `start`, a multiple of its size: one for each copy.
 
-    ref [P, K, S, D]; tables [B, M]; into [tile, D]. Past the row's last page, that page is copied again: everything in
-    shared memory has been written, and no page is read that is not the row's.
+    Past the row's last page it is that page again: everything in shared memory is written, and by the row's own pages.
     """
-    block_size, (tile, _) = ref.shape[2], into.shape
-    rows = min(tile, block_size)
-    last = lax.max(length - 1, 0) // block_size
-    for piece in range(copies(tile, block_size)):
-        token = start + piece * rows
-        page = tables[row, lax.min(token // block_size, last)]
-        inside = pl.ds(lax.rem(token, jnp.int32(block_size)) if rows < block_size else 0, rows)
+    rows, last = min(tile, block_size), lax.max(length - 1, 0) // block_size
+    tokens = (start + piece * rows for piece in range(copies(tile, block_size)))
+    return tuple(tables[row, lax.min(token // block_size, last)] for token in tokens)
+
+
+def copy_pages(ref, head, pages, start, into, full) -> None:
+    """Begin to copy a tile from pages [P, K, S, D] to shared memory [tile, D]."""
+    block_size, rows = ref.shape[2], into.shape[0] // len(pages)
+    inside = pl.ds(lax.rem(start, jnp.int32(block_size)) if rows < block_size else 0, rows)
+    for piece, page in enumerate(pages):
         plgpu.copy_gmem_to_smem(ref.at[page, head, inside], into.at[pl.ds(piece * rows, rows)], full)
 
 
