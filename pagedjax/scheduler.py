@@ -129,7 +129,8 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
     group = state.arrivals if r.forks or r.beams else None
     seq = Seq(request, state.arrivals, limit, r.prompt_len, hashes=r.hashes, group=group)
     ids = state.ids.update({name: None for name in names})
-    return state._replace(waiting=(*state.waiting, seq), arrivals=state.arrivals + len(names), ids=ids)
+    stops = state.stops | r.stop_token_ids if state.ids else r.stop_token_ids
+    return state._replace(waiting=(*state.waiting, seq), arrivals=state.arrivals + len(names), ids=ids, stops=stops)
 
 
 def final_length(request: Request, config: SchedulerConfig) -> int:
@@ -229,17 +230,16 @@ def commit(
         lengths, starts, counts, tokens = (pick(column, keep) for column in (lengths, starts, counts, tokens))
 
     computed = tuple([start + count for start, count in zip(starts, counts, strict=True)])
-    samples = [done == length for done, length in zip(computed, lengths, strict=True)]
+    caught_up = computed == lengths  # as in most steps: all rows sample
+    samples = [True] * len(seqs) if caught_up else [a == b for a, b in zip(computed, lengths, strict=True)]
     grouped = [i for i, seq in enumerate(seqs) if seq.group is not None]
     grouped = [i for i in grouped if seqs[i].request.forks or seqs[i].request.beams]
     for i in grouped:
         samples[i] = samples[i] and not seqs[i].request.beams  # a beam gets its token from `choices`
     lengths = tuple([length + new for length, new in zip(lengths, samples, strict=True)])
-    maybe = [
-        i
-        for i, (seq, length, token) in enumerate(zip(seqs, lengths, tokens, strict=True))
-        if length >= seq.limit or token in seq.request.stop_token_ids
-    ]
+    maybe = [i for i, (seq, length) in enumerate(zip(seqs, lengths, strict=True)) if length >= seq.limit]
+    if not state.stops.isdisjoint(tokens):  # else nobody looks at 256 requests one by one
+        maybe = sorted({*maybe, *(i for i, token in enumerate(tokens) if token in seqs[i].request.stop_token_ids)})
     ended: dict[int, FinishReason] = {
         i: reason for i in maybe if samples[i] and (reason := _finish_reason(seqs[i], lengths[i], tokens[i]))
     }

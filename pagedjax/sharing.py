@@ -53,7 +53,7 @@ def publish(
     size: int,
 ) -> tuple[BlockPool, tuple[Seq, ...]]:
     """Let the blocks that rows of a step filled be found, now that they hold what they are said to hold."""
-    full = [i for i, (end, count) in enumerate(zip(ends, counts, strict=True)) if end % size < count]
+    full = [i for i, end in enumerate(ends) if end % size < counts[i]]
     if not full:
         return pool, seqs
     filled: list[tuple[int, str]] = []
@@ -64,6 +64,8 @@ def publish(
         if new:
             known += new
             changed[i] = Seq(request, arrival, limit, length, computed, table, known, group)
+        if not known:
+            continue
         first, last = (ends[i] - counts[i]) // size, min(ends[i] // size, len(known))
         filled += zip(table[first:last], known[first:last], strict=True)
     return (blocks.publish(pool, filled) if filled else pool), tuple(changed)

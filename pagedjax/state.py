@@ -33,10 +33,9 @@ class SchedulerState(NamedTuple):
     step: int
     arrivals: int
     host: BlockPool | None  # the swap space: who is waiting and has blocks has them there
-    forked: frozenset[
-        int
-    ]  # arrivals of those that begin, since the last commit, to write behind blocks that they share
+    forked: frozenset[int]  # arrivals of those that begin, since the last commit, to write behind shared blocks
     ids: Map[str, None]  # of the waiting and the running: looking through them made a long queue quadratic
+    stops: frozenset[int] = frozenset()  # every token that may stop one of them, and perhaps some of those gone
 
 
 def places(config: SchedulerConfig) -> int:
@@ -66,6 +65,7 @@ def check(state: SchedulerState) -> None:
         assert seq.length <= seq.limit <= c.max_model_len, "a sequence is longer than it may be"
         assert seq.computed <= len(seq.blocks) * c.block_size, "computed tokens lie outside the blocks"
         assert len(seq.hashes) <= seq.length // c.block_size, "a hash of a block that is not full"
+        assert seq.request.stop_token_ids <= state.stops, "a stop token would be missed"
     arrivals = [seq.arrival for seq in (*state.waiting, *active)]
     assert len(arrivals) == len(set(arrivals)), "a sequence is in two places"
     beams = {seq.group for seq in active if together(seq)}
