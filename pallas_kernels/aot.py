@@ -129,7 +129,7 @@ def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
     sharding = SingleDeviceSharding(topology.devices[0])
     function, shapes = function_and_shapes(case, tiles)
     placed = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding) for shape in shapes]
-    device = AbstractDevice(target.name, 132, "gpu")
+    device = AbstractDevice(target.name, tiles.multiprocessors, "gpu")
     started = time.perf_counter()
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)), everything_printed() as printed:
         jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
@@ -202,7 +202,7 @@ def what_is_missing() -> str:
 
     if jax.__version_info__ < JAX_NEEDED:
         return f"JAX {jax.__version__} cannot compile these kernels; it takes 0.11 or newer, on Python 3.12"
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if not (importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13")):
         return (
             f"JAX's CUDA plugin is missing; pip install --no-deps jax-cuda13-plugin=={jax.__version__} "
             f"jax-cuda13-pjrt=={jax.__version__}"

@@ -17,7 +17,7 @@ from pallas_kernels.tiles import Tiles
 
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < gpu.JAX_NEEDED, reason="the kernels need JAX 0.11")
 needs_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None or bool(aot.what_is_missing()),
+    bool(aot.what_is_missing()),
     reason="JAX's CUDA plugin or ptxas is not here; CI brings both for the command itself",
 )
 
@@ -53,6 +53,13 @@ def test_a_machine_that_cannot_compile_is_told_what_is_missing(capsys, monkeypat
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     assert aot.main(["--target", "h200"]) == 2
     assert "it takes 0.11 or newer" in capsys.readouterr().err
+
+
+def test_a_missing_plugin_is_named_with_the_command_that_brings_it(capsys, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", gpu.JAX_NEEDED)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert aot.main(["--target", "h100"]) == 2
+    assert f"pip install --no-deps jax-cuda13-plugin=={jax.__version__}" in capsys.readouterr().err
 
 
 @needs_compiler

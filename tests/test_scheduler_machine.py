@@ -315,7 +315,26 @@ def run_machine(examples: int, steps: int, at_least: int) -> Counter[str]:
 
 
 def test_any_sequence_of_transitions_agrees_with_the_naive_model():
-    tally = run_machine(examples=70, steps=40, at_least=10_000)
+    run_machine(examples=70, steps=40, at_least=10_000)
+
+
+def test_the_driver_meets_everything_that_can_happen():
+    """The same checks on drawn configs from a fixed seed: what happens there, and how often, is the same everywhere."""
+    draw = random.Random(0)
+    tally: Counter[str] = Counter()
+    for _ in range(60):
+        block_size, host_blocks = draw.randint(1, 6), draw.choice([0, draw.randint(4, 12)])
+        config = SchedulerConfig(
+            block_size,
+            num_blocks=draw.randint(4, 14),
+            max_num_batched_tokens=draw.randint(4, 32),
+            max_num_seqs=draw.randint(2, 6),
+            max_model_len=40,
+            host_blocks=host_blocks,
+        )
+        driver = Driver(config, tally)
+        driver.traffic(60, draw.randrange(2**32))
+        driver.drain(seed=0)
     for happened in (
         "swapped",
         "resumed",

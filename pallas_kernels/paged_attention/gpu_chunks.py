@@ -18,11 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.gpu_pages import (
+    Ring,
     barrier_of_pages,
     capped,
-    copy_pages,
     numbered,
-    page_ids,
+    produce,
     product,
     swizzled,
 )
@@ -69,21 +69,10 @@ def chunks(
         count = lax.max(pl.cdiv(length, tile) - begin, 0)
 
         @pl.when(me == GROUPS)
-        def produce():
+        def fetch_all():
             plgpu.set_max_registers(40, action="decrease")
-
-            def pages_of(i):
-                return page_ids(tables, row, (begin + i) * tile, length, tile=tile, block_size=s)
-
-            def fetch(i, pages):
-                following = pages_of(i + 1)  # under way while this tile waits for room
-                slot = lax.rem(i, jnp.int32(stages))
-                for ref, into, full, free in ((k_ref, k_s, k_full, k_free), (v_ref, v_s, v_full, v_free)):
-                    pl.when(i >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                    copy_pages(ref, head, pages, (begin + i) * tile, into.at[slot], full.at[slot])
-                return following
-
-            lax.fori_loop(0, count, fetch, pages_of(0))
+            rings = Ring(k_ref, k_s, k_full, k_free), Ring(v_ref, v_s, v_full, v_free)
+            produce(rings, head, tables, row, begin, count, length)
 
         @pl.when((me < GROUPS) & (length > 0))
         def consume():

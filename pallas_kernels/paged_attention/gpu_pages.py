@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -37,12 +39,36 @@ def page_ids(tables, row, start, length, *, tile: int, block_size: int) -> tuple
     return tuple(tables[row, lax.min(token // block_size, last)] for token in tokens)
 
 
-def copy_pages(ref, head, pages, start, into, full) -> None:
-    """Begin to copy a tile from pages [P, K, S, D] to shared memory [tile, D]."""
-    block_size, rows = ref.shape[2], into.shape[0] // len(pages)
-    inside = pl.ds(lax.rem(start, jnp.int32(block_size)) if rows < block_size else 0, rows)
-    for piece, page in enumerate(pages):
-        plgpu.copy_gmem_to_smem(ref.at[page, head, inside], into.at[pl.ds(piece * rows, rows)], full)
+class Ring(NamedTuple):
+    """Where tiles of keys, or of values, come from and go to."""
+
+    pages: Any  # [P, K, S, D]
+    tiles: Any  # [stages, tile, D] in shared memory
+    full: Any  # a barrier a stage: the tile is there
+    free: Any  # a barrier a stage: its consumers are done with it
+
+
+def produce(rings: Sequence[Ring], head, tables, row, begin, count, length) -> None:
+    """All of a producer's work: `count` tiles of a row's context, from tile `begin` on, into the slots of the rings."""
+    stages, tile, _ = rings[0].tiles.shape
+    block_size = rings[0].pages.shape[2]
+    rows = min(tile, block_size)
+
+    def pages_of(i):
+        return page_ids(tables, row, (begin + i) * tile, length, tile=tile, block_size=block_size)
+
+    def fetch(i, pages):
+        following = pages_of(i + 1)  # under way while this tile waits for room
+        slot = lax.rem(i, jnp.int32(stages))
+        inside = pl.ds(lax.rem((begin + i) * tile, jnp.int32(block_size)) if rows < block_size else 0, rows)
+        for ring in rings:
+            pl.when(i >= stages)(lambda ring=ring: plgpu.barrier_wait(ring.free.at[slot]))
+            for piece, page in enumerate(pages):
+                into = ring.tiles.at[slot, pl.ds(piece * rows, rows)]
+                plgpu.copy_gmem_to_smem(ring.pages.at[page, head, inside], into, ring.full.at[slot])
+        return following
+
+    lax.fori_loop(0, count, fetch, pages_of(0))
 
 
 def capped(x, scale: float, soft_cap: float | None):
