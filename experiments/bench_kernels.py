@@ -25,10 +25,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,35 +37,10 @@ import numpy as np
 from experiments.environment import environment
 from pallas_kernels.paged_attention import gpu, paged_attention
 from pallas_kernels.tiles import Tiles
+from pallas_kernels.timing import Shape, device_seconds, inputs
 
 ROUNDS = 9
 BEYOND_L2 = 256 << 20  # bytes that the caches of a measurement span at least
-
-
-class Shape(NamedTuple):
-    """Rows of equal length: query tokens and context tokens."""
-
-    rows: int
-    queries: int
-    context: int
-    heads: int  # of keys
-    group: int
-    d: int
-    s: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.rows} x {self.queries} of {self.context}, {self.heads} heads x {self.d}, G {self.group}, S {self.s}"
-        )
-
-    @property
-    def cache_bytes(self) -> int:
-        return 2 * 2 * self.rows * self.context * self.heads * self.d
-
-    @property
-    def flops(self) -> float:
-        seen = self.context * self.queries - self.queries * (self.queries - 1) / 2  # pairs of query and key, causal
-        return 4.0 * self.rows * seen * self.heads * self.group * self.d
 
 
 DECODES = [
@@ -81,40 +56,6 @@ CHUNKS = [
     Shape(4, 512, 8192, 8, 4, 128, 16),
     Shape(16, 128, 1024, 3, 3, 64, 16),
 ]
-
-
-class Inputs(NamedTuple):
-    q: jax.Array  # [T, N, D]
-    k_pages: jax.Array
-    v_pages: jax.Array
-    tables: jax.Array
-    lengths: jax.Array
-    first: jax.Array
-
-
-def inputs(shape: Shape, seed: int = 0) -> Inputs:
-    rng = np.random.default_rng(seed)
-    width = -(-shape.context // shape.s)
-    pages = rng.permutation(shape.rows * width).reshape(shape.rows, width).astype(np.int32) + 1
-    keys = jax.random.split(jax.random.key(seed), 3)
-    cache = (shape.rows * width + 1, shape.heads, shape.s, shape.d)
-    k, v = (jax.random.normal(key, cache, jnp.bfloat16) for key in keys[:2])
-    q = jax.random.normal(keys[2], (shape.rows * shape.queries, shape.heads * shape.group, shape.d), jnp.bfloat16)
-    lengths = jnp.full(shape.rows, shape.context, jnp.int32)
-    first = jnp.arange(shape.rows + 1, dtype=jnp.int32) * shape.queries
-    return Inputs(q, k, v, jnp.asarray(pages), lengths, first)
-
-
-def device_seconds(call: Callable[..., Any], sets: Sequence[Any]) -> float:
-    """Median time on the device of one call, over ROUNDS rounds through all `sets` of arguments."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    # One program a round: CUPTI adds up its kernels, and nothing of the host is in the sum.
-    whole = jax.jit(lambda many: [call(*one) for one in many])
-    _, times = profiler.measure(whole, iterations=ROUNDS)(sets)
-    if times is None:
-        raise RuntimeError("CUPTI saw no kernel run")
-    return statistics.median(times) / 1e3 / len(sets)
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------
@@ -248,7 +189,7 @@ def measure(shape: Shape, card: dict[str, float], with_torch: bool) -> list[dict
     """A row for each contender; one that fails says why."""
     decode = shape.queries == 1
     copies = max(2, -(-BEYOND_L2 // shape.cache_bytes))
-    pages = [tuple(inputs(shape, seed)) for seed in range(min(copies, 64))]
+    pages = [inputs(shape, seed) for seed in range(min(copies, 64))]
     dense = [contiguous(shape, seed) for seed in range(min(copies, 64))]
     runs: list[tuple[str, Callable[[], float]]] = [
         ("pallas_gpu", lambda: device_seconds(paged("pallas_gpu", shape), pages)),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -21,14 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import gpu
 from pallas_kernels.tiles import Tiles
+from pallas_kernels.timing import Shape, device_seconds, inputs
 
 SHARED = 232_448 - 8_192  # bytes a block of threads can have, less what the compiler keeps
 ROUNDS = 15
-HEADS, GROUP, BLOCK = 8, 4, 16
+GROUP = 4
+TYPICAL = Shape(rows=64, queries=1, context=4096, heads=8, group=GROUP, d=128, s=16)
 
 
 def decode_candidates(tiles: Tiles, d: int) -> Iterator[Tiles]:
@@ -55,34 +55,18 @@ def split_candidates(tiles: Tiles) -> Iterator[Tiles]:
     yield from (tiles._replace(min_split=tokens) for tokens in (128, 256, 512, 1024, 2048))
 
 
-def seconds(rows: int, queries: int, context: int, d: int, tiles: Tiles) -> float:
-    """Median device time of one call, going round two caches with pages in random order."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    width = context // BLOCK
-    first = jnp.arange(rows + 1, dtype=jnp.int32) * queries
-
-    def inputs(seed: int) -> tuple[jax.Array, ...]:
-        keys = jax.random.split(jax.random.key(seed), 4)
-        k, v = (jax.random.normal(key, (rows * width + 1, HEADS, BLOCK, d), jnp.bfloat16) for key in keys[:2])
-        q = jax.random.normal(keys[2], (rows * queries, HEADS * GROUP, d), jnp.bfloat16)
-        tables = jax.random.permutation(keys[3], rows * width).reshape(rows, width).astype(jnp.int32) + 1
-        return q, k, v, tables, jnp.full(rows, context, jnp.int32), first
-
-    call = partial(gpu.paged_attention, scale=d**-0.5, tiles=tiles)
-    both = [inputs(seed) for seed in range(2)]
-    _, times = profiler.measure(jax.jit(lambda many: [call(*one) for one in many]), iterations=ROUNDS)(both)
-    if times is None:
-        raise RuntimeError("CUPTI saw no kernel run")
-    return statistics.median(times) / 1e3 / len(both)
+def seconds(shape: Shape, tiles: Tiles) -> float:
+    """Median device time of one call, going round two caches."""
+    call = partial(gpu.paged_attention, scale=shape.d**-0.5, tiles=tiles)
+    return device_seconds(call, [inputs(shape, seed) for seed in range(2)], ROUNDS)
 
 
-def best(name: str, candidates: Iterable[Tiles], shape: tuple[int, int, int, int]) -> Tiles:
+def best(name: str, candidates: Iterable[Tiles], shape: Shape) -> Tiles:
     """The fastest candidate; prints them all, and those that do not compile."""
     timed: list[tuple[float, Tiles]] = []
     for tiles in candidates:
         try:
-            timed.append((seconds(*shape, tiles), tiles))
+            timed.append((seconds(shape, tiles), tiles))
             print(f"{name}: {1e6 * timed[-1][0]:9.1f} us  {tiles}", flush=True)
         except Exception as error:
             print(f"{name}: {type(error).__name__}  {tiles}: {(str(error).splitlines() or [''])[0][:120]}", flush=True)
@@ -94,9 +78,9 @@ def best(name: str, candidates: Iterable[Tiles], shape: tuple[int, int, int, int
 def tuned(start: Tiles) -> Tiles:
     tiles = start
     for d in gpu.HEAD_SIZES:
-        tiles = best(f"decode, D {d}", decode_candidates(tiles, d), (64, 1, 4096, d))
-    tiles = best("splits", split_candidates(tiles), (1, 1, 32768, 128))
-    return best("chunks", chunk_candidates(tiles), (4, 2048, 2048, 128))
+        tiles = best(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d))
+    tiles = best("splits", split_candidates(tiles), TYPICAL._replace(rows=1, context=32768))
+    return best("chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048))
 
 
 def as_json(tiles: Tiles, note: str) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from pallas_kernels import aot, tune
-from pallas_kernels.paged_attention import gpu
+from pallas_kernels import aot, timing, tune
+from pallas_kernels.paged_attention import gpu, paged_attention
 from pallas_kernels.tiles import Tiles
 
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < gpu.JAX_NEEDED, reason="the kernels need JAX 0.11")
@@ -106,14 +106,24 @@ def test_the_fastest_candidate_wins_and_one_that_fails_does_not_stop_the_rest(ca
     start = Tiles.read("h200")
     speeds = {128: 3.0, 256: None, 512: 1.0, 1024: 2.0, 2048: 4.0}
 
-    def seconds(rows, queries, context, d, tiles):
+    def seconds(shape, tiles):
         if speeds[tiles.min_split] is None:
             raise RuntimeError("out of registers")
         return speeds[tiles.min_split]
 
     monkeypatch.setattr(tune, "seconds", seconds)
-    assert tune.best("splits", tune.split_candidates(start), (1, 1, 1, 1)).min_split == 512
+    assert tune.best("splits", tune.split_candidates(start), tune.TYPICAL).min_split == 512
     assert "out of registers" in capsys.readouterr().out
     monkeypatch.setattr(tune, "seconds", lambda *_: 1 / 0)
     with pytest.raises(SystemExit, match="no candidate of splits runs"):
-        tune.best("splits", tune.split_candidates(start), (1, 1, 1, 1))
+        tune.best("splits", tune.split_candidates(start), tune.TYPICAL)
+
+
+def test_a_measurement_has_pages_of_its_own_for_every_row():
+    shape = timing.Shape(rows=5, queries=3, context=40, heads=2, group=3, d=64, s=16)
+    made = timing.inputs(shape, seed=1)
+    assert sorted(made.block_tables.ravel().tolist()) == list(range(1, 16))  # page 0 is nobody's
+    out = paged_attention(*made, scale=0.125, impl="reference")
+    assert out.shape == made.q.shape == (15, 6, 64)
+    assert shape.cache_bytes == 5 * 40 * (made.k_pages[0, :, 0].nbytes + made.v_pages[0, :, 0].nbytes)
+    assert shape.flops == 5 * (38 + 39 + 40) * 6 * 4 * 64

@@ -1,0 +1,74 @@
+"""What every measurement of an attention kernel shares: a cache full of random pages, and time on the device."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Inputs(NamedTuple):
+    """The arguments of a `paged_attention`, in its order."""
+
+    q: jax.Array  # [T, N, D]
+    k_pages: jax.Array  # [P, K, S, D]
+    v_pages: jax.Array
+    block_tables: jax.Array  # [B, M]
+    seq_lens: jax.Array  # [B]
+    first_tokens: jax.Array  # [B + 1]
+
+
+class Shape(NamedTuple):
+    """Rows of equal length: query tokens and context tokens."""
+
+    rows: int
+    queries: int
+    context: int
+    heads: int  # of keys
+    group: int
+    d: int
+    s: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} x {self.queries} of {self.context}, {self.heads} heads x {self.d}, G {self.group}, S {self.s}"
+        )
+
+    @property
+    def cache_bytes(self) -> int:
+        return 2 * 2 * self.rows * self.context * self.heads * self.d
+
+    @property
+    def flops(self) -> float:
+        seen = self.context * self.queries - self.queries * (self.queries - 1) / 2  # pairs of query and key, causal
+        return 4.0 * self.rows * seen * self.heads * self.group * self.d
+
+
+def inputs(shape: Shape, seed: int = 0) -> Inputs:
+    """bfloat16, every row with pages of its own in random order; page 0 is nobody's."""
+    width = -(-shape.context // shape.s)
+    keys = jax.random.split(jax.random.key(seed), 4)
+    cache = (shape.rows * width + 1, shape.heads, shape.s, shape.d)
+    k, v = (jax.random.normal(key, cache, jnp.bfloat16) for key in keys[:2])
+    q = jax.random.normal(keys[2], (shape.rows * shape.queries, shape.heads * shape.group, shape.d), jnp.bfloat16)
+    tables = jax.random.permutation(keys[3], shape.rows * width).reshape(shape.rows, width).astype(jnp.int32) + 1
+    first = jnp.arange(shape.rows + 1, dtype=jnp.int32) * shape.queries
+    return Inputs(q, k, v, tables, jnp.full(shape.rows, shape.context, jnp.int32), first)
+
+
+def device_seconds(call: Callable[..., Any], sets: Sequence[Any], rounds: int = 9) -> float:
+    """Median time on the GPU of one call, over rounds through all `sets` of arguments.
+
+    Raises: RuntimeError when CUPTI sees no kernel run.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    # One program a round: CUPTI adds up its kernels, and nothing of the host is in the sum.
+    whole = jax.jit(lambda many: [call(*one) for one in many])
+    _, times = profiler.measure(whole, iterations=rounds)(sets)
+    if times is None:
+        raise RuntimeError("CUPTI saw no kernel run")
+    return statistics.median(times) / 1e3 / len(sets)
