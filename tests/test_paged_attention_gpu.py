@@ -132,6 +132,12 @@ def test_chunks_of_contexts_around_a_block_border(d, s, group):
 
 
 @interpreted
+@pytest.mark.parametrize("group", [1, 7, 16])
+def test_a_batch_smaller_than_what_a_chunk_loads(group):
+    check(Case([(2, 20), (3, 3)], group=group))
+
+
+@interpreted
 @pytest.mark.parametrize("rows", [decodes(16, 100), [(3, 40), (20, 20)]], ids=["decodes", "chunks"])
 def test_several_key_heads_in_float16(rows):
     check(Case(rows, heads=3, group=3, dtype="float16"))
@@ -253,10 +259,19 @@ def test_a_missing_commit_is_seen(rows, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [decodes(16, 700), [(30, 300), (9, 9)]], ids=["decodes", "chunks"])
-@pytest.mark.parametrize("place", ["attend", slow("<lambda>")], ids=["for keys and values", "for room"])
+@pytest.mark.parametrize(
+    ("rows", "place"),
+    [
+        (decodes(16, 700), "attend"),
+        ([(30, 300), (9, 9)], "attend"),
+        ([(30, 300), (9, 9)], "consume"),
+        slow(decodes(16, 700), "<lambda>"),
+        slow([(30, 300), (9, 9)], "<lambda>"),
+    ],
+    ids=["decodes, for pages", "chunks, for pages", "chunks, for queries", "decodes, for room", "chunks, for room"],
+)
 def test_a_missing_wait_is_seen(rows, place, monkeypatch):
-    """Of another warpgroup. That for the queries, which a warpgroup copies itself, the interpreter does not miss."""
+    """Of another warpgroup. A decode's for its queries, which it copies itself, the interpreter does not miss."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     wait = plgpu.barrier_wait
