@@ -6,9 +6,8 @@
     consumers  GROUPS warpgroups that share the tiles, a run of tokens each: online softmax (FlashAttention, Dao et al.
                2022); row g * tokens + i of a product is query head g of the run's token i
 
-Queries and results stay where they are, [T, N, D]. A run at the end of its row is stored in pieces of powers of two, and
-so never over another row's tokens. Only tiles that the item sees are read, and only those that some of its tokens do
-not see whole are masked.
+Queries and results stay where they are, [T, N, D]. A run at its row's end is stored in pieces of powers of two, and so
+never over another row's tokens. Only tiles that the item sees are read; those that it does not see whole are masked.
 """
 
 from __future__ import annotations
