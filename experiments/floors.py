@@ -1,13 +1,26 @@
-"""What a decode step cannot be faster than: the time of its memory traffic and of its matrix products, alone."""
+"""What a decode step cannot be faster than: the time of its memory traffic and of its matrix products, alone.
+
+    python -m experiments.floors [--batches 1 8 64] [--context 253] [--json out.json]
+
+Timed in turn with the step itself: reading every weight once (what binds at batch 1), and the step's own matrix
+products alone, both without and with the products of attention over contiguous keys and values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pagedjax import LLM, SamplingParams
 from pagedjax.models import Model
 
 Run = Callable[[], Any]  # runs to the end; times itself nowhere
@@ -48,3 +61,66 @@ def attention_products(model: Model, batch: int, context: int) -> Run:
         return scores, [jnp.einsum("bkgc,bkcd->bkgd", p, v) for v in values]
 
     return _ready(products, q, p, keys, values)
+
+
+def beside_floors(batches: Sequence[int], context: int, repeats: int) -> list[dict[str, Any]]:
+    """The median decode step of each batch size beside what it cannot be faster than."""
+    llm = LLM(max_num_batched_tokens=2048, max_num_seqs=max(batches), max_model_len=512, dtype="float32")
+    model, rows = llm.engine.model, []
+    for batch in batches:
+        parts = {
+            "read weights": read_weights(model),
+            "weight products": weight_products(model, batch),
+            "attention products": attention_products(model, batch, context),
+        }
+        prompts = [(np.random.default_rng(i).integers(17, 40000, context - 20).tolist(), 64) for i in range(batch)]
+        llm.engine.reset()
+        for i, (prompt, n) in enumerate(prompts):
+            llm.engine.add(str(i), prompt, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))
+        while sum(seq.computed for seq in llm.engine.state.running.seqs) == 0 or _prefilling(llm):
+            llm.engine.step()
+        times: dict[str, list[float]] = {"step": [], "host": [], **{name: [] for name in parts}}
+        for _ in range(repeats):
+            result = llm.engine.step()
+            assert result is not None
+            times["step"].append(result.device_seconds)
+            times["host"].append(result.host_seconds)
+            for name, run in parts.items():
+                started = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - started)
+        ms = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+        rows.append({"batch": batch, "context": context, **ms})
+    return rows
+
+
+def _prefilling(llm: LLM) -> bool:
+    state = llm.engine.state
+    return bool(state.waiting) or any(n - c > 1 for n, c in zip(*state.running[1:], strict=True))
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    print("median milliseconds; context", rows[0]["context"])
+    print("batch    step   host   read weights (step/it)   weight products (step/them)   with attention's (step/them)")
+    for r in rows:
+        step, read, weights = r["step"], r["read weights"], r["weight products"]
+        both = weights + r["attention products"]
+        print(f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:9.1f} ({step / read:5.2f})", end="")
+        print(f" {weights:14.1f} ({step / weights:5.2f}) {both:20.1f} ({step / both:5.2f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--context", type=int, default=253)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args()
+    rows = beside_floors(args.batches, args.context, args.repeats)
+    show(rows)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
