@@ -44,6 +44,13 @@ class SamplingBatch(NamedTuple):
     only_listed: Any  # [B] bool: every other token is forbidden
 
 
+class Feed(NamedTuple):
+    """Tokens that the host does not know yet: those that the step before samples (see ahead.py)."""
+
+    rows: Any  # [T] row of that step, -1 where `Batch.tokens` holds the token
+    tokens: Any  # [max_num_seqs] what it sampled, on the device
+
+
 class Batch(NamedTuple):
     """One step's arguments beside parameters and cache: all integers are int32."""
 
@@ -56,6 +63,7 @@ class Batch(NamedTuple):
     last: Any  # [B] index into T of each row's last token
     targets: Any  # [T] the prompt token after this one where its log-probability is wanted, else -1
     sampling: SamplingBatch
+    feed: Feed | None = None  # of an engine that looks ahead, in every step
 
 
 class Shapes(NamedTuple):
@@ -130,6 +138,11 @@ def blank_sampling(shapes: Shapes, t: int) -> SamplingBatch:
         bias=np.zeros((b, MAX_LISTED), np.float32),
         only_listed=np.zeros(b, bool),
     )
+
+
+def blank_feed(shapes: Shapes, t: int) -> Feed:
+    """The host knows every token of the step."""
+    return Feed(np.full(t, -1, np.int32), np.zeros(shapes.max_seqs, np.int32))
 
 
 def pack(plan: Plan, sources: Mapping[str, Source], shapes: Shapes, blanks: Mapping[int, SamplingBatch]) -> Batch:

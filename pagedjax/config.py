@@ -37,6 +37,8 @@ class EngineConfig:
     token_buckets: the padded step sizes (T) that are compiled at start-up; None is powers of two up to the budget.
     preemption: what happens to the content of a preempted sequence. "recompute": it is computed again; "swap": it moves
         to host memory, `swap_space_gib` of it at most, and comes back; what finds no room there is computed again.
+    lookahead: steps sent to the device before the tokens of the one before them are known (ahead.py). 0: each waits for
+        the last; 1 hides the host's work behind the device's; more keep several steps queued. Changes no token.
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     seed: root of every random key; a request's own seed is folded into it.
     """
@@ -54,6 +56,7 @@ class EngineConfig:
     token_buckets: tuple[int, ...] | None = None
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
+    lookahead: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,6 +66,8 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+        if isinstance(self.lookahead, bool) or not isinstance(self.lookahead, int) or self.lookahead < 0:
+            raise ValueError(f"lookahead is {self.lookahead!r}; it must be an integer of at least 0")
         share = self.memory_fraction
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
             raise ValueError(f"memory_fraction is {share!r}; it must be above 0 and at most 1")

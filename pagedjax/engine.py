@@ -15,8 +15,9 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from pagedjax import attention, beams, cache, memory, monitor, readout, scheduler
-from pagedjax.batch import Source, blank_sampling, pack
+from pagedjax import ahead, attention, beams, cache, memory, monitor, readout, scheduler
+from pagedjax.ahead import Ahead, Flight
+from pagedjax.batch import Batch, Feed, Source, blank_feed, blank_sampling, pack
 from pagedjax.config import EngineConfig
 from pagedjax.intake import intake
 from pagedjax.models import Model
@@ -55,7 +56,9 @@ class Engine:
         step = make_step(model.graphdef, attention.attend(c.attention_impl, m.head_dim**-0.5), c.seed)
         self._recorder: Recorder | None = None
         self._cache: cache.KVCache | None = None
-        self._steps, self._blanks, self.memory, self.startup = self._warm_up(step, config, found, progress)
+        self._ahead = Ahead()
+        self._blanks = {t: jax.device_put(blank_sampling(self._shapes, t)) for t in self._shapes.tokens}
+        self._steps, self.memory, self.startup = self._warm_up(step, config, found, progress)
         if progress:
             tqdm.write(f"attention {c.attention_impl!r}\n{self.memory}", file=sys.stderr)
 
@@ -112,6 +115,7 @@ class Engine:
         A branch of parallel sampling ends alone; the id of any beam ends its whole search.
         """
         self._state, events = scheduler.cancel(self._state, request_id, reason)
+        self._ahead = self._ahead._replace(last=None)  # guesses go on from the state that is now
         self._take_in(events)
         if self._recorder:
             self._recorder.cancel(request_id, reason, events)
@@ -134,38 +138,77 @@ class Engine:
             return None
         started, compiled = time.perf_counter(), monitor.compilations()
         state, plan = scheduler.schedule(self._state, self._policy)
-        batch = pack(plan, self._sources, self._shapes, self._blanks)
-        t = len(batch.tokens)
+        self._ahead, flight, rows = ahead.take(self._ahead, plan)
+        if flight is None:
+            flight, rows = self._send(plan), range(len(plan.seqs))
+        if self.config.lookahead:
+            self._look_ahead(state, plan, flight)
+        tokens = np.asarray(flight.output.sampled.tokens)
+        arrived = time.perf_counter()
 
-        dispatched = time.perf_counter()
-        assert self._cache is not None, "only `reset` takes it away, and gives a new one"
-        self._cache, output = self._steps[t](self.model.params, self._moved(plan, self._cache), batch)
-        tokens = np.asarray(output.sampled.tokens)
-        device_seconds = time.perf_counter() - dispatched
-
-        sampled = tokens[: len(plan.seqs)].tolist()
+        sampled = tokens[list(rows)].tolist()
         if self._recorder:
             self._recorder.schedule(plan)
         hashes = readout.filled(plan, self._sources, self.config.block_size)
-        self._searches, choices, ended = readout.choose(plan, self._searches, output)
+        self._searches, choices, ended = readout.choose(plan, self._searches, flight.output)
         self._state, events = scheduler.commit(state, plan, sampled, hashes, choices)
         if self._recorder:
             self._recorder.commit(sampled, hashes, choices, events)
-        logprobs = readout.logprobs(plan, self._sources, output)
+        logprobs = readout.logprobs(plan, self._sources, flight, rows)
         self._take_in(events)
         for result in ended:
             events += self.cancel(result.request_id, result.sequences[0].reason)
+        finished = time.perf_counter()
         return StepResult(
             plan=plan,
             events=events,
             started=started,
-            finished=time.perf_counter(),
-            device_seconds=device_seconds,
-            padded_tokens=t,
+            finished=finished,
+            device_seconds=(finished if self._ahead.flights else arrived) - max(started, flight.sent),
+            padded_tokens=self._shapes.bucket(flight.plan.num_tokens),
             compilations=monitor.compilations() - compiled,
             logprobs=logprobs,
             beams=ended,
         )
+
+    def _send(self, plan: Plan, before: Flight | None = None) -> Flight:
+        """Have a plan computed, after whatever is on the device. A guess takes new tokens from the flight before it."""
+        sources = self._sources if before is None else ahead.advanced(plan, self._sources)
+        batch = self._packed(plan, sources, before)
+        assert self._cache is not None, "only `reset` takes it away, and gives a new one"
+        sent = time.perf_counter()
+        step = self._steps[len(batch.tokens)]
+        self._cache, output = step(self.model.params, self._moved(plan, self._cache), batch)
+        return Flight(plan, output, sent)
+
+    def _packed(self, plan: Plan, sources: dict[str, Source], before: Flight | None = None) -> Batch:
+        batch = pack(plan, sources, self._shapes, self._blanks)
+        if not self.config.lookahead:
+            return batch
+        if before is None:
+            feed = blank_feed(self._shapes, len(batch.tokens))
+        else:
+            feed = Feed(ahead.fed_rows(plan, before.plan, self._sources, len(batch.tokens)), before.output.fed)
+        return batch._replace(feed=feed)
+
+    def _blank(self, t: int) -> Batch:
+        """A step of bucket t that computes nothing: what shapes are taken from."""
+        batch = pack(EMPTY_PLAN, {}, self._shapes._replace(tokens=(t,)), self._blanks)
+        return batch._replace(feed=blank_feed(self._shapes, t)) if self.config.lookahead else batch
+
+    def _look_ahead(self, state: scheduler.SchedulerState, plan: Plan, flight: Flight) -> None:
+        """Send guesses of the steps after `plan`, of which `flight` computes the tokens."""
+        flights, last = self._ahead
+        if flights and last is None:
+            return  # these have rows of sequences that have ended, see `ahead.take`
+        last = last or (state, plan)
+        while len(flights) < self.config.lookahead and not self._searches:
+            guess = ahead.predict(*last, self._policy, self._sources, certain=not flights)
+            if guess is None:
+                break
+            last, before = guess, flights[-1] if flights else flight
+            flights = (*flights, self._send(guess[1], before))
+        self._ahead = Ahead(flights, last if flights else None)
 
     def _moved(self, plan: Plan, pages: cache.KVCache) -> cache.KVCache:
         """Move whole blocks before any is written: out to the host, back from there, then copies on the device."""
@@ -209,6 +252,7 @@ class Engine:
         self._state = scheduler.init(scheduler.SchedulerConfig(*limits, host_blocks(c, self.model)))
         self._sources: dict[str, Source] = {}
         self._searches: dict[int, beams.Search] = {}  # by the group of their beams
+        self._ahead = Ahead()
         self._cache = None  # the old one goes before the new one comes
         self._cache = cache.init(
             layers=m.layers,
@@ -235,17 +279,15 @@ class Engine:
 
     def _warm_up(
         self, step: Any, config: EngineConfig, found: memory.DeviceMemory, progress: bool
-    ) -> tuple[dict[int, Callable], dict[int, Any], memory.MemoryReport, dict[str, Any]]:
+    ) -> tuple[dict[int, Callable], memory.MemoryReport, dict[str, Any]]:
         """Compile every bucket, settle the number of blocks, and run the smallest once so that the first request meets
         warm code. Compiling needs the shapes of a cache and not its memory, which is taken only when it surely fits."""
         before, started = monitor.compilations(), time.perf_counter()
-        blanks = {t: jax.device_put(blank_sampling(self._shapes, t)) for t in self._shapes.tokens}
         block = block_shape(self.config, self.model, self.config.dtype)
 
         def build(t: int) -> Any:
             pages = jax.eval_shape(lambda: cache.init(blocks=self.config.num_blocks, **block))
-            batch = pack(EMPTY_PLAN, {}, self._shapes._replace(tokens=(t,)), blanks)
-            return step.lower(self.model.params, pages, batch).compile()
+            return step.lower(self.model.params, pages, self._blank(t)).compile()
 
         steps, largest = {}, self._shapes.tokens[-1]
         bar = tqdm(self._shapes.tokens[::-1], desc="compiling", unit="bucket", disable=not progress, leave=False)
@@ -264,8 +306,7 @@ class Engine:
         self.reset()
         compiled = time.perf_counter()
         t = self._shapes.tokens[0]
-        empty = pack(EMPTY_PLAN, {}, self._shapes._replace(tokens=(t,)), blanks)
-        self._cache, output = steps[t](self.model.params, self._cache, empty)
+        self._cache, output = steps[t](self.model.params, self._cache, self._blank(t))
         jax.block_until_ready(output)
         report = memory.report(
             found,
@@ -282,7 +323,7 @@ class Engine:
             "warmup": time.perf_counter() - compiled,
             "compilations": monitor.compilations() - before,
         }
-        return steps, blanks, report, startup
+        return steps, report, startup
 
 
 def _padded(copies: Sequence[tuple[int, int]], size: int) -> np.ndarray:

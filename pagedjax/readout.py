@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from pagedjax import beams, prefix
+from pagedjax.ahead import Flight
 from pagedjax.batch import Source
 from pagedjax.beams import Search
 from pagedjax.step import StepOutput
@@ -62,20 +63,27 @@ def choose(
     return after, choices, tuple(ended)
 
 
-def logprobs(plan: Plan, sources: Mapping[str, Source], output: StepOutput) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities that the rows of this step asked for, prompt tokens before the sampled one."""
+def logprobs(
+    plan: Plan, sources: Mapping[str, Source], flight: Flight, rows: Sequence[int]
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities that the rows of this step asked for, prompt tokens before the sampled one.
+
+    Args:
+        rows: where the plan's rows are in the flight.
+    """
+    output = flight.output
     wanted = [(i, seq.request.request_id) for i, seq in enumerate(plan.seqs)]
     wanted = [(i, r, sources[r].params) for i, r in wanted if r in sources and not plan.seqs[i].request.beams]
     found: list[TokenLogprobs] = []
     if any(p.prompt_logprobs is not None for _, _, p in wanted):
         host = jax.device_get(output.prompt)
-        offsets = np.concatenate([[0], np.cumsum(plan.counts)])
+        offsets = np.concatenate([[0], np.cumsum(flight.plan.counts)])
         for i, request_id, params in wanted:
             source, start = sources[request_id], plan.starts[i]
             if params.prompt_logprobs is None:
                 continue
             for j in range(start, min(start + plan.counts[i], source.prompt_len - 1)):
-                token, at = int(source.tokens[j + 1]), int(offsets[i]) + j - start
+                token, at = int(source.tokens[j + 1]), int(offsets[rows[i]]) + j - start
                 found.append(TokenLogprobs(request_id, True, j + 1, token, *_pick(host, at, params.prompt_logprobs)))
     if any(p.logprobs is not None for _, _, p in wanted):
         host = jax.device_get(output.sampled)
@@ -83,8 +91,8 @@ def logprobs(plan: Plan, sources: Mapping[str, Source], output: StepOutput) -> t
             source = sources[request_id]
             if params.logprobs is not None and plan.starts[i] + plan.counts[i] == plan.lengths[i]:
                 at = source.length - source.prompt_len
-                token = int(host.tokens[i])
-                found.append(TokenLogprobs(request_id, False, at, token, *_pick(host, i, params.logprobs)))
+                token = int(host.tokens[rows[i]])
+                found.append(TokenLogprobs(request_id, False, at, token, *_pick(host, rows[i], params.logprobs)))
     return tuple(found)
 
 

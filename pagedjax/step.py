@@ -26,15 +26,19 @@ into_cache = jax.jit(write_blocks, donate_argnums=0)  # (cache, ids, pages) -> c
 class StepOutput(NamedTuple):
     sampled: Sampled
     prompt: PromptLogprobs
+    fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
 
 
 def make_step(graphdef: nnx.GraphDef, attend: Attend, seed: int) -> Step:
     """step(params, cache, batch) -> (cache, StepOutput), jitted; the cache is donated and updated in place."""
 
     def step(params: Any, cache: KVCache, batch: Batch) -> tuple[KVCache, StepOutput]:
-        model = nnx.merge(graphdef, params)
+        model, feed = nnx.merge(graphdef, params), batch.feed
+        if feed is not None:
+            batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
         cache, hidden = model.hidden(cache, batch, attend)
         sampled = sample(model.logits(hidden[:, batch.last]), batch.sampling, jnp.uint32(seed))
-        return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets))
+        fed = None if feed is None else jnp.zeros_like(feed.tokens).at[: len(sampled.tokens)].set(sampled.tokens)
+        return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets), fed)
 
     return jax.jit(step, donate_argnums=1)

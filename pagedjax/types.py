@@ -236,7 +236,7 @@ class StepResult(NamedTuple):
     events: tuple[Event, ...]
     started: float  # before schedule
     finished: float  # after commit
-    device_seconds: float  # from dispatch until the sampled tokens are on the host
+    device_seconds: float  # that the device was busy between the two
     padded_tokens: int  # T of the compiled shape that ran; plan.num_tokens of them were real
     compilations: int  # XLA compilations during this step; 0 after warm-up
     logprobs: tuple[TokenLogprobs, ...] = ()  # what requests asked for

@@ -1,0 +1,147 @@
+"""Looking ahead: the next step is sent to the device before the tokens of this one are known.
+
+The scheduler is pure, so a guess is made with its own transitions: commit tokens that stop nobody, schedule again, and
+send that plan, which takes the new tokens where they are, on the device. When they arrive on the host, the real
+transitions are made as ever. A guess that has every row of the real plan, with the same blocks, has computed it: rows
+of sequences that ended meanwhile are left out. Any other guess is dropped, and the real plan is sent after it. So
+plans, events and tokens are those of an engine that never guesses; only when things run is different.
+
+A guess may be wrong, so it must do no harm. It writes keys and values of the sequences it has, which the real plan
+writes again, and into blocks that are empty; it is not made when that would move blocks or cost the content of one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from pagedjax import scheduler
+from pagedjax.batch import Source
+from pagedjax.policies import Policy
+from pagedjax.state import SchedulerState
+from pagedjax.step import StepOutput
+from pagedjax.types import Plan
+
+NO_TOKEN = -1  # stops nobody
+
+
+class Flight(NamedTuple):
+    """A plan on the device."""
+
+    plan: Plan
+    output: StepOutput
+    sent: float  # seconds of time.perf_counter
+
+
+class Ahead(NamedTuple):
+    """What is on the device beyond the step that is waited for, and where the next guess starts from."""
+
+    flights: tuple[Flight, ...] = ()
+    last: tuple[SchedulerState, Plan] | None = None  # after the last of them; None: guess on when they are used up
+
+
+def take(ahead: Ahead, plan: Plan) -> tuple[Ahead, Flight | None, tuple[int, ...]]:
+    """The flight that has computed a plan, if there is one, and which of its rows are the plan's.
+
+    Returns:
+        (what is left ahead, the flight, its rows in the plan's order); of a wrong guess nothing is left.
+    """
+    if not ahead.flights:
+        return Ahead(), None, ()
+    flight, *rest = ahead.flights
+    rows = covered(plan, flight.plan)
+    if rows is None:
+        return Ahead(), None, ()
+    exact = len(rows) == len(
+        flight.plan.seqs
+    )  # else what follows has rows too many: it is used up before the next guess
+    return Ahead(tuple(rest), ahead.last if exact and rest else None), flight, rows
+
+
+def covered(plan: Plan, guess: Plan) -> tuple[int, ...] | None:
+    """The rows of a guess that are a plan's, in its order; None when it did not compute all of them."""
+    if plan.copies or plan.swap_in or plan.swap_out:
+        return None
+    rows, j = [], 0
+    for i, seq in enumerate(plan.seqs):
+        while j < len(guess.seqs) and guess.seqs[j].arrival != seq.arrival:
+            j += 1
+        if j == len(guess.seqs):
+            return None
+        work = (guess.starts[j], guess.counts[j], guess.lengths[j], guess.seqs[j].blocks)
+        if work != (plan.starts[i], plan.counts[i], plan.lengths[i], seq.blocks):
+            return None
+        rows.append(j)
+    return tuple(rows)
+
+
+def predict(
+    state: SchedulerState, plan: Plan, policy: Policy, sources: Mapping[str, Source], *, certain: bool
+) -> tuple[SchedulerState, Plan] | None:
+    """The state and plan after this one if nothing unforeseen happens; None when a guess would do harm or be in vain.
+
+    Args:
+        state: after `schedule` gave `plan`.
+        sources: by request id, of all that run or wait.
+        certain: the plan is real; else it is a guess itself.
+    """
+    hashes = _stand_ins(plan, sources, state.config.block_size)
+    after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
+    if not certain and len(after.ids) < len(state.ids):
+        return None  # a plan sent instead of a wrong guess would still read the blocks of those that end
+    guessed, following = scheduler.schedule(after, policy)
+    if not following.seqs or following.preempted or following.copies or following.swap_in or following.swap_out:
+        return None
+    if len(guessed.pool.contents) < len(after.pool.contents):
+        return None  # content of a block would be lost
+    if after.waiting and any(_may_stop(sources[seq.request_id]) for seq in plan.seqs):
+        return None  # whoever waits takes the place of one that stops: another plan
+    mine = [sources[seq.request_id] for seq in following.seqs]
+    known = all(source.length == length for source, length in zip(mine, following.lengths, strict=True))
+    if not known and any(source.penalised for source in mine):
+        return None  # penalties go by every token so far
+    return guessed, following
+
+
+def _stand_ins(plan: Plan, sources: Mapping[str, Source], size: int) -> dict[str, tuple[str, ...]]:
+    """Names for the blocks of generated tokens that a plan fills, in place of hashes that their tokens will decide.
+
+    Without a name such a block would be empty, in the guess, once its sequence has ended, and be written.
+    """
+    found = {}
+    for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+        full, named = (start + count) // size, len(seq.hashes)
+        if full > max(named, start // size) and sources[seq.request_id].root is not None:
+            found[seq.request_id] = tuple(f"? {seq.arrival} {block}" for block in range(named, full))
+    return found
+
+
+def _may_stop(source: Source) -> bool:
+    return bool(source.stop_ids or source.params.stop)
+
+
+def advanced(plan: Plan, sources: Mapping[str, Source]) -> dict[str, Source]:
+    """The sources of a guessed plan's rows, as long as they will be; what their new tokens are, nobody knows."""
+    found = {}
+    for seq, length in zip(plan.seqs, plan.lengths, strict=True):
+        source = sources[seq.request_id]
+        if source.length != length:
+            source = copy.copy(source)
+            source.length = length
+        found[seq.request_id] = source
+    return found
+
+
+def fed_rows(plan: Plan, before: Plan, sources: Mapping[str, Source], t: int) -> np.ndarray:
+    """[t] int32: of each token of a guessed plan, the row of the plan before it that samples it; -1 if it is known."""
+    rows = np.full(t, -1, np.int32)
+    sampling = {seq.arrival: i for i, seq in enumerate(before.seqs)}
+    at = 0
+    for seq, length, count in zip(plan.seqs, plan.lengths, plan.counts, strict=True):
+        at += count
+        if sources[seq.request_id].length != length:  # its last token, and only that
+            rows[at - 1] = sampling[seq.arrival]
+    return rows
