@@ -13,7 +13,7 @@ writes again, and into blocks that are empty; it is not made when that would mov
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -55,9 +55,7 @@ def take(ahead: Ahead, plan: Plan) -> tuple[Ahead, Flight | None, tuple[int, ...
     rows = covered(plan, flight.plan)
     if rows is None:
         return Ahead(), None, ()
-    exact = len(rows) == len(
-        flight.plan.seqs
-    )  # else what follows has rows too many: it is used up before the next guess
+    exact = len(rows) == len(flight.plan.seqs)  # else what follows has rows too many, and is used up first
     return Ahead(tuple(rest), ahead.last if exact and rest else None), flight, rows
 
 
@@ -76,6 +74,35 @@ def covered(plan: Plan, guess: Plan) -> tuple[int, ...] | None:
             return None
         rows.append(j)
     return tuple(rows)
+
+
+def extend(
+    ahead: Ahead,
+    flight: Flight,
+    state: SchedulerState,
+    plan: Plan,
+    policy: Policy,
+    sources: Mapping[str, Source],
+    depth: int,
+    send: Callable[[Plan, Flight], Flight],
+) -> Ahead:
+    """Send guesses of what comes after a plan until `depth` of them are on the device.
+
+    Args:
+        flight: has the plan among its rows. state: after `schedule` gave the plan.
+        send: (a guessed plan, the flight before it) -> its flight.
+    """
+    flights, last = ahead
+    if flights and last is None:
+        return ahead  # these have rows of sequences that have ended
+    last = last or (state, plan)
+    while len(flights) < depth:
+        guess = predict(*last, policy, sources, certain=not flights)
+        if guess is None:
+            break
+        last, before = guess, flights[-1] if flights else flight
+        flights = (*flights, send(guess[1], before))
+    return Ahead(flights, last if flights else None)
 
 
 def predict(

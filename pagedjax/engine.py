@@ -141,8 +141,9 @@ class Engine:
         self._ahead, flight, rows = ahead.take(self._ahead, plan)
         if flight is None:
             flight, rows = self._send(plan), range(len(plan.seqs))
-        if self.config.lookahead:
-            self._look_ahead(state, plan, flight)
+        if self.config.lookahead and not self._searches:  # how beams go on, nobody can guess
+            known = self._policy, self._sources, self.config.lookahead
+            self._ahead = ahead.extend(self._ahead, flight, state, plan, *known, self._send)
         tokens = np.asarray(flight.output.sampled.tokens)
         arrived = time.perf_counter()
 
@@ -195,20 +196,6 @@ class Engine:
         """A step of bucket t that computes nothing: what shapes are taken from."""
         batch = pack(EMPTY_PLAN, {}, self._shapes._replace(tokens=(t,)), self._blanks)
         return batch._replace(feed=blank_feed(self._shapes, t)) if self.config.lookahead else batch
-
-    def _look_ahead(self, state: scheduler.SchedulerState, plan: Plan, flight: Flight) -> None:
-        """Send guesses of the steps after `plan`, of which `flight` computes the tokens."""
-        flights, last = self._ahead
-        if flights and last is None:
-            return  # these have rows of sequences that have ended, see `ahead.take`
-        last = last or (state, plan)
-        while len(flights) < self.config.lookahead and not self._searches:
-            guess = ahead.predict(*last, self._policy, self._sources, certain=not flights)
-            if guess is None:
-                break
-            last, before = guess, flights[-1] if flights else flight
-            flights = (*flights, self._send(guess[1], before))
-        self._ahead = Ahead(flights, last if flights else None)
 
     def _moved(self, plan: Plan, pages: cache.KVCache) -> cache.KVCache:
         """Move whole blocks before any is written: out to the host, back from there, then copies on the device."""
