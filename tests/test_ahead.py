@@ -113,18 +113,17 @@ def test_recorded_runs_are_the_same_byte_for_byte(llms, tmp_path):
     [
         {"num_blocks": 20, "enable_prefix_caching": False},
         {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001},
-        {"num_blocks": 10, "block_size": 8, "policy": "shortest"},
+        pytest.param({"num_blocks": 10, "block_size": 8, "policy": "shortest"}, marks=pytest.mark.slow),
     ],
     ids=["recomputed", "swapped", "shortest first"],
 )
 def test_the_same_with_a_pool_that_is_too_small(tiny, tmp_path, config):
-    engines = {depth: make(tiny, depth, max_model_len=64, **config).engine for depth in (0, *DEPTHS)}
+    engines = {depth: make(tiny, depth, max_model_len=64, **config).engine for depth in (0, 3)}
     preempted = 0
     for seed in range(3):
         said = {depth: play(engine, seed, tmp_path / f"{depth}.jsonl") for depth, engine in engines.items()}
-        for depth in DEPTHS:
-            assert said[depth].said == said[0].said
-            assert (tmp_path / f"{depth}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
+        assert said[3].said == said[0].said
+        assert (tmp_path / "3.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
         preempted += said[0].preempted
     assert preempted, "no storm"
 
