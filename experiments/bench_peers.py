@@ -8,8 +8,8 @@ Each contender is a process of its own, by the Python that the config names (exp
 (SIGSTOP) while another one works. The checkpoint is written out once as a Hugging Face directory, in float32, so that
 all read the same weights. First every contender answers a part of the workload; one that says `exact` and gives other
 tokens than the first contender ends the run. Then rounds: each contender once, in turn. Quoted are medians of the
-rounds and, because a slow minute hits all of a round, medians of the ratios within rounds. On a shared machine a pass
-is repeated when its host gave more than 5 % of the processors to others.
+rounds and, because a slow minute hits all of a round, medians of the ratios within rounds. On a shared machine a round
+is repeated when its host gave more than 5 % of the processors to others in one of its passes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from experiments.environment import cpu_model, git_state, processor_time, stolen
 
 ROOT = Path(__file__).parent
 ADAPTERS = sorted(file.stem.removeprefix("run_") for file in (ROOT / "peers").glob("run_*.py"))
-STOLEN = 0.05  # a pass during which the host gave more of the processors to others is shown, not counted
-EXTRA = 2  # times as many passes as were asked for, at most, to replace those
+STOLEN = 0.05  # a round in which the host gave more of the processors to others is shown, not counted
+EXTRA = 2  # times as many rounds as were asked for, at most, to replace those with such a pass
 COMPARED = 8, 24  # requests whose tokens are compared before anything is timed, and how many of each
 
 Work = list[tuple[list[int], int]]  # prompt token ids, tokens to generate
@@ -75,7 +75,12 @@ class Config:
 def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
     """The workload from a JSON list of {"prompt": [ids], "n": count}, or drawn with the same shape."""
     if file:
-        return [(entry["prompt"], entry["n"]) for entry in json.loads(Path(file).read_text(encoding="utf-8"))]
+        try:
+            return [(entry["prompt"], entry["n"]) for entry in json.loads(Path(file).read_text(encoding="utf-8"))]
+        except (KeyError, TypeError, json.JSONDecodeError):
+            raise ValueError(
+                f'{file} is no workload; it must be a JSON list of {{"prompt": [ids], "n": count}}'
+            ) from None
     rng = np.random.default_rng(seed)
     lengths = rng.integers(16, 257, 64), rng.integers(16, 129, 64)
     return [(rng.integers(17, vocab, p).tolist(), int(n)) for p, n in zip(*lengths, strict=True)]
@@ -194,25 +199,31 @@ def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
 
 
 def rounds(peers: Sequence[Peer], work: Work, repeats: int) -> dict[str, list[float]]:
-    """By name, output tokens per second of each counted pass."""
+    """By name, output tokens per second in each counted round."""
     count = sum(n for _, n in work)
     rates: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    counted = 0
     for left in range((1 + EXTRA) * repeats, 0, -1):
-        for peer in peers:
-            done = rates[peer.name]
-            if len(done) == repeats:
-                continue
-            processors = processor_time()
-            _, seconds = peer.generate(work)
-            stolen = stolen_share(processors) or 0.0
-            counts = stolen <= STOLEN or left <= repeats - len(done)
-            if counts:
-                done.append(count / seconds)
-            note = f"  {stolen:.0%} of the processors stolen{'' if counts else ': not counted'}"
-            print(
-                f"  {peer.name:36} {count / seconds:7.1f} output tokens/s{note if stolen > 0.005 else ''}", flush=True
-            )
+        passes = {peer.name: one_pass(peer, work, count) for peer in peers}
+        if max(stolen for _, stolen in passes.values()) > STOLEN and left > repeats - counted:
+            print("  this round is not counted", flush=True)
+            continue
+        for name, (rate, _) in passes.items():
+            rates[name].append(rate)
+        counted += 1
+        if counted == repeats:
+            break
     return rates
+
+
+def one_pass(peer: Peer, work: Work, count: int) -> tuple[float, float]:
+    """(output tokens per second, share of the processors that the host gave to others)."""
+    processors = processor_time()
+    _, seconds = peer.generate(work)
+    stolen = stolen_share(processors) or 0.0
+    note = f"  {stolen:.0%} of the processors stolen" if stolen > 0.005 else ""
+    print(f"  {peer.name:36} {count / seconds:7.1f} output tokens/s{note}", flush=True)
+    return count / seconds, stolen
 
 
 def table(rates: Mapping[str, Sequence[float]], first: str) -> list[dict[str, Any]]:
@@ -268,10 +279,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--plot", help="draw them into this file (.svg, .png)")
     args = parser.parse_args(argv)
+    if args.repeats < 1 or (args.requests is not None and args.requests < 1):
+        parser.error("--repeats and --requests must be at least 1")
     try:
         config = strict.parse(Config, strict.load_file(Path(args.config)), "")
         contenders = _chosen(config, args.only)
         folder = Path(args.work)
+        folder.mkdir(parents=True, exist_ok=True)
         model = write_out(config.model, folder)
         vocab = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
         work = w1(args.file, vocab)[: args.requests]

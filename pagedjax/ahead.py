@@ -115,6 +115,8 @@ def predict(
         sources: by request id, of all that run or wait.
         certain: the plan is real; else it is a guess itself.
     """
+    if state.waiting and any(_may_stop(sources[seq.request_id]) for seq in plan.seqs):
+        return None  # whoever waits takes the place of one that stops: another plan
     hashes = _stand_ins(plan, sources, state.config.block_size)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
     if not certain and len(after.ids) < len(state.ids):
@@ -124,8 +126,6 @@ def predict(
         return None
     if len(guessed.pool.contents) < len(after.pool.contents):
         return None  # content of a block would be lost
-    if after.waiting and any(_may_stop(sources[seq.request_id]) for seq in plan.seqs):
-        return None  # whoever waits takes the place of one that stops: another plan
     mine = [sources[seq.request_id] for seq in following.seqs]
     known = all(source.length == length for source, length in zip(mine, following.lengths, strict=True))
     if not known and any(source.penalised for source in mine):

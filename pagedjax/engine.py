@@ -262,6 +262,7 @@ class Engine:
             self._recorder.close()
         if path is not None:
             self._state = scheduler.init(self._state.config)  # where a replay starts
+            self._ahead = Ahead()  # guesses know sequences by their arrival, which starts again
         self._recorder = Recorder(path, self._state.config, policy=self._policy.name) if path is not None else None
 
     def _warm_up(

@@ -216,3 +216,22 @@ def test_events_of_a_step_hold_no_placeholder(llms):
     while engine.has_work:
         for event in engine.step().events:
             assert not isinstance(event, Sampled) or ahead.NO_TOKEN not in event.token_ids
+
+
+def test_a_guess_is_forgotten_when_a_recording_starts_to_count_again(tiny, tmp_path):
+    """It had a sequence of the same number, length and blocks as one that comes later, and other tokens."""
+    first = {}
+    for depth in (0, 1):
+        engine = make(tiny, depth, max_num_seqs=1, enable_prefix_caching=False).engine
+        engine.add("a", tokens(4, 1), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        engine.add("b", tokens(4, 2), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        engine.step()
+        assert len(engine._ahead.flights) == depth  # of b, which now goes
+        engine.cancel("b")
+        engine.record(tmp_path / "log.jsonl")
+        for name in ("x", "y"):
+            engine.add(name, tokens(4, 3), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        engine.cancel("x")
+        first[depth] = engine.step().events
+        engine.record(None)
+    assert first[1] == first[0]

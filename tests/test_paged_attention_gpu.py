@@ -7,6 +7,7 @@ those. It needs JAX 0.11, so Python 3.12. The oracle is attention in float64 ove
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -129,6 +130,15 @@ def test_decodes_of_contexts_around_a_block_border(d, s, group):
 def test_chunks_of_contexts_around_a_block_border(d, s, group):
     rows = [(2, 2), (0, 0), (s - 1, s - 1), (5, s + 4), (130 // group + 2, s + 150)]
     check(Case(rows, d=d, s=s, group=group, seed=s))
+
+
+@interpreted
+def test_results_have_the_type_of_the_queries():
+    a = {name: jnp.asarray(value) for name, value in Case([(2, 5), (1, 3)]).arrays().items()}
+    pages = a["k_pages"], a["v_pages"], a["tables"], a["lengths"], a["first"]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        call = partial(gpu.paged_attention, scale=0.125, tiles=SMALL)
+        assert jax.eval_shape(call, a["q"].astype(dtype), *pages).dtype == dtype
 
 
 @interpreted

@@ -48,7 +48,7 @@ def chunks(
     """
     t, n, d = q.shape
     _, heads, s, _ = k_pages.shape
-    b, dtype, group = len(seq_lens), k_pages.dtype, n // heads
+    b, dtype, group, wanted = len(seq_lens), k_pages.dtype, n // heads, q.dtype
     tile, stages = tiles.chunk_tile, tiles.chunk_stages
     tokens = LANES // group  # of a run
     total = max(t, tokens)  # a run is loaded whole
@@ -193,4 +193,4 @@ def chunks(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return kernel(q, k_pages, v_pages, block_tables, *of_items)[:t]
+    return kernel(q, k_pages, v_pages, block_tables, *of_items)[:t].astype(wanted)

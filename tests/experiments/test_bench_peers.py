@@ -51,7 +51,6 @@ def config(tmp_path):
         file.write_text(yaml.safe_dump({"model": model, "contenders": entries}, sort_keys=False))
         return [str(file), "--work", str(tmp_path / "work"), "--requests", "4", "--repeats", "3"]
 
-    (tmp_path / "work").mkdir()
     return write
 
 
@@ -73,6 +72,33 @@ def test_a_table_of_known_rates():
     rows = bench_peers.table({"ours": [100.0, 50.0, 80.0], "theirs": [50.0, 20.0, 100.0]}, "ours")
     assert [row["tokens_per_s"] for row in rows] == [80.0, 50.0]
     assert (rows[1]["ratio_least"], rows[1]["ratio"], rows[1]["ratio_most"]) == (0.8, 2.0, 2.5)
+
+
+def test_a_round_that_lost_processors_is_repeated_by_all(monkeypatch, capsys):
+    """Ratios are of passes in one round; when time runs out, rounds count as they are."""
+    from types import SimpleNamespace
+
+    lost = iter([0.0, 0.2, 0.0, 0.0, 0.3, 0.0] + [0.5] * 20)
+    rate = iter(range(1, 100))
+    monkeypatch.setattr(bench_peers, "one_pass", lambda *_: (float(next(rate)), next(lost)))
+    peers = [SimpleNamespace(name=name) for name in ("a", "b")]
+    assert bench_peers.rounds(peers, [([1], 1)], 1) == {"a": [3.0], "b": [4.0]}  # type: ignore[arg-type]
+    assert bench_peers.rounds(peers, [([1], 1)], 1) == {"a": [9.0], "b": [10.0]}  # type: ignore[arg-type]
+    assert capsys.readouterr().out.count("not counted") == 3
+
+
+@pytest.mark.parametrize("words", [["--repeats", "0"], ["--requests", "-1"]])
+def test_numbers_that_make_no_sense_are_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        bench_peers.main(words)
+    assert "--repeats and --requests must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[{}]", "[1]", "{"])
+def test_a_file_that_is_no_workload_is_named(config, tmp_path, capsys, text):
+    (tmp_path / "odd.json").write_text(text)
+    assert bench_peers.main([*config(first={}), "--file", str(tmp_path / "odd.json")]) == 2
+    assert 'odd.json is no workload; it must be a JSON list of {"prompt"' in capsys.readouterr().err
 
 
 def test_one_that_says_it_is_exact_and_is_not_ends_the_run(config):

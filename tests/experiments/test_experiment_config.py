@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments import config
-from experiments.strict import load_text, parse
+from experiments import bench_peers, config
+from experiments.strict import load_file, load_text, parse
 from experiments.workloads import Lengths, Synthetic, Trace
 
 BASE: dict[str, Any] = {
@@ -206,10 +206,15 @@ def test_every_shipped_config_is_read_and_says_how_to_run_it(tmp_path: Path) -> 
     files = sorted(folder.glob("*.yaml"))
     assert {"quickstart", "w1", "azure_conv", "synthetic_conv", "synthetic_code"} <= {path.stem for path in files}
     for path in files:
-        given = (f"workload.file={trace}",) if "kind: trace" in path.read_text() else ()
-        assert config.load(path, given)
+        if path.stem == "peers":
+            command = "bench_peers"
+            assert parse(bench_peers.Config, load_file(path), "").contenders
+        else:
+            command = "run"
+            given = (f"workload.file={trace}",) if "kind: trace" in path.read_text() else ()
+            assert config.load(path, given)
         first, second = path.read_text().splitlines()[:2]
-        assert f"python -m experiments.run configs/{path.name}" in first
+        assert f"python -m experiments.{command} configs/{path.name}" in first
         assert second.startswith("# Hardware: ")
         assert "# Expected: " in path.read_text()
 
