@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,14 @@ __all__ = [
 ]
 
 
+_import_seconds = 0.0  # that the names below have taken, JAX and flax among what they import
+
+
 def __getattr__(name: str) -> Any:
+    global _import_seconds
     if name not in _HOME:
         raise AttributeError(f"module 'pagedjax' has no attribute {name!r}")
-    return getattr(import_module(f"pagedjax.{_HOME[name]}"), name)
+    started = time.perf_counter()
+    module = import_module(f"pagedjax.{_HOME[name]}")
+    _import_seconds += time.perf_counter() - started
+    return getattr(module, name)

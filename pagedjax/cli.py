@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Print a completion as it is generated."""
-    from pagedjax.params import SamplingParams
+    from pagedjax import SamplingParams
 
     params = SamplingParams(  # checked before a model is loaded
         temperature=args.temperature,
@@ -34,7 +34,7 @@ def generate(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
         stop=tuple(args.stop),
     )
-    from pagedjax.llm import LLM
+    from pagedjax import LLM
 
     llm = LLM(
         model=args.model,
@@ -43,6 +43,7 @@ def generate(args: argparse.Namespace) -> int:
         max_num_seqs=1,
         max_num_batched_tokens=args.budget,
         max_model_len=args.max_model_len,
+        compilation="lazy",  # one request needs one or two of the buckets
         token_buckets=tuple(sorted({2 if args.dtype == "bfloat16" else 1, min(32, args.budget), args.budget})),
         progress=sys.stderr.isatty(),
     )

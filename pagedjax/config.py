@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 DType = Literal["float32", "bfloat16", "float16"]
 PolicyName = Literal["fcfs", "priority", "shortest", "fair"]
 Preemption = Literal["recompute", "swap"]
+Compilation = Literal["eager", "lazy"]
 AttentionImpl = Literal["xla", "cpu", "pallas_gpu", "reference"]
 
 Config = TypeVar("Config")
@@ -34,7 +35,9 @@ class EngineConfig:
     dtype: of weights, activations and cache; None is float32 on a CPU and bfloat16 elsewhere.
     policy: who is admitted next and who gives way when blocks run out; policies.py says what each one promises.
     attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once.
-    token_buckets: the padded step sizes (T) that are compiled at start-up; None is powers of two up to the budget.
+    token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
+    compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when a step first needs
+        it, so that the first token comes sooner. Then no step is measured when the number of blocks is chosen.
     preemption: what happens to the content of a preempted sequence. "recompute": it is computed again; "swap": it moves
         to host memory, `swap_space_gib` of it at most, and comes back; what finds no room there is computed again.
     lookahead: steps sent to the device before the tokens of the one before them are known (ahead.py). 0: each waits for
@@ -57,6 +60,7 @@ class EngineConfig:
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
     lookahead: int = 0
+    compilation: Compilation = "eager"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -79,6 +83,7 @@ class EngineConfig:
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
         one_of("preemption", self.preemption, get_args(Preemption))
+        one_of("compilation", self.compilation, get_args(Compilation))
         if self.dtype is not None:
             one_of("dtype", self.dtype, get_args(DType))
         one_of("policy", self.policy, get_args(PolicyName))

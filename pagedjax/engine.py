@@ -8,17 +8,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from pagedjax import ahead, attention, beams, cache, memory, monitor, readout, scheduler
+from pagedjax import ahead, attention, beams, cache, memory, monitor, programs, readout, scheduler
 from pagedjax.ahead import Ahead, Flight
 from pagedjax.batch import Batch, Feed, Source, blank_feed, blank_sampling, pack
-from pagedjax.config import EngineConfig
+from pagedjax.config import EngineConfig, Resolved
 from pagedjax.intake import intake
 from pagedjax.models import Model
 from pagedjax.params import BeamSearchParams, SamplingParams
@@ -40,7 +40,8 @@ class Engine:
     Attributes:
         config: the `Resolved` configuration.
         memory: the `MemoryReport`: where the device's memory goes and how many blocks it holds.
-        startup: seconds by stage ("compile", "warmup") and the number of compilations.
+        startup: seconds by stage ("compile", "warmup"), the number of programs ("compilations"), and how many of them
+            came from the cache on disk ("cached").
     """
 
     def __init__(
@@ -267,50 +268,48 @@ class Engine:
 
     def _warm_up(
         self, step: Any, config: EngineConfig, found: memory.DeviceMemory, progress: bool
-    ) -> tuple[dict[int, Callable], memory.MemoryReport, dict[str, Any]]:
-        """Compile every bucket, settle the number of blocks, and run the smallest once so that the first request meets
-        warm code. Compiling needs the shapes of a cache and not its memory, which is taken only when it surely fits."""
-        before, started = monitor.compilations(), time.perf_counter()
+    ) -> tuple[Mapping[int, Callable], memory.MemoryReport, dict[str, Any]]:
+        """Compile the steps, settle the number of blocks, and run the smallest step once so that the first request
+        meets warm code. Compiling needs the shapes of a cache and not its memory, which is taken only when it fits."""
+        before, started = monitor.counts(), time.perf_counter()
         block = block_shape(self.config, self.model, self.config.dtype)
+        smallest, largest = self._shapes.tokens[0], self._shapes.tokens[-1]
 
-        def build(t: int) -> Any:
-            pages = jax.eval_shape(lambda: cache.init(blocks=self.config.num_blocks, **block))
-            return step.lower(self.model.params, pages, self._blank(t)).compile()
+        def pages(c: Resolved) -> cache.KVCache:
+            return jax.eval_shape(lambda: cache.init(blocks=c.num_blocks, **block))
 
-        steps, largest = {}, self._shapes.tokens[-1]
-        bar = tqdm(self._shapes.tokens[::-1], desc="compiling", unit="bucket", disable=not progress, leave=False)
-        for t in bar:
-            bar.set_postfix_str(f"{t} tokens")
-            steps[t] = build(t)
-            if t == largest:  # the first: what it needs says how many blocks fit beside it
-                fitted = resolve(config, self.model, found, memory.activations_peak(steps[t]))
-                if fitted.num_blocks != self.config.num_blocks:
-                    self.config = fitted
-                    steps[t] = build(t)
-        pages = jax.eval_shape(lambda: cache.init(blocks=self.config.num_blocks, **block))
-        self._copy = copy_blocks.lower(pages, *_padded((), self._shapes.max_seqs)).compile()
+        def build(t: int, c: Resolved) -> Any:
+            return step.lower(self.model.params, pages(c), self._blank(t)).compile()
+
+        def settle(program: Any) -> Resolved:
+            return resolve(config, self.model, found, memory.activations_peak(program))
+
+        lazy = self.config.compilation == "lazy"
+        if lazy:
+            steps = programs.Lazy(build, self.config)
+        else:
+            steps, self.config = programs.at_once(build, self.config, settle, progress=progress)
+        shapes = pages(self.config)
+        self._copy = copy_blocks.lower(shapes, *_padded((), self._shapes.max_seqs)).compile()
         if self.config.preemption == "swap":
-            self._swap = SwapSpace(pages, host_blocks(self.config, self.model), self._shapes.table_width)
+            self._swap = SwapSpace(shapes, host_blocks(self.config, self.model), self._shapes.table_width)
         self.reset()
         compiled = time.perf_counter()
-        t = self._shapes.tokens[0]
-        self._cache, output = steps[t](self.model.params, self._cache, self._blank(t))
-        jax.block_until_ready(output)
+        if not lazy:
+            self._cache, output = steps[smallest](self.model.params, self._cache, self._blank(smallest))
+            jax.block_until_ready(output)
         report = memory.report(
             found,
             weights=sum(array.nbytes for array in jax.tree.leaves(self.model.params)),
-            activations=memory.activations_peak(steps[largest]),
+            activations=None if lazy else memory.activations_peak(steps[largest]),
             num_blocks=self.config.num_blocks,
             block_size=self.config.block_size,
             block_bytes=cache.block_bytes(**block),
             max_model_len=self.config.max_model_len,
             swap_space_gib=self.config.swap_space_gib if self.config.preemption == "swap" else 0,
         )
-        startup = {
-            "compile": compiled - started,
-            "warmup": time.perf_counter() - compiled,
-            "compilations": monitor.compilations() - before,
-        }
+        made = monitor.counts() - before
+        startup = {"compile": compiled - started, "warmup": time.perf_counter() - compiled, **made._asdict()}
         return steps, report, startup
 
 

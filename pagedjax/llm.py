@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from pagedjax import models, monitor
+import pagedjax
+from pagedjax import models, monitor, programs
 from pagedjax.config import EngineConfig, from_dict, one_of
 from pagedjax.engine import Engine
 from pagedjax.models import Model
@@ -81,6 +83,8 @@ class LLM:
         self.model = model
         self.tokenizer = model.tokenizer
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
+        if progress:
+            tqdm.write(programs.summary(self.startup), file=sys.stderr)
         self._requests = 0
         self._branches: Branches = {}  # those under way, of every call, for a step serves them all
 
@@ -90,8 +94,8 @@ class LLM:
 
     @property
     def startup(self) -> dict[str, Any]:
-        """Seconds by stage, and how many XLA compilations there were."""
-        return {"load": self.model.seconds, **self.engine.startup}
+        """Seconds by stage, how many XLA programs were made, and how many of them came from the cache on disk."""
+        return {"import": pagedjax._import_seconds, "load": self.model.seconds, **self.engine.startup}
 
     def generate(
         self,

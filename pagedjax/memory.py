@@ -39,7 +39,7 @@ class MemoryReport(NamedTuple):
     total: int  # 0: the device does not tell
     free: int  # before the cache
     weights: int
-    activations: int  # what the step of the largest bucket needs beside its arguments
+    activations: int | None  # what the step of the largest bucket needs beside its arguments; None: not compiled yet
     other: int  # in use before the cache and not weights: other programs, other engines
     cache: int  # with its trash block
     block_size: int
@@ -53,16 +53,19 @@ class MemoryReport(NamedTuple):
     @property
     def left(self) -> int:
         """Free bytes that neither the step nor the cache takes."""
-        return self.free - self.activations - self.cache if self.total else 0
+        return self.free - (self.activations or 0) - self.cache if self.total else 0
 
     def __str__(self) -> str:
         """A table for people."""
         blocks = f"of {self.block_size} tokens, {self.block_bytes / MIB:.5g} MiB each"
         swap = f"{size(self.host_blocks * self.block_bytes)} of swap space"
+        peak = ("unknown", "until the largest step is compiled")
+        if self.activations is not None:
+            peak = (size(self.activations), "of the largest step, as compiled")
         rows = [
             ("device", size(self.total) if self.total else "unknown", f"{size(self.free)} free before the cache"),
             ("weights", size(self.weights), ""),
-            ("activations peak", size(self.activations), "of the largest step, as compiled"),
+            ("activations peak", *peak),
             ("other", size(self.other), "in use before the cache and not weights"),
             ("KV cache", size(self.cache), f"with its trash block; {size(self.left)} left"),
             ("device blocks", f"{self.device_blocks:,}", blocks),
@@ -166,7 +169,7 @@ def report(
     device: DeviceMemory,
     *,
     weights: int,
-    activations: int,
+    activations: int | None,
     num_blocks: int,
     block_size: int,
     block_bytes: int,

@@ -4,6 +4,7 @@ are configurations of this file."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -117,6 +118,18 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(c.hidden, eps=c.eps, dtype=dtype)
         self.mlp = MLP(c, dtype)
 
+    def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
+        """x [H, T] -> (x [H, T], k_pages, v_pages)."""
+        y, k_pages, v_pages = self.attn(self.attn_norm(x), k_pages, v_pages, batch, angles, attend)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), k_pages, v_pages
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _run_block(graphdef: nnx.GraphDef, state, attend: Attend, *args):
+    """A block as a function of arrays: blocks are alike, so JAX traces and lowers one of them; XLA inlines them all."""
+    return nnx.merge(graphdef, state)(*args, attend)
+
 
 class Llama(nnx.Module):
     """hidden(batch) and logits(hidden): two calls, because only rows that sample need logits."""
@@ -135,9 +148,7 @@ class Llama(nnx.Module):
         angles = self.angles[...].at[:, :, batch.positions].get(mode="promise_in_bounds")
         k_all, v_all = [], []
         for block, k_pages, v_pages in zip(self.blocks, cache.k, cache.v, strict=True):
-            y, k_pages, v_pages = block.attn(block.attn_norm(x), k_pages, v_pages, batch, angles, attend)
-            x = x + y
-            x = x + block.mlp(block.mlp_norm(x))
+            x, k_pages, v_pages = _run_block(*nnx.split(block), attend, x, k_pages, v_pages, batch, angles)
             k_all.append(k_pages)
             v_all.append(v_pages)
         return kv.KVCache(tuple(k_all), tuple(v_all)), self.norm(x)

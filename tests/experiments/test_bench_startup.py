@@ -1,0 +1,35 @@
+"""Start-up by stage, in processes of their own, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments import bench_startup
+
+
+def test_stages_sum_to_the_whole_and_a_warm_process_compiles_nothing(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "startup.json"
+    words = ["--model", str(tiny_folder), "--kinds", "lazy", "--repeats", "1", "--json", str(out)]
+    assert bench_startup.main(words) == 0
+    runs = json.loads(out.read_text())["runs"]
+    assert set(runs) == {"lazy, cold", "lazy, warm"}
+    (cold,), (warm,) = runs.values()
+    for run in (cold, warm):
+        assert all(run[stage] > 0 for stage in bench_startup.STAGES if stage != "warmup")
+        assert sum(run[stage] for stage in bench_startup.STAGES) == pytest.approx(run["total"])
+    assert cold["cached"] == 0
+    assert warm["cached"] == warm["programs"] == cold["programs"] > 0
+    assert "lazy, warm" in capsys.readouterr().out
+
+
+def test_a_process_that_fails_is_an_error_with_its_reason(tmp_path, capsys):
+    assert bench_startup.main(["--model", str(tmp_path), "--repeats", "1"]) == 1
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_no_repeats_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_startup.main(["--repeats", "0"])
+    assert "--repeats is 0; it must be at least 1" in capsys.readouterr().err
