@@ -10,7 +10,7 @@ import mmap
 import struct
 from collections.abc import Callable
 from functools import partial
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 MAX_DEPTH = 4  # of arrays in arrays; no writer makes any, a damaged file may seem to
+ROW = 2**11  # blocks that are dequantised as one row, at most; 16 such rows fit the cache of a core
 
 
 class GGUFFile(NamedTuple):
@@ -163,6 +164,7 @@ def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
 
 def _read(path: Path, name: str, shape: tuple[int, ...], encoding: Any, begin: int, size: int) -> np.ndarray:
     """The values as float32 of `shape`."""
+    from gguf.constants import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
     raw = np.fromfile(path, np.uint8, size, offset=begin)
@@ -170,7 +172,9 @@ def _read(path: Path, name: str, shape: tuple[int, ...], encoding: Any, begin: i
         raise ValueError(f"{path} is truncated: tensor {name} has {raw.size} of its {size} bytes; fetch it again")
     if encoding.name == "F64":
         return raw.view("<f8").astype(np.float32).reshape(shape)
-    rows = raw.reshape(prod(shape[:-1]), -1) if size else raw
+    # gguf works on 16 rows at a time, and a model's rows are short: rows of another length, of whole blocks, will do
+    block = GGML_QUANT_SIZES[encoding][1]
+    rows = raw.reshape(-1, gcd(size // block, ROW) * block) if size else raw
     try:
         return np.asarray(dequantize(rows, encoding), np.float32).reshape(shape)
     except NotImplementedError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
@@ -16,6 +17,7 @@ from pagedjax.weights.huggingface import np_dtype
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+READERS = 2  # threads; most of the time goes to memory that is touched for the first time, which a core does slowly
 BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints stored it
 
 
@@ -45,7 +47,7 @@ def load_params(
     progress: bool = False,
     ignore: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A nested dict of jax arrays of `dtype`, keyed by `path`. Holds one parameter at a time on the host.
+    """A nested dict of jax arrays of `dtype`, keyed by `path`. Holds `READERS` parameters at a time on the host.
 
     ignore: name patterns ("*" matches anything) of tensors that may be there without the table naming them.
 
@@ -57,12 +59,18 @@ def load_params(
     one_of("dtype", dtype, get_args(DType))
     check_table(checkpoint, table, ignore)
     present = [entry for entry in table if entry.sources[0] in checkpoint.tensors]
+
+    def read(entry: ParamSource) -> Any:
+        return jnp.asarray(assemble(checkpoint.tensors, entry, np_dtype(dtype)))
+
     params: dict[str, Any] = {}
-    for entry in _bar(present) if progress else present:
-        branch = params
-        for key in entry.path[:-1]:
-            branch = branch.setdefault(key, {})
-        branch[entry.path[-1]] = jnp.asarray(assemble(checkpoint.tensors, entry, np_dtype(dtype)))
+    with ThreadPoolExecutor(READERS) as pool:
+        values = pool.map(read, present)
+        for entry in _bar(present) if progress else present:
+            branch = params
+            for key in entry.path[:-1]:
+                branch = branch.setdefault(key, {})
+            branch[entry.path[-1]] = next(values)
     return params
 
 
