@@ -3,11 +3,12 @@
     python -m experiments.bench_startup                                       # SmolLM2, three processes of each kind
     python -m experiments.bench_startup --model folder --repeats 5 --json out.json
 
-Each measurement is a process of its own that loads the model, makes an engine and asks it for one token. `eager` is
-`LLM()` with its defaults, which compiles every bucket at start-up; `lazy` compiles a bucket when it is first needed,
-as `pagedjax generate` does. `cold` processes find no XLA program and no attention kernel on disk, `warm` ones what the
-process before them left. A stage is what that part of the process took; `start` is Python itself and whatever else no
-other stage claims, and the stages sum to the whole, which is measured from outside.
+Each measurement is a process of its own that loads the model, makes an engine and asks it for one token. `generate` is
+the engine of `pagedjax generate`, for one request; `LLM()` is the library's with its defaults, which compiles every
+bucket at start-up, and `LLM(lazy)` the same but for compiling a bucket when it is first needed. `cold` processes find
+no XLA program and no attention kernel on disk, `warm` ones what the process before them left. A stage is what that part
+of the process took; `start` is Python itself and whatever else no other stage claims, its end among it, and the stages
+sum to the whole, which is measured from outside.
 """
 
 from __future__ import annotations
@@ -25,8 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.environment import cpu_model, git_state, processor_time, stolen_share
+from pagedjax import cli
 
 STAGES = ("start", "import", "load", "compile", "warmup", "first token")
+KINDS: dict[str, dict[str, Any]] = {
+    "generate": cli.engine_options(cli.parser().parse_args(["generate", ""])),
+    "LLM()": {},
+    "LLM(lazy)": {"compilation": "lazy"},
+}
 PROMPT = "The capital of France is"
 CHILD = """
 import json, sys, time
@@ -89,11 +96,11 @@ def measure(model: str, kinds: dict[str, dict[str, Any]], repeats: int) -> dict[
 def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """Medians for people. The stages of a median run need not sum to the median of the totals."""
     columns = (*STAGES, "total")
-    lines = [" ".join([f"{'seconds':12}", *(f"{name:>11}" for name in columns), f"{'programs':>9} {'from disk':>9}"])]
+    lines = [" ".join([f"{'seconds':16}", *(f"{name:>11}" for name in columns), f"{'programs':>9} {'from disk':>9}"])]
     for name, several in runs.items():
         medians = [statistics.median(run[column] for run in several) for column in columns]
         counts = f"{several[-1]['programs']:9} {several[-1]['cached']:9}"
-        lines.append(" ".join([f"{name:12}", *(f"{value:11.2f}" for value in medians), counts]))
+        lines.append(" ".join([f"{name:16}", *(f"{value:11.2f}" for value in medians), counts]))
     return "\n".join(lines)
 
 
@@ -101,13 +108,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="as in LLM(model=...)")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--kinds", nargs="+", choices=("eager", "lazy"), default=["eager", "lazy"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=3, help="processes of each kind, cold and warm")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}; it must be at least 1")
-    kinds = {kind: {"dtype": args.dtype, "compilation": kind} for kind in args.kinds}
+    kinds = {kind: KINDS[kind] | {"dtype": args.dtype} for kind in args.kinds}
     try:
         runs = measure(args.model, kinds, args.repeats)
     except RuntimeError as error:

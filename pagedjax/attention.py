@@ -41,6 +41,12 @@ def choose(
     return wanted
 
 
+def prepare(wanted: str | None, dtype: str) -> None:
+    """Begin what an implementation has to do once a process, in a thread, before the model is there to trace."""
+    if wanted in (None, "cpu") and not cpu.obstacle(jax.default_backend(), dtype, cpu.HEAD_SIZES):
+        cpu.prepare()
+
+
 def attend(impl: str, scale: float) -> Attend:
     """`paged_attention` with its choices bound. Raises ValueError for an unknown name."""
     if impl not in IMPLS:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code; errors of the user are one line on stderr."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         return args.run(args)
     except (ValueError, FileNotFoundError) as error:
@@ -36,17 +37,7 @@ def generate(args: argparse.Namespace) -> int:
     )
     from pagedjax import LLM
 
-    llm = LLM(
-        model=args.model,
-        dtype=args.dtype,
-        block_size=args.block_size,
-        max_num_seqs=1,
-        max_num_batched_tokens=args.budget,
-        max_model_len=args.max_model_len,
-        compilation="lazy",  # one request needs one or two of the buckets
-        token_buckets=tuple(sorted({2 if args.dtype == "bfloat16" else 1, min(32, args.budget), args.budget})),
-        progress=sys.stderr.isatty(),
-    )
+    llm = LLM(args.model, progress=sys.stderr.isatty(), **engine_options(args))
     prompt = args.prompt if args.prompt != "-" else sys.stdin.read()
     ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if args.chat else prompt
     if not args.chat and not args.only_new:
@@ -57,18 +48,31 @@ def generate(args: argparse.Namespace) -> int:
     return 0
 
 
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `generate` asks of an engine: one request, and its first token soon."""
+    return {
+        "dtype": args.dtype,
+        "block_size": args.block_size,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": args.budget,
+        "max_model_len": args.max_model_len,
+        "compilation": "lazy",  # it needs two or three of the buckets
+        "token_buckets": tuple(sorted({2 if args.dtype == "bfloat16" else 1, min(32, args.budget), args.budget})),
+    }
+
+
 def replay(args: argparse.Namespace) -> int:
     from pagedjax import replay as log
 
     return log.main([args.file])
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     from pagedjax import __version__
 
-    parser = argparse.ArgumentParser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
-    parser.add_argument("--version", action="version", version=f"pagedjax {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    words = argparse.ArgumentParser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
+    words.add_argument("--version", action="version", version=f"pagedjax {__version__}")
+    commands = words.add_subparsers(required=True, metavar="command")
 
     one = commands.add_parser("generate", help="complete a prompt, streaming", description=generate.__doc__)
     one.add_argument("prompt", help="the text to continue; - reads standard input")
@@ -90,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     two = commands.add_parser("replay", help="verify a recorded run", description="Replay a recorded run.")
     two.add_argument("file", help="a JSONL file that Engine.record wrote")
     two.set_defaults(run=replay)
-    return parser
+    return words
 
 
 if __name__ == "__main__":

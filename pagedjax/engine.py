@@ -290,7 +290,8 @@ class Engine:
         else:
             steps, self.config = programs.at_once(build, self.config, settle, progress=progress)
         shapes = pages(self.config)
-        self._copy = copy_blocks.lower(shapes, *_padded((), self._shapes.max_seqs)).compile()
+        pairs = _padded((), self._shapes.max_seqs)
+        self._copy = copy_blocks if lazy else copy_blocks.lower(shapes, *pairs).compile()
         if self.config.preemption == "swap":
             self._swap = SwapSpace(shapes, host_blocks(self.config, self.model), self._shapes.table_width)
         self.reset()

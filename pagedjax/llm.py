@@ -15,7 +15,7 @@ import jax
 from tqdm import tqdm
 
 import pagedjax
-from pagedjax import models, monitor, programs
+from pagedjax import attention, models, monitor, programs
 from pagedjax.config import EngineConfig, from_dict, one_of
 from pagedjax.engine import Engine
 from pagedjax.models import Model
@@ -76,6 +76,7 @@ class LLM:
         engine_config = from_dict(EngineConfig, config)
         monitor.keep_compilations()
         if not isinstance(model, LoadedModel):
+            attention.prepare(engine_config.attention_impl, engine_config.dtype or "float32")
             model = load_model(model, dtype=engine_config.dtype, progress=progress)
         loaded = model.model.dtype
         if engine_config.dtype not in (None, loaded):

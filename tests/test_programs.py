@@ -80,8 +80,9 @@ def test_lazily_a_bucket_is_compiled_when_a_step_first_needs_it_and_nothing_else
     eager = LLM(tiny, progress=False, **SIZES)
     lazy = LLM(tiny, progress=False, compilation="lazy", **SIZES)
     assert len(eager.engine._steps) == 3
-    assert lazy.startup["compilations"] <= 1  # the program that copies blocks
-    assert "activations peak    unknown  until the largest step is compiled" in str(lazy.engine.memory)
+    assert lazy.startup["compilations"] <= 1  # zeros for the cache
+    lines = [line.split(maxsplit=2) for line in str(lazy.engine.memory).splitlines()]
+    assert ["activations", "peak", "unknown  until the largest step is compiled"] in lines
     assert lazy.engine.memory.left == lazy.engine.memory.free - lazy.engine.memory.cache
 
     lazy.engine.add("a", prompts[0], GREEDY)

@@ -5,6 +5,7 @@ numba compiles the kernel when it is first chosen, and only then is numba import
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import sys
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 DTYPES = ("float32", "bfloat16")
+HEAD_SIZES = 8  # and its multiples
 
 # The handler's name. Programs on disk hold it: a handler that takes other arguments must get another number.
 TARGET = "pallas_kernels.paged_attention.cpu.2"
@@ -50,11 +52,25 @@ def obstacle(platform: str, dtype: str, head_size: int) -> str:
         return "calls POSIX functions, which Windows does not have"
     if dtype not in DTYPES:
         return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
-    if head_size % 8:
-        return f"needs a head size that is a multiple of 8, and it is {head_size}"
+    if head_size % HEAD_SIZES:
+        return f"needs a head size that is a multiple of {HEAD_SIZES}, and it is {head_size}"
     if importlib.util.find_spec("numba") is None:
         return "needs numba, which is not installed (pip install 'pagedjax[cpu]')"
     return ""
+
+
+def prepare() -> None:
+    """Begin to import numba and to compile or load the handler, in a thread; tracing waits for it.
+
+    It takes seconds, most of them Python's; what goes on beside it should not be (reading weights, say). Should it
+    fail, tracing fails with the same error.
+    """
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            _register()
+
+    threading.Thread(target=quietly, name="numba").start()
 
 
 def _register() -> None:

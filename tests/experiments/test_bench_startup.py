@@ -11,17 +11,17 @@ from experiments import bench_startup
 
 def test_stages_sum_to_the_whole_and_a_warm_process_compiles_nothing(tiny_folder, tmp_path, capsys):
     out = tmp_path / "startup.json"
-    words = ["--model", str(tiny_folder), "--kinds", "lazy", "--repeats", "1", "--json", str(out)]
+    words = ["--model", str(tiny_folder), "--kinds", "LLM(lazy)", "--repeats", "1", "--json", str(out)]
     assert bench_startup.main(words) == 0
     runs = json.loads(out.read_text())["runs"]
-    assert set(runs) == {"lazy, cold", "lazy, warm"}
+    assert set(runs) == {"LLM(lazy), cold", "LLM(lazy), warm"}
     (cold,), (warm,) = runs.values()
     for run in (cold, warm):
         assert all(run[stage] > 0 for stage in bench_startup.STAGES if stage != "warmup")
         assert sum(run[stage] for stage in bench_startup.STAGES) == pytest.approx(run["total"])
     assert cold["cached"] == 0
     assert warm["cached"] == warm["programs"] == cold["programs"] > 0
-    assert "lazy, warm" in capsys.readouterr().out
+    assert "LLM(lazy), warm" in capsys.readouterr().out
 
 
 def test_a_process_that_fails_is_an_error_with_its_reason(tmp_path, capsys):
