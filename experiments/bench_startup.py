@@ -7,8 +7,8 @@ Each measurement is a process of its own that loads the model, makes an engine a
 the engine of `pagedjax generate`, for one request; `LLM()` is the library's with its defaults, which compiles every
 bucket at start-up, and `LLM(lazy)` the same but for compiling a bucket when it is first needed. `cold` processes find
 no XLA program and no attention kernel on disk, `warm` ones what the process before them left. A stage is what that part
-of the process took; `start` is Python itself and whatever else no other stage claims, its end among it, and the stages
-sum to the whole, which is measured from outside.
+of the process took; `start` is Python itself and whatever else no other stage claims, and the stages sum to the whole,
+which is measured from outside, until the token is there.
 """
 
 from __future__ import annotations
@@ -60,13 +60,20 @@ def start(model: str, options: dict[str, Any], caches: Path) -> dict[str, Any]:
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", CHILD, model, json.dumps(options), PROMPT]
     began, processors = time.perf_counter(), processor_time()
-    done = subprocess.run(
-        command, env={**os.environ, **places, **kept, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    total, stolen = time.perf_counter() - began, stolen_share(processors)
-    if done.returncode:
-        raise RuntimeError(f"the process ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    with subprocess.Popen(
+        command,
+        env={**os.environ, **places, **kept, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdout
+        line = child.stdout.readline()
+        total, stolen = time.perf_counter() - began, stolen_share(processors)
+        _, errors = child.communicate()
+    if child.returncode:
+        raise RuntimeError(f"the process ended with {child.returncode}:\n{errors[-2000:]}")
+    found = json.loads(line)
     programs, cached = found.pop("programs")
     stages = {name: found[name] for name in STAGES[1:]}
     return {

@@ -102,6 +102,8 @@ class Cursor:
             raw = self.take(count * struct.calcsize(f"<{code}"), what)
             values = struct.unpack(f"<{count}{code}", raw)
             return [_short(value) for value in values] if code == "f" else list(values)
+        if item == STRING:  # a tokenizer has a hundred thousand
+            return [self.string(what) for _ in range(count)]
         return [self.value(item, f"item {index} of {what}", depth + 1) for index in range(count)]
 
 
