@@ -8,7 +8,7 @@ the engine of `pagedjax generate`, for one request; `LLM()` is the library's wit
 bucket at start-up, and `LLM(lazy)` the same but for compiling a bucket when it is first needed. `cold` processes find
 no XLA program and no attention kernel on disk, `warm` ones what the process before them left. A stage is what that part
 of the process took; `start` is Python itself and whatever else no other stage claims, and the stages sum to the whole,
-which is measured from outside, until the token is there.
+which is measured from outside, until the token is there. Processes that lost more than 5 % of the processors to others are shown and not counted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.bench_peers import STOLEN
 from experiments.environment import cpu_model, git_state, processor_time, stolen_share
 from pagedjax import cli
 
@@ -101,14 +102,20 @@ def measure(model: str, kinds: dict[str, dict[str, Any]], repeats: int) -> dict[
 
 
 def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Medians for people. The stages of a median run need not sum to the median of the totals."""
+    """Medians for people, of the processes that count. Medians of stages need not sum to the median of the totals."""
     columns = (*STAGES, "total")
     lines = [" ".join([f"{'seconds':16}", *(f"{name:>11}" for name in columns), f"{'programs':>9} {'from disk':>9}"])]
     for name, several in runs.items():
+        several = counted(several)
         medians = [statistics.median(run[column] for run in several) for column in columns]
         counts = f"{several[-1]['programs']:9} {several[-1]['cached']:9}"
         lines.append(" ".join([f"{name:16}", *(f"{value:11.2f}" for value in medians), counts]))
     return "\n".join(lines)
+
+
+def counted(several: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Processes during which the host gave at most `STOLEN` of the processors to others; all, where none was so lucky."""
+    return [run for run in several if run["stolen"] <= STOLEN] or several
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -33,3 +33,13 @@ def test_no_repeats_are_refused(capsys):
     with pytest.raises(SystemExit):
         bench_startup.main(["--repeats", "0"])
     assert "--repeats is 0; it must be at least 1" in capsys.readouterr().err
+
+
+def test_a_process_that_lost_its_processors_does_not_count():
+    def run(total, stolen):
+        return dict.fromkeys((*bench_startup.STAGES, "total"), total) | {"stolen": stolen, "programs": 1, "cached": 0}
+
+    lucky, unlucky = run(1.0, 0.01), run(9.0, 0.5)
+    assert bench_startup.counted([lucky, unlucky]) == [lucky]
+    assert bench_startup.counted([unlucky]) == [unlucky]
+    assert "9.00" not in bench_startup.table({"LLM(), cold": [lucky, unlucky]})
