@@ -8,7 +8,8 @@ the engine of `pagedjax generate`, for one request; `LLM()` is the library's wit
 bucket at start-up, and `LLM(lazy)` the same but for compiling a bucket when it is first needed. `cold` processes find
 no XLA program and no attention kernel on disk, `warm` ones what the process before them left. A stage is what that part
 of the process took; `start` is Python itself and whatever else no other stage claims, and the stages sum to the whole,
-which is measured from outside, until the token is there. Processes that lost more than 5 % of the processors to others are shown and not counted.
+which is measured from outside, until the token is there. Processes that lost more than 5 % of the processors to others
+are shown and not counted.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
 
 
 def counted(several: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Processes during which the host gave at most `STOLEN` of the processors to others; all, where none was so lucky."""
+    """Processes that lost at most `STOLEN` of the processors to others; all, where none was so lucky."""
     return [run for run in several if run["stolen"] <= STOLEN] or several
 
 
