@@ -19,7 +19,7 @@ def config(tiny):
     return resolve(EngineConfig(**SIZES), tiny.model)
 
 
-def test_every_bucket_is_built_once_and_the_largest_first(config):
+def test_every_bucket_is_built_once_and_the_largest_first(config, monkeypatch):
     built, lock = [], threading.Lock()
 
     def build(t, c):
@@ -31,8 +31,11 @@ def test_every_bucket_is_built_once_and_the_largest_first(config):
     assert found == {4: "program of 4", 8: "program of 8", 16: "program of 16"}
     assert list(found) == [4, 8, 16]
     assert fitted == config
-    assert built[0] == (16, 32)
     assert sorted(built) == [(4, 32), (8, 32), (16, 32)]
+    built.clear()
+    monkeypatch.setattr(programs, "THREADS", 1)
+    programs.at_once(build, config, lambda largest: config)
+    assert built == [(16, 32), (8, 32), (4, 32)]
 
 
 def test_programs_of_another_number_of_blocks_are_dropped(config):
@@ -56,11 +59,15 @@ def test_the_first_error_ends_it_and_what_was_not_begun_never_is(config, monkeyp
     assert built[:2] == [16, 8]
     built.clear()
 
+    def slowly(t, c):
+        built.append(t)
+        threading.Event().wait(0 if t == 16 else 0.5)
+
     def unfit(largest):
         raise ValueError("does not fit")
 
     with pytest.raises(ValueError, match="does not fit"):
-        programs.at_once(build, replace(config, token_buckets=(2, 3, 4, 5, 16)), unfit)
+        programs.at_once(slowly, replace(config, token_buckets=(1, 2, 3, 4, 16)), unfit)
     assert len(built) < 5
 
 
