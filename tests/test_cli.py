@@ -1,0 +1,55 @@
+"""The command line, in this process: what it prints, and what it says of mistakes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from pagedjax import LLM, SamplingParams, cli
+
+
+def generate(*words: str, model) -> int:
+    return cli.main(["generate", *words, "--model", str(model), "--max-model-len", "64", "--max-tokens", "4"])
+
+
+def test_it_prints_the_prompt_and_what_the_library_generates(tiny_folder, tiny, capsys):
+    assert generate("abc", model=tiny_folder) == 0
+    llm = LLM(tiny, progress=False, max_num_seqs=1, num_blocks=8, token_buckets=(64,), max_num_batched_tokens=64)
+    (wanted,) = llm.generate("abc", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert capsys.readouterr().out == f"abc{wanted.outputs[0].text}\n"
+    assert generate("abc", "--only-new", model=tiny_folder) == 0
+    assert capsys.readouterr().out == f"{wanted.outputs[0].text}\n"
+
+
+def test_a_prompt_may_come_from_standard_input(tiny_folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
+    assert generate("-", model=tiny_folder) == 0
+    assert capsys.readouterr().out.startswith("abc")
+
+
+def test_its_engine_compiles_the_buckets_of_one_request_when_they_are_needed():
+    options = cli.engine_options(cli.parser().parse_args(["generate", "", "--budget", "16", "--dtype", "bfloat16"]))
+    assert options["token_buckets"] == (2, 16)
+    assert (options["compilation"], options["max_num_seqs"]) == ("lazy", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--max-model-len", "4096"], "max_model_len is 4096, but the model was made for 512 tokens"),
+        (["--model", "nowhere-at-all"], "nowhere-at-all"),
+    ],
+)
+def test_mistakes_are_one_line_and_an_exit_code(tiny_folder, capsys, words, message):
+    assert cli.main(["generate", "abc", "--model", str(tiny_folder), *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith("pagedjax: ")
+    assert message in line
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve-nothing"])
+    assert ended.value.code == 2
