@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from tqdm import tqdm
@@ -22,32 +22,28 @@ THREADS = 4  # at most: each compilation uses several processors for a part of i
 def at_once(
     build: Build, config: Resolved, settle: Callable[[Any], Resolved], *, progress: bool = False
 ) -> tuple[dict[int, Any], Resolved]:
-    """Make every program -> (programs by bucket, the configuration they were made for).
+    """Make every program, the largest first and the others side by side -> (programs by bucket, their configuration).
 
     Args:
-        settle: from the program of the largest bucket, the first to be made, the configuration that fits beside it.
-            Should it have another number of blocks, what was made for the first number is dropped.
+        settle: from the program of the largest bucket, the configuration that fits beside it. Should it have another
+            number of blocks, that one program is made again.
     """
-    buckets = config.token_buckets[::-1]
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1, len(buckets))) as pool:
-        started = {t: pool.submit(build, t, config) for t in buckets}
+    *others, largest = config.token_buckets
+    with tqdm(desc="compiling", total=1 + len(others), unit="bucket", leave=False, disable=not progress) as bar:
+        steps = {largest: build(largest, config)}
+        fitted = settle(steps[largest])
+        if fitted.num_blocks != config.num_blocks:
+            steps = {largest: build(largest, fitted)}
+        bar.update()
+        pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
         try:
-            fitted = settle(started[buckets[0]].result())
-            if fitted.num_blocks != config.num_blocks:
-                _cancel(started)
-                started = {t: pool.submit(build, t, fitted) for t in buckets}
-            bar = tqdm(as_completed(started.values()), "compiling", len(buckets), False, disable=not progress)
-            for done in bar:
-                done.result()  # the first error ends the others
-        except BaseException:
-            _cancel(started)
-            raise
-    return {t: started[t].result() for t in sorted(started)}, fitted
-
-
-def _cancel(started: dict[int, Future]) -> None:
-    for future in started.values():
-        future.cancel()
+            started = {t: pool.submit(build, t, fitted) for t in reversed(others)}
+            for done in as_completed(started.values()):
+                done.result()
+                bar.update()
+        finally:
+            pool.shutdown(cancel_futures=True)  # after an error, what has not begun never does
+    return {t: started[t].result() for t in others} | steps, fitted
 
 
 class Lazy(dict[int, Any]):

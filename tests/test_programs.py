@@ -19,7 +19,7 @@ def config(tiny):
     return resolve(EngineConfig(**SIZES), tiny.model)
 
 
-def test_every_bucket_is_built_once_and_the_largest_first(config, monkeypatch):
+def test_every_bucket_is_built_once_and_the_largest_first(config):
     built, lock = [], threading.Lock()
 
     def build(t, c):
@@ -31,18 +31,21 @@ def test_every_bucket_is_built_once_and_the_largest_first(config, monkeypatch):
     assert found == {4: "program of 4", 8: "program of 8", 16: "program of 16"}
     assert list(found) == [4, 8, 16]
     assert fitted == config
+    assert built[0] == (16, 32)
     assert sorted(built) == [(4, 32), (8, 32), (16, 32)]
-    built.clear()
-    monkeypatch.setattr(programs, "THREADS", 1)
-    programs.at_once(build, config, lambda largest: config)
-    assert built == [(16, 32), (8, 32), (4, 32)]
 
 
-def test_programs_of_another_number_of_blocks_are_dropped(config):
-    smaller = replace(config, num_blocks=7)
-    found, fitted = programs.at_once(lambda t, c: (t, c.num_blocks), config, lambda largest: smaller)
+def test_a_program_for_another_number_of_blocks_is_made_again_and_no_other_was_begun(config):
+    smaller, built = replace(config, num_blocks=7), []
+
+    def build(t, c):
+        built.append((t, c.num_blocks))
+        return t, c.num_blocks
+
+    found, fitted = programs.at_once(build, config, lambda largest: smaller)
     assert found == {t: (t, 7) for t in (4, 8, 16)}
     assert fitted is smaller
+    assert sorted(built) == [(4, 7), (8, 7), (16, 7), (16, 32)]
 
 
 def test_the_first_error_ends_it_and_what_was_not_begun_never_is(config, monkeypatch):
@@ -53,22 +56,25 @@ def test_the_first_error_ends_it_and_what_was_not_begun_never_is(config, monkeyp
         built.append(t)
         if t == 8:
             raise RuntimeError("no program of 8")
+        threading.Event().wait(0 if t == 16 else 0.5)  # while the error is told
 
     with pytest.raises(RuntimeError, match="no program of 8"):
-        programs.at_once(build, config, lambda largest: config)
+        programs.at_once(build, replace(config, token_buckets=(1, 2, 3, 4, 8, 16)), lambda largest: config)
     assert built[:2] == [16, 8]
+    assert len(built) < 6
     built.clear()
-
-    def slowly(t, c):
-        built.append(t)
-        threading.Event().wait(0 if t == 16 else 0.5)
 
     def unfit(largest):
         raise ValueError("does not fit")
 
     with pytest.raises(ValueError, match="does not fit"):
-        programs.at_once(slowly, replace(config, token_buckets=(1, 2, 3, 4, 16)), unfit)
-    assert len(built) < 5
+        programs.at_once(build, config, unfit)
+    assert built == [16]
+
+
+def test_an_engine_of_one_bucket_has_one_program(config):
+    one = replace(config, token_buckets=(16,))
+    assert programs.at_once(lambda t, c: t, one, lambda largest: one) == ({16: 16}, one)
 
 
 def test_threads_really_work_side_by_side(config, monkeypatch):
@@ -76,7 +82,7 @@ def test_threads_really_work_side_by_side(config, monkeypatch):
     both = threading.Barrier(2, timeout=30)  # broken unless two are inside at once
 
     def build(t, c):
-        if t != 4:
+        if t != 16:
             both.wait()
 
     programs.at_once(build, config, lambda largest: config)
