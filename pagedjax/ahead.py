@@ -6,6 +6,9 @@ transitions are made as ever. A guess that has every row of the real plan, with 
 of sequences that ended meanwhile are left out. Any other guess is dropped, and the real plan is sent after it. So
 plans, events and tokens are those of an engine that never guesses; only when things run is different.
 
+Several steps in one dispatch (`steps_per_dispatch`) are a plan and guesses of what follows it, or guesses alone: their
+program takes each step's new tokens from the step before. What is true of one guess is true of each of them.
+
 A guess may be wrong, so it must do no harm. It writes keys and values of the sequences it has, which the real plan
 writes again, and into blocks that are empty; it is not made when that would move blocks or cost the content of one.
 """
@@ -13,8 +16,8 @@ writes again, and into blocks that are empty; it is not made when that would mov
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +37,15 @@ class Flight(NamedTuple):
     plan: Plan
     output: StepOutput
     sent: float  # seconds of time.perf_counter
+
+    @property
+    def ready(self) -> bool:
+        tokens: Any = self.output.sampled.tokens
+        return tokens.is_ready()
+
+
+# (plans, the flight before them) -> flights of all of them in one dispatch, or of as many as one can be, from the first
+Send = Callable[[Sequence[Plan], Flight | None], tuple[Flight, ...]]
 
 
 class Ahead(NamedTuple):
@@ -76,6 +88,15 @@ def covered(plan: Plan, guess: Plan) -> tuple[int, ...] | None:
     return tuple(rows)
 
 
+def launch(
+    state: SchedulerState, plan: Plan, policy: Policy, sources: Mapping[str, Source], steps: int, send: Send
+) -> tuple[Ahead, Flight]:
+    """Send a plan that no guess has computed, with up to `steps` - 1 guesses of what follows in the same dispatch."""
+    guesses = foresee((state, plan), policy, sources, steps - 1, certain=True)
+    flight, *more = send([plan, *(guess for _, guess in guesses)], None)
+    return Ahead(tuple(more), guesses[len(more) - 1] if more else None), flight
+
+
 def extend(
     ahead: Ahead,
     flight: Flight,
@@ -84,25 +105,38 @@ def extend(
     policy: Policy,
     sources: Mapping[str, Source],
     depth: int,
-    send: Callable[[Plan, Flight], Flight],
+    steps: int,
+    send: Send,
 ) -> Ahead:
-    """Send guesses of what comes after a plan until `depth` of them are on the device.
+    """Send guesses of what comes after a plan until `depth` of them are on the device, up to `steps` a dispatch.
 
     Args:
         flight: has the plan among its rows. state: after `schedule` gave the plan.
-        send: (a guessed plan, the flight before it) -> its flight.
     """
     flights, last = ahead
     if flights and last is None:
         return ahead  # these have rows of sequences that have ended
     last = last or (state, plan)
     while len(flights) < depth:
-        guess = predict(*last, policy, sources, certain=not flights)
+        guesses = foresee(last, policy, sources, steps, certain=not flights)
+        if not guesses:
+            break
+        sent = send([guess for _, guess in guesses], flights[-1] if flights else flight)
+        flights, last = (*flights, *sent), guesses[len(sent) - 1]
+    return Ahead(flights, last if flights else None)
+
+
+def foresee(
+    last: tuple[SchedulerState, Plan], policy: Policy, sources: Mapping[str, Source], count: int, *, certain: bool
+) -> list[tuple[SchedulerState, Plan]]:
+    """What follows `last`, one guess after the other, `count` of them at most; arguments as in `predict`."""
+    guesses: list[tuple[SchedulerState, Plan]] = []
+    while len(guesses) < count:
+        guess = predict(*last, policy, sources, certain=certain and not guesses)
         if guess is None:
             break
-        last, before = guess, flights[-1] if flights else flight
-        flights = (*flights, send(guess[1], before))
-    return Ahead(flights, last if flights else None)
+        guesses.append(last := guess)
+    return guesses
 
 
 def predict(

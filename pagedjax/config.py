@@ -42,6 +42,8 @@ class EngineConfig:
         to host memory, `swap_space_gib` of it at most, and comes back; what finds no room there is computed again.
     lookahead: steps sent to the device before the tokens of the one before them are known (ahead.py). 0: each waits for
         the last; 1 hides the host's work behind the device's; more keep several steps queued. Changes no token.
+    steps_per_dispatch: steps of decodes that one dispatch runs one after another on the device, where what they will be
+        can be told beforehand (ahead.py); their tokens arrive together. 1: each is a dispatch. Changes no token.
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     seed: root of every random key; a request's own seed is folded into it.
     """
@@ -60,11 +62,13 @@ class EngineConfig:
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
     lookahead: int = 0
+    steps_per_dispatch: int = 1
     compilation: Compilation = "eager"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks"):
+        counts = "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks"
+        for name in (*counts, "steps_per_dispatch"):
             value = getattr(self, name)
             if value is None and name in ("max_model_len", "num_blocks"):
                 continue

@@ -23,9 +23,10 @@ from pagedjax.intake import intake
 from pagedjax.models import Model
 from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.policies import POLICIES
+from pagedjax.programs import Key
 from pagedjax.replay import Recorder
 from pagedjax.resolve import block_shape, host_blocks, resolve, shapes
-from pagedjax.step import copy_blocks, make_step
+from pagedjax.step import copy_blocks, make_step, make_steps
 from pagedjax.swap import SwapSpace
 from pagedjax.types import EMPTY_PLAN, Beamed, Event, Finished, FinishReason, Plan, Sampled, StepResult
 
@@ -58,6 +59,9 @@ class Engine:
         self._recorder: Recorder | None = None
         self._cache: cache.KVCache | None = None
         self._ahead = Ahead()
+        self._guesses = c.lookahead > 0 or c.steps_per_dispatch > 1
+        self._keys = frozenset(programs.keys(c))
+        self._nothing = np.zeros(self._shapes.max_seqs, np.int32)  # tokens of a step that has not begun
         self._blanks = {t: jax.device_put(blank_sampling(self._shapes, t)) for t in self._shapes.tokens}
         self._steps, self.memory, self.startup = self._warm_up(step, config, found, progress)
         if progress:
@@ -140,11 +144,15 @@ class Engine:
         started, compiled = time.perf_counter(), monitor.compilations()
         state, plan = scheduler.schedule(self._state, self._policy)
         self._ahead, flight, rows = ahead.take(self._ahead, plan)
+        known, several = (self._policy, self._sources), self._together(plan)
         if flight is None:
-            flight, rows = self._send(plan), range(len(plan.seqs))
-        if self.config.lookahead and not self._searches:  # how beams go on, nobody can guess
-            known = self._policy, self._sources, self.config.lookahead
-            self._ahead = ahead.extend(self._ahead, flight, state, plan, *known, self._send)
+            self._ahead, flight = ahead.launch(state, plan, *known, several, self._send)
+            rows = range(len(plan.seqs))
+        if self.config.lookahead and not self._searches:
+            depth = self.config.lookahead
+            self._ahead = ahead.extend(self._ahead, flight, state, plan, *known, depth, several, self._send)
+        busy = any(other.sent > flight.sent for other in self._ahead.flights)  # with what follows
+        idle = not busy and flight.sent < started and flight.ready
         tokens = np.asarray(flight.output.sampled.tokens)
         arrived = time.perf_counter()
 
@@ -166,37 +174,59 @@ class Engine:
             events=events,
             started=started,
             finished=finished,
-            device_seconds=(finished if self._ahead.flights else arrived) - max(started, flight.sent),
+            device_seconds=0.0 if idle else (finished if busy else arrived) - max(started, flight.sent),
             padded_tokens=self._shapes.bucket(flight.plan.num_tokens),
             compilations=monitor.compilations() - compiled,
             logprobs=logprobs,
             beams=ended,
         )
 
-    def _send(self, plan: Plan, before: Flight | None = None) -> Flight:
-        """Have a plan computed, after whatever is on the device. A guess takes new tokens from the flight before it."""
-        sources = self._sources if before is None else ahead.advanced(plan, self._sources)
-        batch = self._packed(plan, sources, before)
-        assert self._cache is not None, "only `reset` takes it away, and gives a new one"
-        sent = time.perf_counter()
-        step = self._steps[len(batch.tokens)]
-        self._cache, output = step(self.model.params, self._moved(plan, self._cache), batch)
-        return Flight(plan, output, sent)
+    def _together(self, plan: Plan) -> int:
+        """How many steps a dispatch may have that begins with this plan, or with one like it."""
+        several = Key(self._shapes.bucket(plan.num_tokens), self.config.steps_per_dispatch)
+        return several.steps if several in self._keys and not self._searches else 1  # nobody can guess how beams go on
 
-    def _packed(self, plan: Plan, sources: dict[str, Source], before: Flight | None = None) -> Batch:
-        batch = pack(plan, sources, self._shapes, self._blanks)
-        if not self.config.lookahead:
-            return batch
-        if before is None:
-            feed = blank_feed(self._shapes, len(batch.tokens))
+    def _send(self, plans: Sequence[Plan], before: Flight | None = None) -> tuple[Flight, ...]:
+        """Have plans of one bucket computed, one after the other, after whatever is on the device -> their flights.
+
+        Args:
+            plans: all but the first are guesses, and that is one if there is a flight `before` it. From the first of
+                another bucket on they are left out. A guess takes new tokens from the plan before it.
+        """
+        buckets = [self._shapes.bucket(plan.num_tokens) for plan in plans]
+        several = Key(buckets[0], self.config.steps_per_dispatch)
+        same = next((i for i, t in enumerate(buckets) if t != buckets[0]), len(plans))
+        plans = plans[: same if several in self._keys else 1]
+        batches, after = [], before and (before.plan, before.output.fed)
+        for plan in plans:
+            batches.append(self._packed(plan, after))
+            after = plan, self._nothing
+        assert self._cache is not None, "only `reset` takes it away, and gives a new one"
+        params, sent = self.model.params, time.perf_counter()
+        pages = self._moved(plans[0], self._cache)
+        if len(plans) == 1:
+            self._cache, output = self._steps[Key(buckets[0])](params, pages, batches[0])
+            outputs = (output,)
         else:
-            feed = Feed(ahead.fed_rows(plan, before.plan, self._sources, len(batch.tokens)), before.output.fed)
+            batches += batches[-1:] * (several.steps - len(plans))
+            self._cache, outputs = self._steps[several](params, pages, tuple(batches), np.int32(len(plans)))
+        return tuple(Flight(plan, output, sent) for plan, output in zip(plans, outputs, strict=False))
+
+    def _packed(self, plan: Plan, after: tuple[Plan, Any] | None = None) -> Batch:
+        """The batch of a plan; of a guess if it comes `after` a plan that samples what is, or will be, in an array."""
+        sources = self._sources if after is None else ahead.advanced(plan, self._sources)
+        batch = pack(plan, sources, self._shapes, self._blanks)
+        if not self._guesses:
+            return batch
+        feed = blank_feed(self._shapes, len(batch.tokens))
+        if after is not None:
+            feed = Feed(ahead.fed_rows(plan, after[0], self._sources, len(batch.tokens)), after[1])
         return batch._replace(feed=feed)
 
     def _blank(self, t: int) -> Batch:
         """A step of bucket t that computes nothing: what shapes are taken from."""
         batch = pack(EMPTY_PLAN, {}, self._shapes._replace(tokens=(t,)), self._blanks)
-        return batch._replace(feed=blank_feed(self._shapes, t)) if self.config.lookahead else batch
+        return batch._replace(feed=blank_feed(self._shapes, t)) if self._guesses else batch
 
     def _moved(self, plan: Plan, pages: cache.KVCache) -> cache.KVCache:
         """Move whole blocks before any is written: out to the host, back from there, then copies on the device."""
@@ -268,7 +298,7 @@ class Engine:
 
     def _warm_up(
         self, step: Any, config: EngineConfig, found: memory.DeviceMemory, progress: bool
-    ) -> tuple[Mapping[int, Callable], memory.MemoryReport, dict[str, Any]]:
+    ) -> tuple[Mapping[Key, Callable], memory.MemoryReport, dict[str, Any]]:
         """Compile the steps, settle the number of blocks, and run the smallest step once so that the first request
         meets warm code. Compiling needs the shapes of a cache and not its memory, which is taken only when it fits."""
         before, started = monitor.counts(), time.perf_counter()
@@ -278,8 +308,11 @@ class Engine:
         def pages(c: Resolved) -> cache.KVCache:
             return jax.eval_shape(lambda: cache.init(blocks=c.num_blocks, **block))
 
-        def build(t: int, c: Resolved) -> Any:
-            return step.lower(self.model.params, pages(c), self._blank(t)).compile()
+        def build(key: Key, c: Resolved) -> Any:
+            known, blank = (self.model.params, pages(c)), self._blank(key.tokens)
+            if key.steps == 1:
+                return step.lower(*known, blank).compile()
+            return make_steps(step).lower(*known, (blank,) * key.steps, np.int32(0)).compile()
 
         def settle(program: Any) -> Resolved:
             return resolve(config, self.model, found, memory.activations_peak(program))
@@ -297,12 +330,12 @@ class Engine:
         self.reset()
         compiled = time.perf_counter()
         if not lazy:
-            self._cache, output = steps[smallest](self.model.params, self._cache, self._blank(smallest))
+            self._cache, output = steps[Key(smallest)](self.model.params, self._cache, self._blank(smallest))
             jax.block_until_ready(output)
         report = memory.report(
             found,
             weights=sum(array.nbytes for array in jax.tree.leaves(self.model.params)),
-            activations=None if lazy else memory.activations_peak(steps[largest]),
+            activations=None if lazy else memory.activations_peak(steps[Key(largest)]),
             num_blocks=self.config.num_blocks,
             block_size=self.config.block_size,
             block_bytes=cache.block_bytes(**block),

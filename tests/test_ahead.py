@@ -1,4 +1,7 @@
-"""Looking ahead changes when things run and nothing else: plans, events, tokens and log-probabilities are the same."""
+"""Looking ahead changes when things run and nothing else: plans, events, tokens and log-probabilities are the same.
+
+So does running several steps in one dispatch, alone and together with looking ahead.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,41 @@ from pagedjax import LLM, BeamSearchParams, SamplingParams, ahead, scheduler
 from pagedjax.types import Sampled
 
 DEPTHS = (1, 3)
+# (lookahead, steps_per_dispatch): the first is an engine that waits for every step
+MODES = ((0, 1), *((depth, 1) for depth in DEPTHS), (0, 4), (2, 3))
 CONFIG = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (8, 24), "block_size": 4, "num_blocks": 64}
 OFTEN = tuple(range(0, 320, 8))  # stop tokens that a random model meets after some ten tokens
 
 
-def make(tiny, lookahead: int, **config):
-    return LLM(tiny, progress=False, lookahead=lookahead, **{**CONFIG, **config})
+def make(tiny, lookahead: int, steps: int = 1, **config):
+    return LLM(tiny, progress=False, lookahead=lookahead, steps_per_dispatch=steps, **{**CONFIG, **config})
 
 
 @pytest.fixture(scope="module")
-def llms(tiny):
-    return {depth: make(tiny, depth) for depth in (0, *DEPTHS)}
+def modes(tiny):
+    return {mode: make(tiny, *mode) for mode in MODES}
+
+
+@pytest.fixture(scope="module")
+def llms(modes):
+    return {depth: modes[depth, 1] for depth in (0, *DEPTHS)}
 
 
 class Told:
-    """What an engine says, without times, and how often it had to send a step because no guess had computed it."""
+    """What an engine says, without times; the steps it sent, in how many dispatches, and how many of these it had to
+    wait with because no guess had computed the step."""
 
     def __init__(self, engine) -> None:
         self.engine, self.said = engine, []
-        self.steps = self.sent = self.late = self.preempted = 0
+        self.steps = self.sent = self.dispatches = self.late = self.preempted = 0
         send = type(engine)._send
 
-        def counted(plan, before=None):
-            self.sent += 1
+        def counted(plans, before=None):
+            flights = send(engine, plans, before)
+            self.sent += len(flights)
+            self.dispatches += 1
             self.late += before is None
-            return send(engine, plan, before)
+            return flights
 
         engine._send = counted
 
@@ -94,18 +107,29 @@ def play(engine, seed: int, path, *, kinds=("plain", "stops", "forks", "beams", 
     return told
 
 
-def test_recorded_runs_are_the_same_byte_for_byte(llms, tmp_path):
-    late = steps = wrong = 0
-    for seed in range(10):
-        plain = play(llms[0].engine, seed, tmp_path / "plain.jsonl")
-        assert plain.sent == plain.late == plain.steps
-        for depth in DEPTHS:
-            guessed = play(llms[depth].engine, seed, tmp_path / "guessed.jsonl")
-            assert guessed.said == plain.said
-            assert (tmp_path / "guessed.jsonl").read_bytes() == (tmp_path / "plain.jsonl").read_bytes()
-            late, steps, wrong = late + guessed.late, steps + guessed.steps, wrong + guessed.sent - guessed.steps
+@pytest.fixture(scope="module")
+def plain(modes, tmp_path_factory):
+    """By seed, a run that waits for every step, and its log."""
+    folder, engine = tmp_path_factory.mktemp("plain"), modes[0, 1].engine
+    runs = {seed: play(engine, seed, folder / f"{seed}.jsonl") for seed in range(10)}
+    assert all(run.sent == run.dispatches == run.late == run.steps for run in runs.values())
+    return {seed: (run, (folder / f"{seed}.jsonl").read_bytes()) for seed, run in runs.items()}
+
+
+@pytest.mark.parametrize("mode", MODES[1:], ids=str)
+def test_recorded_runs_are_the_same_byte_for_byte(modes, plain, tmp_path, mode):
+    runs = []
+    for seed, (expected, log) in plain.items():
+        guessed = play(modes[mode].engine, seed, tmp_path / "guessed.jsonl")
+        assert guessed.said == expected.said
+        assert (tmp_path / "guessed.jsonl").read_bytes() == log
+        runs.append(guessed)
+    steps, sent, dispatches, late = (
+        sum(getattr(run, name) for run in runs) for name in ("steps", "sent", "dispatches", "late")
+    )
     assert late < 0.9 * steps, "nothing was guessed"
-    assert wrong >= 20, "no guess was wrong"
+    assert sent >= steps + 5, "no guess was wrong"
+    assert dispatches == sent if mode[1] == 1 else dispatches < 0.9 * sent, "nothing went together"
 
 
 @pytest.mark.parametrize(
@@ -118,25 +142,26 @@ def test_recorded_runs_are_the_same_byte_for_byte(llms, tmp_path):
     ids=["recomputed", "swapped", "shortest first"],
 )
 def test_the_same_with_a_pool_that_is_too_small(tiny, tmp_path, config):
-    engines = {depth: make(tiny, depth, max_model_len=64, **config).engine for depth in (0, 3)}
+    engines = [make(tiny, *mode, max_model_len=64, **config).engine for mode in ((0, 1), (3, 1), (0, 4))]
     preempted = 0
     for seed in range(3):
-        said = {depth: play(engine, seed, tmp_path / f"{depth}.jsonl") for depth, engine in engines.items()}
-        assert said[3].said == said[0].said
-        assert (tmp_path / "3.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
-        preempted += said[0].preempted
+        plain, *others = [play(engine, seed, tmp_path / f"{i}.jsonl") for i, engine in enumerate(engines)]
+        for i, other in enumerate(others, 1):
+            assert other.said == plain.said
+            assert (tmp_path / f"{i}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
+        preempted += plain.preempted
     assert preempted, "no storm"
 
 
-def test_strings_that_stop_are_the_same(llms, tiny):
+def test_strings_that_stop_are_the_same(modes):
     params = [
         SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop=["e", "th"], ignore_eos=True) for i in range(8)
     ]
     prompts = [tokens(5 + 3 * i, i) for i in range(8)]
-    expected = llms[0].generate(prompts, params, use_tqdm=False)
+    expected = modes[0, 1].generate(prompts, params, use_tqdm=False)
     assert {out.outputs[0].finish_reason for out in expected} == {"stop", "length"}
-    for depth in DEPTHS:
-        assert llms[depth].generate(prompts, params, use_tqdm=False) == expected
+    for mode in MODES[1:]:
+        assert modes[mode].generate(prompts, params, use_tqdm=False) == expected
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

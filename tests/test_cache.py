@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pagedjax import SamplingParams, attention, cache
-from pagedjax.batch import Shapes, blank_sampling, pack
-from pagedjax.step import make_step
+from pagedjax.batch import Shapes, blank_feed, blank_sampling, pack
+from pagedjax.step import make_step, make_steps
 from pagedjax.types import EMPTY_PLAN
 
 SIZES = {"layers": 2, "kv_heads": 2, "head_dim": 4}
@@ -49,7 +49,7 @@ def test_writing_rounds_to_the_type_of_the_cache():
     assert k_pages[1, 0, 0, 0] == v_pages[1, 0, 0, 0] == 1.0
 
 
-def compiled_step(model, *, t: int, blocks: int):
+def compiled_step(model, *, t: int, blocks: int, steps: int):
     """The engine's step for the one bucket t, over a cache of `blocks` blocks -> (compiled, the cache's shapes)."""
     m, s = model.config, 16
     kv = jax.eval_shape(
@@ -58,15 +58,17 @@ def compiled_step(model, *, t: int, blocks: int):
         )
     )
     shapes = Shapes((t,), 8, s, m.max_len // s, m.max_len, m.vocab_size)
-    batch = pack(EMPTY_PLAN, {}, shapes, {t: blank_sampling(shapes, t)})
+    batch = pack(EMPTY_PLAN, {}, shapes, {t: blank_sampling(shapes, t)})._replace(feed=blank_feed(shapes, t))
     step = make_step(model.graphdef, attention.attend("xla", m.head_dim**-0.5), seed=0)
-    return step.lower(model.params, kv, batch).compile(), kv
+    if steps == 1:
+        return step.lower(model.params, kv, batch).compile(), kv
+    return make_steps(step).lower(model.params, kv, (batch,) * steps, np.int32(0)).compile(), kv
 
 
-@pytest.mark.parametrize("t", [8, 96])  # with the loop over prompt chunks, and without
-def test_a_step_updates_the_cache_in_place(tiny, t):
+@pytest.mark.parametrize(("t", "steps"), [(8, 1), (96, 1), (8, 3)])  # without the loop over prompt chunks, and with it
+def test_a_step_updates_the_cache_in_place(tiny, t, steps):
     """Read off the compiled program, for a cache of 160 MB: all of it is aliased, and none of it copied."""
-    compiled, kv = compiled_step(tiny.model, t=t, blocks=20_000)
+    compiled, kv = compiled_step(tiny.model, t=t, blocks=20_000, steps=steps)
     leaves = jax.tree.leaves(kv)
     total = sum(a.size * a.dtype.itemsize for a in leaves)
     memory, text = compiled.memory_analysis(), compiled.as_text()

@@ -110,6 +110,41 @@ def test_a_seeded_request_does_not_feel_its_surroundings(smollm2):
     assert tokens["3"] == list(alone)
 
 
+def eventful(llm: LLM, log: Path) -> tuple[list[str], list[tuple[str, str, tuple[int, ...]]]]:
+    """Two streams, one of them given up half-way, beside requests of which every other has a stop string, recorded."""
+    llm.engine.reset()
+    llm.engine.record(log)
+    greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    given_up, kept = (llm.stream(g["prompt_token_ids"], greedy) for g in SHORT[:2])
+    pieces = [next(stream) for _ in range(4) for stream in (given_up, kept)]
+    given_up.close()
+    params = [SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, stop=[" the"] * (i % 2)) for i in range(8)]
+    outputs = llm.generate([g["prompt_token_ids"] for g in SHORT[2:10]], params, use_tqdm=False)
+    pieces.append("".join(kept))
+    llm.engine.record(None)
+    best = [output.outputs[0] for output in outputs]
+    return pieces, [(one.finish_reason, one.text, tuple(one.token_ids)) for one in best]
+
+
+@pytest.mark.slow
+def test_waiting_looking_ahead_and_several_steps_a_dispatch_leave_the_same_log(smollm2, tmp_path):
+    """With preemption, a cancellation and stop strings in the mix."""
+    said = {}
+    for lookahead, steps in ((0, 1), (1, 1), (0, 4), (2, 4)):
+        options = {"block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 16, "num_blocks": 20}
+        llm = engine(smollm2, **options, lookahead=lookahead, steps_per_dispatch=steps, token_buckets=(16, 64))
+        log = tmp_path / f"{lookahead} {steps}.jsonl"
+        said[lookahead, steps] = eventful(llm, log), log.read_bytes()
+    (pieces, outputs), log = said[0, 1]
+    for what in (b'"Preempted"', b'"abort"', b'"stop"'):
+        assert what in log
+    reasons = [reason for reason, _, _ in outputs]
+    assert reasons[::2] == ["length"] * 4
+    assert "stop" in reasons[1::2]
+    assert [list(ids) for _, _, ids in outputs[::2]] == [g["token_ids"][:32] for g in SHORT[2:10:2]]
+    assert all(other == said[0, 1] for other in said.values())
+
+
 @pytest.mark.slow
 def test_no_golden_reads_what_an_earlier_owner_left(smollm2):
     """Free blocks hold NaN; the pool is so small that every block changes hands, and nothing is kept for others."""

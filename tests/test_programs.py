@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pagedjax import LLM, EngineConfig, SamplingParams, monitor, programs
+from pagedjax.programs import Key
 from pagedjax.resolve import resolve
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (4, 8, 16), "num_blocks": 32}
@@ -22,14 +23,14 @@ def config(tiny):
 def test_every_bucket_is_built_once_and_the_largest_first(config):
     built, lock = [], threading.Lock()
 
-    def build(t, c):
+    def build(key, c):
         with lock:
-            built.append((t, c.num_blocks))
-        return f"program of {t}"
+            built.append((key.tokens, c.num_blocks))
+        return f"program of {key.tokens}"
 
     found, fitted = programs.at_once(build, config, lambda largest: config)
-    assert found == {4: "program of 4", 8: "program of 8", 16: "program of 16"}
-    assert list(found) == [4, 8, 16]
+    assert found == {Key(t): f"program of {t}" for t in (4, 8, 16)}
+    assert list(found) == [Key(4), Key(8), Key(16)]
     assert fitted == config
     assert built[0] == (16, 32)
     assert sorted(built) == [(4, 32), (8, 32), (16, 32)]
@@ -38,12 +39,12 @@ def test_every_bucket_is_built_once_and_the_largest_first(config):
 def test_a_program_for_another_number_of_blocks_is_made_again_and_no_other_was_begun(config):
     smaller, built = replace(config, num_blocks=7), []
 
-    def build(t, c):
-        built.append((t, c.num_blocks))
-        return t, c.num_blocks
+    def build(key, c):
+        built.append((key.tokens, c.num_blocks))
+        return key.tokens, c.num_blocks
 
     found, fitted = programs.at_once(build, config, lambda largest: smaller)
-    assert found == {t: (t, 7) for t in (4, 8, 16)}
+    assert found == {Key(t): (t, 7) for t in (4, 8, 16)}
     assert fitted is smaller
     assert sorted(built) == [(4, 7), (8, 7), (16, 7), (16, 32)]
 
@@ -52,7 +53,8 @@ def test_the_first_error_ends_it_and_what_was_not_begun_never_is(config, monkeyp
     monkeypatch.setattr(programs, "THREADS", 1)
     built = []
 
-    def build(t, c):
+    def build(key, c):
+        t = key.tokens
         built.append(t)
         if t == 8:
             raise RuntimeError("no program of 8")
@@ -74,15 +76,33 @@ def test_the_first_error_ends_it_and_what_was_not_begun_never_is(config, monkeyp
 
 def test_an_engine_of_one_bucket_has_one_program(config):
     one = replace(config, token_buckets=(16,))
-    assert programs.at_once(lambda t, c: t, one, lambda largest: one) == ({16: 16}, one)
+    assert programs.at_once(lambda key, c: key.tokens, one, lambda largest: one) == ({Key(16): 16}, one)
+
+
+def test_buckets_of_decodes_have_a_second_program_where_several_steps_are_one_dispatch(config, tiny):
+    assert programs.keys(config) == (Key(4), Key(8), Key(16))
+    singles = (Key(4), Key(8), Key(16))
+    assert programs.keys(replace(config, steps_per_dispatch=3)) == (Key(4, 3), *singles)
+    assert programs.keys(replace(config, steps_per_dispatch=3, max_num_seqs=5)) == (Key(4, 3), Key(8, 3), *singles)
+    llm = LLM(tiny, progress=False, steps_per_dispatch=3, **SIZES)
+    assert tuple(llm.engine._steps) == (Key(4, 3), *singles)
+    before = monitor.compilations()
+    llm.generate([[3, 4, 5]] * 4, GREEDY, use_tqdm=False)
+    assert monitor.compilations() == before
+
+
+@pytest.mark.parametrize("value", [0, True, 2.0])
+def test_steps_of_a_dispatch_are_a_number(value):
+    with pytest.raises(ValueError, match=r"steps_per_dispatch is .*; it must be an integer of at least 1"):
+        EngineConfig(steps_per_dispatch=value)
 
 
 def test_threads_really_work_side_by_side(config, monkeypatch):
     monkeypatch.setattr(programs.os, "cpu_count", lambda: 2)
     both = threading.Barrier(2, timeout=30)  # broken unless two are inside at once
 
-    def build(t, c):
-        if t != 16:
+    def build(key, c):
+        if key.tokens != 16:
             both.wait()
 
     programs.at_once(build, config, lambda largest: config)
@@ -123,7 +143,7 @@ def test_a_step_whose_program_cannot_be_made_changes_nothing(tiny, monkeypatch):
     state = llm.engine.state
     build_it = llm.engine._steps._build
 
-    def build(t, c):
+    def build(key, c):
         raise RuntimeError("out of memory")
 
     llm.engine._steps._build = build
