@@ -56,15 +56,17 @@ def start(model: str, options: dict[str, Any], caches: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: the process failed; with what it printed.
     """
-    places = {"JAX_COMPILATION_CACHE_DIR": str(caches / "xla"), "NUMBA_CACHE_DIR": str(caches / "numba")}
-    kept = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # as the library has it in its own folder
+    kept = {
+        "JAX_COMPILATION_CACHE_DIR": str(caches),  # XLA's programs and the attention kernel
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # as the library has it in its own folder
+    }
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", CHILD, model, json.dumps(options), PROMPT]
     began, processors = time.perf_counter(), processor_time()
     with subprocess.Popen(
         command,
-        env={**os.environ, **places, **kept, "PYTHONPATH": path},
+        env={**os.environ, **kept, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

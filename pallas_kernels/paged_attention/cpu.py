@@ -1,6 +1,7 @@
 """Attention on a CPU by a compiled kernel that reads the pages in place, decodes and prompt chunks alike.
 
-numba compiles the kernel when it is first chosen, and only then is numba imported (the `cpu` extra).
+numba (the `cpu` extra) compiles the kernel when it is first chosen on a machine. Its object code is kept, and a process
+that finds it does not import numba.
 """
 
 from __future__ import annotations
@@ -60,29 +61,43 @@ def obstacle(platform: str, dtype: str, head_size: int) -> str:
 
 
 def prepare() -> None:
-    """Begin to import numba and to compile or load the handler, in a thread; tracing waits for it.
+    """Begin to load the handler, or to compile it, in a thread; tracing waits for it.
 
-    It takes seconds, most of them Python's; what goes on beside it should not be (reading weights, say). Should it
-    fail, tracing fails with the same error.
+    Compiling takes seconds, most of them Python's; what goes on beside it should not be (reading weights, say). Should
+    it fail, tracing fails with the same error.
     """
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
             _register()
 
-    threading.Thread(target=quietly, name="numba").start()
+    threading.Thread(target=quietly, name="attention").start()
 
 
 def _register() -> None:
-    """Compile and register the handler, once a process.
+    """Load or compile the handler, once a process.
 
     Tracing calls this. Programs from the compilation cache on disk are traced too before they are looked up, so they
     find it as well.
     """
     with _lock:
         if not _registered:
-            from pallas_kernels.paged_attention import cpu_kernel  # imports numba
-
-            capsule = jax.ffi.pycapsule(ctypes.c_void_p(cpu_kernel.compile_handler()))
+            capsule = jax.ffi.pycapsule(ctypes.c_void_p(_handler()))
             jax.ffi.register_ffi_target(TARGET, capsule, platform="cpu")
             _registered.append(TARGET)
+
+
+def _handler() -> int:
+    """The handler's address."""
+    from pallas_kernels.paged_attention import cpu_objects  # imports llvmlite
+
+    file = cpu_objects.place()
+    objects = cpu_objects.read(file) if file else None
+    address = cpu_objects.load(objects) if objects else None
+    if address is None:
+        from pallas_kernels.paged_attention import cpu_kernel  # imports numba
+
+        address, objects = cpu_kernel.compile_handler()
+        if file and objects:
+            cpu_objects.keep(file, objects)
+    return address
