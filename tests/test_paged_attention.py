@@ -1,4 +1,7 @@
-"""One contract for every implementation of paged attention; the oracle is JAX's own attention on contiguous keys."""
+"""One contract for every implementation of paged attention; the oracle is JAX's own attention on contiguous keys.
+
+JAX's has no soft cap: of that the oracle is numpy's float64.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,8 @@ class Case(NamedTuple):
     seq_lens: np.ndarray
     cu_q_lens: np.ndarray
     scale: float
+    window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def arguments(self) -> tuple[np.ndarray, ...]:
@@ -87,7 +92,8 @@ def scatter(case: Case, pages: np.ndarray, garbage: float = GARBAGE) -> Case:
 
 
 def run(case: Case, impl: str) -> np.ndarray:
-    return np.asarray(paged_attention(*map(jnp.asarray, case.arguments), scale=case.scale, impl=impl))
+    options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap}
+    return np.asarray(paged_attention(*map(jnp.asarray, case.arguments), impl=impl, **options))
 
 
 @jax.jit
@@ -95,28 +101,43 @@ def dense(q, k, v, mask, scale):
     return jax.nn.dot_product_attention(q * (scale * q.shape[-1] ** 0.5), k, v, mask=mask, implementation="xla")
 
 
+def capped(q, k, v, mask, scale, soft_cap) -> np.ndarray:
+    """What `dense` computes of one row, in float64 and with a soft cap."""
+    k, v = (np.repeat(a, q.shape[1] // a.shape[1], axis=1).astype(np.float64) for a in (k, v))
+    scores = soft_cap * np.tanh(np.einsum("qnd,cnd->nqc", q, k, optimize=True) * scale / soft_cap)
+    weights = np.where(mask, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return np.einsum("nqc,cnd->qnd", weights / weights.sum(-1, keepdims=True), v, optimize=True)
+
+
 def oracle(case: Case) -> np.ndarray:
-    """Each row's queries over its contiguous keys, in float32."""
+    """Each row's queries over its contiguous keys, in float32; with a soft cap in float64."""
     q, k, v = (a.astype(np.float32) for a in (case.q, case.k, case.v))
-    counts = np.diff(case.cu_q_lens)
+    counts, place = np.diff(case.cu_q_lens), np.arange(k.shape[1])
     longest = 1 << int(counts.max()).bit_length()  # few shapes, few compilations
     queries = np.zeros((len(counts), longest, *q.shape[1:]), np.float32)
     mask = np.zeros((len(counts), 1, longest, k.shape[1]), bool)
     for row, (start, count) in enumerate(zip(case.cu_q_lens, counts, strict=False)):
         queries[row, :count] = q[start : start + count]
-        visible = case.seq_lens[row] - count + np.arange(count) + 1
-        mask[row, 0, :count] = np.arange(k.shape[1]) < visible[:, None]
-    result, out = np.asarray(dense(queries, k, v, mask, case.scale)), np.zeros_like(q)
+        visible = case.seq_lens[row] - count + np.arange(count)[:, None] + 1
+        mask[row, 0, :count] = (place < visible) & (place >= visible - (case.window or len(place)))
+    out = np.zeros_like(q)
+    result = None if case.soft_cap else np.asarray(dense(queries, k, v, mask, case.scale))
     for row, (start, count) in enumerate(zip(case.cu_q_lens, counts, strict=False)):
-        out[start : start + count] = result[row, :count]
+        mine = slice(start, start + count)
+        if result is None:
+            out[mine] = capped(q[mine], k[row], v[row], mask[row, 0, :count], case.scale, case.soft_cap)
+        else:
+            out[mine] = result[row, :count]
     return out
 
 
 def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
-    got = run(case, impl)
+    got, want = run(case, impl), oracle(case)
     chex.assert_shape(got, case.q.shape)
     assert got.dtype == case.q.dtype
-    np.testing.assert_allclose(got.astype(np.float32), oracle(case), atol=atol, rtol=0)
+    if got.dtype == jnp.bfloat16:  # 8 bits; q * scale, weights and the output are rounded
+        atol = 2.0**-6 * max(1.0, np.abs(want).max())
+    np.testing.assert_allclose(got.astype(np.float32), want, atol=atol, rtol=0)
     assert not got[case.cu_q_lens[-1] :].any(), "padding tokens are not zero"
 
 
@@ -215,6 +236,111 @@ def test_random_ragged_batches(impl, t):
 def test_a_call_without_tokens_is_all_zeros(impl, t):
     case = make([(0, 0)], t=t, b=4, m=3)
     assert not run(case, impl).any()
+
+
+# --- windows and soft caps --------------------------------------------------------------------------------------------
+
+# Both loops of the plain XLA version, and of the CPU kernel: spans of 128 and 256 tokens, steps of 64, tiles of 48.
+LONG = [(1, 600), (50, 400), (1, 1), (1, 257), (3, 3), (20, 20), (1, 256), (2, 130)]
+BORDERS = (1, 2, 16, 65, 255, 256, 257, 10_000)
+MORE_BORDERS = (3, 15, 17, 47, 48, 49, 63, 64, 127, 128, 129, 511, 512, 513, 599, 600)
+
+
+def choices(often: list[tuple], *, of_cpu: list[tuple], rare: list[tuple] | None = None):
+    """(impl, ...) by what a program more costs: little of the CPU kernel, a second or two of the others."""
+    result = []
+    for impl in sorted(set(IMPLS) - {"pallas_gpu"}):
+        default = often + (of_cpu if impl == "cpu" else [])
+        every = dict.fromkeys([*default, *of_cpu, *(rare or [])])
+        result += [(impl, *one) if one in default else slow(impl, *one) for one in every]
+    return result
+
+
+def singles(values) -> list[tuple]:
+    return [(value,) for value in values]
+
+
+windows = choices(singles((17,)), of_cpu=singles(BORDERS), rare=singles(MORE_BORDERS))
+
+
+@pytest.mark.parametrize(("impl", "window"), windows)
+def test_windows(impl, window):
+    assert_contract(make(LONG, t=96, b=9)._replace(window=window), impl)
+    assert_contract(make(LONG[::-1], t=96, b=9, seed=1)._replace(window=window), impl)
+
+
+windows = choices([], of_cpu=singles((1, 257)), rare=singles(BORDERS + MORE_BORDERS))
+
+
+@pytest.mark.parametrize(("impl", "window"), windows)
+def test_windows_of_decodes(impl, window):
+    lengths = [1, 2, 127, 128, 129, 255, 256, 257, 511, 512, 513, 640, 900]
+    assert_contract(make([(1, n) for n in lengths], t=16, b=16)._replace(window=window), impl)
+
+
+SHAPES = [(1, 1, 5), (1, 2, 130), (16, 3, 5), (16, 4, 64), (128, 5, 5), (128, 6, 130), (16, 7, 130), (128, 8, 257)]
+
+
+@pytest.mark.parametrize(("impl", "s", "g", "window"), choices([], of_cpu=SHAPES))
+def test_windows_of_all_block_sizes_and_numbers_of_query_heads(impl, s, g, window):
+    rows = [(1, s + 1), (20, s + 150), (1, 2 * s + 150), (s % 60 + 2, 2 * s + 2)]
+    assert_contract(make(rows, t=96, b=4, s=s, g=g, seed=s)._replace(window=window, soft_cap=2.0), impl)
+
+
+caps = choices([(2.0, 1), (2.0, 1e5)], of_cpu=[(1e-6, 1), (50.0, 10), (50.0, 1e5), (1e4, 1)], rare=[(0.1, 10)])
+
+
+@pytest.mark.parametrize(("impl", "soft_cap", "size"), caps)
+def test_soft_caps_of_scores_of_any_size(impl, soft_cap, size):
+    case = make(LONG, t=96, b=9)
+    assert_contract(case._replace(q=case.q * np.float32(size), soft_cap=soft_cap), impl)
+
+
+@pytest.mark.parametrize(("impl", "t"), choices([(96,)], of_cpu=[(48,)], rare=[(200,)]))
+def test_random_ragged_batches_with_windows_and_soft_caps(impl, t):
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        counts = rng.multinomial(rng.integers(1, t + 1), rng.dirichlet(np.full(8, 0.3)))
+        rows = [(int(n), int(n + rng.integers(0, 400 - n + 1))) for n in counts if n]
+        case = make(rows, t=t, b=8, m=25, g=3, seed=seed)
+        assert_contract(case._replace(window=(50, 300)[seed % 2] if impl == "cpu" else 50, soft_cap=3.0), impl)
+
+
+@pytest.mark.parametrize(("impl", "window", "soft_cap"), choices([], of_cpu=[(40, None), (257, 5.0), (None, 5.0)]))
+def test_windows_and_soft_caps_of_bfloat16(impl, window, soft_cap):
+    assert_contract(make(LONG, t=96, b=9, dtype=jnp.bfloat16)._replace(window=window, soft_cap=soft_cap), impl)
+
+
+def before_windows(case: Case, garbage: float) -> Case:
+    """Overwritten, what lies before the windows of all of a row's queries."""
+    assert case.window
+    k_pages, v_pages, s = case.k_pages.copy(), case.v_pages.copy(), case.k_pages.shape[2]
+    for row, count in enumerate(np.diff(case.cu_q_lens)):
+        for position in range(case.seq_lens[row] - count + 1 - case.window):
+            page, offset = case.block_tables[row, position // s], position % s
+            k_pages[page, :, offset], v_pages[page, :, offset] = garbage, -garbage
+    return case._replace(k_pages=k_pages, v_pages=v_pages)
+
+
+@pytest.mark.parametrize(("impl", "window"), choices(singles((17,)), of_cpu=singles((1, 64, 257))))
+def test_what_lies_before_all_windows_never_shows(impl, window):
+    case = make(LONG, t=96, b=9)._replace(window=window)
+    before = run(case, impl)
+    for garbage in (GARBAGE, -GARBAGE, *([np.nan] if impl == "cpu" else [])):  # the CPU kernel does not read it
+        np.testing.assert_array_equal(run(before_windows(case, garbage), impl), before)
+
+
+@every_impl
+def test_a_query_sees_its_window_and_nothing_else(impl):
+    """One token of a context changes: the queries within a window after it do, and no others, by a bit."""
+    case = make(LONG, t=96, b=9)._replace(window=17)
+    before, row, position = run(case, impl)[1:51], 1, np.arange(350, 400)
+    for token in (0, 333, 334, 340, 350, 399):
+        k, v = case.k.copy(), case.v.copy()
+        k[row, token], v[row, token] = 3, -3
+        after = run(scatter(case._replace(k=k, v=v), case.block_tables.reshape(-1)), impl)[1:51]
+        changed = (after != before).any(axis=(1, 2))
+        np.testing.assert_array_equal(changed, (position >= token) & (position < token + 17))
 
 
 # --- what it must not depend on ---------------------------------------------------------------------------------------
@@ -395,6 +521,15 @@ def test_an_unknown_implementation_is_refused_by_name():
     arguments = [jnp.zeros(*value) for value in GOOD.values()]
     with pytest.raises(ValueError, match=r"impl is 'triton'; it must be one of 'reference', 'xla'"):
         paged_attention(*arguments, scale=1.0, impl="triton")
+
+
+@every_impl
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"window": -3}, {"soft_cap": 0.0}, {"soft_cap": -30.0}])
+def test_a_window_or_a_soft_cap_that_is_not_above_0_is_refused(impl, wrong):
+    arguments = [jnp.zeros(*value) for value in GOOD.values()]
+    message = f"window is {wrong.get('window')} and soft_cap {wrong.get('soft_cap')}; each must be above 0, or None"
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*arguments, scale=1.0, impl=impl, **wrong)
 
 
 def test_scale_and_implementation_have_no_default():

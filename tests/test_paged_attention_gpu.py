@@ -185,16 +185,17 @@ def test_what_nobody_owns_changes_no_bit(rows):
 
 
 @interpreted
-def test_a_mixed_batch_keeps_the_contract():
+@pytest.mark.parametrize("options", [{}, {"window": 20, "soft_cap": 2.0}], ids=["plain", "window and cap"])
+def test_a_mixed_batch_keeps_the_contract(options):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     case = Case([(1, 33), (20, 40), (1, 1), (0, 0), (2, 100), (1, 64)], heads=2, group=3)
     a = case.arrays()
-    names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
+    arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        found = paged_attention(*(jnp.asarray(a[name]) for name in names), scale=case.d**-0.5, impl="pallas_gpu")
+        found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu", **options)
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float32), case.expected(), atol=2.0**-6, rtol=0)
+    np.testing.assert_allclose(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
     assert not np.asarray(found[a["first"][-1] :]).any(), "padding tokens are not zero"
 
 

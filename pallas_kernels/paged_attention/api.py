@@ -17,7 +17,7 @@ IMPLS = {
 }
 
 
-@partial(jax.jit, static_argnames=("scale", "impl"))  # traced once for all layers that call it
+@partial(jax.jit, static_argnames=("scale", "impl", "window", "soft_cap"))  # traced once for all layers that call it
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -28,6 +28,8 @@ def paged_attention(
     *,
     scale: float,
     impl: str,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Attention of any mix of prompt chunks and decodes, each query over its own sequence up to itself.
 
@@ -44,17 +46,23 @@ def paged_attention(
         cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row has no tokens.
         scale: factor on q k^T; no default, because a wrong one is silent.
         impl: one of IMPLS; no default, because a fallback would be silent.
+        window: a query sees the last `window` tokens up to itself; None is all.
+        soft_cap: scores x become soft_cap * tanh(x / soft_cap) before the softmax (Gemma 2); None leaves them.
 
     Returns:
         [T, N, D] in q's dtype; padding rows hold zeros.
 
     Raises:
-        ValueError: an unknown impl or shapes that do not fit each other; the message names both.
+        ValueError: an unknown impl, shapes that do not fit each other, a window or a soft cap that is not above 0; the
+            message names what was given.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
     _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens)
-    return IMPLS[impl](q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, scale=scale)
+    if (window is not None and window < 1) or (soft_cap is not None and soft_cap <= 0):
+        raise ValueError(f"window is {window} and soft_cap {soft_cap}; each must be above 0, or None")
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    return IMPLS[impl](q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, **options)
 
 
 def _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> None:

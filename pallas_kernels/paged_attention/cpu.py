@@ -19,14 +19,16 @@ DTYPES = ("float32", "bfloat16")
 HEAD_SIZES = 8  # and its multiples
 
 # The handler's name. Programs on disk hold it: a handler that takes other arguments must get another number.
-TARGET = "pallas_kernels.paged_attention.cpu.2"
+TARGET = "pallas_kernels.paged_attention.cpu.3"
 
 _registered: list[str] = []
 _lock = threading.Lock()
 
 
-def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float) -> jax.Array:
-    """See `api.paged_attention`.
+def paged_attention(
+    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None
+) -> jax.Array:
+    """See `api.paged_attention`. What lies before every window of an item's queries is not read.
 
     Raises:
         ValueError: what `obstacle` names.
@@ -41,8 +43,10 @@ def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, s
     t, n, d = q.shape
     k = k_pages.shape[1]
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
+    options = jnp.full(1, window or 0, jnp.int32), jnp.full(1, soft_cap or 0, jnp.float32)  # 0 is none
     attend = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
-    return attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens).reshape(t, n, d).astype(q.dtype)
+    out = attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *options)
+    return out.reshape(t, n, d).astype(q.dtype)
 
 
 def obstacle(platform: str, dtype: str, head_size: int) -> str:

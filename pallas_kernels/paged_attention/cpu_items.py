@@ -1,6 +1,6 @@
 """Items of the CPU kernel's work: `attend` is one of a decode, `attend_tile` one of a chunk.
 
-    attend    scores of a span of the context into a scratch, their softmax, the weighted sum of the values.
+    attend    scores of a span of what a decode sees into a scratch, their softmax, the weighted sum of the values.
     attend_tile   an online softmax (FlashAttention, Dao et al. 2022) over steps of STEP context tokens, as two small
               matrix products whose sums stay in registers.
 
@@ -28,6 +28,7 @@ from pallas_kernels.paged_attention.cpu_vectors import (
     LANES,
     QUERIES_AT_ONCE,
     TOGETHER,
+    bend,
     clear,
     copy,
     exponentials,
@@ -46,19 +47,21 @@ from pallas_kernels.paged_attention.cpu_vectors import (
     weigh_together,
 )
 
-SPAN = 256  # context tokens of a decode's item
-STEP = 64  # context tokens that a chunk's item takes at a time
+SPAN = 256  # context tokens of a decode's item, from the first that it sees
+STEP = 64  # context tokens that a chunk's item takes at a time; above LANES, so that windows begin in the first step
 
-attend, _define_attend = linked("attend", 14)
-attend_tile, _define_attend_tile = linked("attend_tile", 15)
+attend, _define_attend = linked("attend", 15)
+attend_tile, _define_attend_tile = linked("attend_tile", 17)
 
 # --- a decode ---------------------------------------------------------------------------------------------------------
 
 
 @compiled
-def _softmax(scores, count):
+def _softmax(scores, count, cap):
     """scores [count] -> exp(scores - their largest), in place; (largest, sum). Writes up to the next 16."""
     end = -(-count // FULL) * FULL
+    if cap > 0:
+        bend(scores, end // FULL, FULL, cap)
     for i in range(count, end):
         store_float(scores + 4 * i, np.float32(-np.inf))
     top = np.float32(-np.inf)
@@ -76,11 +79,11 @@ def _fetch(address, size):
         prefetch(address + at)
 
 
-def attend_item(size, q, k, v, page_bytes, table, first, stop, group, d, s, scores, out, stats):
+def attend_item(size, q, k, v, page_bytes, table, first, stop, cap, group, d, s, scores, out, stats):
     """G queries over the context tokens first : stop of one key head.
 
     q, out: [G, D] float32; out is the sum of the values, weighted by exp(score - the largest score).
-    k, v: addresses of this head in page 0; table: [M] int32 pages of the row.
+    k, v: addresses of this head in page 0; table: [M] int32 pages of the row. cap: address of the soft cap, or of 0.
     scores: [G, SPAN] float32, scratch. stats: [G, 2] float32, (largest score, sum of the weights).
     """
     _define_attend()
@@ -107,7 +110,7 @@ def attend_item(size, q, k, v, page_bytes, table, first, stop, group, d, s, scor
         at += run
 
     for g in range(group):
-        top, norm = _softmax(scores + 4 * g * SPAN, stop - first)
+        top, norm = _softmax(scores + 4 * g * SPAN, stop - first, load_float(cap))
         store_float(stats + 8 * g, top)
         store_float(stats + 8 * g + 4, norm)
         clear(out + 4 * g * d, d)
@@ -172,11 +175,22 @@ def _turn(q, d, lanes, out):
             transpose(q + 4 * (d * lane + i), d, out + 4 * (LANES * i + lane))
 
 
-def attend_tile_item(size, q, k, v, page_bytes, table, first, number, before, token_bytes, group, d, s, scratch, out):
+@compiled
+def _hide(scores, visible, window, number):
+    """Minus infinity for what lies before the windows, in the first step."""
+    for lane in range(number):
+        for token in range(load_int(visible + 4 * lane) - window):
+            store_float(scores + 4 * (LANES * token + lane), np.float32(-np.inf))
+
+
+def attend_tile_item(
+    size, q, k, v, page_bytes, table, first, number, before, window, cap, token_bytes, group, d, s, scratch, out
+):
     """Queries first : first + number of a row's for one key head, at most LANES, over the context that they see.
 
     q, out: addresses of this head's first query of the row, float32. before: context tokens before the row's first.
-    k, v, table: as in `attend_item`. scratch: `scratch_bytes` bytes.
+    window: how many tokens up to itself a query sees. k, v, table, cap: as in `attend_item`.
+    scratch: `scratch_bytes` bytes.
     """
     _define_attend_tile()
     scratch += -scratch % 64  # no vector across two cache lines
@@ -187,9 +201,10 @@ def attend_tile_item(size, q, k, v, page_bytes, table, first, number, before, to
     tokens = turned + 4 * LANES * (d + FULL)  # [STEP, D]: keys, then values
     sums = tokens + 4 * d * STEP  # [LANES, D]; before that, the queries
     token, head = first // group, first % group  # counted on below: divisions are slow
+    begin = max(before + token + 1 - window, 0)  # the first token that any of the queries sees
     for lane in range(LANES):
         store_word(places + 8 * lane, token * token_bytes + head * 4 * d)
-        store_int(visible + 4 * lane, np.int32(before + token + 1))
+        store_int(visible + 4 * lane, np.int32(before + token + 1 - begin))
         store_float(top + 4 * lane, NEVER)
         store_float(norm + 4 * lane, np.float32(0))
         copy(4, q + load_word(places + 8 * lane), sums + 4 * d * lane, d)
@@ -201,10 +216,15 @@ def attend_tile_item(size, q, k, v, page_bytes, table, first, number, before, to
     clear(sums, LANES * d)
 
     stop = before + token + 1
-    for start in range(0, stop, STEP):
+    for start in range(begin, stop, STEP):
         count = min(STEP, stop - start)
         _take(size, k, page_bytes, table, start, count, d, s, tokens)
         _score(turned, tokens, d, count, number, weights)
+        if load_float(cap) > 0:
+            for lane in range(0, number, FULL):
+                bend(weights + 4 * lane, count, LANES, load_float(cap))
+        if start == begin:
+            _hide(weights, visible, window, number)
         for lane in range(0, number, FULL):
             at = 4 * lane
             soften(weights + at, count, visible + at, top + at, norm + at, keep + at)

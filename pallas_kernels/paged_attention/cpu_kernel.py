@@ -2,17 +2,18 @@
 
     handler   XLA calls it with a call frame. It lists the work, asks XLA's own thread pool for helpers, works, waits
               for what helpers have begun, and merges decodes of more than one span.
-    work      takes items until none is left: of a row with one query token (a decode) an item is (span of SPAN context
-              tokens, key head), of a row with more (a chunk) it is (tile of LANES queries, key head). Helpers and the
-              handler's own thread run the same loop, so a long context is shared out and a short one is nobody's wait.
+    work      takes items until none is left: of a row with one query token (a decode) an item is (span of SPAN tokens
+              that it sees, key head), of a row with more (a chunk) it is (tile of LANES queries, key head). Helpers and
+              the handler's own thread run the same loop, so a long context is shared out and a short one is nobody's
+              wait.
 
 Nothing waits for a helper that has not begun: the handler's thread would do all items alone. So it cannot deadlock,
 however many engines share the pool. A helper that begins too late finds no item; what it looks at is the job, which
 lives in memory of its own until the last of them lets go of it.
 
 Head sizes are multiples of 8; all else is read from the call frame, so that one program serves every shape, of float32
-and of bfloat16 pages. Object code of the handler, the work and the two sorts of items (`cpu_items`) is linked by name.
-`cpu_objects` keeps it on disk, and with it nothing here is imported.
+and of bfloat16 pages, with and without a window and a soft cap. Object code of the handler, the work and the two sorts
+of items (`cpu_items`) is linked by name. `cpu_objects` keeps it on disk, and with it nothing here is imported.
 """
 
 from __future__ import annotations
@@ -57,14 +58,16 @@ HOLDERS, NEXT, DONE, ITEMS = 0, 8, 16, 24
 Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = 32, 40, 48, 56, 64, 72, 80  # addresses of arguments and result
 ROWS, WIDTH, HEADS, GROUP, DIM, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
 SIZE = 136  # of a number in the pages
-STATS, PARTS = 144, 152  # addresses within the job: [units, K, G, 2] and [units, K, G, D] float32, used by decodes
-STARTS = 160  # [B + 1] units of all rows before this one: spans of a decode, tiles of a chunk
+WINDOW, CAP = 144, 152  # NO_WINDOW where there is none; a float32, 0 where there is none
+STATS, PARTS = 160, 168  # addresses within the job: [units, K, G, 2] and [units, K, G, D] float32, used by decodes
+STARTS = 176  # [B + 1] units of all rows before this one: spans of a decode, tiles of a chunk
+NO_WINDOW = 1 << 31  # longer than any context
 
 
 @compiled
-def _units(length, count, group):
-    """Of a row: spans of its context where it has one query token, tiles of its queries where it has more."""
-    return -(-length // SPAN) if count == 1 else -(-count * group // LANES)
+def _units(length, window, count, group):
+    """Of a row: spans of what it sees where it has one query token, tiles of its queries where it has more."""
+    return -(-min(length, window) // SPAN) if count == 1 else -(-count * group // LANES)
 
 
 @compiled
@@ -79,9 +82,10 @@ def _row(job, row):
 def _merge(job):
     """Decodes of several spans: the online softmax of their parts, in the order of the context."""
     queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + DIM)
+    window = load_word(job + WINDOW)
     for row in range(load_word(job + ROWS)):
         first, count, length = _row(job, row)
-        if count != 1 or 0 < length <= SPAN:
+        if count != 1 or 0 < min(length, window) <= SPAN:
             continue
         start, end = load_word(job + STARTS + 8 * row), load_word(job + STARTS + 8 * (row + 1))
         for query in range(queries):
@@ -111,18 +115,18 @@ def _work(job):
     """Take items until none is left, then let go of the job."""
     _define_work()
     heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + DIM), load_word(job + BLOCK)
-    size = load_word(job + SIZE)
+    size, window, cap = load_word(job + SIZE), load_word(job + WINDOW), job + CAP
     head_bytes = size * s * d
     page_bytes = head_bytes * heads
     token_bytes = 4 * heads * group * d
-    scratch = 0
+    room = 0
     row = 0
     while True:
         item = fetch_add(job + NEXT, 1)
         if item >= load_word(job + ITEMS):
             break
-        if scratch == 0:
-            scratch = malloc(scratch_bytes(group, d))
+        if room == 0:
+            room = malloc(scratch_bytes(group, d))
         unit, head = item // heads, item % heads
         while load_word(job + STARTS + 8 * (row + 1)) <= unit:
             row += 1
@@ -134,21 +138,24 @@ def _work(job):
         table = load_word(job + TABLES) + 4 * load_word(job + WIDTH) * row
         if count > 1:
             begin = LANES * index
-            number = min(LANES, group * count - begin)
+            lanes = min(LANES, group * count - begin)
             before = length - count
-            attend_tile(size, q, k, v, page_bytes, table, begin, number, before, token_bytes, group, d, s, scratch, out)
+            attend_tile(
+                size, q, k, v, page_bytes, table, begin, lanes, before, window, cap, token_bytes, group, d, s, room, out
+            )
         else:
             stats = load_word(job + STATS) + 8 * group * item
-            part = out if length <= SPAN else load_word(job + PARTS) + 4 * group * d * item
-            begin = SPAN * index
+            seen = min(length, window)
+            part = out if seen <= SPAN else load_word(job + PARTS) + 4 * group * d * item
+            begin = length - seen + SPAN * index
             stop = min(begin + SPAN, length)
-            attend(size, q, k, v, page_bytes, table, begin, stop, group, d, s, scratch, part, stats)
-            if length <= SPAN:
+            attend(size, q, k, v, page_bytes, table, begin, stop, cap, group, d, s, room, part, stats)
+            if seen <= SPAN:
                 for g in range(group):
                     scale(out + 4 * g * d, np.float32(1) / load_float(stats + 8 * g + 4), d)
         fetch_add(job + DONE, 1)
-    if scratch != 0:
-        free(scratch)
+    if room != 0:
+        free(room)
     _let_go(job)
 
 
@@ -233,16 +240,18 @@ def _ask_for_help(frame, job, helpers):
 
 @compiled
 def _job(frame):
-    """List the work of a call with q [T, K, G, D] and the other arguments of `api.paged_attention`."""
+    """List the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1]."""
     q, keys, tables = _argument(frame, 0), _argument(frame, 1), _argument(frame, 3)
     lengths, offsets = _argument(frame, 4), _argument(frame, 5)
     rows, heads, group, d = _dim(lengths, 0), _dim(q, 1), _dim(q, 2), _dim(q, 3)
     length, offset = load_word(lengths + BUFFER_DATA), load_word(offsets + BUFFER_DATA)
+    window = load_int(load_word(_argument(frame, 6) + BUFFER_DATA))
+    window = window if window > 0 else NO_WINDOW
     units, several = 0, False
     for row in range(rows):
         count = load_int(offset + 4 * (row + 1)) - load_int(offset + 4 * row)
-        units += _units(load_int(length + 4 * row), count, group)
-        several = several or (count == 1 and load_int(length + 4 * row) > SPAN)
+        units += _units(load_int(length + 4 * row), window, count, group)
+        several = several or (count == 1 and min(load_int(length + 4 * row), window) > SPAN)
     stats = STARTS + 8 * (rows + 1)
     parts = stats + 8 * units * heads * group
     job = malloc(parts + (4 * units * heads * group * d if several else 0))
@@ -260,13 +269,15 @@ def _job(frame):
     store_word(job + DIM, d)
     store_word(job + BLOCK, _dim(keys, 2))
     store_word(job + SIZE, 4 if load_int(keys + BUFFER_TYPE) == BUFFER_IS_FLOAT32 else 2)
+    store_word(job + WINDOW, window)
+    store_float(job + CAP, load_float(load_word(_argument(frame, 7) + BUFFER_DATA)))
     store_word(job + STATS, job + stats)
     store_word(job + PARTS, job + parts)
     units = 0
     for row in range(rows):
         store_word(job + STARTS + 8 * row, units)
         _, count, context = _row(job, row)
-        units += _units(context, count, group)
+        units += _units(context, window, count, group)
     store_word(job + STARTS + 8 * rows, units)
     return job
 

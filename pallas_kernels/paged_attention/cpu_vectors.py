@@ -313,28 +313,70 @@ def largest(typing, numbers):
 POWERS = [math.log(2) ** i / math.factorial(i) for i in range(7, -1, -1)]
 
 
-def _exponential(builder, x):
-    """exp(x) of 16 float32 numbers of at most 0; 0 where they are below -87.
+def _constant(value):
+    return ir.Constant(_lanes(FULL), [float(np.float32(value))] * FULL)
 
-    exp(x) is 2**(whole + part) with part in [-0.5, 0.5]: a polynomial, and a whole number added to the exponent.
-    """
-    vector, integers = _lanes(FULL), ir.VectorType(INT32, FULL)
 
-    def constant(value):
-        return ir.Constant(vector, [float(np.float32(value))] * FULL)
-
-    power = builder.fmul(x, constant(1 / math.log(2)))
+def _split(builder, power):
+    """(whole, part): they add up to `power`, 16 float32 numbers; part is in [-0.5, 0.5]."""
+    vector = _lanes(FULL)
     floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector]), "llvm.floor.v16f32")
-    whole = builder.call(floor, [builder.fadd(power, constant(0.5))])
-    part = builder.fsub(power, whole)
-    result = constant(POWERS[0])
-    for coefficient in POWERS[1:]:
-        result = _multiply_add(builder, result, part, constant(coefficient))
-    tiny = builder.fcmp_ordered("<", power, constant(-126))
-    exponent = builder.fptosi(builder.select(tiny, constant(0), whole), integers)
-    exponent = builder.add(exponent, ir.Constant(integers, [127] * FULL))
-    exponent = builder.shl(exponent, ir.Constant(integers, [23] * FULL))
-    return builder.select(tiny, constant(0), builder.fmul(result, builder.bitcast(exponent, vector)))
+    whole = builder.call(floor, [builder.fadd(power, _constant(0.5))])
+    return whole, builder.fsub(power, whole)
+
+
+def _polynomial(builder, x, coefficients):
+    result = _constant(coefficients[0])
+    for coefficient in coefficients[1:]:
+        result = _multiply_add(builder, result, x, _constant(coefficient))
+    return result
+
+
+def _two_to(builder, whole):
+    """2**whole: a whole number in the place of the exponent."""
+    integers = ir.VectorType(INT32, FULL)
+    exponent = builder.add(builder.fptosi(whole, integers), ir.Constant(integers, [127] * FULL))
+    return builder.bitcast(builder.shl(exponent, ir.Constant(integers, [23] * FULL)), _lanes(FULL))
+
+
+def _exponential(builder, x):
+    """exp(x) of 16 float32 numbers of at most 0; 0 where they are below -87: 2**whole and a polynomial of the part."""
+    power = builder.fmul(x, _constant(1 / math.log(2)))
+    whole, part = _split(builder, power)
+    result = _polynomial(builder, part, POWERS)
+    tiny = builder.fcmp_ordered("<", power, _constant(-126))
+    scaled = builder.fmul(result, _two_to(builder, builder.select(tiny, _constant(0), whole)))
+    return builder.select(tiny, _constant(0), scaled)
+
+
+FLAT = 40  # tanh(x) is 1 in float32 where exp(2x) is 2**FLAT, and well before
+
+
+@instruction
+def bend(typing, numbers, count, stride, cap):
+    """count vectors of 16 float32 numbers x, `stride` numbers apart -> cap * tanh(x / cap), in place.
+
+    tanh(x) is e / (e + 2) with e = exp(2x) - 1, which is taken from the polynomial without its 1: exact near 0 too.
+    """
+
+    def generate(context, builder, signature, args):
+        numbers, count, stride, cap = args
+        cap = _splat(builder, cap, FULL)
+        factor = builder.fdiv(_constant(2 / math.log(2)), cap)
+        with cgutils.for_range(builder, count) as loop:
+            at = builder.mul(loop.index, stride)
+            power = builder.fmul(_load(builder, numbers, at, FULL), factor)
+            for side, limit in (("<", -FLAT), (">", FLAT)):  # a NaN stays one
+                power = builder.select(builder.fcmp_ordered(side, power, _constant(limit)), _constant(limit), power)
+            whole, part = _split(builder, power)
+            two = _two_to(builder, whole)
+            small = builder.fmul(_polynomial(builder, part, POWERS[:-1]), part)  # 2**part - 1
+            e = _multiply_add(builder, two, small, builder.fsub(two, _constant(1)))
+            bent = builder.fdiv(e, builder.fadd(e, _constant(2)))
+            _store(builder, builder.fmul(bent, cap), numbers, at)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp, types.float32), generate
 
 
 @instruction

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 
-def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float) -> jax.Array:
+def paged_attention(
+    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None
+) -> jax.Array:
     """See `api.paged_attention`."""
     t, n, d = q.shape
     _, k, s, _ = k_pages.shape
@@ -20,7 +22,12 @@ def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, s
     values = v_pages[table].transpose(0, 2, 1, 3, 4).reshape(t, k, -1, d).astype(jnp.float32)
     grouped = q.astype(jnp.float32).reshape(t, k, n // k, d) * scale
     scores = jnp.einsum("tkgd,tkcd->tkgc", grouped, keys, precision="highest")
-    mask = jnp.arange(table.shape[1] * s) < visible[:, None]
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    place = jnp.arange(table.shape[1] * s)
+    mask = place < visible[:, None]
+    if window is not None:
+        mask &= place >= visible[:, None] - window
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     weights = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
     values = jnp.where(mask[:, None, :, None], values, 0.0)  # 0 * NaN of an earlier owner is not 0

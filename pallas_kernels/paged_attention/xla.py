@@ -30,8 +30,11 @@ ROWS = 64  # calls of at most so many tokens have no chunk loop
 NEG = -1e30  # a finite minus infinity: exp(NEG - NEG) is a number, and the masks make it 0
 
 
-def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float) -> jax.Array:
-    """See `api.paged_attention`."""
+def paged_attention(
+    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None
+) -> jax.Array:
+    """See `api.paged_attention`. What lies before every window of an item's queries is not gathered."""
+    options = {"window": window, "soft_cap": soft_cap}
     t, n, d = q.shape
     k = k_pages.shape[1]
     q_lens = jnp.diff(cu_q_lens)
@@ -41,19 +44,22 @@ def paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, s
         row = jnp.minimum((token[:, None] >= cu_q_lens[1:]).sum(1), len(seq_lens) - 1)
         visible = seq_lens[row] - (cu_q_lens[row + 1] - 1 - token)
         visible = jnp.where(token < cu_q_lens[-1], visible, 0)
-        return _decodes(grouped, k_pages, v_pages, block_tables[row], visible).reshape(t, n, d).astype(q.dtype)
+        out = _decodes(grouped, k_pages, v_pages, block_tables[row], visible, **options)
+        return out.reshape(t, n, d).astype(q.dtype)
 
-    out = _chunks(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, jnp.where(q_lens > 1, q_lens, 0))
+    chunk_lens = jnp.where(q_lens > 1, q_lens, 0)
+    out = _chunks(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, chunk_lens, **options)
 
     single = q_lens == 1
     first = jnp.minimum(cu_q_lens[:-1], t - 1)
-    decoded = _decodes(grouped[first], k_pages, v_pages, block_tables, jnp.where(single, seq_lens, 0))
+    lengths = jnp.where(single, seq_lens, 0)
+    decoded = _decodes(grouped[first], k_pages, v_pages, block_tables, lengths, **options)
     # a row without a single query token writes out of bounds, which drops it
     out = out.at[jnp.where(single, first, t)].set(decoded, mode="drop", unique_indices=False)
     return out.reshape(t, n, d).astype(q.dtype)
 
 
-def _decodes(q, k_pages, v_pages, block_tables, seq_lens) -> jax.Array:
+def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -> jax.Array:
     """q [B, K, G, D], one query a row -> [B, K, G, D] float32; rows of length 0 give 0."""
     b, k, g, d = q.shape
     s = k_pages.shape[2]
@@ -62,12 +68,15 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens) -> jax.Array:
     group = min(GROUP, max(4, b))
     tables = _spans(block_tables, per)  # [B, M / per, per]
 
-    counts = (seq_lens + span - 1) // span
-    size = math.ceil(b * tables.shape[1] / group) * group
+    begin = _begin(seq_lens, window)
+    counts = (seq_lens + span - 1) // span - begin // span
+    widest = tables.shape[1] if window is None else min(tables.shape[1], (window - 2) // span + 2)
+    size = math.ceil(b * widest / group) * group
     row, index, valid, total = _worklist(counts, size)
-    index = jnp.minimum(index, tables.shape[1] - 1)
+    index = jnp.minimum(index + begin[row] // span, tables.shape[1] - 1)
     pages = tables[row, index].reshape(-1, group, per)
     left = jnp.where(valid, seq_lens[row] - index * span, 0).reshape(-1, group)  # context left from the span's start
+    gone = (begin[row] - index * span).reshape(-1, group)  # how much of the span lies before the window
     row = row.reshape(-1, group)
 
     def body(state):
@@ -75,8 +84,8 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens) -> jax.Array:
         r, lens = row[i], left[i]
         keys, values = _tile(k_pages, pages[i]), _tile(v_pages, pages[i])  # [group, K, span, D]
         scores = jnp.einsum("xkcd,xkgd->xkcg", keys, q[r], preferred_element_type=jnp.float32)
-        scores = jax.lax.optimization_barrier(scores).swapaxes(2, 3)
-        real = jnp.arange(span) < lens[:, None]
+        scores = _capped(jax.lax.optimization_barrier(scores).swapaxes(2, 3), soft_cap)
+        real = (jnp.arange(span) < lens[:, None]) & (jnp.arange(span) >= gone[i][:, None])
         scores = jnp.where(real[:, None, None], scores, NEG)
         values = jnp.where(real[:, None, :, None], values, 0)  # 0 * NaN of an earlier owner is not 0
         local = scores.max(-1)
@@ -97,7 +106,7 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens) -> jax.Array:
     return acc / jnp.maximum(norm, 1e-30)[..., None]
 
 
-def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens) -> jax.Array:
+def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, window, soft_cap) -> jax.Array:
     """q [T, K, G, D]; rows with q_lens 0 are skipped -> [T, K, G, D] float32, zeros where no tile wrote."""
     t, k, g, d = q.shape
     b, s = len(seq_lens), k_pages.shape[2]
@@ -122,8 +131,11 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens) -> j
             page = tables[r, j][None]
             keys, values = _tile(k_pages, page)[0], _tile(v_pages, page)[0]  # [K, span, D]
             scores = jnp.einsum("kqd,kcd->kqc", queries, keys, preferred_element_type=jnp.float32)
-            mask = jnp.tile(j * span + jnp.arange(span) <= position[:, None], (g, 1))
-            scores = jnp.where(mask, scores, NEG)
+            place = j * span + jnp.arange(span)
+            seen = place <= position[:, None]
+            if window is not None:
+                seen &= place > position[:, None] - window
+            scores = jnp.where(jnp.tile(seen, (g, 1)), _capped(scores, soft_cap), NEG)
             values = jnp.where((j * span + jnp.arange(span) < last)[:, None], values, 0)
             new = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new[..., None])
@@ -132,8 +144,10 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens) -> j
             return j + 1, new, norm * keep + weights.sum(-1), acc * keep[..., None] + part
 
         rows = g * tile
-        state = (0, jnp.full((k, rows), NEG), jnp.zeros((k, rows)), jnp.zeros((k, rows, d)))
-        # The first span holds token 0, which every query sees: `top` is a real score from then on.
+        start_at = _begin(position[0] + 1, window) // span
+        state = (start_at, jnp.full((k, rows), NEG), jnp.zeros((k, rows)), jnp.zeros((k, rows, d)))
+        # Without a window the first span holds token 0, which every query sees: `top` is a real score from then on.
+        # With one, what a query gathers before its first real score is multiplied by exp(NEG - score) = 0 then.
         _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * span < last, walk, state)
         result = (acc / jnp.maximum(norm, 1e-30)[..., None]).reshape(k, g, tile, d).transpose(2, 0, 1, 3)
         old = jax.lax.dynamic_slice_in_dim(out, start, tile)
@@ -142,6 +156,15 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens) -> j
 
     out = jnp.zeros((t + tile, k, g, d), jnp.float32)
     return jax.lax.fori_loop(0, total, one, out)[:t]
+
+
+def _begin(length: jax.Array, window: int | None) -> jax.Array:
+    """The first token that the last one of a context sees."""
+    return jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0)
+
+
+def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def _worklist(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
