@@ -25,8 +25,8 @@ from flax import nnx
 
 from experiments.environment import environment
 from pagedjax import Engine, EngineConfig, SamplingParams
-from pagedjax.layers import rope_table
-from pagedjax.models import Model, llama
+from pagedjax.models import Decoder, Model, llama
+from pagedjax.models.decoder import angle_tables
 
 SHAPES = {
     "tinyllama-1.1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "vocab_size": 32000}
@@ -46,7 +46,7 @@ SHAPES = {
 def random_model(shape: dict[str, Any], dtype: str, seed: int = 0) -> Model:
     """A Llama whose parameters are normal, of the usual deviation of 0.02; norms are ones."""
     config = llama.from_hf(shape)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: llama.Llama(config, dtype)))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))
     flat, tree = jax.tree.flatten(state)
     keys = iter(jax.random.split(jax.random.key(seed), len(flat)))
 
@@ -57,7 +57,7 @@ def random_model(shape: dict[str, Any], dtype: str, seed: int = 0) -> Model:
         return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
 
     state = jax.tree.unflatten(tree, [fill(leaf) for leaf in flat])
-    state["angles"].set_value(jnp.asarray(rope_table(config.frequencies, config.max_len)))
+    state["angles"].set_value(jnp.asarray(angle_tables(config)))
     return Model(config, graphdef, state, dtype)
 
 

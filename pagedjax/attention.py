@@ -10,7 +10,8 @@ import jax
 
 from pallas_kernels.paged_attention import IMPLS, cpu, gpu, paged_attention
 
-Attend = Callable[..., jax.Array]  # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> [T, N, D]
+# (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
+Attend = Callable[..., jax.Array]
 
 
 def default_impl(platform: str, dtype: str, head_dim: int) -> str:

@@ -29,6 +29,7 @@ from pagedjax.resolve import block_shape, host_blocks, resolve, shapes
 from pagedjax.step import copy_blocks, make_step, make_steps
 from pagedjax.swap import SwapSpace
 from pagedjax.types import EMPTY_PLAN, Beamed, Event, Finished, FinishReason, Plan, Sampled, StepResult
+from pagedjax.weights.trained import replaced
 
 
 class Engine:
@@ -55,7 +56,7 @@ class Engine:
         c, m = self.config, model.config
         self._policy = POLICIES[c.policy]
         self._shapes = shapes(c, model)
-        step = make_step(model.graphdef, attention.attend(c.attention_impl, m.head_dim**-0.5), c.seed)
+        step = make_step(model.graphdef, attention.attend(c.attention_impl, m.attn_scale), c.seed)
         self._recorder: Recorder | None = None
         self._cache: cache.KVCache | None = None
         self._ahead = Ahead()
@@ -113,6 +114,22 @@ class Engine:
         self._state = scheduler.forget(self._state)
         if self._recorder:
             self._recorder.forget()
+
+    def update_params(self, tree: Any) -> None:
+        """Replace the parameters by copies of others, of the same shapes and dtypes, and forget what was cached.
+
+        Raises:
+            ValueError: requests are under way, or a parameter differs (all are named). The engine is as it was before.
+        """
+        if self.has_work:
+            count = len(self._state.waiting) + len(self._state.running.seqs)
+            raise ValueError(
+                f"requests are under way ({count}), and one model has to serve each to its end; "
+                "finish or cancel them before parameters are updated"
+            )
+        self.model = self.model._replace(params=replaced(self.model.params, tree))
+        self._ahead = Ahead()  # what was sent ahead was computed with the old ones
+        self.reset_prefix_cache()
 
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
         """End a request at any time; its blocks are free at once. An unknown id does nothing.

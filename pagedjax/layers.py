@@ -33,16 +33,35 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Zhang & Sennrich 2019, over the features of each column, in float32."""
+    """Zhang & Sennrich 2019, over the features of each column ([..., H, T]), in float32. plus_one: Gemma's weights."""
+
+    def __init__(self, size: int, *, eps: float, dtype: str, plus_one: bool = False):
+        self.weight = nnx.Param(jnp.zeros((size,), dtype))
+        self.eps, self.plus_one = eps, plus_one
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-2, keepdims=True) + self.eps)
+        weight = self.weight[...][:, None]
+        if self.plus_one:
+            return (y * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+        return weight * y.astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Ba et al. 2016, over the features of each column ([..., H, T]), in float32."""
 
     def __init__(self, size: int, *, eps: float, dtype: str):
         self.weight = nnx.Param(jnp.zeros((size,), dtype))
+        self.bias = nnx.Param(jnp.zeros((size,), dtype))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=0, keepdims=True) + self.eps)
-        return self.weight[...][:, None] * y.astype(x.dtype)
+        y = y - jnp.mean(y, axis=-2, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-2, keepdims=True) + self.eps)
+        weight, bias = (a[...].astype(jnp.float32)[:, None] for a in (self.weight, self.bias))
+        return (y * weight + bias).astype(x.dtype)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[float]:

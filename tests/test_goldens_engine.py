@@ -135,7 +135,7 @@ def test_waiting_looking_ahead_and_several_steps_a_dispatch_leave_the_same_log(s
         llm = engine(smollm2, **options, lookahead=lookahead, steps_per_dispatch=steps, token_buckets=(16, 64))
         log = tmp_path / f"{lookahead} {steps}.jsonl"
         said[lookahead, steps] = eventful(llm, log), log.read_bytes()
-    (pieces, outputs), log = said[0, 1]
+    (_, outputs), log = said[0, 1]
     for what in (b'"Preempted"', b'"abort"', b'"stop"'):
         assert what in log
     reasons = [reason for reason, _, _ in outputs]

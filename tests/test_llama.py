@@ -16,7 +16,8 @@ from flax import nnx
 from pagedjax import attention, cache, load_model
 from pagedjax.batch import Batch
 from pagedjax.layers import rope_frequencies
-from pagedjax.models import Model, llama
+from pagedjax.models import Decoder, Model, llama
+from pagedjax.models.decoder import Rope
 from pagedjax.weights import open_checkpoint
 from tests.weights.tiny import llama3_scaling, tiny_llama
 
@@ -70,7 +71,7 @@ def all_logits(
 @partial(jax.jit, static_argnums=0)
 def _run(graphdef, params, kv, batch):
     model = nnx.merge(graphdef, params)
-    kv, hidden = model.hidden(kv, batch, attention.attend("xla", model.config.head_dim**-0.5))
+    kv, hidden = model.hidden(kv, batch, attention.attend("xla", model.config.attn_scale))
     return kv, model.logits(hidden).T
 
 
@@ -242,7 +243,7 @@ def test_real_models_have_their_published_number_of_parameters(config, parameter
     c = llama.from_hf(config)
     table = llama.param_table(c)
     assert sum(int(np.prod(entry.shape)) for entry in table) == parameters
-    _, params, _ = nnx.split(nnx.eval_shape(lambda: llama.Llama(c, "bfloat16")), nnx.Param, ...)
+    _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
     modules = jax.tree_util.tree_flatten_with_path(params)[0]
     shapes = {
         ".".join(str(getattr(key, "key", key)) for key in path if hasattr(key, "key")): leaf.shape
@@ -260,7 +261,7 @@ def test_the_table_names_every_tensor_of_a_checkpoint_once(folder):
 def test_what_a_config_leaves_out_takes_its_default():
     sparse = {key: value for key, value in TINYLLAMA.items() if key not in ("num_key_value_heads", "rms_norm_eps")}
     c = llama.from_hf(sparse)
-    assert (c.kv_heads, c.head_dim, c.eps, c.rope_theta, c.rope_scaling) == (32, 64, 1e-6, 10000.0, None)
+    assert (c.kv_heads, c.head_dim, c.eps, c.ropes) == (32, 64, 1e-6, (Rope(10000.0, None),))
     assert (c.tied, c.qkv_bias, c.out_bias) == (False, False, False)
 
 

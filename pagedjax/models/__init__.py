@@ -1,4 +1,4 @@
-"""Architectures, each a configuration over shared layers. `load` makes one of a checkpoint."""
+"""Architectures, each a configuration over shared layers (decoder.py). `load` makes one of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from pagedjax.layers import rope_table
-from pagedjax.models import llama
+from pagedjax.models import gemma, gpt2, llama
+from pagedjax.models.decoder import Decoder, DecoderConfig, angle_tables
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.load import load_params
 
-ARCHITECTURES = {"llama": llama}  # Hugging Face model_type -> module with from_hf, param_table and Llama
+# Hugging Face model_type -> module with from_hf, param_table and IGNORED
+ARCHITECTURES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), llama),
+    **dict.fromkeys(("gemma2", "gemma3_text"), gemma),
+    "gpt2": gpt2,
+}
 
 
 class Model(NamedTuple):
     """A model split once (`nnx.split`): the step merges it again inside the jit."""
 
-    config: llama.LlamaConfig
+    config: DecoderConfig
     graphdef: nnx.GraphDef
     params: Any
     dtype: str  # of the parameters
@@ -33,12 +38,17 @@ def load(checkpoint: Checkpoint, dtype: str, *, progress: bool = False) -> Model
     kind = checkpoint.config.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"model_type is {kind!r}; supported are {', '.join(sorted(ARCHITECTURES))}")
-    config = ARCHITECTURES[kind].from_hf(checkpoint.config)
-    params = load_params(checkpoint, llama.param_table(config), dtype, progress=progress)
-    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: llama.Llama(config, dtype)))
-    params["angles"] = jnp.asarray(rope_table(config.frequencies, config.max_len))
-    nnx.replace_by_pure_dict(shapes, _numbered(params))
-    return Model(config, graphdef, shapes, dtype)
+    family = ARCHITECTURES[kind]
+    config = family.from_hf(checkpoint.config)
+    table, ignored = family.param_table(config), family.IGNORED
+    return assemble(config, load_params(checkpoint, table, dtype, progress=progress, ignore=ignored), dtype)
+
+
+def assemble(config: DecoderConfig, params: dict[str, Any], dtype: str) -> Model:
+    """A model of its parameters: nested by `ParamSource.path`, without what the configuration determines."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))
+    nnx.replace_by_pure_dict(state, _numbered({**params, "angles": jnp.asarray(angle_tables(config))}))
+    return Model(config, graphdef, state, dtype)
 
 
 def _numbered(tree: Any) -> Any:

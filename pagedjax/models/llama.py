@@ -1,189 +1,150 @@
-"""The Llama family: grouped-query attention, rotary positions, RMSNorm, SwiGLU. SmolLM2, TinyLlama, Llama 2 and 3
-are configurations of this file."""
+"""The Llama family: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
+
+Llama 2 and 3, TinyLlama and SmolLM2; Mistral and Qwen2 (a window in some layers, biases of q, k and v); Qwen3 (norms of
+q and k); Mixtral and Qwen3-MoE (experts in place of the MLP).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
-import jax
-from flax import nnx
-
-from pagedjax import cache as kv
-from pagedjax.attention import Attend
-from pagedjax.batch import Batch
-from pagedjax.layers import Buffer, Linear, RMSNorm, rope, rope_frequencies
+from pagedjax.models.decoder import DecoderConfig, Experts, LayerKind, Rope
 from pagedjax.weights.load import ParamSource
 
-
-@dataclass(frozen=True)
-class LlamaConfig:
-    """Shape of a model. hidden = H, intermediate = F; letters otherwise as in pagedjax/types.py."""
-
-    vocab_size: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    rope_theta: float
-    rope_scaling: tuple[tuple[str, Any], ...] | None
-    max_len: int
-    tied: bool
-    qkv_bias: bool = False
-    out_bias: bool = False
-
-    @property
-    def frequencies(self) -> list[float]:
-        return rope_frequencies(self.head_dim, self.rope_theta, dict(self.rope_scaling) if self.rope_scaling else None)
+IGNORED = ()  # patterns of tensors that are no parameters of the model
+SLIDING = "sliding_attention"
 
 
-def from_hf(config: dict[str, Any]) -> LlamaConfig:
+def from_hf(config: dict[str, Any]) -> DecoderConfig:
     """From the keys of a Hugging Face config.json.
 
     Raises:
         ValueError: a key this file cannot honour, or a required key that is missing.
     """
     try:
+        kind = config.get("model_type", "llama")
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         act = config.get("hidden_act", "silu")
         if act != "silu":
             raise ValueError(f"hidden_act is {act!r}; the Llama family uses 'silu'")
         if config.get("mlp_bias"):
             raise ValueError("mlp_bias is true; the Llama family here has no bias in its MLP")
-        scaling = config.get("rope_scaling")
         bias = bool(config.get("attention_bias", False))
         kv_heads = config.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        return LlamaConfig(
+        return DecoderConfig(
             vocab_size=config["vocab_size"],
             hidden=hidden,
             intermediate=config["intermediate_size"],
-            layers=config["num_hidden_layers"],
             heads=heads,
             kv_heads=kv_heads,
             head_dim=config.get("head_dim") or hidden // heads,
             eps=config.get("rms_norm_eps", 1e-6),
-            rope_theta=config.get("rope_theta", 10000.0),
-            rope_scaling=_frozen(scaling) if scaling else None,
+            ropes=(Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling"))),),
             max_len=config.get("max_position_embeddings", 2048),
             tied=config.get("tie_word_embeddings", False),
-            qkv_bias=bool(config.get("qkv_bias", bias)),
+            qkv_bias=bool(config.get("qkv_bias", bias or kind == "qwen2")),
             out_bias=bias,
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            kinds=tuple(_kinds(config, kind)),
+            experts=_experts(config, kind),
         )
     except KeyError as missing:
-        raise ValueError(f"the model's configuration has no {missing}; it is needed to build a Llama") from None
+        raise ValueError(f"the model's configuration has no {missing}; it is needed to build a {kind}") from None
 
 
-def _frozen(scaling: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+def frozen(scaling: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
+    """A rope_scaling that can be hashed."""
+    if not scaling:
+        return None
     return tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in scaling.items()))
 
 
-class Attention(nnx.Module):
-    def __init__(self, c: LlamaConfig, dtype: str):
-        self.qkv = Linear(c.hidden, (c.heads + 2 * c.kv_heads) * c.head_dim, bias=c.qkv_bias, dtype=dtype)
-        self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, dtype=dtype)
-        self.config = c
-
-    def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
-        """x [H, T] -> (y [H, T], k_pages, v_pages)."""
-        c, t = self.config, x.shape[1]
-        heads = self.qkv(x).reshape(c.heads + 2 * c.kv_heads, c.head_dim, t)
-        q, k, v = heads[: c.heads], heads[c.heads : c.heads + c.kv_heads], heads[c.heads + c.kv_heads :]
-        q, k, v = (a.transpose(2, 0, 1) for a in (rope(q, angles), rope(k, angles), v))
-        k_pages, v_pages = kv.write(k_pages, v_pages, k, v, batch.slots)
-        y = attend(q, k_pages, v_pages, batch.block_tables, batch.seq_lens, batch.cu_q_lens)
-        return self.out(jax.lax.optimization_barrier(y.reshape(t, -1).T)), k_pages, v_pages
+def _kinds(config: dict[str, Any], kind: str) -> Iterator[LayerKind]:
+    """Which layers have a window, and which have experts."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if kind not in ("mistral", "mixtral") and not config.get("use_sliding_window", False):
+        window = None
+    first = config.get("max_window_layers", 0) if kind.startswith("qwen") else 0
+    types = config.get("layer_types") or [SLIDING if i >= first else "full_attention" for i in range(layers)]
+    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    for i, name in enumerate(types):
+        sparse = kind == "mixtral" or (kind == "qwen3_moe" and i not in dense and (i + 1) % every == 0)
+        yield LayerKind(window=window if name == SLIDING else None, sparse=sparse)
 
 
-class MLP(nnx.Module):
-    def __init__(self, c: LlamaConfig, dtype: str):
-        self.gate_up = Linear(c.hidden, 2 * c.intermediate, dtype=dtype)
-        self.down = Linear(c.intermediate, c.hidden, dtype=dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        half = self.down.weight.shape[1]
-        y = self.gate_up(x)
-        return self.down(jax.nn.silu(y[:half]) * y[half:])
-
-
-class Block(nnx.Module):
-    def __init__(self, c: LlamaConfig, dtype: str):
-        self.attn_norm = RMSNorm(c.hidden, eps=c.eps, dtype=dtype)
-        self.attn = Attention(c, dtype)
-        self.mlp_norm = RMSNorm(c.hidden, eps=c.eps, dtype=dtype)
-        self.mlp = MLP(c, dtype)
-
-    def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
-        """x [H, T] -> (x [H, T], k_pages, v_pages)."""
-        y, k_pages, v_pages = self.attn(self.attn_norm(x), k_pages, v_pages, batch, angles, attend)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x)), k_pages, v_pages
+def _experts(config: dict[str, Any], kind: str) -> Experts | None:
+    if kind == "mixtral":
+        return Experts(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True)
+    if kind == "qwen3_moe":
+        normalised = bool(config.get("norm_topk_prob", False))
+        sizes = config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"]
+        return Experts(*sizes, normalised)
+    return None
 
 
-@partial(jax.jit, static_argnums=(0, 2))
-def _run_block(graphdef: nnx.GraphDef, state, attend: Attend, *args):
-    """A block as a function of arrays: blocks are alike, so JAX traces and lowers one of them; XLA inlines them all."""
-    return nnx.merge(graphdef, state)(*args, attend)
-
-
-class Llama(nnx.Module):
-    """hidden(batch) and logits(hidden): two calls, because only rows that sample need logits."""
-
-    def __init__(self, c: LlamaConfig, dtype: str):
-        self.embed = nnx.Param(jax.numpy.zeros((c.vocab_size, c.hidden), dtype))
-        self.blocks = nnx.List([Block(c, dtype) for _ in range(c.layers)])
-        self.norm = RMSNorm(c.hidden, eps=c.eps, dtype=dtype)
-        self.angles = Buffer(jax.numpy.zeros((2, c.head_dim // 2, c.max_len)))  # rope_table(c.frequencies, c.max_len)
-        self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype)
-        self.config = c
-
-    def hidden(self, cache: kv.KVCache, batch: Batch, attend: Attend) -> tuple[kv.KVCache, jax.Array]:
-        """Run the T tokens of the batch -> (cache, [H, T] after the final norm)."""
-        x = self.embed[...][batch.tokens].T
-        angles = self.angles[...].at[:, :, batch.positions].get(mode="promise_in_bounds")
-        k_all, v_all = [], []
-        for block, k_pages, v_pages in zip(self.blocks, cache.k, cache.v, strict=True):
-            x, k_pages, v_pages = _run_block(*nnx.split(block), attend, x, k_pages, v_pages, batch, angles)
-            k_all.append(k_pages)
-            v_all.append(v_pages)
-        return kv.KVCache(tuple(k_all), tuple(v_all)), self.norm(x)
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[H, R] -> [V, R] float32."""
-        y = self.embed[...] @ hidden if self.head is None else self.head(hidden)
-        return y.astype(jax.numpy.float32)
-
-
-def param_table(c: LlamaConfig) -> tuple[ParamSource, ...]:
+def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
     """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
-    qkv, q = (c.heads + 2 * c.kv_heads) * c.head_dim, c.heads * c.head_dim
-
-    def source(path: str, names: tuple[str, ...], *shape: int) -> ParamSource:
-        return ParamSource(tuple(path.split(".")), names, shape, False)
-
-    table = [source("embed", ("model.embed_tokens.weight",), c.vocab_size, c.hidden)]
-    for i in range(c.layers):
-        ours, theirs = f"blocks.{i}.", f"model.layers.{i}."
-        parts = tuple(f"{theirs}self_attn.{p}_proj" for p in "qkv")
-        mlp = tuple(f"{theirs}mlp.{p}_proj.weight" for p in ("gate", "up"))
-        table += [
-            source(ours + "attn_norm.weight", (theirs + "input_layernorm.weight",), c.hidden),
-            source(ours + "attn.qkv.weight", tuple(p + ".weight" for p in parts), qkv, c.hidden),
-            source(ours + "attn.out.weight", (theirs + "self_attn.o_proj.weight",), c.hidden, q),
-            source(ours + "mlp_norm.weight", (theirs + "post_attention_layernorm.weight",), c.hidden),
-            source(ours + "mlp.gate_up.weight", mlp, 2 * c.intermediate, c.hidden),
-            source(ours + "mlp.down.weight", (theirs + "mlp.down_proj.weight",), c.hidden, c.intermediate),
-        ]
-        if c.qkv_bias:
-            table.append(source(ours + "attn.qkv.bias", tuple(p + ".bias" for p in parts), qkv))
-        if c.out_bias:
-            table.append(source(ours + "attn.out.bias", (theirs + "self_attn.o_proj.bias",), c.hidden))
-    table.append(source("norm.weight", ("model.norm.weight",), c.hidden))
+    table = [ParamSource(("embed",), ("model.embed_tokens.weight",), (c.vocab_size, c.hidden))]
+    for i, kind in enumerate(c.kinds):
+        norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        table += attention_table(c, i) + norm_table(c, i, norms)
+        table += _experts_table(c, i) if kind.sparse else mlp_table(c, i)
+    table.append(ParamSource(("norm", "weight"), ("model.norm.weight",), (c.hidden,)))
     if not c.tied:
-        table.append(source("head.weight", ("lm_head.weight",), c.vocab_size, c.hidden))
+        table.append(ParamSource(("head", "weight"), ("lm_head.weight",), (c.vocab_size, c.hidden)))
     return tuple(table)
+
+
+def attention_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
+    """q, k and v in one, the output, their biases, and the norms of q and k."""
+    theirs, ours = f"model.layers.{layer}.self_attn.", ("blocks", str(layer), "attn")
+    wide, parts = c.heads * c.head_dim, tuple(f"{theirs}{p}_proj" for p in "qkv")
+    table = [
+        ParamSource((*ours, "qkv", "weight"), tuple(p + ".weight" for p in parts), (c.qkv_rows, c.hidden)),
+        ParamSource((*ours, "out", "weight"), (f"{theirs}o_proj.weight",), (c.hidden, wide)),
+    ]
+    if c.qkv_bias:
+        table.append(ParamSource((*ours, "qkv", "bias"), tuple(p + ".bias" for p in parts), (c.qkv_rows,)))
+    if c.out_bias:
+        table.append(ParamSource((*ours, "out", "bias"), (f"{theirs}o_proj.bias",), (c.hidden,)))
+    if c.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            table.append(ParamSource((*ours, name, "weight"), (f"{theirs}{name}.weight",), (c.head_dim,)))
+    return table
+
+
+def norm_table(c: DecoderConfig, layer: int, names: dict[str, str]) -> list[ParamSource]:
+    """names: ours -> theirs."""
+    return [
+        ParamSource(("blocks", str(layer), ours, "weight"), (f"model.layers.{layer}.{theirs}.weight",), (c.hidden,))
+        for ours, theirs in names.items()
+    ]
+
+
+def mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
+    theirs, ours = f"model.layers.{layer}.mlp.", ("blocks", str(layer), "mlp")
+    up = tuple(f"{theirs}{p}_proj.weight" for p in ("gate", "up"))
+    return [
+        ParamSource((*ours, "up", "weight"), up, (2 * c.intermediate, c.hidden)),
+        ParamSource((*ours, "down", "weight"), (f"{theirs}down_proj.weight",), (c.hidden, c.intermediate)),
+    ]
+
+
+def _experts_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
+    """Mixtral and Qwen3-MoE name the same things differently."""
+    assert c.experts is not None
+    e, ours = c.experts, ("blocks", str(layer), "mlp")
+    mixtral = not c.qk_norm
+    theirs = f"model.layers.{layer}.{'block_sparse_moe' if mixtral else 'mlp'}."
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    each = [f"{theirs}experts.{i}." for i in range(e.count)]
+    ups = tuple(f"{expert}{name}.weight" for expert in each for name in (gate, up))
+    downs = tuple(f"{expert}{down}.weight" for expert in each)
+    return [
+        ParamSource((*ours, "router", "weight"), (f"{theirs}gate.weight",), (e.count, c.hidden)),
+        ParamSource((*ours, "up"), ups, (e.count * 2 * e.intermediate, c.hidden)),
+        ParamSource((*ours, "down"), downs, (e.count * c.hidden, e.intermediate)),
+    ]

@@ -16,22 +16,44 @@ from pagedjax.weights.checkpoint import Tensor
 Change = Callable[[np.ndarray], np.ndarray]
 
 
-class Architecture(NamedTuple):
-    """required: config keys that must be there; defaults: what transformers assumes where config.json is silent.
+class GGUF(NamedTuple):
+    """How llama.cpp stores an architecture.
 
-    gguf_name: the arch's name in GGUF, the prefix of its metadata keys.
-    gguf_top, gguf_block: GGUF tensor name -> Hugging Face name, outside and inside "blk.N.".
-    gguf_config: (path, metadata, tensors) -> config before normalising.
-    gguf_change: (Hugging Face name, config) -> what undoes the converter's change to the values, or None.
+    name: its name in GGUF, the prefix of its metadata keys.
+    top, block: GGUF tensor name -> Hugging Face name, outside and inside "blk.N.".
+    config: (path, metadata, tensors) -> config before normalising.
+    change: (Hugging Face name, config) -> what undoes the converter's change to the values, or None.
     """
 
-    required: tuple[str, ...]
+    name: str
+    top: Mapping[str, str]
+    block: Mapping[str, str]
+    config: Callable[[Any, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Any]]
+    change: Callable[[str, Mapping[str, Any]], Change | None]
+
+
+class Architecture(NamedTuple):
+    """defaults: what transformers assumes where config.json is silent.
+
+    nullable: keys where null is an answer, and not silence.
+    required: config keys that must be there and be positive integers.
+    renamed: the architecture's own keys -> the usual ones.
+    prefix: what tensor names may begin with, and do here no longer.
+    gguf: None: read from Hugging Face directories alone.
+    """
+
     defaults: Mapping[str, Any]
-    gguf_name: str
-    gguf_top: Mapping[str, str]
-    gguf_block: Mapping[str, str]
-    gguf_config: Callable[[Any, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Any]]
-    gguf_change: Callable[[str, Mapping[str, Any]], Change | None]
+    nullable: tuple[str, ...] = ()
+    required: tuple[str, ...] = (
+        *("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"),
+        "intermediate_size",
+    )
+    renamed: Mapping[str, str] = {}
+    prefix: str = ""
+    gguf: GGUF | None = None
+
+    def tensor_name(self, name: str) -> str:
+        return name.removeprefix(self.prefix)
 
 
 # --- llama ------------------------------------------------------------------------------------------------------------
@@ -125,27 +147,14 @@ def gguf_rope_scaling(
     return scaling
 
 
-LLAMA = Architecture(
-    required=(
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("vocab_size", "max_position_embeddings"),
-    ),
-    defaults={
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-    },
-    gguf_name="llama",
-    gguf_top={
+GGUF_LLAMA = GGUF(
+    name="llama",
+    top={
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight",
     },
-    gguf_block={
+    block={
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",
         "attn_k": "self_attn.k_proj",
@@ -156,11 +165,77 @@ LLAMA = Architecture(
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
     },
-    gguf_config=llama_gguf_config,
-    gguf_change=llama_change,
+    config=llama_gguf_config,
+    change=llama_change,
 )
 
-ARCHITECTURES: dict[str, Architecture] = {"llama": LLAMA}  # by config.json's model_type
+# --- what transformers' own config classes assume ---------------------------------------------------------------------
+
+LLAMA_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+}
+QWEN_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+GEMMA_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
+    "llama": Architecture(LLAMA_DEFAULTS, gguf=GGUF_LLAMA),
+    "mistral": Architecture(
+        LLAMA_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8}, nullable=("sliding_window",)
+    ),
+    "qwen2": Architecture(LLAMA_DEFAULTS | QWEN_DEFAULTS, nullable=("sliding_window",)),
+    "qwen3": Architecture(LLAMA_DEFAULTS | QWEN_DEFAULTS | {"head_dim": 128}, nullable=("sliding_window",)),
+    "mixtral": Architecture(
+        LLAMA_DEFAULTS
+        | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+        nullable=("sliding_window",),
+    ),
+    "qwen3_moe": Architecture(
+        LLAMA_DEFAULTS
+        | QWEN_DEFAULTS
+        | {"max_window_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        nullable=("sliding_window",),
+        renamed={"num_local_experts": "num_experts"},
+    ),
+    "gemma2": Architecture(
+        GEMMA_DEFAULTS | {"rope_theta": 10000.0, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        nullable=CAPS,
+    ),
+    "gemma3_text": Architecture(
+        GEMMA_DEFAULTS
+        | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        nullable=CAPS,
+    ),
+    "gpt2": Architecture(
+        {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "activation_function": "gelu_new"},
+        required=("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"),
+        renamed={
+            "n_embd": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings",
+            "n_inner": "intermediate_size",
+        },
+        prefix="transformer.",
+    ),
+}
 
 
 # --- any architecture -------------------------------------------------------------------------------------------------
@@ -186,8 +261,13 @@ def _normalised(config: Mapping[str, Any], where: Any, architecture: Architectur
         method = config["quantization_config"].get("quant_method")
         raise ValueError(f"{where}: weights quantised by {method!r} are not read; use the unquantised model or a GGUF")
 
-    result = {**config}
+    result = {architecture.renamed.get(key, key): value for key, value in config.items()}
     rope = {**(result.pop("rope_parameters", None) or {})}
+    if "full_attention" in rope:  # one for each type of layer
+        near, rope = rope.get("sliding_attention", {}), {**rope["full_attention"]}
+        if near.get("rope_type", "default") != "default":
+            raise ValueError(f"{where}: rope_parameters scale the layers with windows ({near}); only the others may be")
+        result["rope_local_base_freq"] = near.get("rope_theta", result.get("rope_local_base_freq"))
     result["rope_theta"] = rope.pop("rope_theta", result.get("rope_theta"))
     scaling = {**(rope or result.get("rope_scaling") or {})}
     if (part := scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))) not in (None, 1, 1.0):
@@ -196,7 +276,8 @@ def _normalised(config: Mapping[str, Any], where: Any, architecture: Architectur
         scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
         scaling.pop("type", None)
     result["rope_scaling"] = scaling if scaling and scaling["rope_type"] != "default" else None
-    result = {**architecture.defaults, **{k: v for k, v in result.items() if v is not None}}
+    said = {k: v for k, v in result.items() if v is not None or k in architecture.nullable}
+    result = {**architecture.defaults, **said}
 
     for name in architecture.required:
         value = result.get(name)

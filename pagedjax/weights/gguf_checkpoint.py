@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pagedjax.weights.architectures import ARCHITECTURES, Architecture, normalised
+from pagedjax.weights.architectures import ARCHITECTURES, GGUF, normalised
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.gguf_file import GGUFFile, mapped, read_gguf
 
@@ -24,7 +24,7 @@ def open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     architecture = _architecture(file)
     try:
-        config = architecture.gguf_config(path, file.metadata, file.tensors)
+        config = architecture.config(path, file.metadata, file.tensors)
         ends = _ends(file.metadata)
     except (TypeError, ZeroDivisionError, IndexError) as error:
         raise ValueError(f"{path} is damaged: its metadata has a value of the wrong kind ({error})") from error
@@ -34,25 +34,25 @@ def open_gguf(path: Path) -> Checkpoint:
     for own, tensor in file.tensors.items():
         if own not in IN_CONFIG:
             name = huggingface_name(architecture, own)
-            tensors[name] = mapped(tensor, name, architecture.gguf_change(name, config))
+            tensors[name] = mapped(tensor, name, architecture.change(name, config))
     return Checkpoint(path, "gguf", config, tensors, {"eos_token_id": ends}, file.metadata)
 
 
-def huggingface_name(architecture: Architecture, name: str) -> str:
+def huggingface_name(architecture: GGUF, name: str) -> str:
     """The Hugging Face name; a tensor the architecture does not know keeps its own, so that loading reports it."""
     if match := BLOCK.fullmatch(name):
         layer, part, kind = match.groups()
-        if part in architecture.gguf_block:
-            return f"model.layers.{layer}.{architecture.gguf_block[part]}.{kind}"
-    return architecture.gguf_top.get(name, name)
+        if part in architecture.block:
+            return f"model.layers.{layer}.{architecture.block[part]}.{kind}"
+    return architecture.top.get(name, name)
 
 
-def _architecture(file: GGUFFile) -> Architecture:
+def _architecture(file: GGUFFile) -> GGUF:
     found = file.metadata.get("general.architecture")
-    for architecture in ARCHITECTURES.values():
-        if architecture.gguf_name == found:
-            return architecture
-    supported = ", ".join(architecture.gguf_name for architecture in ARCHITECTURES.values())
+    known = {one.gguf.name: one.gguf for one in ARCHITECTURES.values() if one.gguf}
+    if found in known:
+        return known[found]
+    supported = ", ".join(known)
     raise ValueError(f"{file.path}: general.architecture is {found!r}; supported: {supported}")
 
 

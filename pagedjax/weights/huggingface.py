@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedjax.weights.architectures import normalised
+from pagedjax.weights.architectures import ARCHITECTURES, normalised
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -34,7 +34,9 @@ def open_directory(path: Path) -> Checkpoint:
     config = normalised(read_json(path / "config.json"), path / "config.json")
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
-    return Checkpoint(path, "huggingface", config, _tensors(path), generation_config)
+    name = ARCHITECTURES[config["model_type"]].tensor_name
+    tensors = {name(stored): tensor for stored, tensor in _tensors(path).items()}
+    return Checkpoint(path, "huggingface", config, tensors, generation_config)
 
 
 def read_json(path: Path) -> dict[str, Any]:
