@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagedjax.config import EngineConfig
     from pagedjax.engine import Engine
-    from pagedjax.llm import LLM, load_model
+    from pagedjax.llm import LLM, from_params, load_model
     from pagedjax.outputs import CompletionOutput, RequestOutput
     from pagedjax.params import BeamSearchParams, SamplingParams
 
@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "llm",
     "load_model": "llm",
+    "from_params": "llm",
     "SamplingParams": "params",
     "BeamSearchParams": "params",
     "EngineConfig": "config",
@@ -33,6 +34,7 @@ __all__ = [
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "from_params",
     "load_model",
 ]
 

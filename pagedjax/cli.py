@@ -1,4 +1,4 @@
-"""`pagedjax generate` and `pagedjax replay`: thin wrappers, nothing that the library does not do itself."""
+"""`pagedjax generate`, `convert` and `replay`: thin wrappers, nothing that the library does not do itself."""
 
 from __future__ import annotations
 
@@ -61,6 +61,16 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def convert(args: argparse.Namespace) -> int:
+    """Write a model to a new folder, which `--model` and LLM(...) open: as Orbax's arrays, or for other programs."""
+    from pagedjax.weights.convert import convert as write
+
+    shard_bytes = int(args.shard_gb * 1e9)
+    progress = sys.stderr.isatty()
+    print(write(args.model, args.target, args.to, dtype=args.dtype, shard_bytes=shard_bytes, progress=progress))
+    return 0
+
+
 def replay(args: argparse.Namespace) -> int:
     from pagedjax import replay as log
 
@@ -90,6 +100,14 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--budget", type=int, default=512, help="tokens in a step at most")
     one.add_argument("--max-model-len", type=int, default=2048)
     one.set_defaults(run=generate)
+
+    other = commands.add_parser("convert", help="write a model to a new folder", description=convert.__doc__)
+    other.add_argument("model", help="directory, .gguf file, hub id or embedded model's name")
+    other.add_argument("target", help="the folder to write; it must not exist, or be empty")
+    other.add_argument("--to", choices=("orbax", "safetensors"), required=True)
+    other.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="the default is what is stored")
+    other.add_argument("--shard-gb", type=float, default=5.0, help="GB of data in a safetensors file at most")
+    other.set_defaults(run=convert)
 
     two = commands.add_parser("replay", help="verify a recorded run", description="Replay a recorded run.")
     two.add_argument("file", help="a JSONL file that Engine.record wrote")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from operator import index
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,12 +20,17 @@ from pagedjax import attention, models, monitor, programs
 from pagedjax.config import EngineConfig, from_dict, one_of
 from pagedjax.engine import Engine
 from pagedjax.models import Model
+from pagedjax.models.decoder import DecoderConfig
 from pagedjax.outputs import Assembly, BeamAssembly, CompletionOutput, RequestOutput
 from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import Tokenizer, load_tokenizer
 from pagedjax.types import Admitted, Finished, FinishReason, Sampled
-from pagedjax.weights.checkpoint import open_checkpoint
+from pagedjax.weights.architectures import normalised
+from pagedjax.weights.checkpoint import Checkpoint, open_checkpoint
+from pagedjax.weights.trained import model_of
 
+DEFAULT_MODEL = "smollm2-135m"
+TOKEN_IDS = "give token ids, or name a tokenizer in from_params(..., tokenizer=folder)"
 Prompt = str | Sequence[int]
 Params = SamplingParams | BeamSearchParams
 Branches = dict[str, Assembly | BeamAssembly]  # by the id the engine knows them by; of a beam search, the first
@@ -61,20 +67,93 @@ def load_model(model: str | os.PathLike[str], *, dtype: str | None = None, progr
     return LoadedModel(str(model), loaded, tokenizer, eos, time.perf_counter() - started)
 
 
+def from_params(
+    params: Any,
+    config: Mapping[str, Any] | DecoderConfig,
+    *,
+    tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+    dtype: str | None = None,
+) -> LoadedModel:
+    """A model of parameters in memory, as a trainer holds them. They are copied: what is donated later does no harm.
+
+    Args:
+        params: an nnx module of `pagedjax.models`, its state, or nested mappings of arrays by the same names.
+        config: what the model's config.json says, or the module's own configuration. Only the former tells of
+            tokens that end a text.
+        tokenizer: a folder with a tokenizer.json, what else `load_model` opens, or one that is loaded. Without it token
+            ids are all that goes in and comes out.
+        dtype: None keeps that of the parameters.
+
+    Raises:
+        ValueError: parameters that do not fit the configuration, all of them named; a config or tokenizer that is
+            wrong, as `load_model`.
+    """
+    started = time.perf_counter()
+    hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config")
+    own = config if isinstance(config, DecoderConfig) else models.ARCHITECTURES[hf["model_type"]].from_hf(hf)
+    model = model_of(params, own, dtype)
+    found = _tokenizer(tokenizer)
+    eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *found.eos_token_ids}
+    return LoadedModel("params", model, found, tuple(sorted(eos)), time.perf_counter() - started)
+
+
+def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
+    if given is None:
+        return NoTokenizer()
+    if isinstance(given, Tokenizer):
+        return given
+    path = Path(given).expanduser()
+    return load_tokenizer(Checkpoint(path, "huggingface", {}, {}) if path.is_dir() else open_checkpoint(given))
+
+
+class NoTokenizer(Tokenizer):
+    """Of a model that came without one: every token's text is empty."""
+
+    def __init__(self) -> None:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers.models import BPE
+
+        super().__init__(Backend(BPE()), (), {})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise ValueError(f"this model has no tokenizer for the text {text!r:.40}; {TOKEN_IDS}")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        raise ValueError(f"this model has no tokenizer for a conversation; {TOKEN_IDS}")
+
+
 class LLM:
     """An engine with a tokenizer.
 
     Args:
-        model: what `load_model` opens, or what it returned.
+        model: what `load_model` opens, or what it or `from_params` returned; None is DEFAULT_MODEL.
+        params, config, tokenizer: in place of `model`, what `from_params` takes.
         progress: show progress bars while loading and compiling.
-        config: the fields of `EngineConfig`, by name.
+        engine: the fields of `EngineConfig`, by name.
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] | LoadedModel = "smollm2-135m", *, progress: bool = True, **config: Any
+        self,
+        model: str | os.PathLike[str] | LoadedModel | None = None,
+        *,
+        params: Any = None,
+        config: Mapping[str, Any] | DecoderConfig | None = None,
+        tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+        progress: bool = True,
+        **engine: Any,
     ) -> None:
-        engine_config = from_dict(EngineConfig, config)
+        engine_config = from_dict(EngineConfig, engine)
         monitor.keep_compilations()
+        if params is not None:
+            if model is not None or config is None:
+                raise ValueError("params come with config, what the model's config.json says, and in place of model")
+            model = from_params(params, config, tokenizer=tokenizer, dtype=engine_config.dtype)
+        elif config is not None or tokenizer is not None:
+            raise ValueError("config and tokenizer go with params; a folder, file or loaded model has its own")
+        if model is None:
+            model = DEFAULT_MODEL
         if not isinstance(model, LoadedModel):
             attention.prepare(engine_config.attention_impl, engine_config.dtype or "float32")
             model = load_model(model, dtype=engine_config.dtype, progress=progress)
@@ -92,6 +171,20 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold, so that a measurement starts cold. Requests under way go on."""
         self.engine.reset_prefix_cache()
+
+    def update_params(self, tree: Any) -> None:
+        """Give the model other values, e.g. a trainer's after a step, without compiling anything. They are copied.
+
+        What the prefix cache holds is forgotten. Other engines of the same loaded model keep theirs.
+
+        Args:
+            tree: as in `from_params`, in the shapes and dtypes of the model's parameters.
+
+        Raises:
+            ValueError: requests are under way, or a parameter differs (all are named). The model is as it was.
+        """
+        self.engine.update_params(tree)
+        self.model = replace(self.model, model=self.engine.model)
 
     @property
     def startup(self) -> dict[str, Any]:
@@ -137,6 +230,8 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece as it becomes final. Closing the iterator frees its blocks."""
         (params,) = _each(sampling_params, 1)
+        if isinstance(self.tokenizer, NoTokenizer):
+            raise ValueError(f"this model has no tokenizer, and a stream is text; {TOKEN_IDS}, to generate")
         if isinstance(params, BeamSearchParams) or params.n != 1:
             what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
             raise ValueError(f"{what}; a stream has one branch, use generate")
@@ -206,6 +301,9 @@ class LLM:
         users: Sequence[str],
     ) -> list[Branches]:
         """Queue every request, or none -> the branches of each."""
+        for p in params:
+            if isinstance(self.tokenizer, NoTokenizer) and isinstance(p, SamplingParams) and p.stop:
+                raise ValueError(f"stop is {p.stop!r}, but this model has no tokenizer and no text; use stop_token_ids")
         requests: list[Branches] = []
         try:
             for tokens, p, priority, user in zip(ids, params, priorities, users, strict=True):

@@ -49,6 +49,34 @@ def test_mistakes_are_one_line_and_an_exit_code(tiny_folder, capsys, words, mess
     assert message in line
 
 
+def test_convert_writes_a_folder_that_generates_the_same(tiny_folder, tmp_path, capsys):
+    assert generate("abc", model=tiny_folder) == 0
+    wanted = capsys.readouterr().out
+    model = tiny_folder
+    for to in ("orbax", "safetensors"):
+        target = tmp_path / to
+        assert cli.main(["convert", str(model), str(target), "--to", to, "--shard-gb", "0.0001"]) == 0
+        assert capsys.readouterr().out == f"{target}\n"
+        model = target
+        assert generate("abc", model=model) == 0
+        assert capsys.readouterr().out == wanted
+    assert len(list(target.glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--to", "orbax"], "there and not an empty folder"),
+        (["--to", "safetensors", "--shard-gb", "0"], "shard_bytes is 0"),
+    ],
+)
+def test_mistakes_of_convert_are_one_line(tiny_folder, capsys, words, message):
+    assert cli.main(["convert", str(tiny_folder), str(tiny_folder), *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("pagedjax: ")
+    assert message in line
+
+
 def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve-nothing"])

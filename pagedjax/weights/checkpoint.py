@@ -2,7 +2,7 @@
 
     open_checkpoint("smollm2-135m" | "dir" | "file.gguf" | "org/name") -> Checkpoint
 
-Nothing but headers is read on opening; `checkpoint.tensors[name].read()` reads one tensor.
+Nothing but headers is read on opening; `checkpoint.tensors[name].read()` reads one tensor. (Orbax itself imports jax.)
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class Checkpoint:
     """A model on disk.
 
     config: Hugging Face config.json style, normalised: `rope_theta` and `rope_scaling` instead of `rope_parameters`.
-    tensors: by Hugging Face name, e.g. "model.layers.0.self_attn.q_proj.weight"; [out, in] matrices, [n] vectors.
+    tensors: by Hugging Face name, e.g. "model.layers.0.self_attn.q_proj.weight"; [out, in] matrices, [n] vectors. In
+        the format "orbax" by the path of the model's own parameter, e.g. "blocks.0.attn.qkv.weight".
     metadata: a GGUF file's own key-value pairs; empty for a directory.
     """
 
     path: Path
-    format: Literal["gguf", "huggingface"]
+    format: Literal["gguf", "huggingface", "orbax"]
     config: dict[str, Any]
     tensors: Mapping[str, Tensor]
     generation_config: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +80,7 @@ HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 
 def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Open a model by embedded name, local path (.gguf file or Hugging Face directory) or hub id.
+    """Open a model by embedded name, local path (.gguf file, Hugging Face or Orbax directory) or hub id.
 
     Raises:
         FileNotFoundError: nothing there, or a file of the checkpoint is missing.
@@ -95,8 +96,9 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
 
     if path.is_dir():
         from pagedjax.weights.huggingface import open_directory
+        from pagedjax.weights.orbax_checkpoint import is_orbax, open_orbax
 
-        return open_directory(path)
+        return open_orbax(path.absolute()) if is_orbax(path) else open_directory(path)
     if path.suffix == ".gguf":
         from pagedjax.weights.gguf_checkpoint import open_gguf
 
@@ -109,8 +111,8 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
 def accepted() -> str:
     """The sentence that every refusal ends with."""
     return (
-        "a model is a directory with config.json and *.safetensors, a .gguf file, a hub id like 'org/name', "
-        f"or an embedded name: {', '.join(map(repr, EMBEDDED))}"
+        "a model is a directory with config.json and *.safetensors or Orbax's params/, a .gguf file, a hub id like "
+        f"'org/name', or an embedded name: {', '.join(map(repr, EMBEDDED))}"
     )
 
 

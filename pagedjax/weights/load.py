@@ -13,12 +13,14 @@ import numpy as np
 from pagedjax.config import DType, one_of
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
 from pagedjax.weights.huggingface import np_dtype
+from pagedjax.weights.tree import is_float
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 READERS = 2  # threads; most of the time goes to memory that is touched for the first time, which a core does slowly
 BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints stored it
+OWN_BUFFERS = ("angles",)  # the same of our own trees: a trainer that saves its whole state stores it
 
 
 class ParamSource(NamedTuple):
@@ -49,6 +51,8 @@ def load_params(
 ) -> dict[str, Any]:
     """A nested dict of jax arrays of `dtype`, keyed by `path`. Holds `READERS` parameters at a time on the host.
 
+    An Orbax checkpoint has the finished parameters: of the table, paths and shapes matter alone.
+
     ignore: name patterns ("*" matches anything) of tensors that may be there without the table naming them.
 
     Raises:
@@ -57,6 +61,8 @@ def load_params(
     import jax.numpy as jnp
 
     one_of("dtype", dtype, get_args(DType))
+    if checkpoint.format == "orbax":
+        return restore_params(checkpoint, table, dtype)
     check_table(checkpoint, table, ignore)
     present = [entry for entry in table if entry.sources[0] in checkpoint.tensors]
 
@@ -74,6 +80,23 @@ def load_params(
     return params
 
 
+def restore_params(
+    checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str, *, sharding: Any = None
+) -> dict[str, Any]:
+    """`load_params` of an Orbax checkpoint, straight to devices; `sharding` as in `orbax_checkpoint.restore`."""
+    from pagedjax.weights.orbax_checkpoint import restore
+
+    table = own_table(table)
+    check_table(checkpoint, table, OWN_BUFFERS)
+    shapes = {name: entry.shape for entry in table if (name := entry.sources[0]) in checkpoint.tensors}
+    return restore(checkpoint, shapes, dtype, sharding=sharding)
+
+
+def own_table(table: Sequence[ParamSource]) -> tuple[ParamSource, ...]:
+    """The table for tensors that are the parameters already, named by their path."""
+    return tuple(ParamSource(e.path, (".".join(e.path),), e.shape, optional=e.optional) for e in table)
+
+
 def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: np.dtype) -> np.ndarray:
     """The parameter on the host: [*entry.shape] of `dtype`."""
     parts = [tensors[name].read().astype(dtype, copy=False) for name in entry.sources]
@@ -82,7 +105,7 @@ def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: np.dtype)
 
 
 def check_table(checkpoint: Checkpoint, table: Sequence[ParamSource], ignore: Sequence[str] = ()) -> None:
-    """Raise one ValueError for everything in which table and checkpoint differ; compares names and shapes only."""
+    """Raise one ValueError for everything in which table and checkpoint differ: names, shapes, and kinds of dtype."""
     problems = [problem for entry in table for problem in _problems(checkpoint.tensors, entry)]
     named = {name for entry in table for name in entry.sources}
     allowed = [*BUFFERS, *ignore, *(["lm_head.weight"] if checkpoint.config.get("tie_word_embeddings") else [])]
@@ -116,7 +139,11 @@ def _problems(tensors: Mapping[str, Tensor], entry: ParamSource) -> list[str]:
         total = sum(tensor.shape[0] for tensor in found)
         if not wrong and not absent and total != joined[0]:
             wrong = [(tensor, f"{joined[0]} rows together, not {total}") for tensor in found]
-    return problems + [f"shape of {t.name}: expected {shape}, found {t.shape} in {t.file.name}" for t, shape in wrong]
+    problems += [f"shape of {t.name}: expected {shape}, found {t.shape} in {t.file.name}" for t, shape in wrong]
+    odd = [tensor for tensor in found if not is_float(tensor.dtype)]
+    return problems + [
+        f"dtype of {t.name}: expected a floating point type, found {t.dtype.name} in {t.file.name}" for t in odd
+    ]
 
 
 def _of(wanted: Sequence[tuple[int, ...]], index: int) -> str:

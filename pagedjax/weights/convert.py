@@ -1,0 +1,224 @@
+"""A model from any checkpoint to a folder of its own: `pagedjax convert`.
+
+    convert("org/name", "folder", "orbax")            our parameters, restored straight to devices of any layout
+    convert("folder", "other", "safetensors")         Hugging Face names, for other programs
+
+Either way the folder is a model: weights, config.json, generation_config.json and the tokenizer's files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from pagedjax.config import DType, one_of
+from pagedjax.models import ARCHITECTURES
+from pagedjax.models.decoder import DecoderConfig
+from pagedjax.weights import architectures
+from pagedjax.weights.checkpoint import Checkpoint, open_checkpoint
+from pagedjax.weights.huggingface import np_dtype
+from pagedjax.weights.load import OWN_BUFFERS, ParamSource, assemble, check_table, own_table, restore_params
+from pagedjax.weights.safetensors_file import Group, write_shards
+from pagedjax.weights.tree import nested
+
+Format = Literal["orbax", "safetensors"]
+SHARD_BYTES = 5_000_000_000
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
+)
+Read = Callable[[ParamSource], np.ndarray]  # a finished parameter, on the host
+
+
+def convert(
+    model: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: Format,
+    *,
+    dtype: DType | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = False,
+) -> Path:
+    """Write a model as the new folder `target`, which is there when it is complete and not before; returns it.
+
+    In host memory: to "orbax" the model and a parameter more; to "safetensors" one parameter, unless the model comes
+    from Orbax and is restored as a whole.
+
+    Args:
+        model: what `open_checkpoint` opens.
+        dtype: of the written values, rounded once; None is what is stored, float32 where that differs between tensors
+            or is none of ours (a quantised GGUF file).
+        shard_bytes: data in one safetensors file at most; a parameter larger than that has a file of its own.
+
+    Raises:
+        ValueError: `target` is there and not empty, the checkpoint does not fit its config (all differences), or
+            safetensors were asked for and transformers has no such model.
+        FileNotFoundError: as `open_checkpoint`.
+    """
+    one_of("to", to, get_args(Format))
+    one_of("dtype", dtype, (None, *get_args(DType)))
+    if shard_bytes < 1:
+        raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
+    target = Path(target).expanduser().absolute()
+    check_free(target)
+    checkpoint = open_checkpoint(model)
+    family = ARCHITECTURES[checkpoint.config["model_type"]]
+    config = family.from_hf(checkpoint.config)
+    table = family.param_table(config)
+    if to == "safetensors":
+        check_shared(checkpoint)
+    own = checkpoint.format == "orbax"
+    check_table(checkpoint, own_table(table) if own else table, OWN_BUFFERS if own else family.IGNORED)
+    table = [entry for entry in table if stored_names(checkpoint, entry)[0] in checkpoint.tensors]
+    dtype = dtype or stored_dtype(checkpoint, table)
+    with complete_folder(target) as folder, tqdm(total=len(table), disable=not progress, leave=False) as bar:
+        write_side_files(checkpoint, folder, dtype)
+        read = reader(checkpoint, table, dtype)
+
+        def told(entry: ParamSource) -> np.ndarray:
+            bar.update()
+            return read(entry)
+
+        if to == "orbax":
+            from pagedjax.weights import orbax_checkpoint
+
+            values = {".".join(entry.path): jax.device_put(told(entry), host()) for entry in table}
+            orbax_checkpoint.write(folder / orbax_checkpoint.PARAMS, nested(values))
+        else:
+            groups = [group(entry, rows_of(entry, config), told) for entry in table]
+            write_shards(folder, groups, dtype, shard_bytes)
+    return target
+
+
+def check_free(target: Path) -> None:
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists():
+        raise ValueError(f"{target} is there and not an empty folder; name a new one, or remove it first")
+
+
+@contextmanager
+def complete_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write into, which takes its name in the end; nothing is left of it on an error."""
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    try:
+        yield part
+        part.rename(target)  # an empty folder gives way
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def stored_names(checkpoint: Checkpoint, entry: ParamSource) -> tuple[str, ...]:
+    """The tensors that make a parameter."""
+    return (".".join(entry.path),) if checkpoint.format == "orbax" else entry.sources
+
+
+def stored_dtype(checkpoint: Checkpoint, table: Sequence[ParamSource]) -> DType:
+    """The one dtype of all parameters; float32 if there are several, or none that a model here can have."""
+    found = {checkpoint.tensors[name].dtype.name for entry in table for name in stored_names(checkpoint, entry)}
+    return next((dtype for dtype in get_args(DType) if found == {dtype}), "float32")
+
+
+def host() -> Any:
+    """Where parameters wait to be written: a CPU, so that no accelerator has to hold them."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return jax.local_devices()[0]
+
+
+def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> Read:
+    """How parameters are read: one by one, but from Orbax all at once."""
+    if checkpoint.format != "orbax":
+        return lambda entry: assemble(checkpoint.tensors, entry, np_dtype(dtype))
+    params = restore_params(checkpoint, table, dtype, sharding=jax.sharding.SingleDeviceSharding(host()))
+
+    def read(entry: ParamSource) -> np.ndarray:
+        value = params
+        for key in entry.path:
+            value = value[key]
+        return np.asarray(value)
+
+    return read
+
+
+# --- Hugging Face names -----------------------------------------------------------------------------------------------
+
+
+def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
+    """Rows of each source of a parameter: what the table says; of q, k and v what their heads say; else equal parts."""
+    total, count = (entry.shape[::-1] if entry.transpose else entry.shape)[0], len(entry.sources)
+    if entry.rows:
+        return entry.rows
+    if count == 3 and all(f".{part}_proj." in name for part, name in zip("qkv", entry.sources, strict=True)):
+        return tuple(heads * config.head_dim for heads in (config.heads, config.kv_heads, config.kv_heads))
+    if total % count:
+        raise ValueError(f"{'.'.join(entry.path)} has {total} rows for {count} tensors; its table must give their rows")
+    return (total // count,) * count
+
+
+def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
+    """The reverse of `load.assemble`: the tensors that a parameter was made of."""
+    joined = entry.shape[::-1] if entry.transpose else entry.shape
+    shapes = {name: (count, *joined[1:]) for name, count in zip(entry.sources, rows, strict=True)}
+
+    def parts() -> list[np.ndarray]:
+        value = read(entry)
+        return np.split(value.T if entry.transpose else value, np.cumsum(rows)[:-1])
+
+    return Group(shapes, parts)
+
+
+# --- beside the weights -----------------------------------------------------------------------------------------------
+
+
+def check_shared(checkpoint: Checkpoint) -> None:
+    """Raise a ValueError for what our own config.json can say and transformers' cannot."""
+    config, remedy = checkpoint.config, "only pagedjax knows such models; convert to orbax"
+    scaling = (config.get("rope_scaling") or {}).get("rope_type")
+    if scaling == "freqs":
+        raise ValueError(f"{checkpoint.path}: rope_scaling is {scaling!r}, a GGUF file's own factors; {remedy}")
+    if config.get("qkv_bias", config.get("attention_bias")) != config.get("attention_bias"):
+        raise ValueError(f"{checkpoint.path}: biases of q, k and v alone, in a {config['model_type']}; {remedy}")
+
+
+def write_side_files(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
+    """config.json, generation_config.json and what the tokenizer is made of."""
+    theirs = {usual: own for own, usual in architectures.ARCHITECTURES[checkpoint.config["model_type"]].renamed.items()}
+    config = {theirs.get(key, key): value for key, value in checkpoint.config.items() if key != "dtype"}
+    write_json(folder / "config.json", {**config, "torch_dtype": dtype})
+    if checkpoint.generation_config:
+        write_json(folder / "generation_config.json", checkpoint.generation_config)
+    if checkpoint.format == "gguf":
+        write_tokenizer(checkpoint, folder)
+        return
+    for name in TOKENIZER_FILES:
+        if (checkpoint.path / name).is_file():
+            shutil.copyfile(checkpoint.path / name, folder / name)
+
+
+def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """The tokenizer that a GGUF file describes, as Hugging Face's files."""
+    from pagedjax.weights.tokenizer_files import from_gguf
+
+    parts = from_gguf(checkpoint)
+    parts.backend.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **parts.special_tokens}
+    if parts.chat_template is not None:
+        config["chat_template"] = parts.chat_template
+    write_json(folder / "tokenizer_config.json", config)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

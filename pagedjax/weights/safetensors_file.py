@@ -1,0 +1,75 @@
+"""Safetensors files written one tensor at a time: a header with every extent, then the data in its order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedjax.weights.huggingface import DTYPES, INDEX, np_dtype
+
+CODES = {name: code for code, name in DTYPES.items()}
+
+
+class Group(NamedTuple):
+    """Tensors that come of one reading: their names and shapes, and what gives their values in this order."""
+
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[], Iterable[np.ndarray]]
+
+    def size(self, dtype: str) -> int:
+        """Bytes of data."""
+        return sum(map(prod, self.shapes.values())) * np_dtype(dtype).itemsize
+
+
+def write_shards(folder: Path, groups: Sequence[Group], dtype: str, limit: int) -> list[Path]:
+    """model.safetensors, or numbered files of at most `limit` bytes of data each with their index; returns the files.
+
+    A group stays together; one of more than `limit` bytes has a file of its own.
+    """
+    shards = divided(groups, dtype, limit)
+    if len(shards) == 1:
+        return [write_file(folder / "model.safetensors", shards[0], dtype)]
+    files, weight_map = [], {}
+    for i, shard in enumerate(shards, start=1):
+        files.append(write_file(folder / f"model-{i:05d}-of-{len(shards):05d}.safetensors", shard, dtype))
+        weight_map |= {name: files[-1].name for group in shard for name in group.shapes}
+    index = {"metadata": {"total_size": sum(group.size(dtype) for group in groups)}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return files
+
+
+def divided(groups: Iterable[Group], dtype: str, limit: int) -> list[list[Group]]:
+    """The groups in order, as full as `limit` allows."""
+    shards, size = [[]], 0
+    for group in groups:
+        more = group.size(dtype)
+        if shards[-1] and size + more > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(group)
+        size += more
+    return shards
+
+
+def write_file(path: Path, groups: Sequence[Group], dtype: str) -> Path:
+    """One file, in the layout torch's users expect ("format": "pt"). Holds one group in memory."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end, width = 0, np_dtype(dtype).itemsize
+    for group in groups:
+        for name, shape in group.shapes.items():
+            start, end = end, end + prod(shape) * width
+            header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # so that the data is aligned
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for group in groups:
+            for (name, shape), values in zip(group.shapes.items(), group.read(), strict=True):
+                assert (values.shape, values.dtype) == (shape, np_dtype(dtype)), name
+                file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+    return path

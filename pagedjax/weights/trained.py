@@ -1,0 +1,69 @@
+"""Parameters in memory, as a trainer holds them, into a model: a new one, or one that is running."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import jax
+import numpy as np
+from flax import nnx
+
+from pagedjax.config import DType, one_of
+from pagedjax.models import Model, assemble
+from pagedjax.models.decoder import Decoder, DecoderConfig
+from pagedjax.weights.huggingface import np_dtype
+from pagedjax.weights.tree import buffers, differences, name_of, named, nested
+
+
+def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None) -> Model:
+    """A model of copies of the parameters, on the default device; see `pagedjax.from_params`.
+
+    Raises:
+        ValueError: everything in which the tree and the configuration differ.
+    """
+    one_of("dtype", dtype, (None, *get_args(DType)))
+    blank = nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32")))
+    found, wanted = named(tree), named(blank)
+    found = {name: x for name, x in found.items() if name not in buffers(blank)}
+    _check(differences(wanted, found, cast=True), "its configuration")
+    dtype = dtype or _one_dtype(found)
+    place = jax.device_put(np.zeros(())).sharding
+    return assemble(config, nested({name: _copied(found[name], np_dtype(dtype), place) for name in wanted}), dtype)
+
+
+def replaced(params: nnx.State, tree: Any) -> nnx.State:
+    """The same state with copies of the tree's parameters in it, each where the old one is. Compiles nothing.
+
+    Raises:
+        ValueError: everything in which they differ: names, shapes, dtypes. `params` stays as it is in any case.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    old = {name_of(keys): leaf for keys, leaf in leaves}
+    computed = buffers(params)
+    found = {name: x for name, x in named(tree).items() if name not in computed}
+    _check(differences({n: x for n, x in old.items() if n not in computed}, found, cast=False), "the model in use")
+    new = (x if name in computed else _copied(found[name], x.dtype, x.sharding) for name, x in old.items())
+    return structure.unflatten(new)
+
+
+def _copied(values: Any, dtype: np.dtype, place: jax.sharding.Sharding) -> jax.Array:
+    """An array of its own: a trainer donates its arrays to its next step, or writes into them."""
+    if values.dtype != dtype:
+        return jax.device_put(values.astype(dtype), place)
+    return jax.device_put(values, place, may_alias=False)
+
+
+def _one_dtype(found: Mapping[str, Any]) -> str:
+    names = sorted({np.dtype(x.dtype).name for x in found.values()})
+    if len(names) > 1 or names[0] not in get_args(DType):
+        raise ValueError(
+            f"the parameters are of {' and '.join(names)}; say which dtype the model is to have: {get_args(DType)}"
+        )
+    return names[0]
+
+
+def _check(problems: list[str], what: str) -> None:
+    if problems:
+        lines = "\n  ".join(problems)
+        raise ValueError(f"the given parameters do not fit {what}; differences: {len(problems)}\n  {lines}")

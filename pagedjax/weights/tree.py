@@ -1,0 +1,87 @@
+"""A tree of parameters as a mapping of names to arrays, "blocks.0.attn.qkv.weight", and how two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def name_of(keys: Any) -> str:
+    """A jax key path as a name. The last step into an nnx variable, its `value`, is not told."""
+    parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys]
+    return ".".join(parts[:-1] if parts[1:] and parts[-1] == "value" else parts)
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": x} -> {"a": {"b": x}}."""
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        *above, last = name.split(".")
+        branch = tree
+        for key in above:
+            branch = branch.setdefault(key, {})
+        branch[last] = value
+    return tree
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The arrays of an nnx module or state, or of nested mappings and lists, by name.
+
+    Variables of the type `Buffer` are left out: a configuration determines them. In plain mappings they look like
+    parameters, and stay.
+    """
+    import jax
+    from flax import nnx
+
+    if isinstance(tree, nnx.Module):
+        tree = nnx.state(tree)
+    computed = buffers(tree) if isinstance(tree, nnx.State) else ()
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {name: leaf for keys, leaf in leaves if (name := name_of(keys)) not in computed}
+
+
+def buffers(state: Any) -> frozenset[str]:
+    """Names of a state's computed arrays."""
+    from flax import nnx
+
+    from pagedjax.layers import Buffer
+
+    return frozenset(".".join(map(str, path)) for path, leaf in nnx.to_flat_state(state) if isinstance(leaf, Buffer))
+
+
+def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], *, cast: bool) -> list[str]:
+    """A line for each parameter that is missing, has another shape or dtype, has no values, or is one too many.
+
+    Args:
+        wanted: arrays, or what has their shape and dtype.
+        cast: any floating point type will do.
+    """
+    problems = [f"missing: {name} {tuple(x.shape)}" for name, x in wanted.items() if name not in found]
+    for name, x in wanted.items():
+        if name in found:
+            problems += _problems(name, x, found[name], cast)
+    return problems + [f"unexpected: {name} {np.shape(x)}" for name, x in found.items() if name not in wanted]
+
+
+def _problems(name: str, wanted: Any, found: Any, cast: bool) -> list[str]:
+    import jax
+
+    problems, dtype = [], np.dtype(getattr(found, "dtype", None) or np.asarray(found).dtype)
+    if np.shape(found) != tuple(wanted.shape):
+        problems.append(f"shape of {name}: expected {tuple(wanted.shape)}, found {np.shape(found)}")
+    if cast and not is_float(dtype):
+        problems.append(f"dtype of {name}: expected a floating point type, found {dtype.name}")
+    if not cast and dtype != wanted.dtype:
+        problems.append(f"dtype of {name}: expected {wanted.dtype}, found {dtype.name}")
+    if isinstance(found, jax.ShapeDtypeStruct):
+        problems.append(f"values of {name}: there are none, only a shape")
+    if isinstance(found, jax.Array) and found.is_deleted():
+        problems.append(f"values of {name}: deleted (donated to a function?)")
+    return problems
+
+
+def is_float(dtype: np.dtype) -> bool:
+    """Of any width, bfloat16 and float8 included."""
+    return dtype.name.startswith(("float", "bfloat"))

@@ -1,0 +1,229 @@
+"""A model to a folder for other programs, and what `convert` refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pagedjax import models
+from pagedjax.tokenizer import load_tokenizer
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.convert import convert, rows_of
+from pagedjax.weights.huggingface import INDEX
+from pagedjax.weights.load import ParamSource
+from pagedjax.weights.tree import named
+from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama, write_json, write_tokenizer
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """As the safetensors package reads them."""
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert set(one) == set(other)
+    for name, x in one.items():
+        assert x.dtype == other[name].dtype
+        np.testing.assert_array_equal(x, other[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("source") / "hf", tied=False, qkv_bias=True, o_bias=True)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"dtype": "float32", "tied": False, "qkv_bias": True, "o_bias": True},
+        {"dtype": "bfloat16", "shards": 2, "rope_scaling": llama3_scaling()},
+        {"dtype": "float16", "kv_heads": 4},
+    ],
+    ids=str,
+)
+def test_orbax_and_back_gives_the_tensors_of_the_source(tmp_path, kind):
+    source = tiny_llama(tmp_path / "hf", **kind)
+    back = convert(convert(source, tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
+    same(tensors(back), tensors(source))
+    one, other = open_checkpoint(source), open_checkpoint(back)
+    assert {**other.config, "torch_dtype": ""} == {**one.config, "torch_dtype": ""}
+    assert json.loads((back / "config.json").read_text())["torch_dtype"] == kind["dtype"]
+    assert other.generation_config == one.generation_config
+    assert load_tokenizer(other).encode("the cat") == load_tokenizer(one).encode("the cat")
+
+
+def test_from_safetensors_and_gguf_to_safetensors(tmp_path, source):
+    same(tensors(convert(source, tmp_path / "a", "safetensors")), tensors(source))
+    same(tensors(convert(tiny_gguf(tmp_path / "m.gguf", source), tmp_path / "b", "safetensors")), tensors(source))
+    half = tensors(convert(source, tmp_path / "c", "safetensors", dtype="float16"))
+    same(half, {name: x.astype(np.float16) for name, x in tensors(source).items()})
+
+
+def test_files_are_as_full_as_the_limit_allows_and_have_an_index(tmp_path, source):
+    folder = convert(source, tmp_path / "out", "safetensors", shard_bytes=60_000)
+    same(tensors(folder), tensors(source))
+    index = json.loads((folder / INDEX).read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    assert [file.name for file in files] == [f"model-{i:05d}-of-00008.safetensors" for i in range(1, 9)]
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(source).values())
+    for file in files:
+        stored = load_file(file)
+        assert {name for name, where in index["weight_map"].items() if where == file.name} == set(stored)
+        assert sum(x.nbytes for x in stored.values()) <= 60_000 or len(stored) == 1  # embeddings of 81,920 bytes
+        assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
+    same({n: t.read() for n, t in open_checkpoint(folder).tensors.items()}, tensors(source))
+
+
+def test_a_transposed_parameter_goes_back_transposed(tmp_path):
+    """GPT-2 stores [in, out], one matrix for q, k and v, and has config keys of its own."""
+    rng, h = np.random.default_rng(0), 32
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (320, h), "wpe.weight": (64, h)}
+    for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
+        shapes |= {f"{norm}.weight": (h,), f"{norm}.bias": (h,)}
+    matrices = ("attn.c_attn", h, 96), ("attn.c_proj", h, h), ("mlp.c_fc", h, 80), ("mlp.c_proj", 80, h)
+    for name, size_in, out in matrices:
+        shapes |= {f"h.0.{name}.weight": (size_in, out), f"h.0.{name}.bias": (out,)}
+    source = tmp_path / "hf"
+    source.mkdir()
+    config = {"model_type": "gpt2", "vocab_size": 320, "n_embd": h, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    write_json(source / "config.json", {**config, "n_inner": 80})
+    save_file({name: rng.standard_normal(s, np.float32) for name, s in shapes.items()}, source / "model.safetensors")
+    write_tokenizer(source, 320)
+    back = convert(convert(source, tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
+    same(tensors(back), tensors(source))
+    written = json.loads((back / "config.json").read_text())
+    assert {key: written[key] for key in (*config, "n_inner")} == {**config, "n_inner": 80}
+
+
+@pytest.mark.parametrize(
+    ("sources", "rows", "shape", "expected"),
+    [
+        (("m.q_proj.weight", "m.k_proj.weight", "m.v_proj.weight"), (), (128, 64), (64, 32, 32)),
+        (("m.q_proj.weight", "m.k_proj.weight", "m.v_proj.weight"), (100, 14, 14), (128, 64), (100, 14, 14)),
+        (("e.0.w1", "e.0.w3", "e.1.w1", "e.1.w3"), (), (128, 64), (32,) * 4),
+        (("one",), (), (128, 64), (128,)),
+    ],
+)
+def test_rows_are_the_tables_or_follow_from_the_heads(source, sources, rows, shape, expected):
+    config = models.ARCHITECTURES["llama"].from_hf(open_checkpoint(source).config)
+    assert rows_of(ParamSource(("a",), sources, shape, rows=rows), config) == expected
+    with pytest.raises(ValueError, match=r"a\.b has 128 rows for 3 tensors; its table must give their rows"):
+        rows_of(ParamSource(("a", "b"), ("x", "y", "z"), (128, 64)), config)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["orbax", "safetensors"])
+def test_a_target_that_is_there_is_not_touched(tmp_path, source, to):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"full is there and not an empty folder; name a new one"):
+        convert(source, tmp_path / "full", to)
+    with pytest.raises(ValueError, match=r"notes\.txt is there and not an empty folder"):
+        convert(source, tmp_path / "full" / "notes.txt", to)
+    assert [file.name for file in tmp_path.rglob("*")] == ["full", "notes.txt"]
+    (tmp_path / "empty").mkdir()
+    assert open_checkpoint(convert(source, tmp_path / "empty", to)).tensors
+
+
+@pytest.mark.parametrize("to", ["orbax", "safetensors"])
+def test_nothing_is_left_of_what_failed(tmp_path, to):
+    source = tiny_llama(tmp_path / "hf")
+    opened = (source / "model.safetensors").read_bytes()
+    stored = load_file(source / "model.safetensors")
+    save_file({name: x for name, x in stored.items() if name != "model.norm.weight"}, source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"hf does not fit the llama.*\n  missing: model\.norm\.weight \(64,\)"):
+        convert(source, tmp_path / "out", to)
+    (source / "model.safetensors").write_bytes(opened[:-4])
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated: tensor"):
+        convert(source, tmp_path / "out", to)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_folder_half_written_is_not_there(tmp_path, source, monkeypatch):
+    from pagedjax.weights import convert as module
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(module, "write_shards", fail)
+    with pytest.raises(OSError, match="no space left"):
+        convert(source, tmp_path / "out", "safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_transformers_cannot_express_is_refused_for_safetensors_alone(tmp_path, source):
+    scaled = tiny_gguf(tmp_path / "m.gguf", source, freq_factors=[1.0, 2.0] * 4)
+    with pytest.raises(ValueError, match=r"m\.gguf: rope_scaling is 'freqs'.*convert to orbax"):
+        convert(scaled, tmp_path / "a", "safetensors")
+    scaling = open_checkpoint(convert(scaled, tmp_path / "b", "orbax")).config["rope_scaling"]
+    assert scaling == {"rope_type": "freqs", "factors": [1.0, 2.0] * 4}
+    biased = tiny_llama(tmp_path / "hf", qkv_bias=True)
+    with pytest.raises(ValueError, match=r"hf: biases of q, k and v alone, in a llama.*convert to orbax"):
+        convert(biased, tmp_path / "c", "safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "gguf"}, "to is 'gguf'; it must be one of 'orbax', 'safetensors'"),
+        ({"to": "orbax", "dtype": "int8"}, "dtype is 'int8'; it must be one of None, 'float32'"),
+        ({"to": "safetensors", "shard_bytes": 0}, "shard_bytes is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path, source, options, message):
+    with pytest.raises(ValueError, match=message):
+        convert(source, tmp_path / "out", **options)
+
+
+# --- other programs ---------------------------------------------------------------------------------------------------
+
+
+BODY = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
+SMALL = BODY | HEADS | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {"vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 80}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SMALL | {"rope_scaling": llama3_scaling(), "rope_theta": 5e5, "attention_bias": True}),
+    "llama, tied": ("llama", SMALL | {"tie_word_embeddings": True}),
+    "qwen2, windows": ("qwen2", SMALL | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    "gemma 3": ("gemma3_text", SMALL | {"sliding_window": 16, "num_hidden_layers": 6}),
+    "gpt2": ("gpt2", GPT2 | {"bos_token_id": 1, "eos_token_id": 2}),
+    "mixtral": ("mixtral", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_opens_what_went_through_orbax_and_back(tmp_path, case, dtype):
+    """Every weight and every logit the same, bit for bit."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, settings = CASES[case]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **settings)
+    theirs = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "hf")
+    write_tokenizer(tmp_path / "hf", 320)
+    folder = convert(convert(tmp_path / "hf", tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
+    ours, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert ours.dtype == getattr(torch, dtype)
+    stored = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, stored[name]), name
+    ids = torch.arange(3, 60)[None]
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(ids).logits, theirs(ids).logits)
+    assert set(named(models.load(open_checkpoint(folder), dtype).params))

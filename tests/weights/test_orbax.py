@@ -1,0 +1,231 @@
+"""Orbax checkpoints: written by `convert` or by a trainer, restored bit for bit, and every difference named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from pagedjax import LLM, SamplingParams, load_model, models
+from pagedjax.models.decoder import Decoder
+from pagedjax.tokenizer import load_tokenizer
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.convert import convert
+from pagedjax.weights.load import restore_params
+from pagedjax.weights.tree import named
+from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama
+
+
+def params(folder: Path, dtype: str = "float32") -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in named(models.load(open_checkpoint(folder), dtype).params).items()}
+
+
+def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert set(one) == set(other)
+    for name, x in one.items():
+        assert x.dtype == other[name].dtype
+        np.testing.assert_array_equal(x, other[name], err_msg=name)
+
+
+def save(folder: Path, tree, like: Path) -> Path:
+    """A folder as a trainer would make it: its own tree, and the files of a model."""
+    with ocp.StandardCheckpointer() as orbax:
+        orbax.save(folder / "params", tree)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((like / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("source") / "hf", tied=False, qkv_bias=True, o_bias=True)
+
+
+@pytest.fixture(scope="module")
+def folder(source) -> Path:
+    return convert(source, source.parent / "orbax", "orbax")
+
+
+# --- what is written is the model -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [{"dtype": "float32"}, {"dtype": "bfloat16", "tied": False}, {"dtype": "float16", "shards": 3}],
+    ids=str,
+)
+def test_a_model_comes_back_bit_for_bit_in_the_dtype_it_had(tmp_path, kind):
+    source = tiny_llama(tmp_path / "hf", rope_scaling=llama3_scaling(), **kind)
+    folder = convert(source, tmp_path / "orbax", "orbax")
+    one, other = open_checkpoint(source), open_checkpoint(folder)
+    assert other.format == "orbax"
+    assert {x.dtype.name for x in other.tensors.values()} == {kind["dtype"]}
+    assert {**other.config, "torch_dtype": ""} == {**one.config, "torch_dtype": ""}
+    assert other.eos_token_ids == one.eos_token_ids == (0, 2)
+    same(params(folder, kind["dtype"]), params(source, kind["dtype"]))
+
+
+def test_the_folder_alone_generates_what_its_source_does(source, folder):
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 16}
+    texts = [
+        LLM(model, progress=False, **small).generate("the cat", greedy, use_tqdm=False)[0].outputs[0]
+        for model in (source, folder)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].text
+
+
+def test_values_are_rounded_once_to_another_dtype_on_either_way(tmp_path, source, folder):
+    rounded = {name: x.astype(ml_dtypes.bfloat16) for name, x in params(source).items()}
+    same(params(folder, "bfloat16"), rounded)
+    same(params(convert(source, tmp_path / "b", "orbax", dtype="bfloat16"), "bfloat16"), rounded)
+
+
+def test_a_gguf_file_becomes_a_folder_with_its_tokenizer(tmp_path, source):
+    folder = convert(tiny_gguf(tmp_path / "m.gguf", source), tmp_path / "orbax", "orbax")
+    same(params(folder), params(source))
+    want, got = (load_tokenizer(open_checkpoint(path)) for path in (source, folder))
+    assert got.encode("the cat <|im_end|> 12") == want.encode("the cat <|im_end|> 12")
+    assert (got.eos_token_ids, got.chat_template) == ((2,), want.chat_template)
+
+
+def test_one_tensor_can_be_read_by_its_path(source, folder):
+    tensor = open_checkpoint(folder).tensors["blocks.1.attn.qkv.bias"]
+    assert (tensor.shape, tensor.dtype, tensor.file) == ((128,), np.float32, folder / "params")
+    np.testing.assert_array_equal(tensor.read(), params(source)["blocks.1.attn.qkv.bias"])
+
+
+def test_orbax_itself_reads_the_folder(source, folder):
+    with ocp.StandardCheckpointer() as orbax:
+        tree = orbax.restore(folder / "params")
+    same({name: np.asarray(x) for name, x in named(tree).items()}, params(source))
+
+
+def test_what_a_trainer_saves_is_read_with_or_without_its_computed_arrays(tmp_path, source):
+    state = load_model(source).model.params
+    for i, tree in enumerate((state, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.filter_state(state, nnx.Param)))):
+        same(params(save(tmp_path / str(i), tree, source)), params(source))
+
+
+def test_parameters_go_where_a_sharding_says(folder):
+    """Two devices need another process."""
+    program = f"""
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from pagedjax import models
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.load import restore_params
+opened = open_checkpoint({str(folder)!r})
+family = models.ARCHITECTURES["llama"]
+table = family.param_table(family.from_hf(opened.config))
+mesh = Mesh(jax.devices(), "x")
+params = restore_params(opened, table, "bfloat16",
+                        sharding=lambda name, shape: NamedSharding(mesh, P("x" if len(shape) == 2 else None)))
+embed, norm = params["embed"], params["norm"]["weight"]
+print([s.data.shape for s in embed.addressable_shards], [s.data.shape for s in norm.addressable_shards], embed.dtype)
+print(float(embed.astype("float32").sum()))
+"""
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment, check=True
+    )
+    shapes, total = done.stdout.splitlines()
+    assert shapes == "[(160, 64), (160, 64)] [(64,), (64,)] bfloat16"
+    assert float(total) == float(jax.numpy.asarray(params(folder, "bfloat16")["embed"]).astype("float32").sum())
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def test_every_difference_is_told_at_once_with_the_folder(tmp_path, source):
+    tree = nnx.to_pure_dict(load_model(source).model.params)
+    del tree["norm"]
+    tree["embed"] = tree["embed"][:300]
+    tree["head"]["weight"] = tree["head"]["weight"].astype("int8")
+    tree["blocks"][1]["attn"]["qkv"]["weight"] = tree["blocks"][1]["attn"]["qkv"]["weight"].T
+    tree["step"] = np.array(7)
+    folder = save(tmp_path / "t", tree, source)
+    with pytest.raises(ValueError, match=f"^{folder} does not fit the llama model its config describes") as caught:
+        load_model(folder)
+    assert sorted(str(caught.value).split("\n  ")[1:]) == [
+        "dtype of head.weight: expected a floating point type, found int8 in params",
+        "missing: norm.weight (64,)",
+        "shape of blocks.1.attn.qkv.weight: expected (128, 64), found (64, 128) in params",
+        "shape of embed: expected (320, 64), found (300, 64) in params",
+        "unexpected: step () in params",
+    ]
+
+
+def test_an_orbax_folder_of_something_else_says_what_is_missing(tmp_path, source, folder):
+    with pytest.raises(FileNotFoundError, match=r"params is an Orbax checkpoint without params/ .*from_params"):
+        open_checkpoint(folder / "params")
+    with ocp.StandardCheckpointer() as orbax:
+        orbax.save(tmp_path / "run" / "items", {"a": np.ones(3)})
+    with pytest.raises(FileNotFoundError, match=r"run is an Orbax .* without params/ \(Orbax's files are in items/\)"):
+        open_checkpoint(tmp_path / "run")
+    (tmp_path / "run" / "items").rename(tmp_path / "run" / "params")
+    with pytest.raises(FileNotFoundError, match=r"run is an Orbax checkpoint without config\.json; a model's folder"):
+        open_checkpoint(tmp_path / "run")
+
+
+def copy(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to))
+
+
+def test_truncated_data_names_the_parameters_and_the_folder(tmp_path, folder):
+    broken = copy(folder, tmp_path / "broken")
+    largest = max((file for file in broken.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    opened = open_checkpoint(broken)
+    with pytest.raises(ValueError, match=rf"^{broken}/params is damaged or incomplete; parameters: \d+") as caught:
+        models.load(opened, "float32")
+    name = str(caught.value).split("unreadable: ")[1].split()[0]
+    with pytest.raises(ValueError, match=f"unreadable: {name}"):
+        opened.tensors[name].read()
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])
+@pytest.mark.parametrize("kept", [0.5, None])
+def test_damaged_metadata_is_named(tmp_path, folder, name, kept):
+    broken = copy(folder, tmp_path / "broken")
+    file = broken / "params" / name
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * kept)]) if kept else file.unlink()
+    with pytest.raises(ValueError, match=rf"{broken}/params .*(cannot|can) be read"):
+        open_checkpoint(broken)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_broken_json_is_named(tmp_path, folder, name):
+    broken = copy(folder, tmp_path / "broken")
+    (broken / name).write_text("{")
+    with pytest.raises(ValueError, match=rf"{name} is not valid JSON"):
+        open_checkpoint(broken)
+
+
+def test_a_config_of_another_model_is_told_like_any_difference(tmp_path, folder):
+    other = copy(folder, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 319}))
+    with pytest.raises(ValueError, match=r"(?s)shape of embed: expected \(319, 64\).*unexpected: blocks\.1\."):
+        load_model(other)
+
+
+def test_an_abstract_decoder_has_the_stored_names(folder):
+    """So that whoever builds the module can find its parameters."""
+    opened = open_checkpoint(folder)
+    config = models.ARCHITECTURES["llama"].from_hf(opened.config)
+    wanted = named(nnx.eval_shape(lambda: Decoder(config, "float32")))
+    assert {name: x.shape for name, x in wanted.items()} == {name: x.shape for name, x in opened.tensors.items()}
+    table = models.ARCHITECTURES["llama"].param_table(config)
+    assert set(named(restore_params(opened, table, "float32"))) == set(wanted)
