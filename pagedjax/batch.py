@@ -12,7 +12,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,19 +103,32 @@ class Source:
     length: int
     stop_ids: tuple[int, ...] = ()
     root: str | None = None  # what its first block's hash grows from (prefix.py); None: it shares no blocks
-    floats: tuple[float, ...] = field(init=False)
-    ints: tuple[int, ...] = field(init=False)
+    # what does not change from step to step, ready to be joined: hundreds of rows are packed in every step
+    floats: bytes = field(init=False)  # 6 float32: the first six of a `SamplingBatch`
+    ints: bytes = field(init=False)  # 4 int64: the next four but the seed's place
     penalised: bool = field(init=False)
     listed: dict[int, float] = field(init=False)
+    plain: bool = field(init=False)  # it needs none of the arrays that most rows leave blank
+    _blocks: tuple[int, ...] = field(init=False, default=(), repr=False)
+    _block_ids: bytes = field(init=False, default=b"", repr=False)
 
     def __post_init__(self) -> None:
         p = self.params
-        self.floats = (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
-        self.ints = (max(p.top_k, 0), -1 if p.logprobs is None else p.logprobs, self.seed, self.prompt_len)
-        self.penalised = self.floats[3:] != (0.0, 0.0, 1.0)
+        floats = (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
+        ints = (max(p.top_k, 0), -1 if p.logprobs is None else p.logprobs, self.seed, self.prompt_len)
+        self.floats, self.ints = np.array(floats, np.float32).tobytes(), np.array(ints, np.int64).tobytes()
+        self.penalised = floats[3:] != (0.0, 0.0, 1.0)
         bias = dict(p.logit_bias or {})
         allowed = p.allowed_token_ids
         self.listed = bias if allowed is None else {token: bias.get(token, 0.0) for token in allowed}
+        suppresses = bool(self.stop_ids) and p.min_tokens > 0
+        self.plain = not (self.penalised or self.listed or suppresses or p.prompt_logprobs is not None)
+
+    def block_ids(self, blocks: tuple[int, ...]) -> bytes:
+        """int32 of a block table's row. It is the same tuple until the row grows, so most steps find it made."""
+        if blocks is not self._blocks:
+            self._blocks, self._block_ids = blocks, np.array(blocks, np.int32).tobytes()
+        return self._block_ids
 
     @property
     def suppressed(self) -> tuple[int, ...]:
@@ -156,7 +168,7 @@ def pack(plan: Plan, sources: Mapping[str, Source], shapes: Shapes, blanks: Mapp
     rows, s = len(plan.seqs), shapes.block_size
     t = shapes.bucket(sum(plan.counts))
     b = shapes.rows(t)
-    mine = [sources[seq.request.request_id] for seq in plan.seqs]
+    mine = [sources[seq.request_id] for seq in plan.seqs]
     starts, counts = np.asarray(plan.starts, np.int32), np.asarray(plan.counts, np.int32)
 
     cu_q_lens = np.zeros(b + 1, np.int32)
@@ -166,12 +178,16 @@ def pack(plan: Plan, sources: Mapping[str, Source], shapes: Shapes, blanks: Mapp
     positions = np.zeros(t, np.int32)
     positions[:total] = np.arange(total) - cu_q_lens[row] + starts[row]
     tokens = np.zeros(t, np.int32)
-    pieces = [m.tokens[i : i + k] for m, i, k in zip(mine, plan.starts, plan.counts, strict=True)]
-    tokens[:total] = np.concatenate(pieces) if pieces else ()
+    if total == rows:  # decodes alone
+        tokens[:total] = [m.tokens[i] for m, i in zip(mine, plan.starts, strict=True)]
+    else:
+        tokens[:total] = np.concatenate(
+            [m.tokens[i : i + k] for m, i, k in zip(mine, plan.starts, plan.counts, strict=True)]
+        )
 
     tables = np.zeros((b, shapes.table_width), np.int32)
-    widths = np.fromiter((len(seq.blocks) for seq in plan.seqs), np.int32, rows)
-    ids = np.fromiter(chain.from_iterable(seq.blocks for seq in plan.seqs), np.int32, int(widths.sum()))
+    widths = np.array([len(seq.blocks) for seq in plan.seqs], np.int32)
+    ids = np.frombuffer(b"".join([m.block_ids(seq.blocks) for m, seq in zip(mine, plan.seqs, strict=True)]), np.int32)
     owner = np.repeat(np.arange(rows), widths)
     tables[owner, np.arange(len(ids)) - np.repeat(np.cumsum(widths) - widths, widths)] = ids
     slots = np.zeros(t, np.int32)
@@ -181,10 +197,11 @@ def pack(plan: Plan, sources: Mapping[str, Source], shapes: Shapes, blanks: Mapp
     seq_lens[:rows] = starts + counts
     last = np.zeros(b, np.int32)
     last[:rows] = cu_q_lens[1 : rows + 1] - 1
-    targets = _targets(plan, mine, t, cu_q_lens)
-    return Batch(
-        tokens, positions, slots, tables, seq_lens, cu_q_lens, last, targets, _sampling(mine, shapes, blanks[t])
-    )
+    targets, sampling = np.full(t, -1, np.int32), _sampling(mine, blanks[t])
+    if not all([m.plain for m in mine]):
+        targets = _targets(plan, mine, t, cu_q_lens)
+        sampling = sampling._replace(**_history(mine, blanks[t]), **_listed(mine, blanks[t]))
+    return Batch(tokens, positions, slots, tables, seq_lens, cu_q_lens, last, targets, sampling)
 
 
 def _targets(plan: Plan, mine: Sequence[Source], t: int, cu_q_lens: np.ndarray) -> np.ndarray:
@@ -197,29 +214,28 @@ def _targets(plan: Plan, mine: Sequence[Source], t: int, cu_q_lens: np.ndarray) 
     return targets
 
 
-def _sampling(mine: Sequence[Source], shapes: Shapes, blank: SamplingBatch) -> SamplingBatch:
+def _sampling(mine: Sequence[Source], blank: SamplingBatch) -> SamplingBatch:
+    """How the rows sample, as far as a number or two say it."""
     rows, b = len(mine), len(blank.temperature)
-    floats = np.zeros((6, b), np.float32)
-    floats[1], floats[5] = 1.0, 1.0
-    floats[:, :rows] = np.array([m.floats for m in mine], np.float32).reshape(rows, 6).T
-    ints = np.zeros((5, b), np.int64)
-    ints[1] = -1
-    ints[:4, :rows] = np.array([m.ints for m in mine], np.int64).reshape(rows, 4).T
+    floats, ints = np.zeros((6, b), np.float32), np.zeros((5, b), np.int64)
+    floats[1], floats[5], ints[1] = 1.0, 1.0, -1  # off, in the rows that are padding
+    floats[:, :rows] = np.frombuffer(b"".join([m.floats for m in mine]), np.float32).reshape(rows, 6).T
+    ints[:4, :rows] = np.frombuffer(b"".join([m.ints for m in mine]), np.int64).reshape(rows, 4).T
     ints[4, :rows] = [m.length - m.prompt_len for m in mine]
-    small = {
-        "temperature": floats[0],
-        "top_p": floats[1],
-        "min_p": floats[2],
-        "presence": floats[3],
-        "frequency": floats[4],
-        "repetition": floats[5],
-        "top_k": ints[0].astype(np.int32),
-        "num_top": ints[1].astype(np.int32),
-        "seed": ints[2].astype(np.uint32),
-        "prompt_len": ints[3].astype(np.int32),
-        "position": ints[4].astype(np.int32),
-    }
-    return blank._replace(**small, **_history(mine, blank), **_listed(mine, blank))
+    top_k, num_top, seed, prompt_len, position = ints.astype(np.int32)
+    return blank._replace(
+        temperature=floats[0],
+        top_p=floats[1],
+        min_p=floats[2],
+        presence=floats[3],
+        frequency=floats[4],
+        repetition=floats[5],
+        top_k=top_k,
+        num_top=num_top,
+        seed=seed.view(np.uint32),
+        position=position,
+        prompt_len=prompt_len,
+    )
 
 
 def _history(mine: Sequence[Source], blank: SamplingBatch) -> dict[str, np.ndarray]:
