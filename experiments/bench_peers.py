@@ -89,6 +89,7 @@ def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
 def write_out(model: str, folder: Path) -> Path:
     """The checkpoint as a Hugging Face directory in `folder`, in float32 unless it is such a directory already."""
     from safetensors.numpy import save_file
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from pagedjax.tokenizer import load_tokenizer
     from pagedjax.weights.checkpoint import open_checkpoint
@@ -102,7 +103,8 @@ def write_out(model: str, folder: Path) -> Path:
         tensors = {name: np.ascontiguousarray(tensor.read(), np.float32) for name, tensor in checkpoint.tensors.items()}
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         load_tokenizer(checkpoint).backend.save(str(target / "tokenizer.json"))
-        config = {**checkpoint.config, "torch_dtype": "float32"}
+        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[checkpoint.config["model_type"]]  # llama.cpp's converter goes by it
+        config = {"architectures": [named], **checkpoint.config, "torch_dtype": "float32"}
         (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return target
 

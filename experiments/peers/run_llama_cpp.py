@@ -1,7 +1,8 @@
 """Adapter: a llama.cpp server. Options: `server` (the program), `gguf` (the model as it reads it), `slots` (16),
 `context` (tokens of a slot, 512), `threads` (all cores).
 
-llama.cpp's own convert_hf_to_gguf.py makes the file, from the folder that bench_peers wrote (`--outtype f32`).
+llama.cpp makes the file: `llama-quantize --allow-requantize in.gguf out.gguf F32` from the embedded model's GGUF, or
+convert_hf_to_gguf.py from a Hugging Face folder (`--outtype f32`).
 """
 
 from __future__ import annotations
