@@ -23,14 +23,13 @@ from pagedjax.models import Model
 from pagedjax.models.decoder import DecoderConfig
 from pagedjax.outputs import Assembly, BeamAssembly, CompletionOutput, RequestOutput
 from pagedjax.params import BeamSearchParams, SamplingParams
-from pagedjax.tokenizer import Tokenizer, load_tokenizer
+from pagedjax.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer, load_tokenizer
 from pagedjax.types import Admitted, Finished, FinishReason, Sampled
 from pagedjax.weights.architectures import normalised
 from pagedjax.weights.checkpoint import Checkpoint, open_checkpoint
 from pagedjax.weights.trained import model_of
 
 DEFAULT_MODEL = "smollm2-135m"
-TOKEN_IDS = "give token ids, or name a tokenizer in from_params(..., tokenizer=folder)"
 Prompt = str | Sequence[int]
 Params = SamplingParams | BeamSearchParams
 Branches = dict[str, Assembly | BeamAssembly]  # by the id the engine knows them by; of a beam search, the first
@@ -104,24 +103,6 @@ def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
         return given
     path = Path(given).expanduser()
     return load_tokenizer(Checkpoint(path, "huggingface", {}, {}) if path.is_dir() else open_checkpoint(given))
-
-
-class NoTokenizer(Tokenizer):
-    """Of a model that came without one: every token's text is empty."""
-
-    def __init__(self) -> None:
-        from tokenizers import Tokenizer as Backend
-        from tokenizers.models import BPE
-
-        super().__init__(Backend(BPE()), (), {})
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise ValueError(f"this model has no tokenizer for the text {text!r:.40}; {TOKEN_IDS}")
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
-        raise ValueError(f"this model has no tokenizer for a conversation; {TOKEN_IDS}")
 
 
 class LLM:

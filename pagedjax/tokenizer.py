@@ -22,6 +22,7 @@ from pagedjax.weights.tokenizer_files import byte_alphabet, from_directory, from
 if TYPE_CHECKING:
     import tokenizers
 
+TOKEN_IDS = "give token ids, or name a tokenizer in from_params(..., tokenizer=folder)"
 REPLACEMENT = "\ufffd"  # what bytes that are not (yet) a character decode to
 
 
@@ -149,6 +150,24 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[str]:
     decoder = backend.decoder
     state: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}  # type: ignore
     return [step["type"] for step in state.get("decoders", [state])]
+
+
+class NoTokenizer(Tokenizer):
+    """Of a model that came without one: every token's text is empty."""
+
+    def __init__(self) -> None:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers.models import BPE
+
+        super().__init__(Backend(BPE()), (), {})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise ValueError(f"this model has no tokenizer for the text {text!r:.40}; {TOKEN_IDS}")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        raise ValueError(f"this model has no tokenizer for a conversation; {TOKEN_IDS}")
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
