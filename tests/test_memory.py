@@ -161,7 +161,7 @@ def test_an_engine_reports_its_arrays_and_its_largest_step(tiny_llm):
     assert report.cache == nbytes(engine._cache) == 257 * report.block_bytes
     assert (report.device_blocks, report.tokens, report.sequences) == (256, 4096, 8)
     assert report.host_blocks == 0, "there is a swap space only for those who swap"
-    peaks = {t: memory.activations_peak(step) for t, step in engine._steps.items()}
+    peaks = {key.tokens: memory.activations_peak(step) for key, step in engine._steps.items()}
     assert report.activations == peaks[64] > peaks[8] > 0
     # at least the logits of its eight rows
     assert report.activations >= 8 * engine.model.config.vocab_size * 4

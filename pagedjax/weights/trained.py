@@ -49,6 +49,8 @@ def replaced(params: nnx.State, tree: Any) -> nnx.State:
 
 def _copied(values: Any, dtype: np.dtype, place: jax.sharding.Sharding) -> jax.Array:
     """An array of its own: a trainer donates its arrays to its next step, or writes into them."""
+    if not isinstance(values, jax.Array):  # one of numpy's may be taken as it is, if it happens to be aligned
+        return jax.device_put(np.array(values, dtype), place)
     if values.dtype != dtype:
         return jax.device_put(values.astype(dtype), place)
     return jax.device_put(values, place, may_alias=False)
