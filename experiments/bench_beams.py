@@ -25,7 +25,7 @@ from experiments.bench_sharing import ALPACA, Dataset, Saved
 from experiments.draws import Exponential, draw_lengths
 from experiments.workloads import branch_ids
 from pagedjax import LLM, BeamSearchParams, load_model
-from pagedjax.llm import LoadedModel
+from pagedjax.loaded import LoadedModel
 
 TEXT = Path(__file__).parents[1] / "configs" / "prompts" / "english.txt"
 LONGEST = 448  # tokens of a request; of exponential lengths with Alpaca's means one in 500 would be longer

@@ -24,9 +24,9 @@ def engine_key(experiment: Experiment) -> Hashable:
     return experiment.model, dataclasses.astuple(experiment.engine_config)
 
 
-def weights_key(experiment: Experiment) -> tuple[str, str | None]:
+def weights_key(experiment: Experiment) -> tuple[str, str | None, str | None]:
     """Points with equal keys share one copy of the weights."""
-    return experiment.model, experiment.engine.dtype
+    return experiment.model, experiment.engine.dtype, experiment.engine.weight_dtype
 
 
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
@@ -69,7 +69,7 @@ class Engines:
     """The few engines that are alive. Dropping one frees its cache; the weights stay while they are in use."""
 
     def __init__(self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]) -> None:
-        """`load_model(model, dtype=...)` gives what `make(model=..., **engine fields)` takes: pagedjax's own two."""
+        """`load_model(model, dtype=..., weight_dtype=...)` gives what `make(model=..., **engine fields)` takes."""
         self._alive, self._load_model, self._make = alive, load_model, make
         self._weights: tuple[Any, Any] | None = None  # key and what load_model gave
         self._engines: OrderedDict[Hashable, Any] = OrderedDict()
@@ -103,6 +103,7 @@ class Engines:
         if len(self._engines) < before:
             gc.collect()  # before the new cache is made: old and new need not fit together
         if self._weights is None:
-            self._weights = (key, self._load_model(experiment.model, dtype=experiment.engine.dtype))
+            _, dtype, weight_dtype = key
+            self._weights = (key, self._load_model(experiment.model, dtype=dtype, weight_dtype=weight_dtype))
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         return self._make(model=self._weights[1], **fields)

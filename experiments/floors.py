@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax import LLM, SamplingParams
+from pagedjax.loaded import DEFAULT_MODEL
 from pagedjax.models import Model
 
 Run = Callable[[], Any]  # runs to the end; times itself nowhere
@@ -63,9 +64,12 @@ def attention_products(model: Model, batch: int, context: int) -> Run:
     return _ready(products, q, p, keys, values)
 
 
-def beside_floors(batches: Sequence[int], context: int, repeats: int) -> list[dict[str, Any]]:
+def beside_floors(batches: Sequence[int], context: int, repeats: int, name: str) -> list[dict[str, Any]]:
     """The median decode step of each batch size beside what it cannot be faster than."""
-    llm = LLM(max_num_batched_tokens=2048, max_num_seqs=max(batches), max_model_len=512, dtype="float32")
+    length = context + repeats + 2
+    buckets = sorted({*batches, 2048})
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": max(batches), "max_model_len": length}
+    llm = LLM(name, **sizes, token_buckets=buckets, dtype="float32")
     model, rows = llm.engine.model, []
     for batch in batches:
         parts = {
@@ -73,11 +77,12 @@ def beside_floors(batches: Sequence[int], context: int, repeats: int) -> list[di
             "weight products": weight_products(model, batch),
             "attention products": attention_products(model, batch, context),
         }
-        prompts = [(np.random.default_rng(i).integers(17, 40000, context - 20).tolist(), 64) for i in range(batch)]
         llm.engine.reset()
-        for i, (prompt, n) in enumerate(prompts):
-            llm.engine.add(str(i), prompt, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True))
-        while sum(seq.computed for seq in llm.engine.state.running.seqs) == 0 or _prefilling(llm):
+        params = SamplingParams(temperature=0, max_tokens=length - context, ignore_eos=True)
+        for i in range(batch):
+            prompt = np.random.default_rng(i).integers(1, model.config.vocab_size, context)
+            llm.engine.add(str(i), prompt.tolist(), params)
+        while _prefilling(llm):
             llm.engine.step()
         times: dict[str, list[float]] = {"step": [], "host": [], **{name: [] for name in parts}}
         for _ in range(repeats):
@@ -109,14 +114,15 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         print(f" {weights:14.1f} ({step / weights:5.2f}) {both:20.1f} ({step / both:5.2f})")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--context", type=int, default=253)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--json", help="write the figures to this file")
-    args = parser.parse_args()
-    rows = beside_floors(args.batches, args.context, args.repeats)
+    args = parser.parse_args(argv)
+    rows = beside_floors(args.batches, args.context, args.repeats, args.model)
     show(rows)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

@@ -132,7 +132,7 @@ def sweep(
     missing = [run for run in plan if (run.point.key, run.repeat) not in done]
     write_index(folder, plan, done)  # now, so that a sweep that is stopped can be read
     if missing:
-        from pagedjax.llm import LLM, load_model
+        from pagedjax import LLM, load_model
 
         where = environment()
         warn_of_other_code(done.values(), where)

@@ -45,6 +45,7 @@ from pagedjax.batch import MAX_LISTED, Batch, SamplingBatch, Shapes, Source, bla
 from pagedjax.intake import intake
 from pagedjax.models import Model, llama
 from pagedjax.policies import FCFS
+from pagedjax.sampling import device_tile
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.step import make_step
 from pagedjax.types import EMPTY_PLAN, Event, Sampled
@@ -239,17 +240,18 @@ class Device:
         self.model = model_of(shape, body)
         c, self.shapes = self.model.config, shapes_of(shape)
         heads = {"head_dim": c.head_dim, "kv_heads": c.kv_heads}
-        self.impl = attention.choose(None, jax.devices()[0], dtype=DTYPE, block_size=BLOCK, heads=c.heads, **heads)
+        sizes = {"block_size": BLOCK, "heads": c.heads, **heads}
+        self.impl = attention.choose(None, jax.devices()[0], dtype=DTYPE, query_dtype=DTYPE, **sizes)
         size = {"layers": c.layers, "blocks": shape.sequences * self.shapes.table_width, "block_size": BLOCK}
         self.blanks = {shape.sequences: jax.device_put(blank_sampling(self.shapes, shape.sequences))}
         batch = pack(EMPTY_PLAN, {}, self.shapes, self.blanks)
-        step = make_step(self.model.graphdef, attention.attend(self.impl, c.head_dim**-0.5), 0)
+        step = make_step(self.model, attention.attend(self.impl, c.head_dim**-0.5), 0, device_tile())
         pages = jax.eval_shape(lambda: cache.init(**size, **heads, dtype=DTYPE))
-        self.program = step.lower(self.model.params, pages, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]  (a jit)
+        self.program = step.lower(self.model.leaves, pages, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]  (a jit)
         self.pages = cache.init(**size, **heads, dtype=DTYPE)
 
     def compute(self, batch: Batch) -> np.ndarray:
-        self.pages, output = self.program(self.model.params, self.pages, batch)
+        self.pages, output = self.program(self.model.leaves, self.pages, batch)
         return np.asarray(output.sampled.tokens)
 
 

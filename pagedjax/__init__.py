@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagedjax.config import EngineConfig
     from pagedjax.engine import Engine
-    from pagedjax.llm import LLM, from_params, load_model
+    from pagedjax.llm import LLM
+    from pagedjax.loaded import from_params, load_model
     from pagedjax.outputs import CompletionOutput, RequestOutput
     from pagedjax.params import BeamSearchParams, SamplingParams
 
@@ -17,8 +18,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
-    "load_model": "llm",
-    "from_params": "llm",
+    "load_model": "loaded",
+    "from_params": "loaded",
     "SamplingParams": "params",
     "BeamSearchParams": "params",
     "EngineConfig": "config",

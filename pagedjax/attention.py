@@ -23,9 +23,20 @@ def default_impl(platform: str, dtype: str, head_dim: int) -> str:
 
 
 def choose(
-    wanted: str | None, device: Any, *, dtype: str, head_dim: int, block_size: int, kv_heads: int, heads: int
+    wanted: str | None,
+    device: Any,
+    *,
+    dtype: str,
+    query_dtype: str,
+    head_dim: int,
+    block_size: int,
+    kv_heads: int,
+    heads: int,
 ) -> str:
     """The implementation of an engine: the one wanted, or the default.
+
+    Args:
+        dtype: of the keys and values in the cache.
 
     Raises:
         ValueError: the one wanted cannot serve this cache on this device; the message says why.
@@ -37,6 +48,8 @@ def choose(
         wrong = cpu.obstacle(device.platform, dtype, head_dim)
     if wanted == "pallas_gpu":
         wrong = gpu.obstacle(device) or gpu.unsupported(dtype, head_dim, block_size, heads // kv_heads)
+        if not wrong and dtype != query_dtype:
+            wrong = f"reads keys and values of the queries' dtype, and they are {dtype} and {query_dtype}"
     if wrong:
         raise ValueError(f"attention_impl {wanted!r} {wrong}; 'xla' has no such limit")
     return wanted

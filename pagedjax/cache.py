@@ -2,6 +2,9 @@
 
 A tuple of per-layer arrays (not one stacked array) is what XLA updates in place with an unrolled layer loop.
 Block 0 is the trash block: padding tokens write there and nobody owns it, so no kernel needs an "invalid" branch.
+
+Numbers of 8 bits, float8_e4m3fn, are kept as the integers of their bits: to write a few floats of 8 bits, XLA for a CPU
+would widen the whole array, and narrow it again.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ class KVCache(NamedTuple):
 def init(*, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str) -> KVCache:
     """Zeros for `blocks` ownable blocks and the trash block: P = blocks + 1."""
     shape = (blocks + 1, kv_heads, block_size, head_dim)
+    dtype = "uint8" if jnp.dtype(dtype).itemsize == 1 else dtype
     k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in "kv")
     return KVCache(k, v)
 
@@ -59,6 +63,14 @@ def write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, sl
     size = v_pages.shape[2]
     block, offset = slots // size, slots % size
     # Padding tokens share slots of the trash block, so indices are not unique; which of them wins does not matter.
-    k_pages = k_pages.at[block, :, offset].set(k.astype(k_pages.dtype), mode="promise_in_bounds")
-    v_pages = v_pages.at[block, :, offset].set(v.astype(v_pages.dtype), mode="promise_in_bounds")
+    k_pages = k_pages.at[block, :, offset].set(_stored(k, k_pages.dtype), mode="promise_in_bounds")
+    v_pages = v_pages.at[block, :, offset].set(_stored(v, v_pages.dtype), mode="promise_in_bounds")
     return k_pages, v_pages
+
+
+def _stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x as the cache keeps it. In 8 bits what is too large becomes the largest number; a plain cast makes it NaN."""
+    if dtype != jnp.uint8:
+        return x.astype(dtype)
+    largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    return jax.lax.bitcast_convert_type(jnp.clip(x, -largest, largest).astype(jnp.float8_e4m3fn), jnp.uint8)

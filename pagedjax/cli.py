@@ -52,6 +52,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """What `generate` asks of an engine: one request, and its first token soon."""
     return {
         "dtype": args.dtype,
+        "weight_dtype": args.weight_dtype,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "block_size": args.block_size,
         "max_num_seqs": 1,
         "max_num_batched_tokens": args.budget,
@@ -96,6 +98,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--stop", action="append", default=[], help="stop before this text; may be repeated")
     one.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    one.add_argument("--weight-dtype", choices=("int8",), help="matrices in 8 bits, with a scale a row")
+    one.add_argument("--kv-cache-dtype", help="of keys and values: that of --dtype (the default), or float8_e4m3fn")
     one.add_argument("--block-size", type=int, default=16)
     one.add_argument("--budget", type=int, default=512, help="tokens in a step at most")
     one.add_argument("--max-model-len", type=int, default=2048)

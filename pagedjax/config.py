@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
+WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
+CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 PolicyName = Literal["fcfs", "priority", "shortest", "fair"]
 Preemption = Literal["recompute", "swap"]
 Compilation = Literal["eager", "lazy"]
@@ -32,7 +34,10 @@ class EngineConfig:
         memory (on a CPU at most 4 GiB), but no more than max_num_seqs requests of max_model_len can use.
     memory_fraction: share of the device's free memory for a step and the cache when num_blocks is None.
     swap_space_gib: host memory for the blocks of sequences that gave theirs up, in GiB; 0 is none.
-    dtype: of weights, activations and cache; None is float32 on a CPU and bfloat16 elsewhere.
+    dtype: of weights and activations; None is float32 on a CPU and bfloat16 elsewhere.
+    weight_dtype: of matrices; None is dtype, and beside it there is "int8": 8 bits and a scale for each output.
+    kv_cache_dtype: of the keys and values that the cache keeps; None is dtype. "float8_e4m3fn" holds four times as many
+        tokens as float32 and twice as many as bfloat16, to 3 bits of mantissa and without scales: nothing above 448.
     policy: who is admitted next and who gives way when blocks run out; policies.py says what each one promises.
     attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once.
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
@@ -56,6 +61,8 @@ class EngineConfig:
     memory_fraction: float = 0.5
     swap_space_gib: float = 4.0
     dtype: DType | None = None
+    weight_dtype: WeightDType | None = None
+    kv_cache_dtype: CacheDType | None = None
     policy: PolicyName = "fcfs"
     attention_impl: AttentionImpl | None = None
     token_buckets: tuple[int, ...] | None = None
@@ -90,6 +97,10 @@ class EngineConfig:
         one_of("compilation", self.compilation, get_args(Compilation))
         if self.dtype is not None:
             one_of("dtype", self.dtype, get_args(DType))
+        if self.weight_dtype is not None:
+            one_of("weight_dtype", self.weight_dtype, get_args(WeightDType))
+        if self.kv_cache_dtype is not None:
+            one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(CacheDType))
         one_of("policy", self.policy, get_args(PolicyName))
         if self.attention_impl is not None:
             one_of("attention_impl", self.attention_impl, get_args(AttentionImpl))
@@ -119,6 +130,8 @@ class Resolved(EngineConfig):
     max_model_len: int = 0
     num_blocks: int = 0
     dtype: DType = "float32"
+    weight_dtype: WeightDType = "float32"
+    kv_cache_dtype: CacheDType = "float32"
     attention_impl: AttentionImpl = "xla"
     token_buckets: tuple[int, ...] = ()
 

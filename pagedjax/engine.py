@@ -26,6 +26,7 @@ from pagedjax.policies import POLICIES
 from pagedjax.programs import Key
 from pagedjax.replay import Recorder
 from pagedjax.resolve import block_shape, host_blocks, resolve, shapes
+from pagedjax.sampling import device_tile
 from pagedjax.step import copy_blocks, make_step, make_steps
 from pagedjax.swap import SwapSpace
 from pagedjax.types import EMPTY_PLAN, Beamed, Event, Finished, FinishReason, Plan, Sampled, StepResult
@@ -56,7 +57,9 @@ class Engine:
         c, m = self.config, model.config
         self._policy = POLICIES[c.policy]
         self._shapes = shapes(c, model)
-        step = make_step(model.graphdef, attention.attend(c.attention_impl, m.attn_scale), c.seed)
+        self._block = block_shape(c.block_size, model, c.kv_cache_dtype)
+        step = make_step(model, attention.attend(c.attention_impl, m.attn_scale), c.seed, device_tile())
+        self._leaves = model.leaves
         self._recorder: Recorder | None = None
         self._cache: cache.KVCache | None = None
         self._ahead = Ahead()
@@ -128,6 +131,7 @@ class Engine:
                 "finish or cancel them before parameters are updated"
             )
         self.model = self.model._replace(params=replaced(self.model.params, tree))
+        self._leaves = self.model.leaves
         self._ahead = Ahead()  # what was sent ahead was computed with the old ones
         self.reset_prefix_cache()
 
@@ -219,14 +223,14 @@ class Engine:
             batches.append(self._packed(plan, after))
             after = plan, self._nothing
         assert self._cache is not None, "only `reset` takes it away, and gives a new one"
-        params, sent = self.model.params, time.perf_counter()
+        leaves, sent = self._leaves, time.perf_counter()
         pages = self._moved(plans[0], self._cache)
         if len(plans) == 1:
-            self._cache, output = self._steps[Key(buckets[0])](params, pages, batches[0])
+            self._cache, output = self._steps[Key(buckets[0])](leaves, pages, batches[0])
             outputs = (output,)
         else:
             batches += batches[-1:] * (several.steps - len(plans))
-            self._cache, outputs = self._steps[several](params, pages, tuple(batches), np.int32(len(plans)))
+            self._cache, outputs = self._steps[several](leaves, pages, tuple(batches), np.int32(len(plans)))
         return tuple(Flight(plan, output, sent) for plan, output in zip(plans, outputs, strict=False))
 
     def _packed(self, plan: Plan, after: tuple[Plan, Any] | None = None) -> Batch:
@@ -282,21 +286,14 @@ class Engine:
         if self._recorder:
             self._recorder.close()
             self._recorder = None
-        c, m = self.config, self.model.config
+        c = self.config
         limits = (c.block_size, c.num_blocks, c.max_num_batched_tokens, c.max_num_seqs, c.max_model_len)
         self._state = scheduler.init(scheduler.SchedulerConfig(*limits, host_blocks(c, self.model)))
         self._sources: dict[str, Source] = {}
         self._searches: dict[int, beams.Search] = {}  # by the group of their beams
         self._ahead = Ahead()
         self._cache = None  # the old one goes before the new one comes
-        self._cache = cache.init(
-            layers=m.layers,
-            blocks=c.num_blocks,
-            block_size=c.block_size,
-            kv_heads=m.kv_heads,
-            head_dim=m.head_dim,
-            dtype=c.dtype,
-        )
+        self._cache = cache.init(blocks=c.num_blocks, **self._block)
 
     def record(self, path: str | os.PathLike[str] | None) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (see pagedjax/replay.py); None stops.
@@ -319,14 +316,13 @@ class Engine:
         """Compile the steps, settle the number of blocks, and run the smallest step once so that the first request
         meets warm code. Compiling needs the shapes of a cache and not its memory, which is taken only when it fits."""
         before, started = monitor.counts(), time.perf_counter()
-        block = block_shape(self.config, self.model, self.config.dtype)
         smallest, largest = self._shapes.tokens[0], self._shapes.tokens[-1]
 
         def pages(c: Resolved) -> cache.KVCache:
-            return jax.eval_shape(lambda: cache.init(blocks=c.num_blocks, **block))
+            return jax.eval_shape(lambda: cache.init(blocks=c.num_blocks, **self._block))
 
         def build(key: Key, c: Resolved) -> Any:
-            known, blank = (self.model.params, pages(c)), self._blank(key.tokens)
+            known, blank = (self._leaves, pages(c)), self._blank(key.tokens)
             if key.steps == 1:
                 return step.lower(*known, blank).compile()
             return make_steps(step).lower(*known, (blank,) * key.steps, np.int32(0)).compile()
@@ -347,15 +343,15 @@ class Engine:
         self.reset()
         compiled = time.perf_counter()
         if not lazy:
-            self._cache, output = steps[Key(smallest)](self.model.params, self._cache, self._blank(smallest))
+            self._cache, output = steps[Key(smallest)](self._leaves, self._cache, self._blank(smallest))
             jax.block_until_ready(output)
         report = memory.report(
             found,
-            weights=sum(array.nbytes for array in jax.tree.leaves(self.model.params)),
+            weights=sum(array.nbytes for array in self._leaves),
             activations=None if lazy else memory.activations_peak(steps[Key(largest)]),
             num_blocks=self.config.num_blocks,
             block_size=self.config.block_size,
-            block_bytes=cache.block_bytes(**block),
+            block_bytes=cache.block_bytes(**self._block),
             max_model_len=self.config.max_model_len,
             swap_space_gib=self.config.swap_space_gib if self.config.preemption == "swap" else 0,
         )

@@ -20,15 +20,27 @@ class Buffer(nnx.Variable):
     """An array of a model that its configuration determines: no checkpoint holds it, no optimiser moves it."""
 
 
+def matrix(rows: int, columns: int, dtype: str, int8: bool) -> tuple[nnx.Param, nnx.Param | None]:
+    """A parameter of [rows, columns] and, if that is of int8, the scales of its rows (weights/int8.py)."""
+    weight = nnx.Param(jnp.zeros((rows, columns), "int8" if int8 else dtype))
+    return weight, nnx.Param(jnp.zeros((rows,), jnp.float32)) if int8 else None
+
+
+def product(weight: nnx.Param, scales: nnx.Param | None, x: jax.Array) -> jax.Array:
+    """[out, in] @ [in, T] -> [out, T] of x's dtype."""
+    y = weight[...].astype(x.dtype) @ x
+    return y if scales is None else (y * scales[...][:, None]).astype(x.dtype)
+
+
 class Linear(nnx.Module):
     """y [out, T] = W [out, in] x [in, T] (+ bias)."""
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool = False, dtype: str):
-        self.weight = nnx.Param(jnp.zeros((size_out, size_in), dtype))
+    def __init__(self, size_in: int, size_out: int, *, bias: bool = False, dtype: str, int8: bool = False):
+        self.weight, self.weight_scales = matrix(size_out, size_in, dtype, int8)
         self.bias = nnx.Param(jnp.zeros((size_out,), dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = self.weight[...] @ x
+        y = product(self.weight, self.weight_scales, x)
         return y if self.bias is None else y + self.bias[...][:, None]
 
 

@@ -6,103 +6,27 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Integral
 from operator import index
-from pathlib import Path
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
 import pagedjax
-from pagedjax import attention, models, monitor, programs
-from pagedjax.config import EngineConfig, from_dict, one_of
+from pagedjax import attention, monitor, programs
+from pagedjax.config import EngineConfig, from_dict
 from pagedjax.engine import Engine
-from pagedjax.models import Model
+from pagedjax.loaded import DEFAULT_MODEL, LoadedModel, from_params, load_model
 from pagedjax.models.decoder import DecoderConfig
 from pagedjax.outputs import Assembly, BeamAssembly, CompletionOutput, RequestOutput
 from pagedjax.params import BeamSearchParams, SamplingParams
-from pagedjax.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer, load_tokenizer
+from pagedjax.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
 from pagedjax.types import Admitted, Finished, FinishReason, Sampled
-from pagedjax.weights.architectures import normalised
-from pagedjax.weights.checkpoint import Checkpoint, open_checkpoint
-from pagedjax.weights.trained import model_of
 
-DEFAULT_MODEL = "smollm2-135m"
 Prompt = str | Sequence[int]
 Params = SamplingParams | BeamSearchParams
 Branches = dict[str, Assembly | BeamAssembly]  # by the id the engine knows them by; of a beam search, the first
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """Weights and tokenizer, for several engines to share: LLM(model=loaded, block_size=...)."""
-
-    name: str
-    model: Model
-    tokenizer: Tokenizer
-    eos_token_ids: tuple[int, ...]
-    seconds: float  # that loading took
-
-
-def load_model(model: str | os.PathLike[str], *, dtype: str | None = None, progress: bool = False) -> LoadedModel:
-    """Open a directory, a .gguf file, a hub id or an embedded model by name.
-
-    Args:
-        dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
-
-    Raises:
-        ValueError, FileNotFoundError: what is wrong with which file, and what would be right.
-    """
-    started = time.perf_counter()
-    if dtype is None:
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
-    checkpoint = open_checkpoint(model)
-    loaded = models.load(checkpoint, dtype, progress=progress)
-    tokenizer = load_tokenizer(checkpoint)
-    eos = tuple(sorted({*checkpoint.eos_token_ids, *tokenizer.eos_token_ids}))
-    return LoadedModel(str(model), loaded, tokenizer, eos, time.perf_counter() - started)
-
-
-def from_params(
-    params: Any,
-    config: Mapping[str, Any] | DecoderConfig,
-    *,
-    tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
-    dtype: str | None = None,
-) -> LoadedModel:
-    """A model of parameters in memory, as a trainer holds them. They are copied: what is donated later does no harm.
-
-    Args:
-        params: an nnx module of `pagedjax.models`, its state, or nested mappings of arrays by the same names.
-        config: what the model's config.json says, or the module's own configuration. Only the former tells of
-            tokens that end a text.
-        tokenizer: a folder with a tokenizer.json, what else `load_model` opens, or one that is loaded. Without it token
-            ids are all that goes in and comes out.
-        dtype: None keeps that of the parameters.
-
-    Raises:
-        ValueError: parameters that do not fit the configuration, all of them named; a config or tokenizer that is
-            wrong, as `load_model`.
-    """
-    started = time.perf_counter()
-    hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config")
-    own = config if isinstance(config, DecoderConfig) else models.ARCHITECTURES[hf["model_type"]].from_hf(hf)
-    model = model_of(params, own, dtype)
-    found = _tokenizer(tokenizer)
-    eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *found.eos_token_ids}
-    return LoadedModel("params", model, found, tuple(sorted(eos)), time.perf_counter() - started)
-
-
-def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
-    if given is None:
-        return NoTokenizer()
-    if isinstance(given, Tokenizer):
-        return given
-    path = Path(given).expanduser()
-    return load_tokenizer(Checkpoint(path, "huggingface", {}, {}) if path.is_dir() else open_checkpoint(given))
 
 
 class LLM:
@@ -130,17 +54,20 @@ class LLM:
         if params is not None:
             if model is not None or config is None:
                 raise ValueError("params come with config, what the model's config.json says, and in place of model")
-            model = from_params(params, config, tokenizer=tokenizer, dtype=engine_config.dtype)
+            dtypes = {"dtype": engine_config.dtype, "weight_dtype": engine_config.weight_dtype}
+            model = from_params(params, config, tokenizer=tokenizer, **dtypes)
         elif config is not None or tokenizer is not None:
             raise ValueError("config and tokenizer go with params; a folder, file or loaded model has its own")
         if model is None:
             model = DEFAULT_MODEL
         if not isinstance(model, LoadedModel):
-            attention.prepare(engine_config.attention_impl, engine_config.dtype or "float32")
-            model = load_model(model, dtype=engine_config.dtype, progress=progress)
-        loaded = model.model.dtype
-        if engine_config.dtype not in (None, loaded):
-            raise ValueError(f"dtype is {engine_config.dtype!r}, but the model was loaded in {loaded}; load it again")
+            kept = engine_config.kv_cache_dtype or engine_config.dtype or "float32"
+            attention.prepare(engine_config.attention_impl, kept)
+            dtypes = {"dtype": engine_config.dtype, "weight_dtype": engine_config.weight_dtype}
+            model = load_model(model, **dtypes, progress=progress)
+        wanted, loaded = engine_config.dtype, model.model.dtype
+        if wanted not in (None, loaded):
+            raise ValueError(f"dtype is {wanted!r}, but the model was loaded with {loaded!r}; load it again")
         self.model = model
         self.tokenizer = model.tokenizer
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
@@ -159,7 +86,8 @@ class LLM:
         What the prefix cache holds is forgotten. Other engines of the same loaded model keep theirs.
 
         Args:
-            tree: as in `from_params`, in the shapes and dtypes of the model's parameters.
+            tree: as in `from_params`, in the shapes and dtypes of the model's parameters. Of a model in int8 the
+                matrices are rounded on their way in, or come with their scales.
 
         Raises:
             ValueError: requests are under way, or a parameter differs (all are named). The model is as it was.

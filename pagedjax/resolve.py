@@ -23,16 +23,20 @@ def resolve(
         activations: bytes that a step needs beside weights and cache, once that is known.
 
     Raises:
-        ValueError: max_model_len beyond the model's own limit, a cache that does not fit, or an attention_impl that
-            cannot serve here.
+        ValueError: another weight_dtype than the model has, max_model_len beyond the model's own limit, a cache that
+            does not fit, or an attention_impl that cannot serve here.
     """
     m, device = model.config, jax.devices()[0]
     found = found or memory.read(device)
     dtype = config.dtype or model.dtype
+    if config.weight_dtype not in (None, model.weight_dtype):
+        wanted, has = config.weight_dtype, model.weight_dtype
+        raise ValueError(f"weight_dtype is {wanted!r}, but the model was loaded with {has!r}; load it again")
     length = config.max_model_len or m.max_len
     if length > m.max_len:
         raise ValueError(f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it")
-    size = cache.block_bytes(**block_shape(config, model, dtype))
+    kept = config.kv_cache_dtype or dtype
+    size = cache.block_bytes(**block_shape(config.block_size, model, kept))
     blocks = config.num_blocks
     if blocks is None:
         useful = config.max_num_seqs * -(-length // config.block_size)
@@ -44,10 +48,12 @@ def resolve(
         raise ValueError(
             f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is {smallest} tokens"
         )
-    heads = {"head_dim": m.head_dim, "kv_heads": m.kv_heads, "heads": m.heads}
-    impl = attention.choose(config.attention_impl, device, dtype=dtype, block_size=config.block_size, **heads)
+    sizes = {"block_size": config.block_size, "head_dim": m.head_dim, "kv_heads": m.kv_heads, "heads": m.heads}
+    impl = attention.choose(config.attention_impl, device, dtype=kept, query_dtype=dtype, **sizes)
     values = dataclasses.asdict(config) | {
         "dtype": dtype,
+        "weight_dtype": model.weight_dtype,
+        "kv_cache_dtype": kept,
         "max_model_len": length,
         "num_blocks": blocks,
         "attention_impl": impl,
@@ -56,11 +62,11 @@ def resolve(
     return Resolved(**values)
 
 
-def block_shape(c: EngineConfig, model: Model, dtype: str) -> dict[str, Any]:
-    """What a cache's blocks look like, for `cache`."""
+def block_shape(block_size: int, model: Model, dtype: str) -> dict[str, Any]:
+    """What a cache's blocks look like, for `cache`; dtype is that of the keys and values in them."""
     m = model.config
     heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim}
-    return {"layers": m.layers, "block_size": c.block_size, **heads, "dtype": dtype}
+    return {"layers": m.layers, "block_size": block_size, **heads, "dtype": dtype}
 
 
 def host_blocks(c: Resolved, model: Model) -> int:
@@ -71,7 +77,7 @@ def host_blocks(c: Resolved, model: Model) -> int:
     """
     if c.preemption != "swap":
         return 0
-    size = cache.block_bytes(**block_shape(c, model, c.dtype))
+    size = cache.block_bytes(**block_shape(c.block_size, model, c.kv_cache_dtype))
     blocks = memory.host_blocks(c.swap_space_gib, size)
     if blocks < 1:
         raise ValueError(

@@ -9,7 +9,7 @@ One uniform number a token decides, by inversion of the cumulative distribution.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from pagedjax.batch import MAX_TOP, SamplingBatch
 
 LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over the pieces
 PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
+CPU_TILE = 8  # rows for `sample` on a CPU: malloc gives blocks above 32 MiB back, to be mapped again page by page
 
 
 class Sampled(NamedTuple):
@@ -39,44 +40,85 @@ class PromptLogprobs(NamedTuple):
     top_logprobs: jax.Array  # [T, MAX_TOP]
 
 
-def sample(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> Sampled:
+def device_tile() -> int | None:
+    """The `tile` that suits the default device."""
+    return CPU_TILE if jax.default_backend() == "cpu" else None
+
+
+def sample(logits: jax.Array, s: SamplingBatch, seed: jax.Array, tile: int | None = None) -> Sampled:
     """One token for each row.
 
     Args:
         logits: [V, B] float32, columns as the model leaves them: the rows that only the best token is wanted of are
             never transposed.
         seed: [] uint32, the engine's.
+        tile: so many rows are drawn for, or have their log-probabilities taken, at a time; None is all.
     """
-    adjusted = jax.lax.cond(jnp.any(s.listed >= 0) | jnp.any(s.only_listed), _bias, lambda x, _: x, logits, s)
-    adjusted = jax.lax.cond(jnp.any(s.history >= 0), _penalties, lambda x, _: x, adjusted, s)
-    best = _best(adjusted)
-    drawn = jax.lax.cond(jnp.any(s.temperature > 0), _draw, lambda x, s, _: best, adjusted, s, seed)
-    tokens = jnp.where(s.temperature > 0, drawn, best)
+    choose = lambda x, s: _tiled(lambda x, s: _choose(x, s, seed), tile, x, s)  # noqa: E731
+    # In two branches: one that hands the logits on as they came, for want of a bias, would copy them.
+    tokens = jax.lax.cond(_plain(s), lambda x, _: _best(x), choose, logits, s)
     zeros = Sampled(tokens, *_no_logprobs(len(tokens)))
-    with_logprobs = lambda: Sampled(tokens, *_logprobs(logits, tokens))  # noqa: E731
+    with_logprobs = lambda: Sampled(tokens, *_tiled(_logprobs, tile, logits, tokens))  # noqa: E731
     return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
 
 
-def prompt_logprobs(project: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array) -> PromptLogprobs:
-    """Log-probabilities of `targets` [T] from hidden [H, T], a tile at a time, and only if some target is wanted.
+def _tiled(function: Callable[[jax.Array, Any], Any], tile: int | None, logits: jax.Array, rows: Any) -> Any:
+    """function([V, B], arrays [B, ...]) -> arrays [B, ...], computed for `tile` rows at a time."""
+    b = logits.shape[1]
+    if tile is None or b <= tile:
+        return function(logits, rows)
+
+    def body(i: jax.Array, out: Any) -> Any:
+        start = jnp.minimum(i * tile, b - tile)  # the last tile computes rows of the one before again
+        cut = lambda x, axis=0: jax.lax.dynamic_slice_in_dim(x, start, tile, axis)  # noqa: E731
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0)  # noqa: E731
+        return jax.tree.map(put, out, function(cut(logits, 1), jax.tree.map(cut, rows)))
+
+    like = jax.eval_shape(function, logits, rows)
+    return jax.lax.fori_loop(0, -(-b // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
+
+
+def _adjusts(s: SamplingBatch) -> jax.Array:
+    return jnp.any(s.listed >= 0) | jnp.any(s.only_listed)
+
+
+def _plain(s: SamplingBatch) -> jax.Array:
+    """Every row wants the best token as the model sees it."""
+    return ~(_adjusts(s) | jnp.any(s.history >= 0) | jnp.any(s.temperature > 0))
+
+
+def _choose(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:
+    """[B] the best or a drawn token, after what the rows' rules make of their logits."""
+    adjusted = jax.lax.cond(_adjusts(s), _bias, lambda x, _: x, logits, s)
+    adjusted = jax.lax.cond(jnp.any(s.history >= 0), _penalties, lambda x, _: x, adjusted, s)
+    best = _best(adjusted)
+    drawn = jax.lax.cond(jnp.any(s.temperature > 0), _draw, lambda x, s, _: best, adjusted, s, seed)
+    return jnp.where(s.temperature > 0, drawn, best)
+
+
+def prompt_logprobs(
+    project: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, tile: int | None = None
+) -> PromptLogprobs:
+    """Log-probabilities of `targets` [T] from hidden [H, T], some at a time, and only if some target is wanted.
 
     Args:
         project: [H, R] -> logits [V, R].
+        tile: as in `sample`; of the logits that are there at the same time.
     """
     t = targets.shape[0]
-    tile = min(PROMPT_TILE, t)
-    padded = jnp.pad(hidden, ((0, 0), (0, -t % tile)))
-    wanted = jnp.pad(targets, (0, -t % tile), constant_values=-1)
+    some = min(PROMPT_TILE, t)
+    padded = jnp.pad(hidden, ((0, 0), (0, -t % some)))
+    wanted = jnp.pad(targets, (0, -t % some), constant_values=-1)
 
     def body(i, out):
-        logits = project(jax.lax.dynamic_slice_in_dim(padded, i * tile, tile, axis=1))
-        ids = jnp.maximum(jax.lax.dynamic_slice_in_dim(wanted, i * tile, tile), 0)
-        update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * tile, 0)  # noqa: E731
-        return jax.tree.map(update, out, PromptLogprobs(*_logprobs(logits, ids)))
+        logits = project(jax.lax.dynamic_slice_in_dim(padded, i * some, some, axis=1))
+        ids = jnp.maximum(jax.lax.dynamic_slice_in_dim(wanted, i * some, some), 0)
+        update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * some, 0)  # noqa: E731
+        return jax.tree.map(update, out, PromptLogprobs(*_tiled(_logprobs, tile, logits, ids)))
 
     # A loop of zero trips is not enough: XLA hoists work (a transposed head, 113 MB) out of loops, not out of branches.
     zeros = PromptLogprobs(*_no_logprobs(len(wanted)))
-    walk = lambda: jax.lax.fori_loop(0, len(wanted) // tile, body, zeros)  # noqa: E731
+    walk = lambda: jax.lax.fori_loop(0, len(wanted) // some, body, zeros)  # noqa: E731
     out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)
     return jax.tree.map(lambda x: x[:t], out)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ from flax import nnx
 from pagedjax.attention import Attend
 from pagedjax.batch import Batch, Feed
 from pagedjax.cache import KVCache, copy, read_blocks, write_blocks
+from pagedjax.models import Model
 from pagedjax.sampling import PromptLogprobs, Sampled, prompt_logprobs, sample
 
 Step = Callable[[Any, KVCache, Batch], tuple[KVCache, "StepOutput"]]
@@ -30,37 +31,43 @@ class StepOutput(NamedTuple):
     fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
 
 
-def make_step(graphdef: nnx.GraphDef, attend: Attend, seed: int) -> Step:
-    """step(params, cache, batch) -> (cache, StepOutput), jitted; the cache is donated and updated in place."""
+def make_step(model: Model, attend: Attend, seed: int, tile: int | None = None) -> Step:
+    """step(leaves, cache, batch) -> (cache, StepOutput), jitted; the cache is donated and updated in place.
 
-    def step(params: Any, cache: KVCache, batch: Batch) -> tuple[KVCache, StepOutput]:
-        model, feed = nnx.merge(graphdef, params), batch.feed
+    Args:
+        model: its parameters are not kept; every call takes a model's `leaves`.
+        tile: rows that are sampled for at a time, see `sample`.
+    """
+    graphdef, tree = model.graphdef, jax.tree.structure(model.params)
+
+    def step(leaves: Sequence[Any], cache: KVCache, batch: Batch) -> tuple[KVCache, StepOutput]:
+        model, feed = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch.feed
         if feed is not None:
             batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
         cache, hidden = model.hidden(cache, batch, attend)
-        sampled = sample(model.logits(hidden[:, batch.last]), batch.sampling, jnp.uint32(seed))
+        sampled = sample(model.logits(hidden[:, batch.last]), batch.sampling, jnp.uint32(seed), tile)
         fed = None if feed is None else jnp.zeros_like(feed.tokens).at[: len(sampled.tokens)].set(sampled.tokens)
-        return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets), fed)
+        return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets, tile), fed)
 
     return jax.jit(step, donate_argnums=1)
 
 
 def make_steps(step: Step) -> Steps:
-    """steps(params, cache, batches, count) -> (cache, outputs): the first `count` of some steps of one bucket, jitted.
+    """steps(leaves, cache, batches, count) -> (cache, outputs): the first `count` of some steps of one bucket, jitted.
 
     Each takes the tokens that its `feed` names from the step before it; the cache is donated as ever. `count` is an
     array, so that one program serves any number up to len(batches); outputs past it are zeros.
     """
 
-    def steps(params: Any, cache: KVCache, batches: tuple[Batch, ...], count: jax.Array):
+    def steps(leaves: Sequence[Any], cache: KVCache, batches: tuple[Batch, ...], count: jax.Array):
         stacked = jax.tree.map(lambda *each: jnp.stack(each), *batches)
-        _, output = jax.eval_shape(step, params, cache, batches[0])
+        _, output = jax.eval_shape(step, leaves, cache, batches[0])
         blank = jax.tree.map(lambda a: jnp.zeros((len(batches), *a.shape), a.dtype), output)
 
         def one(i: jax.Array, carry: Any) -> Any:
             cache, tokens, outputs = carry
             batch: Any = jax.tree.map(lambda a: a[i], stacked)
-            cache, output = step(params, cache, batch._replace(feed=Feed(batch.feed.rows, tokens)))
+            cache, output = step(leaves, cache, batch._replace(feed=Feed(batch.feed.rows, tokens)))
             return cache, output.fed, jax.tree.map(lambda a, new: a.at[i].set(new), outputs, output)
 
         begin: Any = batches[0].feed

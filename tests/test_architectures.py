@@ -65,6 +65,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         BODY | {"head_dim": 32, "sliding_window": 16, "num_hidden_layers": 7, "query_pre_attn_scalar": 24},
     ),
+    "Gemma 3, stretched where it sees all": (
+        "gemma3_text",
+        BODY
+        | {"head_dim": 32, "sliding_window": 16, "num_hidden_layers": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"]}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            }
+        },
+    ),
     "Mixtral": ("mixtral", BODY | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "Qwen3-MoE": (
         "qwen3_moe",
@@ -190,6 +202,24 @@ def test_real_models_have_their_published_size_and_cache(name):
     assert found == {".".join(entry.path): entry.shape for entry in table}
     block = cache.block_bytes(layers=c.layers, block_size=1, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype="bfloat16")
     assert block == cached
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_what_a_config_leaves_out_is_what_transformers_assumes(model_type):
+    """A config.json of sizes alone, and the same with all that transformers' own class adds to it."""
+    from transformers import AutoConfig
+
+    sizes = shape(4, 64, 96, 8, 4, 320)
+    if model_type == "gpt2":
+        sizes = gpt2_shape(4, 64, 8)
+    elif model_type not in ("llama", "qwen2", "qwen3"):  # these three have as many key heads as queries, or 32
+        del sizes["num_key_value_heads"]
+    full = AutoConfig.for_model(model_type, **sizes).to_dict()
+    if full.get("head_dim") == 4096 // 32:
+        full.pop("head_dim")  # of Llama's and Mistral's classes: computed from their own default sizes
+    ours, theirs = (normalised({**c, "model_type": model_type}, "x") for c in (sizes, full))
+    from_hf = ARCHITECTURES[model_type].from_hf
+    assert from_hf(ours) == from_hf(theirs)
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known():

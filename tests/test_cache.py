@@ -49,33 +49,35 @@ def test_writing_rounds_to_the_type_of_the_cache():
     assert k_pages[1, 0, 0, 0] == v_pages[1, 0, 0, 0] == 1.0
 
 
-def compiled_step(model, *, t: int, blocks: int, steps: int):
+def compiled_step(model, *, t: int, blocks: int, steps: int, dtype: str = "float32"):
     """The engine's step for the one bucket t, over a cache of `blocks` blocks -> (compiled, the cache's shapes)."""
     m, s = model.config, 16
     kv = jax.eval_shape(
         lambda: cache.init(
-            layers=m.layers, blocks=blocks, block_size=s, kv_heads=m.kv_heads, head_dim=m.head_dim, dtype="float32"
+            layers=m.layers, blocks=blocks, block_size=s, kv_heads=m.kv_heads, head_dim=m.head_dim, dtype=dtype
         )
     )
     shapes = Shapes((t,), 8, s, m.max_len // s, m.max_len, m.vocab_size)
     batch = pack(EMPTY_PLAN, {}, shapes, {t: blank_sampling(shapes, t)})._replace(feed=blank_feed(shapes, t))
-    step = make_step(model.graphdef, attention.attend("xla", m.head_dim**-0.5), seed=0)
+    step = make_step(model, attention.attend("xla", m.head_dim**-0.5), seed=0)
     if steps == 1:
-        return step.lower(model.params, kv, batch).compile(), kv
-    return make_steps(step).lower(model.params, kv, (batch,) * steps, np.int32(0)).compile(), kv
+        return step.lower(model.leaves, kv, batch).compile(), kv
+    return make_steps(step).lower(model.leaves, kv, (batch,) * steps, np.int32(0)).compile(), kv
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
 @pytest.mark.parametrize(("t", "steps"), [(8, 1), (96, 1), (8, 3)])  # without the loop over prompt chunks, and with it
-def test_a_step_updates_the_cache_in_place(tiny, t, steps):
+def test_a_step_updates_the_cache_in_place(tiny, t, steps, dtype):
     """Read off the compiled program, for a cache of 160 MB: all of it is aliased, and none of it copied."""
-    compiled, kv = compiled_step(tiny.model, t=t, blocks=20_000, steps=steps)
+    size = np.dtype(dtype).itemsize
+    compiled, kv = compiled_step(tiny.model, t=t, blocks=80_000 // size, steps=steps, dtype=dtype)
     leaves = jax.tree.leaves(kv)
     total = sum(a.size * a.dtype.itemsize for a in leaves)
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory.alias_size_in_bytes >= total > 160e6
     assert memory.temp_size_in_bytes < total / len(leaves) / 10, "a temporary is as large as a part of the cache"
 
-    whole = re.compile(r"= f32\[20001,[\d,]+\]\S* (\S+)\(")  # instructions whose result has all pages
+    whole = re.compile(rf"= \w+\[{80_000 // size + 1},[\d,]+\]\S* (\S+)\(")  # instructions whose result has all pages
     kinds = {match[1] for match in whole.finditer(text)}
     assert {"parameter", "scatter"} & kinds, "the pattern finds nothing: the test is blind"
     assert not kinds & {"copy", "copy-start", "transpose", "concatenate", "select", "convert", "add"}, kinds

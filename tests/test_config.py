@@ -95,7 +95,15 @@ def test_token_buckets_reach_the_token_budget():
     assert config.token_buckets == (16, 64)
 
 
-RESOLVED = {"max_model_len": 64, "num_blocks": 8, "dtype": "float32", "attention_impl": "xla", "token_buckets": (2048,)}
+RESOLVED = {
+    "max_model_len": 64,
+    "num_blocks": 8,
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "kv_cache_dtype": "float32",
+    "attention_impl": "xla",
+    "token_buckets": (2048,),
+}
 
 
 @pytest.mark.parametrize("name", RESOLVED)

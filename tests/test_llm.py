@@ -287,7 +287,7 @@ def test_a_pool_too_small_for_one_request_says_what_would_do(tiny):
         ({"dtype": "float8"}, "dtype is 'float8'; it must be one of"),
         ({"policy": "fifo"}, "policy is 'fifo'; it must be one of"),
         ({"attention_impl": "triton"}, "attention_impl is 'triton'; it must be one of"),
-        ({"dtype": "bfloat16"}, "the model was loaded in float32; load it again"),
+        ({"dtype": "bfloat16"}, "the model was loaded with 'float32'; load it again"),
         (
             {"attention_impl": "pallas_gpu"},
             "attention_impl 'pallas_gpu' runs on platform 'gpu' and not on 'cpu'; 'xla' has no",

@@ -91,6 +91,11 @@ def scatter(case: Case, pages: np.ndarray, garbage: float = GARBAGE) -> Case:
     return case._replace(k_pages=k_pages, v_pages=v_pages, block_tables=tables)
 
 
+def in_bits(case: Case) -> Case:
+    """Pages of float8_e4m3fn as the contract has them."""
+    return case._replace(k_pages=case.k_pages.view(np.uint8), v_pages=case.v_pages.view(np.uint8))
+
+
 def run(case: Case, impl: str) -> np.ndarray:
     options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap}
     return np.asarray(paged_attention(*map(jnp.asarray, case.arguments), impl=impl, **options))
@@ -142,6 +147,21 @@ def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
 
 
 # --- what it computes -------------------------------------------------------------------------------------------------
+
+
+@every_impl
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("t", [8, 96])  # without prompt chunks, and with them
+def test_pages_of_another_dtype_are_what_they_hold(impl, dtype, t):
+    """Queries stay in float32, and so do the sums: narrow pages give what their values give in float32."""
+    rows = [(1, 200), (5, 37), (1, 1)] if t == 8 else MIXED
+    case = make(rows, t=t, b=8)
+    rounded = case._replace(**{x: getattr(case, x).astype(dtype).astype(np.float32) for x in ("k", "v")})
+    narrow = rounded._replace(**{x: getattr(case, x).astype(dtype) for x in ("k_pages", "v_pages")})
+    if dtype == jnp.float8_e4m3fn:  # it has no number as large as the garbage
+        narrow = in_bits(scatter(narrow, case.block_tables.reshape(-1), garbage=448.0))
+    want = oracle(scatter(rounded, case.block_tables.reshape(-1)))
+    np.testing.assert_allclose(run(narrow, impl), want, atol=2e-5)
 
 
 @every_impl
@@ -434,9 +454,9 @@ def pages_read(case, monkeypatch) -> set[int]:
     seen: set[int] = set()
     tile = xla._tile
 
-    def watched(pages, ids):
+    def watched(pages, ids, dtype):
         jax.debug.callback(lambda ids: seen.update(ids.ravel().tolist()), ids)
-        return tile(pages, ids)
+        return tile(pages, ids, dtype)
 
     monkeypatch.setattr(xla, "_tile", watched)
     jax.block_until_ready(xla.paged_attention(*map(jnp.asarray, case.arguments), scale=0.125))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import cpu, paged_attention
-from tests.test_paged_attention import MIXED, assert_contract, make, oracle, run, scatter
+from tests.test_paged_attention import MIXED, assert_contract, in_bits, make, oracle, run, scatter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="the cpu extra is not installed")
 
@@ -75,6 +75,20 @@ def test_any_number_of_query_heads_fills_tiles(g):
 
 def test_a_chunk_in_the_middle_of_a_long_context_beside_decodes():
     assert_contract(make([(1, 700), (150, 2500), (1, 1), (1, 2000)], t=160, b=8, m=160, k=3, g=3, d=64), "cpu")
+
+
+def test_every_number_of_8_bits_is_read_exactly():
+    """A context of one token is its value: all 254 numbers of float8_e4m3fn, subnormal ones too."""
+    bits = np.array([b for b in range(256) if b & 0x7F != 0x7F], np.uint8)  # the two others are NaN
+    values = np.zeros(256, jnp.float8_e4m3fn)
+    values[: len(bits)] = bits.view(jnp.float8_e4m3fn)
+    for rows in ([(1, 1)], [(2, 2)]):
+        case = make(rows, t=2, b=1, k=2, g=1, d=128)
+        v = np.broadcast_to(values.reshape(2, 128), case.v.shape).astype(np.float32)
+        case = case._replace(k=np.zeros_like(case.k), v=v)
+        case = case._replace(**{x: getattr(case, x).astype(jnp.float8_e4m3fn) for x in ("k_pages", "v_pages")})
+        out = run(in_bits(scatter(case, case.block_tables.reshape(-1), garbage=448.0)), "cpu")
+        np.testing.assert_array_equal(out[0].reshape(-1), values.astype(np.float32))
 
 
 def test_a_window_as_long_as_the_context_changes_no_bit():
@@ -190,7 +204,7 @@ def test_it_names_what_it_cannot_serve_and_who_can(monkeypatch):
     def refused(what):
         return pytest.raises(ValueError, match=rf"^impl 'cpu' .*{what}.*; impl 'xla' has no such limit")
 
-    half = make([(1, 9)], t=1, b=1, dtype=np.float16)
+    half = scatter(make([(1, 9)], t=1, b=1, dtype=np.float16), np.ones(1, int), garbage=1e4)
     with refused("float16"):
         run(half, "cpu")
     with refused(12):

@@ -16,7 +16,9 @@ from pagedjax.sampling import prompt_logprobs, sample
 
 B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
 ENGINE_SEED = 11
-sampled = jax.jit(lambda rows, s, seed: sample(rows.T, s, seed))  # the tests think in rows
+TILE = 5  # no divisor of B
+sampled = jax.jit(lambda rows, s, seed: sample(rows.T, s, seed, TILE))  # the tests think in rows
+at_once = jax.jit(lambda rows, s, seed: sample(rows.T, s, seed))
 Row = dict[str, Any]  # the rules of a row by their names in SamplingParams, and "history", "prompt_len", "position"
 
 
@@ -445,6 +447,31 @@ def test_a_vocabulary_below_twenty_has_fewer_best_tokens():
     assert np.isneginf(np.asarray(out.top_logprobs)[:, 12:]).all()
 
 
+@pytest.mark.parametrize("b", [1, TILE, TILE + 1, 2 * TILE, B])
+def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
+    rules = ({"temperature": 0.9}, {}, {"temperature": 1.0, "top_p": 0.7}, {"logit_bias": {3: 9.0}})
+    rows = [{"seed": i, "position": i, "logprobs": i % 4, **rules[i % 4], "history": [1, 2]} for i in range(b)]
+    arguments = jnp.asarray(random_logits(21, b=b)), batch(rows), jnp.uint32(ENGINE_SEED)
+    few, all_rows = sampled(*arguments), at_once(*arguments)
+    for name in ("tokens", "ranks", "top_ids"):
+        np.testing.assert_array_equal(getattr(few, name), getattr(all_rows, name))
+    for name in ("logprobs", "top_logprobs"):
+        np.testing.assert_allclose(getattr(few, name), getattr(all_rows, name), atol=1e-5)
+
+
+def test_a_few_rows_at_a_time_take_a_few_rows_of_memory():
+    """And no copy of the logits on the way: what one hands on as it came, XLA copies."""
+    b, v = 64, 4096
+    shapes = Shapes((b,), b, 1, ROOM, ROOM, v)
+    arguments = jax.ShapeDtypeStruct((v, b), jnp.float32), blank_sampling(shapes, b), jnp.uint32(0)
+    taken = [
+        jax.jit(sample, static_argnums=3).lower(*arguments, tile).compile().memory_analysis().temp_size_in_bytes
+        for tile in (None, 8)
+    ]
+    assert taken[0] > 3 * b * v * 4
+    assert taken[1] < b * v * 4
+
+
 @pytest.mark.parametrize("t", [1, 5, 63, 64, 65, 130])
 def test_prompt_log_probabilities_of_any_number_of_tokens(t):
     rng = np.random.default_rng(t)
@@ -452,7 +479,7 @@ def test_prompt_log_probabilities_of_any_number_of_tokens(t):
     targets = rng.integers(0, V, t).astype(np.int32)
     targets[rng.random(t) < 0.3] = -1
     targets[-1] = 7
-    out = jax.jit(lambda h, x: prompt_logprobs(lambda y: head @ y, h, x))(hidden, targets)
+    out = jax.jit(lambda h, x: prompt_logprobs(lambda y: head @ y, h, x, TILE))(hidden, targets)
     logits = (head @ hidden).T
     wanted = targets >= 0
     assert_logprobs(logits[wanted], targets[wanted], *(np.asarray(a)[wanted] for a in out))

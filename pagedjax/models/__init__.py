@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -26,11 +28,21 @@ class Model(NamedTuple):
     config: DecoderConfig
     graphdef: nnx.GraphDef
     params: Any
-    dtype: str  # of the parameters
+    dtype: str  # of the activations and, if those are not int8, of the parameters
+
+    @property
+    def weight_dtype(self) -> str:
+        return "int8" if self.config.int8 else self.dtype
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """The parameters as a step takes them: in every call, nnx's own containers take longer to flatten than all
+        that a scheduler does."""
+        return tuple(jax.tree.leaves(self.params))
 
 
-def load(checkpoint: Checkpoint, dtype: str, *, progress: bool = False) -> Model:
-    """Read a checkpoint's parameters in `dtype`.
+def load(checkpoint: Checkpoint, dtype: str, *, int8: bool = False, progress: bool = False) -> Model:
+    """Read a checkpoint's parameters in `dtype`, its matrices in int8 if asked.
 
     Raises:
         ValueError: an architecture that is not in ARCHITECTURES, or tensors that do not fit (all are named).
@@ -39,9 +51,9 @@ def load(checkpoint: Checkpoint, dtype: str, *, progress: bool = False) -> Model
     if kind not in ARCHITECTURES:
         raise ValueError(f"model_type is {kind!r}; supported are {', '.join(sorted(ARCHITECTURES))}")
     family = ARCHITECTURES[kind]
-    config = family.from_hf(checkpoint.config)
-    table, ignored = family.param_table(config), family.IGNORED
-    return assemble(config, load_params(checkpoint, table, dtype, progress=progress, ignore=ignored), dtype)
+    config = replace(family.from_hf(checkpoint.config), int8=int8)
+    options = {"int8": int8, "progress": progress, "ignore": family.IGNORED}
+    return assemble(config, load_params(checkpoint, family.param_table(config), dtype, **options), dtype)
 
 
 def assemble(config: DecoderConfig, params: dict[str, Any], dtype: str) -> Model:

@@ -24,7 +24,7 @@ from flax import nnx
 from pagedjax import cache as kv
 from pagedjax.attention import Attend
 from pagedjax.batch import Batch
-from pagedjax.layers import Buffer, LayerNorm, Linear, RMSNorm, rope, rope_frequencies, rope_table
+from pagedjax.layers import Buffer, LayerNorm, Linear, RMSNorm, matrix, product, rope, rope_frequencies, rope_table
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -79,6 +79,7 @@ class DecoderConfig:
     kinds: one for each layer. ropes: () with learned positions.
     norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias (GPT-2).
     gated: the MLP is activation(gate) * up, else activation(up).
+    int8: matrices are kept in 8 bits, see weights/int8.py.
     attn_scale: factor on q k^T. attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
     """
 
@@ -106,6 +107,7 @@ class DecoderConfig:
     attn_cap: float | None = None
     logit_cap: float | None = None
     experts: Experts | None = None
+    int8: bool = False
 
     def __post_init__(self) -> None:
         if not self.attn_scale:
@@ -129,8 +131,8 @@ def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
 
 class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
-        self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, dtype=dtype)
-        self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, dtype=dtype)
+        self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, dtype=dtype, int8=c.int8)
+        self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, dtype=dtype, int8=c.int8)
         self.q_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.k_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.config, self.kind = c, kind
@@ -155,8 +157,8 @@ class MLP(nnx.Module):
     """activation(gate) * up or activation(up), and down; gate and up are one product."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
-        self.up = Linear(c.hidden, (1 + c.gated) * c.intermediate, bias=c.mlp_bias, dtype=dtype)
-        self.down = Linear(c.intermediate, c.hidden, bias=c.mlp_bias, dtype=dtype)
+        self.up = Linear(c.hidden, (1 + c.gated) * c.intermediate, bias=c.mlp_bias, dtype=dtype, int8=c.int8)
+        self.down = Linear(c.intermediate, c.hidden, bias=c.mlp_bias, dtype=dtype, int8=c.int8)
         self.activation, self.gated = c.activation, c.gated
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -170,8 +172,9 @@ class SparseMLP(nnx.Module):
         assert c.experts is not None
         e = c.experts
         self.router = Linear(c.hidden, e.count, dtype=dtype)
-        self.up = nnx.Param(jnp.zeros((e.count * 2 * e.intermediate, c.hidden), dtype))  # of each expert: gate, up
-        self.down = nnx.Param(jnp.zeros((e.count * c.hidden, e.intermediate), dtype))
+        # of each expert: gate, up
+        self.up, self.up_scales = matrix(e.count * 2 * e.intermediate, c.hidden, dtype, c.int8)
+        self.down, self.down_scales = matrix(e.count * c.hidden, e.intermediate, dtype, c.int8)
         self.config = c
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -186,10 +189,16 @@ class SparseMLP(nnx.Module):
         order = jnp.argsort(chosen.reshape(-1), stable=True)  # of the T * chosen pairs, by expert
         sizes = (chosen.reshape(-1)[:, None] == jnp.arange(e.count)).sum(0)
         rows = x.T[order // e.chosen]
-        up = self.up[...].reshape(e.count, 2 * e.intermediate, c.hidden).swapaxes(1, 2)
-        down = self.down[...].reshape(e.count, c.hidden, e.intermediate).swapaxes(1, 2)
-        rows = _activated(jax.lax.ragged_dot(rows, up, sizes), c.activation, True, axis=1)
-        rows = jax.lax.ragged_dot(rows, down, sizes)
+        expert = chosen.reshape(-1)[order]
+
+        def through(weight: nnx.Param, scales: nnx.Param | None, rows: jax.Array) -> jax.Array:
+            """Each row times the matrix of its expert."""
+            each = weight[...].astype(rows.dtype).reshape(e.count, -1, rows.shape[1]).swapaxes(1, 2)
+            y = jax.lax.ragged_dot(rows, each, sizes)
+            return y if scales is None else (y * scales[...].reshape(e.count, -1)[expert]).astype(y.dtype)
+
+        rows = through(self.up, self.up_scales, rows)
+        rows = through(self.down, self.down_scales, _activated(rows, c.activation, True, axis=1))
         pairs = jnp.zeros_like(rows).at[order].set(rows).reshape(t, e.chosen, c.hidden)
         return jnp.einsum("tch,tc->ht", pairs, weights.astype(x.dtype))
 
@@ -228,17 +237,19 @@ class Decoder(nnx.Module):
     """hidden(batch) and logits(hidden): two calls, because only rows that sample need logits."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
-        self.embed = nnx.Param(jnp.zeros((c.vocab_size, c.hidden), dtype))
+        self.embed, self.embed_scales = matrix(c.vocab_size, c.hidden, dtype, c.int8)
         self.positions = None if c.ropes else nnx.Param(jnp.zeros((c.max_len, c.hidden), dtype))
         self.blocks = nnx.List([Block(c, kind, dtype) for kind in c.kinds])
         self.norm = _norm(c, dtype)
         self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.head_dim // 2, c.max_len)))  # `angle_tables`
-        self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype)
-        self.config = c
+        self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype, int8=c.int8)
+        self.config, self.dtype = c, dtype
 
     def hidden(self, cache: kv.KVCache, batch: Batch, attend: Attend) -> tuple[kv.KVCache, jax.Array]:
         """Run the T tokens of the batch -> (cache, [H, T] after the final norm)."""
-        x = self.embed[...][batch.tokens]
+        x = self.embed[...][batch.tokens].astype(self.dtype)
+        if self.embed_scales is not None:
+            x = (x * self.embed_scales[...][batch.tokens][:, None]).astype(self.dtype)
         if self.config.embed_scale != 1:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         if self.positions is not None:
@@ -254,7 +265,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[H, R] -> [V, R] float32."""
-        y = self.embed[...] @ hidden if self.head is None else self.head(hidden)
+        y = product(self.embed, self.embed_scales, hidden) if self.head is None else self.head(hidden)
         y, cap = y.astype(jnp.float32), self.config.logit_cap
         return y if cap is None else cap * jnp.tanh(y / cap)
 

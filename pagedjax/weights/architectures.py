@@ -188,6 +188,7 @@ GEMMA_DEFAULTS = {
     "attention_bias": False,
     "hidden_activation": "gelu_pytorch_tanh",
     "head_dim": 256,
+    "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
@@ -208,8 +209,8 @@ ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
     "qwen3_moe": Architecture(
         LLAMA_DEFAULTS
         | QWEN_DEFAULTS
-        | {"max_window_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False}
-        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        | {"max_window_layers": 0, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_key_value_heads": 4}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False},
         nullable=("sliding_window",),
         renamed={"num_local_experts": "num_experts"},
     ),

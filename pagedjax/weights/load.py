@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
@@ -13,7 +14,8 @@ import numpy as np
 from pagedjax.config import DType, one_of
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
 from pagedjax.weights.huggingface import np_dtype
-from pagedjax.weights.tree import is_float
+from pagedjax.weights.int8 import has_scales, with_scales
+from pagedjax.weights.tree import is_float, named, nested
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -46,6 +48,7 @@ def load_params(
     table: Sequence[ParamSource],
     dtype: str,
     *,
+    int8: bool = False,
     progress: bool = False,
     ignore: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -53,31 +56,36 @@ def load_params(
 
     An Orbax checkpoint has the finished parameters: of the table, paths and shapes matter alone.
 
+    int8: matrices in int8, rounded from what is stored, with their scales beside them (int8.py). An Orbax checkpoint's
+        are restored in `dtype` first.
     ignore: name patterns ("*" matches anything) of tensors that may be there without the table naming them.
 
     Raises:
         ValueError: tensors missing, of another shape, or unexpected: all of them in one message, with the files.
     """
-    import jax.numpy as jnp
+    import jax
 
     one_of("dtype", dtype, get_args(DType))
     if checkpoint.format == "orbax":
-        return restore_params(checkpoint, table, dtype)
+        params = restore_params(checkpoint, table, dtype)
+        return nested(jax.device_put(dict(with_scales(named(params))))) if int8 else params
     check_table(checkpoint, table, ignore)
     present = [entry for entry in table if entry.sources[0] in checkpoint.tensors]
 
-    def read(entry: ParamSource) -> Any:
-        return jnp.asarray(assemble(checkpoint.tensors, entry, np_dtype(dtype)))
+    def read(entry: ParamSource) -> dict[str, Any]:
+        name, small = ".".join(entry.path), int8 and has_scales(entry.path, entry.shape)
+        values = {name: assemble(checkpoint.tensors, entry, np_dtype("float32" if small else dtype))}
+        # device_put copies once, jnp.asarray twice; without the wait, arrays still to be copied would queue up
+        values = jax.block_until_ready(jax.device_put(dict(with_scales(values)) if small else values))
+        gc.collect(0)  # what JAX has copied it lets go at its next call, or at a collection
+        return values
 
     params: dict[str, Any] = {}
     with ThreadPoolExecutor(READERS) as pool:
         values = pool.map(read, present)
-        for entry in _bar(present) if progress else present:
-            branch = params
-            for key in entry.path[:-1]:
-                branch = branch.setdefault(key, {})
-            branch[entry.path[-1]] = next(values)
-    return params
+        for _ in _bar(present) if progress else present:
+            params |= next(values)
+    return nested(params)
 
 
 def restore_params(

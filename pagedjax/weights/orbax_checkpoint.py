@@ -99,8 +99,8 @@ def restore(
 ) -> dict[str, Any]:
     """The named parameters as jax arrays of `dtype`, nested by their path. Values are rounded once, as they are read.
 
-    Beside the arrays themselves, what is on its way takes the host memory of `AT_A_TIME` of the largest, and Orbax
-    keeps a cache of up to 100 MB.
+    Beside the arrays themselves, what is on its way takes the host memory of `AT_A_TIME` of the largest as they are
+    stored, and of their compressed bytes where a trainer's checkpoint has such.
 
     Args:
         shapes: of the parameters to restore, by name; what else is stored is not read. The checkpoint has them, see
@@ -146,25 +146,46 @@ def _quiet() -> Iterator[None]:
 
 
 def _restore(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Arrays by name."""
+    """Arrays by name, restored group by group.
+
+    Orbax has a limit of its own (`restore_concurrent_gb`). It does not count what is read and still being copied to
+    the device, and counts bytes in the wanted dtype where the stored one may be larger.
+    """
     import jax
     import orbax.checkpoint as ocp
 
     leaves, structure = _leaves(folder)
     names = [name_of(keys) for keys, _ in leaves]
-    item = structure.unflatten([wanted.get(name, ocp.PLACEHOLDER) for name in names])
-    plain = ocp.RestoreArgs()
+    stored = {name: np.dtype(getattr(leaf, "dtype", None)) for name, (_, leaf) in zip(names, leaves, strict=True)}
+    sizes = {name: prod(x.shape) * max(x.dtype.itemsize, stored[name].itemsize) for name, x in wanted.items()}
     args = {
         name: ocp.ArrayRestoreArgs(restore_type=jax.Array, dtype=x.dtype, sharding=x.sharding, global_shape=x.shape)
         for name, x in wanted.items()
     }
-    stored = {name: getattr(leaf, "dtype", None) for name, (_, leaf) in zip(names, leaves, strict=True)}
-    sizes = (prod(x.shape) * max(x.dtype.itemsize, np.dtype(stored[name]).itemsize) for name, x in wanted.items())
-    limit = (AT_A_TIME * max(sizes, default=0) + 2) / 1e9
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as orbax:  # type: ignore[arg-type]
-        restore_args = structure.unflatten([args.get(name, plain) for name in names])
-        tree = orbax.restore(folder, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
-    return {name: x for name, x in zip(names, jax.tree.leaves(tree), strict=True) if name in wanted}
+    plain, arrays = ocp.RestoreArgs(), {}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+        for group in _groups(sizes):
+            item = structure.unflatten([wanted[name] if name in group else ocp.PLACEHOLDER for name in names])
+            restore_args = structure.unflatten([args[name] if name in group else plain for name in names])
+            tree = orbax.restore(folder, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
+            restored = {name: x for name, x in zip(names, jax.tree.leaves(tree), strict=True) if name in group}
+            arrays |= jax.block_until_ready(restored)
+            gc.collect(0)  # what JAX has copied it lets go at its next call, or at a collection
+    return arrays
+
+
+def _groups(sizes: Mapping[str, int]) -> Iterator[set[str]]:
+    """The names in their order, in sets that take at most `AT_A_TIME` of the largest."""
+    room = limit = AT_A_TIME * max(sizes.values(), default=0)
+    group: set[str] = set()
+    for name, size in sizes.items():
+        if size > room:
+            yield group
+            group, room = set(), limit
+        group.add(name)
+        room -= size
+    if group:
+        yield group
 
 
 def _damage(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import jax
@@ -13,27 +14,35 @@ from pagedjax.config import DType, one_of
 from pagedjax.models import Model, assemble
 from pagedjax.models.decoder import Decoder, DecoderConfig
 from pagedjax.weights.huggingface import np_dtype
-from pagedjax.weights.tree import buffers, differences, name_of, named, nested
+from pagedjax.weights.int8 import SCALES, with_scales
+from pagedjax.weights.tree import buffers, differences, is_float, name_of, named, nested
 
 
-def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None) -> Model:
+def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8: bool = False) -> Model:
     """A model of copies of the parameters, on the default device; see `pagedjax.from_params`.
 
     Raises:
         ValueError: everything in which the tree and the configuration differ.
     """
     one_of("dtype", dtype, (None, *get_args(DType)))
+    int8, config = int8 or config.int8, replace(config, int8=False)
     blank = nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32")))
     found, wanted = named(tree), named(blank)
     found = {name: x for name, x in found.items() if name not in buffers(blank)}
     _check(differences(wanted, found, cast=True), "its configuration")
     dtype = dtype or _one_dtype(found)
     place = jax.device_put(np.zeros(())).sharding
-    return assemble(config, nested({name: _copied(found[name], np_dtype(dtype), place) for name in wanted}), dtype)
+    params = {name: found[name] for name in wanted}
+    if int8:
+        config, params = replace(config, int8=True), dict(with_scales(params))
+    copies = {name: _copied(x, _kept(name, x, params, np_dtype(dtype)), place) for name, x in params.items()}
+    return assemble(config, nested(copies), dtype)
 
 
 def replaced(params: nnx.State, tree: Any) -> nnx.State:
     """The same state with copies of the tree's parameters in it, each where the old one is. Compiles nothing.
+
+    Matrices that are in int8 there are rounded, unless the tree has them like that, with their scales.
 
     Raises:
         ValueError: everything in which they differ: names, shapes, dtypes. `params` stays as it is in any case.
@@ -42,9 +51,21 @@ def replaced(params: nnx.State, tree: Any) -> nnx.State:
     old = {name_of(keys): leaf for keys, leaf in leaves}
     computed = buffers(params)
     found = {name: x for name, x in named(tree).items() if name not in computed}
+    found |= dict(with_scales({name: x for name, x in found.items() if name + SCALES in old and _can_be_rounded(x)}))
     _check(differences({n: x for n, x in old.items() if n not in computed}, found, cast=False), "the model in use")
     new = (x if name in computed else _copied(found[name], x.dtype, x.sharding) for name, x in old.items())
     return structure.unflatten(new)
+
+
+def _can_be_rounded(x: Any) -> bool:
+    """Whether it has numbers, and floats; what has none is told of with all other differences."""
+    gone = isinstance(x, jax.Array) and x.is_deleted()
+    return not gone and is_float(np.dtype(getattr(x, "dtype", None) or np.asarray(x).dtype))
+
+
+def _kept(name: str, x: Any, params: Mapping[str, Any], dtype: np.dtype) -> np.dtype:
+    """The dtype of a parameter of a model of `dtype`: matrices with scales, and those, have their own."""
+    return x.dtype if name + SCALES in params or name.endswith(SCALES) else dtype
 
 
 def _copied(values: Any, dtype: np.dtype, place: jax.sharding.Sharding) -> jax.Array:

@@ -40,7 +40,8 @@ def paged_attention(
 
     Args:
         q: [T, N, D] packed query tokens; those past cu_q_lens[B] are padding.
-        k_pages, v_pages: [P, K, S, D] keys and values.
+        k_pages, v_pages: [P, K, S, D] keys and values, of q's dtype or another; uint8 holds float8_e4m3fn. Each
+            implementation says which it reads.
         block_tables: [B, M] int32 page ids in token order; entries past a row's context may be any valid page id.
         seq_lens: [B] int32 context lengths; 0 for padding rows.
         cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row has no tokens.

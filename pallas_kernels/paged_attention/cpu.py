@@ -15,11 +15,11 @@ import threading
 import jax
 import jax.numpy as jnp
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of numbers; the last one's pages are of uint8
 HEAD_SIZES = 8  # and its multiples
 
 # The handler's name. Programs on disk hold it: a handler that takes other arguments must get another number.
-TARGET = "pallas_kernels.paged_attention.cpu.3"
+TARGET = "pallas_kernels.paged_attention.cpu.4"
 
 _registered: list[str] = []
 _lock = threading.Lock()
@@ -33,10 +33,10 @@ def paged_attention(
     Raises:
         ValueError: what `obstacle` names.
     """
-    dtype = str(k_pages.dtype)
+    dtype = "float8_e4m3fn" if k_pages.dtype == jnp.uint8 else str(k_pages.dtype)
     wrong = obstacle(jax.default_backend(), dtype, q.shape[-1])
     if not wrong and v_pages.dtype != k_pages.dtype:
-        wrong = f"needs k_pages and v_pages of one dtype, and they are {dtype} and {v_pages.dtype}"
+        wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
     if wrong:
         raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
     _register()
@@ -56,7 +56,7 @@ def obstacle(platform: str, dtype: str, head_size: int) -> str:
     if sys.platform == "win32":
         return "calls POSIX functions, which Windows does not have"
     if dtype not in DTYPES:
-        return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
+        return f"reads pages of {', '.join(DTYPES)} and not of {dtype}"
     if head_size % HEAD_SIZES:
         return f"needs a head size that is a multiple of {HEAD_SIZES}, and it is {head_size}"
     if importlib.util.find_spec("numba") is None:

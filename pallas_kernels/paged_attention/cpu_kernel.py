@@ -11,9 +11,10 @@ Nothing waits for a helper that has not begun: the handler's thread would do all
 however many engines share the pool. A helper that begins too late finds no item; what it looks at is the job, which
 lives in memory of its own until the last of them lets go of it.
 
-Head sizes are multiples of 8; all else is read from the call frame, so that one program serves every shape, of float32
-and of bfloat16 pages, with and without a window and a soft cap. Object code of the handler, the work and the two sorts
-of items (`cpu_items`) is linked by name. `cpu_objects` keeps it on disk, and with it nothing here is imported.
+Head sizes are multiples of 8; all else is read from the call frame, so that one program serves every shape, of float32,
+bfloat16 and float8_e4m3fn pages, with and without a window and a soft cap. Object code of the handler, the work and the
+two sorts of items (`cpu_items`) is linked by name. `cpu_objects` keeps it on disk, and with that nothing here is
+imported.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 1
 EXTENSION_TYPE, EXTENSION_METADATA, METADATA = 8, 1, 24  # the type's offset, its value for metadata, and theirs
 METADATA_MAJOR, METADATA_MINOR, METADATA_TRAITS, METADATA_STATE = 24, 28, 32, 40
 BUFFER_TYPE, BUFFER_DATA, BUFFER_DIMS = 16, 24, 40
-BUFFER_IS_FLOAT32 = 11
+BUFFER_IS_FLOAT32, BUFFER_IS_BFLOAT16 = 11, 16
 API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
 ARGUMENT_BYTES = 40  # the longest of the argument structs below
 
@@ -268,7 +269,8 @@ def _job(frame):
     store_word(job + GROUP, group)
     store_word(job + DIM, d)
     store_word(job + BLOCK, _dim(keys, 2))
-    store_word(job + SIZE, 4 if load_int(keys + BUFFER_TYPE) == BUFFER_IS_FLOAT32 else 2)
+    kind = load_int(keys + BUFFER_TYPE)
+    store_word(job + SIZE, 4 if kind == BUFFER_IS_FLOAT32 else 2 if kind == BUFFER_IS_BFLOAT16 else 1)
     store_word(job + WINDOW, window)
     store_float(job + CAP, load_float(load_word(_argument(frame, 7) + BUFFER_DATA)))
     store_word(job + STATS, job + stats)

@@ -1,7 +1,9 @@
 """Arithmetic of the CPU kernel on arrays at addresses.
 
 Built as vector code, so that nothing hangs on what a vectoriser recognises. `size` is that of a number in the
-pages: 4 of float32, 2 of bfloat16, which is the upper half of a float32 number.
+pages: 4 of float32, 2 of bfloat16, which is the upper half of a float32 number, 1 of float8_e4m3fn. Moved to their
+places in a float16, the bits of the last are a number 2^8 times too small, subnormal ones too. (In a float32 those
+would be subnormal as well, and XLA's threads take them for zeros.)
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from numba.core import cgutils
 
 from pallas_kernels.paged_attention.cpu_memory import FLOAT, INT32, WORD, instruction, pointer
 
+SIZES = 4, 2, 1
 HALF, FULL = 8, 16  # lanes of a vector
 LANES = 48  # queries of a chunk's item: (token, query head) pairs of one key head
 # What of a chunk is summed at once fills the registers: 24 sums of 32 with AVX-512, 12 of 16 (half as long) without.
@@ -39,12 +42,19 @@ def _splat(builder, value, lanes):
 
 
 def _either(builder, size, generate):
-    """generate(4) or generate(2), as the word `size` says when it runs."""
-    with builder.if_else(builder.icmp_signed("==", size, ir.Constant(WORD, 4))) as (then, otherwise):
-        with then:
-            generate(4)
-        with otherwise:
-            generate(2)
+    """generate(4), generate(2) or generate(1), as the word `size` says when it runs."""
+
+    def branch(sizes):
+        if len(sizes) == 1:
+            generate(sizes[0])
+            return
+        with builder.if_else(builder.icmp_signed("==", size, ir.Constant(WORD, sizes[0]))) as (then, otherwise):
+            with then:
+                generate(sizes[0])
+            with otherwise:
+                branch(sizes[1:])
+
+    branch(SIZES)
 
 
 def _load(builder, base, index, lanes, size=4):
@@ -52,9 +62,21 @@ def _load(builder, base, index, lanes, size=4):
     address = builder.add(base, builder.mul(index, ir.Constant(WORD, size)))
     if size == 4:
         return builder.load(pointer(builder, address, _lanes(lanes)), align=4)
-    short, wide = ir.VectorType(ir.IntType(16), lanes), ir.VectorType(INT32, lanes)
-    number = builder.zext(builder.load(pointer(builder, address, short), align=2), wide)
-    return builder.bitcast(builder.shl(number, ir.Constant(wide, [16] * lanes)), _lanes(lanes))
+    stored = ir.VectorType(ir.IntType(8 * size), lanes)
+    bits = builder.load(pointer(builder, address, stored), align=size)
+    if size == 2:
+        wide = ir.VectorType(INT32, lanes)
+        return builder.bitcast(builder.shl(builder.zext(bits, wide), _all(wide, 16)), _lanes(lanes))
+    wide = ir.VectorType(ir.IntType(16), lanes)
+    bits = builder.zext(bits, wide)
+    sign = builder.shl(builder.and_(bits, _all(wide, 0x80)), _all(wide, 8))
+    rest = builder.shl(builder.and_(bits, _all(wide, 0x7F)), _all(wide, 7))
+    half = builder.bitcast(builder.or_(sign, rest), ir.VectorType(ir.HalfType(), lanes))
+    return builder.fmul(builder.fpext(half, _lanes(lanes)), _all(_lanes(lanes), 256.0))
+
+
+def _all(kind, value):
+    return ir.Constant(kind, [value] * kind.count)
 
 
 def _number(builder, base, index):

@@ -6,6 +6,11 @@ import jax
 import jax.numpy as jnp
 
 
+def read(pages: jax.Array) -> jax.Array:
+    """The numbers in pages: integers of 8 bits are those of float8_e4m3fn."""
+    return jax.lax.bitcast_convert_type(pages, jnp.float8_e4m3fn) if pages.dtype == jnp.uint8 else pages
+
+
 def paged_attention(
     q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None
 ) -> jax.Array:
@@ -18,8 +23,8 @@ def paged_attention(
     visible = jnp.where(token < cu_q_lens[-1], visible, 0)
 
     table = block_tables[row]  # [T, M]
-    keys = k_pages[table].transpose(0, 2, 1, 3, 4).reshape(t, k, -1, d).astype(jnp.float32)
-    values = v_pages[table].transpose(0, 2, 1, 3, 4).reshape(t, k, -1, d).astype(jnp.float32)
+    keys, values = (read(pages[table]).transpose(0, 2, 1, 3, 4).reshape(t, k, -1, d) for pages in (k_pages, v_pages))
+    keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
     grouped = q.astype(jnp.float32).reshape(t, k, n // k, d) * scale
     scores = jnp.einsum("tkgd,tkcd->tkgc", grouped, keys, precision="highest")
     if soft_cap is not None:

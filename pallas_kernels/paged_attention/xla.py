@@ -23,6 +23,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.reference import read
+
 SPAN = 128  # context tokens of a decode item, and of one trip through the chunk loop's inner loop times two
 GROUP = 32  # decode items an iteration: 32 x 128 tokens of keys and values fit a last-level cache
 TILE = 128  # query tokens of a chunk tile: 64 took 1.5 times as long on whole prompts of 200 and of 2,048 tokens
@@ -82,7 +84,7 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
     def body(state):
         i, top, norm, acc = state
         r, lens = row[i], left[i]
-        keys, values = _tile(k_pages, pages[i]), _tile(v_pages, pages[i])  # [group, K, span, D]
+        keys, values = (_tile(x, pages[i], q.dtype) for x in (k_pages, v_pages))  # [group, K, span, D]
         scores = jnp.einsum("xkcd,xkgd->xkcg", keys, q[r], preferred_element_type=jnp.float32)
         scores = _capped(jax.lax.optimization_barrier(scores).swapaxes(2, 3), soft_cap)
         real = (jnp.arange(span) < lens[:, None]) & (jnp.arange(span) >= gone[i][:, None])
@@ -129,7 +131,7 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
         def walk(state):
             j, top, norm, acc = state
             page = tables[r, j][None]
-            keys, values = _tile(k_pages, page)[0], _tile(v_pages, page)[0]  # [K, span, D]
+            keys, values = (_tile(x, page, q.dtype)[0] for x in (k_pages, v_pages))  # [K, span, D]
             scores = jnp.einsum("kqd,kcd->kqc", queries, keys, preferred_element_type=jnp.float32)
             place = j * span + jnp.arange(span)
             seen = place <= position[:, None]
@@ -182,8 +184,9 @@ def _spans(block_tables: jax.Array, per: int) -> jax.Array:
     return jnp.pad(block_tables, ((0, 0), (0, -m % per))).reshape(b, -1, per)
 
 
-def _tile(pages: jax.Array, ids: jax.Array) -> jax.Array:
-    """Pages [P, K, S, D] of ids [X, per] -> [X, K, per * S, D]. Block tables hold valid ids: no bounds check."""
+def _tile(pages: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Pages [P, K, S, D] of ids [X, per] -> [X, K, per * S, D] of dtype. Tables hold valid ids: no bounds check."""
     x, per = ids.shape
     _, k, s, d = pages.shape
-    return pages.at[ids].get(mode="promise_in_bounds").transpose(0, 2, 1, 3, 4).reshape(x, k, per * s, d)
+    tile = read(pages.at[ids].get(mode="promise_in_bounds")).astype(dtype)
+    return tile.transpose(0, 2, 1, 3, 4).reshape(x, k, per * s, d)

@@ -63,7 +63,7 @@ def test_every_run_happens_once_and_no_engine_is_built_twice(
     built: list[Any] = []
     loaded: list[str] = []
     engines = Engines(
-        alive, lambda model, dtype: loaded.append(model) or model, lambda **fields: built.append(fields) or fields
+        alive, lambda model, **dtypes: loaded.append(model) or model, lambda **fields: built.append(fields) or fields
     )
     for run in runs:
         engine = engines.get(run.point.experiment)
@@ -77,10 +77,14 @@ def test_every_run_happens_once_and_no_engine_is_built_twice(
 
 def test_weights_are_loaded_once_for_each_type_of_number() -> None:
     loaded = []
-    engines = Engines(4, lambda model, dtype: loaded.append((model, dtype)) or model, lambda **fields: fields)
-    for run in plan_runs(points(engine__block_size=[8, 16], engine__dtype=["float32", "bfloat16"]), alive=4):
-        assert engines.get(run.point.experiment)["dtype"] == run.point.experiment.engine.dtype
-    assert [dtype for _, dtype in loaded] == ["float32", "bfloat16"]
+    engines = Engines(
+        4, lambda model, **dtypes: loaded.append(tuple(dtypes.values())) or model, lambda **fields: fields
+    )
+    grid = {"engine__dtype": ["float32", "bfloat16"], "engine__weight_dtype": [None, "int8"]}
+    for run in plan_runs(points(engine__block_size=[8, 16], **grid), alive=4):
+        wanted, made = run.point.experiment.engine, engines.get(run.point.experiment)
+        assert (made["dtype"], made["weight_dtype"]) == (wanted.dtype, wanted.weight_dtype)
+    assert loaded == [(dtype, kept) for dtype in grid["engine__dtype"] for kept in grid["engine__weight_dtype"]]
 
 
 def test_an_engine_that_cannot_be_built_is_tried_once() -> None:
@@ -90,7 +94,7 @@ def test_an_engine_that_cannot_be_built_is_tried_once() -> None:
         tries.append(1)
         raise MemoryError("no room")
 
-    engines, (point,) = Engines(1, lambda model, dtype: model, make), points()
+    engines, (point,) = Engines(1, lambda model, **dtypes: model, make), points()
     with pytest.raises(MemoryError, match="no room"):
         engines.get(point.experiment)
     with pytest.raises(RuntimeError, match="MemoryError: no room"):
