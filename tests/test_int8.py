@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
@@ -46,6 +46,9 @@ def random_params(config) -> dict:
 
 @settings(max_examples=60, deadline=None)
 @given(arrays(np.float32, array_shapes(min_dims=2, max_dims=2), elements=st.floats(-1e6, 1e6, width=32)))
+@example(np.float32([[1e-45]]))
+@example(np.float32([[3e-43, -1e-44]]))
+@example(np.float32([[1e-36, 1e-38]]))
 def test_no_number_is_off_by_more_than_half_a_scale(matrix):
     numbers, scales = rounded(matrix)
     assert (numbers.dtype, scales.dtype) == (np.int8, np.float32)
