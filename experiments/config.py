@@ -10,6 +10,7 @@
     warmup: {requests: 2, max_tokens: 4}                      # untimed, before every measured run
     repeats: 3
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
+    simulate: {chip: h200, model: llama-3-8b}    # no device: a model of step times moves a clock, see simulate.py
 
 A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives points key by key.
 """
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.cost import STEPS, Simulate
 from experiments.strict import load_file, load_text, parse
 from experiments.workloads import AZURE, Spec, Trace
 from pagedjax.config import EngineConfig
@@ -78,6 +80,7 @@ class Experiment:
     repeats: int = 1
     seed: int = 0
     reseed: bool = False
+    simulate: Simulate | None = None
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or any(c in self.name for c in '/\\:*?"<>|'):
@@ -89,6 +92,10 @@ class Experiment:
         if self.sampling.stop:
             raise ValueError(
                 "sampling.stop: an experiment runs on token ids, without text; use sampling.stop_token_ids"
+            )
+        if self.simulate and not self.sampling.ignore_eos:
+            raise ValueError(
+                "sampling.ignore_eos is false, and a simulation knows no token that would end a request; set it to true"
             )
         size = self.engine.block_size
         if self.cache_tokens is not None and self.engine.num_blocks is not None:
@@ -194,7 +201,7 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
                 raise ValueError(f"sweep has the key {path!r}; {', '.join(_NOT_MEASURED)} cannot be swept")
             put(values, path, copy.deepcopy(value))
         _own_output_lengths(values.get("sampling"))
-        experiment = parse(Experiment, values, "")
+        experiment = _with_fit(parse(Experiment, values, ""), folder)
         content, source = read_content(experiment.workload, folder)
         point = Point(experiment, swept, point_key(experiment, content), content, source)
         for i, other in enumerate(points):
@@ -202,6 +209,18 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
                 raise ValueError(f"the sweep's points {i + 1} ({other.label}) and {len(points) + 1} are the same")
         points.append(point)
     return points
+
+
+def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
+    """The run to fit, if there is one, by its absolute path; it is tried from `folder`, then from the current one."""
+    simulate = experiment.simulate
+    if simulate is None or simulate.fit is None:
+        return experiment
+    places = [folder / simulate.fit, Path(simulate.fit)]
+    found = next((place for place in places if (place / STEPS).is_file()), None)
+    if found is None:
+        raise ValueError(f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's folder")
+    return dataclasses.replace(experiment, simulate=dataclasses.replace(simulate, fit=str(found.resolve())))
 
 
 def _own_output_lengths(sampling: Any) -> None:
@@ -258,6 +277,11 @@ def point_key(experiment: Experiment, content: str) -> str:
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in _NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
     del values["cache_tokens"]
+    if experiment.simulate is None:
+        del values["simulate"]
+    elif experiment.simulate.fit is not None:
+        steps = (Path(experiment.simulate.fit) / STEPS).read_bytes()
+        values["simulate"]["fit"] = hashlib.sha256(steps).hexdigest()
     if "file" in values["workload"]:  # a file is what it holds, not where it lies
         values["workload"]["file"] = hashlib.sha256(content.encode()).hexdigest()
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -107,10 +107,12 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     seed = experiment.seed + (repeat if experiment.reseed else 0)
     workload = build(experiment.workload, point.content, seed, llm.tokenizer.vocab_size, llm.tokenizer.encode)
     engine.reset()
-    warm_up(engine, experiment, workload.items)
+    if experiment.simulate is None:
+        warm_up(engine, experiment, workload.items)
     engine.reset()  # the warm-up must leave nothing to hit in the prefix cache, and no counter behind a seed
     gc.collect()  # garbage of the previous run is not this run's cost
-    start, results = drive(engine, workload.items, experiment.sampling)
+    clock = (engine.clock, engine.sleep) if experiment.simulate else ()
+    start, results = drive(engine, workload.items, experiment.sampling, *clock)
     requests = request_records(results, workload.items, start, experiment.sampling.drawn().n)
     steps = step_records(results, start, llm.engine.config.block_size)
     summary = summarize(requests, steps, engine.config.block_size, experiment.slo)

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from experiments.config import Experiment, Point
+from experiments.simulate import SimulatedLLM
 
 
 class Run(NamedTuple):
@@ -21,7 +22,7 @@ class Run(NamedTuple):
 
 def engine_key(experiment: Experiment) -> Hashable:
     """Points with equal keys run on one engine: they differ in workload, sampling or repeats only."""
-    return experiment.model, dataclasses.astuple(experiment.engine_config)
+    return experiment.model, experiment.simulate, dataclasses.astuple(experiment.engine_config)
 
 
 def weights_key(experiment: Experiment) -> tuple[str, str | None, str | None]:
@@ -93,6 +94,8 @@ class Engines:
         return self._engines[key]
 
     def _build(self, experiment: Experiment) -> Any:
+        if experiment.simulate is not None:
+            return SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model)
         key, config, before = weights_key(experiment), experiment.engine_config, len(self._engines)
         if self._weights is not None and self._weights[0] != key:
             self._engines.clear()

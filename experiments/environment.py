@@ -14,17 +14,17 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THRE
 _FLAG_FAMILIES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 
-def environment() -> dict[str, Any]:
-    """Commit, versions, device, processor and flags of this process. Starts jax's backend; names no machine or user."""
-    import jax
+def environment(*, device: bool = True) -> dict[str, Any]:
+    """Commit, versions, device, processor and flags of this process. Names no machine or user.
 
-    device = jax.devices()[0]
+    Starts jax's backend, unless the device does not matter.
+    """
     return {
         **git_state(Path(__file__).parent),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "device": {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()},
+        "device": _device() if device else {"platform": None, "kind": None, "count": 0},
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": _usable_cores()},
         "flags": {
             name: value
@@ -32,6 +32,13 @@ def environment() -> dict[str, Any]:
             if name in _FLAGS or name.startswith(_FLAG_FAMILIES)
         },
     }
+
+
+def _device() -> dict[str, Any]:
+    import jax
+
+    first = jax.devices()[0]
+    return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count()}
 
 
 def git_state(folder: Path) -> dict[str, Any]:

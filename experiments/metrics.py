@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.config import Slo
+from experiments.cost import work_of
 from experiments.workloads import WorkItem, branch_ids
 from pagedjax.types import Admitted, Finished, Sampled, StepResult
 
@@ -108,6 +109,8 @@ class StepRecord(NamedTuple):
     num_blocks: int
     held_tokens: int
     compilations: int
+    context_tokens: int = 0  # keys and values that attention reads: each sequence's context after the step
+    pairs: int = 0  # (query, key) pairs of causal attention
 
 
 def request_records(
@@ -129,12 +132,10 @@ def request_records(
     preemptions = dict.fromkeys(times, 0)
     reasons: dict[str, str] = {}
     for result in results:
-        for row in result.plan.rows:
-            if row.seq.request_id not in times:
-                raise ValueError(
-                    f"step {result.plan.step} runs the request {row.seq.request_id!r}, not in the workload"
-                )
-            scheduled.setdefault(row.seq.request_id, result.started - start)
+        for seq in result.plan.seqs:
+            if seq.request_id not in times:
+                raise ValueError(f"step {result.plan.step} runs the request {seq.request_id!r}, not in the workload")
+            scheduled.setdefault(seq.request_id, result.started - start)
         for request_id in result.plan.preempted:
             preemptions[request_id] += 1
         for event in result.events:
@@ -169,7 +170,7 @@ def step_records(results: Sequence[StepResult], start: float, block_size: int) -
     cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
     records = []
     for result in results:
-        plan = result.plan
+        plan, work = result.plan, work_of(result.plan, result.padded_tokens)
         for request_id in plan.preempted:
             cached.pop(request_id, None)
         for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
@@ -206,6 +207,8 @@ def step_records(results: Sequence[StepResult], start: float, block_size: int) -
                 num_blocks=plan.num_blocks,
                 held_tokens=held,
                 compilations=result.compilations,
+                context_tokens=work.context,
+                pairs=work.pairs,
             )
         )
     return records

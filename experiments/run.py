@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from experiments import config, require, store
 from experiments.config import Point
+from experiments.cost import SIMULATED
 from experiments.drive import Measured, measure
 from experiments.engines import Engines, Run, engine_key, plan_runs
 from experiments.environment import environment, load_average, processor_time, stolen_share
@@ -134,7 +135,7 @@ def sweep(
     if missing:
         from pagedjax import LLM, load_model
 
-        where = environment()
+        where = environment(device=not all(run.point.experiment.simulate for run in plan))
         warn_of_other_code(done.values(), where)
         engines = Engines(alive, partial(load_model, progress=not quiet), partial(LLM, progress=not quiet))
         with tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run") as bar:
@@ -159,7 +160,9 @@ def write_index(folder: Path, plan: Sequence[Run], done: dict[tuple[str, int], d
 def warn_of_other_code(summaries: Any, where: dict[str, Any]) -> None:
     """Say so when finished runs were measured on another commit or device: a sweep should compare like with like."""
     now = (where["commit"], where["device"]["kind"])
-    others = [summary for summary in summaries if (summary["commit"], summary["device"]) != now]
+    same = [(now[0], device) for device in (now[1], None)]  # None: simulated, the same everywhere
+    found = [(s, None if s["device"].startswith(SIMULATED) else s["device"]) for s in summaries]
+    others = [summary for summary, device in found if (summary["commit"], device) not in same]
     if others:
         print(
             f"note: {len(others)} finished runs come from another commit or device (such as {others[0]['commit']}, "
@@ -175,7 +178,8 @@ def noise(busy: float | None, since: tuple[int, int] | None) -> dict[str, float 
 
 def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     """Measure one run: the files of its folder and its summary. An error becomes a failed run."""
-    place = {"commit": where["commit"], "device": where["device"]["kind"]}
+    simulate = run.point.experiment.simulate
+    place = {"commit": where["commit"], "device": simulate.name if simulate else where["device"]["kind"]}
     head = {"schema": store.SCHEMA, **head_of(run), **place}
     before = load_average(), processor_time()
     try:
@@ -200,6 +204,8 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str
         startup = {**llm.startup, "total": engines.startup_seconds[engine_key(run.point.experiment)]}
         resolved = dataclasses.asdict(llm.engine.config)
         facts = {"attention_impl": resolved["attention_impl"], "engine": resolved, "startup": startup}
+        if simulate:
+            facts["simulate"] = dataclasses.asdict(simulate)
         files["env.json"] = store.json_text({**where, **facts, **noise(*before)})
     return {**files, "summary.json": store.json_text(summary)}, summary
 

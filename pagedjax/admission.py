@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from pagedjax import blocks, sharing
+from pagedjax import blocks, reservation, sharing
 from pagedjax.blocks import BlockPool
 from pagedjax.branches import together, width
 from pagedjax.policies import Policy
 from pagedjax.preemption import Pairs
+from pagedjax.state import SchedulerConfig
 from pagedjax.types import Running, Seq
 
 
@@ -25,7 +26,7 @@ class Entry(NamedTuple):
     swap_in: Pairs = ()
 
 
-def admit(entry: Entry, policy: Policy, waiting: tuple[Seq, ...], active: Running, size: int) -> Entry:
+def admit(entry: Entry, policy: Policy, waiting: tuple[Seq, ...], active: Running, config: SchedulerConfig) -> Entry:
     """Let in as many as fit. The first that does not ends it, so that nothing overtakes it for ever."""
     for unit in _units(policy.order(waiting, active)):
         if entry.budget <= 0 or sum(map(width, unit)) > entry.room:
@@ -34,7 +35,7 @@ def admit(entry: Entry, policy: Policy, waiting: tuple[Seq, ...], active: Runnin
         if len(unit) > 1:  # all or none: what the first ones note down must be undone if the last does not fit
             trial = entry._replace(coming=dict(entry.coming), moved=dict(entry.moved))
         for seq in unit:
-            trial = _place(trial, policy, seq, size) if trial else None
+            trial = _place(trial, policy, seq, config) if trial else None
         if trial is None:
             break
         entry = trial
@@ -52,24 +53,29 @@ def _units(line: Iterable[Seq]) -> Iterator[list[Seq]]:
             yield sorted((other for other in line if other.group == seq.group), key=lambda other: other.arrival)
 
 
-def _place(entry: Entry, policy: Policy, seq: Seq, size: int) -> Entry | None:
-    """Give a sequence its blocks; None when they do not suffice.
+def _place(entry: Entry, policy: Policy, seq: Seq, config: SchedulerConfig) -> Entry | None:
+    """Give a sequence its blocks; None when they do not suffice, or tokens for a prompt that must not be cut.
 
     Content in host blocks comes back, full blocks that branches shared once; a block that is not full comes back to
     each of them, because they write to it in this very step.
     """
-    pool, moved = entry.pool, entry.moved
+    pool, moved, size = entry.pool, entry.moved, config.block_size
     whole = seq.blocks[: seq.computed // size]
     if seq.blocks:
         found = tuple([moved[b] for b in whole if b in moved])
     else:
         found = sharing.find(pool, entry.coming, seq, size)
-    need = blocks.needed(seq.length, size) - len(found)
+    need = reservation.piece(config, seq) - len(found)
     free = pool.num_free - sum(block in pool.stamps for block in found)  # an idle block that is found is not free
     if need > free or not policy.admit(seq, need, free):
         return None
-    taken = blocks.allocate(blocks.share(pool, found), need)
-    assert taken is not None, "need was compared with what is free"
+    if config.reservation == "none":
+        taken = blocks.allocate(blocks.share(pool, found), need)
+        assert taken is not None, "need was compared with what is free"
+    else:
+        taken = blocks.allocate_run(pool, need)
+        if taken is None:
+            return None  # enough is free, and not in one piece
     pool, ids = taken
     swap_in = entry.swap_in
     if seq.blocks:
@@ -82,6 +88,8 @@ def _place(entry: Entry, policy: Policy, seq: Seq, size: int) -> Entry | None:
     else:
         entered = seq._replace(computed=len(found) * size, blocks=found + ids)
     count = min(entered.length - entered.computed, entry.budget)
+    if not config.chunked_prefill and entered.computed + count < entered.length:
+        return None
     sharing.fills(entry.coming, entered, entered.computed, entered.computed + count, size)
     room, budget = entry.room - width(seq), entry.budget - count
     return Entry(pool, entry.coming, budget, room, moved, (*entry.admitted, entered), swap_in)

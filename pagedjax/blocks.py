@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from immutables import Map
@@ -105,6 +106,45 @@ def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | Non
     free = pool.num_free - n
     pool = pool._replace(num_free=free, fresh=fresh + new, returned=returned, owners=owners.finish())
     return pool, tuple(ids)
+
+
+def allocate_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | None:
+    """Take n free blocks in a row, n a power of two, the first at a multiple of n -> (pool, ids); None without one.
+
+    As from a buddy allocator (Knowlton 1965): of the free pieces that are large enough the smallest is split, and
+    pieces that are free together are whole again. Costs go by the pool's blocks: this is a baseline (reservation.py).
+
+    Raises:
+        ValueError: n is no power of two, or blocks have been published, whose content it would not see.
+    """
+    if n < 1 or n & (n - 1):
+        raise ValueError(f"n is {n}; a run is a power of two of blocks")
+    if pool.hashes:
+        raise ValueError("runs come from pools that share nothing, and this one has published blocks")
+    used = list(accumulate((block in pool.owners for block in range(1, pool.num_blocks + 1)), initial=0))
+    start = _smallest_piece(used, n)
+    if start is None:
+        return None
+    ids = tuple(range(start + 1, start + n + 1))
+    owners = pool.owners.update(dict.fromkeys(ids, 1))
+    returned = None
+    for block in reversed(free_ids(pool)):
+        returned = returned if block in owners else (block, returned)
+    end = pool.num_blocks + 1
+    return pool._replace(num_free=pool.num_free - n, fresh=end, returned=returned, owners=owners), ids
+
+
+def _smallest_piece(used: Sequence[int], n: int) -> int | None:
+    """Where the smallest free piece of at least n blocks begins. `used` counts the owned ones before each."""
+    blocks, size = len(used) - 1, n
+    while size <= blocks:
+        for start in range(0, blocks - size + 1, size):
+            twin = start ^ size
+            merged = twin + size <= blocks and used[twin + size] == used[twin]
+            if used[start + size] == used[start] and not merged:
+                return start
+        size *= 2
+    return None
 
 
 def _evict(pool: BlockPool, n: int) -> tuple[BlockPool, list[int]]:

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar, get_args
 DType = Literal["float32", "bfloat16", "float16"]
 WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
-PolicyName = Literal["fcfs", "priority", "shortest", "fair"]
+PolicyName = Literal["fcfs", "priority", "shortest", "fair", "static"]
+Reservation = Literal["none", "oracle", "pow2", "max"]
 Preemption = Literal["recompute", "swap"]
 Compilation = Literal["eager", "lazy"]
 AttentionImpl = Literal["xla", "cpu", "pallas_gpu", "reference"]
@@ -50,6 +51,10 @@ class EngineConfig:
     steps_per_dispatch: steps of decodes that one dispatch runs one after another on the device, where what they will be
         can be told beforehand (ahead.py); their tokens arrive together. 1: each is a dispatch. Changes no token.
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
+    chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes share steps. Without
+        them steps are made as earlier engines made them (turns.py), to compare with.
+    reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of the cache for its
+        whole life, as engines before paging did (reservation.py); it needs enable_prefix_caching=False.
     seed: root of every random key; a request's own seed is folded into it.
     """
 
@@ -71,6 +76,9 @@ class EngineConfig:
     lookahead: int = 0
     steps_per_dispatch: int = 1
     compilation: Compilation = "eager"
+    chunked_prefill: bool = True
+    mixed_steps: bool = True
+    reservation: Reservation = "none"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,8 +99,15 @@ class EngineConfig:
             raise ValueError(f"swap_space_gib is {swap!r}; it must be a number of GiB, at least 0")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(f"enable_prefix_caching is {self.enable_prefix_caching!r}; it must be True or False")
+        for name in ("enable_prefix_caching", "chunked_prefill", "mixed_steps"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        one_of("reservation", self.reservation, get_args(Reservation))
+        if self.reservation != "none" and self.enable_prefix_caching:
+            raise ValueError(
+                f"reservation is {self.reservation!r}, whose pieces are shared with nobody, but enable_prefix_caching "
+                "is True; set enable_prefix_caching=False, or reservation='none'"
+            )
         one_of("preemption", self.preemption, get_args(Preemption))
         one_of("compilation", self.compilation, get_args(Compilation))
         if self.dtype is not None:

@@ -288,7 +288,8 @@ class Engine:
             self._recorder = None
         c = self.config
         limits = (c.block_size, c.num_blocks, c.max_num_batched_tokens, c.max_num_seqs, c.max_model_len)
-        self._state = scheduler.init(scheduler.SchedulerConfig(*limits, host_blocks(c, self.model)))
+        ways = (c.chunked_prefill, c.mixed_steps, c.reservation)
+        self._state = scheduler.init(scheduler.SchedulerConfig(*limits, host_blocks(c, self.model), *ways))
         self._sources: dict[str, Source] = {}
         self._searches: dict[int, beams.Search] = {}  # by the group of their beams
         self._ahead = Ahead()

@@ -26,10 +26,15 @@ def matrix(rows: int, columns: int, dtype: str, int8: bool) -> tuple[nnx.Param, 
     return weight, nnx.Param(jnp.zeros((rows,), jnp.float32)) if int8 else None
 
 
-def product(weight: nnx.Param, scales: nnx.Param | None, x: jax.Array) -> jax.Array:
-    """[out, in] @ [in, T] -> [out, T] of x's dtype."""
-    y = weight[...].astype(x.dtype) @ x
-    return y if scales is None else (y * scales[...][:, None]).astype(x.dtype)
+def product(weight: nnx.Param, scales: nnx.Param | None, x: jax.Array, *, rows: bool = False) -> jax.Array:
+    """[out, in] @ [in, T] -> [out, T] of x's dtype. rows: x is [T, in].
+
+    The sum is asked for in float32 and rounded then. Left to itself, XLA on a CPU keeps the sum of a 16-bit product in
+    float32 where that is what comes next, and then widens the whole weight for it, in every step.
+    """
+    over = (((1,), (1 if rows else 0,)), ((), ()))
+    y = jax.lax.dot_general(weight[...].astype(x.dtype), x, over, preferred_element_type=jnp.float32)
+    return (y if scales is None else y * scales[...][:, None]).astype(x.dtype)
 
 
 class Linear(nnx.Module):
@@ -39,8 +44,9 @@ class Linear(nnx.Module):
         self.weight, self.weight_scales = matrix(size_out, size_in, dtype, int8)
         self.bias = nnx.Param(jnp.zeros((size_out,), dtype)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = product(self.weight, self.weight_scales, x)
+    def __call__(self, x: jax.Array, *, rows: bool = False) -> jax.Array:
+        """rows: x is [T, in]."""
+        y = product(self.weight, self.weight_scales, x, rows=rows)
         return y if self.bias is None else y + self.bias[...][:, None]
 
 
@@ -54,10 +60,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-2, keepdims=True) + self.eps)
-        weight = self.weight[...][:, None]
-        if self.plus_one:
-            return (y * (1 + weight.astype(jnp.float32))).astype(x.dtype)
-        return weight * y.astype(x.dtype)
+        weight = self.weight[...].astype(jnp.float32)[:, None]
+        return (y * (1 + weight if self.plus_one else weight)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

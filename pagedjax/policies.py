@@ -100,4 +100,13 @@ SHORTEST = by_key("shortest", lambda seq: RATE * seq.arrival + seq.request.promp
 # request ends. Later ones come before one only while an older request of its user is unfinished.
 FAIR = Policy("fair", order=_fair, admit=_anyone, preempt=lambda running: _fair(running, Running())[-1])
 
-POLICIES = {policy.name: policy for policy in (FCFS, PRIORITY, SHORTEST, FAIR)}
+# A batch enters together and runs to the end of its last member before anyone else enters: how engines worked before
+# Orca's batching by iterations, to compare with. Every request ends, because every batch does.
+STATIC = Policy(
+    "static",
+    order=lambda waiting, running: () if running.seqs else waiting,
+    admit=_anyone,
+    preempt=lambda running: max(running, key=_arrival),
+)
+
+POLICIES = {policy.name: policy for policy in (FCFS, PRIORITY, SHORTEST, FAIR, STATIC)}

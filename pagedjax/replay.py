@@ -177,7 +177,9 @@ def _event_records(events: Sequence[Event], written: Written) -> list[dict[str, 
 
 
 def header_line(config: SchedulerConfig, policy: str, version: str) -> str:
-    return dump({"pagedjax_replay": FORMAT, "pagedjax": version, "policy": policy, "config": config._asdict()})
+    usual, values = config._field_defaults, config._asdict()
+    said = {name: value for name, value in values.items() if name == "host_blocks" or value != usual.get(name)}
+    return dump({"pagedjax_replay": FORMAT, "pagedjax": version, "policy": policy, "config": said})
 
 
 def dump(record: dict[str, Any]) -> str:

@@ -94,5 +94,7 @@ def smallest_step(platform: str, dtype: str) -> int:
 
 def shapes(c: Resolved, model: Model) -> Shapes:
     width = -(-c.max_model_len // c.block_size)
+    if c.reservation != "none":
+        width = 1 << (width - 1).bit_length()  # pieces are powers of two of blocks
     rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
     return Shapes(c.token_buckets, rows, c.block_size, width, c.max_model_len, model.config.vocab_size)

@@ -1,7 +1,8 @@
 """The scheduler: pure transitions of an immutable state. No device, no clock, no text, no token is stored here.
 
 The transitions are here; what they are made of is in preemption.py (rules 5 and 7), admission.py (3), sharing.py (which
-blocks can be found) and branches.py (4 and 6), and what they carry in state.py.
+blocks can be found) and branches.py (4 and 6), and what they carry in state.py. turns.py and reservation.py hold how
+earlier engines made a step (1 and 2) and kept a cache (3), to compare with.
 
     submit -> waiting -> (schedule admits) -> running -> (commit: stop, length) -> finished
                  ^                              |
@@ -33,12 +34,13 @@ from types import MappingProxyType
 
 from immutables import Map
 
-from pagedjax import blocks, branches, sharing
+from pagedjax import blocks, branches, reservation, sharing
 from pagedjax.admission import Entry, admit
 from pagedjax.branches import width
 from pagedjax.policies import Policy
 from pagedjax.preemption import make_room
 from pagedjax.state import SchedulerConfig, SchedulerState, check, places, running
+from pagedjax.turns import split, turns
 from pagedjax.types import (
     Admitted,
     Choice,
@@ -79,7 +81,7 @@ class Rejected(ValueError):
 
 
 def init(config: SchedulerConfig) -> SchedulerState:
-    for name, value in config._asdict().items():
+    for name, value in zip(config._fields[:6], config[:6], strict=True):
         least = 0 if name == "host_blocks" else 1
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
@@ -107,6 +109,9 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
     limit = final_length(r, c)
     names = (r.request_id, *r.forks)
     beams = len(names) if r.beams else 1  # those of one request have to fit at once, with nothing shared at worst
+    group = state.arrivals if r.forks or r.beams else None
+    seq = Seq(request, state.arrivals, limit, r.prompt_len, hashes=r.hashes, group=group)
+    _check_baselines(c, seq, beams)
     need, room = beams * blocks.needed(limit, c.block_size), c.num_blocks
     if need > room:
         what = f"can grow to {limit} tokens" + (f" in each of {beams} beams" if beams > 1 else "")
@@ -126,11 +131,33 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
         )
     if len(r.hashes) > r.prompt_len // c.block_size:
         raise Rejected(f"request {r.request_id!r} has {len(r.hashes)} hashes; its prompt has fewer full blocks")
-    group = state.arrivals if r.forks or r.beams else None
-    seq = Seq(request, state.arrivals, limit, r.prompt_len, hashes=r.hashes, group=group)
     ids = state.ids.update({name: None for name in names})
     stops = state.stops | r.stop_token_ids if state.ids else r.stop_token_ids
     return state._replace(waiting=(*state.waiting, seq), arrivals=state.arrivals + len(names), ids=ids, stops=stops)
+
+
+def _check_baselines(c: SchedulerConfig, seq: Seq, beams: int) -> None:
+    """What whole prompts and contiguous reservations rule out. Raises Rejected."""
+    name = seq.request_id
+    if not c.chunked_prefill and beams * seq.limit > c.max_num_batched_tokens:
+        each = f" in each of {beams} beams" if beams > 1 else ""
+        raise Rejected(
+            f"request {name!r} can grow to {seq.limit} tokens{each}, which have to fit into one step without "
+            f"chunked_prefill, but max_num_batched_tokens is {c.max_num_batched_tokens}; raise it, or lower max_tokens"
+        )
+    if c.reservation == "none":
+        return
+    if seq.request.forks or seq.request.beams or seq.hashes:
+        raise Rejected(
+            f"request {name!r} has branches or a shareable prefix, and a contiguous reservation ({c.reservation!r}) "
+            "shares nothing; use reservation='none', or n=1 and enable_prefix_caching=False"
+        )
+    need, room = reservation.piece(c, seq), reservation.largest(c)
+    if need > room:
+        raise Rejected(
+            f"request {name!r} reserves {need} blocks in a row (reservation {c.reservation!r}), but the largest piece "
+            f"of the pool has {room}; raise num_blocks to {need}, or lower max_model_len or max_tokens"
+        )
 
 
 def final_length(request: Request, config: SchedulerConfig) -> int:
@@ -142,30 +169,16 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
     """Decide what the next step computes. The plan has no rows when nothing runs and nothing can."""
     c = state.config
     state, made = make_room(state, policy)
-    pool, waiting, host = state.pool, state.waiting, state.host
-    active, decodes, held = _in_order(state.running)
-
-    counts = [1] * decodes
-    budget = c.max_num_batched_tokens - decodes
-    for length, computed in zip(active.lengths[decodes:], active.computed[decodes:], strict=True):
-        if budget == 0:
+    host, waiting = state.host, state.waiting
+    everyone, ones, held = _in_order(state.running)
+    for kind in turns(c, state.step):
+        active, decodes, waits = split(everyone, ones, kind)
+        counts, entry = _shared_out(state, policy, active, decodes, kind != "decodes" and not made.preempted)
+        if counts:
             break
-        counts.append(min(length - computed, budget))
-        budget -= counts[-1]
-
-    room = places(c) - len(state.running.seqs)
-    if waiting and room > 0:
-        room -= sum(map(width, state.running.seqs)) - len(state.running.seqs)
-    entry = Entry(pool, {}, budget, room, {})
-    if waiting and budget and room > 0 and not made.preempted:
-        coming = sharing.filling(active, decodes, counts, c.block_size)
-        entry = admit(entry._replace(coming=coming), policy, waiting, active, c.block_size)
+    held = waits.joined(held)
     admitted, pool = entry.admitted, entry.pool
     new = Running(admitted, tuple([seq.length for seq in admitted]), tuple([seq.computed for seq in admitted]))
-    for length, computed in zip(new.lengths, new.computed, strict=True):
-        if budget:  # beams enter together, though there may be tokens for the first of them only
-            counts.append(min(length - computed, budget))
-            budget -= counts[-1]
     resumed: tuple[str, ...] = ()
     if admitted:
         away = {seq.arrival: seq for seq in waiting if seq.blocks}
@@ -199,6 +212,32 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
     )
     active = active.joined(held) if held.seqs else active
     return state._replace(pool=pool, waiting=waiting, running=active, host=host), plan
+
+
+def _shared_out(
+    state: SchedulerState, policy: Policy, active: Running, decodes: int, admits: bool
+) -> tuple[list[int], Entry]:
+    """The tokens that each of the active gets, decodes first, and then each of those that enter."""
+    c = state.config
+    counts, budget = [1] * decodes, c.max_num_batched_tokens - decodes
+    for length, computed in zip(active.lengths[decodes:], active.computed[decodes:], strict=True):
+        if budget == 0:
+            break
+        counts.append(min(length - computed, budget))
+        budget -= counts[-1]
+
+    room = places(c) - len(state.running.seqs)
+    if state.waiting and room > 0:
+        room -= sum(map(width, state.running.seqs)) - len(state.running.seqs)
+    entry = Entry(state.pool, {}, budget, room, {})
+    if state.waiting and budget and room > 0 and admits:
+        coming = sharing.filling(active, decodes, counts, c.block_size)
+        entry = admit(entry._replace(coming=coming), policy, state.waiting, state.running, c)
+    for seq in entry.admitted:
+        if budget:  # beams enter together, though there may be tokens for the first of them only
+            counts.append(min(seq.length - seq.computed, budget))
+            budget -= counts[-1]
+    return counts, entry
 
 
 def commit(

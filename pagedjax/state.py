@@ -10,12 +10,13 @@ from immutables import Map
 from pagedjax import blocks
 from pagedjax.blocks import BlockPool
 from pagedjax.branches import together, width
+from pagedjax.config import Reservation
 from pagedjax.types import Running, Seq, current
 
 
 class SchedulerConfig(NamedTuple):
     """Integers of at least 1; `host_blocks` may be 0. `num_blocks` counts blocks that can be owned, without the trash
-    block."""
+    block. What follows `host_blocks` is how earlier engines did it: turns.py and reservation.py."""
 
     block_size: int
     num_blocks: int
@@ -23,6 +24,9 @@ class SchedulerConfig(NamedTuple):
     max_num_seqs: int
     max_model_len: int
     host_blocks: int = 0  # of the swap space; 0: preemption is by recomputation
+    chunked_prefill: bool = True
+    mixed_steps: bool = True
+    reservation: Reservation = "none"
 
 
 class SchedulerState(NamedTuple):

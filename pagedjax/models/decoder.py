@@ -149,8 +149,10 @@ class Attention(nnx.Module):
         q, k, v = (a.transpose(2, 0, 1) for a in (q, k, v))
         k_pages, v_pages = kv.write(k_pages, v_pages, k, v, batch.slots)
         where = batch.block_tables, batch.seq_lens, batch.cu_q_lens
-        y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=c.attn_cap)
-        return self.out(jax.lax.optimization_barrier(y.reshape(t, -1).T)), k_pages, v_pages
+        y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=c.attn_cap).reshape(t, -1)
+        wide = y.dtype == jnp.float32  # of a transposed operand in 16 bit, XLA on a CPU widens the weight
+        y = self.out(jax.lax.optimization_barrier(y.T)) if wide else self.out(y, rows=True)
+        return y, k_pages, v_pages
 
 
 class MLP(nnx.Module):
@@ -204,10 +206,12 @@ class SparseMLP(nnx.Module):
 
 
 def _activated(y: jax.Array, activation: str, gated: bool, *, axis: int) -> jax.Array:
+    """In float32, rounded once: in 16 bit every operation of an activation would be, which a CPU feels."""
+    dtype, y = y.dtype, y.astype(jnp.float32)
     if not gated:
-        return ACTIVATIONS[activation](y)
+        return ACTIVATIONS[activation](y).astype(dtype)
     gate, up = jnp.split(y, 2, axis=axis)
-    return ACTIVATIONS[activation](gate) * up
+    return (ACTIVATIONS[activation](gate) * up).astype(dtype)
 
 
 class Block(nnx.Module):

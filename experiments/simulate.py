@@ -1,0 +1,196 @@
+"""An engine without a device: the same scheduler, policies and requests, and a clock that a model of step times moves.
+
+    simulate: {chip: h200, model: llama-3-8b}      # a roofline, see cost.py
+    simulate: {fit: runs/w1/0123456789ab/0}        # the measured steps of a run
+
+In a config that section is the only difference: the same driver, events, records, summary and report. No token means
+anything, so requests end at their max_tokens and `sampling.ignore_eos` must be true; drawn lengths belong to the
+workload. Time is virtual: nothing sleeps, and a run is the same however busy the machine is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import cost
+from experiments.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, work_of
+from pagedjax import readout, scheduler
+from pagedjax.batch import Source, token_buckets
+from pagedjax.config import EngineConfig
+from pagedjax.intake import intake
+from pagedjax.params import SamplingParams
+from pagedjax.policies import POLICIES
+from pagedjax.tokenizer import load_tokenizer
+from pagedjax.types import Finished, Sampled, StepResult
+from pagedjax.weights.checkpoint import open_checkpoint
+
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+
+class SimulatedEngine:
+    """What a driver needs of an engine, in virtual time. `now` are the seconds since it was made or reset."""
+
+    def __init__(
+        self, config: EngineConfig, seconds: StepTime, *, vocab_size: int, host_blocks: int = 0, simulate: Simulate
+    ) -> None:
+        """`config` must say max_model_len, num_blocks and token_buckets; see `resolved`."""
+        assert config.max_model_len, "see `resolved`"
+        assert config.num_blocks, "see `resolved`"
+        self.config, self.now = config, 0.0
+        self._seconds, self._vocab_size, self._simulate = seconds, vocab_size, simulate
+        self._policy = POLICIES[config.policy]
+        self._limits = scheduler.SchedulerConfig(
+            config.block_size,
+            config.num_blocks,
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            config.max_model_len,
+            host_blocks,
+            config.chunked_prefill,
+            config.mixed_steps,
+            config.reservation,
+        )
+        self.reset()
+
+    def reset(self) -> None:
+        self.state = scheduler.init(self._limits)
+        self._sources: dict[str, Source] = {}
+        self.now = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.state.waiting or self.state.running.seqs)
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, forks: Sequence[str] = ()
+    ) -> None:
+        """As `Engine.add`. Raises ValueError for what could end before max_tokens, and what can never run."""
+        if not params.ignore_eos or params.stop_token_ids:
+            raise ValueError(
+                "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave stop_token_ids out"
+            )
+        caching = self.config.enable_prefix_caching
+        limits = {"vocab_size": self._vocab_size, "caching": caching, "priority": 0, "user": ""}
+        taken = intake(self.state, (request_id, *forks), prompt_token_ids, params, eos_token_ids=(), **limits)
+        self.state = scheduler.submit(self.state, taken.request)
+        if caching:  # nobody else asks what tokens are
+            self._sources |= taken.sources
+
+    def step(self) -> StepResult | None:
+        if not self.has_work:
+            return None
+        started = self.now
+        state, plan = scheduler.schedule(self.state, self._policy)
+        padded = self._padded(plan.num_tokens)
+        seconds = self._seconds(work_of(plan, padded, cached=self._simulate.kv_cache))
+        # no two sequences get the same tokens, so that no content is found that nobody would have computed
+        vocabulary = self._vocab_size
+        sampled = [
+            (seq.arrival * 7919 + length) % vocabulary for seq, length in zip(plan.seqs, plan.lengths, strict=True)
+        ]
+        hashes = readout.filled(plan, self._sources, self.config.block_size) if self._sources else scheduler.NO_HASHES
+        self.state, events = scheduler.commit(state, plan, sampled, hashes)
+        if self._sources:
+            self._take_in(events)
+        self.now = started + seconds + self._simulate.host_s
+        return StepResult(plan, events, started, self.now, seconds, padded, 0)
+
+    def _padded(self, tokens: int) -> int:
+        if not self._simulate.padded:
+            return tokens
+        assert self.config.token_buckets is not None
+        return next(size for size in self.config.token_buckets if size >= tokens)
+
+    def _take_in(self, events: Sequence[Any]) -> None:
+        for event in events:
+            if isinstance(event, Sampled):
+                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
+                    source = self._sources[request_id]
+                    source.tokens[source.length] = token
+                    source.length += 1
+            elif isinstance(event, Finished):
+                del self._sources[event.request_id]
+
+
+def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> EngineConfig:
+    """A configuration with lengths, blocks and buckets chosen as for an engine on a device of so many bytes.
+
+    Raises:
+        ValueError: max_model_len beyond the model's, or blocks that do not fit.
+    """
+    length = config.max_model_len or shape.longest
+    if length > shape.longest:
+        raise ValueError(f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower it")
+    blocks, size = config.num_blocks, config.block_size * shape.token_bytes
+    if memory is None and blocks is None:
+        raise ValueError("a fitted device has no memory to size the cache by; set cache_tokens or engine.num_blocks")
+    if memory is not None:
+        free = memory - shape.held_bytes
+        if blocks is None:
+            useful = config.max_num_seqs * -(-length // config.block_size)
+            blocks = min(useful, int(config.memory_fraction * free / size))
+        if blocks < 1 or blocks * size > free:
+            raise ValueError(
+                f"weights of {shape.held_bytes / 1e9:.1f} GB leave {max(free, 0) / 1e9:.1f} of {memory / 1e9:.1f} GB, "
+                f"room for {max(int(free / size), 0)} blocks of {config.block_size} tokens, and {blocks} are wanted; "
+                "lower num_blocks, or use more or larger chips"
+            )
+    buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens)
+    return dataclasses.replace(config, max_model_len=length, num_blocks=blocks, token_buckets=buckets)
+
+
+class SimulatedLLM:
+    """What `experiments.drive.measure` needs of an `LLM`."""
+
+    def __init__(self, simulate: Simulate, config: EngineConfig, model: str) -> None:
+        """`model` is read for its shape if the simulation names none, and for its tokenizer if a workload has text."""
+        shape, memory = _shape(simulate, config, model), None
+        if simulate.fit is not None:
+            steps = cost.read_steps((Path(simulate.fit) / cost.STEPS).read_text(encoding="utf-8"))
+            self.step_time: StepTime = cost.fit(steps)
+        else:
+            assert simulate.chip is not None, "`Simulate` has one of them"
+            chip, memory = CHIPS[simulate.chip], simulate.chips * CHIPS[simulate.chip].memory
+            shares = (simulate.bandwidth_share, simulate.rate_share)
+            self.step_time = Roofline(shape, chip, simulate.chips, *shares, config.block_size, simulate.batched_moves)
+        host_blocks = 0
+        if config.preemption == "swap":
+            host_blocks = int(config.swap_space_gib * 2**30 / (config.block_size * shape.token_bytes))
+        self.engine = SimulatedEngine(
+            resolved(config, shape, memory),
+            self.step_time,
+            vocab_size=shape.vocabulary,
+            host_blocks=host_blocks,
+            simulate=simulate,
+        )
+        self.tokenizer = _Tokenizer(model, shape.vocabulary)
+        self.startup: dict[str, float] = {}
+
+
+class _Tokenizer:
+    """Read when a workload has text, which most simulated ones have not."""
+
+    def __init__(self, model: str, vocab_size: int) -> None:
+        self._model, self._tokenizer, self.vocab_size = model, None, vocab_size
+
+    def encode(self, text: str) -> Sequence[int]:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(open_checkpoint(self._model))
+        return self._tokenizer.encode(text)
+
+
+def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
+    weights = NUMBER_BYTES[config.weight_dtype or config.dtype or "bfloat16"]
+    numbers = NUMBER_BYTES[config.kv_cache_dtype or config.dtype or "bfloat16"]
+    if simulate.model is not None:
+        return SHAPES[simulate.model]._replace(weight_bytes=weights, kv_bytes=numbers)
+    return cost.shape_of(open_checkpoint(model).config, weights, numbers)
