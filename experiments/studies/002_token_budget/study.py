@@ -1,0 +1,97 @@
+"""002: the token budget and what a step is made of, after Sarathi-Serve (Agrawal et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.cost import CHIPS, SHAPES, Roofline, Work
+from experiments.studies import draw
+from experiments.studies.findings import Claim, Findings, Interval, Summary, markdown, over, ratios, simulated
+
+QUESTION = "What do the token budget and the way a step is composed do to first tokens and to gaps between tokens?"
+NAMES = ("whole prompts beside decodes", "chunks and decodes by turns", "chunks beside decodes", "whole prompts first")
+TTFT, GAP = "ttft_s.p50", "itl_s.p99"
+ABLATION = "Sarathi-Serve, table 4"
+# Median time to first token and 99th percentile between tokens, in seconds, of the first three.
+PUBLISHED = ((0.53, 0.68), (1.04, 0.17), (0.76, 0.14))
+LOAD = (
+    "in a roofline chunks cost next to nothing, where kernels lose up to a quarter; whole prompts that wait are "
+    "computed together here, so that each waits for all; and the rate of that experiment is not printed"
+)
+STALL = "it grows with the prompt that joins, and which one the paper means is not known to us"
+TILES = (
+    "a product of 257 tokens has half as many tiles again as one of 256; on the GPU other tiles of the same wave hide "
+    "a part of that"
+)
+BUDGETS = (128, 256, 512, 1024, 2048, 4096)
+
+
+def chunked_prefill(step: Roofline, prompt: int, chunk: int) -> float:
+    """Seconds to compute a prompt alone, by so many tokens a step."""
+    total = 0.0
+    for start in range(0, prompt, chunk):
+        end = min(start + chunk, prompt)
+        count = end - start
+        total += step(Work(count, 1, int(end == prompt), end, count * start + count * (count + 1) // 2))
+    return total
+
+
+def run(folder: Path, quick: bool) -> Findings:
+    few = (f"workload.count={64 if quick else 256}",)
+    repeats = 2 if quick else None
+    found = simulated(folder / "config.yaml", *few, repeats=repeats)
+    runs: dict[str, Sequence[Summary]] = dict(zip(NAMES, (summaries for _, summaries in found), strict=True))
+    claims = []
+    for i in (1, 2):
+        for k, (metric, what) in enumerate(((TTFT, "first token, p50"), (GAP, "between tokens, p99"))):
+            published = PUBLISHED[i][k] / PUBLISHED[0][k]
+            ours = ratios(runs[NAMES[i]], runs[NAMES[0]], metric)
+            claims.append(Claim(ABLATION, f"{what}: {NAMES[i]}, over {NAMES[0]}", published, ours, 1.5, "x", LOAD))
+    yi = Roofline(SHAPES["yi-34b"], CHIPS["a100-80g"], 2, 0.8, 0.6)
+    cost = {chunk: 100 * (chunked_prefill(yi, 8192, chunk) / chunked_prefill(yi, 8192, 8192) - 1) for chunk in BUDGETS}
+    alone = "Sarathi-Serve, cost of chunks"
+    claims.append(Claim(alone, "prefill time more with chunks of 512", (0, 25), _exactly(cost[512]), 1.0, "%"))
+    claims.append(Claim(alone, "prefill time more with chunks of 2,048", (0, 3), _exactly(cost[2048]), 1.0, "%"))
+    mistral = Roofline(SHAPES["mistral-7b"], CHIPS["a100-80g"])
+    at, past = (mistral(Work(n, 1, 1, n, n * n // 2)) for n in (256, 257))
+    more = _exactly(100 * (past / at - 1))
+    claims.append(
+        Claim("Sarathi-Serve, tiles", "a step of 257 tokens over one of 256", (32, 32), more, 1.25, "%", TILES)
+    )
+
+    decodes = Work(32, 32, 32, 32 * 4096, 32 * 4096)
+    joined = Work(32 + 4096, 33, 33, 33 * 4096, 32 * 4096 + 4096 * 4097 // 2)
+    stall = _exactly(mistral(joined) / mistral(decodes))
+    what = "a prompt of 4,096 tokens beside 32 decodes of that context, over the decodes alone"
+    claims.append(Claim("Sarathi-Serve, stalls", what, (1, 28.3), stall, 1.0, "x", STALL))
+
+    rows = [
+        (name, *(over(summaries, path).middle for path in (TTFT, GAP, "itl_s.max"))) for name, summaries in runs.items()
+    ]
+    curve: dict[str, list[tuple[float, float]]] = {"first token, p50": [], "between tokens, p99": []}
+    for budget in BUDGETS[::3] if quick else BUDGETS:
+        ((_, summaries),) = simulated(
+            folder / "config.yaml",
+            "sweep=null",
+            f"engine.max_num_batched_tokens={budget}",
+            *few,
+            repeats=repeats,
+        )
+        curve["first token, p50"].append((budget, over(summaries, TTFT).middle))
+        curve["between tokens, p99"].append((budget, over(summaries, GAP).middle))
+    hybrid, both = rows[0], rows[2]
+    answer = [
+        f"Whole prompts beside decodes give the first token after {hybrid[1]:.2f} s and let one gap in a hundred last "
+        f"{hybrid[2]:.2f} s; chunks of 1,024 beside decodes {both[1]:.2f} and {both[2]:.2f} s.",
+        "The budget is the dial between the two: it bounds a step, and with it the gap, and it is what a prompt is "
+        "computed by.",
+    ]
+    figure = draw.curves({"Yi-34B, two A100": curve}, "tokens a step", "seconds", log_x=2, log_y=10)
+    head = ("a step has", "first token, p50, s", "between tokens, p99, s", "longest gap, s")
+    costs = markdown(("tokens a chunk", "prefill of 8,192 tokens takes longer by, %"), list(cost.items()))
+    return Findings(claims, answer, {"budget.svg": figure}, [markdown(head, rows), costs])
+
+
+def _exactly(value: float) -> Interval:
+    return Interval(value, value, value)

@@ -1,0 +1,89 @@
+"""003: what contiguous reservations waste, after Fig. 2 and 13 of the PagedAttention paper (Kwon et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.studies import draw, lengths
+from experiments.studies.findings import Claim, Findings, interval, markdown, results_of
+from pagedjax import reservation
+from pagedjax.scheduler import SchedulerConfig
+from pagedjax.types import StepResult
+
+QUESTION = "How much of the KV cache holds tokens, and how many requests run together, reserved or paged?"
+PAPER = "PagedAttention, Fig. 2"
+PARTS = ("tokens", "reserved", "internal", "external")
+# Per cent of the cache: token states, slots that requests fill later, slots that they never fill, slots of nobody.
+SHARES = {
+    "max": (20.4, 13.3, 57.3, 8.9),
+    "pow2": (26.8, 17.9, 13.6, 41.6),
+    "oracle": (38.2, 25.2, 0.0, 36.6),
+    "none": (96.3, None, None, None),
+}
+BATCHED = {  # Fig. 13: requests that run together
+    "ShareGPT": {"max": 7.00, "pow2": 9.81, "oracle": 13.62, "none": 30.42},
+    "Alpaca": {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "none": 132.44},
+}
+NAMES = {"max": "Orca (Max)", "pow2": "Orca (Pow2)", "oracle": "Orca (Oracle)", "none": "paged"}
+MEANS_ALONE = "the paper prints the means of its lengths alone; ours are exponential with those means"
+RATE = "the paper's requests came at a rate that the paged engine could serve, so its places were not all wanted"
+
+
+def shares(results: Sequence[StepResult], limits: SchedulerConfig) -> dict[str, float]:
+    """Per cent of all slots, over the steps in which somebody waits, when each has computed its tokens."""
+    total = dict.fromkeys(PARTS, 0.0)
+    for plan in [result.plan for result in results if result.plan.num_waiting]:
+        slots = plan.num_blocks * limits.block_size
+        held = wanted = reserved = 0
+        for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+            room = len(seq.blocks) * limits.block_size
+            asked = room if limits.reservation == "none" else reservation.tokens(limits, seq)
+            held += start + count
+            wanted += min(seq.limit, room)
+            reserved += max(asked, min(seq.limit, room))
+        parts = held, wanted - held, reserved - wanted, slots - reserved
+        for name, part in zip(PARTS, parts, strict=True):
+            total[name] += 100 * part / slots
+    steps = sum(bool(result.plan.num_waiting) for result in results)
+    return {name: value / steps for name, value in total.items()}
+
+
+def together(results: Sequence[StepResult]) -> float:
+    """Sequences in a step, on average, while somebody waits."""
+    sizes = [len(result.plan.seqs) for result in results if result.plan.num_waiting]
+    return sum(sizes) / len(sizes)
+
+
+def run(folder: Path, quick: bool) -> Findings:
+    claims, bars, rows = [], {}, []
+    for data in lengths.DATA:
+        count = (200 if quick else 600) * (1 if data == "ShareGPT" else 4)
+        bars[data] = {}
+        for point, runs in results_of(
+            folder / "config.yaml", *lengths.overrides(data), f"workload.count={count}", repeats=2 if quick else None
+        ):
+            kind = point.experiment.engine.reservation
+            found = [shares(results, limits) for limits, results in runs]
+            places = interval([together(results) for _, results in runs])
+            bars[data][NAMES[kind]] = {part: interval([each[part] for each in found]).middle for part in PARTS}
+            rows.append((data, NAMES[kind], *bars[data][NAMES[kind]].values(), places.middle))
+            if data == "ShareGPT":
+                for part, published in zip(PARTS, SHARES[kind], strict=True):
+                    if published:
+                        ours = interval([each[part] for each in found])
+                        what = f"{NAMES[kind]}: {part}"
+                        claims.append(Claim(PAPER, what, published, ours, 1.25, "%", MEANS_ALONE))
+            published = BATCHED[data][kind]
+            why = RATE if kind == "none" else MEANS_ALONE
+            what = f"{data}, {NAMES[kind]}: requests together"
+            claims.append(Claim("PagedAttention, Fig. 13", what, published, places, 1.25, "", why))
+    paged, most = bars["ShareGPT"]["paged"]["tokens"], bars["ShareGPT"]["Orca (Max)"]["tokens"]
+    answer = [
+        f"Of the cache {paged:.0f} % holds tokens when it is paged and {most:.0f} % when each request reserves the "
+        "longest there could be.",
+        "What is lost to reservations goes three ways: slots a request fills only later, slots it never fills, and "
+        "pieces of free memory that no power of two fits into.",
+    ]
+    table = markdown(("lengths like", "cache", *(f"{part}, %" for part in PARTS), "requests together"), rows)
+    return Findings(claims, answer, {"memory.svg": draw.stacks(bars, "% of the cache's slots")}, [table])

@@ -1,0 +1,46 @@
+"""007: shared prefixes, after Fig. 16 of the PagedAttention paper (Kwon et al. 2023)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.studies import draw
+from experiments.studies.findings import Claim, Findings, markdown, over, ratios, simulated
+
+QUESTION = "What is sharing a prefix worth, against engines that compute and keep it for every request?"
+PAPER = "PagedAttention, Fig. 16"
+PUBLISHED = {80: 1.67, 341: 3.58}  # throughput over Orca (Oracle)
+NAMES = ("Orca (Oracle)", "paged", "paged, prefix shared")
+WHY = "the lengths of the translated sentences are not printed, and a roofline has the prefix computed at full speed"
+
+
+def run(folder: Path, quick: bool) -> Findings:
+    claims, rows, lines = [], [], {name: [] for name in NAMES}
+    for prefix in (0, 80, 160, 341, 700) if not quick else PUBLISHED:
+        found = simulated(
+            folder / "config.yaml",
+            f"workload.shared_prefix={prefix}",
+            f"workload.count={300 if quick else 1500}",
+            repeats=2 if quick else None,
+        )
+        runs = dict(zip(NAMES, (summaries for _, summaries in found), strict=True))
+        for name, summaries in runs.items():
+            rate, hits = over(summaries, "requests_per_s"), over(summaries, "prefix_hit_share")
+            lines[name].append((prefix, rate.middle))
+            rows.append(
+                (prefix, name, rate.middle, 100 * hits.middle, over(summaries, "sequences_per_step.mean").middle)
+            )
+        if prefix in PUBLISHED:
+            gain = ratios(runs[NAMES[2]], runs[NAMES[0]], "requests_per_s")
+            claims.append(
+                Claim(PAPER, f"throughput, prefix of {prefix} tokens", PUBLISHED[prefix], gain, 1.25, "x", WHY)
+            )
+    paged = {prefix: b / a for (prefix, a), (_, b) in zip(lines[NAMES[0]], lines[NAMES[1]], strict=True)}
+    answer = [
+        f"Behind a prefix of 341 tokens, sharing makes {claims[-1].ours.middle:.1f} times the throughput of "
+        f"reservations that know every length, of which paging alone is {paged[341]:.1f}: the prefix is computed once, "
+        "and its blocks are there once.",
+    ]
+    head = ("prefix", "engine", "requests/s", "tokens found, %", "sequences a step")
+    figure = draw.curves({"LLaMA-13B, A100": lines}, "tokens of the shared prefix", "requests a second", lowest=0)
+    return Findings(claims, answer, {"throughput.svg": figure}, [markdown(head, rows)])

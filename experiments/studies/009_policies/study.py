@@ -1,0 +1,40 @@
+"""009: goodput of the queue's order under bursts. No published number: a question of our own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from experiments.studies import draw
+from experiments.studies.findings import Findings, markdown, over, ratios, simulated
+
+QUESTION = "Which order of the queue keeps most requests within their targets when load comes in bursts?"
+
+
+def run(folder: Path, quick: bool) -> Findings:
+    found = simulated(
+        folder / "config.yaml",
+        f"workload.count={200 if quick else 1500}",
+        *(("sweep.grid.workload.arrivals.rate=[4.0, 8.0]",) if quick else ()),
+        repeats=2 if quick else None,
+    )
+    lines: dict[str, list[tuple[float, float]]] = {}
+    rows, runs = [], {}
+    for point, summaries in found:
+        policy, rate = point.experiment.engine.policy, point.swept["workload.arrivals.rate"]
+        share = over(summaries, "goodput.share")
+        runs[policy, rate] = summaries
+        lines.setdefault(policy, []).append((rate, 100 * share.middle))
+        cells = (over(summaries, path).middle for path in ("ttft_s.p50", "ttft_s.p99", "itl_s.p99"))
+        rows.append((policy, rate, 100 * share.middle, *cells))
+    gains = {rate: ratios(runs["shortest", rate], runs["fcfs", rate], "goodput.share") for _, rate in runs}
+    rate, best = max(gains.items(), key=lambda one: one[1].middle)
+    worst = {policy: over(runs[policy, rate], "ttft_s.p99").middle for policy in ("fcfs", "shortest")}
+    answer = [
+        f"The shorter prompt first keeps up to {best.middle:.2f} times as many requests within 2 s and 60 ms as first "
+        f"come, first served ({best.low:.2f} to {best.high:.2f}, at {rate:g} requests a second), and lets one in a "
+        f"hundred wait {worst['shortest']:.1f} s where it would wait {worst['fcfs']:.1f}.",
+        "Where everybody is served in time the order makes no difference.",
+    ]
+    head = ("policy", "requests/s", "in time, %", "first token, p50, s", "p99, s", "between tokens, p99, s")
+    figure = draw.curves({"Llama-3-8B, A100": lines}, "requests a second", "% within both targets", lowest=0)
+    return Findings([], answer, {"goodput.svg": figure}, [markdown(head, rows)])

@@ -1,0 +1,119 @@
+"""Claims, intervals and the files that the studies write; and each study of simulated engines once, shortened."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from experiments import reproduce
+from experiments.studies import draw
+from experiments.studies.findings import Claim, Findings, Interval, interval, markdown, ratios, told
+
+SIMULATED = ("001", "002", "003", "004", "006", "007", "009")
+
+
+def claim(published, ours, factor=1.1, why=""):
+    return Claim("a paper", "a thing", published, Interval(ours, ours, ours), factor, "%", why)
+
+
+def test_a_number_agrees_within_its_factor_of_the_published_one():
+    assert claim(10.0, 10.9).agrees
+    assert claim(10.0, 9.1).agrees
+    assert not claim(10.0, 11.2).agrees
+    assert not claim(10.0, 9.0).agrees
+    assert claim(10.0, 20.0).ratio == 2.0
+
+
+def test_a_number_agrees_within_a_published_range():
+    assert claim((2.0, 8.0), 5.0, 1.0).agrees
+    assert claim((2.0, 8.0), 5.0).ratio == 1.0
+    assert claim((2.0, 8.0), 16.0).ratio == 2.0
+    assert claim((2.0, 8.0), 1.0).ratio == 0.5
+    assert not claim((2.0, 8.0), 9.0, 1.0).agrees
+
+
+def test_an_interval_covers_the_mean_of_few_numbers_and_of_many():
+    assert interval([3.0]) == (3.0, 3.0, 3.0)
+    assert interval([1.0, 3.0]) == (1.0, 2.0, 3.0)
+    low, middle, high = interval([9.0, 10.0, 11.0, 10.5, 9.5])
+    assert 9.0 < low < middle == 10.0 < high < 11.0
+    assert interval([2.0, 2.0, 2.0]) == (2.0, 2.0, 2.0)
+
+
+def test_ratios_are_taken_seed_by_seed():
+    above = [{"a": {"b": value}} for value in (2.0, 40.0)]
+    below = [{"a": {"b": value}} for value in (1.0, 20.0)]
+    assert ratios(above, below, "a.b") == (2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0"), (1234.5, "1,230"), (0.123456, "0.123"), (0.00001234, "1.2e-05"), (7.0, "7")]
+)
+def test_numbers_are_told_with_three_digits(value, text):
+    assert told(value) == text
+
+
+def test_tables_have_their_numbers_at_the_right():
+    text = markdown(("name", "value"), [("a", 1.0), ("b", 1234.0)])
+    assert text.splitlines() == ["| name | value |", "| --- | ---: |", "| a | 1 |", "| b | 1,230 |"]
+
+
+def test_figures_are_svg_that_repeats():
+    panels = {"left": {"a": [(1, 2.0), (2, 3.0)], "b": [(1, 1.0), (2, 1.0)]}}
+    first, second = (draw.curves(panels, "x", "y", log_x=2, dashed=("b",)) for _ in range(2))
+    assert first == second
+    assert ET.fromstring(first).tag.endswith("svg")
+    assert ET.fromstring(draw.stacks({"one": {"bar": {"a": 1.0, "b": 2.0}}}, "y")).tag.endswith("svg")
+
+
+def test_what_is_found_is_written_and_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "STUDIES", tmp_path)
+    (tmp_path / "042_answers").mkdir()
+    (tmp_path / "042_answers/study.py").touch()
+    claims = [claim(10.0, 10.5), claim((2.0, 8.0), 20.0, why="another planet")]
+    findings = Findings(claims, ["It is 42."], {"a.svg": "<svg/>"}, ["| t |"])
+    study = type("Study", (), {"QUESTION": "What is it?", "run": staticmethod(lambda folder, quick: findings)})
+    monkeypatch.setattr(reproduce.importlib, "import_module", lambda name: study)
+    assert reproduce.main(["042", "--out", str(tmp_path / "R.md")]) == 0
+    kept = json.loads((tmp_path / "042_answers/findings.json").read_text())
+    assert reproduce.claims_of(kept) == findings.claims
+    text = (tmp_path / "042_answers/README.md").read_text()
+    for part in ("What is it?", "It is 42.", "![a.svg](a.svg)", "no: another planet", "reproduce 042"):
+        assert part in text
+    assert "1 of 2 published numbers agree" in (tmp_path / "R.md").read_text()
+    assert (tmp_path / "042_answers/a.svg").read_text() == "<svg/>"
+
+
+def test_a_study_that_is_not_there_is_told(capsys):
+    assert reproduce.main(["003", "777"]) == 2
+    assert "there is no study '777'; there are 001_block_size" in capsys.readouterr().err
+
+
+def test_every_kept_finding_is_of_a_whole_run_and_in_the_table():
+    """What is committed was not shortened, and REPRODUCTION.md holds what the studies' own files do."""
+    found = [json.loads((reproduce.STUDIES / name / reproduce.FINDINGS).read_text()) for name in reproduce.names()]
+    assert not [one["name"] for one in found if one["quick"]]
+    assert (reproduce.STUDIES.parents[1] / "REPRODUCTION.md").read_text() == reproduce.reproduction(found)
+    for one in found:
+        assert (reproduce.STUDIES / one["name"] / "README.md").read_text() == reproduce.readme(one)
+
+
+def test_memory_shares_are_those_of_the_paper(tmp_path):
+    """The study that needs no time model, with few requests: nothing but the scheduler decides it."""
+    (name,) = reproduce.chosen(["003"])
+    found = reproduce.run(name, quick=True)
+    shares = {c["what"]: c for c in found["claims"]}
+    for kind, tokens in (("Orca (Max)", 20.4), ("Orca (Pow2)", 26.8), ("Orca (Oracle)", 38.2), ("paged", 96.3)):
+        assert shares[f"{kind}: tokens"]["ours"].middle == pytest.approx(tokens, rel=0.12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", SIMULATED)
+def test_a_study_runs_shortened(number):
+    (name,) = reproduce.chosen([number])
+    found = reproduce.run(name, quick=True)
+    assert found["answer"]
+    assert found["svg"]
+    assert all(claim["ours"].low <= claim["ours"].middle <= claim["ours"].high for claim in found["claims"])
