@@ -45,13 +45,18 @@ class Work(NamedTuple):
 
 def work_of(plan: Plan, padded: int, *, cached: bool = True) -> Work:
     """The work of a plan. `cached` is False for an engine without a KV cache, which computes every token again."""
+    moved = len(plan.swap_out) + len(plan.swap_in)
+    if cached and plan.num_tokens == len(plan.seqs):  # decodes alone, as most steps are
+        context = sum(plan.starts) + len(plan.seqs)
+        if context == sum(plan.lengths):
+            return Work(padded, len(plan.seqs), len(plan.seqs), context, context, moved)
     starts, counts = np.asarray(plan.starts), np.asarray(plan.counts)
     ends = starts + counts
     if not cached:
         padded, starts, counts = padded + int(starts.sum()), np.zeros_like(starts), ends
     sampled = int((ends == np.asarray(plan.lengths)).sum())
     pairs = int((counts * starts + counts * (counts + 1) // 2).sum())
-    return Work(padded, len(ends), sampled, int(ends.sum()), pairs, len(plan.swap_out) + len(plan.swap_in))
+    return Work(padded, len(ends), sampled, int(ends.sum()), pairs, moved)
 
 
 class Shape(NamedTuple):

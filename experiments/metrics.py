@@ -28,7 +28,7 @@ import numpy as np
 from experiments.config import Slo
 from experiments.cost import work_of
 from experiments.workloads import WorkItem, branch_ids
-from pagedjax.types import Admitted, Finished, Sampled, StepResult
+from pagedjax.types import Admitted, Finished, Plan, Sampled, StepResult
 
 PERCENTILES = (50, 90, 99)
 
@@ -175,8 +175,9 @@ def step_records(results: Sequence[StepResult], start: float, block_size: int) -
             cached.pop(request_id, None)
         for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
             cached[seq.request_id] = (seq.blocks, before + count)
-        held = _held(cached.values(), block_size)
-        listed = sum(len(blocks) for blocks, _ in cached.values())
+        listed = sum([len(blocks) for blocks, _ in cached.values()])
+        shared = listed != plan.blocks_used
+        held = _held(cached.values(), block_size) if shared else sum([tokens for _, tokens in cached.values()])
         entered = [event for event in result.events if isinstance(event, Admitted)]
         finished = [event for event in result.events if isinstance(event, Finished)]
         for event in finished:
@@ -190,10 +191,7 @@ def step_records(results: Sequence[StepResult], start: float, block_size: int) -
                 host_seconds=result.host_seconds,
                 sequences=len(plan.seqs),
                 tokens=plan.num_tokens,
-                prompt_tokens=sum(
-                    max(0, min(count, seq.request.prompt_len - before))
-                    for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
-                ),
+                prompt_tokens=_prompt_tokens(plan),
                 padded_tokens=result.padded_tokens,
                 sampled=sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled)),
                 admitted=len(plan.admitted),
@@ -212,6 +210,11 @@ def step_records(results: Sequence[StepResult], start: float, block_size: int) -
             )
         )
     return records
+
+
+def _prompt_tokens(plan: Plan) -> int:
+    rows = zip(plan.seqs, plan.starts, plan.counts, strict=True)
+    return sum([max(0, min(count, seq.request.prompt_len - before)) for seq, before, count in rows])
 
 
 def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int) -> int:
