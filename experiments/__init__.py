@@ -3,6 +3,8 @@
 python -m experiments.run configs/quickstart.yaml        measure
 experiments.load_runs("runs/quickstart")                 read the results as a pandas DataFrame
 python -m experiments.report runs/quickstart             draw the report again
+python -m experiments.compare runs/before runs/after     is a difference real?
+python -m experiments.capacity configs/...yaml           the highest rate that meets the config's targets
 """
 
 from __future__ import annotations

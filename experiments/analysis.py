@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from experiments import flatten
@@ -25,6 +25,8 @@ class Metric(NamedTuple):
 THROUGHPUT = Metric("output_tokens_per_s", "Output throughput", "tokens/s", 1.0, "high", "output")
 TTFT = Metric("ttft_s.p50", "Time to first token, p50", "ms", 1e3, "low", "TTFT p50")
 ITL = Metric("itl_s.p50", "Inter-token latency, p50", "ms", 1e3, "low", "ITL p50")
+TTFT_P99 = Metric("ttft_s.p99", "Time to first token, p99", "ms", 1e3, "low", "TTFT p99")
+ITL_P99 = Metric("itl_s.p99", "Inter-token latency, p99", "ms", 1e3, "low", "ITL p99")
 FRAGMENTATION = Metric("fragmentation_share", "Empty slots in used blocks", "%", 1e2, "low", "empty slots")
 PADDING = Metric("padding_share", "Padding in computed tokens", "%", 1e2, "low", "padding")
 PEAK_SLOTS = Metric("slots_used.peak", "Peak cache use", "token slots", 1.0, "low", "peak cache")
@@ -34,9 +36,9 @@ TABLE = (
     THROUGHPUT,
     Metric("steady_output_tokens_per_s", "Steady output throughput", "tokens/s", 1.0, "high", "steady"),
     TTFT,
-    Metric("ttft_s.p99", "Time to first token, p99", "ms", 1e3, "low", "TTFT p99"),
+    TTFT_P99,
     ITL,
-    Metric("itl_s.p99", "Inter-token latency, p99", "ms", 1e3, "low", "ITL p99"),
+    ITL_P99,
     Metric("e2e_s.p50", "End to end, p50", "s", 1.0, "low", "E2E p50"),
     Metric("goodput.requests_per_s", "Goodput", "requests/s", 1.0, "high", "goodput"),
     Metric("steps", "Steps", "", 1.0, "low", "steps"),
@@ -129,12 +131,16 @@ def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
     return found
 
 
-def pareto(rows: Sequence[PointRow], high: Metric, low: Metric) -> list[PointRow]:
-    """The points that no other one beats: more of `high` costs more of `low`. In ascending order of both."""
-    front: list[PointRow] = []
-    for row in sorted(rows, key=lambda row: (row.middle(low), -row.middle(high))):
-        if not front or row.middle(high) > front[-1].middle(high):
-            front.append(row)
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Places of the points (cost, gain) that none dominates, in ascending order of both.
+
+    A point dominates another when it costs no more, gains no less and is better in one of the two: equal ones do not.
+    """
+    front: list[int] = []
+    for place in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
+        last = points[front[-1]] if front else (-math.inf, -math.inf)
+        if points[place][1] > last[1] or points[place] == last:
+            front.append(place)
     return front
 
 
@@ -231,7 +237,12 @@ def text_table(rows: Sequence[PointRow]) -> str:
     }
     for metric in (TTFT, ITL, PADDING, FRAGMENTATION):
         shown[f"{metric.short} {metric.unit}"] = [number(row.middle(metric)) for row in rows]
-    columns = [[name, *cells] for name, cells in shown.items()]
-    widths = [max(map(len, column)) for column in columns]
-    lines_of_text = zip(*columns, strict=True)
+    return aligned(shown)
+
+
+def aligned(columns: Mapping[str, Sequence[str]]) -> str:
+    """Columns of text under their names, as lines of a terminal."""
+    named = [[name, *cells] for name, cells in columns.items()]
+    widths = [max(map(len, column)) for column in named]
+    lines_of_text = zip(*named, strict=True)
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines_of_text)

@@ -78,7 +78,8 @@ class Engines:
         self.startup_seconds: dict[Hashable, float] = {}
 
     def get(self, experiment: Experiment) -> Any:
-        """The engine of `experiment`. One that could not be built fails again at once, with the same words."""
+        """The engine of `experiment`. One that could not be built fails again at once, with the same words; a
+        simulated one, which costs nothing, is tried again, so that it fails alike in any process."""
         key = engine_key(experiment)
         if key in self._broken:
             raise RuntimeError(self._broken[key])
@@ -87,7 +88,8 @@ class Engines:
             try:
                 self._engines[key] = self._build(experiment)
             except Exception as error:
-                self._broken[key] = f"{type(error).__name__}: {error}"  # the error itself would keep arrays alive
+                if experiment.simulate is None:
+                    self._broken[key] = f"{type(error).__name__}: {error}"  # the error itself would keep arrays alive
                 raise
             self.startup_seconds[key] = time.perf_counter() - began
         self._engines.move_to_end(key)

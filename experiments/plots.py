@@ -17,9 +17,10 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from experiments.analysis import DEVICE, HOST, ITL, THROUGHPUT, Axes, Metric, PointRow, lines, number, pareto
+from experiments.analysis import DEVICE, HOST, THROUGHPUT, Axes, Metric, PointRow, lines, number, pareto
 
 WIDE = 11.0  # inches; text keeps the size it has in a narrow plot when the page scales both to their places
+MOST_STEPS = 2000  # that a timeline shows: of more, every second, third ...; its plot is no wider
 SERIES = 8  # colours and markers before they repeat
 _MARKERS = "osD^vPXp"
 # Placeholders: no other colour may be equal to one of these.
@@ -175,35 +176,53 @@ def time_plot(rows: Sequence[PointRow]) -> str | None:
     return plot.svg("Host and device time per step")
 
 
-def pareto_plot(rows: Sequence[PointRow], axes: Axes) -> str | None:
-    """Throughput against the median gap between tokens; the front is what no other point beats on both."""
-    rows = [row for row in rows if ITL.column in row.values]
-    if len(rows) < 2:
+def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | None:
+    """Throughput against `latency`, the points that no other one beats on both joined; None for fewer than three."""
+    rows = [row for row in rows if latency.column in row.values and THROUGHPUT.column in row.values]
+    if len(rows) < 3:
         return None
     plot = Plot(WIDE, height=3.9)
-    front = pareto(rows, THROUGHPUT, ITL)
-    corner = [(row.middle(ITL), row.middle(THROUGHPUT)) for row in front]
-    plot.axes.plot(*zip(*corner, strict=True), color=_MUTED, lw=1.2, ls=(0, (4, 3)), zorder=1)
+    at = [(row.middle(latency), row.middle(THROUGHPUT)) for row in rows]
+    front = pareto(at)
+    plot.axes.plot(*zip(*(at[i] for i in front), strict=True), color=_MUTED, lw=1.2, ls=(0, (4, 3)), zorder=1)
+    best = {rows[i].key for i in front}
     for index, members in enumerate(lines(rows, axes).values()):
         for row in members:
-            gap, rate = row.values[ITL.column], row.values[THROUGHPUT.column]
+            cost, rate = row.values[latency.column], row.values[THROUGHPUT.column]
             shade: dict[str, Any] = {"color": colour(index), "lw": 1, "alpha": 0.45, "zorder": 2}
-            plot.axes.plot([gap.low, gap.high], [rate.middle, rate.middle], **shade)
-            plot.axes.plot([gap.middle, gap.middle], [rate.low, rate.high], **shade)
-            size = 8 if row in front else 6
-            plot.axes.plot([gap.middle], [rate.middle], color=colour(index), zorder=3, **marker(index, size))
-            plot.tip(gap.middle, rate.middle, f"{tooltip(row, THROUGHPUT)}\n{ITL.title}: {number(gap.middle)} ms")
-    for row in front:
-        at = (row.middle(ITL), row.middle(THROUGHPUT))
-        plot.axes.annotate(row.label, at, xytext=(9, 7), textcoords="offset points", fontsize=8, color=_INK)
+            plot.axes.plot([cost.low, cost.high], [rate.middle, rate.middle], **shade)
+            plot.axes.plot([cost.middle, cost.middle], [rate.low, rate.high], **shade)
+            size = 8 if row.key in best else 5
+            plot.axes.plot([cost.middle], [rate.middle], color=colour(index), zorder=3, **marker(index, size))
+            words = f"{latency.title}: {number(cost.middle)} {latency.unit}"
+            plot.tip(cost.middle, rate.middle, f"{tooltip(row, THROUGHPUT)}\n{words}")
+    costs = [cost for cost, _ in at]
+    if wide := min(costs) > 0 and max(costs) > 20 * min(costs):
+        plot.axes.set_xscale("log")
+        plot.axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    for i in _apart([(math.log(cost) if wide else cost, rate) for cost, rate in at], front):
+        plot.axes.annotate(rows[i].label, at[i], xytext=(9, -11), textcoords="offset points", fontsize=8, color=_INK)
     plot.axes.margins(x=0.16, y=0.16)
-    plot.axes.set_xlabel(f"{ITL.title}, {ITL.unit} (less is better)")
+    plot.axes.set_xlabel(f"{latency.title}, {latency.unit} (less is better)")
     plot.axes.set_ylabel(f"{THROUGHPUT.title}, {THROUGHPUT.unit}")
-    return plot.svg("Throughput against inter-token latency")
+    return plot.svg(f"{THROUGHPUT.title} against {latency.title}")
+
+
+def _apart(at: Sequence[tuple[float, float]], front: Sequence[int]) -> list[int]:
+    """The points of the front whose labels do not cover one another; those left out have their tooltips."""
+    width, height = (max(values) - min(values) for values in zip(*at, strict=True))
+    kept: list[int] = []
+    for i in front:
+        if all(abs(at[i][0] - at[j][0]) > width / 3 or abs(at[i][1] - at[j][1]) > height / 20 for j in kept):
+            kept.append(i)
+    return kept
 
 
 def timeline_plot(edges: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
     """Values that hold from one step's end to the next, over the seconds of a run; edges are one more than values."""
+    every = -(-len(edges) // MOST_STEPS)
+    edges = [*edges[:-1:every], edges[-1]]
+    series = {name: values[::every] for name, values in series.items()}
     plot = Plot()
     for index, values in enumerate(series.values()):
         plot.axes.stairs(values, edges, baseline=None, color=colour(index), lw=max(1.4, 2.4 - 0.6 * index))

@@ -16,11 +16,13 @@ from experiments import analysis, require, store
 from experiments.analysis import (
     FRAGMENTATION,
     ITL,
+    ITL_P99,
     PADDING,
     PEAK_SLOTS,
     TABLE,
     THROUGHPUT,
     TTFT,
+    TTFT_P99,
     Axes,
     PointRow,
     number,
@@ -119,7 +121,11 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
             "title": "What throughput costs",
             "note": "Up and to the left is better. The dashed front joins the points that no other one beats on both.",
             "legend": by_line,
-            "figures": wide("Throughput against inter-token latency", plots.pareto_plot(rows, axes)),
+            "figures": [
+                figure
+                for latency in (TTFT_P99, ITL_P99)
+                for figure in wide(f"Throughput against {latency.short}", plots.pareto_plot(rows, axes, latency))
+            ],
         },
         {
             "title": "Where memory goes",

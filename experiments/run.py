@@ -1,7 +1,8 @@
-"""Measure an experiment: python -m experiments.run configs/quickstart.yaml [--set a.b=c ...]
+"""Measure an experiment: python -m experiments.run configs/quickstart.yaml [--set a.b=c ...] [--jobs 4]
 
 Every point of the sweep times its repeats becomes a folder (see store.py). A sweep that was stopped, even by SIGKILL,
-goes on where it was: the same command measures only what is missing or has failed.
+goes on where it was: the same command measures only what is missing or has failed. Simulated points can run in several
+processes (--jobs, see parallel.py), with the same results.
 
 Exit status: 0 all runs are good, 1 some run failed (the table says which and why), 2 the config is wrong.
 """
@@ -13,21 +14,25 @@ import dataclasses
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from experiments import config, require, store
+from experiments import config, parallel, require, store
 from experiments.config import Point
 from experiments.cost import SIMULATED
 from experiments.drive import Measured, measure
 from experiments.engines import Engines, Run, engine_key, plan_runs
 from experiments.environment import environment, load_average, processor_time, stolen_share
 from experiments.metrics import RequestRecord
+from experiments.parallel import Result
 from pagedjax.config import EngineConfig
+
+Measure = Callable[[Iterable[Run], dict[str, Any]], Generator[Result, None, None]]  # runs, and where they run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         points = config.load(Path(options.config), tuple(options.set))
         if options.engines < 1:
             raise ValueError(f"--engines is {options.engines}; it must be at least 1")
+        parallel.check(points, options.jobs, options.backend)
         plan = plan_runs(points, options.engines)
         folder = Path(options.out) / points[0].experiment.name
         store.clean(folder)
@@ -52,7 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = ["python", "-m", "experiments.run", *(sys.argv[1:] if arguments is None else arguments)]
     write_sweep(folder, points, shlex.join(command))
     try:
-        summaries = sweep(plan, folder, done, alive=options.engines, quiet=options.quiet)
+        if options.jobs > 1:
+            measure_all: Measure = partial(parallel.results, jobs=options.jobs, backend=options.backend)
+        else:
+            measure_all = partial(in_turn, engines=make_engines(options.engines, quiet=options.quiet))
+        summaries = sweep(plan, folder, done, measure_all, quiet=options.quiet)
     except KeyboardInterrupt:
         print(f"\nstopped; the same command goes on from here. Results so far: {folder}", file=sys.stderr)
         return 130
@@ -74,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML")
     parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
     parser.add_argument("--engines", type=int, default=4, help="engines kept alive at a time (default: 4)")
+    parser.add_argument("--jobs", type=int, default=1, help="simulated runs at a time (default: 1)")
+    parser.add_argument("--backend", choices=parallel.BACKENDS, default="loky", help="of --jobs (default: loky)")
     parser.add_argument("--dry-run", action="store_true", help="say what would run, and stop")
     parser.add_argument("--no-resume", action="store_true", help="measure everything again")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no table")
@@ -126,27 +138,50 @@ def write_sweep(folder: Path, points: Sequence[Point], command: str) -> None:
     store.write_file(folder / "sweep.json", store.json_text(about))
 
 
+def make_engines(alive: int, *, quiet: bool) -> Engines:
+    from pagedjax import LLM, load_model
+
+    return Engines(alive, partial(load_model, progress=not quiet), partial(LLM, progress=not quiet))
+
+
+def in_turn(runs: Iterable[Run], where: dict[str, Any], engines: Engines) -> Generator[Result, None, None]:
+    """Each run after the other, in this process."""
+    for run in runs:
+        yield one_run(run, engines, where)
+
+
 def sweep(
-    plan: Sequence[Run], folder: Path, done: dict[tuple[str, int], dict[str, Any]], *, alive: int, quiet: bool
+    plan: Sequence[Run],
+    folder: Path,
+    done: dict[tuple[str, int], dict[str, Any]],
+    measure_all: Measure,
+    *,
+    quiet: bool,
 ) -> list[dict[str, Any]]:
     """Measure what is missing of `plan`; the summaries of all its runs, in the order of the sweep."""
     missing = [run for run in plan if (run.point.key, run.repeat) not in done]
     write_index(folder, plan, done)  # now, so that a sweep that is stopped can be read
     if missing:
-        from pagedjax import LLM, load_model
-
         where = environment(device=not all(run.point.experiment.simulate for run in plan))
         warn_of_other_code(done.values(), where)
-        engines = Engines(alive, partial(load_model, progress=not quiet), partial(LLM, progress=not quiet))
-        with tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run") as bar:
-            for run in missing:
-                bar.set_description(f"{run.point.label}, repeat {run.repeat}")
-                files, summary = one_run(run, engines, where)
-                store.write_run(store.run_folder(folder, run.point.key, run.repeat), files)
-                done[run.point.key, run.repeat] = summary
+        with (
+            tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run") as bar,
+            closing(measure_all(announced(missing, bar), where)) as results,
+        ):
+            for files, summary in results:
+                key = summary["point"], summary["repeat"]
+                store.write_run(store.run_folder(folder, *key), files)
+                done[key] = summary
                 write_index(folder, plan, done)
                 bar.update()
     return write_index(folder, plan, done)
+
+
+def announced(runs: Iterable[Run], bar: Any) -> Iterator[Run]:
+    """The runs; the progress bar names each when it begins."""
+    for run in runs:
+        bar.set_description(f"{run.point.label}, repeat {run.repeat}")
+        yield run
 
 
 def write_index(folder: Path, plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]]) -> list[dict[str, Any]]:

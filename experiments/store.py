@@ -22,6 +22,8 @@ from typing import Any
 
 import yaml
 
+from experiments.metrics import BranchRecord, RequestRecord
+
 SCHEMA = 1
 _SUMMARY = "summary.json"
 _TEMPORARY = ".writing-"
@@ -120,6 +122,28 @@ def read_runs(folder: str | PathLike[str]) -> list[dict[str, Any]]:
             "`python -m experiments.run CONFIG` makes them"
         )
     return runs
+
+
+def read_requests(folder: Path) -> list[RequestRecord]:
+    """The lines of a run's requests.jsonl.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = folder / "requests.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ValueError(f"there is no {path}; a run folder has one, made by `python -m experiments.run`") from None
+    return [_request(json.loads(line)) for line in lines]
+
+
+def _request(row: dict[str, Any]) -> RequestRecord:
+    branches = [
+        BranchRecord(**{**b, "token_times": tuple(b["token_times"]), "token_ids": tuple(b["token_ids"])})
+        for b in row["branches"]
+    ]
+    return RequestRecord(**{**row, "branches": tuple(branches)})
 
 
 def json_text(value: Any) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from experiments import analysis, plots, report, store
 from experiments.analysis import Axes
@@ -113,17 +115,30 @@ def test_the_reading_says_what_is_not_known() -> None:
     assert "1 of 3 runs failed and are left out." in analysis.reading(mixed, analysis.points(mixed), Axes(None, ()))
 
 
-def test_the_pareto_front_is_what_nothing_beats() -> None:
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6))))
+def test_the_pareto_front_is_what_nothing_dominates(points: list[tuple[int, int]]) -> None:
+    def dominated(at: tuple[int, int]) -> bool:
+        return any(cost <= at[0] and gain >= at[1] and (cost, gain) != at for cost, gain in points)
+
+    front = analysis.pareto(points)
+    assert sorted(front) == [place for place, at in enumerate(points) if not dominated(at)]
+    assert [points[place] for place in front] == sorted(points[place] for place in front)
+
+
+def test_throughput_is_drawn_against_both_latencies_for_more_than_two_points() -> None:
     rows = analysis.points(GRID)
-    front = analysis.pareto(rows, analysis.THROUGHPUT, analysis.ITL)
-
-    def beaten(row: Any) -> bool:
-        rate, gap = row.middle(analysis.THROUGHPUT), row.middle(analysis.ITL)
-        others = [(o.middle(analysis.THROUGHPUT), o.middle(analysis.ITL)) for o in rows if o is not row]
-        return any(r >= rate and g <= gap and (r, g) != (rate, gap) for r, g in others)
-
-    assert {row.key for row in front} == {row.key for row in rows if not beaten(row)}
-    assert len(front) > 1
+    axes = analysis.choose_axes(rows)
+    svg = plots.pareto_plot(rows, axes, analysis.ITL_P99)
+    assert svg is not None
+    assert 'aria-label="Output throughput against Inter-token latency, p99"' in svg
+    assert svg.count("<title>") == 6
+    best = rows[-1]  # the largest budget and the largest blocks are the fastest, and the slowest in latency
+    assert svg.count(best.label) == 2  # in its tooltip, and beside it because nothing dominates it
+    assert svg.count("block_size=8, max_num_batched_tokens=64") == 1  # another is faster and no slower: no name
+    assert plots.pareto_plot(rows[:2], axes, analysis.ITL_P99) is None
+    wide = [run(i, 0, {"seed": i}, 50.0 + i, gap=0.01 * 4**i) for i in range(4)]
+    rows = analysis.points(wide)
+    assert "1000" in (plots.pareto_plot(rows, analysis.choose_axes(rows), analysis.TTFT_P99) or "")  # by factors
 
 
 @pytest.mark.parametrize(
@@ -167,7 +182,7 @@ def test_the_page_is_well_formed_and_stands_alone() -> None:
     assert "unit &lt;test&gt;" in page
     assert "a &lt; b" in page
     assert ABOUT["command"] in page
-    assert page.count("<svg") == 3 + 1 + 3 + 1
+    assert page.count("<svg") == 3 + 2 + 3 + 1
     assert re.findall(r"#0[12][0-9a-f]{4}\b", page.partition("<main>")[2]) == []  # every placeholder became a variable
     assert page.count("var(--s1)") > page.count("var(--s7)")
 

@@ -43,6 +43,7 @@ def write_config(folder: Path, model: str, **sections: Any) -> Path:
         "sampling": {"temperature": 0.0, "ignore_eos": True},
         "warmup": {"requests": 1, "max_tokens": 2},
     }
+    folder.mkdir(exist_ok=True)
     path = folder / "unit.yaml"
     path.write_text(yaml.safe_dump({**base, **sections}, sort_keys=False))
     return path
@@ -169,7 +170,6 @@ def test_a_compilation_in_the_measured_run_fails_it(
 
 def test_what_is_wrong_is_said_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_config(tmp_path, "no-model", engine={"block_sise": 3})
-    (tmp_path / "good").mkdir()
     good = write_config(tmp_path / "good", "no-model")
     for arguments, message in (
         ([str(path)], "error: unknown key engine.'block_sise'; did you mean 'block_size'?"),
@@ -214,3 +214,67 @@ def test_a_killed_sweep_goes_on_without_losing_or_doubling_a_run(tmp_path: Path,
         (i, r) for i in range(3) for r in range(3)
     ]
     assert not [entry for entry in (tmp_path / "runs").rglob(".writing-*")]
+
+
+SIMULATED = {
+    "name": "side-by-side",
+    "workload": {**WORKLOAD, "count": 20},
+    "engine": {"max_num_seqs": 4, "max_model_len": 64},
+    "simulate": {"chip": "h200", "model": "llama-3-8b"},
+    "repeats": 2,
+    "reseed": True,
+    "sweep": {"grid": {"engine.block_size": [4, 16], "engine.max_model_len": [64, 9999]}},  # the last is refused
+}
+
+
+def test_runs_side_by_side_are_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path, "nothing is loaded", **SIMULATED)
+
+    def files(folder: str) -> dict[str, str]:
+        found = [entry for entry in (tmp_path / folder).rglob("*") if entry.is_file()]
+        apart = ("env.json", "sweep.json")  # when it started, and by which command
+        return {str(e.relative_to(tmp_path / folder)): e.read_text() for e in found if e.name not in apart}
+
+    def measured(folder: str, *arguments: str) -> int:
+        return run.main([str(path), "--out", str(tmp_path / folder), "--quiet", *arguments])
+
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    assert measured("one") == 1  # the points that a model cannot hold
+    write_run, written = store.write_run, []
+
+    def write(folder: Path, texts: dict[str, str]) -> None:
+        if len(written) == 6:
+            signal.raise_signal(signal.SIGINT)
+        written.append(folder)
+        write_run(folder, texts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_run", write)
+        assert measured("two", "--jobs", "2") == 130
+    alone, together = files("one"), files("two")
+    assert len([name for name in together if name.endswith("summary.json")]) == 6
+    assert [name for name, text in together.items() if alone[name] != text] == ["side-by-side/runs.jsonl"]
+    assert len(experiments.load_runs(tmp_path / "two")) == 6
+    assert "stopped; the same command goes on from here" in capsys.readouterr().err
+    assert measured("two") == 1  # by this process alone: the failed ones again, and what is missing
+    assert files("two") == alone
+    assert len([name for name in files("two") if name.endswith("error.txt")]) == 4
+    assert not [entry for entry in (tmp_path / "two").rglob(".writing-*")]
+
+
+def test_only_simulated_runs_go_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = {"grid": {"simulate": [None, {"chip": "h200", "model": "llama-3-8b"}]}}
+    path = write_config(tmp_path, "nothing is loaded", **{**SIMULATED, "sweep": mixed})
+    whole = write_config(tmp_path / "whole", "nothing is loaded", **{**SIMULATED, "sweep": None})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for file, arguments, message in (
+        (path, ["--jobs", "2"], "--jobs is 2, but 1 of 2 points are measured (such as simulate=None)"),
+        (path, ["--jobs", "0"], "--jobs is 0; it must be at least 1"),
+        (whole, ["--jobs", "2", "--backend", "ray"], "--backend is ray, which is not installed: pip install ray"),
+    ):
+        assert run.main([str(file), "--out", str(tmp_path), *arguments]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,288 @@
+"""The highest rate that meets the targets: python -m experiments.capacity CONFIG [--set slo.ttft=0.5] [--share 0.9]
+
+    --share 0.9         at least this share of requests meets every target of the config's `slo`, as goodput counts them
+    --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within slo.ttft and slo.itl
+
+Each probe measures the config at one rate (workload.arrivals.rate; for a trace 1 / time_scale: so many times as fast as
+it was recorded) and is a point of the sweep <out>/<name>-capacity, so that the same command goes on from the probes
+that are done. The first is at the config's own rate; the next ones double or halve it until one probe meets the targets
+and one does not; then comes the geometric middle of the two, until they are within `tolerance`. Repeats count by their
+median.
+
+Bisection believes that every rate below one that is met is met too. Nothing makes that so: a batch that happens to fill
+better can turn it around. So two rates above the answer are probed as well, and where a higher rate was met than one
+that was not, the answer says so. It holds for this workload: with few requests the queue of a rate that is too high has
+no time to grow, and the answer comes out too high.
+
+Exit status: 0 found, 1 not found or a run failed (the last line says why), 2 the config is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments import config, flatten, run, store
+from experiments.analysis import aligned, number
+from experiments.config import Point, Slo
+from experiments.draws import AtOnce
+from experiments.engines import plan_runs
+from experiments.metrics import PERCENTILES, RequestRecord
+from experiments.workloads import Spec, Trace
+
+OUTWARD = 12  # probes at most that look for a rate that is met and one that is not
+BEYOND = 2  # probes above the answer
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """What a rate must meet: a share of requests, or a percentile of each latency."""
+
+    slo: Slo
+    share: float = 0.9
+    percentile: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.slo.ttft is None and self.slo.itl is None:
+            raise ValueError("slo has no target to meet; give one in seconds, such as --set slo.ttft=0.5")
+        if not 0.0 < self.share <= 1.0:
+            raise ValueError(f"--share is {self.share}; it must be above 0 and at most 1")
+
+    def values(self, summaries: Sequence[dict[str, Any]]) -> dict[str, float]:
+        """The numbers that decide, each the median over repeats, by their columns in a summary."""
+        wanted = ["goodput.share"]
+        if self.percentile is not None:
+            targets = {"ttft_s": self.slo.ttft, "itl_s": self.slo.itl}
+            wanted = [f"{name}.p{self.percentile}" for name, target in targets.items() if target is not None]
+        flat = [flatten(summary["metrics"]) for summary in summaries]
+        found = {name: [row[name] for row in flat if row[name] is not None] for name in wanted}
+        return {name: statistics.median(values) for name, values in found.items() if values}  # no gap: no ITL
+
+    def met(self, values: dict[str, float]) -> bool:
+        if self.percentile is None:
+            return values["goodput.share"] >= self.share
+        limits = {f"ttft_s.p{self.percentile}": self.slo.ttft, f"itl_s.p{self.percentile}": self.slo.itl}
+        return all(value <= (limits[name] or 0.0) for name, value in values.items())
+
+    def __str__(self) -> str:
+        targets = {"TTFT": self.slo.ttft, "ITL": self.slo.itl}
+        words = " and ".join(f"{name} within {target:g} s" for name, target in targets.items() if target is not None)
+        return (
+            f"{100 * self.share:g}% of requests: {words}" if self.percentile is None else f"p{self.percentile}: {words}"
+        )
+
+
+class Probe(NamedTuple):
+    """What was found at a rate. `alone`: no request met another, so that a lower rate changes nothing."""
+
+    rate: float
+    met: bool
+    alone: bool
+    values: Mapping[str, float]
+
+
+class Bounds(NamedTuple):
+    """Where to search: from `start`, or from `low` and `high`, beyond which nothing is probed."""
+
+    start: float
+    low: float | None = None
+    high: float | None = None
+    tolerance: float = 0.05
+
+
+def bracket(probes: Sequence[Probe]) -> tuple[float, float]:
+    """The lowest rate that was not met and the highest met one below it: (met, unmet), 0 and infinity without any."""
+    unmet = min((probe.rate for probe in probes if not probe.met), default=math.inf)
+    return max((probe.rate for probe in probes if probe.met and probe.rate < unmet), default=0.0), unmet
+
+
+def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
+    """The rate to probe after `probes`; None when the search is over. Pure, so that a search can be taken up again."""
+    start, low, high, tolerance = bounds
+    done = {probe.rate for probe in probes}
+    given = [rate for rate in (low, high) if rate is not None] or [start]
+    for rate in given:
+        if rate not in done:
+            return rate
+    met, unmet = bracket(probes)
+    if not met:
+        ended = low is not None or len(probes) > OUTWARD or any(probe.alone for probe in probes)
+        return None if ended else rounded(unmet / 2)
+    if unmet == math.inf:
+        return None if high is not None or len(probes) > OUTWARD else rounded(2 * met)
+    middle = rounded(math.sqrt(met * unmet))
+    if unmet > met * (1 + tolerance) and met < middle < unmet:
+        return middle
+    above = (rounded(unmet * (1 + tolerance) ** i) for i in range(1, BEYOND + 1))
+    above = [rate for rate in above if not any(abs(rate - other) < rate * tolerance / 2 for other in done)]
+    return next((rate for rate in above if high is None or rate < high), None)
+
+
+def rounded(rate: float) -> float:
+    """Four digits: a rate that can be read and typed, the same whenever the search comes by."""
+    return float(f"{rate:.4g}")
+
+
+def unordered(probes: Sequence[Probe]) -> list[float]:
+    """The rates that were met above one that was not."""
+    return sorted(probe.rate for probe in probes if probe.met and probe.rate > bracket(probes)[1])
+
+
+def alone(requests: Sequence[RequestRecord]) -> bool:
+    """True when each request had ended before the next one came."""
+    return all(a.e2e is not None and a.arrival + a.e2e <= b.arrival for a, b in pairwise(requests))
+
+
+def rate_of(workload: Spec) -> tuple[float, str, str]:
+    """A workload's own rate, what it is counted in, and the key of the config that sets it."""
+    if isinstance(workload, Trace):
+        return 1 / workload.time_scale if workload.time_scale else 1.0, "times as recorded", "workload.time_scale"
+    if isinstance(workload.arrivals, AtOnce):
+        raise ValueError(
+            "workload.arrivals.process is at_once, which has no rate; set one that has, such as "
+            "--set 'workload.arrivals={process: poisson, rate: 1.0}'"
+        )
+    return workload.arrivals.rate, "requests/s", "workload.arrivals.rate"
+
+
+def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Point]:
+    """The raw config after `overrides`, and the one point that it is."""
+    raw = config.load_file(path)
+    for text in overrides:
+        config.override(raw, text)
+    points = config.expand(raw, folder=path.parent)
+    if len(points) > 1:
+        keys = " and ".join(points[0].swept)
+        raise ValueError(f"the config has {len(points)} points and a capacity is one point's; fix {keys} with --set")
+    return raw, points[0]
+
+
+def at_rates(raw: dict[str, Any], base: Point, folder: Path, rates: Sequence[float]) -> list[Point]:
+    """The config as a sweep over `rates`, under a name of its own."""
+    key = rate_of(base.experiment.workload)[2]
+    values = [1 / rate if isinstance(base.experiment.workload, Trace) else rate for rate in rates]
+    sweep = {"list": [{**base.swept, key: value} for value in values]}
+    return config.expand({**raw, "name": _name(base), "sweep": sweep}, folder)
+
+
+def _name(base: Point) -> str:
+    return f"{base.experiment.name}-capacity"  # not the config's own folder: its sweep is another one
+
+
+def judge(rate: float, summaries: Sequence[dict[str, Any]], criterion: Criterion, folder: Path) -> Probe:
+    """Raises RuntimeError when a repeat failed: its numbers say nothing of the rate."""
+    for summary in summaries:
+        if summary["failed"]:
+            raise RuntimeError(f"the run at rate {rate:g}, repeat {summary['repeat']}, failed: {summary['failed']}")
+    values = criterion.values(summaries)
+    met = criterion.met(values)
+    lonely = not met and alone(store.read_requests(folder / summaries[0]["run"]))
+    return Probe(rate, met, lonely, values)
+
+
+def reading(probes: Sequence[Probe], bounds: Bounds, criterion: Criterion, unit: str) -> list[str]:
+    """The answer in sentences."""
+    met, unmet = bracket(probes)
+    if not met and any(probe.alone for probe in probes):
+        return [f"No capacity: not met at {unmet:g} {unit}, where no request meets another. Loosen the config's slo."]
+    if not met:
+        return [f"No capacity found: not met even at {unmet:g} {unit}. Give a lower --low, or loosen the config's slo."]
+    if unmet == math.inf:
+        more = "Give a higher --high" if bounds.high else "The requests are too few for a limit: raise their number"
+        return [f"No limit found: met even at {met:g} {unit}. {more}."]
+    said = [f"Capacity: {met:g} {unit} ({unmet:g} is too much), by {criterion}."]
+    if higher := unordered(probes):
+        rates = " and ".join(f"{rate:g}" for rate in higher)
+        said.append(
+            f"Not monotone: met at {rates} although not at {unmet:g}, so the limit lies anywhere from {met:g} up to "
+            f"beyond {max(higher):g}. More requests or repeats tell it better."
+        )
+    return said
+
+
+def table(probes: Sequence[Probe], unit: str) -> str:
+    """The probes in order of rate, with the numbers that decided."""
+    rows = sorted(probes, key=lambda probe: probe.rate)
+    columns = {unit: [f"{probe.rate:g}" for probe in rows]}
+    for name in dict.fromkeys(name for probe in rows for name in probe.values):
+        columns[name] = [number(probe.values.get(name, math.nan)) for probe in rows]
+    return aligned({**columns, "": ["met" if probe.met else "not met" for probe in rows]})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser().parse_args(arguments)
+    path, probes = Path(options.config), []
+    try:
+        raw, base = read_config(path, options.set)
+        criterion = Criterion(base.experiment.slo, options.share, options.percentile)
+        own, unit, _ = rate_of(base.experiment.workload)
+        bounds = _bounds(rounded(own), options)
+        folder = Path(options.out) / _name(base)
+        store.clean(folder)
+        measure_all = partial(run.in_turn, engines=run.make_engines(1, quiet=options.quiet))
+        while (rate := next_rate(probes, bounds)) is not None:
+            rates = sorted([rate, *(probe.rate for probe in probes)])
+            points = at_rates(raw, base, path.parent, rates)
+            plan = plan_runs(points, 1)
+            run.write_sweep(folder, points, shlex.join(["python", "-m", "experiments.capacity", *arguments]))
+            summaries = run.sweep(plan, folder, run.finished_runs(plan, folder), measure_all, quiet=True)
+            probes.append(judge(rate, [s for s in summaries if s["order"] == rates.index(rate)], criterion, folder))
+            if not options.quiet:
+                print(f"{rate:g} {unit}: {'met' if probes[-1].met else 'not met'}", file=sys.stderr)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from the probes that are done", file=sys.stderr)
+        return 130
+    met, unmet = bracket(probes)
+    found = {"criterion": str(criterion), "unit": unit, "met": met, "unmet": unmet if unmet < math.inf else None}
+    rows = [probe._asdict() for probe in probes]
+    store.write_file(folder / "capacity.json", store.json_text({**found, "above": unordered(probes), "probes": rows}))
+    print(f"{table(probes, unit)}\n{' '.join(reading(probes, bounds, criterion, unit))}\nruns: {folder}")
+    return 0 if 0.0 < met < unmet < math.inf else 1
+
+
+def _bounds(start: float, options: argparse.Namespace) -> Bounds:
+    low, high, tolerance = options.low, options.high, options.tolerance
+    for name, rate in (("--low", low), ("--high", high)):
+        if rate is not None and not 0.0 < rate < math.inf:
+            raise ValueError(f"{name} is {rate}; it must be a rate above 0")
+    if low is not None and high is not None and low >= high:
+        raise ValueError(f"--low is {low:g} and --high {high:g}; the lower bound must be below the higher one")
+    if not 0.001 <= tolerance <= 1.0:
+        raise ValueError(f"--tolerance is {tolerance}; it is a share of the rate, at least 0.001 and at most 1")
+    return Bounds(start, low, high, tolerance)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments.capacity", description="Find the highest rate.")
+    parser.add_argument("config", help="a YAML file of one point, with arrivals that have a rate and with an slo")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML")
+    by = parser.add_mutually_exclusive_group()
+    by.add_argument("--share", type=float, default=0.9, help="of requests that must meet the slo (default: 0.9)")
+    by.add_argument("--percentile", type=int, choices=PERCENTILES, help="of TTFT and ITL instead of a share")
+    parser.add_argument("--low", type=float, help="lowest rate to probe (default: halved from the config's own)")
+    parser.add_argument("--high", type=float, help="highest rate to probe (default: doubled from the config's own)")
+    parser.add_argument("--tolerance", type=float, default=0.05, help="of the answer, as a share (default: 0.05)")
+    parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
+    parser.add_argument("--quiet", action="store_true", help="say nothing until the end")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""Is a difference real? python -m experiments.compare A B [--metric output_tokens_per_s ...] [--confidence 0.95]
+
+A and B are folders of a sweep, of a point or of a run, or globs of such ('runs/w1/*/0', in quotes). Sweeps over the
+same keys are compared point by point; else each side must be one point. Runs that failed are left out.
+
+The ratio B / A comes with an interval:
+
+    several runs each   of geometric means over repeats, by Student's t on the logarithms: over the pairs of repeats of
+                        one number if both sides have the same repeats of the same workload, else Welch's. It covers
+                        what other repeats on such a machine would show.
+    one run each        of a percentile of latencies (ttft_s.p90 ...) if both ran the same requests: a bootstrap over
+                        requests, each drawn on both sides at once, with all its gaps. It covers what other requests
+                        would show, not other runs: a slow minute of the machine hides in it, and as neighbours in a
+                        queue are alike it is rather too narrow. A number of the whole run (throughput) has none.
+
+A difference is called real when the interval leaves out 1. That is weak with few repeats: with two or three only large
+differences can be told, and t takes logarithms to spread normally. What takes nothing for granted does no better: a
+bootstrap of three repeats calls a quarter of all equal things different, and a permutation test of them can call none
+different at 0.95. Repeats with one seed say nothing of other workloads (`reseed` does). Of many comparisons some look
+real by chance; the last line says how many.
+
+Exit status: 0 whatever the verdict, 2 for what cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import math
+import statistics
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from experiments import flatten, store
+from experiments.analysis import aligned, number
+from experiments.metrics import RequestRecord
+from pagedjax.config import one_of
+
+METRICS = ("output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "itl_s.p50", "itl_s.p99", "e2e_s.p50")
+RESAMPLES = 1000
+FEWEST, BEYOND = 10, 2  # requests in all, and above a percentile, before a bootstrap of it means anything
+LATENCIES = {
+    "ttft_s": lambda request: [request.ttft],
+    "itl_s": lambda request: [gap for branch in request.branches for gap in branch.gaps],
+    "tpot_s": lambda request: [branch.tpot for branch in request.branches],
+    "e2e_s": lambda request: [request.e2e],
+    "queue_s": lambda request: [request.queue],
+}
+NOISE = "nothing can be said of noise"
+ONCE = f"one run each: {NOISE}"
+
+
+class Ratio(NamedTuple):
+    """B / A with its interval, and the sentence; numbers are None where there is none."""
+
+    ratio: float | None
+    low: float | None
+    high: float | None
+    verdict: str
+
+
+class Side(NamedTuple):
+    """The good runs of one point, in order of repeat."""
+
+    label: str
+    runs: tuple[dict[str, Any], ...]
+
+    @property
+    def repeats(self) -> list[int]:
+        return [run["repeat"] for run in self.runs]
+
+
+def read(where: str) -> tuple[list[Side], list[str]]:
+    """The points that `where` names, and what was left out, in words."""
+    folders = [where] if Path(where).is_dir() else sorted(path for path in glob.glob(where) if Path(path).is_dir())
+    if not folders:
+        raise ValueError(f"there is no folder {where!r}; give that of a sweep, a point or a run, or a glob of such")
+    runs = list({run["run"]: run for folder in folders for run in store.read_runs(folder)}.values())
+    good = [run for run in runs if not run["failed"]]
+    if not good:
+        raise ValueError(f"all {len(runs)} runs of {where} failed; there is nothing to compare")
+    points: dict[str, list[dict[str, Any]]] = {}
+    for run in good:
+        points.setdefault(run["point"], []).append(run)
+    sides = [Side(found[0]["label"], tuple(sorted(found, key=lambda run: run["repeat"]))) for found in points.values()]
+    left = len(runs) - len(good)
+    return sides, [f"{left} of {len(runs)} runs of {where} failed and are left out"] if left else []
+
+
+def match(a: Sequence[Side], b: Sequence[Side]) -> tuple[list[tuple[str, Side, Side]], list[str]]:
+    """The pairs of points to compare, each with its label, and what has no partner, in words."""
+    if len(a) == len(b) == 1:
+        one, other = a[0].label, b[0].label
+        return [(one if one == other else f"{one} (A) against {other} (B)", a[0], b[0])], []
+    keys = [sorted({path for side in sides for path in side.runs[0]["swept"]}) for sides in (a, b)]
+    if keys[0] != keys[1]:
+        said = [f"{len(sides)} points over {', '.join(k) or 'nothing'}" for sides, k in zip((a, b), keys, strict=True)]
+        raise ValueError(f"A has {said[0]}, and B {said[1]}: give sweeps over the same keys, or one point of each")
+    places = [_by_swept(name, sides) for name, sides in (("A", a), ("B", b))]
+    both = [swept for swept in places[0] if swept in places[1]]
+    if not both:
+        raise ValueError(
+            f"A and B sweep {', '.join(keys[0])}, but share no point; give the folder of one point of each"
+        )
+    notes = [
+        f"only in {name}: {side.label}"
+        for name, found in zip("AB", places, strict=True)
+        for swept, side in found.items()
+        if swept not in both
+    ]
+    return [(places[0][swept].label, places[0][swept], places[1][swept]) for swept in both], notes
+
+
+def _by_swept(name: str, sides: Sequence[Side]) -> dict[str, Side]:
+    found: dict[str, Side] = {}
+    for side in sides:
+        swept = json.dumps(side.runs[0]["swept"], sort_keys=True)
+        if swept in found:
+            raise ValueError(
+                f"{name} has two points with {side.label} that differ in what is not swept "
+                f"({found[swept].runs[0]['run']} and {side.runs[0]['run']}); give the folder of one sweep"
+            )
+        found[swept] = side
+    return found
+
+
+def unpaired(a: Side, b: Side) -> str | None:
+    """Why the repeats of two points make no pairs; None when they do."""
+    for name, side in (("A", a), ("B", b)):
+        if len(set(side.repeats)) < len(side.runs):
+            return f"{name} has a repeat twice"
+    if a.repeats != b.repeats:
+        return f"A has repeats {_listed(a.repeats)}, B {_listed(b.repeats)}"
+    differ = (other_workload(one, other) for one, other in zip(a.runs, b.runs, strict=True))
+    return next(filter(None, differ), None)
+
+
+def other_workload(a: dict[str, Any], b: dict[str, Any]) -> str | None:
+    """In what the workloads of two runs differ; None when they are the same."""
+    differ = [key for key, value in a["workload"].items() if b["workload"].get(key) != value]
+    return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}" if differ else None
+
+
+def _listed(repeats: Sequence[int]) -> str:
+    return ", ".join(map(str, repeats))
+
+
+def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence: float) -> Ratio:
+    """The ratio of geometric means over several runs each."""
+    if min(*a, *b) <= 0:
+        same = sorted(a) == sorted(b)
+        return Ratio(None, None, None, "the same in every run" if same else "no ratio can be formed: there is a zero")
+    logs_a, logs_b = np.log(a), np.log(b)
+    middle = float(logs_b.mean() - logs_a.mean())
+    spreads = [np.ptp(logs_b - logs_a)] if paired else [np.ptp(logs_a), np.ptp(logs_b)]
+    if max(spreads) < 1e-12:  # simulated, or a count: no test has anything to divide by
+        ratio = math.exp(middle)
+        same = abs(middle) < 1e-12
+        words = "the same in every run" if same else f"B is {times(ratio)} times A in every repeat: real, without noise"
+        return Ratio(ratio, ratio, ratio, words)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # one side without noise is no mistake
+        test = stats.ttest_rel(logs_b, logs_a) if paired else stats.ttest_ind(logs_b, logs_a, equal_var=False)
+    interval = test.confidence_interval(confidence)
+    low, high = (math.exp(min(float(bound), 700.0)) for bound in interval)  # two wild runs reach beyond any number
+    ratio = math.exp(middle)
+    return Ratio(ratio, low, high, verdict(ratio, low, high))
+
+
+def of_requests(
+    a: Sequence[RequestRecord], b: Sequence[RequestRecord], name: str, percentile: int, confidence: float
+) -> Ratio:
+    """The ratio of a percentile of one latency over the same requests in two runs."""
+    needed = max(FEWEST, math.ceil(100 * BEYOND / (100 - percentile)))
+    if len(a) < needed:
+        few = f"; and {len(a)} requests are too few for its p{percentile}, which takes {needed}"
+        return Ratio(None, None, None, f"{ONCE}{few}")
+    sides = []
+    for requests in (a, b):
+        values = [[value for value in LATENCIES[name](request) if value is not None] for request in requests]
+        owner = np.repeat(np.arange(len(values)), [len(own) for own in values])
+        sides.append((owner, np.array([value for own in values for value in own])))
+
+    def ratio_of(drawn: np.ndarray) -> float:
+        """Of the requests in `drawn`: those of one number are drawn together, with all their gaps."""
+        counts = np.bincount(drawn, minlength=len(a))
+        below, above = (np.percentile(np.repeat(values, counts[owner]), percentile) for owner, values in sides)
+        return float(above / below)
+
+    everyone = np.arange(len(a))
+    if not all(len(values) and np.percentile(values, percentile) > 0 for _, values in sides):
+        return Ratio(None, None, None, "no ratio can be formed: there is a zero, or no value")
+    found = stats.bootstrap(
+        (everyone,),
+        ratio_of,
+        vectorized=False,
+        n_resamples=RESAMPLES,
+        confidence_level=confidence,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    ratio, low, high = ratio_of(everyone), float(found.low), float(found.high)
+    return Ratio(ratio, low, high, f"{verdict(ratio, low, high)}, of these {len(a)} requests; {ONCE} between runs")
+
+
+def verdict(ratio: float, low: float, high: float) -> str:
+    """The interval in words."""
+    digits = 2 if high <= low else max(2, -math.floor(math.log10(high - low)))
+    said = f"B is {times(ratio, digits)} times A ({times(low, digits)} to {times(high, digits)})"
+    return f"{said}: real" if low > 1.0 or high < 1.0 else f"no difference can be told: {said}"
+
+
+def times(ratio: float, digits: int = 2) -> str:
+    return f"{ratio:.{min(digits, 6)}f}" if 0.1 < ratio < 1000 else f"{ratio:.2g}"
+
+
+def values_of(side: Side, metric: str) -> list[float]:
+    """A metric in each run of a point.
+
+    Raises:
+        ValueError: there is no such number in a summary; the message says which there are.
+    """
+    values = []
+    for run in side.runs:
+        flat = {key: value for key, value in flatten(run["metrics"]).items() if not isinstance(value, str)}
+        one_of("--metric", metric, tuple(flat))
+        if flat[metric] is not None:
+            values.append(float(flat[metric]))
+    return values
+
+
+def compare(a: Side, b: Side, metric: str, *, confidence: float) -> tuple[float | None, float | None, Ratio]:
+    """The medians of both sides and what can be said of their ratio."""
+    ours, theirs = values_of(a, metric), values_of(b, metric)
+    if not ours or not theirs:
+        return None, None, Ratio(None, None, None, "there is no such value in A or in B")
+    medians = statistics.median(ours), statistics.median(theirs)
+    if len(ours) > 1 and len(theirs) > 1:
+        whole = len(ours) == len(a.runs) and len(theirs) == len(b.runs)
+        paired = whole and unpaired(a, b) is None
+        return *medians, of_runs(ours, theirs, paired=paired, confidence=confidence)
+    if len(ours) + len(theirs) > 2:
+        return *medians, Ratio(None, None, None, f"{'A' if len(ours) == 1 else 'B'} has one run: {NOISE}")
+    name, _, percentile = metric.partition(".p")
+    if name in LATENCIES and percentile.isdigit() and other_workload(a.runs[0], b.runs[0]) is None:
+        before, after = (store.read_requests(Path(side.runs[0]["run"])) for side in (a, b))
+        return *medians, of_requests(before, after, name, int(percentile), confidence)
+    ratio = medians[1] / medians[0] if medians[0] > 0 else None
+    words = ONCE if ratio is None else f"{ONCE} (B is {times(ratio)} times A)"
+    return *medians, Ratio(ratio, None, None, words)
+
+
+def how(a: Side, b: Side) -> str:
+    """How the runs of two points are set beside each other."""
+    if len(a.runs) == len(b.runs) == 1:
+        return other_workload(a.runs[0], b.runs[0]) or "one run each of the same requests"
+    why = unpaired(a, b)
+    return f"{len(a.runs)} pairs of repeats" if why is None else f"repeats are not paired: {why}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        if not 0.0 < options.confidence < 1.0:
+            raise ValueError(f"--confidence is {options.confidence}; it must be above 0 and below 1, such as 0.95")
+        (ours, left_a), (theirs, left_b) = read(options.a), read(options.b)
+        pairs, alone = match(ours, theirs)
+        rows = [
+            (label, how(a, b), metric, *compare(a, b, metric, confidence=options.confidence))
+            for label, a, b in pairs
+            for metric in options.metric
+        ]
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    notes = [*left_a, *left_b, *alone]
+    judged = sum(ratio.low is not None and ratio.low < (ratio.high or 0.0) for *_, ratio in rows)
+    if judged > 1:
+        chance = (1 - options.confidence) * judged
+        notes.append(f"of {judged} intervals at {options.confidence:g}, {chance:.2g} leave out 1 by chance alone")
+    for label, a, b in pairs:
+        found = [row for row in rows if row[0] == label]
+        columns = {
+            "": [metric for _, _, metric, *_ in found],
+            "A": ["-" if middle is None else number(middle) for *_, middle, _, _ in found],
+            "B": ["-" if middle is None else number(middle) for *_, middle, _ in found],
+            "verdict": [ratio.verdict for *_, ratio in found],
+        }
+        print(f"{label} ({how(a, b)})\n{aligned(columns)}\n")
+    for note in notes:
+        print(note)
+    if options.json:
+        names = ("point", "runs", "metric", "a", "b")
+        found = [{**dict(zip(names, row[:5], strict=True)), **row[5]._asdict()} for row in rows]
+        about = {"a": options.a, "b": options.b, "confidence": options.confidence, "notes": notes}
+        store.write_file(Path(options.json), store.json_text({**about, "comparisons": found}))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments.compare", description="Is a difference real?")
+    parser.add_argument("a", help="folder of a sweep, a point or a run, or a glob of such")
+    parser.add_argument("b", help="the other one; ratios are B / A")
+    parser.add_argument(
+        "--metric", nargs="+", default=METRICS, help=f"numbers of summary.json (default: {' '.join(METRICS)})"
+    )
+    parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (default: 0.95)")
+    parser.add_argument("--json", metavar="FILE", help="write all of it there too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

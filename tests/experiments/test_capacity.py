@@ -1,0 +1,214 @@
+"""The search finds a limit that is known, probes nothing twice, and says what it could not find."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from experiments import capacity, run, store
+from experiments.capacity import Bounds, Probe, bracket, next_rate, unordered
+from experiments.metrics import BranchRecord, RequestRecord
+
+MD1 = {  # one request of one step at a time, Poisson arrivals: an M/D/1 queue
+    "name": "md1",
+    "model": "nothing is loaded",
+    "engine": {"max_num_seqs": 1, "max_model_len": 64, "enable_prefix_caching": False},
+    "cache_tokens": 256,
+    "workload": {
+        "kind": "synthetic",
+        "count": 800,
+        "prompt": {"dist": "fixed", "value": 16},
+        "output": {"dist": "fixed", "value": 1},
+        "arrivals": {"process": "poisson", "rate": 100.0},
+    },
+    "sampling": {"temperature": 0.0, "ignore_eos": True},
+    "slo": {"ttft": 0.02},
+    "simulate": {"chip": "h200", "model": "llama-3-8b"},
+}
+
+
+def searched(met: Callable[[float], bool], bounds: Bounds, alone: float = 0.0) -> list[Probe]:
+    """The probes of a search whose requests meet no other at rates up to `alone`."""
+    probes: list[Probe] = []
+    while (rate := next_rate(probes, bounds)) is not None:
+        probes.append(Probe(rate, met(rate), rate <= alone, {}))
+        assert len(probes) < 60
+    assert len({probe.rate for probe in probes}) == len(probes)
+    return probes
+
+
+@pytest.mark.parametrize("limit", [0.0013, 0.4, 1.0, 7.77, 900.0])
+@pytest.mark.parametrize("tolerance", [0.001, 0.05, 0.5])
+@pytest.mark.parametrize("given", [(), ("low",), ("high",), ("low", "high")])
+def test_a_limit_is_found(limit: float, tolerance: float, given: tuple[str, ...]) -> None:
+    ends = {"low": limit / 50, "high": limit * 50}
+    bounds = Bounds(1.0, **{name: ends[name] for name in given}, tolerance=tolerance)
+    probes = searched(lambda rate: rate <= limit, bounds)
+    met, unmet = bracket(probes)
+    assert met <= limit < unmet
+    assert unmet <= met * (1 + tolerance) or math.isclose(unmet, met, rel_tol=2e-3)
+    assert unordered(probes) == []
+    assert all((bounds.low or 0) <= probe.rate <= (bounds.high or math.inf) for probe in probes)
+    assert f"Capacity: {met:g} requests/s ({unmet:g} is too much)" in said(probes, bounds)
+
+
+def said(probes: list[Probe], bounds: Bounds) -> str:
+    criterion = capacity.Criterion(capacity.Slo(ttft=1.0))
+    return " ".join(capacity.reading(probes, bounds, criterion, "requests/s"))
+
+
+def test_a_rate_that_is_met_above_one_that_is_not_is_told() -> None:
+    probes = searched(lambda rate: rate <= 3.0 or 3.15 < rate < 3.3, Bounds(1.0))
+    assert bracket(probes)[0] <= 3.0 < bracket(probes)[1]
+    assert "Not monotone: met at 3.238 although not at 3.084" in said(probes, Bounds(1.0))
+    upside_down = searched(lambda rate: rate > 5.0, Bounds(1.0, 2.0, 8.0))
+    assert unordered(upside_down) == [8.0]
+    assert said(upside_down, Bounds(1.0, 2.0, 8.0)).startswith("No capacity found: not met even at 2 requests/s")
+
+
+@pytest.mark.parametrize(
+    ("met", "bounds", "alone", "probes", "message"),
+    [
+        (False, Bounds(1.0), 0.3, 3, "No capacity: not met at 0.25 requests/s, where no request meets another."),
+        (False, Bounds(1.0), 0.0, 13, "No capacity found: not met even at 0.0002441 requests/s."),
+        (False, Bounds(1.0, 0.5), 0.0, 1, "not met even at 0.5 requests/s. Give a lower --low"),
+        (True, Bounds(1.0), 0.0, 13, "met even at 4096 requests/s. The requests are too few for a limit"),
+        (True, Bounds(1.0, high=4.0), 0.0, 1, "met even at 4 requests/s. Give a higher --high."),
+    ],
+)
+def test_a_search_without_a_limit_ends_and_says_why(
+    met: bool, bounds: Bounds, alone: float, probes: int, message: str
+) -> None:
+    found = searched(lambda rate: met, bounds, alone)
+    assert len(found) == probes
+    assert message in said(found, bounds)
+
+
+def write(folder: Path, **sections: Any) -> Path:
+    path = folder / "md1.yaml"
+    path.write_text(yaml.safe_dump({**MD1, **sections}, sort_keys=False))
+    return path
+
+
+def share_in_time(arrivals: np.ndarray, step: float, target: float) -> float:
+    """Of requests whose first token comes within `target` when each takes one step: Lindley's recursion."""
+    wait, good = 0.0, 0
+    for gap in [math.inf, *np.diff(arrivals)]:
+        wait = max(0.0, wait + step - gap)
+        good += wait + step <= target
+    return good / len(arrivals)
+
+
+def waits_less(rate: float, step: float, time: float) -> float:
+    """The share of an M/D/1 queue's requests that wait less than `time` (Erlang 1909)."""
+    ages = [rate * (time - k * step) for k in range(int(time / step) + 1)]
+    return (1 - rate * step) * sum((-age) ** k / math.factorial(k) * math.exp(age) for k, age in enumerate(ages))
+
+
+def test_the_capacity_of_a_queue_is_the_one_that_theory_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[float] = []
+    one_run = run.one_run
+
+    def counted(wanted: Any, *rest: Any) -> Any:
+        measured.append(wanted.point.swept["workload.arrivals.rate"])
+        if len(measured) == 4:
+            raise KeyboardInterrupt  # the search is stopped in its fourth probe
+        return one_run(wanted, *rest)
+
+    monkeypatch.setattr(run, "one_run", counted)
+    command = [str(write(tmp_path)), "--out", str(tmp_path / "runs"), "--quiet"]
+    assert capacity.main(command) == 130
+    assert capacity.main(command) == 0
+    folder = tmp_path / "runs" / "md1-capacity"
+    found = json.loads((folder / "capacity.json").read_text())
+    probes = [probe["rate"] for probe in found["probes"]]
+    assert measured == [*probes[:4], *probes[3:]]  # the one that was stopped is the only one to come twice
+    assert [row["swept"]["workload.arrivals.rate"] for row in store.read_runs(folder)] == sorted(probes)
+    capsys.readouterr()
+    assert capacity.main(command) == 0
+    assert len(measured) == len(probes) + 1  # and not one again
+    printed = capsys.readouterr().out
+    assert f"Capacity: {found['met']:g} requests/s ({found['unmet']:g} is too much), by 90% of requests" in printed
+    assert len(printed.splitlines()) == len(probes) + 3
+
+    slowest = Path(store.read_runs(folder)[0]["run"])
+    step = json.loads((slowest / "steps.jsonl").read_text().splitlines()[0])["seconds"]
+    draws = min(probes) * np.array([request.arrival for request in store.read_requests(slowest)])
+    for probe in found["probes"]:  # the same draws at every rate: the queue is known request by request
+        exact = share_in_time(draws / probe["rate"], step, 0.02)
+        assert probe["values"]["goodput.share"] == pytest.approx(exact, abs=2e-3)
+    assert found["met"] < found["unmet"] <= found["met"] * 1.05
+    # and so is its law, from which 800 requests stray
+    assert waits_less(found["met"] * 0.9, step, 0.02 - step) > 0.9 > waits_less(found["unmet"] * 1.1, step, 0.02 - step)
+
+
+def test_a_trace_is_sped_up_and_percentiles_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stamps = [f"2023-11-16 18:15:{10 + i // 10}.{i % 10}00000,16,4" for i in range(80)]
+    (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps]))
+    workload = {"kind": "trace", "file": "trace.csv", "time_scale": 0.0}
+    path = write(tmp_path, workload=workload, slo={"ttft": 0.05, "itl": 0.05})
+    command = [str(path), "--out", str(tmp_path), "--quiet", "--percentile", "90", "--tolerance", "0.2"]
+    assert capacity.main(command) == 0
+    found = json.loads((tmp_path / "md1-capacity" / "capacity.json").read_text())
+    assert (found["unit"], found["criterion"]) == ("times as recorded", "p90: TTFT within 0.05 s and ITL within 0.05 s")
+    assert found["probes"][0]["rate"] == 1.0
+    assert {len(probe["values"]) for probe in found["probes"]} == {2}
+    steps = json.loads(next(tmp_path.glob("md1-capacity/*/0/summary.json")).read_text())["metrics"]["step_s"]
+    # ten requests a second of four steps each keep the engine busy at a speed of 1 / 40 steps
+    assert found["met"] == pytest.approx(1 / (40 * steps["mean"]), rel=0.3)
+    assert "times as recorded" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "slo={}"], "slo has no target to meet; give one in seconds"),
+        (["--set", "workload.arrivals={process: at_once}"], "at_once, which has no rate; set one that has"),
+        (["--set", "sweep={grid: {seed: [1, 2]}}"], "the config has 2 points and a capacity is one point's; fix seed"),
+        (["--share", "90"], "--share is 90.0; it must be above 0 and at most 1"),
+        (["--low", "0"], "--low is 0.0; it must be a rate above 0"),
+        (["--low", "3", "--high", "2"], "--low is 3 and --high 2; the lower bound must be below"),
+        (["--tolerance", "5"], "--tolerance is 5.0; it is a share of the rate"),
+        (["--set", "engine.block_sise=3"], "did you mean 'block_size'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(
+    tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert capacity.main([str(write(tmp_path)), "--out", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("summary.json"))
+
+
+def test_a_probe_that_fails_ends_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, workload={**MD1["workload"], "prompt": {"dist": "fixed", "value": 99}})
+    assert capacity.main([str(path), "--out", str(tmp_path)]) == 1
+    assert "error: the run at rate 100, repeat 0, failed: ValueError: the engine refused" in capsys.readouterr().err
+
+
+def test_repeats_count_by_their_median() -> None:
+    latency = {"ttft_s": {"p99": 1.0}, "itl_s": {"p99": None}}  # outputs of one token have no gaps
+    runs = [{"metrics": {"goodput": {"share": share}, **latency}} for share in (0.99, 0.91, 0.2)]
+    slo = capacity.Slo(ttft=1.0, itl=0.1)
+    by_share, by_tail = capacity.Criterion(slo), capacity.Criterion(slo, percentile=99)
+    assert by_share.values(runs) == {"goodput.share": 0.91}
+    assert by_tail.values(runs) == {"ttft_s.p99": 1.0}
+    assert by_share.met({"goodput.share": 0.9})
+    assert not by_share.met({"goodput.share": 0.89})
+    assert by_tail.met({"ttft_s.p99": 1.0})
+    assert not by_tail.met({"ttft_s.p99": 0.5, "itl_s.p99": 0.11})
+
+
+def test_requests_are_alone_when_each_ends_before_the_next() -> None:
+    first = RequestRecord("r0", 0.0, 5, 2, 0.0, (BranchRecord("r0", (0.5, 2.0), (1, 2), 0, "length"),))
+    assert not capacity.alone([first, first._replace(arrival=1.9)])
+    assert capacity.alone([first, first._replace(arrival=2.0)])

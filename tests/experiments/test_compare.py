@@ -1,0 +1,222 @@
+"""Differences that are there are found, noise is not called one, and what cannot be compared is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import compare, run, store
+from experiments.compare import of_requests, of_runs
+from experiments.metrics import BranchRecord, RequestRecord, spread
+
+WORKLOAD = {"requests": 4, "prompt_tokens": 20, "last_arrival_s": 1.0}
+
+
+def requests(first: Any, gap: float = 0.05) -> list[RequestRecord]:
+    """A request of three tokens for each time to first token."""
+    branches = [BranchRecord(f"r{i}", (t, t + gap, t + 2 * gap), (1, 2, 3), 0, "length") for i, t in enumerate(first)]
+    return [RequestRecord(branch.branch_id, 0.0, 5, 3, 0.0, (branch,)) for branch in branches]
+
+
+def put(sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = None, **more: Any) -> None:
+    """A run whose throughput is `rate`; its requests only if `more` says when their first tokens came."""
+    swept, lived = swept or {}, requests(more.pop("first", ()))
+    label = ", ".join(f"{key}={value}" for key, value in swept.items()) or "one point"
+    point = more.pop("point", str(sorted(swept.items())).encode().hex()[-12:])
+    metrics = {
+        "output_tokens_per_s": rate,
+        "preemptions": 0,
+        "ttft_s": spread(request.ttft for request in lived),
+        "tokens_sha256": "same",
+    }
+    head = {"schema": store.SCHEMA, "label": label, "swept": swept, "point": point, "repeat": repeat, "order": 0}
+    summary = {**head, "run": f"{point}/{repeat}", "failed": None, "workload": WORKLOAD, "metrics": metrics, **more}
+    rows = [{**request._asdict(), "branches": [b._asdict() for b in request.branches]} for request in lived]
+    files = {"summary.json": store.json_text(summary), "requests.jsonl": store.json_lines(rows)}
+    store.write_run(store.run_folder(sweep, point, repeat), files)
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: Any, status: int = 0) -> str:
+    assert compare.main([str(argument) for argument in arguments]) == status
+    printed = capsys.readouterr()
+    return printed.out if status == 0 else printed.err
+
+
+def test_a_difference_is_found_point_by_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = np.random.default_rng(0)
+    for size, ratio in ((8, 1.12), (16, 1.0)):
+        for repeat, minute in enumerate(draw.lognormal(0, 0.3, 5)):  # slow minutes that both sides share
+            for name, factor in (("a", 1.0), ("b", ratio)):
+                rate = 100 * minute * factor * draw.lognormal(0, 0.01)
+                put(tmp_path / name, repeat, rate, {"engine.block_size": size})
+    put(tmp_path / "a", 0, 5.0, {"engine.block_size": 32})
+    file = tmp_path / "found.json"
+    command = (tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "preemptions", "--json", file)
+    text = told(capsys, *command)
+    assert "engine.block_size=8 (5 pairs of repeats)" in text
+    assert "only in A: engine.block_size=32" in text
+    assert "of 2 intervals at 0.95, 0.1 leave out 1 by chance alone" in text
+    found = {(row["point"], row["metric"]): row for row in json.loads(file.read_text())["comparisons"]}
+    real = found["engine.block_size=8", "output_tokens_per_s"]
+    assert 1.0 < real["low"] < 1.12 < real["high"] < 1.16
+    assert real["verdict"] == f"B is {real['ratio']:.2f} times A ({real['low']:.2f} to {real['high']:.2f}): real"
+    same = found["engine.block_size=16", "output_tokens_per_s"]
+    assert same["low"] < 1.0 < same["high"]
+    assert same["verdict"].startswith("no difference can be told: B is ")
+    assert found["engine.block_size=16", "preemptions"]["verdict"] == "the same in every run"
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 5])
+@pytest.mark.parametrize("paired", [True, False])
+def test_noise_between_runs_is_seldom_called_a_difference(repeats: int, paired: bool) -> None:
+    draw = np.random.default_rng(repeats)
+    called = 0
+    for _ in range(400):
+        a, b = draw.lognormal(4, 0.05, (2, repeats))
+        called += of_runs(a.tolist(), b.tolist(), paired=paired, confidence=0.95).verdict.endswith("real")
+    assert called / 400 < 0.08  # 0.05 and what 400 draws miss it by
+
+
+@pytest.mark.parametrize(("count", "percentile"), [(10, 50), (100, 90), (200, 99)])
+def test_noise_between_requests_is_seldom_called_a_difference(
+    count: int, percentile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "RESAMPLES", 200)
+    draw = np.random.default_rng(count)
+    called = 0
+    for _ in range(60):
+        own = draw.lognormal(0, 0.6, count)
+        a, b = (requests((own * draw.lognormal(0, 0.2, count)).tolist()) for _ in range(2))
+        called += ": real" in of_requests(a, b, "ttft_s", percentile, 0.95).verdict
+    assert called / 60 < 0.12
+
+
+def test_requests_are_resampled_with_all_their_gaps() -> None:
+    first = np.random.default_rng(1).lognormal(0, 0.5, 50).tolist()
+    found = of_requests(requests(first, 0.05), requests(first, 0.06), "itl_s", 90, 0.95)
+    assert found.ratio == pytest.approx(1.2)
+    assert found.low == pytest.approx(1.2)
+    assert ": real, of these 50 requests; one run each" in found.verdict
+
+
+def test_one_run_each_tells_of_its_requests_and_not_of_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = np.random.default_rng(2)
+    first = draw.lognormal(0, 0.5, 60)
+    put(tmp_path / "a", 0, 100.0, first=first.tolist())
+    put(tmp_path / "b", 3, 90.0, first=(1.3 * first * draw.lognormal(0, 0.02, 60)).tolist())  # no repeat is its pair
+    metrics = ("--metric", "output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "preemptions")
+    text = told(capsys, tmp_path / "a", tmp_path / "b", *metrics).splitlines()
+    assert text[0] == "one point (one run each of the same requests)"
+    assert text[2].endswith("one run each: nothing can be said of noise (B is 0.90 times A)")
+    assert "real, of these 60 requests; one run each: nothing can be said of noise between runs" in text[3]
+    assert text[4].endswith("60 requests are too few for its p99, which takes 200")
+    put(tmp_path / "b", 3, 90.0, first=first.tolist(), workload={**WORKLOAD, "last_arrival_s": 2.0})
+    text = told(capsys, tmp_path / "a", tmp_path / "b", *metrics)
+    assert "(the workloads of repeat 0 differ in last_arrival_s)" in text
+    assert "of these" not in text
+
+
+def test_runs_that_make_no_pairs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(name: str) -> str:
+        return told(capsys, tmp_path / "a", tmp_path / name, "--metric", "output_tokens_per_s").splitlines()[0]
+
+    for repeat in range(3):
+        put(tmp_path / "a", repeat, 100.0 + repeat)
+        put(tmp_path / "b", repeat + 1, 120.0 + repeat)
+        put(tmp_path / "c", repeat, 120.0, workload={**WORKLOAD, "requests": 4 + repeat})
+        put(tmp_path / "d/1", repeat, 120.0, point="other")
+        put(tmp_path / "d/2", repeat, 120.0, point="other")
+    put(tmp_path / "b", 4, 1.0, failed="it broke", metrics=None)
+    assert said("b").endswith("(repeats are not paired: A has repeats 0, 1, 2, B 1, 2, 3)")
+    assert said("c").endswith("(repeats are not paired: the workloads of repeat 1 differ in requests)")
+    assert said("d").endswith("(repeats are not paired: B has a repeat twice)")
+    text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s")
+    assert "B is 1.20 times A (1.17 to 1.22): real" in text  # Welch's, all the same
+    assert f"1 of 4 runs of {tmp_path / 'b'} failed and are left out" in text
+    one, *_ = sorted((tmp_path / "a").glob("*/0"))
+    assert "A has one run: nothing can be said of noise" in told(
+        capsys, one, tmp_path / "b", "--metric", "output_tokens_per_s"
+    )
+    several = told(capsys, f"{tmp_path}/a/*/[01]", tmp_path / "c", "--metric", "output_tokens_per_s")
+    assert "A has repeats 0, 1, B 0, 1, 2" in several
+
+
+def test_sweeps_that_were_run_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = {
+        "kind": "synthetic",
+        "count": 10,
+        "prompt": {"dist": "uniform", "low": 4, "high": 40},
+        "output": {"dist": "uniform", "low": 2, "high": 20},
+    }
+    raw = {
+        "name": "unit",
+        "workload": workload,
+        "cache_tokens": 1024,
+        "sampling": {"temperature": 0.0, "ignore_eos": True},
+        "simulate": {"chip": "h200", "model": "llama-3-8b"},
+        "repeats": 3,
+        "reseed": True,
+        "sweep": {"grid": {"engine.max_num_seqs": [2, 8]}},
+    }
+    (tmp_path / "unit.yaml").write_text(json.dumps(raw))
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+    for name, share in (("a", 1.0), ("b", 0.8)):  # of the bandwidth: steps take some 1.2 times as long
+        more = ("--out", str(tmp_path / name), "--set", f"simulate.bandwidth_share={share}", "--quiet")
+        assert run.main([str(tmp_path / "unit.yaml"), *more]) == 0
+    capsys.readouterr()
+    text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "itl_s.p50", "steps")
+    assert text.count("(3 pairs of repeats)") == 2
+    assert text.count(": real") == 4
+    assert text.count("the same in every run") == 2  # steps
+    once = told(capsys, f"{tmp_path}/a/unit/*/0", f"{tmp_path}/b/unit/*/0", "--metric", "itl_s.p50")
+    assert once.count("real, of these 10 requests") == 2
+
+
+def test_runs_without_noise_differ_really() -> None:
+    assert of_runs([10.0, 20.0], [11.0, 22.0], paired=True, confidence=0.95) == (
+        pytest.approx(1.1), pytest.approx(1.1), pytest.approx(1.1),
+        "B is 1.10 times A in every repeat: real, without noise",
+    )  # fmt: skip
+    assert of_runs([10.0, 20.0], [10.0, 20.0], paired=True, confidence=0.95).verdict == "the same in every run"
+    assert "a zero" in of_runs([0.0, 1.0], [1.0, 1.0], paired=False, confidence=0.95).verdict
+    wild = of_runs([1.0, 1e9], [1.0, 2.0], paired=False, confidence=0.99)
+    assert wild.verdict.startswith("no difference can be told")
+    json.dumps(wild, allow_nan=False)
+
+
+def test_what_cannot_be_compared_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for size in (8, 16):
+        put(tmp_path / "sizes", 0, 10.0, {"engine.block_size": size})
+        put(tmp_path / "seeds", 0, 10.0, {"seed": size})
+        put(tmp_path / "others", 0, 10.0, {"engine.block_size": 10 * size})
+        put(tmp_path / "two", 0, 10.0, {"engine.block_size": 8}, point=f"point{size}")
+    put(tmp_path / "failed", 0, 10.0, failed="it broke", metrics=None)
+    sizes = tmp_path / "sizes"
+    for arguments, message in (
+        ((sizes, tmp_path / "no"), "there is no folder"),
+        ((sizes, tmp_path / "seeds"), "A has 2 points over engine.block_size, and B 2 points over seed"),
+        ((sizes, tmp_path / "others"), "share no point"),
+        ((sizes, tmp_path / "two"), "B has two points with engine.block_size=8 that differ in what is not swept"),
+        ((sizes, tmp_path / "failed"), "all 1 runs of"),
+        ((sizes, sizes, "--metric", "output_token_per_s"), "did you mean 'output_tokens_per_s'?"),
+        ((sizes, sizes, "--metric", "tokens_sha256"), "--metric is 'tokens_sha256'; it must be one of"),
+        ((sizes, sizes, "--confidence", "95"), "--confidence is 95.0; it must be above 0 and below 1"),
+    ):
+        assert message in told(capsys, *arguments, status=2)
+
+
+def test_two_points_of_one_sweep_are_compared_as_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for size, rate in ((8, 10.0), (16, 20.0)):
+        for repeat in range(3):
+            put(tmp_path, repeat, rate * (1 + 0.01 * repeat), {"seed": size}, point=f"point{size}")
+    text = told(capsys, tmp_path / "point8", tmp_path / "point16", "--metric", "output_tokens_per_s")
+    assert text.startswith("seed=8 (A) against seed=16 (B) (3 pairs of repeats)")
+    assert "B is 2.00 times A in every repeat" in text
