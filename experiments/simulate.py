@@ -23,6 +23,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.intake import intake
 from pagedjax.params import SamplingParams
 from pagedjax.policies import POLICIES
+from pagedjax.reservation import table_width
 from pagedjax.tokenizer import load_tokenizer
 from pagedjax.types import Finished, Sampled, StepResult
 from pagedjax.weights.checkpoint import open_checkpoint
@@ -136,7 +137,7 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
     if memory is not None:
         free = memory - shape.held_bytes
         if blocks is None:
-            useful = config.max_num_seqs * -(-length // config.block_size)
+            useful = config.max_num_seqs * table_width(config, length)
             blocks = min(useful, int(config.memory_fraction * free / size))
         if blocks < 1 or blocks * size > free:
             raise ValueError(

@@ -162,6 +162,8 @@ def predict(
         return None  # content of a block would be lost
     mine = [sources[seq.request_id] for seq in following.seqs]
     known = all(source.length == length for source, length in zip(mine, following.lengths, strict=True))
+    if not (known or state.config.mixed_steps) and not _fed(following, plan, mine):
+        return None
     if not known and any(source.penalised for source in mine):
         return None  # penalties go by every token so far
     return guessed, following
@@ -178,6 +180,13 @@ def _stand_ins(plan: Plan, sources: Mapping[str, Source], size: int) -> dict[str
         if full > max(named, start // size) and sources[seq.request_id].root is not None:
             found[seq.request_id] = tuple(f"? {seq.arrival} {block}" for block in range(named, full))
     return found
+
+
+def _fed(following: Plan, plan: Plan, sources: Sequence[Source]) -> bool:
+    """Whether the step just before samples every token that nobody knows yet; that of a decode that waited is older."""
+    before = {seq.arrival for seq in plan.seqs}
+    rows = zip(following.seqs, following.lengths, sources, strict=True)
+    return all(seq.arrival in before for seq, length, source in rows if source.length != length)
 
 
 def _may_stop(source: Source) -> bool:

@@ -15,6 +15,7 @@ owner to its end: nothing in it is shared, and nobody is preempted, because nobo
 from __future__ import annotations
 
 from pagedjax import blocks
+from pagedjax.config import EngineConfig
 from pagedjax.state import SchedulerConfig
 from pagedjax.types import Seq
 
@@ -34,6 +35,12 @@ def tokens(config: SchedulerConfig, seq: Seq) -> int:
 def piece(config: SchedulerConfig, seq: Seq) -> int:
     """The same in blocks: whole pieces where it is reserved."""
     need = blocks.needed(tokens(config, seq), config.block_size)
+    return need if config.reservation == "none" else _power_of_two(need)
+
+
+def table_width(config: EngineConfig, length: int) -> int:
+    """Blocks that a request of at most so many tokens can have."""
+    need = blocks.needed(length, config.block_size)
     return need if config.reservation == "none" else _power_of_two(need)
 
 

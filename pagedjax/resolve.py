@@ -11,6 +11,7 @@ from pagedjax import attention, cache, memory
 from pagedjax.batch import Shapes, token_buckets
 from pagedjax.config import EngineConfig, Resolved
 from pagedjax.models import Model
+from pagedjax.reservation import table_width
 
 
 def resolve(
@@ -39,7 +40,7 @@ def resolve(
     size = cache.block_bytes(**block_shape(config.block_size, model, kept))
     blocks = config.num_blocks
     if blocks is None:
-        useful = config.max_num_seqs * -(-length // config.block_size)
+        useful = config.max_num_seqs * table_width(config, length)
         blocks = min(useful, memory.blocks_that_fit(size, config.memory_fraction, found, activations))
     memory.check_fit(blocks, size, found, activations)
     smallest = smallest_step(device.platform, dtype)
@@ -93,8 +94,6 @@ def smallest_step(platform: str, dtype: str) -> int:
 
 
 def shapes(c: Resolved, model: Model) -> Shapes:
-    width = -(-c.max_model_len // c.block_size)
-    if c.reservation != "none":
-        width = 1 << (width - 1).bit_length()  # pieces are powers of two of blocks
     rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
+    width = table_width(c, c.max_model_len)
     return Shapes(c.token_buckets, rows, c.block_size, width, c.max_model_len, model.config.vocab_size)

@@ -31,12 +31,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import get_args
 
 from immutables import Map
 
 from pagedjax import blocks, branches, reservation, sharing
 from pagedjax.admission import Entry, admit
 from pagedjax.branches import width
+from pagedjax.config import Reservation, one_of
 from pagedjax.policies import Policy
 from pagedjax.preemption import make_room
 from pagedjax.state import SchedulerConfig, SchedulerState, check, places, running
@@ -85,6 +87,10 @@ def init(config: SchedulerConfig) -> SchedulerState:
         least = 0 if name == "host_blocks" else 1
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
+    for name, value in (("chunked_prefill", config.chunked_prefill), ("mixed_steps", config.mixed_steps)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it must be True or False")
+    one_of("reservation", config.reservation, get_args(Reservation))
     host = blocks.init(config.host_blocks) if config.host_blocks else None
     return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, host, frozenset(), Map())
 

@@ -7,6 +7,7 @@ hash of a block is what it and everything before it spell.
 
 Which ids new blocks get is the pool's own affair: the model puts a negative number in their place, takes the ids from
 the real plan and checks that nobody else has them. Which published blocks a sequence shares, the model says itself.
+Of a reserved piece it checks that its ids are in a row and aligned, and says itself whether one is free, by halving.
 """
 
 from __future__ import annotations
@@ -71,6 +72,22 @@ class Life:
         return " ".join(whole[:stop])
 
 
+def power(number: int) -> int:
+    """The least power of two that is not below a number."""
+    found = 1
+    while found < number:
+        found *= 2
+    return found
+
+
+def free_pieces(free: set[int], start: int, size: int) -> list[int]:
+    """Sizes of the free pieces of a buddy allocator among `size` ids from `start` on, found by halving what is not."""
+    if free.issuperset(range(start, start + size)):
+        return [size]
+    half = size // 2
+    return free_pieces(free, start, half) + free_pieces(free, start + half, half) if half else []
+
+
 @dataclass
 class Step:
     """What the rules want of one step."""
@@ -98,6 +115,8 @@ class Model:
         self.idle: list[int] = []  # published blocks that nobody has; the first is the next to lose its content
         self.flight: Step | None = None
         self.arrivals = self.steps = self.unseen = 0
+        self.pieces: list[int] = []  # sizes of those that are free, where caches are reserved
+        self.uncut = self.fragmented = 0  # how often a prompt did not fit whole, or blocks but no piece were free
 
     def alive(self) -> list[Life]:
         return self.waiting + self.running
@@ -111,7 +130,23 @@ class Model:
         sane = request.prompt_len > 0 and request.max_tokens > 0 and request.prompt_len < self.config.max_model_len
         names = [request.request_id, *request.forks, *self.names()]
         few = 1 + len(request.forks) <= min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        return fits and sane and few and len(set(names)) == len(names)
+        whole = self.config.chunked_prefill or beams * self.limit(request) <= self.config.max_num_batched_tokens
+        return fits and sane and few and whole and self.reservable(request) and len(set(names)) == len(names)
+
+    def reservable(self, request: Request) -> bool:
+        if self.config.reservation == "none":
+            return True
+        alone = not (request.forks or request.beams or request.hashes)
+        return alone and self.reserved(request) <= max(free_pieces(self.ids(), 1, power(self.config.num_blocks)))
+
+    def reserved(self, request: Request) -> int:
+        """Blocks of the piece that a request has for its whole life."""
+        c, prompt, limit = self.config, request.prompt_len, self.limit(request)
+        slots = {"oracle": limit, "pow2": prompt + power(limit - prompt), "max": c.max_model_len}[c.reservation]
+        return power(math.ceil(min(slots, c.max_model_len) / c.block_size))
+
+    def ids(self) -> set[int]:
+        return set(range(1, self.config.num_blocks + 1))
 
     def names(self) -> list[str]:
         return [name for life in self.alive() for name in (life.name, *life.request.forks)]
@@ -131,6 +166,10 @@ class Model:
 
     def free(self) -> int:
         return self.config.num_blocks - len(self.owned())
+
+    def tells(self, life: Life) -> bool:
+        """Whether the shell gives hashes for blocks that it fills."""
+        return self.config.reservation == "none" and life.shares()
 
     def take(self, life: Life, number: int) -> None:
         """New blocks for a sequence. When no empty block is left, an idle one loses its content."""
@@ -192,18 +231,34 @@ class Model:
                 self.idle.append(old)
 
         held = [life for life in self.running if life.holds()]
-        places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(life.width for life in self.running)
         decodes = [life for life in self.running if life.known - life.computed == 1]
-        self.running = decodes + [life for life in self.running if life not in decodes and life not in held]
+        prompts = [life for life in self.running if life not in decodes and life not in held]
+        if c.mixed_steps:
+            self.compose(step, decodes + prompts, held, decodes, admits=not step.preempted)
+        elif c.chunked_prefill and self.steps % 2 and decodes:  # by turns
+            self.compose(step, decodes, prompts + held, decodes, admits=False)
+        else:
+            self.compose(step, prompts, decodes + held, decodes, admits=not step.preempted)
+            if not step.rows:
+                self.compose(step, decodes, prompts + held, decodes, admits=False)
+        self.flight = step
+        return step
+
+    def compose(self, step: Step, turn: list[Life], others: list[Life], decodes: list[Life], *, admits: bool) -> None:
+        """Tokens for those whose turn it is, then for those that can enter. The others own blocks, and places."""
+        c = self.config
+        places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(life.width for life in self.running)
         self.budget = c.max_num_batched_tokens
-        for life in self.running:
+        for life in turn:
             count = min(life.known - life.computed, self.budget)
             self.budget -= count
             if count > 0:
                 step.rows.append((life, life.computed, count))
-        self.running += held  # they own blocks
+        self.running = turn + others
         self.moved: dict[int, int] = {}
-        while self.waiting and self.budget > 0 and not step.preempted:
+        if c.reservation != "none":
+            self.pieces = free_pieces(self.ids() - self.owned(), 1, power(c.num_blocks))
+        while self.waiting and self.budget > 0 and admits:
             first = min(self.waiting, key=lambda life: life.arrival)
             unit = [first]
             if first.request.beams and not first.request.forks:
@@ -213,9 +268,7 @@ class Model:
             if sum(life.width for life in unit) > places or not self.all_enter(step, unit, decodes):
                 break
             places -= sum(life.width for life in unit)
-        self.running = [life for life in self.running if life not in held] + held
-        self.flight = step
-        return step
+        self.running = [life for life in self.running if life not in others] + others
 
     def all_enter(self, step: Step, unit: list[Life], decodes: list[Life]) -> bool:
         """Admit some sequences, or, if one of them does not fit, none."""
@@ -236,8 +289,16 @@ class Model:
         whole = life.computed // size
         known = [self.moved[block] for block in life.away[:whole] if block in self.moved]
         found = known if life.away else self.found(life, [row for row in step.rows if row[0] not in decodes])
-        need = math.ceil(life.known / size) - len(found)
+        reserves = self.config.reservation != "none"
+        need = self.reserved(life.request) if reserves else math.ceil(life.known / size) - len(found)
         if need > self.free() - len(set(found) & set(self.idle)):
+            return False
+        done = life.computed if life.away else len(found) * size
+        if not self.config.chunked_prefill and life.known - done > self.budget:
+            self.uncut += 1
+            return False
+        if reserves and not self.split(need):
+            self.fragmented += 1
             return False
         self.waiting.remove(life)
         self.running.append(life)
@@ -261,6 +322,18 @@ class Model:
         step.admitted.append(life)
         step.cached.append(life.computed)
         step.entered.append(life.known)
+        return True
+
+    def split(self, need: int) -> bool:
+        """Take a piece out of the smallest that is large enough, if there is one."""
+        enough = [size for size in self.pieces if size >= need]
+        if not enough:
+            return False
+        size = min(enough)
+        self.pieces.remove(size)
+        while size > need:
+            size //= 2
+            self.pieces.append(size)  # the other half
         return True
 
     def copying(self) -> list[Life]:
@@ -308,7 +381,7 @@ class Model:
         size, told = self.config.block_size, {}
         for life, start, count in self.flight.rows:
             full = (start + count) // size
-            if life.shares() and full > start // size and full > life.hashed:
+            if self.tells(life) and full > start // size and full > life.hashed:
                 told[life.name] = tuple(life.key((j + 1) * size) for j in range(life.hashed, full))
         return told
 
@@ -327,6 +400,10 @@ class Model:
             assert [seen[block] for block in life.table] == list(seq.blocks), f"{life.name}: the plan has other blocks"
         for life in self.running:
             life.table = [seen.get(block, block) for block in life.table]
+        for life in self.flight.admitted if self.config.reservation != "none" else ():
+            first, number = life.table[0], len(life.table)
+            assert life.table == list(range(first, first + number)), f"{life.name}: its blocks are not in a row"
+            assert (first - 1) % number == 0, f"{life.name}: its piece is not aligned"
         self.move(plan, seen)
         copies = [(old, seen[new]) for old, new in self.flight.copies]
         assert copies == list(plan.copies), "other blocks are copied"
@@ -468,7 +545,7 @@ class Model:
         """Blocks that a sequence filled in this step can be found from now on, unless others hold the same."""
         size = self.config.block_size
         full = life.computed // size
-        if life.shares() and full > start // size:
+        if self.tells(life) and full > start // size:
             life.hashed = max(life.hashed, full)
         for j in range(start // size, min(full, life.hashed)):
             self.published.setdefault(life.key((j + 1) * size), life.table[j])

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pagedjax import scheduler
-from pagedjax.policies import FCFS
+from pagedjax.policies import FCFS, Policy
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.types import Event, Plan, Request
 
 WORD, EOS = 7, 2
 
 
-def start(*requests: Request, block_size=4, num_blocks=64, budget=64, seqs=8, model_len=64) -> SchedulerState:
-    state = scheduler.init(SchedulerConfig(block_size, num_blocks, budget, seqs, model_len))
+def start(*requests: Request, block_size=4, num_blocks=64, budget=64, seqs=8, model_len=64, **ways) -> SchedulerState:
+    state = scheduler.init(SchedulerConfig(block_size, num_blocks, budget, seqs, model_len, **ways))
     for request in requests:
         state = scheduler.submit(state, request)
     return state
@@ -23,9 +23,9 @@ def request(name: str, prompt_len: int, max_tokens: int = 8, min_tokens: int = 0
     return Request(name, prompt_len, max_tokens, min_tokens, frozenset({EOS}))
 
 
-def step(state: SchedulerState, *tokens: int) -> tuple[SchedulerState, Plan, tuple[Event, ...]]:
+def step(state: SchedulerState, *tokens: int, policy: Policy = FCFS) -> tuple[SchedulerState, Plan, tuple[Event, ...]]:
     """One whole step; every row gets WORD unless tokens are given."""
-    state, plan = scheduler.schedule(state, FCFS)
+    state, plan = scheduler.schedule(state, policy)
     state, events = scheduler.commit(state, plan, tokens or [WORD] * len(plan.seqs))
     scheduler.check(state)
     return state, plan, events

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams, ahead, scheduler
+from pagedjax.replay import verify
 from pagedjax.types import Sampled
 
 DEPTHS = (1, 3)
@@ -151,6 +152,32 @@ def test_the_same_with_a_pool_that_is_too_small(tiny, tmp_path, config):
             assert (tmp_path / f"{i}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
         preempted += plain.preempted
     assert preempted, "no storm"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"mixed_steps": False},
+        {"chunked_prefill": False, "mixed_steps": False, "max_num_batched_tokens": 128, "token_buckets": (8, 128)},
+        {"reservation": "pow2", "enable_prefix_caching": False},
+        {"reservation": "oracle", "enable_prefix_caching": False, "mixed_steps": False, "policy": "static"},
+    ],
+    ids=["by turns", "whole prompts first", "reserved", "reserved, by turns, static"],
+)
+def test_the_same_in_the_ways_of_earlier_engines(tiny, tmp_path, config):
+    """Without mixed steps a decode may have waited; its token, of an older step, is not on the device for a guess."""
+    engines = [make(tiny, *mode, **config).engine for mode in ((0, 1), (3, 1), (0, 4))]
+    kinds = {"kinds": ("plain", "stops", "penalties")} if "reservation" in config else {}
+    steps = late = 0
+    for seed in range(4):
+        plain, *others = [play(engine, seed, tmp_path / f"{i}.jsonl", **kinds) for i, engine in enumerate(engines)]
+        assert verify(tmp_path / "0.jsonl").identical
+        for i, other in enumerate(others, 1):
+            assert other.said == plain.said
+            assert (tmp_path / f"{i}.jsonl").read_bytes() == (tmp_path / "0.jsonl").read_bytes()
+            steps += other.steps
+            late += other.late
+    assert late < 0.9 * steps, "nothing was guessed"
 
 
 def test_strings_that_stop_are_the_same(modes):

@@ -26,6 +26,8 @@ HOST = (
     "branches",
     "beams",
     "state",
+    "reservation",
+    "turns",
     "sharing",
     "preemption",
     "admission",

@@ -219,6 +219,129 @@ def test_check_finds_content_that_does_not_add_up(broken, message):
         blocks.check(pool._replace(**broken), [ids[1:]])
 
 
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def take_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
+    taken = blocks.allocate_run(pool, n)
+    assert taken is not None
+    return taken
+
+
+@pytest.mark.parametrize("n", [-1, 0, 3, 6])
+def test_a_run_that_is_no_power_of_two_is_an_error(n):
+    with pytest.raises(ValueError, match=f"n is {n}; a run is a power of two of blocks"):
+        blocks.allocate_run(blocks.init(8), n)
+
+
+def test_a_pool_that_shares_content_gives_no_runs_until_it_is_forgotten():
+    pool, ids = take(blocks.init(4), 1)
+    pool = blocks.release(blocks.publish(pool, [(1, "x")]), ids)
+    with pytest.raises(ValueError, match="runs come from pools that share nothing, and this one has published blocks"):
+        blocks.allocate_run(pool, 2)
+    assert take_run(blocks.forget(pool), 4)[1] == (1, 2, 3, 4)
+
+
+def test_the_smallest_piece_that_is_large_enough_is_split():
+    pool = blocks.init(14)  # pieces of 8, 4 and 2
+    pool, pair = take_run(pool, 2)
+    assert pair == (13, 14)
+    pool, one = take_run(pool, 1)
+    assert one == (9,)  # of the 4: what is left of them is 1 and 2
+    pool, more = take_run(pool, 2)
+    assert more == (11, 12)
+    assert take_run(pool, 8)[1] == tuple(range(1, 9))
+    assert blocks.allocate_run(pool, 16) is None
+
+
+def test_enough_blocks_that_are_not_in_one_piece_are_refused_and_the_pool_is_untouched():
+    pool, _ = take_run(blocks.init(8), 4)
+    pool, _ = take_run(pool, 2)
+    pool = blocks.release(pool, (1, 2, 3, 4))
+    before = facts(pool)
+    assert pool.num_free == 6
+    assert blocks.allocate_run(pool, 8) is None
+    assert facts(pool) == before
+    assert take_run(pool, 2)[1] == (7, 8)  # the hole that fits, not a half of 1-4
+    assert take_run(pool, 4)[1] == (1, 2, 3, 4)
+
+
+def test_pieces_that_are_free_together_are_whole_again_and_others_are_not():
+    pool, a = take_run(blocks.init(8), 2)
+    pool, b = take_run(pool, 2)
+    pool, c = take_run(pool, 2)
+    assert (a, b, c) == ((1, 2), (3, 4), (5, 6))
+    beside = blocks.release(pool, (*b, *c))  # 3-6 are in a row and no piece: it would have to begin at 1 or 5
+    assert take_run(beside, 4)[1] == (5, 6, 7, 8)
+    assert take_run(blocks.release(pool, (*a, *b)), 4)[1] == (1, 2, 3, 4)
+
+
+class Buddies:
+    """A buddy allocator with its free pieces in a list: taking splits one, giving back merges it with its twin."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.free = size, list[tuple[int, int]]()  # (first block counted from 0, blocks)
+        start = 0
+        for length in (16, 8, 4, 2, 1):
+            if start + length <= size:
+                self.free.append((start, length))
+                start += length
+
+    def take(self, n: int) -> int | None:
+        large = [(length, start) for start, length in self.free if length >= n]
+        if not large:
+            return None
+        length, start = min(large)
+        self.free.remove((start, length))
+        while length > n:
+            length //= 2
+            self.free.append((start + length, length))
+        return start
+
+    def give_back(self, start: int, length: int) -> None:
+        twin = (start - length if start // length % 2 else start + length, length)
+        if twin in self.free:
+            self.free.remove(twin)
+            self.give_back(min(start, twin[0]), 2 * length)
+        else:
+            self.free.append((start, length))
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(1, 31), script=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
+def test_any_history_of_runs_agrees_with_a_buddy_allocator(size: int, script: list[tuple[bool, int]]):
+    pool, buddies = blocks.init(size), Buddies(size)
+    runs: list[tuple[int, ...]] = []
+    past = []
+    for takes, number in script:
+        past.append((pool, facts(pool)))
+        n = 1 << number % 5
+        if takes:
+            taken, start = blocks.allocate_run(pool, n), buddies.take(n)
+            assert (taken is None) == (start is None), "refused although a piece is free, or the reverse"
+            if taken is not None and start is not None:
+                pool, ids = taken
+                assert ids == tuple(range(start + 1, start + n + 1)), "another piece than the smallest that suffices"
+                assert start % n == 0
+                left = [block for block in blocks.free_ids(past[-1][0]) if block not in ids]
+                assert list(blocks.free_ids(pool)) == left, "the others are handed out in another order"
+                runs.append(ids)
+        elif runs:
+            ids = runs.pop(number % len(runs))
+            pool = blocks.release(pool, ids[::-1])
+            buddies.give_back(ids[0] - 1, len(ids))
+        assert pool.num_free == sum(length for _, length in buddies.free)
+        blocks.check(pool, runs)
+    assert all(facts(pool) == before for pool, before in past), "an old pool changed"
+    while runs:
+        pool = blocks.release(pool, runs.pop())
+    largest = 1 << size.bit_length() - 1
+    assert blocks.allocate_run(pool, 2 * largest) is None
+    assert take_run(pool, largest)[1] == tuple(range(1, largest + 1))
+
+
+# --- any history ----------------------------------------------------------------------------------------------------
+
 actions = st.lists(
     st.tuples(st.sampled_from(["allocate", "share", "release", "publish", "reuse", "forget"]), st.integers(0, 7)),
     max_size=60,

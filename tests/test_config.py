@@ -75,6 +75,8 @@ def test_the_seed_is_32_bits(value):
         ("policy", "", "'fcfs'"),
         ("attention_impl", "refrence", r"\(did you mean 'reference'\?\)$"),
         ("attention_impl", "auto", "'pallas_gpu', 'reference'"),
+        ("reservation", "pow3", r"'none', 'oracle', 'pow2', 'max' \(did you mean 'pow2'\?\)$"),
+        ("reservation", None, "'none'"),
     ],
 )
 def test_a_choice_outside_its_list_names_the_list_and_the_nearest(name, value, message):
@@ -117,6 +119,26 @@ def test_a_resolved_config_has_no_none_left(name):
 def test_what_is_resolved_must_be_given(name):
     with pytest.raises(ValueError, match=f"{name}"):
         Resolved(**{key: value for key, value in RESOLVED.items() if key != name})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "chunked_prefill", "mixed_steps"])
+@pytest.mark.parametrize("value", [0, 1, None, "yes"])
+def test_a_switch_is_true_or_false(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be True or False$"):
+        EngineConfig(**{name: value})
+    assert getattr(EngineConfig(**{name: False}), name) is False
+
+
+@pytest.mark.parametrize("reservation", ["oracle", "pow2", "max"])
+def test_a_contiguous_reservation_shares_no_prefix(reservation):
+    with pytest.raises(
+        ValueError,
+        match=rf"^reservation is '{reservation}', whose pieces are shared with nobody, but enable_prefix_caching is "
+        r"True; set enable_prefix_caching=False, or reservation='none'$",
+    ):
+        EngineConfig(reservation=reservation)
+    config = EngineConfig(reservation=reservation, enable_prefix_caching=False)
+    assert config.reservation == reservation
 
 
 def test_every_policy_that_the_config_takes_exists():

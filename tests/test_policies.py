@@ -7,12 +7,14 @@ import random
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax import policies, scheduler
+from pagedjax.config import Reservation
 from pagedjax.policies import FAIR, FCFS, POLICIES, PRIORITY, RATE, SHORTEST, WINDOW, Policy, by_key
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.types import Finished, Request, Running, Seq
@@ -289,15 +291,31 @@ workloads = st.lists(
     min_size=1,
     max_size=14,
 )
-configs = st.builds(
-    SchedulerConfig,
-    block_size=st.integers(1, 4),
-    num_blocks=st.integers(1, 10),
-    max_num_batched_tokens=st.integers(1, 12),
-    max_num_seqs=st.integers(1, 5),
-    max_model_len=st.just(32),
-    host_blocks=st.sampled_from([0, 3, 20]),
-)
+sizes = {
+    "block_size": st.integers(1, 4),
+    "num_blocks": st.integers(1, 10),
+    "max_num_batched_tokens": st.integers(1, 12),
+    "max_num_seqs": st.integers(1, 5),
+    "max_model_len": st.just(32),
+    "host_blocks": st.sampled_from([0, 3, 20]),
+}
+# hypothesis would draw every field that is not given
+usual = {name: st.just(value) for name, value in SchedulerConfig._field_defaults.items() if name not in sizes}
+ways = {
+    "chunked_prefill": st.booleans(),
+    "mixed_steps": st.booleans(),
+    "reservation": st.sampled_from(get_args(Reservation)),
+}
+configs = st.builds(SchedulerConfig, **sizes, **usual)
+baselines = st.builds(SchedulerConfig, **sizes, **ways)
+
+
+def roomy(config: SchedulerConfig) -> SchedulerConfig:
+    """With blocks for any one request, and tokens for its whole prompt where that must not be cut."""
+    need, budget = -(-config.max_model_len // config.block_size), config.max_num_batched_tokens
+    need = need if config.reservation == "none" else 1 << (need - 1).bit_length()
+    budget += 0 if config.chunked_prefill else config.max_model_len
+    return config._replace(num_blocks=max(config.num_blocks, need), max_num_batched_tokens=budget)
 
 
 def rank(policy: Policy, state: SchedulerState) -> list[int]:
@@ -307,9 +325,12 @@ def rank(policy: Policy, state: SchedulerState) -> list[int]:
 
 def drive(policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int, int, str, bool]]) -> int:
     """Submit with steps between, then run to the end, watching the rules -> preemptions."""
-    config = config._replace(num_blocks=max(config.num_blocks, -(-32 // config.block_size)))
+    config = roomy(config)
     state, preempted, left = scheduler.init(config), 0, list(enumerate(workload))
     steps = 2 * 32 * (len(workload) + 1) + len(workload)
+    if not config.mixed_steps:  # every second step, or after all that can be admitted before it
+        steps *= 2 if config.chunked_prefill else 1 + len(workload)
+    still: list[str] = []  # the best placed, if it stood still in the step before
     while left or alive(state):
         assert steps > 0, "does not end"
         steps -= 1
@@ -327,7 +348,13 @@ def drive(policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int
         stayed = [str(arrival) for arrival in before if arrival in ran]
         assert plan.admitted == tuple(waited[: len(plan.admitted)]), "somebody was overtaken"
         assert plan.preempted == tuple(stayed[::-1][: len(plan.preempted)]), "somebody better placed gave way"
-        assert set(stayed[:1]) <= set(names(plan.seqs)), "the best placed stood still"
+        stands = [name for name in stayed[:1] if name not in names(plan.seqs)]
+        assert not (stands and config.mixed_steps), "the best placed stood still"
+        if config.chunked_prefill:
+            assert not stands or stands != still, "the best placed stood still twice"
+            still = stands
+        else:
+            assert not stands or plan.admitted, "the best placed waits for nobody"
     assert state.pool.num_free == config.num_blocks
     return preempted
 
@@ -340,6 +367,13 @@ def test_any_workload_ends_and_the_best_placed_always_advances(policy: Policy, c
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@given(config=baselines, workload=workloads)
+@settings(deadline=None, max_examples=80)
+def test_any_workload_ends_in_the_ways_of_earlier_engines(policy: Policy, config: SchedulerConfig, workload):
+    drive(policy, config, workload)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_so_does_a_crowd_in_a_pool_that_is_too_small(policy: Policy):
     draw, preempted = random.Random(0), 0
     for _ in range(20):
@@ -348,8 +382,19 @@ def test_so_does_a_crowd_in_a_pool_that_is_too_small(policy: Policy):
     assert preempted >= 100, "no storm"
 
 
-@given(config=configs, workload=workloads, seed=st.integers(0, 2**16))
-@settings(deadline=None, max_examples=80)
+@pytest.mark.parametrize(("chunked", "mixed"), [(True, False), (False, True), (False, False)])
+def test_so_does_a_crowd_in_the_ways_of_earlier_engines(chunked: bool, mixed: bool):
+    draw, preempted = random.Random(0), 0
+    for policy in POLICIES.values():
+        config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
+        for _ in range(4):
+            crowd = [(draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0) for i in range(14)]
+            preempted += drive(policy, config, crowd)
+    assert preempted >= 100, "no storm"
+
+
+@given(config=st.one_of(configs, baselines), workload=workloads, seed=st.integers(0, 2**16))
+@settings(deadline=None, max_examples=160)
 def test_a_finite_workload_ends_whatever_a_policy_says(config: SchedulerConfig, workload, seed: int):
     """DESIGN.md promises it: each step leaves a sequence that computes, and what it generated survives a preemption."""
     draw = random.Random(seed)
@@ -359,23 +404,29 @@ def test_a_finite_workload_ends_whatever_a_policy_says(config: SchedulerConfig, 
         admit=lambda seq, need, free: True,
         preempt=draw.choice,
     )
-    config = config._replace(num_blocks=max(config.num_blocks, -(-32 // config.block_size)))
+    config = roomy(config)
     state = scheduler.init(config)
     for i, (prompt, output, priority, user, _) in enumerate(workload):
         state = scheduler.submit(state, ask(str(i), prompt, output, priority, user))
     left = sum(output for _, output, *_ in workload) * 32  # a token every 32 steps at least
+    left *= 1 if config.mixed_steps else 2  # chunks and decodes take turns
     while alive(state):
         state, *_ = step(state, moody)
         left -= 1
         assert left >= 0, "does not end"
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_branches_end_too_in_a_pool_that_is_too_small(policy: Policy):
+@pytest.mark.parametrize(
+    ("policy", "chunked", "mixed"),
+    [*((policy, True, True) for policy in POLICIES.values()), (FCFS, True, False), (FAIR, False, False)],
+    ids=[*POLICIES, "fcfs by turns", "fair with whole prompts first"],
+)
+def test_branches_end_too_in_a_pool_that_is_too_small(policy: Policy, chunked: bool, mixed: bool):
     """A victim takes its branches along, even the best placed."""
     draw, preempted = random.Random(0), 0
     for _ in range(10):
-        state = scheduler.init(SchedulerConfig(2, 16, 12, 6, 32))
+        config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
+        state = scheduler.init(roomy(config))
         for i in range(8):
             forks = tuple(f"{i} {k}" for k in range(draw.randint(0, 3)))
             request = ask(str(i), draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"))

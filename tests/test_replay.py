@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,12 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagedjax import __version__, replay, scheduler
+from pagedjax.config import Reservation
 from pagedjax.policies import FCFS, POLICIES
 from pagedjax.replay import Recorder, ReplayError, Transition, verify
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.types import Choice, Finished, Plan, Request, Seq
 
 SMALL = SchedulerConfig(block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12)
+WAYS = ("chunked_prefill", "mixed_steps", "reservation")  # of earlier engines
 
 
 def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: str = "r") -> list[Transition]:
@@ -49,9 +52,11 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
                 free = not any(other.startswith(f"{name}/") for other in state.ids)
                 request = request._replace(forks=tuple(branches[: config.max_num_batched_tokens - 1] if free else ()))
                 request = request._replace(beams=draw.random() < 0.3)
+                if config.reservation != "none":  # which shares nothing
+                    request = request._replace(forks=(), hashes=(), beams=False)
                 try:
                     state = arrive("submit", scheduler.submit(state, request))
-                except scheduler.Rejected:  # more beams than the pool can hold
+                except scheduler.Rejected:  # more beams than the pool can hold, or a budget that holds no whole prompt
                     continue
                 recorder.submit(request)
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
@@ -69,7 +74,7 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
                 recorder.schedule(plan)
             else:
                 sampled = [draw.randrange(20) for _ in plan.seqs]
-                hashes = filled(plan, config.block_size)
+                hashes = filled(plan, config.block_size) if config.reservation == "none" else {}
                 choices, ended = chosen(state, plan, draw)
                 state, events = scheduler.commit(state, plan, sampled, hashes, choices)
                 state, plan = arrive("commit", state, None, events), None
@@ -123,17 +128,21 @@ def replace_line(number: int, text: str) -> Callable[[list[str]], list[str]]:
     return lambda lines: [*lines[: number - 1], text, *lines[number:]]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+sizes = (
+    st.integers(1, 8),
+    st.integers(12, 20),
+    st.integers(1, 16),
+    st.integers(1, 6),
+    st.integers(7, 14),
+    st.sampled_from([0, 2, 20]),
+)
+usual = [st.just(SchedulerConfig._field_defaults[name]) for name in WAYS]
+ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation))]
+
+
+@settings(max_examples=160, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    config=st.builds(
-        SchedulerConfig,
-        st.integers(1, 8),
-        st.integers(12, 20),
-        st.integers(1, 16),
-        st.integers(1, 6),
-        st.integers(7, 14),
-        st.sampled_from([0, 2, 20]),
-    ),
+    config=st.one_of(st.builds(SchedulerConfig, *sizes, *usual), st.builds(SchedulerConfig, *sizes, *ways)),
     seed=st.integers(0, 2**32 - 1),
     names=st.text(max_size=3),
 )
@@ -197,6 +206,29 @@ def test_the_format_is_this(tmp_path: Path):
         '"cached":[],"preempted":[],"swapped":[],"waiting":0,"blocks_used":4}}\n'
     )
     assert verify(path).identical
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"chunked_prefill": False, "max_num_batched_tokens": 36},
+        {"mixed_steps": False},
+        {"reservation": "pow2", "num_blocks": 16},
+        {"chunked_prefill": False, "max_num_batched_tokens": 12, "mixed_steps": False, "reservation": "max"},
+    ],
+    ids=str,
+)
+def test_a_header_says_how_it_was_done_only_where_that_is_unusual(tmp_path: Path, way: dict):
+    """So that logs of the usual way are what they were before there was another."""
+    path, config = tmp_path / "run.jsonl", SMALL._replace(num_blocks=20)._replace(**way)
+    made = record(path, config, seed=3, length=120)
+    header = json.loads(path.read_text().splitlines()[0])["config"]
+    assert header == dict(zip(SMALL._fields[:6], config, strict=False)) | {k: way[k] for k in WAYS if k in way}
+    assert list(replay.replay(path)) == made
+    report = verify(path)
+    assert report.identical
+    assert report.requests >= 10
 
 
 def test_block_tables_can_be_read_from_the_log_alone(log: Path):
@@ -293,6 +325,10 @@ def test_a_file_without_a_whole_line_is_an_error(tmp_path: Path, content: str):
         verify(path)
 
 
+def header(**changes: object) -> str:
+    return replay.header_line(SMALL._replace(**changes), "fcfs", __version__)
+
+
 @pytest.mark.parametrize(
     ("number", "text", "message"),
     [
@@ -300,6 +336,8 @@ def test_a_file_without_a_whole_line_is_an_error(tmp_path: Path, content: str):
         (1, '{"a":1}', "line 1 has no format number; this version reads format 2"),
         (1, '{"pagedjax_replay":2,"policy":"lifo"}', "line 1 names the policy 'lifo'; known are fair, fcfs"),
         (1, '{"pagedjax_replay":2,"policy":"fcfs","config":{}}', "line 1 is a malformed header"),
+        (1, header(reservation="pow3"), "line 1 is a malformed header: .*reservation is 'pow3'; it must be one of"),
+        (1, header(mixed_steps=0), "line 1 is a malformed header: .*mixed_steps is 0; it must be True or False"),
         (5, '{"schedule":{', "line 5 is not JSON in ASCII"),
         (5, '{"schedule":"é"}', "line 5 is not JSON in ASCII"),
         (5, "[]", "line 5 is not a JSON object"),

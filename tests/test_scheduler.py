@@ -53,11 +53,24 @@ def test_an_id_in_use_is_rejected_while_it_runs_and_free_again_when_it_ended():
     assert names(scheduler.submit(state, request("a", 1)).waiting) == ["a"]
 
 
-@pytest.mark.parametrize("name", SchedulerConfig._fields)
+@pytest.mark.parametrize("name", SchedulerConfig._fields[:6])
 def test_sizes_below_the_least_are_refused(name):
     least = 0 if name == "host_blocks" else 1
     with pytest.raises(ValueError, match=f"{name} is {least - 1}; it must be at least {least}"):
         scheduler.init(SchedulerConfig(1, 1, 1, 1, 1)._replace(**{name: least - 1}))
+
+
+@pytest.mark.parametrize("name", ["chunked_prefill", "mixed_steps"])
+@pytest.mark.parametrize("value", [0, 1, None, "no"])
+def test_a_switch_that_is_no_truth_value_is_refused(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be True or False$"):
+        scheduler.init(SchedulerConfig(1, 1, 1, 1, 1)._replace(**{name: value}))
+
+
+@pytest.mark.parametrize("value", ["pow3", "", None, False])
+def test_an_unknown_reservation_is_refused(value):
+    with pytest.raises(ValueError, match=rf"^reservation is {value!r}; it must be one of 'none', 'oracle', 'pow2', 'm"):
+        scheduler.init(SchedulerConfig(1, 1, 1, 1, 1, reservation=value))
 
 
 def test_submit_leaves_the_old_state_alone():

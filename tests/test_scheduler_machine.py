@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,23 +13,47 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from pagedjax import blocks, scheduler
+from pagedjax.config import Reservation
 from pagedjax.policies import FCFS
 from pagedjax.scheduler import Rejected, SchedulerConfig, SchedulerState
 from pagedjax.types import Choice, Event, Finished, FinishReason, Forked, Plan, Request
-from tests.scheduler_model import Model
+from tests.scheduler_model import Life, Model
 
 STOPS = (0, 1, 2)
 tokens = st.integers(0, 9)
 shares = st.floats(0, 0.999)
 seeds = st.integers(0, 2**32 - 1)
-configs = st.builds(
-    SchedulerConfig,
-    block_size=st.integers(1, 8),
-    num_blocks=st.integers(1, 12),
-    max_num_batched_tokens=st.integers(1, 32),
-    max_num_seqs=st.integers(1, 6),
-    max_model_len=st.integers(2, 40),
-    host_blocks=st.one_of(st.just(0), st.integers(1, 12)),
+sizes = {
+    "block_size": st.integers(1, 8),
+    "num_blocks": st.integers(1, 12),
+    "max_num_batched_tokens": st.integers(1, 32),
+    "max_num_seqs": st.integers(1, 6),
+    "max_model_len": st.integers(2, 40),
+    "host_blocks": st.one_of(st.just(0), st.integers(1, 12)),
+}
+# (chunked_prefill, mixed_steps, reservation): this scheduler's own way, and those of earlier engines
+USUAL, *BASELINES = itertools.product((True, False), (True, False), get_args(Reservation))
+PAGED = [way for way in BASELINES if way[2] == "none"]  # where somebody can branch, give way or be found
+
+
+def config_of(way: tuple[bool, bool, Reservation], **sizes: int) -> SchedulerConfig:
+    """Where every request reserves max_model_len tokens, that is cut to what one piece holds: else all are refused."""
+    config = SchedulerConfig(*(sizes[name] for name in SchedulerConfig._fields[:6]), *way)
+    if config.reservation != "max":
+        return config
+    return config._replace(max_model_len=max(2, min(config.max_model_len, longest(config))))
+
+
+def longest(config: SchedulerConfig) -> int:
+    """Tokens that one request can have blocks for."""
+    pieces = [1 << i for i in range(8) if 1 << i <= config.num_blocks]
+    return config.block_size * (config.num_blocks if config.reservation == "none" else pieces[-1])
+
+
+# hypothesis would draw every field that is not given
+configs = st.builds(config_of, way=st.just(USUAL), **sizes)
+baselines = st.builds(
+    config_of, way=st.sampled_from([*BASELINES, *PAGED * 4]), **{**sizes, "num_blocks": st.integers(1, 20)}
 )
 
 
@@ -52,6 +77,7 @@ class Driver:
         self.model = Model(config)
         self.plan: Plan | None = None
         self.names = 0
+        self.still: Life | None = None  # the oldest request, if it stood still in the step before
         self.past: list[tuple[Any, Any]] = []  # every state and plan so far, with a copy from when it was new
         self.remember(self.state)
 
@@ -91,6 +117,8 @@ class Driver:
     ) -> None:
         """Families 0 and 1 are large, and so are their common prefixes; 2 is a request that shares with nobody."""
         self.names += 1
+        if self.state.config.reservation != "none" and family < 2:
+            family, forks, beams = 2, 0, False  # what is neither alone nor private is refused: the others are enough
         kind, end = ("private", "") if family == 2 else ("r", f".{family}")
         names = [f"{kind}{self.names}{branch}{end}" for branch in ("", "b", "c", "d")[: forks + 1]]
         least = min(min_tokens, max_tokens)
@@ -118,15 +146,21 @@ class Driver:
         assert sum(plan.counts) == plan.num_tokens <= c.max_num_batched_tokens
         assert len(ids) <= c.max_num_seqs
         assert min(plan.counts, default=1) >= 1
-        for name in decodes - set(plan.preempted):
+        for name in decodes - set(plan.preempted) if c.mixed_steps else ():
             assert plan.counts[ids.index(name)] == 1, f"the decode of {name} had to wait"
         same = [seq for seq in plan.seqs if oldest and (seq.arrival, seq.group) == (oldest.arrival, oldest.group)]
         same += [seq for seq in plan.seqs if oldest and oldest.request.beams and seq.group == oldest.group]
-        assert oldest is None or same, "the oldest request stands still"
+        if c.mixed_steps:
+            assert oldest is None or same, "the oldest request stands still"
+        else:
+            self.take_turns(plan, decodes - set(plan.preempted), None if same else oldest)
+        if c.reservation != "none":
+            assert not plan.preempted, "nobody grows, and somebody gave way"
         assert (plan.step, plan.num_waiting) == (self.model.steps, len(self.model.waiting))
         assert (plan.blocks_used, plan.num_blocks) == (c.num_blocks - self.model.free(), c.num_blocks)
         partial = [row for row in plan.rows if not row.samples]
         assert len(partial) <= 1, "a prompt was cut though an earlier one is not whole"
+        assert c.chunked_prefill or not partial, "a prompt was cut"
 
         self.model.execute(plan, scheduler.running(state))
         self.plan = plan
@@ -141,6 +175,28 @@ class Driver:
         groups = Counter(seq.group for seq in scheduler.running(self.state) if seq.group is not None)
         self.tally["a group preempted"] += len(plan.preempted) > 1 and max(groups.values(), default=0) > 1
         self.tally["shared"] += len(set(shared)) < len(shared)
+        self.tally["decodes waited"] += bool(decodes - set(plan.preempted) - set(ids))
+        behind = [seq for seq in scheduler.running(state) if seq.length - seq.computed > 1]
+        self.tally["prompts waited"] += not {seq.request_id for seq in behind} <= set(ids)
+        self.tally["reserved"] += c.reservation != "none" and len(plan.admitted)
+        self.tally += Counter({"no whole prompt": self.model.uncut, "no piece": self.model.fragmented})
+        self.model.uncut = self.model.fragmented = 0
+
+    def take_turns(self, plan: Plan, decodes: set[str], waits: Life | None) -> None:
+        """Without mixed steps one has all decodes and nothing else, or none. `waits`: the oldest, if it stands still.
+
+        With chunks it does so for one step at a time: an odd step has its decode, an even one its chunk, before all
+        other chunks. With whole prompts it waits only in steps that admit somebody.
+        """
+        ids = {seq.request_id for seq in plan.seqs}
+        if ids & decodes:
+            assert (ids, set(plan.counts), plan.admitted) == (decodes, {1}, ()), "prompts among decodes"
+        if self.state.config.chunked_prefill:
+            assert waits is None or waits is not self.still, "the oldest request stood still twice"
+            self.still = waits
+        else:
+            assert ids & decodes or ids == set(plan.admitted), "a prompt that entered before was left over"
+            assert waits is None or plan.admitted, "the oldest request waits for nobody"
 
     def commit(self, sampled: list[int], seed: int, *, lazy: bool = True) -> None:
         """`lazy`: the shell may let beams wait though all of them have caught up."""
@@ -190,7 +246,8 @@ class Driver:
     def fit(self, prompt: float, output: float) -> tuple[int, int]:
         """Two numbers in [0, 1) as a prompt length and max_tokens that the limits allow."""
         c = self.state.config
-        most = min(c.max_model_len, c.num_blocks * c.block_size)
+        most = min(c.max_model_len, longest(c))
+        most = most if c.chunked_prefill else max(1, min(most, c.max_num_batched_tokens))
         prompt_len = 1 + int(prompt * (most - 1))
         return prompt_len, 1 + int(output * (most - prompt_len))
 
@@ -227,10 +284,18 @@ class Driver:
         its tokens a step, and it is never preempted: the victim is the latest arrival, and a sequence that runs alone
         fits by the rule of `submit`. So it ends within limit - 1 steps (its last token is sampled, never computed; a
         branch computes the last token of its prompt once more), and then the next one is the oldest.
+
+        Where chunks and decodes take turns, it is in every second plan at least. Where whole prompts go first, it
+        stands still in steps that admit somebody, and between two that advance it nobody is admitted twice: a step in
+        which somebody gives way is one of decodes.
         """
         self.traffic(self.plan is not None, seed, busy=False)  # a step in flight may not know the latest arrivals
         bound = sum(life.width * self.model.limit(life.request) for life in self.model.alive())
-        self.traffic(bound, seed, busy=False)
+        c, crowd = self.state.config, sum(life.width for life in self.model.alive())
+        for _ in range(1 if c.mixed_steps else 2 if c.chunked_prefill else 1 + crowd):
+            self.traffic(bound, seed, busy=False)
+            if not self.model.alive():
+                break
         assert not self.state.waiting
         assert self.state.host is None or self.state.host.num_free == self.state.config.host_blocks, (
             "host blocks leaked"
@@ -242,7 +307,6 @@ class Driver:
 class SchedulerMachine(RuleBasedStateMachine):
     tally: ClassVar[Counter[str]]
 
-    @initialize(config=configs)
     def start(self, config: SchedulerConfig) -> None:
         self.driver = Driver(config, self.tally)
 
@@ -297,10 +361,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(plain(value) == copy for value, copy in self.driver.past), "an old state changed"
 
 
-def run_machine(examples: int, steps: int, at_least: int) -> Counter[str]:
+def run_machine(configs: st.SearchStrategy[SchedulerConfig], examples: int, steps: int, at_least: int) -> Counter[str]:
     """Run machines, `examples` at a time, until their schedulers made `at_least` steps -> what happened in them."""
     tally: Counter[str] = Counter()
-    machine = type("Machine", (SchedulerMachine,), {"tally": tally})
+    start = initialize(config=configs)(SchedulerMachine.start)
+    machine = type("Machine", (SchedulerMachine,), {"tally": tally, "start": start})
     profile = settings(
         max_examples=examples,
         stateful_step_count=steps,
@@ -315,7 +380,11 @@ def run_machine(examples: int, steps: int, at_least: int) -> Counter[str]:
 
 
 def test_any_sequence_of_transitions_agrees_with_the_naive_model():
-    run_machine(examples=70, steps=40, at_least=10_000)
+    run_machine(configs, examples=70, steps=40, at_least=10_000)
+
+
+def test_so_does_any_sequence_of_transitions_in_the_ways_of_earlier_engines():
+    run_machine(baselines, examples=20, steps=30, at_least=2_500)
 
 
 def test_the_driver_meets_everything_that_can_happen():
@@ -358,9 +427,48 @@ def test_the_driver_meets_everything_that_can_happen():
         assert tally[happened] >= 20, f"{happened}: {tally}"
 
 
+def test_the_driver_meets_what_can_happen_in_the_ways_of_earlier_engines():
+    """On drawn configs from a fixed seed. Pieces of one size leave no holes, so the others come more often."""
+    draw = random.Random(0)
+    tally: Counter[str] = Counter()
+    times = {"none": 6, "oracle": 4, "pow2": 4, "max": 1}
+    for way in itertools.chain(*([way] * times[way[2]] for way in BASELINES)):
+        config = config_of(
+            way,
+            block_size=draw.randint(1, 4),
+            num_blocks=draw.randint(8, 20),
+            max_num_batched_tokens=draw.randint(4, 8) if way[0] else draw.randint(16, 24),
+            max_num_seqs=draw.randint(6, 8),
+            max_model_len=40,
+            host_blocks=draw.choice([0, draw.randint(4, 12)]),
+        )
+        driver = Driver(config, tally)
+        driver.traffic(40, draw.randrange(2**32))
+        driver.drain(seed=0)
+    for happened in (
+        "decodes waited",
+        "prompts waited",
+        "no whole prompt",
+        "no piece",
+        "reserved",
+        "swapped",
+        "resumed",
+        "copied",
+        "forked",
+        "beams went on",
+        "found",
+        "preempted",
+        "cut",
+        "rejected",
+        "cancelled in flight",
+    ):
+        assert tally[happened] >= 10, f"{happened}: {tally}"
+
+
 @pytest.mark.slow
-def test_any_sequence_of_transitions_agrees_with_the_naive_model_at_length():
-    run_machine(examples=300, steps=60, at_least=50_000)
+@pytest.mark.parametrize("configs", [configs, baselines], ids=["usual", "baselines"])
+def test_any_sequence_of_transitions_agrees_with_the_naive_model_at_length(configs):
+    run_machine(configs, examples=300, steps=60, at_least=50_000)
 
 
 @pytest.mark.parametrize("budget", [6, 7, 32])

@@ -26,6 +26,7 @@ _STYLE: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.25,
+    "axes.axisbelow": True,
 }
 
 Curve = Sequence[tuple[float, float]]
