@@ -42,9 +42,9 @@ def draw(tokens: Sequence[int], data: Dataset, count: int, seed: int) -> list[tu
     return [(window, min(output, LONGEST // 2)) for window, output in zip(windows, outputs, strict=True)]
 
 
-def measure(model: LoadedModel, asks: Sequence[tuple[list[int], int]], width: int, block_size: int) -> Saved:
-    """Search for all of them together, as many at a time as 48 places hold."""
-    llm = LLM(
+def searcher(model: LoadedModel, block_size: int) -> LLM:
+    """An engine with 48 places for beams, and a block for each of their tokens."""
+    return LLM(
         model,
         progress=False,
         block_size=block_size,
@@ -55,6 +55,11 @@ def measure(model: LoadedModel, asks: Sequence[tuple[list[int], int]], width: in
         num_blocks=48 * -(-LONGEST // block_size),
         enable_prefix_caching=False,
     )
+
+
+def measure(llm: LLM, asks: Sequence[tuple[list[int], int]], width: int) -> Saved:
+    """Search for all of them together, as many at a time as have places."""
+    llm.engine.reset()
     for i, (prompt, output) in enumerate(asks):
         names = branch_ids(f"r{i}", width)
         llm.engine.add(names[0], prompt, BeamSearchParams(width, output, ignore_eos=True), forks=names[1:])
@@ -83,9 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"--{name} is {value}; it must be at least 1")
     model = load_model(args.model)
     asks = draw(model.tokenizer.encode(TEXT.read_text("utf-8")), ALPACA, args.requests, args.seed)
-    rows = []
+    llm, rows = searcher(model, args.block_size), []
     for width in args.widths:
-        saved = measure(model, asks, width, args.block_size)
+        saved = measure(llm, asks, width)
         rows.append({"width": width, "saved": 100 * saved.share, "paper": ALPACA.beams.get(width), **saved._asdict()})
         if not args.json:
             paper = "-" if rows[-1]["paper"] is None else f"{rows[-1]['paper']:.2f} %"

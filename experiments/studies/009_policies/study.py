@@ -13,7 +13,7 @@ QUESTION = "Which order of the queue keeps most requests within their targets wh
 def run(folder: Path, quick: bool) -> Findings:
     found = simulated(
         folder / "config.yaml",
-        f"workload.count={200 if quick else 1500}",
+        f"workload.count={200 if quick else 1000}",
         *(("sweep.grid.workload.arrivals.rate=[4.0, 8.0]",) if quick else ()),
         repeats=2 if quick else None,
     )

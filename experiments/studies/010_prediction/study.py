@@ -1,0 +1,232 @@
+"""010: runs predicted by a simulation against the same runs measured, after Vidur (Agrawal et al. 2024)."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from experiments import config, cost, floors
+from experiments.config import Point
+from experiments.cost import Chip, Roofline, StepTime
+from experiments.drive import Measured, measure
+from experiments.engines import Engines, Run
+from experiments.run import run_files
+from experiments.simulate import SimulatedEngine, SimulatedLLM
+from experiments.studies import draw
+from experiments.studies.findings import Claim, Findings, Summary, dig, interval, markdown, told
+from pagedjax import LLM, load_model
+from pagedjax.models import Model
+from pagedjax.weights.checkpoint import open_checkpoint
+
+QUESTION = "How well does a simulation predict runs that were not measured, and how well does a machine repeat itself?"
+PAPER = "Vidur (arXiv 2405.05465)"
+WITHIN = (0.0, 9.0)  # per cent
+METRICS = {
+    "output tokens/s": "output_tokens_per_s",
+    "first token, p50, s": "ttft_s.p50",
+    "between tokens, p50, s": "itl_s.p50",
+    "between tokens, p99, s": "itl_s.p99",
+    "duration, s": "duration_s",
+}
+WIDE = 256  # columns of the products that tell the rate of arithmetic: the budget of a step
+FITTED, ROOFLINE = "fitted", "roofline"
+FIT = "all at once"  # the run whose steps are fitted
+
+
+class Compared(NamedTuple):
+    """Of one run, the summaries of its repeats: measured, and predicted in two ways."""
+
+    measured: list[Summary]
+    fitted: list[Summary]
+    roofline: list[Summary]
+
+    def predicted(self, way: str) -> list[Summary]:
+        return self.fitted if way == FITTED else self.roofline
+
+
+def cases(rate: float, quick: bool) -> dict[str, tuple[str, ...]]:
+    """Runs that differ from the fitted one in one thing, by what that is. `rate`: requests/s that it served."""
+
+    def poisson(share: float) -> str:
+        return f"workload.arrivals={{process: poisson, rate: {share * rate:.3f}}}"
+
+    found = {
+        "four fifths of the load": (poisson(0.8),),
+        "budget of 64": ("engine.max_num_batched_tokens=64", "engine.token_buckets=[16, 64]"),
+    }
+    if not quick:
+        found |= {
+            "other requests": ("seed=1",),
+            "half the load": (poisson(0.5),),
+            "blocks of 128": ("engine.block_size=128",),
+        }
+    return found
+
+
+def point_of(file: Path, *overrides: str) -> Point:
+    (point,) = config.load(file, overrides)
+    return point
+
+
+def measured(engines: Engines, point: Point, repeat: int) -> Measured:
+    """Raises RuntimeError for a run that must not be used."""
+    found = measure(engines.get(point.experiment), point, repeat)
+    if found.failed:
+        raise RuntimeError(f"{point.label}: {found.failed}")
+    return found
+
+
+def predicted(file: Path, overrides: Sequence[str], folder: Path, repeat: int, step: StepTime | None = None) -> Summary:
+    """A run's summary, simulated: by a fit to the steps in `folder`, or by another model of step times."""
+    point = point_of(file, *overrides, f"simulate={{fit: {folder}}}")
+    experiment, simulate = point.experiment, point.experiment.simulate
+    assert simulate is not None, "the override says so"
+    llm = SimulatedLLM(simulate, experiment.engine_config, experiment.model)
+    if step is not None:
+        vocabulary = llm.tokenizer.vocab_size
+        llm.engine = SimulatedEngine(llm.engine.config, step, vocab_size=vocabulary, simulate=simulate)
+    return measure(llm, point, repeat).summary
+
+
+def roofline(model: Model, name: str) -> Roofline:
+    """Of this device as it is now: bytes/s of reading all weights once, operations/s of products with them."""
+    matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
+    columns = {n: jnp.ones((n, WIDE), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
+    # summed, as in `read_weights`: else the time would be that of fresh memory for all the results
+    multiply = jax.jit(lambda ws, xs: [(w @ xs[w.shape[1]]).sum() for w in ws])
+    reading = seconds(floors.read_weights(model))
+    multiplying = seconds(lambda: jax.block_until_ready(multiply(matrices, columns)))
+    number = jnp.dtype(model.dtype).itemsize
+    shape = cost.shape_of(open_checkpoint(name).config, number, number)
+    bandwidth = sum(w.nbytes for w in matrices) / reading
+    rate = 2 * WIDE * sum(w.size for w in matrices) / multiplying
+    return Roofline(shape, Chip(bandwidth, rate, 0.0, launch=0.0))
+
+
+def seconds(work: floors.Run) -> float:
+    """The median of a few times, after one that may compile."""
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def compare(file: Path, few: Sequence[str], repeats: int, quick: bool) -> tuple[dict[str, Compared], float]:
+    """Every run measured and predicted, as often as `repeats`; runs take turns, because machines drift.
+
+    Beside it, by how many per cent the steps of the fitted runs differ from the fit, the median.
+
+    The prediction of a repeat knows the fitted run of that repeat and nothing else.
+    """
+    engines = Engines(3, partial(load_model, progress=False), partial(LLM, progress=False))
+    first = point_of(file, *few)
+    engines.get(first.experiment)  # it compiles and allocates; the rate below should not
+    rate = measured(engines, first, 0).summary["requests_per_s"]
+    runs = {FIT: tuple(few), **{name: (*few, *more) for name, more in cases(rate, quick).items()}}
+    found, apart = {name: Compared([], [], []) for name in runs}, []
+    with tempfile.TemporaryDirectory() as place:
+        for repeat in range(repeats):
+            folder = Path(place) / str(repeat)
+            folder.mkdir()
+            llm = engines.get(first.experiment)
+            step = roofline(llm.engine.model, first.experiment.model)
+            for name, overrides in runs.items():
+                point = point_of(file, *overrides)
+                result = measured(engines, point, repeat)
+                found[name].measured.append(result.summary)
+                if name == FIT:
+                    steps = run_files(Run(point, repeat, 0), llm, result)[cost.STEPS]
+                    (folder / cost.STEPS).write_text(steps, encoding="utf-8")
+                    apart.append(100 * cost.fit(cost.read_steps(steps)).error)
+                found[name].fitted.append(predicted(file, overrides, folder, repeat))
+                found[name].roofline.append(predicted(file, overrides, folder, repeat, step))
+    return found, statistics.median(apart)
+
+
+def errors(guesses: Sequence[Summary], truth: Sequence[Summary], path: str) -> list[float]:
+    """Per cent that each guess is off, whichever way."""
+    return [100 * abs(dig(g, path) / dig(t, path) - 1) for g, t in zip(guesses, truth, strict=True)]
+
+
+def held_out(found: Mapping[str, Compared], way: str, path: str) -> list[float]:
+    """Errors of all runs and repeats but those that were fitted."""
+    return [e for name, runs in found.items() if name != FIT for e in errors(runs.predicted(way), runs.measured, path)]
+
+
+def repeated(found: Mapping[str, Compared], path: str) -> list[float]:
+    """Per cent that a repeat of a run is off the repeat before it: what no prediction can be better than for long."""
+    pairs = [pair for name, runs in found.items() if name != FIT for pair in pairwise(runs.measured)]
+    return [error for before, after in pairs for error in errors([before], [after], path)]
+
+
+def reason(error: float, own: float, apart: float) -> str:
+    """Why a prediction is off by more than was published, in view of how far the machine is off itself."""
+    if error <= 1.5 * own:
+        return f"this machine's own repeats of a run differ by {own:.1f} %"
+    return (
+        f"repeats of a run differ by {own:.1f} % here, and steps from the fit to them by {apart:.0f} % (median), where "
+        "every simulated step takes the time that is typical of its size"
+    )
+
+
+def run(folder: Path, quick: bool) -> Findings:
+    file = folder / "config.yaml"
+    few = ("workload.count=12",) if quick else ()
+    found, apart = compare(file, few, 2 if quick else point_of(file).experiment.repeats, quick)
+    claims, rows = [], []
+    for metric, path in METRICS.items():
+        ours, own = interval(held_out(found, FITTED, path)), statistics.fmean(repeated(found, path))
+        what = f"{metric.removesuffix(', s')}: error of a simulation fitted to another run"
+        claims.append(Claim(PAPER, what, WITHIN, ours, 1.0, "%", reason(ours.middle, own, apart)))
+        inside = statistics.fmean(errors(found[FIT].fitted, found[FIT].measured, path))
+        bound = statistics.fmean(held_out(found, ROOFLINE, path))
+        rows.append((metric.removesuffix(", s"), ours.middle, inside, bound, own))
+    head = ("mean error, %", "fitted to another run", "the fitted run itself", "roofline alone", "a repeat of the run")
+    tables = [markdown(head, rows), markdown(("run", "", "measured", "fitted", "roofline"), side_by_side(found))]
+    rate, gap = rows[0], rows[3]
+    answer = [
+        f"Fitted to the steps of one run, a simulation is off by {rate[1]:.1f} % in output tokens/s and by "
+        f"{gap[1]:.1f} % in the 99th percentile between tokens, over {len(found) - 1} other runs; the same run again "
+        f"is off by {rate[4]:.1f} and {gap[4]:.1f} %.",
+        f"A roofline that knows only the device's bandwidth and arithmetic is off by {rate[3]:.0f} and {gap[3]:.0f} %: "
+        "it is a bound, and what a step loses to it nobody told it.",
+    ]
+    return Findings(claims, answer, {"predicted.svg": figure(found)}, tables)
+
+
+def side_by_side(found: Mapping[str, Compared]) -> list[tuple[str, ...]]:
+    """Means over repeats, and from the lowest to the highest of what was measured."""
+    rows = []
+    for name, runs in found.items():
+        for metric, path in METRICS.items():
+            values, fitted, bound = ([dig(one, path) for one in way] for way in runs)
+            spread = f"{told(statistics.fmean(values))} ({told(min(values))} to {told(max(values))})"
+            rows.append((name, metric, spread, told(statistics.fmean(fitted)), told(statistics.fmean(bound))))
+    return rows
+
+
+def figure(found: Mapping[str, Compared]) -> str:
+    """Predicted over measured, a point for each run that was not fitted."""
+    panels = {}
+    for metric in ("output tokens/s", "first token, p50, s", "between tokens, p99, s"):
+        path = METRICS[metric]
+        runs = [compared for name, compared in found.items() if name != FIT]
+        means = [[statistics.fmean(dig(one, path) for one in way) for way in compared] for compared in runs]
+        truth = sorted(truth for truth, _, _ in means)
+        panels[metric] = {
+            FITTED: sorted((truth, fitted) for truth, fitted, _ in means),
+            ROOFLINE: sorted((truth, bound) for truth, _, bound in means),
+            "as measured": [(x, x) for x in (truth[0], truth[-1])],
+        }
+    return draw.curves(panels, "measured", "predicted", dashed=("as measured",))
