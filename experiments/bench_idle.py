@@ -75,8 +75,9 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
                 host.append(1e3 * result.host_seconds)
         (file,) = Path(folder).rglob("*.xplane.pb")
         ran = sorted(programs(ProfileData.from_file(os.fspath(file))))
-    longest = max((end - begin for begin, end in ran), default=0)
-    ran = [(begin, end) for begin, end in ran if end - begin > longest / 10]  # steps, and no tiny helpers
+    longest = sorted((end - begin for begin, end in ran), reverse=True)[:steps]
+    usual = statistics.median(longest) if longest else 0.0  # one step may have waited for another process
+    ran = [(begin, end) for begin, end in ran if end - begin > usual / 10]  # steps, and no tiny helpers
     if len(ran) < 2:
         raise RuntimeError(f"the trace has {len(ran)} steps; this version of XLA names them otherwise than {BEGINS!r}")
     idle = [(after[0] - before[1]) / 1e6 for before, after in pairwise(ran)]

@@ -24,6 +24,7 @@ from pagedjax.intake import intake
 from pagedjax.params import SamplingParams
 from pagedjax.policies import POLICIES
 from pagedjax.reservation import table_width
+from pagedjax.state import limits
 from pagedjax.tokenizer import load_tokenizer
 from pagedjax.types import Finished, Sampled, StepResult
 from pagedjax.weights.checkpoint import open_checkpoint
@@ -38,22 +39,9 @@ class SimulatedEngine:
         self, config: EngineConfig, seconds: StepTime, *, vocab_size: int, host_blocks: int = 0, simulate: Simulate
     ) -> None:
         """`config` must say max_model_len, num_blocks and token_buckets; see `resolved`."""
-        assert config.max_model_len, "see `resolved`"
-        assert config.num_blocks, "see `resolved`"
         self.config, self.now = config, 0.0
         self._seconds, self._vocab_size, self._simulate = seconds, vocab_size, simulate
-        self._policy = POLICIES[config.policy]
-        self._limits = scheduler.SchedulerConfig(
-            config.block_size,
-            config.num_blocks,
-            config.max_num_batched_tokens,
-            config.max_num_seqs,
-            config.max_model_len,
-            host_blocks,
-            config.chunked_prefill,
-            config.mixed_steps,
-            config.reservation,
-        )
+        self._policy, self._limits = POLICIES[config.policy], limits(config, host_blocks)
         self.reset()
 
     def reset(self) -> None:

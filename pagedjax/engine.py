@@ -27,6 +27,7 @@ from pagedjax.programs import Key
 from pagedjax.replay import Recorder
 from pagedjax.resolve import block_shape, host_blocks, resolve, shapes
 from pagedjax.sampling import device_tile
+from pagedjax.state import limits
 from pagedjax.step import copy_blocks, make_step, make_steps
 from pagedjax.swap import SwapSpace
 from pagedjax.types import EMPTY_PLAN, Beamed, Event, Finished, FinishReason, Plan, Sampled, StepResult
@@ -287,9 +288,7 @@ class Engine:
             self._recorder.close()
             self._recorder = None
         c = self.config
-        limits = (c.block_size, c.num_blocks, c.max_num_batched_tokens, c.max_num_seqs, c.max_model_len)
-        ways = (c.chunked_prefill, c.mixed_steps, c.reservation)
-        self._state = scheduler.init(scheduler.SchedulerConfig(*limits, host_blocks(c, self.model), *ways))
+        self._state = scheduler.init(limits(c, host_blocks(c, self.model)))
         self._sources: dict[str, Source] = {}
         self._searches: dict[int, beams.Search] = {}  # by the group of their beams
         self._ahead = Ahead()

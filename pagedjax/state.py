@@ -10,7 +10,7 @@ from immutables import Map
 from pagedjax import blocks
 from pagedjax.blocks import BlockPool
 from pagedjax.branches import together, width
-from pagedjax.config import Reservation
+from pagedjax.config import EngineConfig, Reservation
 from pagedjax.types import Running, Seq, current
 
 
@@ -27,6 +27,23 @@ class SchedulerConfig(NamedTuple):
     chunked_prefill: bool = True
     mixed_steps: bool = True
     reservation: Reservation = "none"
+
+
+def limits(c: EngineConfig, host_blocks: int = 0) -> SchedulerConfig:
+    """What a scheduler has to know of an engine, in whose configuration length and blocks are chosen."""
+    assert c.max_model_len is not None, "resolve the configuration first"
+    assert c.num_blocks is not None, "resolve the configuration first"
+    return SchedulerConfig(
+        c.block_size,
+        c.num_blocks,
+        c.max_num_batched_tokens,
+        c.max_num_seqs,
+        c.max_model_len,
+        host_blocks,
+        c.chunked_prefill,
+        c.mixed_steps,
+        c.reservation,
+    )
 
 
 class SchedulerState(NamedTuple):

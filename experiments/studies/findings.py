@@ -36,6 +36,11 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(float(low), middle, float(high))
 
 
+def exactly(value: float) -> Interval:
+    """Of a number in which nothing is random."""
+    return Interval(value, value, value)
+
+
 class Claim(NamedTuple):
     """A published number and ours.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experiments.cost import CHIPS, SHAPES, Roofline, Work
 from experiments.studies import draw
-from experiments.studies.findings import Claim, Findings, Interval, Summary, markdown, over, ratios, simulated
+from experiments.studies.findings import Claim, Findings, Summary, exactly, markdown, over, ratios, simulated
 
 QUESTION = "What do the token budget and the way a step is composed do to first tokens and to gaps between tokens?"
 NAMES = ("whole prompts beside decodes", "chunks and decodes by turns", "chunks beside decodes", "whole prompts first")
@@ -51,18 +51,18 @@ def run(folder: Path, quick: bool) -> Findings:
     yi = Roofline(SHAPES["yi-34b"], CHIPS["a100-80g"], 2, 0.8, 0.6)
     cost = {chunk: 100 * (chunked_prefill(yi, 8192, chunk) / chunked_prefill(yi, 8192, 8192) - 1) for chunk in BUDGETS}
     alone = "Sarathi-Serve, cost of chunks"
-    claims.append(Claim(alone, "prefill time more with chunks of 512", (0, 25), _exactly(cost[512]), 1.0, "%"))
-    claims.append(Claim(alone, "prefill time more with chunks of 2,048", (0, 3), _exactly(cost[2048]), 1.0, "%"))
+    claims.append(Claim(alone, "prefill time more with chunks of 512", (0, 25), exactly(cost[512]), 1.0, "%"))
+    claims.append(Claim(alone, "prefill time more with chunks of 2,048", (0, 3), exactly(cost[2048]), 1.0, "%"))
     mistral = Roofline(SHAPES["mistral-7b"], CHIPS["a100-80g"])
     at, past = (mistral(Work(n, 1, 1, n, n * n // 2)) for n in (256, 257))
-    more = _exactly(100 * (past / at - 1))
+    more = exactly(100 * (past / at - 1))
     claims.append(
         Claim("Sarathi-Serve, tiles", "a step of 257 tokens over one of 256", (32, 32), more, 1.25, "%", TILES)
     )
 
     decodes = Work(32, 32, 32, 32 * 4096, 32 * 4096)
     joined = Work(32 + 4096, 33, 33, 33 * 4096, 32 * 4096 + 4096 * 4097 // 2)
-    stall = _exactly(mistral(joined) / mistral(decodes))
+    stall = exactly(mistral(joined) / mistral(decodes))
     what = "a prompt of 4,096 tokens beside 32 decodes of that context, over the decodes alone"
     claims.append(Claim("Sarathi-Serve, stalls", what, (1, 28.3), stall, 1.0, "x", STALL))
 
@@ -91,7 +91,3 @@ def run(folder: Path, quick: bool) -> Findings:
     head = ("a step has", "first token, p50, s", "between tokens, p99, s", "longest gap, s")
     costs = markdown(("tokens a chunk", "prefill of 8,192 tokens takes longer by, %"), list(cost.items()))
     return Findings(claims, answer, {"budget.svg": figure}, [markdown(head, rows), costs])
-
-
-def _exactly(value: float) -> Interval:
-    return Interval(value, value, value)

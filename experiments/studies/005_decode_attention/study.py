@@ -22,7 +22,7 @@ from experiments import floors
 from experiments.bench_kernels import BEYOND_L2
 from experiments.cost import CHIPS, SHAPES, Chip, Roofline, Shape, Work, shape_of
 from experiments.studies import draw
-from experiments.studies.findings import Claim, Findings, Interval, interval, markdown, told
+from experiments.studies.findings import Claim, Findings, exactly, interval, markdown, told
 from pagedjax import attention, cache, load_model, monitor, scheduler
 from pagedjax.batch import Source, blank_sampling, pack
 from pagedjax.config import EngineConfig
@@ -120,10 +120,11 @@ class Device:
         jax.block_until_ready(self._multiply())
         self._seconds.append((read - began, time.perf_counter() - read))
 
-    @property
     def chip(self) -> Chip:
-        """Bytes/s of reading all weights once, operations/s of products with them: the best seen, as of a roof."""
+        """Bytes/s of reading all weights once, operations/s of products with them: the best since the last call, for
+        a roof is what can be reached."""
         read, products = (min(column) for column in zip(*self._seconds, strict=True))
+        self._seconds.clear()
         return Chip(self._bytes / read, 2 * WIDE * self._numbers / products, 0.0, launch=0.0)
 
 
@@ -351,10 +352,6 @@ def crossing(shape: Shape, chip: Chip) -> int:
     return next(n for n in range(1, shape.longest + 1) if demand(shape, again(1, n)).intensity > ridge)
 
 
-def exactly(value: float) -> Interval:
-    return Interval(value, value, value)
-
-
 def timed(seconds: Sequence[float]) -> str:
     """Milliseconds: the median, and from the shortest to the longest."""
     middle, low, high = (1e3 * f(seconds) for f in (statistics.median, min, max))
@@ -376,16 +373,17 @@ def run(folder: Path, quick: bool) -> Findings:
     for cell in grid.cells:
         alone[cell] = attention_times(model, cell, grid)
         device.measure()
+    then = device.chip()
     steps, packing = step_times(model, grid, device)
-    chip = device.chip
+    chip = device.chip()
     roof = Roofline(shape, chip)
 
     kernel = paged_name(served(model, SIZES[0])[0], SIZES[0])
     cells = [cell for cell in FIG_18A if cell in alone]
-    kernels = kernel_claims(alone, cells, kernel, shape, chip)
+    kernels = kernel_claims(alone, cells, kernel, shape, then)
     claims = [*kernels, packing_claim(packing, steps, grid), *lecture()]
     figures = {
-        "attention.svg": attention_figure(alone, grid, shape, chip),
+        "attention.svg": attention_figure(alone, grid, shape, then),
         "steps.svg": steps_figure(steps, grid, roof),
         "roofline.svg": roofline_figure(steps, shape, chip),
     }

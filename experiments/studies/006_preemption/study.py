@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments.cost import CHIPS, SHAPES, Roofline, Work
 from experiments.studies import draw
-from experiments.studies.findings import Claim, Findings, Interval, markdown, over, simulated
+from experiments.studies.findings import Claim, Findings, exactly, markdown, over, simulated
 
 QUESTION = "Is it cheaper to move a preempted request's blocks to the host and back, or to compute them again?"
 PAPER = "PagedAttention, Fig. 19"
@@ -31,11 +31,11 @@ def run(folder: Path, quick: bool) -> Findings:
     small, middle = cost[1][1] / cost[1][0], [cost[size][1] / cost[size][0] for size in (16, 32, 64)]
     claims = [
         # the paper has curves; what they say in words we read as three times and more, and as within half again
-        Claim(PAPER, "swapping over recomputing, blocks of 1: much more", (3, 1e3), _exactly(small), 1.0, "x", COPIES),
+        Claim(PAPER, "swapping over recomputing, blocks of 1: much more", (3, 1e3), exactly(small), 1.0, "x", COPIES),
     ]
     for size, ratio in zip((16, 32, 64), middle, strict=True):
         what = f"swapping over recomputing, blocks of {size}: comparable"
-        claims.append(Claim(PAPER, what, (0.67, 1.5), _exactly(ratio), 1.1, "x", COPIES))
+        claims.append(Claim(PAPER, what, (0.67, 1.5), exactly(ratio), 1.1, "x", COPIES))
 
     rows, rates = [], {}
     found = simulated(
@@ -63,7 +63,3 @@ def run(folder: Path, quick: bool) -> Findings:
     figure = draw.curves({f"{TOKENS:,} tokens, OPT-13B, A100": lines}, "tokens a block", "ms", log_x=2, log_y=10)
     head = ("block", "preempted requests are", "preemptions", "output tokens/s")
     return Findings(claims, answer, {"cost.svg": figure}, [markdown(head, rows)])
-
-
-def _exactly(value: float) -> Interval:
-    return Interval(value, value, value)
