@@ -3,7 +3,7 @@
     name: block-size              # the folder of its results
     question: How much does the block size matter?
     model: smollm2-135m
-    engine: {max_num_seqs: 16}    # fields of pagedjax.config.EngineConfig
+    engine: {max_num_seqs: 16}    # fields of pagedjax.config.EngineConfig; policy: mine.py:NAME is one of your own
     cache_tokens: 8192            # engine.num_blocks = cache_tokens / block_size: every point has the same capacity
     workload: {kind: prompts, file: prompts/english.txt}      # see workloads.py
     sampling: {temperature: 0.0}  # fields of SamplingParams; output lengths belong to the workload. n: branches of each
@@ -20,6 +20,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import importlib
+import inspect
 import itertools
 import json
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ from typing import Any, NamedTuple
 from experiments.cost import STEPS, Simulate
 from experiments.strict import load_file, load_text, parse
 from experiments.workloads import AZURE, Spec, Trace
+from pagedjax import policies
 from pagedjax.config import EngineConfig
 from pagedjax.params import SamplingParams
 
@@ -201,7 +204,7 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
                 raise ValueError(f"sweep has the key {path!r}; {', '.join(_NOT_MEASURED)} cannot be swept")
             put(values, path, copy.deepcopy(value))
         _own_output_lengths(values.get("sampling"))
-        experiment = _with_fit(parse(Experiment, values, ""), folder)
+        experiment = _with_policy(_with_fit(parse(Experiment, values, ""), folder), folder)
         content, source = read_content(experiment.workload, folder)
         point = Point(experiment, swept, point_key(experiment, content), content, source)
         for i, other in enumerate(points):
@@ -221,6 +224,29 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
     if found is None:
         raise ValueError(f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's folder")
     return dataclasses.replace(experiment, simulate=dataclasses.replace(simulate, fit=str(found.resolve())))
+
+
+def _with_policy(experiment: Experiment, folder: Path) -> Experiment:
+    """A policy of one's own by its file's absolute path, which is tried from `folder`, then from the current one."""
+    where, colon, name = experiment.engine.policy.rpartition(":")
+    if colon and where.endswith(".py"):
+        place = next((place for place in (folder / where, Path(where)) if place.is_file()), folder / where)
+        spec = f"{place.resolve()}:{name}"
+        experiment = dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, policy=spec))
+    try:
+        policies.find(experiment.engine.policy)
+    except ValueError as error:
+        raise ValueError(f"engine.{error}") from error
+    return experiment
+
+
+def _policy_source(policy: str) -> str:
+    """What a policy is, for the key of a point: its name, or the hash of the file that holds it, and its name there."""
+    where, colon, name = policy.rpartition(":")
+    if not colon:
+        return policy
+    file = where if where.endswith(".py") else inspect.getsourcefile(importlib.import_module(where))
+    return f"{hashlib.sha256(Path(file).read_bytes()).hexdigest()}:{name}" if file else policy
 
 
 def _own_output_lengths(sampling: Any) -> None:
@@ -276,6 +302,7 @@ def point_key(experiment: Experiment, content: str) -> str:
     """sha256 (hexadecimal) of what is measured: independent of key order, of defaults written out, and of names."""
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in _NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
+    values["engine"]["policy"] = _policy_source(experiment.engine.policy)
     del values["cache_tokens"]
     if experiment.simulate is None:
         del values["simulate"]

@@ -255,6 +255,8 @@ class Simulate:
     bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the bound.
     padded: steps take as long as their bucket; False: as the tokens that are real.
     kv_cache: False is an engine that computes every token of a sequence in every step.
+    whole_batches: rows are computed until the last of their batch has ended, and all are answered then; it takes the
+        policy `static`.
     batched_moves: blocks that are swapped go in one copy; False: in one for each block, layer, keys and values.
     host_s: seconds that the host adds to a step.
     """
@@ -267,6 +269,7 @@ class Simulate:
     rate_share: float = 1.0
     padded: bool = True
     kv_cache: bool = True
+    whole_batches: bool = False
     batched_moves: bool = True
     host_s: float = 0.0
 

@@ -1,8 +1,9 @@
-"""The field's results, reproduced: python -m experiments.reproduce [003 009 ...] [--quick] [--out REPRODUCTION.md]
+"""The field's results, reproduced: python -m experiments.reproduce [003 009 ...] [--quick] [--traces FOLDER]
 
 Runs the studies of experiments/studies, writes each one's README.md, figures and findings.json into its folder, and
 REPRODUCTION.md: every published number, ours with its interval, their ratio, and whether they agree or why not. Without
-names it runs all of them, in under half an hour on two cores; with names the others keep what they found last.
+names it runs all of them, in under half an hour on two cores; with names the others keep what they found last. So does
+the study of recorded traces (012) without --traces: the traces are not ours to ship.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from experiments import require
 from experiments.environment import cpu_model, git_state
 from experiments.studies.findings import Claim, Findings, Interval, markdown, told
+from experiments.workloads import AZURE
 
 STUDIES = Path(__file__).parent / "studies"
 FINDINGS = "findings.json"
@@ -47,11 +49,16 @@ def chosen(wanted: Sequence[str]) -> list[str]:
     return [match[0] for match in found] if wanted else known
 
 
-def run(name: str, quick: bool) -> dict[str, Any]:
-    """Run a study; what it found, as JSON has it."""
-    study = importlib.import_module(f"experiments.studies.{name}.study")
+def module(name: str) -> Any:
+    return importlib.import_module(f"experiments.studies.{name}.study")
+
+
+def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
+    """Run a study; what it found, as JSON has it. `traces` is for those that have `TRACES`."""
+    study = module(name)
     began = time.perf_counter()
-    findings: Findings = study.run(STUDIES / name, quick)
+    recorded = {"traces": traces} if hasattr(study, "TRACES") else {}
+    findings: Findings = study.run(STUDIES / name, quick, **recorded)
     return {
         "name": name,
         "question": study.QUESTION,
@@ -61,6 +68,7 @@ def run(name: str, quick: bool) -> dict[str, Any]:
         "figures": sorted(findings.figures),
         "seconds": round(time.perf_counter() - began, 1),
         "quick": quick,
+        "traces": bool(recorded),
         "commit": (git_state(STUDIES)["commit"] or "unknown")[:7],
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": cpu_model(),
@@ -80,7 +88,8 @@ def readme(found: dict[str, Any]) -> str:
     parts = [f"# {number} {title.replace('_', ' ')}", found["question"], "## Answer", *found["answer"]]
     parts += [f"![{name}]({name})" for name in found["figures"]]
     parts += [table(found["claims"]), *found["tables"], "## Command"]
-    parts += [f"```sh\npython -m experiments.reproduce {number}\n```"]
+    traces = " --traces FOLDER" if found["traces"] else ""
+    parts += [f"```sh\npython -m experiments.reproduce {number}{traces}\n```"]
     quick = ", with --quick" if found["quick"] else ""
     parts += [f"{found['seconds']:.0f} s on {found['cpu']}, {found['date']}, commit {found['commit']}{quick}."]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -133,6 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.reproduce", description="Reproduce published results.")
     parser.add_argument("studies", nargs="*", help="numbers or names of studies; all of them without")
     parser.add_argument("--quick", action="store_true", help="fewer requests and seeds: to see that all of it runs")
+    parser.add_argument(
+        "--traces", type=Path, metavar="FOLDER", help="with the CSV files of the Azure LLM traces of 2023"
+    )
     parser.add_argument("--out", default="REPRODUCTION.md", help="the table of all studies")
     options = parser.parse_args(arguments)
     require("matplotlib")
@@ -142,8 +154,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for name in wanted:
+        if hasattr(module(name), "TRACES") and options.traces is None:
+            print(f"{name}: keeps what it found last; it takes --traces FOLDER. {AZURE}", file=sys.stderr)
+            continue
         print(f"{name} ...", file=sys.stderr, flush=True)
-        found = run(name, options.quick)
+        try:
+            found = run(name, options.quick, options.traces)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         write(found, STUDIES / name)
         print(f"{table(found['claims'])}\n{found['seconds']:.0f} s\n", flush=True)
     kept = [STUDIES / name / FINDINGS for name in names()]

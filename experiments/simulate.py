@@ -13,23 +13,53 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments import cost
-from experiments.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, work_of
-from pagedjax import readout, scheduler
+from experiments.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
+from pagedjax import policies, readout, scheduler
 from pagedjax.batch import Source, token_buckets
 from pagedjax.config import EngineConfig
 from pagedjax.intake import intake
 from pagedjax.params import SamplingParams
-from pagedjax.policies import POLICIES
 from pagedjax.reservation import table_width
 from pagedjax.state import limits
 from pagedjax.tokenizer import load_tokenizer
-from pagedjax.types import Finished, Sampled, StepResult
+from pagedjax.types import Event, Finished, Plan, Sampled, StepResult
 from pagedjax.weights.checkpoint import open_checkpoint
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+
+class WholeBatch(NamedTuple):
+    """A batch that is computed, and answered, until its last member has ended, as engines did before Orca."""
+
+    contexts: tuple[int, ...] = ()  # what members that have ended see in the next step: tokens, growing with the batch
+    held: tuple[Event, ...] = ()  # what nobody has been told yet
+
+
+def after_step(
+    batch: WholeBatch, plan: Plan, events: tuple[Event, ...], *, over: bool
+) -> tuple[WholeBatch, tuple[Event, ...]]:
+    """The batch after one of its steps -> (batch, events that are told now: all of the batch's when it is over)."""
+    held = batch.held + events
+    if over:
+        return WholeBatch(), held
+    ended = {event.request_id for event in events if isinstance(event, Finished)}
+    rows = zip(plan.seqs, plan.starts, plan.counts, strict=True)
+    new = (start + count for seq, start, count in rows if seq.request_id in ended)
+    return WholeBatch(tuple(tokens + 1 for tokens in (*batch.contexts, *new)), held), ()
+
+
+def with_rows(work: Work, contexts: Sequence[int]) -> Work:
+    """The work with rows of one token more, which see so many tokens each."""
+    rows, seen = len(contexts), sum(contexts)
+    return work._replace(
+        sequences=work.sequences + rows,
+        sampled=work.sampled + rows,
+        context=work.context + seen,
+        pairs=work.pairs + seen,
+    )
 
 
 class SimulatedEngine:
@@ -38,15 +68,25 @@ class SimulatedEngine:
     def __init__(
         self, config: EngineConfig, seconds: StepTime, *, vocab_size: int, host_blocks: int = 0, simulate: Simulate
     ) -> None:
-        """`config` must say max_model_len, num_blocks and token_buckets; see `resolved`."""
+        """`config` must say max_model_len, num_blocks and token_buckets; see `resolved`.
+
+        Raises:
+            ValueError: whole batches with a policy that lets others join one.
+        """
+        if simulate.whole_batches and config.policy != "static":
+            raise ValueError(
+                f"simulate.whole_batches with engine.policy {config.policy!r}, under which others join a batch; "
+                "set engine.policy: static"
+            )
         self.config, self.now = config, 0.0
         self._seconds, self._vocab_size, self._simulate = seconds, vocab_size, simulate
-        self._policy, self._limits = POLICIES[config.policy], limits(config, host_blocks)
+        self._policy, self._limits = policies.find(config.policy), limits(config, host_blocks)
         self.reset()
 
     def reset(self) -> None:
         self.state = scheduler.init(self._limits)
         self._sources: dict[str, Source] = {}
+        self._batch = WholeBatch()
         self.now = 0.0
 
     @property
@@ -79,8 +119,10 @@ class SimulatedEngine:
             return None
         started = self.now
         state, plan = scheduler.schedule(self.state, self._policy)
-        padded = self._padded(plan.num_tokens)
-        seconds = self._seconds(work_of(plan, padded, cached=self._simulate.kv_cache))
+        ended = self._batch.contexts
+        padded = self._padded(plan.num_tokens + len(ended))
+        work = work_of(plan, padded, cached=self._simulate.kv_cache)
+        seconds = self._seconds(with_rows(work, ended) if ended else work)
         # no two sequences get the same tokens, so that no content is found that nobody would have computed
         vocabulary = self._vocab_size
         sampled = [
@@ -90,6 +132,8 @@ class SimulatedEngine:
         self.state, events = scheduler.commit(state, plan, sampled, hashes)
         if self._sources:
             self._take_in(events)
+        if self._simulate.whole_batches:
+            self._batch, events = after_step(self._batch, plan, events, over=not self.state.running.seqs)
         self.now = started + seconds + self._simulate.host_s
         return StepResult(plan, events, started, self.now, seconds, padded, 0)
 
@@ -97,7 +141,7 @@ class SimulatedEngine:
         if not self._simulate.padded:
             return tokens
         assert self.config.token_buckets is not None
-        return next(size for size in self.config.token_buckets if size >= tokens)
+        return next((size for size in self.config.token_buckets if size >= tokens), tokens)
 
     def _take_in(self, events: Sequence[Any]) -> None:
         for event in events:

@@ -76,7 +76,7 @@ def convert(args: argparse.Namespace) -> int:
 def replay(args: argparse.Namespace) -> int:
     from pagedjax import replay as log
 
-    return log.main([args.file])
+    return log.main([args.file, *(["--policy", args.policy] if args.policy else [])])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
 
     two = commands.add_parser("replay", help="verify a recorded run", description="Replay a recorded run.")
     two.add_argument("file", help="a JSONL file that Engine.record wrote")
+    two.add_argument("--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME")
     two.set_defaults(run=replay)
     return words
 

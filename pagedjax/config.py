@@ -39,7 +39,8 @@ class EngineConfig:
     weight_dtype: of matrices; None is dtype, and beside it there is "int8": 8 bits and a scale for each output.
     kv_cache_dtype: of the keys and values that the cache keeps; None is dtype. "float8_e4m3fn" holds four times as many
         tokens as float32 and twice as many as bfloat16, to 3 bits of mantissa and without scales: nothing above 448.
-    policy: who is admitted next and who gives way when blocks run out; policies.py says what each one promises.
+    policy: who is admitted next and who gives way when blocks run out; policies.py says what each one promises. One of
+        your own is "module:NAME" or "folder/file.py:NAME".
     attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once.
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
     compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when a step first needs
@@ -68,7 +69,7 @@ class EngineConfig:
     dtype: DType | None = None
     weight_dtype: WeightDType | None = None
     kv_cache_dtype: CacheDType | None = None
-    policy: PolicyName = "fcfs"
+    policy: str = "fcfs"  # a PolicyName, or where one of your own is
     attention_impl: AttentionImpl | None = None
     token_buckets: tuple[int, ...] | None = None
     preemption: Preemption = "recompute"
@@ -116,7 +117,8 @@ class EngineConfig:
             one_of("weight_dtype", self.weight_dtype, get_args(WeightDType))
         if self.kv_cache_dtype is not None:
             one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(CacheDType))
-        one_of("policy", self.policy, get_args(PolicyName))
+        if not (isinstance(self.policy, str) and ":" in self.policy):
+            one_of("policy", self.policy, get_args(PolicyName))
         if self.attention_impl is not None:
             one_of("attention_impl", self.attention_impl, get_args(AttentionImpl))
         if self.token_buckets is not None:

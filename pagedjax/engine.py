@@ -15,14 +15,13 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from pagedjax import ahead, attention, beams, cache, memory, monitor, programs, readout, scheduler
+from pagedjax import ahead, attention, beams, cache, memory, monitor, policies, programs, readout, scheduler
 from pagedjax.ahead import Ahead, Flight
 from pagedjax.batch import Batch, Feed, Source, blank_feed, blank_sampling, pack
 from pagedjax.config import EngineConfig, Resolved
 from pagedjax.intake import intake
 from pagedjax.models import Model
 from pagedjax.params import BeamSearchParams, SamplingParams
-from pagedjax.policies import POLICIES
 from pagedjax.programs import Key
 from pagedjax.replay import Recorder
 from pagedjax.resolve import block_shape, host_blocks, resolve, shapes
@@ -56,12 +55,13 @@ class Engine:
         self.config = resolve(config, model, found)
         self.eos_token_ids = tuple(eos_token_ids)
         c, m = self.config, model.config
-        self._policy = POLICIES[c.policy]
+        self._policy = policies.find(c.policy)
         self._shapes = shapes(c, model)
         self._block = block_shape(c.block_size, model, c.kv_cache_dtype)
         step = make_step(model, attention.attend(c.attention_impl, m.attn_scale), c.seed, device_tile())
         self._leaves = model.leaves
         self._recorder: Recorder | None = None
+        self._notes_prompts = False
         self._cache: cache.KVCache | None = None
         self._ahead = Ahead()
         self._guesses = c.lookahead > 0 or c.steps_per_dispatch > 1
@@ -111,7 +111,7 @@ class Engine:
             self._searches[self._state.arrivals] = taken.search
         self._state = state
         if self._recorder:
-            self._recorder.submit(taken.request)
+            self._recorder.submit(taken.request, prompt_token_ids if self._notes_prompts else None)
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold. Requests under way go on."""
@@ -180,7 +180,7 @@ class Engine:
 
         sampled = tokens[list(rows)].tolist()
         if self._recorder:
-            self._recorder.schedule(plan)
+            self._recorder.schedule(plan, started)
         hashes = readout.filled(plan, self._sources, self.config.block_size)
         self._searches, choices, ended = readout.choose(plan, self._searches, flight.output)
         self._state, events = scheduler.commit(state, plan, sampled, hashes, choices)
@@ -295,8 +295,12 @@ class Engine:
         self._cache = None  # the old one goes before the new one comes
         self._cache = cache.init(blocks=c.num_blocks, **self._block)
 
-    def record(self, path: str | os.PathLike[str] | None) -> None:
+    def record(self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (see pagedjax/replay.py); None stops.
+
+        Args:
+            times: note when, for `pagedjax view` and `trace`; the same run no longer gives the same bytes then.
+            prompts: note the prompts' token ids, so that `pagedjax view` can show their text.
 
         Raises:
             ValueError: requests are under way; a replay starts from an empty scheduler.
@@ -305,10 +309,13 @@ class Engine:
             raise ValueError("recording must start while no request is under way; a replay starts from nothing")
         if self._recorder:
             self._recorder.close()
+            self._recorder = None
         if path is not None:
             self._state = scheduler.init(self._state.config)  # where a replay starts
             self._ahead = Ahead()  # guesses know sequences by their arrival, which starts again
-        self._recorder = Recorder(path, self._state.config, policy=self._policy.name) if path is not None else None
+            clock = time.perf_counter if times else None
+            self._notes_prompts = prompts
+            self._recorder = Recorder(path, self._state.config, self._policy.name, clock=clock)
 
     def _warm_up(
         self, step: Any, config: EngineConfig, found: memory.DeviceMemory, progress: bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import runpy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -110,3 +112,29 @@ STATIC = Policy(
 )
 
 POLICIES = {policy.name: policy for policy in (FCFS, PRIORITY, SHORTEST, FAIR, STATIC)}
+
+
+def find(name: str) -> Policy:
+    """The policy of that name; "module:NAME" or "folder/file.py:NAME" is a value that a module of yours holds.
+
+    Raises:
+        ValueError: no such policy, module, file or value, or a value that is no policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    where, _, attribute = name.rpartition(":")
+    known = f"write one of {', '.join(POLICIES)}, module:NAME, or folder/file.py:NAME"
+    if not where or not attribute:
+        raise ValueError(f"policy is {name!r}; {known}")
+    try:
+        held = runpy.run_path(where) if where.endswith(".py") else vars(importlib.import_module(where))
+    except ImportError as error:
+        raise ValueError(f"policy is {name!r}, but {where} cannot be imported ({error}); {known}") from error
+    except FileNotFoundError:
+        raise ValueError(f"policy is {name!r}, but there is no file {where}; {known}") from None
+    if not isinstance(held.get(attribute), Policy):
+        mine = sorted(key for key, value in held.items() if isinstance(value, Policy))
+        raise ValueError(f"policy is {name!r}, but {attribute} in {where} is no Policy; those in it: {mine or 'none'}")
+    if held[attribute].name in POLICIES:  # a recording would be replayed with the other one
+        raise ValueError(f"policy {name!r} calls itself {held[attribute].name!r}, which is another one; rename it")
+    return held[attribute]

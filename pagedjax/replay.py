@@ -16,6 +16,11 @@ a sequence got in this step, added to those it had, and it has none after it was
 to a copy from now on, or of beams that went on from another. `sampled` is null for a row whose token nobody took: one
 within a prompt, a beam's, or cancelled meanwhile.
 
+A line may also say when: `{"commit":{...},"at":0.0312}`, seconds since the recording began (of a schedule and its commit,
+when the step began and ended), and a submit what: `"prompt":[15496,11]`, its token ids. Both are notes for readers
+(viewer/). The scheduler never sees them, and a replay writes them again as they were. Without them the same run gives
+the same bytes on any machine, so they are left out unless a recorder is asked for them.
+
 python -m pagedjax.replay run.jsonl       exit code 1 if the run does not replay
 """
 
@@ -25,18 +30,20 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from os import PathLike
 from typing import Any, Literal, NamedTuple, get_args
 
 from pagedjax import __version__, scheduler
-from pagedjax.policies import POLICIES, Policy
+from pagedjax.policies import POLICIES, Policy, find
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.types import Choice, Event, Finished, FinishReason, Plan, Preempted, Request, Sampled
 
 FORMAT = 2
 Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget"]
 KINDS = get_args(Kind)
+NOTES = ("at", "prompt")  # what may stand beside a transition on its line, in this order
 Hashes = Mapping[str, Sequence[str]]  # request id -> hashes of the blocks that a step filled
 Choices = Mapping[str, Choice]  # id of the first beam -> how its request's beams go on
 Written = dict[str, tuple[int, ...]]  # request id -> its blocks, as earlier lines named them
@@ -51,6 +58,8 @@ class Transition(NamedTuple):
     state: SchedulerState  # after it
     plan: Plan | None  # of a schedule
     events: tuple[Event, ...]  # of a commit or cancel
+    at: float | None = None  # seconds since the recording began, where it says so
+    prompt: tuple[int, ...] | None = None  # token ids of a submit, where they were recorded
 
 
 class Difference(NamedTuple):
@@ -89,26 +98,45 @@ class Recorder:
 
     The engine calls it after each transition of its scheduler, with the same arguments and what came out.
     An existing file is overwritten.
+
+    Args:
+        clock: seconds from any beginning, so that lines say when; None leaves times out.
     """
 
-    def __init__(self, path: str | PathLike[str], config: SchedulerConfig, policy: str = "fcfs") -> None:
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        config: SchedulerConfig,
+        policy: str = "fcfs",
+        *,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self._file = open(path, "w", encoding="ascii", newline="\n", buffering=1)  # noqa: SIM115
+        self._clock = clock
+        self._began = clock() if clock else 0.0
         self._plan: Plan | None = None
         self._written: Written = {}
-        self._write(header_line(config, policy, __version__))
+        self._file.write(header_line(config, policy, __version__) + "\n")
 
-    def _write(self, line: str) -> None:
-        self._file.write(line + "\n")
+    def _write(self, line: str, at: float | None = None, prompt: Sequence[int] | None = None) -> None:
+        notes: dict[str, Any] = {}
+        if self._clock:
+            notes["at"] = round((self._clock() if at is None else at) - self._began, 6)
+        if prompt is not None:
+            notes["prompt"] = list(prompt)
+        self._file.write(noted(line, notes) + "\n")
 
-    def submit(self, request: Request) -> None:
-        self._write(submit_line(request))
+    def submit(self, request: Request, prompt: Sequence[int] | None = None) -> None:
+        """`prompt`: token ids to note for readers of the log; None leaves them out."""
+        self._write(submit_line(request), prompt=prompt)
 
     def cancel(self, request_id: str, reason: FinishReason, events: Sequence[Event]) -> None:
         self._write(cancel_line(request_id, reason, events, self._written))
 
-    def schedule(self, plan: Plan) -> None:
+    def schedule(self, plan: Plan, at: float | None = None) -> None:
+        """`at`: the clock's reading when the step began, if that was not now."""
         self._plan = plan
-        self._write(schedule_line(plan, self._written))
+        self._write(schedule_line(plan, self._written), at)
 
     def commit(self, sampled: Sequence[int], hashes: Hashes, choices: Choices, events: Sequence[Event]) -> None:
         assert self._plan is not None, "a commit without a schedule before it"
@@ -120,6 +148,11 @@ class Recorder:
 
     def close(self) -> None:
         self._file.close()
+
+
+def noted(line: str, notes: Mapping[str, Any]) -> str:
+    """A line with what its reader may want to know beside it."""
+    return f"{line[:-1]},{dump(dict(notes))[1:]}" if notes else line
 
 
 def submit_line(request: Request) -> str:
@@ -234,6 +267,7 @@ def _rerun(path: str | PathLike[str], policies: Mapping[str, Policy]) -> Iterato
     state, plan, written = scheduler.init(config), None, {}
     yield number, recorded, header_line(config, policy.name, version), Transition("init", state, None, ())
     for number, recorded, record in rows:
+        notes = {name: record.pop(name) for name in NOTES if name in record}
         kind, body = next(iter(record.items())) if len(record) == 1 else ("", None)
         try:
             line, transition = _advance(state, plan, policy, written, kind, body)
@@ -245,7 +279,25 @@ def _rerun(path: str | PathLike[str], policies: Mapping[str, Policy]) -> Iterato
             raise ReplayError(f"line {number} is no transition; one has a single key: {', '.join(KINDS[1:])}")
         state = transition.state
         plan = None if kind == "commit" else transition.plan or plan
-        yield number, recorded, line, transition
+        at, prompt = _checked(number, notes, transition)
+        yield number, recorded, noted(line, notes), transition._replace(at=at, prompt=prompt)
+
+
+def _checked(
+    number: int, notes: Mapping[str, Any], transition: Transition
+) -> tuple[float | None, tuple[int, ...] | None]:
+    """The notes of a line, if they are what notes can be."""
+    at, prompt = (notes.get(name) for name in NOTES)
+    if "at" in notes and (isinstance(at, bool) or not isinstance(at, int | float) or not (isfinite(at) and at >= 0)):
+        raise ReplayError(f"line {number} is at {at!r}; that must be seconds since the recording began, 0 or more")
+    if "prompt" not in notes:
+        return at, None
+    expected = transition.state.waiting[-1].request.prompt_len if transition.kind == "submit" else 0
+    whole = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not whole or len(prompt) != expected:
+        what = f"a {transition.kind} has none" if not expected else f"its request has {expected} prompt tokens"
+        raise ReplayError(f"line {number} notes the prompt {prompt!r:.60}; {what}, and a note lists their ids")
+    return at, tuple(prompt)
 
 
 def _advance(
@@ -339,9 +391,12 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m pagedjax.replay", description="Run a recorded scheduler again and compare every line."
     )
     parser.add_argument("log", help="the file that a Recorder wrote")
+    parser.add_argument("--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME")
+    options = parser.parse_args(arguments)
     try:
-        report = verify(parser.parse_args(arguments).log)
-    except (ReplayError, OSError) as error:
+        mine = [find(options.policy)] if options.policy else []
+        report = verify(options.log, {**POLICIES, **{policy.name: policy for policy in mine}})
+    except (ReplayError, OSError, ValueError) as error:
         print(f"cannot replay: {error}", file=sys.stderr)
         return 1
     print(summary(report))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -13,9 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax import policies, scheduler
-from pagedjax.config import Reservation
-from pagedjax.policies import FAIR, FCFS, POLICIES, PRIORITY, RATE, SHORTEST, WINDOW, Policy, by_key
+from experiments import compare, config, run
+from pagedjax import LLM, SamplingParams, scheduler
+from pagedjax.cli import main
+from pagedjax.config import EngineConfig, Reservation
+from pagedjax.policies import FAIR, FCFS, POLICIES, PRIORITY, RATE, SHORTEST, WINDOW, Policy, by_key, find
+from pagedjax.replay import replay
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.types import Finished, Request, Running, Seq
 from tests.scheduler_steps import EOS, WORD, names, start
@@ -459,13 +463,78 @@ def test_branches_end_too_in_an_endless_stream(policy: Policy):
 # --- the example of DESIGN.md ---------------------------------------------------------------------------------------
 
 
-def test_the_policy_of_the_design_document_works():
+@pytest.fixture
+def documented(tmp_path) -> Path:
+    """The file that DESIGN.md shows."""
     text = (Path(__file__).parents[1] / "DESIGN.md").read_text(encoding="utf-8")
     section = text.split("### Writing a policy")[1].split("\n## ")[0]
     code = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
-    space = dict(vars(policies))
-    exec(code.split("POLICIES =")[0], space)
-    mine = space["LEAST_WORK"]
+    assert len(code.splitlines()) < 30
+    (tmp_path / "least_work.py").write_text(code, encoding="utf-8")
+    return tmp_path / "least_work.py"
+
+
+def test_the_policy_of_the_design_document_works(documented):
+    mine = find(f"{documented}:LEAST_WORK")
     assert order(mine, queue(ask("a", 10, 600), ask("b", 200, 10), ask("c", 1, 2))) == "cba"
     sizes = SchedulerConfig(2, 16, 8, 4, 32)
     drive(mine, sizes, [(1 + i % 9, 16 - i, 0, "x", bool(i % 2)) for i in range(14)])
+
+
+def test_it_runs_in_an_engine_and_its_recording_replays(documented, tiny, tmp_path, capsys):
+    name = f"{documented}:LEAST_WORK"
+    llm = LLM(tiny, progress=False, policy=name, max_num_seqs=1, num_blocks=32, max_model_len=64)
+    llm.engine.record(tmp_path / "run.jsonl")
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for n in (2, 30, 3)]
+    llm.generate([[20, 30], [40, 50], [60]], params, use_tqdm=False)
+    llm.engine.record(None)
+    first = [t.plan.admitted for t in replay(tmp_path / "run.jsonl", {"least_work": find(name)}) if t.plan]
+    assert [ids[0] for ids in first if ids] == ["0", "2", "1"]
+    assert main(["replay", str(tmp_path / "run.jsonl"), "--policy", name]) == 0
+    assert main(["replay", str(tmp_path / "run.jsonl")]) != 0
+    assert "names the policy 'least_work'" in capsys.readouterr().err
+
+
+def test_it_runs_in_the_simulator_and_in_a_comparison(documented, tmp_path, capsys):
+    raw = {
+        "name": "mine",
+        "model": "nothing is loaded",
+        "engine": {"max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 64},
+        "cache_tokens": 1024,
+        "workload": {
+            "kind": "synthetic",
+            "count": 40,
+            "prompt": {"dist": "uniform", "low": 4, "high": 40},
+            "output": {"dist": "uniform", "low": 2, "high": 60},
+        },
+        "sampling": {"temperature": 0.0, "ignore_eos": True},
+        "simulate": {"chip": "h200", "model": "llama-3-8b"},
+        "repeats": 2,
+        "reseed": True,
+        "sweep": {"grid": {"engine.policy": ["fcfs", "least_work.py:LEAST_WORK"]}},
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(raw), encoding="utf-8")
+    assert run.main([str(tmp_path / "mine.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    first, second = config.load(tmp_path / "mine.yaml")
+    folders = [str(tmp_path / "runs/mine" / point.key[:12]) for point in (first, second)]
+    capsys.readouterr()
+    assert compare.main(folders) == 0
+    assert "ttft" in capsys.readouterr().out
+    documented.write_text(documented.read_text().replace("seq.limit,", "2 * seq.limit,"))
+    assert config.load(tmp_path / "mine.yaml")[1].key != second.key  # a policy is what its file holds
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fcsf", "policy is 'fcsf'; .*did you mean 'fcfs'"),
+        ("nowhere.py:MINE", "there is no file nowhere.py; write one of fcfs, .*folder/file.py:NAME"),
+        ("no_such_module:MINE", "no_such_module cannot be imported"),
+        ("pagedjax.policies:WINDOW", "WINDOW in pagedjax.policies is no Policy; those in it: .*'FCFS'"),
+        ("pagedjax.policies:FCFS", "calls itself 'fcfs', which is another one; rename it"),
+        (":FCFS", "policy is ':FCFS'; write one of"),
+    ],
+)
+def test_a_policy_that_is_not_there_is_told(name, message):
+    with pytest.raises(ValueError, match=message):
+        find(EngineConfig(policy=name).policy)

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from experiments import reproduce
-from experiments.studies import draw
+from experiments.studies import draw, load
 from experiments.studies.findings import Claim, Findings, Interval, interval, markdown, ratios, told
 
-SIMULATED = ("001", "002", "003", "004", "006", "007", "009")
+SIMULATED = ("001", "002", "003", "004", "006", "007", "009", "011")
 
 
 def claim(published, ours, factor=1.1, why=""):
@@ -89,6 +89,40 @@ def test_what_is_found_is_written_and_read_back(tmp_path, monkeypatch):
 def test_a_study_that_is_not_there_is_told(capsys):
     assert reproduce.main(["003", "777"]) == 2
     assert "there is no study '777'; there are 001_block_size" in capsys.readouterr().err
+
+
+def test_the_rate_that_meets_a_target_lies_before_the_latency_first_fails():
+    rates = (1.0, 2.0, 4.0, 8.0)
+    assert load.highest(rates, (0.1, 0.1, 0.4, 0.1), 0.2) == pytest.approx(8**0.5)  # halfway in logarithms
+    assert load.highest(rates, (0.3, 0.1, 0.1, 0.1), 0.2) == 1.0
+    assert load.highest(rates, (0.1, 0.1, 0.1, 0.1), 0.2) == 8.0
+    found = {"a": [[0.1, 0.3], [0.1, 0.4], [0.4, 0.4], [0.5, 0.5]], "b": [[0.3, 0.3]] * 4}
+    assert load.gain(found, rates, 0.2, "a", "b") == pytest.approx((1.0, (8**0.5 + 1) / 2, 8**0.5))
+    assert load.lines(found, rates)["a"][0] == (1.0, pytest.approx(0.2))
+
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:{i // 60:02}:{i % 60:02}.5,{100 + 37 * i % 900},{1 + i % 7}\n" for i in range(900)
+)
+
+
+def test_a_study_of_recorded_traces_reads_them_by_path(tmp_path):
+    (name,) = reproduce.chosen(["012"])
+    for kind in ("conv", "code"):
+        (tmp_path / f"a_{kind}_trace.csv").write_text(TRACE, encoding="utf-8")
+    study = reproduce.module(name)
+    runs = study.windows(reproduce.STUDIES / name, study.trace_file(tmp_path, "chat"), True, "workload.offset=0")
+    assert {(policy, rate) for policy, rate in runs} == {(p, r) for p in ("fcfs", "shortest") for r in (1.0, 2.0)}
+    assert all(one["requests"] == 200 for several in runs.values() for one in several)
+
+
+def test_without_traces_their_study_keeps_what_it_found(capsys, tmp_path):
+    kept = (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes()
+    assert reproduce.main(["012", "--out", str(tmp_path / "R.md")]) == 0
+    assert "012_recorded_load: keeps what it found last; it takes --traces FOLDER" in capsys.readouterr().err
+    assert (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes() == kept
+    assert reproduce.main(["012", "--traces", str(tmp_path), "--out", str(tmp_path / "R.md")]) == 2
+    assert "there is no *conv*.csv in the folder of --traces" in capsys.readouterr().err
 
 
 def test_every_kept_finding_is_of_a_whole_run_and_in_the_table():

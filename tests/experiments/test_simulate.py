@@ -12,7 +12,7 @@ from experiments import run
 from experiments.config import expand
 from experiments.cost import SHAPES, Simulate
 from experiments.drive import drive, measure
-from experiments.metrics import step_records
+from experiments.metrics import request_records, step_records
 from experiments.simulate import SimulatedEngine, SimulatedLLM, resolved
 from experiments.workloads import WorkItem
 from pagedjax import LLM, SamplingParams
@@ -97,6 +97,42 @@ def test_time_is_what_the_steps_take_and_what_nobody_asks_for():
     assert [result.started for result in results] == pytest.approx([0.0, 0.3, 0.6, 10.0, 10.3], abs=0.051)
     assert {result.device_seconds for result in results} == {0.25}
     assert results[3].started >= 10.0
+
+
+def test_a_whole_batch_is_computed_and_answered_until_its_last_member_ends():
+    """Three requests, two places: against the work of each step counted by hand."""
+    asked = []
+    engine = SimulatedEngine(
+        EngineConfig(
+            max_model_len=64, num_blocks=32, token_buckets=(8, 2048), max_num_seqs=2, policy="static", mixed_steps=False
+        ),
+        lambda work: asked.append(work) or 1.0,
+        vocab_size=1000,
+        simulate=Simulate(chip="h200", whole_batches=True),
+    )
+    work = [WorkItem("a", 0.0, (20,) * 5, 1), WorkItem("b", 0.0, (20,) * 3, 4), WorkItem("c", 0.0, (20,) * 2, 2)]
+    start, results = drive(engine, work, GREEDY, engine.clock, engine.sleep)
+    records = request_records(results, work, start)
+    assert [record.e2e for record in records] == [4.0, 4.0, 6.0]
+    assert [record.ttft for record in records] == [4.0, 4.0, 6.0]
+    assert [record.queue for record in records] == [0.0, 0.0, 4.0]
+    assert [w.context for w in asked] == [5 + 3, 4 + 6, 5 + 7, 6 + 8, 2, 3]  # "a" ended with the first step
+    assert [w.sequences for w in asked] == [2, 2, 2, 2, 1, 1]
+    assert [w.sampled for w in asked] == [2, 2, 2, 2, 1, 1]
+    assert [w.tokens for w in asked] == [8] * 6
+    assert [w.pairs for w in asked] == [15 + 6, 4 + 6, 5 + 7, 6 + 8, 3, 3]
+    engine.reset()
+    assert drive(engine, work, GREEDY, engine.clock, engine.sleep)[1][0].events == ()
+
+
+def test_whole_batches_take_a_policy_that_keeps_them():
+    with pytest.raises(ValueError, match=r"whole_batches with engine.policy 'fcfs'.*set engine.policy: static"):
+        SimulatedEngine(
+            EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(8, 2048)),
+            lambda work: 1.0,
+            vocab_size=1000,
+            simulate=Simulate(chip="h200", whole_batches=True),
+        )
 
 
 def test_a_run_has_the_records_of_any_run_and_repeats_exactly():

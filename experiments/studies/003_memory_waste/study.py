@@ -26,7 +26,6 @@ BATCHED = {  # Fig. 13: requests that run together
     "Alpaca": {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "none": 132.44},
 }
 NAMES = {"max": "Orca (Max)", "pow2": "Orca (Pow2)", "oracle": "Orca (Oracle)", "none": "paged"}
-MEANS_ALONE = "the paper prints the means of its lengths alone; ours are exponential with those means"
 RATE = "the paper's requests came at a rate that the paged engine could serve, so its places were not all wanted"
 
 
@@ -73,9 +72,9 @@ def run(folder: Path, quick: bool) -> Findings:
                     if published:
                         ours = interval([each[part] for each in found])
                         what = f"{NAMES[kind]}: {part}"
-                        claims.append(Claim(PAPER, what, published, ours, 1.25, "%", MEANS_ALONE))
+                        claims.append(Claim(PAPER, what, published, ours, 1.25, "%", lengths.MEANS_ALONE))
             published = BATCHED[data][kind]
-            why = RATE if kind == "none" else MEANS_ALONE
+            why = RATE if kind == "none" else lengths.MEANS_ALONE
             what = f"{data}, {NAMES[kind]}: requests together"
             claims.append(Claim("PagedAttention, Fig. 13", what, published, places, 1.25, "", why))
     paged, most = bars["ShareGPT"]["paged"]["tokens"], bars["ShareGPT"]["Orca (Max)"]["tokens"]

@@ -1,0 +1,82 @@
+"""012: goodput of the queue's order on recorded requests. No published number: a question of our own, as in 009."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.studies import draw
+from experiments.studies.findings import Findings, Interval, Summary, markdown, over, ratios, simulated
+from experiments.workloads import AZURE
+
+QUESTION = "Which order of the queue keeps most of a recorded service's requests within their targets?"
+TRACES = {"chat": "conv", "code": "code"}
+POLICIES = ("fcfs", "shortest")
+
+
+def trace_file(traces: Path, name: str) -> Path:
+    """The trace of that name in a folder, whatever else the file is called. Raises ValueError without one."""
+    found = sorted(traces.glob(f"*{TRACES[name]}*.csv"))
+    if not found:
+        raise ValueError(f"there is no *{TRACES[name]}*.csv in the folder of --traces. {AZURE}")
+    return found[0]
+
+
+def run(folder: Path, quick: bool, traces: Path) -> Findings:
+    panels, rows, answer = {}, [], []
+    for name in TRACES:
+        runs = windows(folder, trace_file(traces, name), quick)
+        panels[name] = {
+            policy: [
+                (rate, 100 * over(found, "goodput.share").middle)
+                for (kind, rate), found in runs.items()
+                if kind == policy
+            ]
+            for policy in POLICIES
+        }
+        for (policy, rate), found in runs.items():
+            paths = ("goodput.share", "ttft_s.p50", "ttft_s.p99", "itl_s.p99", "output_tokens_per_s")
+            share, *cells = (over(found, path).middle for path in paths)
+            rows.append((name, policy, rate, 100 * share, *cells))
+        answer.append(told(name, runs))
+    head = (
+        "trace",
+        "policy",
+        "times as recorded",
+        "in time, %",
+        "first token, p50, s",
+        "p99, s",
+        "between tokens, p99, s",
+        "output tokens/s",
+    )
+    figure = draw.curves(panels, "load, times as recorded", "% within both targets", lowest=0)
+    return Findings([], answer, {"goodput.svg": figure}, [markdown(head, rows)])
+
+
+def windows(folder: Path, file: Path, quick: bool, *overrides: str) -> dict[tuple[str, float], list[Summary]]:
+    """Summaries by policy and load, one for each window of the trace."""
+    few = ("workload.limit=200", "sweep.grid.workload.time_scale=[1.0, 0.5]") if quick else ()
+    found: dict[tuple[str, float], list[Summary]] = {}
+    for point, (summary,) in simulated(folder / "config.yaml", f"workload.file={file.resolve()}", *few, *overrides):
+        key = point.experiment.engine.policy, 1 / point.swept["workload.time_scale"]
+        found.setdefault(key, []).append(summary)
+    return found
+
+
+def told(name: str, runs: dict[tuple[str, float], list[Summary]]) -> str:
+    rates = [rate for policy, rate in runs if policy == "fcfs"]
+    gains = {rate: gain(runs["shortest", rate], runs["fcfs", rate]) for rate in rates}
+    rate, best = max(gains.items(), key=lambda one: one[1].middle)
+    kept = {policy: 100 * over(runs[policy, rate], "goodput.share").middle for policy in POLICIES}
+    last = {policy: statistics.median(one["ttft_s"]["p99"] for one in runs[policy, rate]) for policy in POLICIES}
+    return (
+        f"On {name}, the shorter prompt first gains most at {rate:.2g} times the recorded load: it keeps "
+        f"{kept['shortest']:.0f} % of the requests within 2 s and 60 ms, first come, first served {kept['fcfs']:.0f} % "
+        f"({best.low:.2f} to {best.high:.2f} times as many, by window); the slowest in a hundred waits "
+        f"{last['shortest']:.1f} s, where it would wait {last['fcfs']:.1f}."
+    )
+
+
+def gain(above: Sequence[Summary], below: Sequence[Summary]) -> Interval:
+    return ratios(above, below, "goodput.share")
