@@ -19,14 +19,12 @@ from pagedjax.config import EngineConfig, from_dict
 from pagedjax.engine import Engine
 from pagedjax.loaded import DEFAULT_MODEL, LoadedModel, from_params, load_model
 from pagedjax.models.decoder import DecoderConfig
-from pagedjax.outputs import Assembly, BeamAssembly, CompletionOutput, RequestOutput
+from pagedjax.outputs import Assembly, RequestOutput
 from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
-from pagedjax.types import Admitted, Finished, FinishReason, Sampled
+from pagedjax.underway import Ask, Params, UnderWay, output_of
 
 Prompt = str | Sequence[int]
-Params = SamplingParams | BeamSearchParams
-Branches = dict[str, Assembly | BeamAssembly]  # by the id the engine knows them by; of a beam search, the first
 
 
 class LLM:
@@ -73,8 +71,7 @@ class LLM:
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
-        self._requests = 0
-        self._branches: Branches = {}  # those under way, of every call, for a step serves them all
+        self._underway = UnderWay(self.engine, model.tokenizer, model.eos_token_ids)  # of every call: a step serves all
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold, so that a measurement starts cold. Requests under way go on."""
@@ -144,7 +141,7 @@ class LLM:
         if isinstance(params, BeamSearchParams) or params.n != 1:
             what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
             raise ValueError(f"{what}; a stream has one branch, use generate")
-        (mine,) = self._add([self._tokens(prompt)], [params], [0], [""])
+        (mine,) = self._underway.add([Ask(self._tokens(prompt), params)])
         (branch,) = mine.values()
         assert isinstance(branch, Assembly)
         sent, ended = 0, False
@@ -152,12 +149,12 @@ class LLM:
             while not ended:
                 ended = branch.finish_reason is not None  # another call's steps may have brought the end
                 if not ended:
-                    self._step()
+                    self._underway.step()
                 if len(branch.text) > sent:
                     sent, piece = len(branch.text), branch.text[sent:]
                     yield piece
         finally:
-            self._abandon(mine)
+            self._underway.abandon(mine)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -170,124 +167,29 @@ class LLM:
     def _run(
         self, prompts, ids, sampling_params, use_tqdm: bool, priority: Any = 0, user: Any = ""
     ) -> list[RequestOutput]:
-        params = _each(sampling_params, len(ids))
-        priorities = _one_each("priority", priority, int, len(ids))
-        requests = self._add(ids, params, priorities, _one_each("user", user, str, len(ids)))
+        columns = (
+            [prompt if isinstance(prompt, str) else None for prompt in prompts],
+            _each(sampling_params, len(ids)),
+            _one_each("priority", priority, int, len(ids)),
+            _one_each("user", user, str, len(ids)),
+        )
+        asks = [Ask(tokens, p, text, rank, name) for tokens, text, p, rank, name in zip(ids, *columns, strict=True)]
+        requests = self._underway.add(asks)
         mine = {name: branch for branches in requests for name, branch in branches.items()}
         left = set(mine)
         try:
             with tqdm(total=len(mine), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
                 tokens, started = 0, time.perf_counter()
                 while left:
-                    pieces, ended = self._step()
-                    bar.update(len(left.intersection(ended)))
-                    left.difference_update(ended)
-                    tokens += pieces
+                    stepped = self._underway.step()
+                    bar.update(len(left.intersection(stepped.ended)))
+                    left.difference_update(stepped.ended)
+                    tokens += stepped.tokens
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
         finally:
-            self._abandon(mine)
-
-        outputs = []
-        for prompt, p, tokens, branches in zip(prompts, params, ids, requests, strict=True):
-            leader, *_ = several = list(branches.values())
-            outputs.append(
-                RequestOutput(
-                    request_id=str(len(outputs)),
-                    prompt=prompt if isinstance(prompt, str) else None,
-                    prompt_token_ids=tuple(tokens),
-                    outputs=leader.completions() if isinstance(leader, BeamAssembly) else _best(several, p),
-                    prompt_logprobs=leader.prompt_positions() if isinstance(leader, Assembly) else None,
-                    num_cached_tokens=leader.num_cached or 0,
-                )
-            )
-        return outputs
-
-    def _add(
-        self,
-        ids: Sequence[Sequence[int]],
-        params: Sequence[Params],
-        priorities: Sequence[int],
-        users: Sequence[str],
-    ) -> list[Branches]:
-        """Queue every request, or none -> the branches of each."""
-        for p in params:
-            if isinstance(self.tokenizer, NoTokenizer) and isinstance(p, SamplingParams) and p.stop:
-                raise ValueError(f"stop is {p.stop!r}, but this model has no tokenizer and no text; use stop_token_ids")
-        requests: list[Branches] = []
-        try:
-            for tokens, p, priority, user in zip(ids, params, priorities, users, strict=True):
-                p = p if isinstance(p, BeamSearchParams) else p.drawn()
-                width = p.beam_width if isinstance(p, BeamSearchParams) else p.n
-                names = [f"{self._requests + i}" for i in range(width)]
-                self.engine.add(names[0], tokens, p, forks=names[1:], priority=priority, user=user)
-                self._requests += width
-                requests.append(self._assemblies(names, tokens, p))
-        except ValueError:
-            for branches in requests:
-                self._abandon(branches)
-            raise
-        for branches in requests:
-            self._branches |= branches
-        return requests
-
-    def _assemblies(self, names: Sequence[str], tokens: Sequence[int], p: Params) -> Branches:
-        parts = self.tokenizer, tokens, frozenset(self.model.eos_token_ids)
-        if isinstance(p, BeamSearchParams):
-            return {names[0]: BeamAssembly(p, *parts)}
-        return {name: Assembly(i, p, *parts) for i, name in enumerate(names)}
-
-    def _step(self) -> tuple[int, list[str]]:
-        """One step of the engine, folded into the branches it served -> (tokens, ids of the branches that ended)."""
-        result = self.engine.step()
-        assert result is not None, "branches are under way, so the engine has work"
-        branches = self._branches
-        for entry in result.logprobs:
-            if isinstance(branch := branches.get(entry.request_id), Assembly):
-                branch.take(entry)
-        reasons: dict[str, FinishReason] = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
-        tokens, ended = 0, []
-        for event in result.events:
-            if isinstance(event, Admitted) and event.request_id in branches:
-                branch = branches[event.request_id]
-                branch.num_cached = event.num_cached if branch.num_cached is None else branch.num_cached
-            if not isinstance(event, Sampled):
-                continue
-            for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
-                branch = branches.get(request_id)
-                if not isinstance(branch, Assembly):
-                    continue
-                branch.push(token, reasons.get(request_id))
-                tokens += 1
-                if branch.finish_reason is not None:
-                    del branches[request_id]
-                    ended.append(request_id)
-                    if request_id not in reasons:  # a stop string: the scheduler has to be told
-                        self.engine.cancel(request_id, "stop")
-        for request_id, sequences in result.beams:
-            branch = branches.pop(request_id, None)
-            if isinstance(branch, BeamAssembly):
-                branch.end(sequences)
-                tokens += sum(len(one.token_ids) for one in sequences)
-                ended.append(request_id)
-        return tokens, ended
-
-    def _abandon(self, branches: Branches) -> None:
-        """End those of a call that are still under way."""
-        for request_id, branch in branches.items():
-            if branch.finish_reason is None:
-                self._branches.pop(request_id, None)
-                self.engine.cancel(request_id)
-
-
-def _best(branches: Sequence[Any], params: Any) -> tuple[CompletionOutput, ...]:
-    """All branches; or of `best_of`, the n of the largest summed log-probability, the best first."""
-    if params.drawn().n > params.n:
-        branches = sorted(branches, key=lambda branch: -branch.cumulative)[: params.n]
-    outputs = (branch.completion() for branch in branches)
-    shown = params.logprobs is not None
-    return tuple(
-        replace(output, index=i, logprobs=output.logprobs if shown else None) for i, output in enumerate(outputs)
-    )
+            self._underway.abandon(mine)
+        each = enumerate(zip(asks, requests, strict=True))
+        return [output_of(str(i), ask, branches) for i, (ask, branches) in each]
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
