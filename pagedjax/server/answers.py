@@ -1,0 +1,214 @@
+"""What a client is told, as JSON: answers, chunks of streams, errors. Pure functions of outputs and deltas.
+
+Shapes are those of OpenAI's API reference, with vLLM's additions (`stop_reason`, `prompt_logprobs`, token ids).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagedjax.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from pagedjax.server.worker import Delta
+from pagedjax.tokenizer import Tokenizer
+from pagedjax.underway import Ask
+
+JSON = dict[str, Any]
+LOWEST = -9999.0  # what JSON gets for the logarithm of 0, which it cannot say
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one request wants its answer. `chat` is the kind of endpoint; `logprobs`: how many candidates, or None."""
+
+    model: str
+    chat: bool
+    tokenizer: Tokenizer
+    logprobs: int | None = None
+    echo: bool = False
+    only_echo: bool = False  # the one token that was generated is not shown
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    role: str = "assistant"
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, chunk: bool = False) -> JSON:
+        prefix, kind = ("chatcmpl", "chat.completion") if self.chat else ("cmpl", "text_completion")
+        return {
+            "id": f"{prefix}-{self.id}",
+            "object": f"{kind}.chunk" if chunk and self.chat else kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def spelled(self, token_id: int, text: str) -> str:
+        return f"token_id:{token_id}" if self.tokens_as_ids else text
+
+
+# --- whole answers ----------------------------------------------------------------------------------------------------
+
+
+def answer(style: Style, outputs: Sequence[RequestOutput]) -> JSON:
+    """The body of an answer to one request, whose prompts have these outputs."""
+    choices, width = [], max(len(output.outputs) for output in outputs)
+    for i, output in enumerate(outputs):
+        choices += [choice(style, output, one, i * width + one.index) for one in output.outputs]
+    return {**style.head(), "choices": choices, "usage": usage(outputs, style.only_echo)}
+
+
+def choice(style: Style, output: RequestOutput, one: CompletionOutput, index: int) -> JSON:
+    ends: JSON = {"index": index, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+    if style.chat:
+        ends["message"] = {"role": style.role, "content": one.text, "refusal": None}
+        ends["logprobs"] = chat_logprobs(style, one.token_ids, one.logprobs or ()) if wanted(style) else None
+    else:
+        text = "" if style.only_echo else one.text
+        ends["text"] = echoed(style, output) + text if style.echo else text
+        ends["logprobs"] = completion_logprobs(style, output, one) if wanted(style) else None
+    if output.prompt_logprobs is not None and not (style.echo and style.logprobs is not None):
+        ends["prompt_logprobs"] = [position and candidates(position) for position in output.prompt_logprobs]
+    if style.token_ids:
+        ends |= {"prompt_token_ids": list(output.prompt_token_ids), "token_ids": list(one.token_ids)}
+    return ends
+
+
+def wanted(style: Style) -> bool:
+    return style.logprobs is not None
+
+
+def echoed(style: Style, output: RequestOutput | Ask) -> str:
+    """The prompt, as text."""
+    if output.prompt is not None:
+        return output.prompt
+    return style.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+
+def usage(outputs: Sequence[RequestOutput], only_echo: bool = False) -> JSON:
+    counts = [len(one.token_ids) for output in outputs for one in output.outputs]
+    return used(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        0 if only_echo else sum(counts),
+        sum(output.num_cached_tokens for output in outputs),
+    )
+
+
+def used(prompt: int, generated: int, cached: int = 0) -> JSON:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST)
+
+
+def candidates(position: PositionLogprobs) -> JSON:
+    """vLLM's spelling: by token id."""
+    return {
+        str(token): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+        for token, one in position.items()
+    }
+
+
+def best(style: Style, position: PositionLogprobs) -> list[tuple[int, Logprob]]:
+    """As many of a position as were asked for, the most likely first."""
+    ranked = sorted(position.items(), key=lambda entry: entry[1].rank)
+    return ranked[: style.logprobs]
+
+
+def chat_logprobs(style: Style, token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -> JSON:
+    def told(token: int, one: Logprob) -> JSON:
+        coded = style.tokenizer.coding is not None
+        raw = style.tokenizer.token_bytes(token) if coded else one.decoded_token.encode()
+        text = style.spelled(token, one.decoded_token)
+        return {"token": text, "logprob": finite(one.logprob), "bytes": list(raw)}
+
+    content = [
+        told(token, position[token]) | {"top_logprobs": [told(*entry) for entry in best(style, position)]}
+        for token, position in zip(token_ids, positions, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(style: Style, output: RequestOutput, one: CompletionOutput) -> JSON:
+    """Of a whole answer; behind an echo, those of the prompt come first, and its first token has none."""
+    tokens = () if style.only_echo else one.token_ids
+    positions: list[PositionLogprobs | None] = list((one.logprobs or ())[: len(tokens)])
+    if style.echo:
+        tokens = (*output.prompt_token_ids, *tokens)
+        positions = [*(output.prompt_logprobs or ()), *positions]
+    return legacy_logprobs(style, tokens, positions)
+
+
+def legacy_logprobs(
+    style: Style, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], offset: int = 0
+) -> JSON:
+    """Columns, as completions have them. `offset`: characters before the first token."""
+    texts, values, tops, offsets = [], [], [], []
+    for token, position in zip(token_ids, positions, strict=True):
+        plain = position[token].decoded_token if position else style.tokenizer.decode_token(token)
+        texts.append(style.spelled(token, plain))
+        values.append(finite(position[token].logprob) if position else None)
+        ranked = best(style, position or {})
+        top = {style.spelled(other, one.decoded_token): finite(one.logprob) for other, one in ranked}
+        tops.append(top if position else None)
+        offsets.append(offset)
+        offset += len(plain)
+    return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def event(body: JSON | str) -> str:
+    """One server-sent event."""
+    text = body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n"
+
+
+def opening(style: Style, index: int) -> JSON:
+    """A chat's first chunk of a branch: who speaks."""
+    delta = {"role": style.role, "content": ""}
+    return chunk(style, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+
+def chunk(style: Style, choice: JSON | None, usage: JSON | None = None) -> JSON:
+    return {**style.head(chunk=True), "choices": [choice] if choice else [], "usage": usage}
+
+
+def delta_choice(style: Style, delta: Delta, index: int, offset: int, text: str) -> JSON:
+    """A branch's news. `offset`: characters of its tokens before this one."""
+    position = delta.logprobs or {}
+    told: JSON = {"index": index, "finish_reason": delta.finish_reason, "logprobs": None}
+    if delta.finish_reason is not None:
+        told["stop_reason"] = delta.stop_reason
+    if style.chat:
+        told["delta"] = {"content": text}
+        if wanted(style):
+            told["logprobs"] = chat_logprobs(style, (delta.token_id,), (position,))
+    else:
+        told["text"] = text
+        if wanted(style):
+            told["logprobs"] = legacy_logprobs(style, (delta.token_id,), (position,), offset)
+    if style.token_ids:
+        told["token_ids"] = [delta.token_id]
+    return told
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def error(message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> JSON:
+    """OpenAI's shape of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

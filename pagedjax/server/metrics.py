@@ -1,0 +1,176 @@
+"""What Prometheus is told: a fold over the engine's events, under vLLM's names with this project's prefix.
+
+https://docs.vllm.ai/en/latest/usage/metrics.html lists what the names mean; a dashboard made for them works after its
+prefix is changed. Times are seconds and counted as experiments/metrics.py counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import prometheus_client as prometheus
+
+from pagedjax.config import Resolved
+from pagedjax.scheduler import SchedulerState
+from pagedjax.types import Admitted, Event, Finished, Preempted, Sampled, StepResult
+from pagedjax.underway import Ask
+
+PREFIX = "pagedjax"
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.8, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 320.0)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+COUNTS = (1, 2, 5, 10, 20)
+
+
+@dataclass
+class _Life:
+    """What has happened to a branch so far, in seconds of time.perf_counter."""
+
+    ask: Ask
+    added: float
+    scheduled: float | None = None
+    last: float | None = None  # when its last token came
+    first: float | None = None
+    tokens: int = 0
+
+
+class Metrics:
+    """An `Observer` that counts."""
+
+    CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST
+
+    def __init__(self, model: str, config: Resolved) -> None:
+        self.registry = prometheus.CollectorRegistry()
+        self._model, self._lives = model, dict[str, _Life]()
+        self._state: SchedulerState | None = None
+        gauges = {
+            "num_requests_running": "Sequences in the running set",
+            "num_requests_waiting": "Requests that are not admitted yet",
+            "num_requests_swapped": "Sequences whose blocks are in host memory",
+            "kv_cache_usage_perc": "Share of the cache's blocks that have an owner, 1 is all",
+        }
+        counters = {
+            "prompt_tokens": "Prompt tokens computed, those found in the cache left out",
+            "generation_tokens": "Tokens generated",
+            "prefix_cache_queries": "Tokens of admitted requests, looked up in the prefix cache",
+            "prefix_cache_hits": "Of these, tokens that were found there",
+            "num_preemptions": "Sequences that gave their blocks up",
+        }
+        times = {
+            "time_to_first_token_seconds": "From arrival to the first token",
+            "inter_token_latency_seconds": "Between two tokens of a branch",
+            "request_time_per_output_token_seconds": "Of a branch: time between tokens, on average",
+            "e2e_request_latency_seconds": "From arrival to the end of a branch",
+            "request_queue_time_seconds": "From arrival to the first step with the request",
+            "request_prefill_time_seconds": "From the first step to the first token",
+            "request_decode_time_seconds": "From the first token to the last",
+            "request_inference_time_seconds": "From the first step to the last token",
+        }
+        sizes = {
+            "iteration_tokens_total": ("Tokens computed in a step", TOKENS),
+            "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
+            "request_generation_tokens": ("Tokens generated for a branch", TOKENS),
+            "request_params_n": ("Branches asked for", COUNTS),
+            "request_params_max_tokens": ("Tokens asked for at most", TOKENS),
+        }
+        self._gauges = {name: self._made(prometheus.Gauge, name, text) for name, text in gauges.items()}
+        self._counters = {name: self._made(prometheus.Counter, name, text) for name, text in counters.items()}
+        self._histograms = {
+            name: self._made(prometheus.Histogram, name, text, buckets=SECONDS) for name, text in times.items()
+        } | {name: self._made(prometheus.Histogram, name, text, buckets=steps) for name, (text, steps) in sizes.items()}
+        self._success = prometheus.Counter(
+            f"{PREFIX}:request_success",
+            "Branches that ended, by reason",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        info = prometheus.Info(f"{PREFIX}:cache_config", "Of the cache", registry=self.registry)
+        said = ("block_size", "num_blocks", "enable_prefix_caching", "kv_cache_dtype", "swap_space_gib")
+        info.info({name: str(getattr(config, name)) for name in said})
+
+    def _made(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        made = kind(f"{PREFIX}:{name}", text, ("model_name",), registry=self.registry, **options)
+        return made.labels(self._model)
+
+    def text(self, waiting: int) -> str:
+        """The page that Prometheus reads."""
+        state = self._state
+        if state is not None:
+            self._gauges["num_requests_running"].set(len(state.running.seqs))
+            self._gauges["num_requests_swapped"].set(sum(bool(seq.blocks) for seq in state.waiting))
+            self._gauges["kv_cache_usage_perc"].set(used(state) / state.config.num_blocks)
+        self._gauges["num_requests_waiting"].set(waiting)
+        return prometheus.generate_latest(self.registry).decode()
+
+    # as an observer, in the engine's thread ---------------------------------------------------------------------
+
+    def added(self, names: Sequence[str], ask: Ask, at: float, after: SchedulerState) -> None:
+        self._lives |= {name: _Life(ask, at) for name in names}
+        self._histograms["request_prompt_tokens"].observe(len(ask.prompt_token_ids))
+        self._histograms["request_params_n"].observe(ask.params.n or 1)
+        self._histograms["request_params_max_tokens"].observe(ask.params.max_tokens)
+
+    def stepped(
+        self, before: SchedulerState, result: StepResult | None, events: tuple[Event, ...], after: SchedulerState
+    ) -> None:
+        self._state = after
+        if result is not None:
+            self._histograms["iteration_tokens_total"].observe(result.plan.num_tokens)
+            self._scheduled(result)
+        for event in events:
+            self._event(event, result)
+
+    def _scheduled(self, result: StepResult) -> None:
+        computed = 0
+        for seq, start, count in zip(result.plan.seqs, result.plan.starts, result.plan.counts, strict=True):
+            computed += max(0, min(start + count, seq.request.prompt_len) - start)
+            life = self._lives.get(seq.request_id)
+            if life is not None and life.scheduled is None:
+                life.scheduled = result.started
+                self._histograms["request_queue_time_seconds"].observe(result.started - life.added)
+        self._counters["prompt_tokens"].inc(computed)
+
+    def _event(self, event: Event, result: StepResult | None) -> None:
+        if isinstance(event, Admitted):
+            self._counters["prefix_cache_queries"].inc(event.num_tokens)
+            self._counters["prefix_cache_hits"].inc(event.num_cached)
+        elif isinstance(event, Preempted):
+            self._counters["num_preemptions"].inc()
+        elif isinstance(event, Sampled) and result is not None:
+            self._counters["generation_tokens"].inc(len(event.token_ids))
+            self._tokens(event.request_ids, result.finished)
+        elif isinstance(event, Finished):
+            self._success.labels(self._model, event.reason).inc()
+            self._ended(event)
+
+    def _tokens(self, names: Iterable[str], now: float) -> None:
+        gap, first = self._histograms["inter_token_latency_seconds"], self._histograms["time_to_first_token_seconds"]
+        for name in names:
+            if (life := self._lives.get(name)) is None:
+                continue
+            if life.last is None:
+                first.observe(now - life.added)
+                life.first = now
+            else:
+                gap.observe(now - life.last)
+            life.last, life.tokens = now, life.tokens + 1
+
+    def _ended(self, event: Finished) -> None:
+        life = self._lives.pop(event.request_id, None)
+        if life is None or event.reason == "abort" or life.first is None or life.last is None:
+            return
+        times, begun = self._histograms, life.scheduled or life.first
+        self._histograms["request_generation_tokens"].observe(life.tokens)
+        times["e2e_request_latency_seconds"].observe(life.last - life.added)
+        times["request_prefill_time_seconds"].observe(life.first - begun)
+        times["request_decode_time_seconds"].observe(life.last - life.first)
+        times["request_inference_time_seconds"].observe(life.last - begun)
+        if life.tokens > 1:
+            per_token = (life.last - life.first) / (life.tokens - 1)
+            times["request_time_per_output_token_seconds"].observe(per_token)
+
+
+def used(state: SchedulerState) -> int:
+    """Blocks that have an owner."""
+    return state.config.num_blocks - state.pool.num_free

@@ -1,0 +1,242 @@
+"""What a request to the server may say, and what it means for sampling. Names and defaults are OpenAI's and vLLM's.
+
+A field that is unknown is an error that suggests the near name; so is one that asks for what this server cannot do.
+Those that change no token here (`IGNORED`) are accepted, because clients send them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pagedjax.params import BeamSearchParams, SamplingParams
+
+MAX_BRANCHES = 128  # of a request, as OpenAI's
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Strings = str | Annotated[list[str], Field(max_length=64)]
+IGNORED = (
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "verbosity",
+    "parallel_tool_calls",
+)
+# What SamplingParams takes under the same name.
+SAMPLING = (
+    "n",
+    "best_of",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "logit_bias",
+    "allowed_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "cache_salt",
+)
+BEAMS = ("length_penalty", "early_stopping")
+SHARED_WITH_BEAMS = ("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "cache_salt")
+
+
+class Strict(BaseModel):
+    # "3" is no number, 1 no truth value, and no number is infinite
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis; there is none here
+
+
+class ResponseFormat(Strict):
+    type: Literal["text"]
+
+
+class Generating(Strict):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: Strings | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    # accepted and without an effect, see IGNORED
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    parallel_tool_calls: Any = None
+
+
+class CompletionRequest(Generating):
+    """`POST /v1/completions`."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=4096)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=4096)]
+    )
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 16; 0 only echoes
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message. What else clients send with one (`name`, `refusal`, ...) goes to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates want it: content is a text, and a developer is a system."""
+        parts = self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
+        rest = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
+        return {**rest, "role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(Generating):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None  # its older name
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+
+
+class TokenizeRequest(Strict):
+    """`POST /tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class LectureRequest(Strict):
+    """`POST /generate`, as in vllmini: `max_length` counts the tokens of prompt and output together."""
+
+    prompt: Annotated[str, Field(min_length=1)]
+    max_length: Annotated[int, Field(ge=1)] = 100
+
+
+def given(request: BaseModel, names: Sequence[str]) -> dict[str, Any]:
+    """The fields that say something; null is OpenAI's way to leave one out."""
+    return {name: value for name in names if (value := getattr(request, name)) is not None}
+
+
+def sampling(request: Generating, max_tokens: int, logprobs: int | None) -> SamplingParams | BeamSearchParams:
+    """What the engine is asked for.
+
+    Raises:
+        ValueError: a value out of its range, or fields that do not go together.
+    """
+    if request.use_beam_search:
+        return beam_search(request, max_tokens, logprobs)
+    if wrong := list(given(request, BEAMS)):
+        raise ValueError(f"{wrong[0]} goes with use_beam_search: true")
+    values = given(request, SAMPLING)
+    if request.seed is not None:
+        values["seed"] = request.seed % 2**32  # OpenAI's seeds are any integers
+    return SamplingParams(**values, max_tokens=max(1, max_tokens), logprobs=logprobs)
+
+
+def beam_search(request: Generating, max_tokens: int, logprobs: int | None) -> BeamSearchParams:
+    """As in vLLM's requests: `n` is the width."""
+    neutral: Mapping[str, Any] = {"temperature": (0.0,), "top_p": (1.0,), "top_k": (0, -1), "best_of": (request.n,)}
+    used = given(request, [name for name in SAMPLING if name not in (*SHARED_WITH_BEAMS, "n")])
+    used = {name: value for name, value in used.items() if value not in neutral.get(name, ())}
+    if used or logprobs is not None or request.stream:
+        name = next(iter(used), "stream" if request.stream else "logprobs")
+        raise ValueError(f"{name} does not go with use_beam_search: a beam search samples nothing and comes whole")
+    shared = given(request, (*SHARED_WITH_BEAMS, *BEAMS))
+    return BeamSearchParams(beam_width=request.n or 1, max_tokens=max(1, max_tokens), **shared)
+
+
+def told(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """What is wrong with a body, of pydantic's errors -> (message, field)."""
+    unions: list[Mapping[str, Any]] = [error for error in errors if error["type"] == "extra_forbidden"] or list(errors)
+    first = unions[0]
+    path = [str(part) for part in first["loc"] if part not in ("body",)]
+    field = path[0] if path else None
+    where = ".".join(path) or "the body"
+    if first["type"] == "extra_forbidden":
+        known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
+        near = difflib.get_close_matches(path[-1], known, n=1)
+        return f"unknown field {where!r:.200}" + (f"; did you mean {near[0]!r}?" if near else ""), field
+    others = sum(error["loc"][:2] == first["loc"][:2] for error in errors) - 1
+    more = f" (or one of {others} other forms)" if others > 0 else ""
+    return f"{where[:200]}: {first['msg']}{more}", field
