@@ -1,0 +1,323 @@
+"""The official client against the running server: the same tokens as the library, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from pagedjax import BeamSearchParams, SamplingParams
+
+GREEDY = {"temperature": 0.0}
+PROMPT = "abc def"
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def generated(reference, prompt, **params):
+    (output,) = reference.generate(prompt, SamplingParams(**params), use_tqdm=False)
+    return output
+
+
+def test_the_model_is_listed(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.object) == ("tiny", "model")
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("huge")
+    assert error.value.code == "model_not_found"
+
+
+def test_a_greedy_completion_is_what_the_library_generates(client, reference):
+    wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=12)
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, **GREEDY)
+    (choice,) = found.choices
+    assert choice.text == wanted.outputs[0].text
+    assert (choice.finish_reason, choice.index) == (wanted.outputs[0].finish_reason, 0)
+    assert (found.object, found.model) == ("text_completion", "tiny")
+    assert found.usage.prompt_tokens == len(wanted.prompt_token_ids)
+    assert found.usage.completion_tokens == len(wanted.outputs[0].token_ids)
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+
+
+def test_the_defaults_are_openais(client):
+    found = client.completions.create(model="tiny", prompt=PROMPT)
+    assert found.usage.completion_tokens <= 16
+    assert len(found.choices) == 1
+
+
+@pytest.mark.parametrize("prompts", [["abc", "b", "cc dd"], [[20, 30, 40], [50]]], ids=["texts", "ids"])
+def test_several_prompts_are_answered_in_order(client, reference, prompts):
+    wanted = reference.generate(prompts, SamplingParams(temperature=0.0, max_tokens=5), use_tqdm=False)
+    found = client.completions.create(model="tiny", prompt=prompts, max_tokens=5, n=1, **GREEDY)
+    assert [choice.text for choice in found.choices] == [output.outputs[0].text for output in wanted]
+    assert [choice.index for choice in found.choices] == list(range(len(prompts)))
+
+
+def test_token_ids_are_a_prompt(client, reference):
+    wanted = generated(reference, [20, 30, 40], temperature=0.0, max_tokens=5)
+    extra = {"return_token_ids": True}
+    found = client.completions.create(model="tiny", prompt=[20, 30, 40], max_tokens=5, extra_body=extra, **GREEDY)
+    assert found.choices[0].token_ids == list(wanted.outputs[0].token_ids)
+    assert found.choices[0].prompt_token_ids == [20, 30, 40]
+
+
+def test_branches_have_seeds_of_their_own(client, reference):
+    wanted = generated(reference, PROMPT, n=3, seed=7, max_tokens=6)
+    found = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=7, max_tokens=6)
+    assert [choice.text for choice in found.choices] == [one.text for one in wanted.outputs]
+    again = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=7, max_tokens=6)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in found.choices]
+    other = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=8, max_tokens=6)
+    assert [choice.text for choice in other.choices] != [choice.text for choice in found.choices]
+    negative = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=7 - 2**32, max_tokens=6)
+    assert [choice.text for choice in negative.choices] == [choice.text for choice in found.choices]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.5, "seed": 1},
+        {"presence_penalty": 1.5, "frequency_penalty": -1.0, "temperature": 0.0},
+        {"logit_bias": {"40": 100}, "temperature": 0.0},
+        {"extra_body": {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3, "min_tokens": 4}, "seed": 3},
+        {"extra_body": {"stop_token_ids": [33], "ignore_eos": True, "allowed_token_ids": [33, 34, 35]}, "seed": 3},
+        {"best_of": 3, "seed": 5},
+    ],
+    ids=str,
+)
+def test_sampling_options_reach_the_engine(client, reference, options):
+    extra = {key: value for key, value in options.items() if key != "extra_body"} | options.get("extra_body", {})
+    wanted = generated(reference, PROMPT, **extra, max_tokens=10).outputs[0]
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10, **options).choices[0]
+    assert (found.text, found.finish_reason) == (wanted.text, wanted.finish_reason)
+    assert found.stop_reason == wanted.stop_reason
+
+
+def test_a_stop_string_ends_an_answer(client, reference):
+    text = generated(reference, PROMPT, temperature=0.0, max_tokens=20).outputs[0].text
+    stop = text[5:7]
+    wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=20, stop=stop).outputs[0]
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, stop=[stop], **GREEDY).choices[0]
+    assert (found.text, found.finish_reason, found.stop_reason) == (wanted.text, "stop", stop)
+    assert stop not in found.text
+
+
+def test_log_probabilities_are_the_librarys(client, reference):
+    wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=6, logprobs=3)
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6, logprobs=3, **GREEDY).choices[0]
+    one = wanted.outputs[0]
+    chosen = [position[token] for token, position in zip(one.token_ids, one.logprobs, strict=True)]
+    assert found.logprobs.token_logprobs == pytest.approx([c.logprob for c in chosen], abs=1e-5)
+    assert found.logprobs.tokens == [c.decoded_token for c in chosen]
+    for top, position in zip(found.logprobs.top_logprobs, one.logprobs, strict=True):
+        best = {entry.decoded_token: entry.logprob for entry in position.values() if entry.rank <= 3}
+        assert top == pytest.approx(best, abs=1e-5)
+    ends = [at + len(token) for at, token in zip(found.logprobs.text_offset, found.logprobs.tokens, strict=True)]
+    assert found.logprobs.text_offset == [0, *ends[:-1]]
+
+
+def test_an_echo_brings_the_prompt_with_its_log_probabilities(client, reference):
+    """What evaluation harnesses score texts with."""
+    wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1)
+    ids = wanted.prompt_token_ids
+    expected = [p[t].logprob for t, p in zip(ids[1:], wanted.prompt_logprobs[1:], strict=True)]
+    for max_tokens in (1, 0):
+        found = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=max_tokens, echo=True, logprobs=1, **GREEDY
+        )
+        (choice,) = found.choices
+        assert choice.text == PROMPT + (wanted.outputs[0].text if max_tokens else "")
+        assert choice.logprobs.token_logprobs[0] is None
+        assert choice.logprobs.top_logprobs[0] is None
+        assert choice.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-5)
+        assert len(choice.logprobs.tokens) == len(ids) + max_tokens
+        assert "".join(choice.logprobs.tokens[: len(ids)]) == PROMPT
+        assert found.usage.completion_tokens == max_tokens
+    with_ids = client.completions.create(model="tiny", prompt=list(ids), max_tokens=0, echo=True, logprobs=1, **GREEDY)
+    assert with_ids.choices[0].logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-5)
+    assert with_ids.choices[0].text == PROMPT
+
+
+def test_prompt_log_probabilities_are_vllms(client, reference):
+    wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=1, prompt_logprobs=2)
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 2}, **GREEDY
+    ).choices[0]
+    assert found.prompt_logprobs[0] is None
+    for told, position in zip(found.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
+        assert {int(token) for token in told} == set(position)
+        for token, entry in position.items():
+            assert told[str(token)]["logprob"] == pytest.approx(entry.logprob, abs=1e-5)
+            assert told[str(token)]["rank"] == entry.rank
+
+
+def test_beam_search_is_the_librarys(client, reference):
+    (wanted,) = reference.generate(PROMPT, BeamSearchParams(beam_width=3, max_tokens=6), use_tqdm=False)
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, n=3, max_tokens=6, extra_body={"use_beam_search": True}, **GREEDY
+    )
+    assert [choice.text for choice in found.choices] == [one.text for one in wanted.outputs]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_is_the_answer_in_pieces(client, reference, n):
+    whole = generated(reference, PROMPT, n=n, seed=3, max_tokens=9)
+    texts, ends, chunks = [""] * n, {}, 0
+    stream = client.completions.create(
+        model="tiny", prompt=PROMPT, n=n, seed=3, max_tokens=9, stream=True, stream_options={"include_usage": True}
+    )
+    usage = None
+    for chunk in stream:
+        chunks += 1
+        usage = chunk.usage or usage
+        assert chunk.usage is None or not chunk.choices
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert texts == [one.text for one in whole.outputs]
+    assert ends == {one.index: one.finish_reason for one in whole.outputs}
+    assert usage.completion_tokens == sum(len(one.token_ids) for one in whole.outputs)
+    assert chunks > 3
+
+
+def test_a_stream_of_several_prompts_tells_them_apart(client, reference):
+    prompts = ["abc", "b", "cc dd"]
+    wanted = reference.generate(prompts, SamplingParams(n=2, seed=4, max_tokens=5), use_tqdm=False)
+    texts = {i: "" for i in range(6)}
+    for chunk in client.completions.create(model="tiny", prompt=prompts, n=2, seed=4, max_tokens=5, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert list(texts.values()) == [one.text for output in wanted for one in output.outputs]
+
+
+def test_a_stream_may_echo_and_may_tell_log_probabilities(client, reference):
+    text = "".join(
+        choice.text
+        for chunk in client.completions.create(
+            model="tiny", prompt=PROMPT, echo=True, max_tokens=5, stream=True, **GREEDY
+        )
+        for choice in chunk.choices
+    )
+    assert text == PROMPT + generated(reference, PROMPT, temperature=0.0, max_tokens=5).outputs[0].text
+    whole = client.completions.create(model="tiny", prompt=PROMPT, logprobs=2, max_tokens=5, **GREEDY).choices[0]
+    tokens, values, offsets = [], [], []
+    for chunk in client.completions.create(
+        model="tiny", prompt=PROMPT, logprobs=2, max_tokens=5, stream=True, **GREEDY
+    ):
+        for choice in chunk.choices:
+            tokens += choice.logprobs.tokens
+            values += choice.logprobs.token_logprobs
+            offsets += choice.logprobs.text_offset
+    assert tokens == whole.logprobs.tokens
+    assert values == pytest.approx(whole.logprobs.token_logprobs, abs=1e-5)
+    assert offsets == whole.logprobs.text_offset
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "abc"}]
+
+
+def test_a_chat_is_answered_in_the_models_template(client, reference):
+    (wanted,) = reference.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+    found = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=8, **GREEDY)
+    (choice,) = found.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", wanted.outputs[0].text)
+    assert (found.object, choice.finish_reason) == ("chat.completion", wanted.outputs[0].finish_reason)
+    assert found.usage.prompt_tokens == len(wanted.prompt_token_ids)
+    older = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=8, **GREEDY)
+    assert older.choices[0].message.content == choice.message.content
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}]
+    same = client.chat.completions.create(model="tiny", messages=[*parts, MESSAGES[1]], max_tokens=8, **GREEDY)
+    assert same.choices[0].message.content == choice.message.content
+
+
+def test_a_chat_may_go_on_to_the_models_limit(client, reference):
+    found = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"ignore_eos": True}, **GREEDY)
+    assert found.usage.total_tokens == reference.engine.config.max_model_len
+    assert found.choices[0].finish_reason == "length"
+
+
+def test_a_chat_streams_with_its_role_first(client):
+    whole = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=8, logprobs=True, top_logprobs=2, **GREEDY
+    ).choices[0]
+    assert len(whole.logprobs.content) == 8 or whole.finish_reason == "stop"
+    assert all(len(entry.top_logprobs) == 2 for entry in whole.logprobs.content)
+    assert all(bytes(entry.bytes).decode(errors="replace") == entry.token for entry in whole.logprobs.content)
+    roles, text, content = [], "", []
+    for chunk in client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=8, logprobs=True, top_logprobs=2, stream=True, **GREEDY
+    ):
+        assert chunk.object == "chat.completion.chunk"
+        for choice in chunk.choices:
+            roles.append(choice.delta.role)
+            text += choice.delta.content or ""
+            content += choice.logprobs.content if choice.logprobs else []
+    assert roles == ["assistant", *[None] * (len(roles) - 1)]
+    assert text == whole.message.content
+    assert [entry.token for entry in content] == [entry.token for entry in whole.logprobs.content]
+    assert [entry.logprob for entry in content] == pytest.approx(
+        [entry.logprob for entry in whole.logprobs.content], abs=1e-5
+    )
+
+
+def test_many_clients_at_once_get_their_own_answers(served, reference):
+    prompts = [[20 + i, 30, 40 + i] for i in range(24)]
+    wanted = reference.generate(prompts, SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False)
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
+            create = client.completions.create
+            asks = (create(model="tiny", prompt=prompt, max_tokens=10, **GREEDY) for prompt in prompts)
+            return await asyncio.gather(*asks)
+
+    found = asyncio.run(all_of_them())
+    assert [one.choices[0].text for one in found] == [one.outputs[0].text for one in wanted]
+
+
+BEAMS = {"use_beam_search": True}
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+WRONG = [
+    ({"temperature": 3.0}, "temperature is 3.0; it must be between 0", "temperature"),
+    ({"max_tokens": -1}, "max_tokens: .*greater than or equal to 0", "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens is 0.*only echo: true", "max_tokens"),
+    ({"prompt": ""}, "prompt is empty", "prompt"),
+    ({"prompt": []}, "prompt", "prompt"),
+    ({"prompt": [400]}, "token id 400; the vocabulary is 0 to 319", None),
+    ({"prompt": [20] * 600}, "max_model_len", None),
+    ({"suffix": "x"}, "suffix", "suffix"),
+    ({"extra_body": {"top_q": 1}}, "unknown field 'top_q'; did you mean 'top_", "top_q"),
+    ({"n": 2, "best_of": 3, "stream": True}, "best_of above n", "best_of"),
+    ({"extra_body": {**BEAMS, "min_p": 0.5}}, "min_p does not go", "min_p"),
+    ({"stream": True, "extra_body": BEAMS}, "stream does not go", "stream"),
+    ({"extra_body": {"length_penalty": 0.5}}, "goes with use_beam_search", "length_penalty"),
+    ({"echo": True, "stream": True, "logprobs": 1}, "echo with logprobs does not go with stream", "echo"),
+    ({"messages": []}, "messages", "messages"),
+    ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs goes with logprobs", "top_logprobs"),
+    ({"messages": MESSAGES, "tools": [TOOL]}, "tools", "tools"),
+    ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "response_format"),
+    ({"messages": IMAGE}, "messages", "messages"),
+]
+
+
+@pytest.mark.parametrize(("options", "message", "param"), WRONG, ids=[str(options)[:50] for options, *_ in WRONG])
+def test_what_is_wrong_is_a_400_that_names_it(client, options, message, param):
+    create = client.chat.completions.create if "messages" in options else client.completions.create
+    options = options if "messages" in options else {"prompt": PROMPT} | options
+    with pytest.raises(openai.BadRequestError, match=message) as error:
+        create(model="tiny", **options)
+    assert error.value.type == "invalid_request_error"
+    assert error.value.param == param
+
+
+def test_another_model_is_not_here(client):
+    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here; 'tiny' is") as error:
+        client.completions.create(model="gpt-5", prompt="a")
+    assert (error.value.code, error.value.param) == ("model_not_found", "model")

@@ -1,0 +1,52 @@
+"""Whatever a client sends, no answer is a 5xx: requests drawn from the server's own OpenAPI document, and beside it."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+
+from pagedjax import LLM
+from tests.server.conftest import ENGINE, serving
+
+EXAMPLES = 40  # of each operation
+
+
+@pytest.fixture(scope="module")
+def small(tiny):
+    """A server whose sequences are short, so that what is valid is answered soon."""
+    with serving(LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 24})) as found:
+        yield found
+        state = found.worker.llm.engine.state
+        assert found.worker.healthy
+        assert state.pool.num_free == state.config.num_blocks
+
+
+def fuzz(url: str, examples: int) -> int:
+    """How many requests were valid."""
+    schema, valid = schemathesis.openapi.from_url(f"{url}/openapi.json"), []
+
+    for operation in (result.ok() for result in schema.get_all_operations()):
+
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(case=operation.as_strategy() | operation.as_strategy(schemathesis.GenerationMode.NEGATIVE))
+        def ask(case):
+            answer = case.call(base_url=url, timeout=60)
+            valid.append(answer.status_code == 200)
+            case.validate_response(answer, checks=[not_a_server_error])
+
+        ask()
+    return sum(valid)
+
+
+def test_no_request_of_any_shape_is_a_server_error(small):
+    assert fuzz(small.url, EXAMPLES) > EXAMPLES
+    assert httpx.get(f"{small.url}/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_nor_are_hundreds_of_them(small):
+    assert fuzz(small.url, 600) > 600
+    assert httpx.get(f"{small.url}/health").status_code == 200
