@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -131,6 +132,9 @@ class Tokenizer:
         return piece.replace("▁", " ").encode()
 
 
+_ONE_AT_A_TIME = threading.Lock()  # transformers loads its modules lazily, and not for two threads at once
+
+
 def _template_renderer() -> Callable[..., Any]:
     """transformers' tokenizer without a vocabulary: it defines, and guards, what a chat template may do."""
     from tokenizers import Tokenizer, models
@@ -138,10 +142,11 @@ def _template_renderer() -> Callable[..., Any]:
     logger = logging.getLogger("transformers")
     quiet = logging.Filter("nothing")  # its advice on import that torch is missing; nothing here uses torch
     logger.addFilter(quiet)
-    try:
-        from transformers import PreTrainedTokenizerFast
-    finally:
-        logger.removeFilter(quiet)
+    with _ONE_AT_A_TIME:
+        try:
+            from transformers import PreTrainedTokenizerFast
+        finally:
+            logger.removeFilter(quiet)
     return partial(PreTrainedTokenizerFast, tokenizer_object=Tokenizer(models.BPE()))
 
 

@@ -176,3 +176,19 @@ def test_the_embedded_tokenizer_and_template_need_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert (done.stdout.strip(), done.stderr) == ("32", "")
+
+
+def test_the_first_conversations_may_come_in_several_threads(tiny_folder):
+    """In a process of its own, where nothing has imported transformers yet."""
+    code = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pagedjax.tokenizer import load_tokenizer
+from pagedjax.weights.checkpoint import open_checkpoint
+tokenizer = load_tokenizer(open_checkpoint(sys.argv[1]))
+with ThreadPoolExecutor(8) as pool:
+    asked = [{"role": "user", "content": "abc"}]
+    (ids,) = set(pool.map(lambda _: tuple(tokenizer.apply_chat_template(asked)), range(8)))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tiny_folder)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

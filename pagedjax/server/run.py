@@ -27,6 +27,7 @@ def serve(llm: LLM, options: Options, *, host: str, port: int, drain_seconds: in
         log_level=log_level,
         access_log=log_level in ("debug", "trace"),
         timeout_graceful_shutdown=drain_seconds,
+        timeout_keep_alive=75,  # seconds; longer than clients keep an idle connection, so that they close it, not we
         server_header=False,
     )
     server = uvicorn.Server(config)

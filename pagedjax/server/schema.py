@@ -226,17 +226,26 @@ def beam_search(request: Generating, max_tokens: int, logprobs: int | None) -> B
     return BeamSearchParams(beam_width=request.n or 1, max_tokens=max(1, max_tokens), **shared)
 
 
+# What a field of several forms may be, which pydantic would tell form by form.
+FORMS = {
+    "prompt": "a text, a list of token ids, or a list of texts or of such lists",
+    "stop": "a text, or a list of texts",
+    "content": 'a text, or a list of {"type": "text", "text": ...}',
+    "early_stopping": 'true, false or "never"',
+}
+
+
 def told(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """What is wrong with a body, of pydantic's errors -> (message, field)."""
-    unions: list[Mapping[str, Any]] = [error for error in errors if error["type"] == "extra_forbidden"] or list(errors)
-    first = unions[0]
-    path = [str(part) for part in first["loc"] if part not in ("body",)]
-    field = path[0] if path else None
-    where = ".".join(path) or "the body"
-    if first["type"] == "extra_forbidden":
+    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+    first = (unknown or list(errors))[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    field = path[0][:80] if path else None
+    if unknown:
         known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
         near = difflib.get_close_matches(path[-1], known, n=1)
-        return f"unknown field {where!r:.200}" + (f"; did you mean {near[0]!r}?" if near else ""), field
-    others = sum(error["loc"][:2] == first["loc"][:2] for error in errors) - 1
-    more = f" (or one of {others} other forms)" if others > 0 else ""
-    return f"{where[:200]}: {first['msg']}{more}", field
+        return f"unknown field {'.'.join(path)!r:.120}" + (f"; did you mean {near[0]!r}?" if near else ""), field
+    for at, part in enumerate(path):
+        if part in FORMS and first["type"] != "missing":
+            return f"{'.'.join(path[: at + 1])[:120]} must be {FORMS[part]}", field
+    return f"{'.'.join(path)[:120] or 'the body'}: {first['msg']}", field

@@ -1,0 +1,98 @@
+"""Clients that nobody here wrote, unmodified: a load generator and an evaluation harness from PyPI.
+
+They bring torch and much else, so they live in an environment of their own, whose programs have to be on the PATH:
+
+    python -m venv .venvclients && .venvclients/bin/pip install guidellm 'lm-eval[api]'
+    PATH=$PATH:$PWD/.venvclients/bin python -m pytest -m clients
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pagedjax import SamplingParams
+
+pytestmark = pytest.mark.clients
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_COLOR": "1"}
+
+
+def program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not on the PATH")
+    return found
+
+
+def run(*words: str, cwd: Path) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | OFFLINE
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_an_evaluation_harness_scores_as_the_library_does(served, reference, tiny_folder, tmp_path):
+    """Sums of log-probabilities of continuations, which `local-completions` asks for by echo."""
+    questions = [
+        {"context": "the cat and", "choices": [" the other cat", " the rain on the window"], "gold": 0},
+        {"context": "she sells sea", "choices": [" shells", " cats", " hears the rain and then"], "gold": 0},
+        {"context": "he then hears", "choices": [" the house", " rain"], "gold": 1},
+    ]
+    (tmp_path / "data.json").write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
+    task = {
+        "task": "cats",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.json")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{gold}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "cats.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    where = f"base_url={served.url}/v1/completions,model=tiny,tokenizer={tiny_folder},num_concurrent=2,max_length=512"
+    model = ("--model", "local-completions", "--model_args", where)
+    rest = ("--include_path", str(tmp_path), "--tasks", "cats", "--log_samples", "--output_path", str(tmp_path / "out"))
+    run(program("lm_eval"), *model, *rest, cwd=tmp_path)
+    (file,) = (tmp_path / "out").rglob("samples_cats*.jsonl")
+    samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(samples) == len(questions)
+    for sample in samples:
+        doc = sample["doc"]
+        found = [float(response[0][0]) for response in sample["resps"]]
+        assert found == pytest.approx([score(reference, doc["context"], c) for c in doc["choices"]], abs=1e-3)
+
+
+def score(llm, context: str, continuation: str) -> float:
+    """The log-probability of the continuation's tokens behind those of the context."""
+    whole = llm.tokenizer.encode(context + continuation)
+    begun = len(llm.tokenizer.encode(context))
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate(whole, params, use_tqdm=False)
+    positions = zip(whole[begun:], output.prompt_logprobs[begun:], strict=True)
+    return sum(position[token].logprob for token, position in positions)
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_a_load_generator_completes_its_requests(served, tiny_folder, tmp_path, route):
+    options = {
+        "backend": f"kind=openai_http,target={served.url},model=tiny,request_format={route}",
+        "profile": "kind=concurrent,streams=4",
+        "constraint": "kind=max_requests,count=24",
+        "tokenizer": f"kind=hf_auto,model={tiny_folder}",
+        "data": "kind=synthetic_text,prompt_tokens=20,output_tokens=8",
+        "output": f"kind=json,path={tmp_path / 'report.json'}",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    run(program("guidellm"), "run", *words, "--disable-console-interactive", cwd=tmp_path)
+    (benchmark,) = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (24, 0)

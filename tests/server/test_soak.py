@@ -1,0 +1,119 @@
+"""A server under load for minutes: answers stay right, the queue stays within its bound, and memory stays where it is.
+
+The default length is a minute (slow); ten minutes are by hand: -m exhaustive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pagedjax import SamplingParams
+from tests.server.test_server import GREEDY, started
+
+CLIENTS, QUEUE, TOKENS = 200, 150, 24
+SIZES = ("--max-num-seqs", "16", "--num-blocks", "256", "--max-num-batched-tokens", "64", "--token-buckets", "16,64")
+
+
+def resident(pid: int) -> float:
+    """MiB of memory that a process has."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
+
+
+def soak(reference, folder, seconds: float) -> dict:
+    """Load with clients of whom a third leave -> counts, and memory along the way."""
+    draw = random.Random(0)
+    prompts = [[draw.randint(20, 300) for _ in range(draw.randint(1, 60))] for _ in range(100)]
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    wanted = [output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)]
+    process, url = started(str(folder), *SIZES, "--served-model-name", "tiny", "--max-queue", str(QUEUE))
+    end, counts = time.monotonic() + seconds, {"right": 0, "wrong": 0, "left": 0, "refused": 0}
+    memory, waiting = [], []
+
+    async def ask(client, i, stream) -> str | None:
+        options = {**GREEDY, "prompt": prompts[i], "max_tokens": TOKENS, "ignore_eos": True, "stream": stream}
+        if not stream:
+            answer = await client.post("/v1/completions", json=options)
+            return None if answer.status_code == 429 else answer.json()["choices"][0]["text"]
+        text = ""
+        async with client.stream("POST", "/v1/completions", json=options) as answer:
+            if answer.status_code == 429:
+                return None
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+        return text
+
+    async def live(client):
+        while time.monotonic() < end:
+            i, leaves = draw.randrange(100), draw.random() < 1 / 3
+            try:
+                async with asyncio.timeout(0.5 * draw.random() if leaves else 60):
+                    text = await ask(client, i, draw.random() < 0.5)
+            except TimeoutError:
+                assert leaves, "an answer took a minute"
+                counts["left"] += 1
+                continue
+            counts["refused" if text is None else "right" if text == wanted[i] else "wrong"] += 1
+            if text is None:
+                await asyncio.sleep(draw.random())
+
+    async def watch(client):
+        while time.monotonic() < end:
+            memory.append(resident(process.pid))
+            waiting.append(value((await client.get("/metrics")).text, "num_requests_waiting"))
+            await asyncio.sleep(seconds / 60)
+
+    async def everybody():
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+            await asyncio.gather(watch(client), *(live(client) for _ in range(CLIENTS)))
+
+    try:
+        asyncio.run(everybody())
+        with httpx.Client(base_url=url) as client:
+            for _ in range(100):
+                page = client.get("/metrics").text
+                if not value(page, "num_requests_running") + value(page, "num_requests_waiting"):
+                    break
+                time.sleep(0.1)
+            assert value(page, "kv_cache_usage_perc") == 0, "a block leaked"
+            assert client.get("/health").status_code == 200
+        process.terminate()
+        process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+    return counts | {"memory": memory, "waiting": max(waiting)}
+
+
+def value(page: str, name: str) -> float:
+    return float(next(line.split()[-1] for line in page.splitlines() if line.startswith(f"pagedjax:{name}{{")))
+
+
+def check(found: dict) -> None:
+    print({**found, "memory": [round(m) for m in found["memory"][:: max(1, len(found["memory"]) // 10)]]})
+    assert found["wrong"] == 0
+    assert found["right"] > 300
+    assert found["left"] > 50
+    assert found["waiting"] <= QUEUE
+    memory = found["memory"]
+    early, late = sorted(memory[len(memory) // 4 : len(memory) // 2]), sorted(memory[-len(memory) // 4 :])
+    assert late[len(late) // 2] < 1.03 * early[len(early) // 2] + 8, memory
+
+
+@pytest.mark.slow
+def test_a_minute_of_clients_who_come_and_leave(reference, tiny_folder):
+    check(soak(reference, tiny_folder, 60))
+
+
+@pytest.mark.exhaustive
+def test_ten_minutes_of_them(reference, tiny_folder):
+    check(soak(reference, tiny_folder, 600))
