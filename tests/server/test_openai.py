@@ -7,7 +7,8 @@ import asyncio
 import openai
 import pytest
 
-from pagedjax import BeamSearchParams, SamplingParams
+from pagedjax import LLM, BeamSearchParams, SamplingParams
+from tests.server.conftest import serving
 
 GREEDY = {"temperature": 0.0}
 PROMPT = "abc def"
@@ -321,3 +322,25 @@ def test_another_model_is_not_here(client):
     with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here; 'tiny' is") as error:
         client.completions.create(model="gpt-5", prompt="a")
     assert (error.value.code, error.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.slow
+def test_the_embedded_model_says_over_the_wire_what_the_library_says(smollm2):
+    """Greedy, through a tokenizer and a chat template that were not made for tests."""
+    options = {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64, "token_buckets": (64,)}
+    llm = LLM(smollm2, progress=False, **options)
+    prompts = ["The capital of France is", "Once upon a time, in 2024, ", "Write “émigré” in capitals:"]
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    wanted = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    messages = [{"role": "user", "content": "Name three colours."}]
+    (answer,) = llm.chat(messages, params, use_tqdm=False)
+    with (
+        serving(llm, name="smollm2-135m") as found,
+        openai.OpenAI(base_url=f"{found.url}/v1", api_key="none", max_retries=0, timeout=120) as client,
+    ):
+        options = {"model": "smollm2-135m", "max_tokens": 24, **GREEDY}
+        texts = [choice.text for choice in client.completions.create(prompt=prompts, **options).choices]
+        stream = client.chat.completions.create(messages=messages, stream=True, **options)
+        said = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
+    assert texts == wanted
+    assert said == answer.outputs[0].text
