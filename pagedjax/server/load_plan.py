@@ -1,0 +1,273 @@
+"""What a load client asks and when: a pure function of (`Load`, the text of its file).
+
+Every random choice has a stream of its own, so that other arrivals change no prompt, and the first k requests are the
+same however many follow. The same seed asks the same things at the same times; a server that keeps a prefix cache finds
+them all when it is asked a second time, so measure it again with another seed.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+Endpoint = Literal["completions", "chat"]
+Process = Literal["poisson", "gamma", "uniform", "at-once"]
+FIRST_TOKEN = 17  # ids below are special in many vocabularies (padding, beginning, chat marks)
+COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_ENGLISH = (
+    "a about after again air all also and animal answer any around as ask at away back be because been before began "
+    "between big book boy but by call came can change city close cold come could country cut day did different do "
+    "door down draw each early earth eat end even every example eye face family far father feet few find fire first "
+    "fish follow food for form found four friend from full gave get girl give go good great green ground group grow "
+    "had hand hard has have he head hear help her here high him his hold home horse hour house how if important in is "
+    "it just keep kind king know land large last late learn left letter life light like line list little live long "
+    "look made make man many may me mean might mile money moon more morning most mother mountain move much music must "
+    "my name near need never new next night no north not now number of off often old on once one only open or other "
+    "our out over own page paper part people picture place plant play point problem put question rain read ready real "
+    "red right river road rock room run said same saw say school sea second see seem sentence set she ship short "
+    "should show side small snow so some song soon sound south stand star start state still stop story street strong "
+    "study such sun table take talk tell ten than that the their them then there these they thing think this those "
+    "thought three through time to together too took town travel tree true try turn two under until up us use very "
+    "voice walk want war warm was watch water way we week well went were what wheel when where which while white who "
+    "whole why wind window with without wood word work world would write year yes yet you young your"
+)
+WORDS = tuple(_ENGLISH.split())
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to ask. Lengths are tokens, as `Lengths` reads them; times are seconds.
+
+    Exactly one of three says it: lengths and arrivals drawn at random; `trace`, a file that gives both; or `prompts`, a
+    file of texts, whose arrivals and output lengths are drawn. The two fields hold the name of the file.
+
+    Raises:
+        ValueError: a value out of its range, or values that exclude each other.
+    """
+
+    endpoint: Endpoint = "completions"
+    arrivals: Process = "poisson"
+    rate: float | None = None
+    burstiness: float = 1.0
+    requests: int | None = None  # None: 100, or every line of the file
+    prompt_tokens: str = "128"
+    output_tokens: str = "64"
+    max_prompt_tokens: int | None = None
+    max_output_tokens: int | None = None
+    trace: str | None = None
+    time_scale: float = 1.0
+    prompts: str | None = None
+    vocab: int = 32000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("endpoint", Endpoint), ("arrivals", Process)):
+            if (value := getattr(self, name)) not in get_args(kinds):
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(get_args(kinds))}")
+        for name in ("requests", "max_prompt_tokens", "max_output_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.trace is not None and self.prompts is not None:
+            raise ValueError(
+                "there is a trace and a file of prompts; a trace has lengths and no texts, give one of them"
+            )
+        if self.rate is not None and not 0 < self.rate < math.inf:
+            raise ValueError(f"rate is {self.rate}; it must be above 0 requests a second (or use arrivals at-once)")
+        if self.rate is None and self.trace is None and self.arrivals != "at-once":
+            raise ValueError(f"arrivals {self.arrivals} need a rate, in requests a second; or use arrivals at-once")
+        if not 0 < self.burstiness < math.inf:
+            raise ValueError(f"burstiness is {self.burstiness}; it must be above 0 (below 1 bursts, 1 is Poisson)")
+        if not 0 <= self.time_scale < math.inf:
+            raise ValueError(f"time_scale is {self.time_scale}; it must be at least 0 (0.5 doubles the rate)")
+        if self.vocab <= FIRST_TOKEN:
+            raise ValueError(
+                f"vocab is {self.vocab}; random prompts draw ids from {FIRST_TOKEN} up, so it must be more"
+            )
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must be at least 0")
+        for name in ("prompt_tokens", "output_tokens"):
+            Lengths.read(name, getattr(self, name))
+
+
+class Planned(NamedTuple):
+    """One request: `arrival` seconds after the start, a prompt of token ids or a text, `max_tokens` of output."""
+
+    arrival: float
+    prompt: tuple[int, ...] | str
+    max_tokens: int
+
+
+class Plan(NamedTuple):
+    """Requests by arrival, and how many lengths were moved to the limits."""
+
+    items: tuple[Planned, ...]
+    clipped_prompts: int = 0
+    clipped_outputs: int = 0
+
+
+def plan(load: Load, content: str = "", *, stream: int = 3) -> Plan:
+    """The requests of `load`.
+
+    Args:
+        content: the text of its trace or its prompts, "" if it has neither.
+        stream: of random choices, that random prompts are drawn from.
+
+    Raises:
+        ValueError: a file without requests, or a line of it that cannot be read.
+    """
+    prompt_lengths, arrival_gaps, output_lengths = (np.random.default_rng([load.seed, i]) for i in range(3))
+    texts: list[str] | None = None
+    if load.trace is not None:
+        times, prompts, outputs = read_trace(load.trace, content, load.requests, load.time_scale)
+    else:
+        if load.prompts is not None:
+            texts = read_prompts(load.prompts, content, load.requests)
+        count = len(texts) if texts is not None else load.requests or 100
+        times = arrivals(load.arrivals, load.rate, load.burstiness, count, arrival_gaps)
+        prompts = Lengths.read("prompt_tokens", load.prompt_tokens).draw(count, prompt_lengths)
+        outputs = Lengths.read("output_tokens", load.output_tokens).draw(count, output_lengths)
+    kept_outputs, moved_outputs = clip(outputs, load.max_output_tokens)
+    if texts is not None:
+        return Plan(tuple(map(Planned, times, texts, kept_outputs)), 0, moved_outputs)
+    kept, moved = clip(prompts, load.max_prompt_tokens)
+    made = [random_prompt(load, tokens, np.random.default_rng([load.seed, stream, i])) for i, tokens in enumerate(kept)]
+    return Plan(tuple(map(Planned, times, made, kept_outputs)), moved, moved_outputs)
+
+
+def warm_up(load: Load, count: int) -> Plan:
+    """`count` requests at once, random ones with other prompts than the plan's, so that they leave no prefix of it."""
+    return plan(replace(load, trace=None, prompts=None, arrivals="at-once", requests=count), stream=4)
+
+
+# times ---------------------------------------------------------------------------------------------------------------
+
+
+def arrivals(
+    process: Process, rate: float | None, burstiness: float, count: int, rng: np.random.Generator
+) -> list[float]:
+    """Arrival times in seconds, ascending; the first is 0, so that a run begins with work.
+
+    The gaps have the mean 1 / rate: exponential ones (poisson), those of a gamma distribution of shape `burstiness`,
+    whose coefficient of variation is burstiness ** -0.5 (gamma), or equal ones (uniform).
+    """
+    if process == "at-once" or rate is None:
+        return [0.0] * count
+    if process == "uniform":
+        return [i / rate for i in range(count)]
+    shape = burstiness if process == "gamma" else 1.0
+    gaps = rng.gamma(shape, 1.0 / (rate * shape), size=count)
+    gaps[:1] = 0.0
+    return np.cumsum(gaps).tolist()
+
+
+# lengths -------------------------------------------------------------------------------------------------------------
+
+
+class Lengths(NamedTuple):
+    """A distribution of lengths, in tokens: uniform integers from `low` to `high`, both included, or lognormal."""
+
+    kind: Literal["uniform", "lognormal"]
+    low: float  # or mu
+    high: float  # or sigma
+
+    @classmethod
+    def read(cls, name: str, text: str) -> Lengths:
+        """From "128", "16:256" or "lognormal:6.63,0.99" (mu and sigma of the logarithm; the median is exp(mu)).
+
+        Raises:
+            ValueError: something else; names the field `name`.
+        """
+        forms = '"128", "16:256" (from 1 up, the larger last) or "lognormal:6.63,0.99" (mu, sigma of at least 0)'
+        wrong = ValueError(f"{name} is {text!r}; it must be like {forms}")
+        kind, _, rest = text.partition(":")
+        try:
+            if kind == "lognormal":
+                mu, sigma = (float(part) for part in rest.split(","))
+                if not (math.isfinite(mu) and 0 <= sigma < math.inf):
+                    raise wrong
+                return cls("lognormal", mu, sigma)
+            low, high = int(kind), int(rest) if ":" in text else int(kind)
+        except ValueError:
+            raise wrong from None
+        if not 1 <= low <= high < 2**31:
+            raise wrong
+        return cls("uniform", low, high)
+
+    def draw(self, count: int, rng: np.random.Generator) -> list[int]:
+        if self.kind == "uniform":
+            return rng.integers(int(self.low), int(self.high), size=count, endpoint=True).tolist()
+        drawn = np.minimum(rng.lognormal(self.low, self.high, size=count), 2.0**31)
+        return [max(1, round(length)) for length in drawn]
+
+
+def clip(lengths: Sequence[int], most: int | None) -> tuple[list[int], int]:
+    """Lengths within [1, most], None for any, and how many were moved. A recorded request may have asked for 0."""
+    kept = [max(1, length if most is None else min(length, most)) for length in lengths]
+    return kept, sum(a != b for a, b in zip(lengths, kept, strict=True))
+
+
+# files and prompts ---------------------------------------------------------------------------------------------------
+
+
+def read_trace(file: str, content: str, limit: int | None, scale: float) -> tuple[list[float], list[int], list[int]]:
+    """Arrivals in seconds after the first, prompt and output lengths of the first `limit` rows of a recorded service.
+
+    Args:
+        scale: multiplies the recorded gaps.
+
+    Raises:
+        ValueError: a column is missing, there are no rows, or one cannot be read.
+    """
+    reader = csv.DictReader(io.StringIO(content))
+    if missing := [name for name in COLUMNS if name not in (reader.fieldnames or ())]:
+        raise ValueError(
+            f"{file} has no column {', '.join(missing)}; a trace is CSV with the columns {','.join(COLUMNS)}"
+        )
+    rows: list[tuple[datetime, int, int]] = []
+    for row in reader:
+        if limit is not None and len(rows) >= limit:
+            break
+        try:
+            at, context, generated = (row[name] for name in COLUMNS)
+            rows.append((datetime.fromisoformat(at), int(context), int(generated)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file}, line {reader.line_num}: {error}") from None
+        if min(rows[-1][1:]) < 0:
+            raise ValueError(f"{file}, line {reader.line_num}: a length is below 0")
+    if not rows:
+        raise ValueError(f"{file} has no requests; a trace has a row for each")
+    try:
+        rows.sort(key=lambda row: row[0])
+        times = [(row[0] - rows[0][0]).total_seconds() * scale for row in rows]
+    except TypeError:
+        raise ValueError(f"{file}: some times have a time zone and some have none; write them alike") from None
+    return times, [row[1] for row in rows], [row[2] for row in rows]
+
+
+def read_prompts(file: str, content: str, count: int | None) -> list[str]:
+    """The texts of a file, one a line; blank lines are none. `count` beyond the file starts over from its top.
+
+    Raises:
+        ValueError: there are none.
+    """
+    texts = [line.strip() for line in content.splitlines() if line.strip()]
+    if not texts:
+        raise ValueError(f"{file} holds no prompts; write one a line")
+    return [texts[i % len(texts)] for i in range(len(texts) if count is None else count)]
+
+
+def random_prompt(load: Load, tokens: int, rng: np.random.Generator) -> tuple[int, ...] | str:
+    """For completions `tokens` ids of [17, vocab); for chat as many ordinary words, mostly a token each.
+
+    Fair for speed, which does not depend on which tokens are read; not for prefix caching or speculative decoding.
+    """
+    if load.endpoint == "completions":
+        return tuple(rng.integers(FIRST_TOKEN, load.vocab, size=tokens).tolist())
+    return " ".join(WORDS[i] for i in rng.integers(len(WORDS), size=tokens))
