@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over one engine (the extra `serve`). `python -m pagedjax serve` starts it.
+"""An OpenAI-compatible server over one engine (the extra `serve`). `pagedjax serve` starts it.
 
 worker.py    the engine's own thread: asks in, deltas out
 schema.py    what a request may say, and what it means for sampling

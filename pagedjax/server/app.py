@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
 
 import pagedjax
 from pagedjax.llm import LLM
@@ -228,10 +229,9 @@ async def _answered(worker: Worker, request: Request, body: Generating, asks: Se
     if body.stream and any(_chooses(ask) for ask in asks):
         message = "best_of above n does not go with stream: which are best is known at the end"
         raise Refusal(400, message, "best_of")
-    ticket = await submitted(worker, asks)
+    ticket = await submitted(worker, asks, deltas=bool(body.stream))
     if body.stream:
-        events = _events(worker, ticket, body, style)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return _Stream(_events(ticket, body, style), lambda: worker.cancel(ticket))
     try:
         outputs = await unless_gone(request, ticket.whole())
     finally:
@@ -263,8 +263,22 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _events(worker: Worker, ticket: Ticket, body: Generating, style: Style) -> AsyncIterator[str]:
-    """Server-sent events of a ticket. Whoever stops listening ends its requests."""
+class _Stream(StreamingResponse):
+    """Server-sent events. `gone` is called when they have ended, or nobody listens any more, or nobody ever did."""
+
+    def __init__(self, events: AsyncIterator[str], gone: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._over = gone
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._over()
+
+
+async def _events(ticket: Ticket, body: Generating, style: Style) -> AsyncIterator[str]:
+    """The server-sent events of a ticket."""
     options = body.stream_options or schema.StreamOptions()
     always = bool(options.continuous_usage_stats)
     prompt = sum(len(ask.prompt_token_ids) for ask in ticket.asks)
@@ -295,8 +309,6 @@ async def _events(worker: Worker, ticket: Ticket, body: Generating, style: Style
             yield answers.event(answers.chunk(style, None, answers.usage(ticket.outputs, style.only_echo)))
     except Stopped as error:
         yield answers.event(answers.error(str(error), "server_error"))
-    finally:
-        worker.cancel(ticket)
     yield answers.event("[DONE]")
 
 

@@ -59,13 +59,13 @@ def refusal_of(error: ValueError) -> Refusal:
     )
 
 
-async def submitted(worker: Worker, asks: Sequence[Ask]) -> Ticket:
+async def submitted(worker: Worker, asks: Sequence[Ask], *, deltas: bool = True) -> Ticket:
     """Raises Refusal for what cannot run, or not now."""
     if len(asks) > worker.max_queue:
         message = f"prompt lists {len(asks)}, and {worker.max_queue} may wait here; send fewer at once"
         raise Refusal(400, message, "prompt")
     try:
-        return await worker.submit(asks)
+        return await worker.submit(asks, deltas=deltas)
     except ValueError as error:
         raise refusal_of(error) from error
     except Full as error:

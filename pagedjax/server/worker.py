@@ -62,8 +62,9 @@ News = Delta | Ended | Exception
 class Ticket:
     """What the event loop holds of asks that came together. It yields deltas until all of them have ended."""
 
-    def __init__(self, asks: Sequence[Ask]) -> None:
-        self.asks = tuple(asks)
+    def __init__(self, asks: Sequence[Ask], deltas: bool) -> None:
+        """`deltas`: False for who only wants the outputs."""
+        self.asks, self.deltas = tuple(asks), deltas
         self.at = time.perf_counter()
         self._outputs: dict[int, RequestOutput] = {}
         self._news: asyncio.Queue[News] = asyncio.Queue()
@@ -156,7 +157,7 @@ class Worker:
         """Requests that are not admitted yet, those on their way included."""
         return self._asked - self._taken + len(self.llm.engine.state.waiting)
 
-    async def submit(self, asks: Sequence[Ask]) -> Ticket:
+    async def submit(self, asks: Sequence[Ask], *, deltas: bool = True) -> Ticket:
         """Queue all of them, or none.
 
         Raises:
@@ -168,7 +169,7 @@ class Worker:
         waiting = self.waiting
         if waiting + len(asks) > self.max_queue:
             raise Full(waiting, self.max_queue, max(1, min(60, round(self._pace * waiting))))
-        ticket = Ticket(asks)
+        ticket = Ticket(asks, deltas)
         accepted: asyncio.Future[None] = self._loop.create_future()
         self._asked += len(asks)
         self._inbox.put(("add", ticket, accepted))
@@ -242,6 +243,8 @@ class Worker:
         news: list[tuple[Ticket, News]] = []
         for name, token_id, text in stepped.pieces:
             ticket, ask, branches = self._mine[name]
+            if not ticket.deltas:
+                continue
             branch = branches[name]
             assert isinstance(branch, Assembly), "beams come whole"
             entry = branch.logprobs.get(len(branch.token_ids) - 1)
