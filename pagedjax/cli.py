@@ -1,10 +1,13 @@
-"""`pagedjax generate`, `convert` and `replay`: thin wrappers, nothing that the library does not do itself."""
+"""The commands of `pagedjax`: thin wrappers, nothing that the library does not do itself."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -63,6 +66,25 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def chat(args: argparse.Namespace) -> int:
+    """Talk with a chat model in the terminal. /help lists what else than talking it understands."""
+    from pagedjax import SamplingParams
+    from pagedjax import chat as loop
+
+    params = SamplingParams(  # checked before a model is loaded
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+    )
+    from pagedjax import LLM
+
+    llm = LLM(args.model, progress=sys.stderr.isatty(), enable_prefix_caching=True, **engine_options(args))
+    loop.chat(llm, params, system=args.system)
+    return 0
+
+
 def convert(args: argparse.Namespace) -> int:
     """Write a model to a new folder, which `--model` and LLM(...) open: as Orbax's arrays, or for other programs."""
     from pagedjax.weights.convert import convert as write
@@ -79,8 +101,105 @@ def replay(args: argparse.Namespace) -> int:
     return log.main([args.file, *(["--policy", args.policy] if args.policy else [])])
 
 
+def view(args: argparse.Namespace) -> int:
+    """Write a recorded run as one HTML page that opens in any browser, and print where."""
+    from pagedjax import viewer
+
+    run = viewer.read(args.file, _policies(args.policy))
+    return _write(args, ".html", viewer.page(run, decode=_decoder(args.model) if args.model else None))
+
+
+def trace(args: argparse.Namespace) -> int:
+    """Write a recorded run as trace-event JSON, for Perfetto, and print where."""
+    import json
+
+    from pagedjax import viewer
+
+    made = viewer.trace(viewer.read(args.file, _policies(args.policy)))
+    return _write(args, ".trace.json", json.dumps(made, separators=(",", ":")))
+
+
+def _policies(own: str | None) -> dict[str, Any]:
+    """The policies that a recording may name."""
+    from pagedjax.policies import POLICIES, find
+
+    mine = [find(own)] if own else []
+    return {**POLICIES, **{policy.name: policy for policy in mine}}
+
+
+def _decoder(model: str) -> Any:
+    """Token ids -> text, by a model's tokenizer; its weights stay where they are."""
+    from functools import partial
+
+    from pagedjax.tokenizer import load_tokenizer
+    from pagedjax.weights.checkpoint import open_checkpoint
+
+    return partial(load_tokenizer(open_checkpoint(model)).decode, skip_special_tokens=False)
+
+
+def _write(args: argparse.Namespace, ending: str, text: str) -> int:
+    """Write a file beside the recording, or where -o says; never over the recording itself."""
+    target = Path(args.output) if args.output else Path(args.file).with_suffix(ending)
+    if target.resolve() == Path(args.file).resolve():
+        raise ValueError(f"{target} is the recording itself; name another file with -o")
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(
+            f"{target} cannot be written: it is a folder, or its folder does not exist; name a file with -o"
+        )
+    target.write_text(text, "utf-8")
+    print(target)
+    return 0
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve a model to OpenAI's clients; SIGTERM and Ctrl-C finish what is under way."""
+    from pagedjax.config import EngineConfig
+
+    needs("serve", "fastapi", "uvicorn", "prometheus_client")
+    from pagedjax.server import run
+
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    return run.main(args, {name: getattr(args, name) for name in names if getattr(args, name) is not None})
+
+
+def bench_serve(args: argparse.Namespace) -> int:
+    """Send requests to an OpenAI-compatible server on schedule, whether or not it keeps up, and tell its latencies."""
+    needs("serve", "httpx")
+    from pagedjax.server import load
+
+    return load.main(args)
+
+
+def needs(extra: str, *modules: str) -> None:
+    """Raise ValueError if one of them is not installed."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ValueError(f"this needs {', '.join(missing)}, which the extra brings: pip install 'pagedjax[{extra}]'")
+
+
+def add_engine_options(command: argparse.ArgumentParser) -> None:
+    """Every field of EngineConfig by its name; what is left out keeps its default."""
+    from pagedjax.config import EngineConfig
+
+    group = command.add_argument_group("the engine (the fields of EngineConfig, which says what they are)")
+    for field in dataclasses.fields(EngineConfig):
+        flag, kind = f"--{field.name.replace('_', '-')}", str(field.type)
+        if kind == "bool":
+            group.add_argument(flag, action=argparse.BooleanOptionalAction)
+        elif kind.startswith("tuple"):
+            group.add_argument(flag, type=_sizes, metavar="T,T,...")
+        else:
+            number = int if kind.startswith("int") else float if kind.startswith("float") else str
+            group.add_argument(flag, type=number, metavar=field.name.rsplit("_", 1)[-1].upper())
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
 def parser() -> argparse.ArgumentParser:
     from pagedjax import __version__
+    from pagedjax.server.load import options as load_options
 
     words = argparse.ArgumentParser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
     words.add_argument("--version", action="version", version=f"pagedjax {__version__}")
@@ -97,13 +216,19 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--top-k", type=int, default=0)
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--stop", action="append", default=[], help="stop before this text; may be repeated")
-    one.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    one.add_argument("--weight-dtype", choices=("int8",), help="matrices in 8 bits, with a scale a row")
-    one.add_argument("--kv-cache-dtype", help="of keys and values: that of --dtype (the default), or float8_e4m3fn")
-    one.add_argument("--block-size", type=int, default=16)
-    one.add_argument("--budget", type=int, default=512, help="tokens in a step at most")
-    one.add_argument("--max-model-len", type=int, default=2048)
+    _engine_arguments(one)
     one.set_defaults(run=generate)
+
+    talk = commands.add_parser("chat", help="talk with a chat model", description=chat.__doc__)
+    talk.add_argument("--model", default="smollm2-135m", help="directory, .gguf file, hub id or embedded model's name")
+    talk.add_argument("--system", help="the system text, in place of the one that the model's template may have")
+    talk.add_argument("--max-tokens", type=int, default=512, help="of one answer")
+    talk.add_argument("--temperature", type=float, default=0.7, help="0 is greedy; the default is 0.7")
+    talk.add_argument("--top-p", type=float, default=0.95)
+    talk.add_argument("--top-k", type=int, default=0)
+    talk.add_argument("--seed", type=int, default=0)
+    _engine_arguments(talk)
+    talk.set_defaults(run=chat)
 
     other = commands.add_parser("convert", help="write a model to a new folder", description=convert.__doc__)
     other.add_argument("model", help="directory, .gguf file, hub id or embedded model's name")
@@ -113,11 +238,55 @@ def parser() -> argparse.ArgumentParser:
     other.add_argument("--shard-gb", type=float, default=5.0, help="GB of data in a safetensors file at most")
     other.set_defaults(run=convert)
 
+    server = commands.add_parser("serve", help="serve a model to OpenAI's clients", description=serve.__doc__)
+    server.add_argument("model", nargs="?", default="smollm2-135m", help="directory, .gguf file, hub id or name")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one")
+    server.add_argument("--port", type=int, default=8000, help="0 takes one that is free, and prints it")
+    server.add_argument("--served-model-name", help="in requests and answers; the default is the model's own")
+    server.add_argument("--api-key-file", help="a file with the key that clients must send as a bearer token")
+    server.add_argument("--max-queue", type=int, default=256, help="requests that may wait; others are answered 429")
+    server.add_argument("--max-body-mib", type=float, default=8.0, help="of a request, in MiB; more is answered 413")
+    server.add_argument("--allow-origin", action="append", default=[], help="pages that browsers let ask; * is all")
+    server.add_argument("--drain-seconds", type=int, default=60, help="for what is under way when it has to stop")
+    server.add_argument("--record", metavar="FILE", help="record the run, for `pagedjax view`, `trace` and `replay`")
+    server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    add_engine_options(server)
+    server.set_defaults(run=serve)
+
     two = commands.add_parser("replay", help="verify a recorded run", description="Replay a recorded run.")
     two.add_argument("file", help="a JSONL file that Engine.record wrote")
     two.add_argument("--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME")
     two.set_defaults(run=replay)
+
+    page = commands.add_parser("view", help="show a recorded run as a page", description=view.__doc__)
+    page.add_argument("file", help="a JSONL file that Engine.record wrote")
+    page.add_argument("-o", "--output", help="the page; the default is the recording's name with .html")
+    page.add_argument("--model", help="show text, by this model's tokenizer: directory, .gguf file, hub id or name")
+    page.add_argument("--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME")
+    page.set_defaults(run=view)
+
+    times = commands.add_parser("trace", help="a recorded run for Perfetto", description=trace.__doc__)
+    times.add_argument("file", help="a JSONL file that Engine.record wrote, with times=True for real ones")
+    times.add_argument("-o", "--output", help="the trace; the default is the recording's name with .trace.json")
+    times.add_argument("--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME")
+    times.set_defaults(run=trace)
+
+    bench = commands.add_parser("bench", help="measure", description="Measure a running server.")
+    benches = bench.add_subparsers(required=True, metavar="what")
+    client = benches.add_parser("serve", help="load a running server", description=bench_serve.__doc__)
+    load_options(client)
+    client.set_defaults(run=bench_serve)
     return words
+
+
+def _engine_arguments(words: argparse.ArgumentParser) -> None:
+    """The options that `engine_options` reads."""
+    words.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    words.add_argument("--weight-dtype", choices=("int8",), help="matrices in 8 bits, with a scale a row")
+    words.add_argument("--kv-cache-dtype", help="of keys and values: that of --dtype (the default), or float8_e4m3fn")
+    words.add_argument("--block-size", type=int, default=16)
+    words.add_argument("--budget", type=int, default=512, help="tokens in a step at most")
+    words.add_argument("--max-model-len", type=int, default=2048)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Engine:
         c, m = self.config, model.config
         self._policy = policies.find(c.policy)
         self._shapes = shapes(c, model)
-        self._block = block_shape(c.block_size, model, c.kv_cache_dtype)
+        self._block = block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl)
         step = make_step(model, attention.attend(c.attention_impl, m.attn_scale), c.seed, device_tile())
         self._leaves = model.leaves
         self._recorder: Recorder | None = None

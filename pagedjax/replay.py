@@ -16,10 +16,10 @@ a sequence got in this step, added to those it had, and it has none after it was
 to a copy from now on, or of beams that went on from another. `sampled` is null for a row whose token nobody took: one
 within a prompt, a beam's, or cancelled meanwhile.
 
-A line may also say when: `{"commit":{...},"at":0.0312}`, seconds since the recording began (of a schedule and its commit,
-when the step began and ended), and a submit what: `"prompt":[15496,11]`, its token ids. Both are notes for readers
-(viewer/). The scheduler never sees them, and a replay writes them again as they were. Without them the same run gives
-the same bytes on any machine, so they are left out unless a recorder is asked for them.
+A line may also say when: `{"commit":{...},"at":0.0312}`, seconds since the recording began (of a schedule and its
+commit, when the step began and ended), and a submit what: `"prompt":[15496,11]`, its token ids. Both are notes for
+readers (viewer/). The scheduler never sees them, and a replay writes them again as they were. Without them the same run
+gives the same bytes on any machine, so they are left out unless a recorder is asked for them.
 
 python -m pagedjax.replay run.jsonl       exit code 1 if the run does not replay
 """
@@ -231,6 +231,17 @@ def replay(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
     return (transition for *_, transition in _rerun(path, policies))
 
 
+def header(path: str | PathLike[str]) -> dict[str, Any]:
+    """The first record of a log: its format, the version that recorded, policy and configuration.
+
+    Raises:
+        ReplayError: there is no whole line, or it is no record.
+    """
+    for _, _, record in _rows(path):
+        return record
+    raise ReplayError(f"{path} has no whole line: nothing was recorded")
+
+
 def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES) -> ReplayReport:
     """Run the scheduler again and compare every line, byte for byte, up to the first difference.
 
@@ -253,7 +264,7 @@ def verify(path: str | PathLike[str], policies: Mapping[str, Policy] = POLICIES)
     except Refused as refused:
         difference = refused.difference
     ends = dict(sorted(finished.items()))
-    cut = _cut_off(path)
+    cut = truncated(path)
     return ReplayReport(version, lines, kinds["commit"], kinds["submit"], preemptions, ends, cut, difference)
 
 
@@ -293,11 +304,11 @@ def _checked(
     if "prompt" not in notes:
         return at, None
     expected = transition.state.waiting[-1].request.prompt_len if transition.kind == "submit" else 0
-    whole = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not whole or len(prompt) != expected:
-        what = f"a {transition.kind} has none" if not expected else f"its request has {expected} prompt tokens"
+    ids = tuple(prompt) if isinstance(prompt, list) else ()
+    if not expected or len(ids) != expected or not all(type(token) is int for token in ids):
+        what = f"its request has {expected} prompt tokens" if expected else f"a {transition.kind} has none"
         raise ReplayError(f"line {number} notes the prompt {prompt!r:.60}; {what}, and a note lists their ids")
-    return at, tuple(prompt)
+    return at, ids
 
 
 def _advance(
@@ -346,7 +357,8 @@ def _rows(path: str | PathLike[str]) -> Iterator[tuple[int, str, dict[str, Any]]
             yield number, text, record
 
 
-def _cut_off(path: str | PathLike[str]) -> bool:
+def truncated(path: str | PathLike[str]) -> bool:
+    """Whether the last line is cut off, because the run was killed while it wrote."""
     with open(path, "rb") as file:
         file.seek(-1, 2)
         return file.read() != b"\n"

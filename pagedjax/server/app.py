@@ -6,15 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 import pagedjax
+from pagedjax import viewer
 from pagedjax.llm import LLM
 from pagedjax.params import BeamSearchParams
 from pagedjax.server import answers, lecture, schema
@@ -63,7 +64,8 @@ class Options:
 def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -> FastAPI:
     """An ASGI application that serves one model. Its engine runs between the application's start-up and shutdown."""
     metrics = Metrics(options.name, llm.engine.config)
-    worker = Worker(llm, max_queue=options.max_queue, observers=(metrics, *observers))
+    live = viewer.Live(llm.engine.state, llm.engine.config.policy)
+    worker = Worker(llm, max_queue=options.max_queue, observers=(metrics, live, *observers))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -76,6 +78,7 @@ def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -
     add_errors(app)
     add_routes(app, worker, options, metrics)
     lecture.add_routes(app, worker)
+    add_viewer(app, live, options)
     app.add_middleware(Gate, api_key=options.api_key, max_body_bytes=options.max_body_bytes)
     if options.allow_origins:
         app.add_middleware(
@@ -144,6 +147,18 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
     async def prometheus() -> Response:
         """Counters, gauges and histograms, as Prometheus reads them."""
         return PlainTextResponse(metrics.text(worker.waiting), media_type=metrics.CONTENT_TYPE)
+
+
+def add_viewer(app: FastAPI, live: viewer.Live, options: Options) -> None:
+    @app.get("/viewer", include_in_schema=False)
+    async def page() -> Response:
+        """The running engine, step by step."""
+        return HTMLResponse(viewer.live_page("viewer/steps", title=options.name))
+
+    @app.get("/viewer/steps")
+    async def steps(since: Annotated[int, Query(ge=0)] = 0) -> Response:
+        """What the page needs that has the steps before number `since`."""
+        return JSONResponse(await run_in_threadpool(live.since, since))
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------

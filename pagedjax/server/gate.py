@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedjax.server.refusals import Refusal
 
-OPEN = ("/health", "/metrics", "/version")  # what needs no key
+OPEN = ("/health", "/metrics", "/version", "/viewer")  # what needs no key; the viewer's page holds nothing yet
 
 
 class Gate:

@@ -132,14 +132,14 @@ def test_old_results_are_forgotten(tiny, monkeypatch):
 
 def test_a_key_is_asked_for(tiny):
     with served_to(LLM(tiny, progress=False, **ENGINE), api_key="sesame") as (_, http):
-        for path in ("/v1/models", "/v1/nothing", "/result/1"):
+        for path in ("/v1/models", "/v1/nothing", "/result/1", "/viewer/steps"):
             answer = http.get(path)
             assert (answer.status_code, body(answer)["code"]) == (401, "invalid_api_key")
         for wrong in ("Bearer no", "sesame", "Basic sesame", "Bearer sésame"):
             headers = {"Authorization": wrong.encode()}
             assert http.get("/v1/models", headers=headers).status_code == 401
         assert http.get("/v1/models", headers={"Authorization": "Bearer sesame"}).status_code == 200
-        for path in ("/health", "/metrics", "/version"):
+        for path in ("/health", "/metrics", "/version", "/viewer"):
             assert http.get(path).status_code == 200
     with pytest.raises(ValueError, match="the API key is empty"):
         serving(LLM(tiny, progress=False, **ENGINE), api_key=" ").__enter__()
@@ -301,6 +301,24 @@ def test_metrics_add_up(tiny):
     assert value("kv_cache_usage_perc") == 0
     inference, queue = value("request_inference_time_seconds_sum"), value("request_queue_time_seconds_sum")
     assert value("e2e_request_latency_seconds_sum") == pytest.approx(inference + queue, rel=0.2)
+
+
+def test_the_viewer_follows_the_engine(tiny):
+    with served_to(LLM(tiny, progress=False, **ENGINE)) as (found, http):
+        page = http.get("/viewer")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "viewer/steps" in page.text
+        first = http.get("/viewer/steps").json()
+        assert first["about"]["config"]["num_blocks"] == 256
+        completed(http, max_tokens=5, ignore_eos=True)
+        news = http.get("/viewer/steps", params={"since": first["next"]}).json()
+        assert len(news["frames"]) >= 5
+        assert news["next"] == first["next"] + len(news["frames"])
+        completed(http, max_tokens=3, ignore_eos=True)
+        again = http.get("/viewer/steps", params={"since": news["next"]}).json()
+        assert 3 <= len(again["frames"]) < 8
+        assert http.get("/viewer/steps", params={"since": -1}).status_code == 400
+        assert found.worker.healthy
 
 
 def started(*words: str) -> tuple[subprocess.Popen[str], str]:

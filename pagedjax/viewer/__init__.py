@@ -1,0 +1,15 @@
+"""A recorded or running engine as a page: who has which block, step by step. Host tower: no jax, no numpy.
+
+viewer.page(viewer.read("run.jsonl"))       one HTML file, `pagedjax view`
+viewer.trace(viewer.read("run.jsonl"))      for Perfetto, `pagedjax trace`
+viewer.live_page("viewer/steps")            the same page for a running engine, which `viewer.Live` tells of
+"""
+
+from __future__ import annotations
+
+from pagedjax.viewer.document import live_page, page
+from pagedjax.viewer.live import Live
+from pagedjax.viewer.perfetto import trace
+from pagedjax.viewer.run import Run, read
+
+__all__ = ["Live", "Run", "live_page", "page", "read", "trace"]

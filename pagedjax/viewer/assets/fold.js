@@ -1,0 +1,105 @@
+// Frames to pictures: what picture.py does, in the browser. A picture is never changed; the next one shares its parts.
+
+const NOTHING = {
+  step: 0, rest: true, waiting: [], rows: [], still: [], tables: new Map(), published: new Uint8Array(0), away: [],
+  counts: [0, 0, 0, 0], at: null,
+};
+const KEYFRAME = 64; // frames from one kept picture to the next: what a seek has to go through at most
+
+/** A sequence after a splice: [kept at the front, kept at the back, what lies between]. */
+function spliced(old, change) {
+  if (!change) return old;
+  const [front, back, middle] = change;
+  return [...old.slice(0, front), ...middle, ...(back ? old.slice(-back) : [])];
+}
+
+/** The rows of the next step if each that still has blocks gets one more token. */
+function expected(rows, tables) {
+  return rows.filter(([n]) => tables.has(n)).map(([n, start, count]) => [n, start + count, 1, start + count + 1]);
+}
+
+function changedTables(old, changes) {
+  if (!changes) return old;
+  const tables = new Map(old);
+  for (const [n, kept, blocks] of changes) {
+    if (kept === null) tables.delete(n);
+    else tables.set(n, (tables.get(n) || []).slice(0, kept).concat(blocks));
+  }
+  return tables;
+}
+
+function changedPublished(old, change, blocks) {
+  if (!change && old.length) return old;
+  const published = new Uint8Array(blocks + 1);
+  if (!change) return published;
+  if (change.length === 2) published.set(old);
+  for (const block of change[0]) published[block] = 1;
+  for (const block of change[1] || []) published[block] = 0;
+  return published;
+}
+
+/** The picture after a frame. `blocks`: how many the pool has. */
+function applied(picture, frame, blocks) {
+  const tables = changedTables(picture.tables, frame.tables);
+  return {
+    step: frame.step,
+    rest: Boolean(frame.rest),
+    waiting: spliced(picture.waiting, frame.waiting),
+    rows: spliced(expected(picture.rows, tables), frame.rows),
+    still: frame.still || [],
+    tables,
+    published: changedPublished(picture.published, frame.published, blocks),
+    away: frame.away || [],
+    counts: frame.counts,
+    at: frame.at || null,
+  };
+}
+
+/** The frames of a run, growing at the end, with a picture kept every so often so that any other is near. */
+class History {
+  constructor(blocks, base = null) {
+    this.blocks = blocks;
+    this.base = base ? applied(NOTHING, base, blocks) : NOTHING;
+    this.frames = [];
+    this.kept = [];
+    this.newest = this.base;
+    this.last = [-1, this.base];
+  }
+
+  push(frame) {
+    if (this.frames.length % KEYFRAME === 0) this.kept.push(this.newest);
+    this.newest = applied(this.newest, frame, this.blocks);
+    this.frames.push(frame);
+    return this.newest;
+  }
+
+  get count() {
+    return this.frames.length;
+  }
+
+  /** The picture of a frame, from the nearest one that is known. */
+  at(index) {
+    const from = Math.floor(index / KEYFRAME) * KEYFRAME;
+    let [i, picture] = this.last;
+    if (i > index || i < from - 1) [i, picture] = [from - 1, this.kept[from / KEYFRAME]];
+    while (i < index) picture = applied(picture, this.frames[++i], this.blocks);
+    this.last = [index, picture];
+    return picture;
+  }
+}
+
+/** Tokens of each running request in the cache, before the step and after it: n -> [before, after]. */
+function progress(picture) {
+  const found = new Map(picture.still.map(([n, computed]) => [n, [computed, computed]]));
+  for (const [n, start, count] of picture.rows) found.set(n, [start, start + count]);
+  return found;
+}
+
+/** Who has each block: block -> [[number, index in its table], ...]. */
+function owners(picture) {
+  const found = new Map();
+  for (const [n, table] of picture.tables) {
+    table.forEach((block, i) => (found.has(block) ? found.get(block).push([n, i]) : found.set(block, [[n, i]])));
+  }
+  return found;
+}

@@ -1,0 +1,60 @@
+// A running engine: ask for the frames since the last, soon while there are some, ever more seldom while there are
+// none.
+
+const SOON = 250, SELDOM = 5_000, LOST = 15_000; // milliseconds
+const MOST_FRAMES = 5_000; // then the page begins anew with what the engine still keeps
+
+class Watch {
+  constructor(view, url) {
+    this.view = view;
+    this.url = url;
+    this.next = 0;
+    this.run = null;
+    this.wait = SOON;
+    byId("follow").hidden = false;
+    document.addEventListener("visibilitychange", () => document.hidden || this.soon());
+    this.ask();
+  }
+
+  soon() {
+    clearTimeout(this.timer);
+    this.wait = SOON;
+    this.ask();
+  }
+
+  async ask() {
+    if (this.asking) return;
+    this.asking = true;
+    try {
+      const options = { cache: "no-store", signal: AbortSignal.timeout(LOST) };
+      const reply = await fetch(`${this.url}?since=${this.next}`, options);
+      if (!reply.ok) throw new Error(`the server says ${reply.status}`);
+      this.take(await reply.json());
+      this.view.note("");
+    } catch (error) {
+      this.wait = Math.min(LOST, this.wait * 2);
+      this.view.note(`no answer (${error.message}); trying again in ${Math.round(this.wait / 1000) || 1} s`);
+    }
+    this.asking = false;
+    if (!document.hidden) this.timer = setTimeout(() => this.ask(), this.wait);
+  }
+
+  take(reply) {
+    if (this.run !== null && reply.run !== this.run) this.next = 0; // another engine answers now
+    const anew = reply.base || this.run === null;
+    if (this.run !== null && reply.run !== this.run && !anew) {
+      this.run = null;
+      return this.later(true);
+    }
+    this.run = reply.run;
+    if (anew) this.view.begin(reply.about, reply.base);
+    this.next = reply.next;
+    this.view.grow(reply.frames);
+    if (this.view.history.count > MOST_FRAMES) this.next = 0;
+    this.later(reply.frames.length > 0 || reply.more, reply.more);
+  }
+
+  later(news, more = false) {
+    this.wait = more ? 0 : news ? SOON : Math.min(SELDOM, Math.max(SOON, this.wait * 1.5));
+  }
+}

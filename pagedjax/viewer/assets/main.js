@@ -1,0 +1,175 @@
+// The view: one run, one step of it, perhaps a request or block that was chosen; and everybody who draws it.
+
+class View {
+  constructor(about, data) {
+    this.index = 0;
+    this.chosen = null;
+    this.following = Boolean(about.live);
+    this.history = new History(1);
+    this.lives = new Lives();
+    this.words = new Words(data);
+    this.told = new Map();
+    this.grid = new Grid(this);
+    this.timeline = new Timeline(this);
+    byId("name").textContent = about.name || "";
+    if (about.config) this.begin(about, null);
+    this.controls = new Controls(this);
+    new ResizeObserver(() => this.draw()).observe(document.querySelector("main"));
+  }
+
+  /** A run from its start, or from a picture. */
+  begin(about, base) {
+    const { config } = about;
+    this.about = about;
+    this.config = config;
+    this.index = 0;
+    this.history = new History(config.num_blocks, base);
+    this.lives = new Lives();
+    this.told.clear();
+    for (const record of (base && base.came) || []) this.lives.begin(record);
+    byId("facts").textContent = [
+      `${config.num_blocks} blocks of ${config.block_size}`,
+      `budget ${config.max_num_batched_tokens}`,
+      `at most ${config.max_num_seqs} sequences`,
+      `policy ${about.policy}`,
+      config.host_blocks && `${config.host_blocks} host blocks`,
+      about.version && `pagedjax ${about.version}`,
+    ].filter(Boolean).join(" · ");
+    this.note([
+      about.truncated && "the recording is cut off",
+      about.bare && "too many tokens: their text is left out",
+      about.timed === false && "no times recorded: one step is one unit",
+    ].filter(Boolean).join("; "));
+  }
+
+  grow(frames) {
+    if (!frames.length) return;
+    for (const frame of frames) this.lives.take(frame, this.history.push(frame), this.history.count - 1);
+    this.told.clear();
+    this.go(this.following ? this.history.count - 1 : this.index);
+  }
+
+  get frame() {
+    return this.history.frames[this.index];
+  }
+
+  /** Show a step. Whoever goes back in a running engine stays there; at the newest step he follows again. */
+  go(index) {
+    const last = this.history.count - 1;
+    if (last < 0) return;
+    this.index = Math.min(last, Math.max(0, index));
+    this.picture = this.history.at(this.index);
+    this.following = this.index === last;
+    this.draw();
+  }
+
+  follow() {
+    this.go(this.history.count - 1);
+  }
+
+  choose(chosen, draws = true) {
+    this.chosen = chosen;
+    if (draws) this.draw();
+  }
+
+  draw() {
+    if (!this.picture || !this.controls) return;
+    this.controls.draw();
+    byId("follow").setAttribute("aria-pressed", this.following);
+    this.grid.draw();
+    this.usage();
+    drawBatch(this);
+    drawQueues(this);
+    this.timeline.draw();
+    drawStory(this);
+  }
+
+  usage() {
+    const [, used, idle, empty] = this.picture.counts, { num_blocks: all, block_size: size } = this.config;
+    const wasted = used ? `, ${percent(empty / (used * size))} of slots empty` : "";
+    const { per } = this.grid.lay, heaps = per > 1 ? `; a square is ${per} blocks` : "";
+    byId("usage").textContent = `${used} of ${all} owned${wasted}${idle ? `, ${idle} cached` : ""}${heaps}`;
+  }
+
+  // words
+
+  name(n) {
+    const life = this.lives.all.get(n);
+    return life ? life.id : `#${n}`;
+  }
+
+  /** Its id and what its prompt begins with. */
+  short(n) {
+    const life = this.lives.all.get(n), label = life && this.words.label(life);
+    return label ? `${this.name(n)}  ${visible(label.slice(0, 40))}` : this.name(n);
+  }
+
+  called(n) {
+    return `request ${this.name(n)}`;
+  }
+
+  title(n) {
+    const life = this.lives.all.get(n), label = life && this.words.label(life);
+    return label ? `${this.called(n)}\n${label.length > 300 ? `${label.slice(0, 300)} …` : label}` : this.called(n);
+  }
+
+  kind([n, start, count, length]) {
+    const life = this.lives.all.get(n);
+    return life ? kindOf(life, start, count, length) : "decode";
+  }
+
+  when(index) {
+    const frame = this.history.frames[index];
+    if (!frame) return "";
+    const time = frame.at ? ` · ${frame.at[0].toFixed(3)} s` : "";
+    const of = frame.rest ? `before step ${frame.step}` : `step ${frame.step}`;
+    return `${of} (${index + 1} of ${this.history.count})${time}`;
+  }
+
+  /** A story, told once for as long as no frame comes. */
+  stories(key, tell) {
+    if (!this.told.has(key)) this.told.set(key, tell());
+    return this.told.get(key);
+  }
+
+  note(text) {
+    byId("note").textContent = text;
+  }
+
+  tip(text, event) {
+    const tip = byId("tip");
+    tip.hidden = !text;
+    if (!text) return;
+    tip.textContent = text;
+    const x = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 6), y = event.clientY + 16;
+    tip.style.left = `${x}px`;
+    tip.style.top = `${y + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 8 : y}px`;
+  }
+}
+
+/** JSON that was compressed and written in letters. */
+async function unpacked(letters) {
+  const bytes = Uint8Array.from(atob(letters.trim()), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
+
+const about = JSON.parse(byId("about").textContent);
+const packed = byId("data").textContent.trim();
+const data = packed ? await unpacked(packed) : {};
+const view = new View(about, data);
+const watch = about.live ? new Watch(view, about.live) : null;
+if (!watch) view.grow(data.frames), view.go(0);
+
+// For tests and for the curious: what is shown, in plain values.
+window.pagedjax = {
+  view,
+  watch,
+  shown: () => ({
+    index: view.index, count: view.history.count, step: view.picture.step, rest: view.picture.rest,
+    tables: [...view.picture.tables].map(([n, table]) => [view.name(n), table]),
+    cached: [...view.picture.published.keys()].filter((block) => view.picture.published[block]),
+    waiting: view.picture.waiting.map((n) => view.name(n)),
+    rows: view.picture.rows.map(([n, ...row]) => [view.name(n), ...row]),
+  }),
+};

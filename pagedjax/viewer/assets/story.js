@@ -1,0 +1,179 @@
+// The log in sentences. A request's story speaks to it: put yourself in the shoes of the prompt.
+
+const many = (number, one, more = `${one}s`) => `${number} ${number === 1 ? one : more}`;
+/** Numbers in words: runs of neighbours as first–last, and of many runs the first few and the last. */
+function list(ids) {
+  const runs = [];
+  for (const id of ids) {
+    const run = runs[runs.length - 1];
+    if (run && run[1] + 1 === id) run[1] = id;
+    else runs.push([id, id]);
+  }
+  const said = runs.map(([a, b]) => (a === b ? `${a}` : b === a + 1 ? `${a}, ${b}` : `${a}–${b}`));
+  return said.length > 8 ? `${said.slice(0, 6).join(", ")} … ${said[said.length - 1]}` : said.join(", ");
+}
+
+const blocksOf = (ids) => `${ids.length === 1 ? "block" : "blocks"} ${list(ids)}`;
+
+const YOU = {
+  submitted: (e, life) => `You arrive with ${many(life.prompt, "token")} and may grow to ${life.limit}.`,
+  admitted: ([, , known, cached]) =>
+    cached
+      ? `You are let in. Of your ${many(known, "token")} ${cached} are in the cache already.`
+      : `You are let in, with ${many(known, "token")} to compute.`,
+  resumed: () => "Your content comes back from host memory, and you go on where you stopped.",
+  preempted: ([, , swapped]) =>
+    swapped
+      ? "The blocks ran out, and you give way. Your content moves to host memory."
+      : "The blocks ran out, and you give way. What you computed is lost; you are next in the queue.",
+  shared: ([, , ids]) =>
+    `You share ${blocksOf(ids)}: what ${ids.length === 1 ? "it holds" : "they hold"} is what you begin with.`,
+  allocated: ([, , ids]) => `You get ${blocksOf(ids)}.`,
+  evicted: ([, , ids]) => `For you the cache forgets what ${blocksOf(ids)} held.`,
+  copied: ([, , from, to]) => `You are about to write where others look, so block ${from} is copied to ${to} for you.`,
+  cached: ([, , ids]) => `You filled ${blocksOf(ids)}; others may find ${ids.length === 1 ? "it" : "them"} now.`,
+  freed: ([, , ids]) => `Your ${blocksOf(ids)} ${ids.length === 1 ? "is" : "are"} empty again.`,
+  kept: ([, , ids]) => `Nobody has your ${blocksOf(ids)} now, but the content stays, to be found.`,
+  ended: ([, , reason, outputs]) =>
+    `You end: ${WHY[reason] || reason}${outputs === null ? "" : `, after ${many(outputs, "token")}`}.`,
+};
+const WHY = {
+  stop: "a token or text that stops you",
+  length: "you are as long as you may get",
+  abort: "you were cancelled",
+};
+
+/** Sentences about a request: [{step, index, text}], consecutive tokens in one. */
+function storyOf(life, history, names, words) {
+  const lines = [];
+  const say = (index, kind, text) => lines.push({ index, step: history.frames[index].step, kind, text });
+  let run = null; // decode steps in a row
+  const flush = () => {
+    if (run) lines.push(decoded(run, words, life));
+    run = null;
+  };
+  walk(history, (frame, picture, index) => {
+    const at = picture.rows.findIndex(([n]) => n === life.n);
+    const decodes = at >= 0 && kindOf(life, ...picture.rows[at].slice(1)) === "decode";
+    const before = frame.before || [];
+    if (decodes && !run && before.every(([what, n]) => n !== life.n || ASIDES.has(what))) begin(frame, index);
+    for (const entry of before) told(entry, index);
+    if (at >= 0) worked(picture.rows[at], frame.sampled && frame.sampled[at], index, frame);
+    for (const entry of frame.after || []) told(entry, index);
+  });
+  flush();
+  return lines;
+
+  function told(entry, index) {
+    if (run && onTheWay(entry, life.n, run)) return; // of a decode that goes on
+    const text = aboutYou(entry, life, names, words);
+    if (!text) return;
+    flush();
+    say(index, entry[0], text);
+  }
+
+  function begin(frame, index) {
+    run = { index, step: frame.step, kind: "decode", got: [], steps: 0, taken: [], filled: [], lost: [] };
+  }
+
+  function worked([, start, count, length], token, index, frame) {
+    const kind = kindOf(life, start, count, length);
+    const got = token === null || token === undefined ? null : [length, token];
+    if (kind === "decode") {
+      if (!run) begin(frame, index);
+      run.steps++;
+      [run.last, run.until] = [frame.step, index];
+      if (got) run.got.push(got);
+      return;
+    }
+    flush();
+    const what = kind === "again" ? "again what was lost" : "your prompt";
+    const done = start + count >= length;
+    const sample = got ? ` Your next token is ${words.quoted(life, ...got)}.` : "";
+    const span = count === 1 ? `token ${start}` : `tokens ${start} to ${start + count - 1}`;
+    say(index, kind, `You compute ${what}, ${span}${done ? "" : ` of ${length}; the rest has to wait`}.${sample}`);
+  }
+}
+
+const ASIDES = new Set(["allocated", "cached", "evicted"]);
+
+/** Blocks that come and fill up while a request decodes are told at the end of that line. */
+function onTheWay([what, n, ids], me, run) {
+  if (n !== me || !ASIDES.has(what)) return false;
+  ({ allocated: run.taken, cached: run.filled, evicted: run.lost })[what].push(...ids);
+  return true;
+}
+
+/** One line for decode steps in a row. */
+function decoded({ index, step, last, until, kind, got, steps, taken, filled, lost }, words, life) {
+  const pieces = got.map(([position]) => words.at(life, position));
+  const text = pieces.includes(null) ? tokensOf(got) : `“${visible(pieces.join(""))}”`;
+  const head = steps === 1 ? "You get your next token" : `You get a token in each of ${steps} steps`;
+  const where = lost.length === taken.length ? "there" : `in ${list(lost)}`;
+  const forgotten = lost.length ? ` (the cache forgets what was ${where})` : "";
+  const both = [taken.length && `get ${blocksOf(taken)}${forgotten}`, filled.length && `fill ${blocksOf(filled)}`];
+  const said = both.filter(Boolean).join(" and "), found = filled.length ? ", to be found by others" : "";
+  const whole = `${head}${got.length ? `: ${text}` : ""}.${said ? ` You ${said}${found}.` : ""}`;
+  return { index, until, step, last: last === step ? undefined : last, kind, text: whole };
+}
+
+/** Token ids are no runs of neighbours. */
+function tokensOf(got) {
+  const ids = got.map(([, token]) => token);
+  return ids.length > 10 ? `${ids.slice(0, 8).join(", ")} … ${ids[ids.length - 1]}` : ids.join(", ");
+}
+
+function aboutYou(entry, life, names, words) {
+  const [what, n] = entry;
+  if (what === "forked") {
+    const more = entry[2].length === 1 ? "1 branch begins" : `${entry[2].length} branches begin`;
+    if (n === life.n) return `Your prompt is computed. ${more} on your blocks.`;
+    return entry[2].includes(life.n) ? `You begin as a branch of ${names(n)}, on its blocks.` : null;
+  }
+  if (n !== life.n) return null;
+  if (what === "beamed") {
+    const from = entry[2] === n ? "from where you are" : `from where ${names(entry[2])} was`;
+    return `You go on ${from}, with ${words.quoted(null, 0, entry[3])}.`;
+  }
+  return YOU[what] ? YOU[what](entry, life) : null;
+}
+
+const BLOCK = {
+  shared: (who) => `${who} shares it.`,
+  allocated: (who) => `${who} gets it.`,
+  evicted: (who) => `What it held is forgotten, for ${who}.`,
+  cached: (who) => `${who} has filled it; it can be found from now on.`,
+  freed: (who) => `${who} leaves it, and it is empty.`,
+  kept: (who) => `${who} leaves it. Nobody has it now, but its content stays.`,
+};
+
+/** Sentences about a block. */
+function storyOfBlock(block, history, names) {
+  const lines = [];
+  walk(history, (frame, picture, index) => {
+    for (const entry of [...(frame.before || []), ...(frame.after || [])]) {
+      const text = aboutBlock(entry, block, names);
+      if (text) lines.push({ index, step: frame.step, kind: entry[0], text: text[0].toUpperCase() + text.slice(1) });
+    }
+    if (frame.published && frame.published.length === 1 && !frame.published[0].includes(block) && index) {
+      const before = history.at(index - 1).published[block];
+      if (before) lines.push({ index, step: frame.step, kind: "forgot", text: "The prefix cache is reset." });
+    }
+  });
+  return lines;
+}
+
+function aboutBlock([what, n, ids, to], block, names) {
+  if (what === "copied" && ids === block) return `It is copied to block ${to}, for ${names(n)}.`;
+  if (what === "copied" && to === block) return `${names(n)} gets it, as a copy of block ${ids}.`;
+  return BLOCK[what] && ids.includes(block) ? BLOCK[what](names(n)) : null;
+}
+
+/** Every frame with its picture. */
+function walk(history, visit) {
+  let picture = history.base;
+  history.frames.forEach((frame, index) => {
+    picture = applied(picture, frame, history.blocks);
+    visit(frame, picture, index);
+  });
+}

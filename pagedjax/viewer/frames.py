@@ -1,0 +1,250 @@
+"""From the scheduler's transitions to frames: a pure fold that looks at states, plans and events and keeps no count.
+
+    fold = begin(config)
+    fold = passed(fold, state, events)              # whatever came between two steps: submits, cancels, a forget
+    fold = scheduled(fold, state, plan)             # a step runs
+    fold, frame = committed(fold, state, events)    # it has run
+    fold, frame = rested(fold)                      # nothing is under way any more
+
+A recorded run is folded transition by transition (run.py), a running engine step by step (live.py). Costs are those of
+the sequences of a step, never of the pool's blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from immutables import Map
+
+from pagedjax import scheduler
+from pagedjax.scheduler import SchedulerConfig, SchedulerState
+from pagedjax.types import Event, Finished, Plan, Request, Sampled, Seq
+from pagedjax.viewer import picture, story
+from pagedjax.viewer.picture import Frame, Picture
+from pagedjax.viewer.story import Entry, Tables
+
+
+class Fold(NamedTuple):
+    state: SchedulerState  # after the last transition
+    tables: Tables  # block tables then, by number
+    shown: Picture  # after the last frame
+    numbers: Map[str, int] = Map()  # id -> number, of unfinished requests
+    count: int = 0  # requests so far
+    came: tuple[list, ...] = ()  # since the last frame, as are the following
+    log: tuple[Entry, ...] = ()
+    published: tuple[int, ...] = ()  # blocks whose content can be found from now on
+    evicted: tuple[int, ...] = ()  # blocks whose content was lost
+    plan: Plan | None = None  # of the step that runs
+    frame: Frame | None = None  # of that step, as far as it is known
+    at: float | None = None  # seconds: the last that any transition told
+
+
+def begin(config: SchedulerConfig) -> Fold:
+    return Fold(scheduler.init(config), {}, Picture())
+
+
+def start_from(state: SchedulerState) -> Fold:
+    """Where a fold begins that was not there from the start: what is under way is taken as new."""
+    fold = Fold(scheduler.init(state.config), {}, Picture())
+    fold = _arrived(fold, [*scheduler.running(state), *state.waiting])
+    return fold._replace(state=state, tables=_tables(fold, state), published=tuple(state.pool.hashes))
+
+
+def passed(fold: Fold, state: SchedulerState, events: Iterable[Event] = (), at: float | None = None) -> Fold:
+    """Take in what changed the state other than a step. Who is gone without an event was aborted."""
+    fold = _arrived(fold, [seq for seq in state.waiting if seq.arrival >= fold.state.arrivals], at)
+    fold = fold._replace(at=fold.at if at is None else at)
+    if fold.state.pool.hashes and not state.pool.hashes:
+        fold = fold._replace(log=(*fold.log, ["forgot", None]))
+    fold = _ended(fold, state, events)
+    return _moved(fold, state, allocates=False)
+
+
+def scheduled(fold: Fold, state: SchedulerState, plan: Plan, at: float | None = None) -> Fold:
+    """Open the frame of a step: the picture while it runs."""
+    numbers = fold.numbers
+    log = story.planned(plan, numbers)
+    fold = _moved(fold._replace(log=fold.log + tuple(log)), state, allocates=True, copies=plan.copies)
+    rows = [
+        (numbers[seq.request.request_id], start, count, length)
+        for seq, start, count, length in zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)
+    ]
+    frame = _framed(fold, tuple(rows), plan.step)
+    at = fold.at if at is None else at
+    if at is not None:
+        frame["at"] = [at, at]
+    return _fresh(fold, frame)._replace(plan=plan, frame=frame, at=at)
+
+
+def committed(
+    fold: Fold, state: SchedulerState, events: Sequence[Event], at: float | None = None
+) -> tuple[Fold, Frame]:
+    """Close the frame of a step. `events`: of the commit, and of cancels that it brought with it."""
+    frame, plan = fold.frame, fold.plan
+    assert frame is not None, "a commit without a schedule before it"
+    assert plan is not None, "a commit without a schedule before it"
+    tokens = {
+        name: token
+        for event in events
+        if isinstance(event, Sampled)
+        for name, token in zip(event.request_ids, event.token_ids, strict=True)
+    }
+    if tokens:
+        frame = frame | {"sampled": [tokens.get(seq.request.request_id) for seq in plan.seqs]}
+    if at is not None and "at" in frame:
+        frame = frame | {"at": [frame["at"][0], at]}
+    found = _filled(plan, fold.state, state)
+    log = story.brought(events, fold.numbers, fold.shown.requests, found)
+    fold = fold._replace(published=fold.published + tuple(b for _, ids in found for b in ids), at=at or fold.at)
+    fold = _ended(fold._replace(log=fold.log + tuple(log)), state, events)
+    fold = _moved(fold, state, allocates=False)
+    if fold.log:
+        frame = frame | {"after": [list(entry) for entry in fold.log]}
+    return fold._replace(log=(), plan=None, frame=None), frame
+
+
+def rested(fold: Fold) -> tuple[Fold, Frame]:
+    """The frame of an engine that has nothing to do, or of a run's end: what is in the cache now."""
+    frame = _framed(fold, (), fold.state.step) | {"rest": True}
+    if fold.at is not None:
+        frame["at"] = [fold.at, fold.at]
+    return _fresh(fold, frame), frame
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _fresh(fold: Fold, frame: Frame) -> Fold:
+    shown = picture.apply(fold.shown, frame)
+    return fold._replace(shown=shown, came=(), log=(), published=(), evicted=())
+
+
+def _arrived(fold: Fold, seqs: Sequence[Seq], at: float | None = None) -> Fold:
+    """Number new requests, and their branches, which begin later."""
+    if not seqs:
+        return fold
+    numbers, came, log, count = fold.numbers.mutate(), list(fold.came), list(fold.log), fold.count
+    for seq in seqs:
+        first = count
+        for name in (seq.request.request_id, *seq.request.forks):
+            if name in numbers:  # cancelled and asked for again since anybody looked
+                log.append(["ended", numbers[name], "abort", None])
+            numbers[name] = count
+            came.append(_record(count, name, seq.request, seq.limit, None if count == first else first))
+            count += 1
+        log.append(["submitted", first] if at is None else ["submitted", first, at])
+    return fold._replace(numbers=numbers.finish(), came=tuple(came), log=tuple(log), count=count)
+
+
+def _record(n: int, name: str, request: Request, limit: int, first: int | None) -> list:
+    return [n, name, request.prompt_len, limit, request.priority, request.user, first]
+
+
+def _ended(fold: Fold, state: SchedulerState, events: Iterable[Event]) -> Fold:
+    """Log who finished, and who is gone without a word."""
+    numbers, log = fold.numbers, list(fold.log)
+    for event in events:
+        if isinstance(event, Finished) and event.request_id in numbers and event.request_id not in state.ids:
+            log.append(["ended", numbers[event.request_id], event.reason, event.num_output])
+            numbers = numbers.delete(event.request_id)
+    if len(numbers) != len(state.ids):
+        for name in sorted(name for name in numbers if name not in state.ids):
+            log.append(["ended", numbers[name], "abort", None])
+            numbers = numbers.delete(name)
+    return fold._replace(numbers=numbers, log=tuple(log))
+
+
+def _tables(fold: Fold, state: SchedulerState) -> Tables:
+    numbers = fold.numbers
+    return {numbers[seq.request.request_id]: seq.blocks for seq in state.running.seqs}
+
+
+def _moved(fold: Fold, state: SchedulerState, *, allocates: bool, copies: Sequence[tuple[int, int]] = ()) -> Fold:
+    """Compare block tables with those of the transition before, and log which blocks came and went."""
+    if state.running.seqs is fold.state.running.seqs:
+        return fold._replace(state=state)
+    tables = _tables(fold, state)
+    made = story.moves(fold.tables, tables, fold.state.pool, state.pool, allocates=allocates, copies=copies)
+    evicted = fold.evicted + tuple(block for entry in made if entry[0] == "evicted" for block in entry[2])
+    return fold._replace(state=state, tables=tables, log=fold.log + tuple(made), evicted=evicted)
+
+
+def _filled(plan: Plan, old: SchedulerState, new: SchedulerState) -> list[tuple[str, list[int]]]:
+    """Blocks that a step filled and that can be found now, by the id of who filled them."""
+    if new.pool.hashes is old.pool.hashes:
+        return []
+    size, found = new.config.block_size, []
+    for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+        full = seq.blocks[start // size : (start + count) // size]
+        ids = [block for block in full if block in new.pool.hashes and block not in old.pool.hashes]
+        if ids:
+            found.append((seq.request.request_id, ids))
+    return found
+
+
+def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
+    """What changed since the last frame."""
+    state, shown, numbers = fold.state, fold.shown, fold.numbers
+    tables = Map(fold.tables)
+    waiting = tuple([numbers[seq.request.request_id] for seq in state.waiting])
+    packed = {n for n, *_ in rows}
+    active = zip(state.running.seqs, state.running.lengths, state.running.computed, strict=True)
+    named = [(numbers[seq.request.request_id], computed, length) for seq, length, computed in active]
+    still = [list(one) for one in named if one[0] not in packed]
+    away = [[numbers[seq.request.request_id], len(seq.blocks)] for seq in state.waiting if seq.blocks]
+    ends = {n: computed for n, computed, _ in named} | {n: start + count for n, start, count, _ in rows}
+    used = state.pool.num_blocks - state.pool.num_free
+    empty = _empty_slots(fold.tables, ends, state.pool.owners, state.config.block_size)
+    frame: Frame = {
+        "step": step,
+        "came": list(fold.came),
+        "waiting": picture.splice(shown.waiting, waiting),
+        "rows": picture.splice(picture.expected(shown.rows, tables), rows),
+        "still": still,
+        "tables": _table_changes(shown.tables, fold.tables),
+        "published": _publications(fold),
+        "away": away,
+        "counts": [sum(count for _, _, count, _ in rows), used, len(state.pool.idle), empty],
+        "before": [list(entry) for entry in fold.log],
+    }
+    return {name: value for name, value in frame.items() if value is not None and value != []}
+
+
+def _table_changes(old: Map[int, tuple[int, ...]], new: Tables) -> list[list]:
+    changes: list[list] = [[n, None, []] for n in old if n not in new]
+    for n, table in new.items():
+        had = old.get(n)
+        if had == table:
+            continue
+        had = had or ()
+        if table[: len(had)] == had:
+            kept = len(had)
+        else:
+            kept = next(i for i, (a, b) in enumerate(zip(had, (*table, 0), strict=False)) if a != b)
+        changes.append([n, kept, list(table[kept:])])
+    return changes
+
+
+def _publications(fold: Fold) -> list[list[int]] | None:
+    """Blocks that can be found, as what changed; all of them where that does not explain how many there are."""
+    held, old = fold.state.pool.hashes, fold.shown.published
+    new = [block for block in dict.fromkeys(fold.published) if block not in old and block in held]
+    lost = [block for block in dict.fromkeys(fold.evicted) if block in old and block not in held]
+    if len(old) + len(new) - len(lost) != len(held):
+        return [sorted(held)]
+    return [new, lost] if new or lost else None
+
+
+def _empty_slots(tables: Tables, ends: Mapping[int, int], owners: Mapping[int, int], size: int) -> int:
+    """Slots of owned blocks that hold no token when the step has computed; shared ones count once, at their fullest."""
+    held: dict[int, int] = {}  # block -> tokens in it, of blocks that some table does not fill
+    for n, table in tables.items():
+        for i in range(ends[n] // size, len(table)):
+            held[table[i]] = max(held.get(table[i], 0), ends[n] - i * size, 0)
+    several = {block for block in held if owners[block] > 1}
+    if several:  # another table may fill it
+        for n, table in tables.items():
+            full = ends[n] // size
+            held.update((block, size) for block in several.intersection(table[:full]))
+    return sum(size - tokens for tokens in held.values())

@@ -1,0 +1,141 @@
+"""A run for Perfetto (or chrome://tracing): the trace-event JSON of one track a request, one of steps, and counters.
+
+Without recorded times a step is a millisecond.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedjax.viewer.picture import Frame, Picture, apply
+from pagedjax.viewer.run import Run
+
+ENGINE, REQUESTS = 1, 2  # "processes": groups of tracks
+STEP = 1_000.0  # microseconds of a step whose times are not known
+MICRO = 1e6
+
+Slice = dict[str, Any]
+
+
+def trace(run: Run) -> dict[str, Any]:
+    """Trace events, JSON-able. Timestamps are microseconds and never go back within a track; slices nest."""
+    tracks = Tracks(run.config.num_blocks)
+    picture = Picture()
+    for index, frame in enumerate(run.frames):
+        picture = apply(picture, frame)
+        tracks.take(picture, frame, *_times(frame, index, run.timed))
+    unit = "seconds as recorded" if run.timed else "no times were recorded: one step is one millisecond"
+    other = {"recorded by": f"pagedjax {run.version}", "policy": run.policy, "time": unit}
+    return {"traceEvents": tracks.events(), "displayTimeUnit": "ms", "otherData": other}
+
+
+def _times(frame: Frame, index: int, timed: bool) -> tuple[float, float]:
+    if timed:
+        begin, end = frame.get("at", (0.0, 0.0))
+        return begin * MICRO, end * MICRO
+    return index * STEP, (index + (0 if frame.get("rest") else 1)) * STEP
+
+
+class Tracks:
+    """Takes frames in order, and gathers slices."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._blocks = num_blocks
+        self._now = 0.0
+        self._open: dict[int, Slice] = {}  # number -> what the request is in
+        self._prompt_lens: dict[int, int] = {}
+        self._away: dict[int, str] = {}  # who was preempted, and how
+        self._made: list[Slice] = [_name(ENGINE, None, "engine"), _name(REQUESTS, None, "requests")]
+        self._made.append(_name(ENGINE, 0, "steps"))
+
+    def take(self, picture: Picture, frame: Frame, begin: float, end: float) -> None:
+        begin = max(begin, self._now)  # a clock may be read twice at once, and never goes back
+        end = max(begin, end)
+        for n, name, prompt_len, *_ in frame.get("came", ()):
+            self._prompt_lens[n] = prompt_len
+            self._made.append(_name(REQUESTS, n + 1, name))
+        for entry in frame.get("before", ()):
+            self._happened(entry, begin)
+        if not picture.rest:
+            rows = picture.rows
+            said = {"tokens": picture.counts[0], "sequences": len(rows), "blocks": picture.counts[1]}
+            self._made.append(_slice(ENGINE, 0, f"step {picture.step}", begin, end, said))
+        for row in picture.rows:
+            self._worked(row, begin, end)
+        self._count(picture, begin)
+        for entry in frame.get("after", ()):
+            self._happened(entry, end)
+        self._now = end
+
+    def _happened(self, entry: list[Any], at: float) -> None:
+        what, n, *rest = entry
+        if what == "submitted":
+            told = rest[0] * MICRO if rest and rest[0] is not None else at
+            self._enter(n, "queued", min(told, at))
+        elif what == "preempted":
+            self._away[n] = "swapped out" if rest[0] else "preempted"
+            self._enter(n, self._away[n], at)
+        elif what == "forked":
+            for branch in rest[0]:
+                self._leave(branch, at)
+        elif what == "ended":
+            self._leave(n, at)
+            self._made.append(
+                {"ph": "i", "s": "t", "name": f"finished: {rest[0]}", "pid": REQUESTS, "tid": n + 1, "ts": round(at, 3)}
+            )
+
+    def _worked(self, row: tuple[int, int, int, int], begin: float, end: float) -> None:
+        n, start, count, length = row
+        prompt_len = self._prompt_lens[n]
+        lost = length > prompt_len and (count > 1 or start < prompt_len)
+        phase = "recompute" if lost else "prefill" if start < prompt_len else "decode"
+        self._enter(n, phase, begin)
+        inside = self._open[n]["args"]
+        inside["tokens"] = inside.get("tokens", 0) + count
+        if phase != "decode":
+            name = f"tokens {start}-{start + count - 1}"
+            self._made.append(_slice(REQUESTS, n + 1, name, begin, end, {"of": length}))
+
+    def _enter(self, n: int, phase: str, at: float) -> None:
+        """A request is in a phase from now on, if it was not."""
+        if n in self._open and self._open[n]["name"] == phase:
+            return
+        self._leave(n, at)
+        self._open[n] = _slice(REQUESTS, n + 1, phase, at, at, {})
+
+    def _leave(self, n: int, at: float) -> None:
+        inside = self._open.pop(n, None)
+        if inside is not None:
+            inside["dur"] = round(max(0.0, round(at, 3) - inside["ts"]), 3)
+            self._made.append(inside)
+
+    def _count(self, picture: Picture, at: float) -> None:
+        tokens, used, idle, _ = picture.counts
+        blocks = {"used": used, "cached": idle, "empty": self._blocks - used - idle}
+        away = len(picture.away)
+        queue = {"waiting": len(picture.waiting) - away, "running": len(picture.tables), "swapped": away}
+        for name, values in (("blocks", blocks), ("tokens in a step", {"tokens": tokens}), ("requests", queue)):
+            self._made.append({"ph": "C", "name": name, "pid": ENGINE, "ts": round(at, 3), "args": values})
+
+    def events(self) -> list[Slice]:
+        """Everything so far, in order of time; of slices that begin together the longer one first."""
+        for n in list(self._open):
+            self._leave(n, self._now)
+
+        def order(made: Slice) -> tuple[Any, ...]:
+            chunk = "of" in made["args"] if "args" in made else False
+            return made["ph"] != "M", made.get("ts", 0), -made.get("dur", 0), chunk
+
+        return sorted(self._made, key=order)
+
+
+def _name(pid: int, tid: int | None, name: str) -> Slice:
+    what = "process_name" if tid is None else "thread_name"
+    return {"ph": "M", "name": what, "pid": pid, **({} if tid is None else {"tid": tid}), "args": {"name": name}}
+
+
+def _slice(pid: int, tid: int, name: str, begin: float, end: float, args: dict[str, Any]) -> Slice:
+    begin = round(begin, 3)
+    duration = round(max(0.0, round(end, 3) - begin), 3)
+    made = {"ph": "X", "name": name, "cat": "pagedjax", "pid": pid, "tid": tid, "ts": begin, "dur": duration}
+    return made | {"args": args}

@@ -1,0 +1,138 @@
+"""What the page shows at one moment, and how a frame takes it to the next. fold.js does the same in the browser.
+
+A frame is a JSON-able dict of what changed, so that a run of thousands of steps stays small. What is absent did not
+change. Requests go by numbers, 0, 1, 2 ... in the order in which they came: ids are long, and may be used again.
+
+    step       of the scheduler
+    rest       true: no step runs; else the frame shows the cache while its step does
+    at         [seconds when the step began, when it ended], since the recording began
+    came       [number, id, prompt_len, most tokens, priority, user, number of the first branch or null] of new requests
+    waiting    a splice of the queue's numbers
+    rows       a splice of [number, first token, tokens, known tokens], the packed batch in its order, over what it
+               would be if each row of the last step that still runs got one more token
+    still      [number, computed, known tokens] of those that run and have no row in this step
+    tables     [number, blocks kept, new blocks] where a block table changed; [number, null, []]: it runs no more
+    published  [added, removed] blocks whose content can be found, or [all of them]
+    away       [number, host blocks] of requests that are swapped out
+    counts     [tokens computed, blocks with an owner, idle blocks, slots of owned blocks that hold no token]
+    sampled    the token that each row gets, or null
+    before     what happened until the step ran, in order: see story.py
+    after      what its end brought
+
+A splice is [kept at the front, kept at the back, what lies between].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from immutables import Map
+
+Frame = dict[str, Any]
+Batch = tuple[tuple[int, int, int, int], ...]  # (number, first token, tokens, known tokens)
+
+
+class Picture(NamedTuple):
+    step: int = 0
+    rest: bool = True
+    waiting: tuple[int, ...] = ()
+    rows: Batch = ()
+    still: tuple[tuple[int, int, int], ...] = ()
+    tables: Map[int, tuple[int, ...]] = Map()
+    published: Map[int, None] = Map()
+    away: tuple[tuple[int, int], ...] = ()
+    counts: tuple[int, ...] = (0, 0, 0, 0)
+    requests: Map[int, tuple[Any, ...]] = Map()  # number -> as in `came`; of those that are under way
+
+
+def splice(old: Sequence[Any], new: Sequence[Any]) -> list[Any] | None:
+    """What turns one sequence into another, None if nothing has to."""
+    if len(old) == len(new) and all(map(_same, old, new)):
+        return None
+    most = min(len(old), len(new))
+    front = next((i for i in range(most) if not _same(old[i], new[i])), most)
+    back = next((i for i in range(most - front) if not _same(old[-1 - i], new[-1 - i])), most - front)
+    return [front, back, [_plain(item) for item in new[front : len(new) - back]]]
+
+
+def spliced(old: Sequence[Any], change: Sequence[Any] | None) -> tuple[Any, ...]:
+    """`splice` undone: the new sequence."""
+    if change is None:
+        return tuple(old)
+    front, back, middle = change
+    return (*old[:front], *map(_tupled, middle), *old[len(old) - back :])
+
+
+def expected(rows: Batch, tables: Map[int, tuple[int, ...]]) -> Batch:
+    """The rows of the next step if each that still has blocks gets one more token."""
+    return tuple([(n, a + c, 1, a + c + 1) for n, a, c, _ in rows if n in tables])
+
+
+def apply(picture: Picture, frame: Frame) -> Picture:
+    """The picture after a frame."""
+    tables = picture.tables.mutate()
+    for n, kept, new in frame.get("tables", ()):
+        if kept is None:
+            del tables[n]
+        else:
+            tables[n] = (*tables.get(n, ())[:kept], *new)
+    tables = tables.finish()
+    requests = picture.requests.mutate()
+    ended = (entry[1] for part in ("before", "after") for entry in frame.get(part, ()) if entry[0] == "ended")
+    for record in frame.get("came", ()):
+        requests[record[0]] = tuple(record)
+    for n in ended:
+        requests.pop(n, None)
+    return Picture(
+        step=frame["step"],
+        rest=frame.get("rest", False),
+        waiting=spliced(picture.waiting, frame.get("waiting")),
+        rows=spliced(expected(picture.rows, tables), frame.get("rows")),
+        still=tuple(map(tuple, frame.get("still", ()))),
+        tables=tables,
+        published=_published(picture.published, frame.get("published")),
+        away=tuple(map(tuple, frame.get("away", ()))),
+        counts=tuple(frame["counts"]),
+        requests=requests.finish(),
+    )
+
+
+def _published(old: Map[int, None], change: Sequence[Sequence[int]] | None) -> Map[int, None]:
+    if change is None:
+        return old
+    if len(change) == 1:
+        return Map(dict.fromkeys(change[0]))
+    new = old.mutate()
+    new.update(dict.fromkeys(change[0]))
+    for block in change[1]:
+        new.pop(block, None)
+    return new.finish()
+
+
+def whole(picture: Picture) -> Frame:
+    """The frame that makes this picture from nothing: where a page may begin."""
+    frame: Frame = {
+        "step": picture.step,
+        "came": [list(record) for _, record in sorted(picture.requests.items())],
+        "waiting": [0, 0, list(picture.waiting)],
+        "rows": [0, 0, [list(row) for row in picture.rows]],
+        "still": [list(one) for one in picture.still],
+        "tables": [[n, 0, list(table)] for n, table in sorted(picture.tables.items())],
+        "published": [sorted(picture.published)],
+        "away": [list(one) for one in picture.away],
+        "counts": list(picture.counts),
+    }
+    return frame | ({"rest": True} if picture.rest else {})
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or a == b
+
+
+def _plain(item: Any) -> Any:
+    return list(item) if isinstance(item, tuple) else item
+
+
+def _tupled(item: Any) -> Any:
+    return tuple(item) if isinstance(item, list) else item

@@ -1,0 +1,86 @@
+"""A recorded run as the page shows it: `read(path)`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+from pagedjax import replay
+from pagedjax.policies import POLICIES, Policy
+from pagedjax.replay import ReplayError, Transition
+from pagedjax.scheduler import SchedulerConfig
+from pagedjax.viewer import frames
+from pagedjax.viewer.picture import Frame
+
+REMEDY = "record a run with llm.engine.record('run.jsonl') before llm.generate(...)"
+
+
+class Run(NamedTuple):
+    config: SchedulerConfig
+    policy: str
+    version: str  # the pagedjax that recorded
+    frames: tuple[Frame, ...]
+    prompts: dict[int, tuple[int, ...]]  # token ids by the request's number, where they were recorded
+    name: str = ""  # the file's
+    truncated: bool = False  # its last line is cut off
+
+    @property
+    def timed(self) -> bool:
+        return any("at" in frame for frame in self.frames)
+
+
+def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES) -> Run:
+    """Replay a recorded run into frames.
+
+    Raises:
+        ReplayError: no recorded run, or one that this version does not replay; names the line and the remedy.
+        FileNotFoundError: there is no such file.
+    """
+    path = os.fspath(path)
+    if os.path.isdir(path):
+        raise ReplayError(f"{path} is a directory; name the file that was recorded, e.g. run.jsonl in it")
+    prompts: dict[int, tuple[int, ...]] = {}
+    try:
+        header = replay.header(path)
+        transitions = replay.replay(path, policies)
+        first = next(transitions)
+        made = tuple(fold(chain([first], transitions), prompts))
+    except ReplayError as error:
+        raise ReplayError(f"{path} cannot be shown: {error}; {REMEDY}") from None
+    name, config = os.path.basename(path), first.state.config
+    return Run(config, header["policy"], header["pagedjax"], made, prompts, name, replay.truncated(path))
+
+
+def fold(transitions: Iterable[Transition], prompts: dict[int, tuple[int, ...]] | None = None) -> Iterator[Frame]:
+    """The frames of a run: one a step, one wherever nothing is left to do, and one for its end.
+
+    Args:
+        prompts: filled with the recorded token ids of prompts, by number.
+    """
+    state: Any = None
+    for kind, made, plan, events, at, prompt in transitions:
+        if kind == "init":
+            state = frames.begin(made.config)
+        elif kind == "schedule":
+            assert plan is not None, "a schedule makes a plan"
+            if state.frame is not None:  # planned again, because the step never ran
+                state, frame = frames.committed(state, state.state, ())
+                yield frame
+            state = frames.scheduled(state, made, plan, at)
+        elif kind == "commit":
+            state, frame = frames.committed(state, made, events, at)
+            yield frame
+        else:
+            idle = not state.numbers and state.frame is None and not state.shown.rest
+            if kind == "submit" and idle:
+                state, frame = frames.rested(state)
+                yield frame
+            if kind == "submit" and prompt is not None and prompts is not None:
+                prompts[state.count] = prompt
+            state = frames.passed(state, made, events, at)
+    if state.frame is not None:
+        yield state.frame
+    elif not state.shown.rest or state.log:
+        yield frames.rested(state)[1]

@@ -1,0 +1,196 @@
+"""Frames against the states that they were made of: every picture, every block that came or went, every story."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pagedjax import blocks, replay, scheduler
+from pagedjax.policies import FCFS
+from pagedjax.types import Request
+from pagedjax.viewer import frames, picture, run
+from pagedjax.viewer.picture import Picture
+from tests.test_replay import SMALL
+from tests.viewer.runs import brute_force_empty, names, pictures, random_run
+
+many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+runs = {"seed": st.integers(0, 2**32 - 1), "blocks_": st.integers(6, 14), "host": st.sampled_from([0, 4, 8])}
+WAYS = [{}, {"mixed_steps": False}, {"reservation": "pow2", "num_blocks": 16}, {"chunked_prefill": False}]
+
+
+def check(made: list, transitions: list) -> None:
+    """Every frame, as it comes out of JSON, against the state that the scheduler was in."""
+    steps = [transition for transition in transitions if transition.kind == "schedule"]
+    called = names(made)
+    for frame, shown in pictures(json.loads(json.dumps(made))):
+        if shown.rest:
+            assert not shown.rows
+            continue
+        state, plan = steps[0].state, steps.pop(0).plan
+        assert shown.step == plan.step
+        tables = {called[n]: table for n, table in shown.tables.items()}
+        assert tables == {seq.request_id: seq.blocks for seq in state.running.seqs}
+        owners = Counter(block for table in shown.tables.values() for block in table)
+        assert owners == dict(state.pool.owners)
+        assert set(shown.published) - set(owners) == set(blocks.idle_ids(state.pool))
+        assert set(shown.published) == set(state.pool.hashes)
+        assert [called[n] for n in shown.waiting] == [seq.request_id for seq in state.waiting]
+        assert {called[n]: b for n, b in shown.away} == {s.request_id: len(s.blocks) for s in state.waiting if s.blocks}
+        rows = [(s.request_id, *row) for s, *row in zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)]
+        assert [(called[n], *row) for n, *row in shown.rows] == rows
+        empty = brute_force_empty(state, plan)
+        assert shown.counts == (plan.num_tokens, plan.blocks_used, len(blocks.idle_ids(state.pool)), empty)
+        still = {called[n]: computed for n, computed, _ in shown.still}
+        packed = {seq.arrival for seq in plan.seqs}
+        assert still == {s.request_id: s.computed for s in scheduler.running(state) if s.arrival not in packed}
+        assert len(frame.get("sampled", plan.seqs)) == len(plan.seqs)
+    assert steps == []
+    *_, last = ["commit", *(made.kind for made in transitions if made.kind in ("schedule", "commit"))]
+    assert made[-1].get("rest", False) == (last == "commit")  # else the run ends within a step
+
+
+@many
+@given(**runs, way=st.sampled_from(WAYS))
+def test_every_frame_shows_the_state_while_its_step_ran(tmp_path: Path, seed: int, blocks_: int, host: int, way: dict):
+    config = {"num_blocks": blocks_, "host_blocks": host if way.get("reservation") is None else 0} | way
+    transitions = random_run(tmp_path / "run.jsonl", seed, **config)
+    check(list(run.fold(transitions)), transitions)
+
+
+@many
+@given(**runs, at=st.integers(0, 60))
+def test_a_whole_picture_is_a_place_to_begin(tmp_path: Path, seed: int, blocks_: int, host: int, at: int):
+    """What a page is given that comes late, against deltas from the start."""
+    made = list(run.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+    after = [shown for _, shown in pictures(made)]
+    at = min(at, len(made) - 1)
+    late = picture.apply(Picture(), json.loads(json.dumps(picture.whole(after[at]))))
+    assert late == after[at]
+    for frame, wanted in zip(made[at + 1 :], after[at + 1 :], strict=True):
+        late = picture.apply(late, frame)
+        assert late == wanted
+
+
+@many
+@given(**runs)
+def test_the_log_accounts_for_every_block(tmp_path: Path, seed: int, blocks_: int, host: int):
+    made = list(run.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+    old, since = Picture(), []
+    for frame, new in pictures(made):
+        log = since + frame.get("before", [])
+        came = Counter((e[1], b) for e in log if e[0] in ("shared", "allocated") for b in e[2])
+        came += Counter((e[1], e[3]) for e in log if e[0] == "copied")
+        gained = {(n, b) for n, table in new.tables.items() for b in table if b not in old.tables.get(n, ())}
+        assert gained <= set(came)
+        was, owned = ({b for table in shown.tables.values() for b in table} for shown in (old, new))
+        left = {b for e in log if e[0] in ("freed", "kept") for b in e[2]}
+        assert was - owned <= left
+        assert all(b not in was or b in left for e in log if e[0] == "allocated" for b in e[2])  # it was free
+        lost = {b for e in log if e[0] == "evicted" for b in e[2]}
+        assert set(old.published) - set(new.published) <= lost or ["forgot", None] in log
+        old, since = new, frame.get("after", [])
+
+
+@many
+@given(**runs)
+def test_a_story_has_its_order(tmp_path: Path, seed: int, blocks_: int, host: int):
+    """Submitted, let in, working, ended; who was preempted is let in again before anything else happens to him."""
+    made = list(run.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+    log = [entry for frame in made for part in ("before", "after") for entry in frame.get(part, ())]
+    works = {"shared", "allocated", "copied", "cached", "beamed", "forked"}
+    for n, *_, first in (record for frame in made for record in frame.get("came", ())):
+        told = [entry[0] for entry in log if entry[1] == n]
+        if first is None:
+            assert told[0] == "submitted"
+        assert told.count("ended") <= 1
+        inside = first is not None  # a branch begins on the blocks of the first one
+        for what in told:
+            inside = {"admitted": True, "resumed": True, "preempted": False, "ended": False}.get(what, inside)
+            assert inside or what not in works, told
+        if "ended" in told:
+            assert set(told[told.index("ended") + 1 :]) <= {"freed", "kept"}
+
+
+def test_the_story_of_one_that_gives_way_and_comes_back(tmp_path: Path):
+    """By hand: a and b fill three blocks of 2 with their prompts; b gives way, twice finds its place again."""
+    config = SMALL._replace(block_size=2, num_blocks=3, max_num_batched_tokens=8)
+    fold, state, made = frames.begin(config), scheduler.init(config), []
+    for name in "ab":
+        state = scheduler.submit(state, Request(name, 2, 3))
+        fold = frames.passed(fold, state)
+    while state.waiting or state.running.seqs:
+        state, plan = scheduler.schedule(state, FCFS)
+        fold = frames.scheduled(fold, state, plan)
+        state, events = scheduler.commit(state, plan, [7] * len(plan.seqs))
+        fold, frame = frames.committed(fold, state, events)
+        made.append(frame)
+    story = [(f["step"], *e) for f in made for part in ("before", "after") for e in f.get(part, ()) if e[1] == 1]
+    assert story == [
+        (0, "submitted", 1),
+        (0, "admitted", 1, 2, 0),
+        (0, "allocated", 1, [2]),
+        (1, "preempted", 1, False),
+        (1, "freed", 1, [2]),
+        (3, "admitted", 1, 3, 0),
+        (3, "allocated", 1, [1, 2]),
+        (4, "ended", 1, "length", 3),
+        (4, "freed", 1, [1, 2]),
+    ]
+
+
+def test_an_id_that_is_used_again_is_another_request(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    config = SMALL._replace(num_blocks=6)
+    with_two = replay.Recorder(path, config)
+    state = scheduler.init(config)
+    for _ in range(2):
+        request = Request("same", 2, 1)
+        state = scheduler.submit(state, request)
+        with_two.submit(request)
+        state, plan = scheduler.schedule(state, FCFS)
+        with_two.schedule(plan)
+        state, events = scheduler.commit(state, plan, [5])
+        with_two.commit([5], {}, {}, events)
+    with_two.close()
+    made = run.read(path).frames
+    assert [record[:2] for frame in made for record in frame.get("came", ())] == [[0, "same"], [1, "same"]]
+    assert [frame.get("rest", False) for frame in made] == [False, True, False, True]
+
+
+def test_a_run_that_ends_within_a_step_shows_that_step(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    random_run(path, 3)
+    lines = path.read_text().splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if line.startswith('{"schedule"'))
+    path.write_text("".join(lines[: last + 1]) + '{"commit":{"sam')
+    cut = run.read(path)
+    assert cut.truncated
+    assert "rest" not in cut.frames[-1]
+    assert "sampled" not in cut.frames[-1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "change"),
+    [
+        ((), (), None),
+        ((1, 2, 3), (1, 2, 3), None),
+        ((1, 2, 3), (1, 3), [1, 1, []]),
+        ((1, 2), (1, 5, 2), [1, 1, [5]]),
+        ((1, 1), (1,), [1, 0, []]),
+        ((), (4,), [0, 0, [4]]),
+        (((1, 2), (3, 4)), ((1, 2), (5, 6), (3, 4)), [1, 1, [[5, 6]]]),
+    ],
+)
+def test_a_splice_is_what_changed(old: tuple, new: tuple, change: list | None):
+    assert picture.splice(old, new) == change
+    assert picture.spliced(old, change) == new
+
+
+@given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
+def test_a_splice_undone_is_the_sequence(old: list, new: list):
+    assert picture.spliced(tuple(old), picture.splice(tuple(old), tuple(new))) == tuple(new)

@@ -1,0 +1,259 @@
+"""The buffer that a watching page reads: the same pictures as of a recording, bounded, from any thread."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from immutables import Map
+
+from pagedjax import LLM, BeamSearchParams, SamplingParams, scheduler
+from pagedjax.policies import FCFS
+from pagedjax.scheduler import SchedulerState
+from pagedjax.types import Event, Plan, Request, StepResult
+from pagedjax.viewer import Live, picture, read
+from pagedjax.viewer.picture import Picture
+from tests.test_replay import SMALL, filled
+from tests.viewer.runs import pictures
+
+
+class Fake:
+    """An engine without a device: requests come, are cancelled, and every step goes into a `Live`."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        self.draw = random.Random(seed)
+        self.state = scheduler.init(SMALL._replace(num_blocks=10, host_blocks=4 * (seed % 2)))
+        self.live = Live(self.state, **options)
+        self.now, self.count = 50.0, 0
+        self.planned: list[tuple[SchedulerState, Plan]] = []
+
+    def run(self, steps: int, rate: float = 0.5) -> None:
+        for _ in range(steps):
+            if self.draw.random() < rate:
+                request = Request(f"q{self.count}", self.draw.randint(1, 6), self.draw.randint(1, 6))
+                self.state, self.count = scheduler.submit(self.state, request), self.count + 1
+                self.live.added((request.request_id,), None, 0.0, self.state)
+            if self.state.waiting or self.state.running.seqs:
+                self.step()
+                self.cancel()
+
+    def step(self) -> None:
+        before = self.state
+        running, plan = scheduler.schedule(before, FCFS)
+        self.planned.append((running, plan))
+        tokens = [self.draw.randrange(9) for _ in plan.seqs]
+        self.state, events = scheduler.commit(running, plan, tokens, filled(plan, SMALL.block_size))
+        self.live.stepped(before, self.result(plan, events), events, self.state)
+
+    def cancel(self) -> None:
+        alive = list(self.state.ids)
+        if not alive or self.draw.random() > 0.1:
+            return
+        before = self.state
+        self.state, events = scheduler.cancel(self.state, self.draw.choice(sorted(alive)), "stop")
+        if self.draw.random() < 0.5:  # or nobody is told, and the next step's state says so
+            self.live.stepped(before, None, events, self.state)
+
+    def result(self, plan: Plan, events: tuple[Event, ...]) -> StepResult:
+        self.now += 1
+        return StepResult(plan, events, self.now, self.now + 0.5, 0.1, plan.num_tokens, 0)
+
+
+class Page:
+    """What the script does: asks, applies, asks for the next."""
+
+    def __init__(self, live: Live) -> None:
+        self.live, self.next, self.picture = live, 0, Picture()
+        self.seen: list[Picture] = []
+        self.begun = 0
+        self.about: dict = {}
+
+    def ask(self) -> dict:
+        reply = json.loads(json.dumps(self.live.since(self.next)))
+        if "base" in reply:
+            self.begun += 1
+            self.about = reply["about"]
+            self.picture = picture.apply(Picture(), reply["base"])
+        for frame in reply["frames"]:
+            self.picture = picture.apply(self.picture, frame)
+            self.seen.append(self.picture)
+        self.next = reply["next"]
+        return reply
+
+    def tables(self) -> dict[str, tuple[int, ...]]:
+        return {self.picture.requests[n][1]: table for n, table in self.picture.tables.items()}
+
+
+def shown(page: Page) -> list[tuple]:
+    return [(one.step, one.counts, tuple(sorted(one.tables.values()))) for one in page.seen if not one.rest]
+
+
+def wanted(fake: Fake) -> list[tuple]:
+    return [(plan.step, tuple(sorted(seq.blocks for seq in state.running.seqs))) for state, plan in fake.planned]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("every", [1, 7, 1000])
+def test_a_page_sees_every_step_as_it_was(seed: int, every: int):
+    fake = Fake(seed)
+    page = Page(fake.live)
+    for _ in range(0, 140, min(every, 140)):
+        fake.run(min(every, 140))
+        page.ask()
+    assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
+    assert page.begun == 1
+    assert page.about["config"]["num_blocks"] == 10
+    pool = fake.state.pool
+    if not fake.state.ids:  # then the page shows the cache as it stays
+        assert page.picture.rest
+        assert set(page.picture.published) == set(pool.hashes)
+        assert not page.tables()
+
+
+def test_a_page_that_comes_late_begins_with_what_is_kept():
+    fake = Fake(1, keep=10)
+    early, late = Page(fake.live), Page(fake.live)
+    for _ in range(60):
+        fake.run(2, rate=0.9)
+        early.ask()
+    reply = late.ask()
+    assert "base" in reply
+    assert len(reply["frames"]) == 10
+    assert (late.picture, late.next) == (early.picture, early.next)
+    assert early.begun == 1
+    assert early.seen[-10:] == late.seen
+
+
+def test_nobody_watched_for_long_and_only_the_last_steps_are_kept():
+    fake = Fake(2, keep=5)
+    page = Page(fake.live)
+    page.ask()
+    fake.run(100, rate=1.0)
+    assert len(fake.live._noted) == 5
+    page.ask()
+    assert page.begun == 2  # what it has does not lead to what is kept
+    state, plan = fake.planned[-1]
+    assert page.picture.step == plan.step
+    assert page.tables() == {seq.request_id: seq.blocks for seq in state.running.seqs}
+    assert set(page.picture.published) == set(state.pool.hashes)
+    assert [page.picture.requests[n][1] for n in page.picture.waiting] == [seq.request_id for seq in state.waiting]
+
+
+def test_a_page_of_another_engine_or_of_the_future_begins_anew():
+    fake = Fake(3)
+    fake.run(20)
+    for k in (10_000, 0):
+        assert "base" in fake.live.since(k)
+    assert "base" not in fake.live.since(fake.live.since(0)["next"])
+    assert Fake(3).live.since(0)["run"] != fake.live.since(0)["run"]
+
+
+def test_replies_are_bounded_and_say_that_there_is_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pagedjax.viewer.live.REPLY", 4)
+    fake = Fake(4)
+    fake.run(40, rate=1.0)
+    page = Page(fake.live)
+    sizes = []
+    while (reply := page.ask())["more"]:
+        sizes.append(len(reply["frames"]))
+    assert set(sizes) == {4}
+    assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
+    assert page.begun == 1
+
+
+def test_why_a_request_ended_is_known_if_it_was_said():
+    state = scheduler.init(SMALL)
+    live = Live(state)
+    for name in "ab":
+        state = scheduler.submit(state, Request(name, 2, 4))
+    before, (running, plan) = state, scheduler.schedule(state, FCFS)
+    state, events = scheduler.commit(running, plan, [5, 5])
+    result = StepResult(plan, events, 1.0, 2.0, 0.5, 4, 0)
+    state, stopped = scheduler.cancel(state, "a", "stop")
+    live.stepped(before, result, (*events, *stopped), state)
+    before, (state, _) = state, scheduler.cancel(state, "b")
+    live.stepped(before, None, (), state)
+    log = [entry for frame in live.since(0)["frames"] for part in ("before", "after") for entry in frame.get(part, ())]
+    assert [entry for entry in log if entry[0] == "ended"] == [["ended", 0, "stop", 1], ["ended", 1, "abort", None]]
+
+
+def test_threads_may_ask_while_the_engine_works():
+    fake = Fake(5)
+    pages, errors, over = [Page(fake.live) for _ in range(3)], [], threading.Event()
+
+    def poll(page: Page) -> None:
+        try:
+            while not over.is_set():
+                page.ask()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=poll, args=(page,)) for page in pages]
+    for thread in threads:
+        thread.start()
+    fake.run(300)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for page in pages:
+        while page.ask()["more"]:
+            pass
+        assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
+
+
+@pytest.mark.parametrize("k", [-1, 1.5, True, "3", None])
+def test_since_is_a_number_of_a_frame(k: Any):
+    with pytest.raises(ValueError, match=r"since is .*; it must be a whole number from 0"):
+        Live(scheduler.init(SMALL)).since(k)
+
+
+def test_what_it_is_made_with_is_checked():
+    with pytest.raises(ValueError, match="keep is 0; a page shows at least 1 step"):
+        Live(scheduler.init(SMALL), keep=0)
+    with pytest.raises(ValueError, match="policy is 'lifo'"):
+        Live(scheduler.init(SMALL), "lifo")
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_a_real_engine_is_shown_as_its_recording_shows_it(tiny, tmp_path: Path, preemption: str):
+    """Branches, beams, shared prefixes, preemptions and a cancel, in a pool too small for all of them."""
+    llm = LLM(
+        tiny, progress=False, block_size=4, num_blocks=11, max_num_seqs=6, max_num_batched_tokens=16,
+        token_buckets=(16,), max_model_len=32, preemption=preemption, swap_space_gib=0.001,
+    )  # fmt: skip
+    engine = llm.engine
+    engine.record(tmp_path / "run.jsonl")
+    live = Live(engine.state, engine.config.policy)
+    greedy = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    for i in range(4):
+        engine.add(f"r{i}", [5, 6, 7, 8, 9, i + 10], greedy)
+    engine.add("n", [5, 6, 7, 8, 9], SamplingParams(max_tokens=9, seed=1), forks=["n/1"])
+    engine.add("b", [9, 8, 7], BeamSearchParams(beam_width=2, max_tokens=6), forks=["b/1"])
+    for k in itertools.count():
+        if not engine.has_work:
+            break
+        before, result = engine.state, engine.step()
+        assert result is not None
+        live.stepped(before, result, result.events, engine.state)
+        if k == 5:
+            before, events = engine.state, engine.cancel("r1")
+            live.stepped(before, None, events, engine.state)
+    engine.record(None)
+    recorded = list(read(tmp_path / "run.jsonl").frames)
+    watched = live.since(0)["frames"][1:]  # the first is of before the run
+    assert [shown._replace(requests=Map()) for _, shown in pictures(watched)] == [
+        shown._replace(requests=Map()) for _, shown in pictures(recorded)
+    ]
+    log = told(recorded)
+    assert "preempted" in {entry[0] for entry in log}
+    assert told(watched) == log  # though the end of a search is the next step's in a recording
+
+
+def told(frames: list[dict]) -> list[list]:
+    return [entry for frame in frames for part in ("before", "after") for entry in frame.get(part, ())]

@@ -1,0 +1,186 @@
+"""The page as a file: nothing from outside, nothing of a user's text in its code, and never too large."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pagedjax import cli, viewer
+from pagedjax.replay import Recorder, ReplayError
+from pagedjax.scheduler import SchedulerConfig
+from pagedjax.types import Request
+from pagedjax.viewer import document, text
+from tests.viewer.runs import crowd, random_run
+
+NASTY = "</script><script>alert(1)</script> $title ${data} <!-- é 漢字 🙂 \u2028 & \" ' \\"
+
+
+def parts(html: str) -> tuple[dict, dict | None]:
+    """What the page knows: the element that can be read, and the packed one."""
+    (about,) = re.findall(r'<script type="application/json" id="about">(.*?)</script>', html, re.DOTALL)
+    (data,) = re.findall(r'<script type="text/plain" id="data">(.*?)</script>', html, re.DOTALL)
+    return json.loads(about), json.loads(gzip.decompress(base64.b64decode(data))) if data else None
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    random_run(tmp_path / "run.jsonl", 5, num_blocks=10)
+    return tmp_path / "run.jsonl"
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_it_needs_nothing_from_outside(log: Path, live: bool):
+    html = viewer.live_page() if live else viewer.page(viewer.read(log))
+    code = re.sub(r'(id="data">)[^<]*', r"\1", html)
+    assert len(code) > 50_000
+    assert not re.search(r"https?:|[\"'`]//|@import|url\(|\bsrc\s*=|<link|<iframe|<img|import\(", code)
+    assert "default-src 'none'" in html
+    assert ("connect-src 'self'" if live else "connect-src 'none'") in html
+    assert html.count("</script>") == 3
+
+
+def test_it_carries_the_frames(log: Path):
+    run = viewer.read(log)
+    about, data = parts(viewer.page(run))
+    assert data is not None
+    assert data["frames"] == json.loads(json.dumps(run.frames))
+    assert about["config"]["num_blocks"] == 10
+    assert (about["name"], about["policy"], about["timed"]) == ("run.jsonl", "fcfs", False)
+    assert viewer.page(run) == viewer.page(viewer.read(log))  # the same run, the same bytes
+
+
+def test_what_users_write_stays_text(tmp_path: Path):
+    path = tmp_path / "</script><b>$data.jsonl".replace("/", "_")
+    recorder = Recorder(path, SchedulerConfig(2, 6, 5, 4, 12))
+    recorder.submit(Request(NASTY, 2, 2))
+    recorder.close()
+    html = viewer.page(viewer.read(path), labels={NASTY: NASTY, "nobody": "x"})
+    assert "alert(1)" not in html
+    assert html.count("</script>") == 3
+    about, data = parts(html)
+    assert about["name"] == path.name
+    assert data is not None
+    assert data["labels"] == {"0": NASTY}
+    assert data["frames"][0]["came"][0][1] == NASTY
+    assert "<title>&lt;_script&gt;&lt;b&gt;$data.jsonl" in html
+
+
+def test_a_live_page_knows_where_to_ask():
+    about, data = parts(viewer.live_page("viewer/steps?<x>"))
+    assert about["live"] == "viewer/steps?<x>"
+    assert data is None
+
+
+def decode(ids) -> str:
+    """Tokens below 256 are bytes, as of a tokenizer that splits characters."""
+    return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("said", ["plain", "naïve", "漢字 and 🙂🙃", "🙂", ""])
+def test_pieces_join_to_the_text_and_never_show_half_a_character(said: str):
+    ids = list(said.encode())
+    pieces = text.pieces(decode, ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == said
+    assert text.REPLACEMENT not in "".join(pieces)
+
+
+def test_an_end_within_a_character_is_shown_as_such():
+    assert text.pieces(decode, [65, 0xF0, 0x9F]) == ["A", "", text.REPLACEMENT]
+
+
+def test_texts_are_words_and_what_differs_from_them(tmp_path: Path):
+    frames = [
+        {"step": 0, "came": [[0, "a", 2, 9, 0, "", None]], "rows": [0, 0, [[0, 0, 2, 2]]], "tables": [[0, 0, [1]]]}
+        | {"counts": [2, 1, 0, 0], "sampled": [0xC3]},
+        {"step": 1, "counts": [1, 1, 0, 0], "sampled": [0xA9]},
+    ]
+    told = text.texts(frames, {0: (72, 105)}, decode)
+    half = text.REPLACEMENT
+    assert told == {
+        "words": {72: "H", 105: "i", 0xC3: half, 0xA9: half},
+        "fixes": {0: {0: "", 1: "é"}},
+        "labels": {0: "Hi"},
+    }
+
+
+def test_a_run_of_many_steps_stays_small(tmp_path: Path):
+    """Bytes a step: what changed, and a token for each sequence."""
+    crowd(tmp_path / "run.jsonl", steps=600, blocks=300, seqs=32)
+    run = viewer.read(tmp_path / "run.jsonl")
+    html = viewer.page(run)
+    assert len(run.frames) == 601
+    assert len(html) < 90_000 + 600 * 250
+    assert len(html) < (tmp_path / "run.jsonl").stat().st_size / 3
+
+
+def test_too_many_tokens_are_left_out_and_the_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    crowd(tmp_path / "run.jsonl", steps=40, blocks=60, seqs=8)
+    run = viewer.read(tmp_path / "run.jsonl")
+    monkeypatch.setattr(document, "MAX_TOKENS", 10)
+    about, data = parts(viewer.page(run, decode=lambda ids: "x" * len(ids), labels={"r0": "y" * 3000}))
+    assert data is not None
+    assert about["bare"]
+    assert "words" not in data
+    assert not any("sampled" in frame for frame in data["frames"])
+    assert data["labels"]["0"] == "y" * 2000 + " …"
+
+
+# the commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_view_writes_a_page_beside_the_recording_or_where_it_is_told(log: Path, tmp_path: Path, capsys):
+    assert cli.main(["view", str(log)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run.html'}\n"
+    assert parts((tmp_path / "run.html").read_text("utf-8"))[0]["name"] == "run.jsonl"
+    assert cli.main(["view", str(log), "-o", str(tmp_path / "x.html")]) == 0
+    assert (tmp_path / "x.html").read_bytes() == (tmp_path / "run.html").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has no whole line: nothing was recorded"),
+        (b"hello\n", "line 1 is not JSON in ASCII"),
+        (b"\x00\xff\xfe\n", "line 1 is not JSON in ASCII"),
+        (b'{"a":1}\n', "line 1 has no format number; this version reads format 2"),
+        (b"[1]\n", "line 1 is not a JSON object"),
+        (b'{"pagedjax_replay":2,"pagedjax":"0","policy":"lifo","config":{}}\n', "line 1 names the policy 'lifo'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["view", "trace"])
+def test_what_is_no_recording_is_one_line_that_says_how_to_make_one(
+    tmp_path: Path, capsys, command: str, content: bytes, message: str
+):
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(content)
+    assert cli.main([command, str(path)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"pagedjax: {path} cannot be shown: ")
+    assert message in line
+    assert "llm.engine.record('run.jsonl')" in line
+
+
+def test_files_that_are_not_there_or_must_not_be_written(log: Path, tmp_path: Path, capsys):
+    assert cli.main(["view", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    assert cli.main(["view", str(tmp_path)]) == 2
+    assert "is a directory; name the file" in capsys.readouterr().err
+    before = log.read_bytes()
+    assert cli.main(["view", str(log), "-o", str(log)]) == 2
+    assert "is the recording itself" in capsys.readouterr().err
+    assert log.read_bytes() == before
+    assert cli.main(["trace", str(log), "-o", str(tmp_path / "no" / "x.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_recording_that_this_scheduler_refuses_is_an_error_with_its_line(log: Path):
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text(lines[0] + '{"commit":{"sampled":[],"hashes":{},"choices":{},"events":[]}}\n')
+    with pytest.raises(ReplayError, match="line 2 is refused: a commit without a schedule"):
+        viewer.read(log)

@@ -1,0 +1,104 @@
+"""The trace as Perfetto reads it: valid JSON, slices that nest, time that goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from pagedjax import cli, scheduler, viewer
+from pagedjax.policies import FCFS
+from pagedjax.replay import Recorder
+from pagedjax.types import Request
+from tests.test_replay import SMALL
+from tests.viewer.runs import random_run
+
+
+def tracks(trace: dict) -> dict[tuple[int, int], list[dict]]:
+    """Slices by track, in the order of the file."""
+    found = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            found[event["pid"], event["tid"]].append(event)
+    return found
+
+
+def check(trace: dict) -> None:
+    assert json.loads(json.dumps(trace)) == trace
+    known = {"M", "X", "C", "i"}
+    assert {event["ph"] for event in trace["traceEvents"]} <= known
+    stamps = [event["ts"] for event in trace["traceEvents"] if event["ph"] != "M"]
+    assert stamps == sorted(stamps)
+    assert all(stamp >= 0 for stamp in stamps)
+    named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    for track, slices in tracks(trace).items():
+        assert track in named
+        ends: list[float] = []
+        for one in slices:
+            assert one["dur"] >= 0
+            while ends and ends[-1] <= one["ts"] + 1e-6:
+                ends.pop()
+            end = one["ts"] + one["dur"]
+            assert not ends or end <= ends[-1] + 2e-3, f"{one} reaches out of the slice that it began in"
+            ends.append(end)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_slices_nest_and_time_goes_on(tmp_path: Path, seed: int):
+    random_run(tmp_path / "run.jsonl", seed, num_blocks=9, host_blocks=4 * (seed % 2))
+    run = viewer.read(tmp_path / "run.jsonl")
+    trace = viewer.trace(run)
+    check(trace)
+    assert "one step is one millisecond" in trace["otherData"]["time"]
+    steps = [one for one in tracks(trace)[1, 0]]
+    assert len(steps) == sum("rest" not in frame for frame in run.frames)
+    counted = [event["args"] for event in trace["traceEvents"] if event["name"] == "blocks"]
+    assert all(sum(values.values()) == 9 and min(values.values()) >= 0 for values in counted)
+
+
+def timed(path: Path) -> None:
+    """Two requests in three blocks of 2, a second a step, half a second between steps."""
+    config = SMALL._replace(block_size=2, num_blocks=3, max_num_batched_tokens=8)
+    clock = itertools.count(100.0, 0.5)
+    recorder, state = Recorder(path, config, clock=lambda: next(clock)), scheduler.init(config)
+    for name in "ab":
+        request = Request(name, 2, 3)
+        state = scheduler.submit(state, request)
+        recorder.submit(request, [1, 2])
+    while state.waiting or state.running.seqs:
+        state, plan = scheduler.schedule(state, FCFS)
+        recorder.schedule(plan)
+        next(clock)
+        state, events = scheduler.commit(state, plan, [7] * len(plan.seqs))
+        recorder.commit([7] * len(plan.seqs), {}, {}, events)
+    recorder.close()
+
+
+def test_phases_of_a_request_have_the_recorded_times(tmp_path: Path):
+    timed(tmp_path / "run.jsonl")
+    trace = viewer.trace(viewer.read(tmp_path / "run.jsonl"))
+    check(trace)
+    assert trace["otherData"]["time"] == "seconds as recorded"
+    told = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in tracks(trace)[2, 2]]
+    assert told == [
+        ("queued", 1.0, 0.5),
+        ("prefill", 1.5, 1.5),
+        ("tokens 0-1", 1.5, 1.0),
+        ("preempted", 3.0, 3.0),
+        ("recompute", 6.0, 1.5),
+        ("tokens 0-2", 6.0, 1.0),
+        ("decode", 7.5, 1.0),
+    ]
+    steps = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in tracks(trace)[1, 0]]
+    assert steps == [(f"step {k}", 1.5 + 1.5 * k, 1.0) for k in range(5)]
+
+
+def test_the_command_writes_it(tmp_path: Path, capsys):
+    timed(tmp_path / "run.jsonl")
+    assert cli.main(["trace", str(tmp_path / "run.jsonl")]) == 0
+    target = tmp_path / "run.trace.json"
+    assert capsys.readouterr().out == f"{target}\n"
+    assert json.loads(target.read_text()) == viewer.trace(viewer.read(tmp_path / "run.jsonl"))
