@@ -47,7 +47,7 @@ def chromium() -> Iterator[Any]:
 class Shown:
     """A page that is open, and everything it complained of."""
 
-    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+    def __init__(self, browser: Any, url: str, *, wait: bool = True, **options: Any) -> None:
         self.page = browser.new_page(viewport=LAPTOP, **options)
         self.complaints: list[str] = []
         self.asked: list[str] = []
@@ -55,7 +55,8 @@ class Shown:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(url)
-        self.wait("window.pagedjax && window.pagedjax.view.picture")
+        if wait:
+            self.wait("window.pagedjax && window.pagedjax.view.picture")
 
     def heard(self, message: Any) -> None:
         if "willReadFrequently" not in message.text:  # said when `pixel` reads
@@ -389,6 +390,7 @@ class Server:
 
     def __init__(self, live: viewer.Live) -> None:
         self.live, self.down, self.asked = live, False, []
+        self.key: str | None = None
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -398,6 +400,8 @@ class Server:
                     return self.answer("text/html; charset=utf-8", viewer.live_page("viewer/steps"))
                 if url.path != "/viewer/steps" or outer.down:
                     return self.send_error(503 if outer.down else 404)
+                if outer.key and self.headers["Authorization"] != f"Bearer {outer.key}":
+                    return self.send_error(401)
                 since = int(parse_qs(url.query)["since"][0])
                 outer.asked.append(since)
                 self.answer("application/json", json.dumps(outer.live.since(since)))
@@ -471,6 +475,22 @@ def test_it_asks_ever_more_seldom_and_comes_back_after_an_outage(chromium: Any, 
     until(one, fake)
     one.wait("!document.getElementById('note').textContent.includes('trying again')")
     assert all("503" in complaint for complaint in one.complaints)
+    one.page.close()
+
+
+def test_a_server_with_a_key_is_asked_with_it(chromium: Any, served: tuple[Fake, Server]):
+    fake, server = served
+    server.key = "s3cret"
+    one = Shown(chromium, server.url, wait=False)
+    one.wait("document.getElementById('note').textContent === 'this server wants its API key'")
+    for key, note in (("wrong", "that was not the key of this server"), ("s3cret", "")):
+        one.page.fill("#key input", key)
+        one.page.keyboard.press("Enter")
+        one.wait(f"document.getElementById('note').textContent === '{note}'")
+    until(one, fake)
+    assert not one.page.is_visible("#key")
+    assert len([url for url in one.asked if "steps" in url]) <= 6  # nobody is asked while the key is missing
+    assert all("401" in complaint for complaint in one.complaints)
     one.page.close()
 
 

@@ -26,7 +26,7 @@ class Controls {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const target = event.target, presses = target.closest && target.closest("button, select");
     if (event.key === " " && presses) return; // it presses the button
-    if (target.tagName === "SELECT") return;
+    if (target.tagName === "SELECT" || target.type === "password") return;
     const { view } = this, last = view.history.count - 1;
     const act = {
       ArrowLeft: () => view.go(view.index - 1), ArrowRight: () => view.go(view.index + 1),

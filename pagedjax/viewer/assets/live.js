@@ -13,6 +13,7 @@ class Watch {
     this.wait = SOON;
     byId("follow").hidden = false;
     document.addEventListener("visibilitychange", () => document.hidden || this.soon());
+    byId("key").addEventListener("submit", (event) => this.unlock(event));
     this.ask();
   }
 
@@ -23,20 +24,45 @@ class Watch {
   }
 
   async ask() {
-    if (this.asking) return;
+    if (this.asking || this.locked) return;
     this.asking = true;
     try {
-      const options = { cache: "no-store", signal: AbortSignal.timeout(LOST) };
-      const reply = await fetch(`${this.url}?since=${this.next}`, options);
-      if (!reply.ok) throw new Error(`the server says ${reply.status}`);
-      this.take(await reply.json());
-      this.view.note("");
+      const reply = await this.fetched();
+      if (reply) {
+        this.take(reply);
+        this.view.note("");
+      }
     } catch (error) {
       this.wait = Math.min(LOST, this.wait * 2);
       this.view.note(`no answer (${error.message}); trying again in ${Math.round(this.wait / 1000) || 1} s`);
     }
     this.asking = false;
-    if (!document.hidden) this.timer = setTimeout(() => this.ask(), this.wait);
+    if (!document.hidden && !this.locked) this.timer = setTimeout(() => this.ask(), this.wait);
+  }
+
+  async fetched() {
+    const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
+    const options = { cache: "no-store", headers, signal: AbortSignal.timeout(LOST) };
+    const reply = await fetch(`${this.url}?since=${this.next}`, options);
+    if (reply.status === 401) return this.lock();
+    if (!reply.ok) throw new Error(`the server says ${reply.status}`);
+    return reply.json();
+  }
+
+  /** Ask the reader for the server's key, and nobody else until then. The key stays in this page's memory. */
+  lock() {
+    this.locked = true;
+    this.view.note(this.key ? "that was not the key of this server" : "this server wants its API key");
+    byId("key").hidden = false;
+    return null;
+  }
+
+  unlock(event) {
+    event.preventDefault();
+    const input = byId("key").querySelector("input");
+    [this.key, this.locked, input.value] = [input.value.trim(), false, ""];
+    byId("key").hidden = true;
+    this.soon();
   }
 
   take(reply) {

@@ -91,8 +91,8 @@ function help(view) {
   const about = [
     "Click a request or a block to hear its story.",
     `Each square is a cache block of ${many(view.config.block_size, "token slot")}, in the colour of the request ` +
-      "that has it. Squares of several colours are shared; hatched ones are cached: nobody has them, and their content " +
-      "can still be found. A filled corner says that others can find a block.",
+      "that has it. Squares of several colours are shared; hatched ones are cached: nobody has them, and what they " +
+      "hold can still be found. A filled corner says that others can find a block.",
     "The bar below shows the tokens that this step computes: decodes first, then prompt chunks (hatched), under one " +
       "budget.",
     "Keys: ← → or , . a step · space plays · Home End · arrows in the grid move from block to block.",
