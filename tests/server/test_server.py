@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +18,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM, SamplingParams, cli
 from pagedjax.server import lecture
 from tests.server.conftest import ENGINE, serving
 
@@ -352,3 +354,25 @@ def test_a_signal_lets_what_is_under_way_end(tiny_folder, tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "{taken}"], "cannot listen at '127.0.0.1', port {taken}: .*; choose others"),
+        (["--port", "70000"], "port is 70000; it must be from 0"),
+        (["--host", "192.0.2.1"], "cannot listen at '192.0.2.1'"),
+        (["--max-queue", "0"], "max_queue is 0; it must be at least 1"),
+        (["--api-key-file", "{empty}"], "the API key is empty"),
+        (["--api-key-file", "nowhere"], "nowhere"),
+        (["--port", "0", "--block-size", "0"], "block_size is 0"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_in_a_line(tiny_folder, tmp_path, capsys, words, message):
+    (tmp_path / "empty").touch()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        known = {"taken": other.getsockname()[1], "empty": tmp_path / "empty"}
+        words = [word.format(**known) for word in words]
+        assert cli.main(["serve", str(tiny_folder), *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert re.search(message.format(**known), line), line
