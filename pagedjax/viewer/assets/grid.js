@@ -88,7 +88,7 @@ class Grid {
     c.strokeStyle = idle ? p.idle : p.freeline;
     c.lineWidth = 1;
     if (kind !== "dots") c.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
-    this.numbered(c, x, y, block, p.soft, idle ? "cached" : "");
+    this.numbered(c, x, y, block, p.soft, idle && w >= 60 ? "cached" : ""); // the hatching says it in a small one
   }
 
   /** A cached block too small for hatching. */
