@@ -37,6 +37,7 @@ MODELS = SHAPES | {
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192},
 }
 IMPL = "pallas_tpu"
+FEW = 8  # blocks beside which a step is measured if more leave it no room
 # what may have a cache array as its result; a kernel that writes in place has two, and is no line of its own
 HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call"}
 
@@ -65,8 +66,8 @@ def abstract_model(shape: dict[str, Any], weights: str) -> Model:
     return Model(config, graphdef, state, "bfloat16")
 
 
-def compile_step(model: Model, target: str, plan: Plan, blocks: int) -> tuple[Any, cache.KVCache, float]:
-    """The step of the largest bucket, its cache's shapes, and the seconds it took. Raises what the compiler raises."""
+def compile_step(model: Model, target: str, plan: Plan, blocks: int) -> tuple[Any, float]:
+    """The step of the largest bucket, and the seconds it took; None for a step if HBM does not hold it."""
     m = model.config
     shape = block_shape(plan.block_size, model, model.dtype, IMPL)
     pages = jax.eval_shape(lambda: cache.init(blocks=blocks, **shape))
@@ -74,9 +75,13 @@ def compile_step(model: Model, target: str, plan: Plan, blocks: int) -> tuple[An
     fixed = Shapes((plan.tokens,), plan.rows, plan.block_size, width, plan.length, m.vocab_size)
     batch = pack(EMPTY_PLAN, {}, fixed, {plan.tokens: blank_sampling(fixed, plan.tokens)})
     step = make_step(model, attention.attend(IMPL, m.attn_scale), seed=0)
-    started = time.perf_counter()
-    compiled = aot_tpu.lower(step, (model.leaves, pages, batch), target).compile()
-    return compiled, pages, time.perf_counter() - started
+    started, compiled = time.perf_counter(), None
+    try:
+        compiled = aot_tpu.lower(step, (model.leaves, pages, batch), target).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "Ran out of memory on HBM" not in str(error):
+            raise
+    return compiled, time.perf_counter() - started
 
 
 def nbytes(tree: Any) -> int:
@@ -87,27 +92,28 @@ def fitted(model: Model, target: str, plan: Plan) -> Compiled:
     """The step beside as many blocks as fit, by the rules of an engine; compiled again if its own needs bind.
 
     Raises:
-        ValueError: not even two blocks fit.
+        ValueError: not even two blocks fit, or the compiler finds no room for the step.
     """
     hbm, weights = TpuTiles.read(target).hbm, nbytes(model.leaves)
     device = memory.DeviceMemory(f"TPU {target}", hbm, max(hbm - weights, 0))
     block = cache.block_bytes(**block_shape(plan.block_size, model, model.dtype, IMPL))
     useful = plan.rows * -(-plan.length // plan.block_size)
-    blocks = min(useful, memory.blocks_that_fit(block, plan.fraction, device))
-    compiled, pages, seconds = None, None, 0.0
-    for _ in range(2):
-        try:
-            compiled, pages, seconds = compile_step(model, target, plan, blocks)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            compiled, pages, seconds = compile_step(model, target, plan, min(blocks, plan.tokens))
-        fit = min(useful, memory.blocks_that_fit(block, plan.fraction, device, memory.activations_peak(compiled)))
-        if fit == len(pages.k[0]) - 1:
+
+    def fit(activations: int) -> int:
+        return min(useful, memory.blocks_that_fit(block, plan.fraction, device, activations))
+
+    blocks, compiled, seconds = fit(0), None, 0.0
+    for tried in (blocks, FEW):
+        compiled, seconds = compile_step(model, target, plan, min(blocks, tried))
+        if compiled is not None:
+            blocks = fit(memory.activations_peak(compiled))
             break
-        blocks = fit
-    assert compiled is not None
-    assert pages is not None
+    if compiled is None:
+        raise ValueError(f"the compiler finds no room for a step beside {memory.size(weights)} of weights")
+    if blocks != tried:
+        compiled, seconds = compile_step(model, target, plan, blocks)
+        if compiled is None:
+            raise ValueError(f"the compiler finds no room for {blocks} blocks; lower --fraction")
     report = memory.report(
         device,
         weights=weights,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from pallas_kernels.paged_attention import IMPLS, cpu, gpu, paged_attention
+from pagedjax import cache
+from pagedjax.batch import Batch
+from pallas_kernels.paged_attention import IMPLS, cpu, gpu, paged_attention, tpu
 
 # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
 Attend = Callable[..., jax.Array]
@@ -17,7 +19,7 @@ Attend = Callable[..., jax.Array]
 def default_impl(platform: str, dtype: str, head_dim: int) -> str:
     """The implementation for a platform ("cpu", "gpu", "tpu") and a cache. Plain XLA runs on all of them.
 
-    "pallas_gpu" has to be asked for by name until it has run on a GPU.
+    "pallas_gpu" and "pallas_tpu" have to be asked for by name until they have run on a GPU and on a TPU.
     """
     return "xla" if cpu.obstacle(platform, dtype, head_dim) else "cpu"
 
@@ -50,9 +52,16 @@ def choose(
         wrong = gpu.obstacle(device) or gpu.unsupported(dtype, head_dim, block_size, heads // kv_heads)
         if not wrong and dtype != query_dtype:
             wrong = f"reads keys and values of the queries' dtype, and they are {dtype} and {query_dtype}"
+    if wanted == "pallas_tpu":
+        wrong = tpu.obstacle(device) or tpu.unsupported(dtype, head_dim, block_size, heads // kv_heads)
     if wrong:
         raise ValueError(f"attention_impl {wanted!r} {wrong}; 'xla' has no such limit")
     return wanted
+
+
+def page_row(impl: str | None, head_dim: int) -> int:
+    """Numbers in a row of a page as an implementation reads it: head_dim, or of several tokens for a TPU."""
+    return tpu.row_size(head_dim) if impl == "pallas_tpu" else head_dim
 
 
 def prepare(wanted: str | None, dtype: str) -> None:
@@ -61,8 +70,29 @@ def prepare(wanted: str | None, dtype: str) -> None:
         cpu.prepare()
 
 
+@dataclass(frozen=True)
+class Bound:
+    """`paged_attention` with its choices bound: an `Attend`."""
+
+    impl: str
+    scale: float
+
+    def __call__(self, *arrays: jax.Array, **options: Any) -> jax.Array:
+        return paged_attention(*arrays, scale=self.scale, impl=self.impl, **options)
+
+
 def attend(impl: str, scale: float) -> Attend:
     """`paged_attention` with its choices bound. Raises ValueError for an unknown name."""
     if impl not in IMPLS:
         raise ValueError(f"attention_impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
-    return partial(paged_attention, scale=scale, impl=impl)
+    return Bound(impl, scale)
+
+
+def write(attend: Attend, k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, batch: Batch):
+    """Put the keys and values of the batch's tokens into their slots, as suits what will read them.
+
+    XLA's scatter is in place everywhere but in a step for a TPU, so its kernel brings one that is.
+    """
+    if isinstance(attend, Bound) and attend.impl == "pallas_tpu":
+        return tpu.write(k_pages, v_pages, k, v, batch.slots, rows=len(batch.seq_lens))
+    return cache.write(k_pages, v_pages, k, v, batch.slots)

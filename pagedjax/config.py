@@ -18,7 +18,7 @@ PolicyName = Literal["fcfs", "priority", "shortest", "fair", "static"]
 Reservation = Literal["none", "oracle", "pow2", "max"]
 Preemption = Literal["recompute", "swap"]
 Compilation = Literal["eager", "lazy"]
-AttentionImpl = Literal["xla", "cpu", "pallas_gpu", "reference"]
+AttentionImpl = Literal["xla", "cpu", "pallas_tpu", "pallas_gpu", "reference"]
 
 Config = TypeVar("Config")
 

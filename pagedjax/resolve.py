@@ -63,10 +63,14 @@ def resolve(
     return Resolved(**values)
 
 
-def block_shape(block_size: int, model: Model, dtype: str) -> dict[str, Any]:
-    """What a cache's blocks look like, for `cache`; dtype is that of the keys and values in them."""
+def block_shape(block_size: int, model: Model, dtype: str, impl: str | None = None) -> dict[str, Any]:
+    """What a cache's blocks look like, for `cache`; dtype is that of the keys and values in them.
+
+    Args:
+        impl: what reads them; None gives what has as many bytes.
+    """
     m = model.config
-    heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim}
+    heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim, "row": attention.page_row(impl, m.head_dim)}
     return {"layers": m.layers, "block_size": block_size, **heads, "dtype": dtype}
 
 

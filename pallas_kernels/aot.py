@@ -1,11 +1,13 @@
-"""Compile every kernel for a GPU that need not be here, and say what the compiler made of it.
+"""Compile every kernel for a chip that need not be here, and say what the compiler made of it.
 
     python -m pallas_kernels.aot --target h200
     python -m pallas_kernels.aot --target h100 --json --only decode
+    python -m pallas_kernels.aot --target v5e           # or v4, v5p, v6e, tpu7x: see aot_tpu.py
 
-Needs JAX 0.11 with its CUDA plugin (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, of JAX's own version) and
-ptxas, on the PATH or from the package nvidia-cuda-nvcc. Nothing runs: XLA and Mosaic GPU compile for the named chip as
-they would on it, down to machine code. Exits with 1 if a kernel does not compile or spills registers to memory.
+For a GPU it needs JAX 0.11 with its CUDA plugin (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, of JAX's own
+version) and ptxas, on the PATH or from the package nvidia-cuda-nvcc. Nothing runs: XLA and Mosaic GPU compile for the
+named chip as they would on it, down to machine code. Exits with 1 if a kernel does not compile or spills registers to
+memory.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pallas_kernels.tiles import Tiles
+from pallas_kernels import aot_tpu
+from pallas_kernels.tiles import TPUS, Tiles
 
 # XLA's description of a GPU (GpuTargetConfigProto). Both are GH100 dies with 132 multiprocessors; the memory differs.
 HOPPER = """
@@ -214,13 +217,20 @@ def what_is_missing() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=sorted(TARGETS), required=True)
-    parser.add_argument("--only", choices=("decode", "chunks"), help="one kernel")
+    parser.add_argument("--target", choices=[*sorted(TARGETS), *TPUS], required=True)
+    parser.add_argument("--only", choices=("decode", "chunks"), help="one kernel, of those for GPUs")
     parser.add_argument("--json", action="store_true", help="a JSON object a line instead of a table")
     parser.add_argument("--stages", type=int, help="tiles under way, instead of those of the target's file")
-    parser.add_argument("--quick", action="store_true", help="the first shape of each kernel and head size alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="the first shape of each kernel and head size alone; for TPUs, models"
+    )
     args = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here may start a GPU
+    if args.target in TPUS:
+        if missing := aot_tpu.what_is_missing():
+            print(f"error: {missing}", file=sys.stderr)
+            return 2
+        return aot_tpu.run(args.target, as_json=args.json, only_quick=args.quick, stages=args.stages)
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     if missing := what_is_missing():
         print(f"error: {missing}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The commands around the GPU kernels: compiling without a GPU, and tuning on one."""
+"""The commands around the kernels: compiling for chips that are not here, and tuning on one that is."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pathlib import Path
 import jax
 import pytest
 
-from pallas_kernels import aot, timing, tune
-from pallas_kernels.paged_attention import gpu, paged_attention
-from pallas_kernels.tiles import Tiles
+from pallas_kernels import aot, aot_tpu, timing, tune
+from pallas_kernels.paged_attention import gpu, paged_attention, tpu
+from pallas_kernels.tiles import TPUS, Tiles, TpuTiles
 
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < gpu.JAX_NEEDED, reason="the kernels need JAX 0.11")
 needs_compiler = pytest.mark.skipif(
     bool(aot.what_is_missing()),
     reason="JAX's CUDA plugin or ptxas is not here; CI brings both for the command itself",
+)
+needs_libtpu = pytest.mark.skipif(
+    bool(aot_tpu.what_is_missing()), reason="libtpu is not here; CI brings it for the command itself"
 )
 
 REPORT = """ptxas info    : 0 bytes gmem
@@ -127,3 +130,67 @@ def test_a_measurement_has_pages_of_its_own_for_every_row():
     assert out.shape == made.q.shape == (15, 6, 64)
     assert shape.cache_bytes == 5 * 40 * (made.k_pages[0, :, 0].nbytes + made.v_pages[0, :, 0].nbytes)
     assert shape.flops == 5 * (38 + 39 + 40) * 6 * 4 * 64
+
+
+# --- TPUs -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_shape_claimed_for_tpus_is_compiled():
+    cases = list(aot_tpu.cases())
+    assert len(set(cases)) == len(cases)
+    claimed = {(d, s, dtype) for d in tpu.HEAD_SIZES for s in tpu.BLOCK_SIZES for dtype in tpu.DTYPES}
+    assert {(case.head_size, case.block_size, case.dtype) for case in cases} >= claimed
+    for d in tpu.HEAD_SIZES:
+        mine = [case for case in cases if case.head_size == d]
+        assert max(case.group for case in mine) == tpu.MAX_GROUP
+        assert {name for case in mine for name, _ in case.options} == {"window", "soft_cap"}
+    models = {(case.heads * case.group, case.heads, case.head_size) for case in aot_tpu.quick(cases)}
+    assert models >= {(9, 3, 64), (32, 8, 128), (8, 1, 128)}
+    assert set(aot_tpu.TOPOLOGIES) == set(TPUS)
+
+
+def test_a_missing_libtpu_is_named_with_the_command_that_brings_it(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert aot.main(["--target", "v5e"]) == 2
+    assert "libtpu is missing; pip install --no-deps --target DIR 'libtpu==0.0." in capsys.readouterr().err
+
+
+def test_bundles_and_memory_are_read_from_what_libtpu_dumps(tmp_path):
+    analysis = "Schedule analysis:\n\ttotal scheduled bundles:    848\n\tempty scheduled bundles:    43\n"
+    original = "x = [vmem, size = 0x9000, scoped, tag = 'a']\n[vmem, size = 0xc0000, scoped]\n[smem, size = 0x10]\n"
+    name = "17-paged_attention_decode.1"
+    (tmp_path / f"{name}-00-original.txt").write_text(original)
+    (tmp_path / f"{name}-01-schedule-analysis_final_bundles.txt").write_text(analysis)
+    assert aot_tpu.read_dump(tmp_path, "decode") == aot_tpu.Kernel(848, 0x9000 + 0xC0000)
+    with pytest.raises(ValueError, match="no schedule of the kernel 'chunks'"):
+        aot_tpu.read_dump(tmp_path, "chunks")
+
+
+def test_too_little_vmem_is_a_sentence_with_what_to_lower():
+    text = (
+        "RESOURCE_EXHAUSTED: E1001: x\nScoped allocation with size 20.00M and limit 14.00M exceeded scoped vmem limit"
+    )
+    said = aot_tpu.why(RuntimeError(text))
+    assert "needs 20.00M of VMEM and vmem_limit is 14.00M" in said
+    assert "lower decode_step" in said
+    assert aot_tpu.why(TypeError("no")) == "does not compile: TypeError: no"
+
+
+def test_a_roofline_counts_what_has_to_move():
+    tiles, case = TpuTiles.read("v5e"), aot_tpu.Case(8, 4, 128, 16)
+    found = aot_tpu.estimates(case, tiles)
+    cache, queries = 64 * 1024 * 2 * 8 * 128 * 2, 64 * 2 * 32 * 128 * 2
+    assert found["decode"].nbytes == cache + queries
+    assert found["decode"].seconds == pytest.approx(found["decode"].nbytes / tiles.bandwidth)
+    assert found["chunks"].flops == 4 * 32 * 128 * sum(range(1, 2049))
+    windowed = aot_tpu.estimates(aot_tpu.Case(8, 4, 128, 16, options=(("window", 256),)), tiles)
+    assert windowed["decode"].nbytes == cache / 4 + queries
+
+
+@needs_libtpu
+def test_a_ring_that_does_not_fit_vmem_fails_with_a_sentence():
+    command = [sys.executable, "-m", "pallas_kernels.aot", "--target", "v5e", "--quick", "--stages", "99"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "FAILED: needs " in done.stdout
+    assert "of VMEM and vmem_limit is 14" in done.stdout

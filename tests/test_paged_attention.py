@@ -5,6 +5,7 @@ JAX's has no soft cap: of that the oracle is numpy's float64.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -13,19 +14,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import IMPLS, paged_attention, xla
+from pallas_kernels.paged_attention import IMPLS, paged_attention, tpu, xla
 
 GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it must vanish
 MIXED = [(1, 200), (17, 17), (1, 1), (9, 130), (1, 300), (5, 37), (1, 64)]  # (query tokens, context tokens)
 
 
-def slow(*values: int):
+def slow(*values: Any):
     """A parameter that only the slow run tries: one program more, which takes a second or two to compile."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# The GPU kernels take other shapes and are interpreted, slowly: test_paged_attention_gpu.py.
-every_impl = pytest.mark.parametrize("impl", sorted(set(IMPLS) - {"pallas_gpu"}))
+# The GPU kernels take other shapes and are interpreted, slowly: test_paged_attention_gpu.py. The TPU's is interpreted
+# here as ordinary XLA, fast once it is compiled, and with copies and semaphores in test_paged_attention_tpu.py.
+HERE = sorted(set(IMPLS) - {"pallas_gpu", "pallas_tpu"})
+every_impl = pytest.mark.parametrize("impl", [*HERE, slow("pallas_tpu")])
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setitem(IMPLS, "pallas_tpu", partial(tpu.paged_attention, interpret=True))
+
+
+def skip_unless_it_reads(impl: str, *, s: int = 16, dtype: Any = np.float32) -> None:
+    """Its pages are rows of 128 numbers, none of 8 bits."""
+    if impl == "pallas_tpu" and (s < 8 or dtype == jnp.float8_e4m3fn):
+        pytest.skip(f"pallas_tpu refuses pages of {s} tokens of {jnp.dtype(dtype).name}, tested on their own")
 
 
 class Case(NamedTuple):
@@ -154,6 +168,7 @@ def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
 @pytest.mark.parametrize("t", [8, 96])  # without prompt chunks, and with them
 def test_pages_of_another_dtype_are_what_they_hold(impl, dtype, t):
     """Queries stay in float32, and so do the sums: narrow pages give what their values give in float32."""
+    skip_unless_it_reads(impl, dtype=dtype)
     rows = [(1, 200), (5, 37), (1, 1)] if t == 8 else MIXED
     case = make(rows, t=t, b=8)
     rounded = case._replace(**{x: getattr(case, x).astype(dtype).astype(np.float32) for x in ("k", "v")})
@@ -167,6 +182,7 @@ def test_pages_of_another_dtype_are_what_they_hold(impl, dtype, t):
 @every_impl
 @pytest.mark.parametrize("s", [1, *map(slow, (8, 64, 128)), 16, 256])
 def test_contexts_around_a_block_border(impl, s):
+    skip_unless_it_reads(impl, s=s)
     lengths = sorted({1, max(1, s - 1), s, s + 1, 2 * s, 2 * s + 1})
     assert_contract(make([(1, n) for n in lengths], t=8, b=8, s=s, seed=s), impl)
 
@@ -174,6 +190,7 @@ def test_contexts_around_a_block_border(impl, s):
 @every_impl
 @pytest.mark.parametrize("s", [*map(slow, (1, 64, 128)), 8, 256])
 def test_chunks_around_a_block_border(impl, s):
+    skip_unless_it_reads(impl, s=s)
     rows = [(2, s + 1), (max(1, s - 1) % 90, max(1, s - 1)), (s % 80 or 80, s + 80), (3, 2 * s + 3), (1, s)]
     assert_contract(make([r for r in rows if r[0]], t=192, b=6, s=s, seed=s), impl)
 
@@ -267,9 +284,13 @@ MORE_BORDERS = (3, 15, 17, 47, 48, 49, 63, 64, 127, 128, 129, 511, 512, 513, 599
 
 
 def choices(often: list[tuple], *, of_cpu: list[tuple], rare: list[tuple] | None = None):
-    """(impl, ...) by what a program more costs: little of the CPU kernel, a second or two of the others."""
-    result = []
-    for impl in sorted(set(IMPLS) - {"pallas_gpu"}):
+    """(impl, ...) by what a program more costs: little of the CPU kernel, a second or two of the others.
+
+    Of the TPU kernel, interpreted, several: what is rare for others is only tried by hand.
+    """
+    result = [slow("pallas_tpu", *one) for one in dict.fromkeys([*often, *of_cpu])]
+    result += [pytest.param("pallas_tpu", *one, marks=pytest.mark.exhaustive) for one in rare or []]
+    for impl in HERE:
         default = often + (of_cpu if impl == "cpu" else [])
         every = dict.fromkeys([*default, *of_cpu, *(rare or [])])
         result += [(impl, *one) if one in default else slow(impl, *one) for one in every]
@@ -303,6 +324,7 @@ SHAPES = [(1, 1, 5), (1, 2, 130), (16, 3, 5), (16, 4, 64), (128, 5, 5), (128, 6,
 
 @pytest.mark.parametrize(("impl", "s", "g", "window"), choices([], of_cpu=SHAPES))
 def test_windows_of_all_block_sizes_and_numbers_of_query_heads(impl, s, g, window):
+    skip_unless_it_reads(impl, s=s)
     rows = [(1, s + 1), (20, s + 150), (1, 2 * s + 150), (s % 60 + 2, 2 * s + 2)]
     assert_contract(make(rows, t=96, b=4, s=s, g=g, seed=s)._replace(window=window, soft_cap=2.0), impl)
 

@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from pagedjax import cache as kv
-from pagedjax.attention import Attend
+from pagedjax.attention import Attend, write
 from pagedjax.batch import Batch
 from pagedjax.layers import Buffer, LayerNorm, Linear, RMSNorm, matrix, product, rope, rope_frequencies, rope_table
 
@@ -147,7 +147,7 @@ class Attention(nnx.Module):
         if c.ropes:
             q, k = (rope(a, angles[self.kind.rope]) for a in (q, k))
         q, k, v = (a.transpose(2, 0, 1) for a in (q, k, v))
-        k_pages, v_pages = kv.write(k_pages, v_pages, k, v, batch.slots)
+        k_pages, v_pages = write(attend, k_pages, v_pages, k, v, batch)
         where = batch.block_tables, batch.seq_lens, batch.cu_q_lens
         y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=c.attn_cap).reshape(t, -1)
         wide = y.dtype == jnp.float32  # of a transposed operand in 16 bit, XLA on a CPU widens the weight

@@ -7,13 +7,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import cpu, gpu, reference, xla
+from pallas_kernels.paged_attention import cpu, gpu, reference, tpu, xla
 
 IMPLS = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
     "cpu": cpu.paged_attention,
     "pallas_gpu": gpu.paged_attention,
+    "pallas_tpu": tpu.paged_attention,
 }
 
 
@@ -41,7 +42,7 @@ def paged_attention(
     Args:
         q: [T, N, D] packed query tokens; those past cu_q_lens[B] are padding.
         k_pages, v_pages: [P, K, S, D] keys and values, of q's dtype or another; uint8 holds float8_e4m3fn. Each
-            implementation says which it reads.
+            implementation says which it reads. The same numbers may come in rows of several tokens, [P, K, S D / L, L].
         block_tables: [B, M] int32 page ids in token order; entries past a row's context may be any valid page id.
         seq_lens: [B] int32 context lengths; 0 for padding rows.
         cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row has no tokens.
@@ -63,6 +64,8 @@ def paged_attention(
     if (window is not None and window < 1) or (soft_cap is not None and soft_cap <= 0):
         raise ValueError(f"window is {window} and soft_cap {soft_cap}; each must be above 0, or None")
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if impl != "pallas_tpu":  # it alone reads rows of several tokens
+        k_pages, v_pages = (a.reshape(*a.shape[:2], -1, q.shape[2]) for a in (k_pages, v_pages))
     return IMPLS[impl](q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, **options)
 
 
@@ -77,7 +80,7 @@ def _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> None:
     _, n, d = q.shape
     _, k, _, kd = k_pages.shape
     b = seq_lens.shape[0]
-    if kd != d or v_pages.shape != k_pages.shape:
+    if kd % d or v_pages.shape != k_pages.shape:
         raise ValueError(f"k_pages and v_pages must both be [P, K, S, D] with q's head size {d}; got {shapes}")
     if n % k:
         raise ValueError(f"{n} query heads cannot share {k} key heads evenly; got {shapes}")

@@ -1,4 +1,4 @@
-"""Sizes of the GPU kernels' tiles, a file a device: data that a tuner may write, and numbers that no code holds."""
+"""Sizes of the kernels' tiles, a file a device: data that a tuner may write, and numbers that no code holds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 FALLBACK = "h100"  # the first Hopper: what fits there fits its successors
+TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+TPU_FALLBACK = "v5e"
 
 
 class Tiles(NamedTuple):
-    """What a device's kernels are built with. Sizes by head size are pairs (head size, value).
+    """What a GPU's kernels are built with. Sizes by head size are pairs (head size, value).
 
     multiprocessors: what a split decode has to fill; two blocks of threads fit on each.
     decode_tile: context tokens that a decode computes at a time, by head size.
@@ -29,7 +31,7 @@ class Tiles(NamedTuple):
     @classmethod
     def of(cls, device_kind: str) -> Tiles:
         """Those of the file whose name is in the device's, such as "h200" in "NVIDIA H200"; else FALLBACK's."""
-        names = [file.stem for file in sorted(Path(__file__).parent.glob("*.json"))]
+        names = [file.stem for file in sorted(Path(__file__).parent.glob("h*.json"))]
         found = [name for name in names if name in device_kind.lower()]
         return cls.read((found or [FALLBACK])[0])
 
@@ -38,4 +40,53 @@ class Tiles(NamedTuple):
         fields = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
         fields.pop("note", None)
         fields["decode_tile"] = tuple((int(size), tile) for size, tile in fields["decode_tile"].items())
+        return cls(**fields)
+
+
+class TpuTiles(NamedTuple):
+    """What a TPU's kernels are built with, and what the chip is said to do: its maker's numbers, for estimates.
+
+    device_kinds: what JAX calls it.
+    bandwidth, flops: of HBM in bytes a second, and of products in bfloat16, of what `pallas_kernels.aot` compiles for:
+        one core of a v4 and of a tpu7x, both of a v5p. The kernels use one core.
+    hbm: bytes that XLA lets a program have. vmem: bytes of one core.
+    vmem_limit: bytes of VMEM that a kernel may take.
+    decode_step: bytes of keys and values that a decode copies and computes at a time; `shortest_span` to `longest_span`
+        context tokens whatever that makes.
+    decode_stages: such steps in VMEM, all but one of them under way.
+    decode_units: rows of the batch in one step of the grid.
+    chunk_rows: query tokens times query heads of a key head in a chunk's tile.
+    chunk_span, chunk_stages: context tokens of a chunk's step, and steps in VMEM.
+    """
+
+    device_kinds: tuple[str, ...]
+    bandwidth: float
+    flops: float
+    hbm: int
+    vmem: int
+    vmem_limit: int
+    decode_step: int
+    shortest_span: int
+    longest_span: int
+    decode_stages: int
+    decode_units: int
+    chunk_rows: int
+    chunk_span: int
+    chunk_stages: int
+
+    @classmethod
+    def names(cls, device_kind: str) -> list[str]:
+        """The files, one or none, that are for a device."""
+        return [name for name in TPUS if device_kind in cls.read(name).device_kinds]
+
+    @classmethod
+    def of(cls, device_kind: str) -> TpuTiles:
+        """Those of the device's file; else TPU_FALLBACK's, which is what interpretation runs with."""
+        return cls.read((cls.names(device_kind) or [TPU_FALLBACK])[0])
+
+    @classmethod
+    def read(cls, name: str) -> TpuTiles:
+        fields = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
+        fields.pop("note", None)
+        fields["device_kinds"] = tuple(fields["device_kinds"])
         return cls(**fields)

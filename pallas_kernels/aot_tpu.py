@@ -1,0 +1,281 @@
+"""Compile the TPU kernels for a chip that need not be here, and set what the compiler made of them beside an estimate.
+
+    python -m pallas_kernels.aot --target v5e
+    python -m pallas_kernels.aot --target tpu7x --json --quick
+
+Needs libtpu, the compiler itself, which runs without a chip. Nothing is executed. For each shape it compiles what a
+layer of an engine does, new keys and values into their pages and then attention, which is three kernels, and prints of
+each what VMEM it takes and how many bundles (instructions of a very long instruction word) it has. The estimate is a
+roofline of the chip's published numbers for `ROWS` decodes and a prompt of `PROMPT` tokens: a bound, no measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pallas_kernels.tiles import TpuTiles
+from pallas_kernels.timing import Shape
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+KERNELS = ("write", "decode", "chunks")
+ROWS, CONTEXT, PROMPT = 64, 1024, 2048  # of the estimates
+TOKENS, WIDTH, PAGES = 512, 512, 1025  # of the programs: T, M, P; B is ROWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compiled program: three kernels at one shape."""
+
+    heads: int  # of keys
+    group: int
+    head_size: int
+    block_size: int
+    dtype: str = "bfloat16"
+    options: tuple[tuple[str, float], ...] = ()
+    name: str = ""
+
+    def __str__(self) -> str:
+        words = [f"{self.heads} heads x {self.head_size}", f"G {self.group}", f"S {self.block_size}", self.dtype]
+        return ", ".join([*words, *(name for name, _ in self.options), *([self.name] if self.name else [])])
+
+
+class Kernel(NamedTuple):
+    """What the compiler made of one kernel."""
+
+    bundles: int
+    vmem: int  # bytes that it allocates, beside the queries and results that Pallas copies in and out
+
+
+class Estimate(NamedTuple):
+    """Of one call: bytes of HBM, operations, and the seconds that the chip takes at least."""
+
+    nbytes: float
+    flops: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.nbytes / 1e6:.1f} MB, {self.flops / 1e9:.2f} GFLOP, {1e6 * self.seconds:.0f} us at least"
+
+
+def cases() -> Iterator[Case]:
+    """Every shape that the kernel claims: what changes the program, alone and in the combinations that matter."""
+    from pallas_kernels.paged_attention.tpu import BLOCK_SIZES, DTYPES, HEAD_SIZES
+
+    yield Case(3, 3, 64, 16, name="SmolLM2-135M")
+    yield Case(8, 4, 128, 16, name="Llama-3-8B")
+    yield Case(1, 8, 128, 16, name="Llama-3-70B, one of 8 chips")
+    yield Case(8, 2, 256, 16, name="Gemma-2-9B")
+    yield Case(12, 1, 64, 16, name="GPT-2")
+    yield Case(32, 1, 128, 16, name="Llama-2-7B")
+    for d in HEAD_SIZES:
+        for dtype in DTYPES:
+            for s in BLOCK_SIZES:
+                yield Case(4, 4, d, s, dtype)
+        for group in (1, 3, 16, 32):
+            yield Case(2, group, d, 16)
+        yield Case(4, 4, d, 16, options=(("window", 4096),))
+        yield Case(4, 4, d, 16, options=(("soft_cap", 50.0),))
+
+
+def quick(chosen: list[Case]) -> list[Case]:
+    """Those with a name."""
+    return [case for case in chosen if case.name]
+
+
+def what_is_missing() -> str:
+    """A sentence, or nothing."""
+    if importlib.util.find_spec("libtpu"):
+        return ""
+    needed = [need for need in importlib.metadata.requires("jax") or () if need.startswith("libtpu")]
+    version = (needed or ["libtpu"])[0].split(";")[0].strip()
+    return f"libtpu is missing; pip install --no-deps --target DIR '{version}' and put DIR on PYTHONPATH"
+
+
+def prepare(dump: Path | None = None) -> None:
+    """What libtpu has to find in the environment before it is loaded: no chip is looked for, and what it dumps."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    quiet = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_SKIP_MDS_QUERY": "1"}
+    for name, value in (quiet | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}).items():
+        os.environ.setdefault(name, value)
+    if dump:
+        passes = "--xla_jf_dump_llo_pass_label_regex=.*(original|final_bundles)"  # two of 70
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true {passes}"
+
+
+def lower(function: Any, arguments: Any, target: str) -> Any:
+    """A jitted function at shapes, lowered for one device of a chip that need not be here; `.compile()` it.
+
+    Tile sizes are the chip's own, because the function finds its name in the mesh.
+    """
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, SingleDeviceSharding
+
+    device = topologies.get_topology_desc(TOPOLOGIES[target], platform="tpu").devices[0]
+    here = SingleDeviceSharding(device)
+    placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), arguments)
+    with jax.sharding.use_abstract_mesh(Mesh([device], ("x",)).abstract_mesh):
+        return function.trace(*placed).lower(lowering_platforms=("tpu",))
+
+
+def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[dict[str, Kernel], float]:
+    """What became of each kernel, and the seconds that it took. Raises whatever the compiler raises."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.paged_attention import tpu
+
+    d, row = case.head_size, tpu.row_size(case.head_size)
+    pages = jax.ShapeDtypeStruct((PAGES, case.heads, case.block_size * d // row, row), case.dtype)
+    new = jax.ShapeDtypeStruct((TOKENS, case.heads, d), case.dtype)
+    q = jax.ShapeDtypeStruct((TOKENS, case.heads * case.group, d), case.dtype)
+    slots, tables, lengths, first = (
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((TOKENS,), (ROWS, WIDTH), (ROWS,), (ROWS + 1,))
+    )
+
+    def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, first):
+        k_pages, v_pages = tpu.write(k_pages, v_pages, k, v, slots, rows=ROWS, tiles=tiles)
+        options: dict[str, Any] = dict(case.options)
+        out = tpu.paged_attention(q, k_pages, v_pages, tables, lengths, first, scale=d**-0.5, tiles=tiles, **options)
+        return k_pages, v_pages, out
+
+    arguments = (pages, pages, new, new, q, slots, tables, lengths, first)
+    started = time.perf_counter()
+    lower(jax.jit(layer, donate_argnums=(0, 1)), arguments, target).compile()
+    seconds = time.perf_counter() - started
+    return {kernel: read_dump(dump, kernel) for kernel in KERNELS}, seconds
+
+
+def read_dump(dump: Path, kernel: str) -> Kernel:
+    """Of the last pass of the compiler over a kernel.
+
+    Raises:
+        ValueError: it has dumped no such kernel; then nothing is known of it.
+    """
+    name = f"*paged_attention_{kernel}*"
+    analysis, original = (
+        sorted(dump.glob(name + end)) for end in ("schedule-analysis_final_bundles.txt", "original.txt")
+    )
+    found = re.search(r"total scheduled bundles:\s+(\d+)", analysis[-1].read_text()) if analysis else None
+    if not found or not original:
+        raise ValueError(
+            f"libtpu has dumped no schedule of the kernel {kernel!r}; does it know --xla_jf_dump_llo_text?"
+        )
+    text = original[-1].read_text()
+    own = re.findall(r"vmem, size = (0x[0-9a-f]+), scoped", text)
+    return Kernel(int(found[1]), sum(int(size, 16) for size in own))
+
+
+def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
+    """A roofline of each kernel: `ROWS` decodes of `CONTEXT` tokens, a prompt of `PROMPT`, and what they write."""
+    import jax.numpy as jnp
+
+    itemsize = jnp.dtype(case.dtype).itemsize
+    row = 2 * case.heads * case.head_size * itemsize  # keys and values of a token
+    known = {"heads": case.heads, "group": case.group, "d": case.head_size, "s": case.block_size}
+    window = int(dict(case.options).get("window", CONTEXT))
+    decode = Shape(rows=ROWS, queries=1, context=min(CONTEXT, window), **known)
+    chunks = Shape(rows=1, queries=PROMPT, context=PROMPT, **known)
+    queries = row * case.group  # of one token, and as many results
+    tile = chunk_tokens(case, tiles)
+    passes = sum(min(PROMPT, end) for end in range(tile, PROMPT + tile, tile))  # context tokens that tiles read
+    nbytes = {
+        "write": ROWS * min(8, case.block_size * case.head_size // 128) * row * max(1, 128 // case.head_size) * 2,
+        "decode": ROWS * (decode.context * row + queries),
+        "chunks": passes * row + PROMPT * queries,
+    }
+    flops = {"write": 0.0, "decode": decode.flops, "chunks": chunks.flops}
+    return {
+        kernel: Estimate(
+            nbytes[kernel], flops[kernel], max(nbytes[kernel] / tiles.bandwidth, flops[kernel] / tiles.flops)
+        )
+        for kernel in KERNELS
+    }
+
+
+def chunk_tokens(case: Case, tiles: TpuTiles) -> int:
+    """Query tokens of a prompt's tile."""
+    return sizes(case, tiles)["chunks"].tokens
+
+
+def sizes(case: Case, tiles: TpuTiles) -> dict[str, Any]:
+    """What the two kernels of attention are built of."""
+    import jax.numpy as jnp
+
+    from pallas_kernels.paged_attention import tpu
+
+    itemsize = jnp.dtype(case.dtype).itemsize
+    shape = tpu.Shape(case.heads, case.group, case.head_size, case.block_size, itemsize, itemsize)
+    return {"decode": tpu.decode_sizes(shape, tiles), "chunks": tpu.chunk_sizes(shape, tiles)}
+
+
+def why(error: Exception) -> str:
+    """A compiler's error in a sentence, with what to change where that is known."""
+    text = " ".join(str(error).split())
+    found = re.search(r"Scoped allocation with size (\S+) and limit (\S+) exceeded", text)
+    if found:
+        return (
+            f"needs {found[1]} of VMEM and vmem_limit is {found[2]}; in the target's file lower decode_step, "
+            "longest_span, chunk_rows or the stages"
+        )
+    return f"does not compile: {type(error).__name__}: {text[:300]}"
+
+
+def report(case: Case, target: str, tiles: TpuTiles, dump: Path) -> Iterator[dict[str, Any]]:
+    """Compile -> a record for each kernel, or one with an error."""
+    line: dict[str, Any] = {"target": target, **dataclasses.asdict(case)}
+    try:
+        kernels, seconds = compile_case(case, target, tiles, dump)
+    except Exception as error:
+        yield line | {"error": why(error)}
+        return
+    finally:
+        for file in dump.iterdir():
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    found = estimates(case, tiles)
+    for kernel, made in kernels.items():
+        yield line | {"kernel": kernel, **made._asdict(), "seconds": seconds, "estimate": found[kernel]._asdict()}
+
+
+def table(case: Case, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
+    """For people."""
+    if "error" in records[0]:
+        return f"{case}\n  FAILED: {records[0]['error']}"
+    lines = [f"{case}: compiled in {records[0]['seconds']:.1f} s"]
+    for record in records:
+        made = (
+            f"{record['bundles']:5} bundles, {record['vmem'] / 2**20:5.2f} of {tiles.vmem_limit / 2**20:.0f} MiB VMEM"
+        )
+        lines.append(f"  {record['kernel']:6} {made}; {Estimate(**record['estimate'])}")
+    return "\n".join(lines)
+
+
+def run(target: str, *, as_json: bool, only_quick: bool, stages: int | None) -> int:
+    """Compile what is claimed for a chip; the exit status of the command."""
+    import json
+
+    tiles = TpuTiles.read(target)
+    if stages:
+        tiles = tiles._replace(decode_stages=stages, chunk_stages=stages)
+    failures = 0
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(folder))
+        chosen = list(cases())
+        chosen = quick(chosen) if only_quick else chosen
+        for case in chosen:
+            records = list(report(case, target, tiles, Path(folder)))
+            failures += "error" in records[0]
+            print("\n".join(map(json.dumps, records)) if as_json else table(case, records, tiles), flush=True)
+    if not as_json:
+        print(f"{len(chosen)} programs of {len(KERNELS)} kernels for {target}, {failures} failed")
+    return 1 if failures else 0

@@ -1,0 +1,350 @@
+"""Attention of tiles of queries over pages: Pallas, Mosaic TPU. Decodes and prompt chunks are one kernel in two sizes.
+
+    grid        blocks of U tiles of queries, one after another; Pallas copies queries in and results out
+    item        (tile of a block, row of the batch): the tile's queries of one sequence, over the context they see
+    step        an item's next `span` context tokens: its pages, each copied whole from HBM by a DMA of its own
+    ring        `stages` spans of keys and values in VMEM. A cursor in scalar memory walks all items ahead of the
+                computation, across tiles and blocks, so that a short context is on its way while another is computed
+
+A tile has R rows for each key head, one for each (stream, query head, query token). A row of a page has L lanes, 128 or
+D above that; of D numbers a token, L / D tokens share it. The query is there once for each of them, a *stream*:
+
+        row of a page    | token 2 i       | token 2 i + 1   |          D = 64
+        stream 0         | q               | 0               |          scores of the even tokens
+        stream 1         | 0               | q               |          scores of the odd ones
+
+Streams are softmaxes of their own, merged when the item ends like the parts of a split context (Flash-Decoding). So no
+lane is padding, neither in HBM nor on the way. Exponentials are powers of two.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+NEG = -1e30  # a finite minus infinity: exp2(NEG - NEG) is a number, and where a score is real its weight is 0
+LANES = 128
+UNROLLED = 4  # key heads in one body of the loop over them
+LOG2E = math.log2(math.e)
+ITEM, STEP, SENT, USED = range(4)  # of the cursor: the item and step that is copied next, spans copied, spans used
+
+
+class Work(NamedTuple):
+    """What there is to do, for scalar memory: I items, those of a block side by side."""
+
+    first: jax.Array  # [blocks + 1] the items of block i are first[i] : first[i + 1]
+    unit: jax.Array  # [I] which tile of its block
+    row: jax.Array  # [I] of the block tables
+    begin: jax.Array  # [I] the tile's query tokens begin : end are the row's
+    end: jax.Array  # [I]
+    base: jax.Array  # [I] position in the row's context of the tile's token 0; below 0 where that is another row's
+    start: jax.Array  # [I] its steps are start : stop of the row's context, at least one
+    stop: jax.Array  # [I]
+
+
+class Sizes(NamedTuple):
+    """What a kernel is built of."""
+
+    units: int  # tiles of a block: U
+    tokens: int  # query tokens of a tile, a power of two
+    streams: int
+    block_size: int
+    span: int  # context tokens of a step, a multiple of the block size
+    stages: int
+
+
+class Scores(NamedTuple):
+    """What becomes of q k^T, as in the contract."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+
+class Refs(NamedTuple):
+    """What a kernel is built with, its arguments and its scratch memory."""
+
+    sizes: Sizes
+    scores: Scores
+    width: int  # M
+    work: Work
+    tables: Any  # [B * M]
+    q: Any  # [1, U, K, R, L]
+    k_pages: Any  # [P, K, S / streams, L]
+    v_pages: Any
+    out: Any  # [1, U, K, R / streams, L]
+    k_ring: Any  # [stages, pages, K, S / streams, L]
+    v_ring: Any
+    acc: Any  # [K, R, L] f32 running weighted sums
+    top: Any  # [K, R, 128] f32 running maxima
+    norm: Any  # [K, R, 128] f32 running sums of weights
+    cursor: Any  # [4]
+    arrived: Any  # [stages] semaphores
+
+
+def vmem_bytes(q_shape, q_itemsize: int, itemsize: int, sizes: Sizes) -> int:
+    """Bytes of VMEM: the ring, the running sums, queries and results twice because Pallas copies ahead, and scores.
+
+    What the compiler keeps of scores is an estimate: of as many heads as are computed in a row, four numbers of 32 bits
+    for each score; six if pages are in float32, which takes several passes of the matrix unit.
+
+    Args:
+        q_shape: [blocks, U, K, R, L].
+        itemsize: of the pages.
+    """
+    _, units, heads, rows, lanes = q_shape
+    ring = 2 * sizes.stages * heads * sizes.span // sizes.streams * lanes * itemsize
+    sums = heads * rows * (lanes + 2 * LANES) * 4
+    scores = min(heads, UNROLLED) * rows * sizes.span // sizes.streams * 4 * (2 + itemsize)
+    return ring + sums + scores + 2 * units * heads * (rows + rows // sizes.streams) * lanes * q_itemsize
+
+
+def attend(q, k_pages, v_pages, tables, work: Work, sizes: Sizes, scores: Scores, *, width, vmem_limit, interpret):
+    """Every tile's queries over what they see.
+
+    Args:
+        q: [blocks, U, K, R, L] tiles, R in the order (stream, query head, query token).
+        k_pages, v_pages: [P, K, S / streams, L].
+        tables: [B * M] page ids.
+        width: M.
+        vmem_limit: bytes that the compiler may use.
+        interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
+
+    Returns:
+        [blocks, U, K, R / streams, L] in q's dtype: the result is in the first D lanes of (query head, query token).
+        Zeros for queries that no item covers.
+    """
+    blocks, units, heads, rows, lanes = q.shape
+    ring = (sizes.stages, sizes.span // sizes.block_size, heads, *k_pages.shape[2:])
+    kept = rows // sizes.streams
+    block = lambda rows: pl.BlockSpec((1, units, heads, rows, lanes), lambda i, *_: (i, 0, 0, 0, 0))  # noqa: E731
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    call = pl.pallas_call(
+        partial(_kernel, sizes, scores, width),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(work) + 1,
+            grid=(blocks,),
+            in_specs=[block(rows), in_hbm, in_hbm],
+            out_specs=block(kept),
+            scratch_shapes=[
+                pltpu.VMEM(ring, k_pages.dtype),
+                pltpu.VMEM(ring, v_pages.dtype),
+                pltpu.VMEM((heads, rows, lanes), jnp.float32),
+                pltpu.VMEM((heads, rows, LANES), jnp.float32),
+                pltpu.VMEM((heads, rows, LANES), jnp.float32),
+                pltpu.SMEM((4,), jnp.int32),
+                pltpu.SemaphoreType.DMA((sizes.stages,)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((blocks, units, heads, kept, lanes), q.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit),
+        interpret=interpret,
+        name=f"paged_attention_{'decode' if sizes.tokens == 1 else 'chunks'}",
+    )
+    return call(*work, tables, q, *pinned(k_pages, v_pages, interpret=interpret))
+
+
+def pinned(*pages: jax.Array, interpret: Any) -> list[jax.Array]:
+    """Arrays that stay in HBM: XLA would copy one that is small enough to VMEM, and back."""
+    if interpret:
+        return list(pages)
+    return [pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in pages]
+
+
+def _kernel(sizes: Sizes, scores: Scores, width: int, *refs) -> None:
+    """One block of the grid."""
+    scalars = len(Work._fields)
+    r = Refs(sizes, scores, width, Work(*refs[:scalars]), *refs[scalars:])
+    block, total = pl.program_id(0), r.work.first[pl.num_programs(0)]
+
+    @pl.when(block == 0)
+    def begin():
+        r.cursor[ITEM], r.cursor[STEP] = 0, r.work.start[0]
+        r.cursor[SENT], r.cursor[USED] = 0, 0
+        lax.fori_loop(0, sizes.stages - 1, lambda _, none: _send(r, total), None)
+
+    r.out[...] = jnp.zeros_like(r.out)
+    lax.fori_loop(r.work.first[block], r.work.first[block + 1], lambda i, _: _item(r, i, total), None)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def _seen(r: Refs, item):
+    """(first, last + 1) of the context tokens that the item's queries see."""
+    w, first = r.work, jnp.int32(0)
+    if r.scores.window is not None:
+        first = lax.max(w.base[item] + w.begin[item] + 1 - r.scores.window, first)
+    return first, w.base[item] + w.end[item]
+
+
+def page_range(r: Refs, step, seen) -> tuple[Any, Any]:
+    """Which pages of a step hold tokens that are seen, from 0 for the step's first."""
+    start = step * r.sizes.span
+    first = lax.max(seen[0] - start, 0) // r.sizes.block_size
+    return first, pl.cdiv(lax.min(seen[1] - start, r.sizes.span), r.sizes.block_size)
+
+
+def page_of(r: Refs, item, step, page):
+    """The id of a step's page."""
+    return r.tables[r.work.row[item] * r.width + step * (r.sizes.span // r.sizes.block_size) + page]
+
+
+def _copies(r: Refs, slot, item, step, act) -> None:
+    """`act` on the copy of each page of a step, keys and values, into a slot of the rings."""
+
+    def one(page, _):
+        source = page_of(r, item, step, page)
+        for pages, ring in ((r.k_pages, r.k_ring), (r.v_pages, r.v_ring)):
+            act(pltpu.make_async_copy(pages.at[source], ring.at[slot, page], r.arrived.at[slot]))
+
+    lax.fori_loop(*page_range(r, step, _seen(r, item)), one, None)
+
+
+def _send(r: Refs, total) -> None:
+    """Start the copies that the cursor is at, if there are any, and move it on."""
+    item, step = r.cursor[ITEM], r.cursor[STEP]
+
+    @pl.when(item < total)
+    def send():
+        slot = slot_of(r, r.cursor[SENT])
+        _copies(r, slot, item, step, lambda copy: copy.start())
+        last = step + 1 == r.work.stop[item]
+        following = lax.min(item + 1, r.work.start.shape[0] - 1)
+        r.cursor[ITEM] = jnp.where(last, item + 1, item)
+        r.cursor[STEP] = jnp.where(last, r.work.start[following], step + 1)
+        r.cursor[SENT] = r.cursor[SENT] + 1
+
+
+def slot_of(r: Refs, number):
+    """Where in the rings the span is that was copied `number`-th."""
+    return lax.rem(number, jnp.int32(r.sizes.stages))
+
+
+def wait(r: Refs, slot, item, step) -> None:
+    """Until a step's pages are there."""
+    _copies(r, slot, item, step, lambda copy: copy.wait())
+
+
+# --- computation ------------------------------------------------------------------------------------------------------
+
+
+def _over_heads(heads: int, body) -> None:
+    """body(head) for each key head; a few in a row, so that one's products run beside another's exponentials."""
+    at_once = next(n for n in range(min(UNROLLED, heads), 0, -1) if heads % n == 0)
+
+    def some(i, _):
+        for j in range(at_once):
+            body(i * at_once + j)
+
+    if at_once == heads:
+        some(0, None)
+    else:
+        lax.fori_loop(0, heads // at_once, some, None)
+
+
+def _item(r: Refs, item, total) -> None:
+    r.acc[...] = jnp.zeros_like(r.acc)
+    r.top[...] = jnp.full_like(r.top, NEG)
+    r.norm[...] = jnp.zeros_like(r.norm)
+    seen = _seen(r, item)
+
+    def step(i, _):
+        _send(r, total)  # into the slot that the step before this one has left
+        slot = slot_of(r, r.cursor[USED])
+        r.cursor[USED] = r.cursor[USED] + 1
+        wait(r, slot, item, i)
+        pl.when((i * r.sizes.span < seen[0]) | ((i + 1) * r.sizes.span > seen[1]))(lambda: _clear(r, slot, i, seen))
+        hidden = _hidden(r, item, i)
+        _over_heads(r.acc.shape[0], lambda head: _update(r, r.work.unit[item], slot, head, hidden))
+
+    lax.fori_loop(r.work.start[item], r.work.stop[item], step, None)
+    _over_heads(r.acc.shape[0], lambda head: _finish(r, item, head))
+
+
+def _clear(r: Refs, slot, step, seen) -> None:
+    """Zeros in place of values that are not seen, for a weight of 0 does not hide a NaN.
+
+    And of keys, where the zeros of one stream's query meet those of another's tokens.
+    """
+    _, pages, heads, rows, lanes = r.v_ring.shape
+    number = lambda axis: lax.broadcasted_iota(jnp.int32, (pages, rows, lanes), axis)  # noqa: E731
+    token = number(0) * r.sizes.block_size + number(1) * r.sizes.streams + number(2) // (lanes // r.sizes.streams)
+    token = token + step * r.sizes.span
+    real = (token >= seen[0]) & (token < seen[1])
+
+    def one(head, _):
+        for ring in (r.v_ring, r.k_ring)[: min(2, r.sizes.streams)]:
+            ring[slot, :, head] = jnp.where(real, ring[slot, :, head].astype(jnp.float32), 0.0).astype(ring.dtype)
+
+    lax.fori_loop(0, heads, one, None)
+
+
+def _hidden(r: Refs, item, step):
+    """[R, span / streams] bool: which keys of a step a row of the tile does not see."""
+    rows = r.acc.shape[1]
+    shape = (rows, r.sizes.span // r.sizes.streams)
+    row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    stream = row // (rows // r.sizes.streams)
+    key = column * r.sizes.streams + stream + step * r.sizes.span
+    query = (row & (r.sizes.tokens - 1)) + r.work.base[item]
+    return key > query if r.scores.window is None else (key > query) | (key <= query - r.scores.window)
+
+
+def _update(r: Refs, unit, slot, head, hidden) -> None:
+    """Take one head's span into the running softmax."""
+    q, keys, values = r.q[0, unit, head], r.k_ring[slot, :, head], r.v_ring[slot, :, head]
+    dtype = jnp.promote_types(q.dtype, keys.dtype)
+    keys, values = (a.reshape(-1, a.shape[-1]).astype(dtype) for a in (keys, values))
+    exact = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    dot = partial(lax.dot_general, preferred_element_type=jnp.float32, precision=exact)
+    x = capped(dot(q.astype(dtype), keys, (((1,), (1,)), ((), ()))), r.scores)
+    x = jnp.where(hidden, NEG, x)
+    top = r.top[head][:, :1]
+    new = jnp.maximum(top, x.max(axis=1, keepdims=True))
+    kept = jnp.exp2(top - new)
+    weights = jnp.exp2(x - new)
+    part = dot(weights.astype(dtype), values, (((1,), (0,)), ((), ())))
+    r.acc[head] = r.acc[head] * kept + part
+    r.norm[head] = r.norm[head] * kept + weights.sum(axis=1, keepdims=True)
+    r.top[head] = jnp.broadcast_to(new, r.top.shape[1:])
+
+
+def capped(x, scores: Scores):
+    """Scores as powers of two: exp2 of the result is exp of the scaled, perhaps capped, product."""
+    if scores.soft_cap is None:
+        return x * (scores.scale * LOG2E)
+    return jnp.tanh(x * (scores.scale / scores.soft_cap)) * (scores.soft_cap * LOG2E)
+
+
+def _finish(r: Refs, item, head) -> None:
+    """Merge the streams and write the results of the item's queries beside those of the tile's other rows."""
+    rows, lanes = r.acc.shape[1:]
+    kept = rows // r.sizes.streams
+    parts = [pl.ds(stream * kept, kept) for stream in range(r.sizes.streams)]
+    tops = [r.top[head, part][:, :1] for part in parts]
+    best = tops[0]
+    for top in tops[1:]:
+        best = jnp.maximum(best, top)
+    total, norm = jnp.zeros((kept, lanes), jnp.float32), jnp.zeros((kept, 1), jnp.float32)
+    for stream, (part, top) in enumerate(zip(parts, tops, strict=True)):
+        weight = jnp.exp2(top - best)  # 0 for a stream that has seen nothing
+        acc = r.acc[head, part]
+        if stream:  # its numbers to the first lanes
+            acc = pltpu.roll(acc, lanes - stream * (lanes // r.sizes.streams), 1)
+        total, norm = total + acc * weight, norm + r.norm[head, part][:, :1] * weight
+    result = (total / norm).astype(r.out.dtype)
+    unit = r.work.unit[item]
+    if r.sizes.tokens > 1:
+        token = lax.broadcasted_iota(jnp.int32, (kept, lanes), 0) & (r.sizes.tokens - 1)
+        mine = (token >= r.work.begin[item]) & (token < r.work.end[item])
+        old = r.out[0, unit, head].astype(jnp.float32)
+        result = jnp.where(mine, total / norm, old).astype(r.out.dtype)
+    r.out[0, unit, head] = result
