@@ -79,7 +79,7 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
 
 def serve(model: str) -> tuple[subprocess.Popen[str], str]:
     """`pagedjax serve` with the same engine -> its process and url."""
-    options = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", _said(value))]
     words = [sys.executable, "-m", "pagedjax", "serve", model, "--port", "0", "--log-level", "warning", *options]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -87,6 +87,11 @@ def serve(model: str) -> tuple[subprocess.Popen[str], str]:
     if " at http" not in line:
         raise RuntimeError(f"the server did not start: {line!r}")
     return process, line.split(" at ")[1].strip().removesuffix("/v1")
+
+
+def _said(value: Any) -> str:
+    """As the command line has it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def measure(model: str, count: int, rounds: int) -> dict[str, list[float]]:

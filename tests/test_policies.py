@@ -483,7 +483,8 @@ def test_the_policy_of_the_design_document_works(documented):
 
 def test_it_runs_in_an_engine_and_its_recording_replays(documented, tiny, tmp_path, capsys):
     name = f"{documented}:LEAST_WORK"
-    llm = LLM(tiny, progress=False, policy=name, max_num_seqs=1, num_blocks=32, max_model_len=64)
+    sizes = {"max_num_seqs": 1, "num_blocks": 32, "max_model_len": 64, "max_num_batched_tokens": 8}
+    llm = LLM(tiny, progress=False, policy=name, token_buckets=(8,), **sizes)
     llm.engine.record(tmp_path / "run.jsonl")
     params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for n in (2, 30, 3)]
     llm.generate([[20, 30], [40, 50], [60]], params, use_tqdm=False)
