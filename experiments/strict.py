@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -79,11 +80,17 @@ def parse(kind: Any, value: Any, where: str) -> Any:
     raise ValueError(f"{where} is {value!r}; it must be {_words(kind)}{_hint(kind, value)}")
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a class's fields; asking Python again takes longer than everything else here."""
+    return typing.get_type_hints(cls)
+
+
 def _dataclass(cls: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         names = ", ".join(field.name for field in dataclasses.fields(cls))
         raise ValueError(f"{where} is {value!r}; it must be a mapping with keys from: {names}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     prefix = f"{where}." if where else ""
     known = {k: parse(hints[k], v, prefix + k) if k in hints else v for k, v in value.items()}
     for field in dataclasses.fields(cls):
@@ -114,7 +121,7 @@ def _union(members: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _tag(cls: Any) -> tuple[str, tuple[Any, ...]]:
     """Name and values of the Literal field that says which member of a union this is; ("", ()) without one."""
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in _hints(cls).items():
         if get_origin(hint) is Literal and len(get_args(hint)) == 1:
             return name, get_args(hint)
     return "", ()
