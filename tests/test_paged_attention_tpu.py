@@ -62,7 +62,8 @@ def run(case: Case, mode: str, *, tiles: TpuTiles = SMALL, order: int = 0, **opt
 
 def check(case: Case, mode: str, *, tiles: TpuTiles = SMALL, **options) -> None:
     found, expected = run(case, mode, tiles=tiles, **options), case.expected(**options)
-    atol = {"bfloat16": 4 * 2.0**-8, "float32": 2e-6}[case.dtype]  # weights and results are rounded to 8 bits
+    # in 16 bit weights and results are rounded to 8 bits; in 32 a score's error grows with the numbers it sums
+    atol = {"bfloat16": 4 * 2.0**-8, "float32": 2e-6 * max(1, case.d / 128)}[case.dtype]
     np.testing.assert_allclose(found, expected[: len(found)], atol=atol, rtol=0)
 
 
