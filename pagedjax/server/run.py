@@ -34,7 +34,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def serve(llm: LLM, options: Options, at: socket.socket, *, drain_seconds: int = 60, log_level: str = "info") -> None:
-    """Serve until a signal, and print the address first.
+    """Serve until a signal. Prints the address once somebody can connect.
 
     SIGTERM and SIGINT close the port; requests under way have `drain_seconds` to end, then they are cancelled. A second
     SIGINT does not wait.
@@ -49,8 +49,19 @@ def serve(llm: LLM, options: Options, at: socket.socket, *, drain_seconds: int =
     )
     name, number = at.getsockname()[:2]
     where = f"[{name}]" if ":" in name else name
-    print(f"serving {options.name} at http://{where}:{number}/v1", flush=True)
-    uvicorn.Server(config).run(sockets=[at])
+    _Server(config, f"serving {options.name} at http://{where}:{number}/v1").run(sockets=[at])
+
+
+class _Server(uvicorn.Server):
+    """Says a line once it listens."""
+
+    def __init__(self, config: uvicorn.Config, line: str) -> None:
+        super().__init__(config)
+        self._line = line
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._line, flush=True)
 
 
 def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
