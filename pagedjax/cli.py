@@ -28,16 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Print a completion as it is generated."""
-    from pagedjax import SamplingParams
-
-    params = SamplingParams(  # checked before a model is loaded
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        max_tokens=args.max_tokens,
-        stop=tuple(args.stop),
-    )
+    params = sampling(args, stop=tuple(args.stop))
     from pagedjax import LLM
 
     llm = LLM(args.model, progress=sys.stderr.isatty(), **engine_options(args))
@@ -49,6 +40,14 @@ def generate(args: argparse.Namespace) -> int:
         print(piece, end="", flush=True)
     print()
     return 0
+
+
+def sampling(args: argparse.Namespace, **more: Any) -> Any:
+    """What an answer is drawn with; checked before a model is loaded."""
+    from pagedjax import SamplingParams
+
+    names = ("temperature", "top_p", "top_k", "seed", "max_tokens")
+    return SamplingParams(**{name: getattr(args, name) for name in names}, **more)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -68,17 +67,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def chat(args: argparse.Namespace) -> int:
     """Talk with a chat model in the terminal. /help lists what else than talking it understands."""
-    from pagedjax import SamplingParams
-    from pagedjax import chat as loop
-
-    params = SamplingParams(  # checked before a model is loaded
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-        max_tokens=args.max_tokens,
-    )
+    params = sampling(args)
     from pagedjax import LLM
+    from pagedjax import chat as loop
 
     llm = LLM(args.model, progress=sys.stderr.isatty(), enable_prefix_caching=True, **engine_options(args))
     loop.chat(llm, params, system=args.system)
