@@ -225,7 +225,6 @@ def main(argv: list[str] | None = None) -> int:
         "--quick", action="store_true", help="the first shape of each kernel and head size alone; for TPUs, models"
     )
     args = parser.parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing here may start a GPU
     if args.target in TPUS:
         if missing := aot_tpu.what_is_missing():
             print(f"error: {missing}", file=sys.stderr)
@@ -235,6 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     if missing := what_is_missing():
         print(f"error: {missing}", file=sys.stderr)
         return 2
+    aot_tpu.keep_to_the_cpu()
     target, tiles = TARGETS[args.target], Tiles.read(args.target)
     if args.stages:
         tiles = tiles._replace(decode_stages=args.stages, chunk_stages=args.stages)

@@ -101,9 +101,18 @@ def what_is_missing() -> str:
     return f"libtpu is missing; pip install --no-deps --target DIR '{version}' and put DIR on PYTHONPATH"
 
 
+def keep_to_the_cpu() -> None:
+    """No device is started, also where there is one. Set in JAX itself, which read the environment when it was imported;
+    JAX's CUDA plugin, asked for a device, wants a cuDNN that compiling does without.
+    """
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
 def prepare(dump: Path | None = None) -> None:
     """What libtpu has to find in the environment before it is loaded: no chip is looked for, and what it dumps."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    keep_to_the_cpu()
     quiet = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_SKIP_MDS_QUERY": "1"}
     for name, value in (quiet | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}).items():
         os.environ.setdefault(name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,25 @@ def test_a_missing_plugin_is_named_with_the_command_that_brings_it(capsys, monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert aot.main(["--target", "h100"]) == 2
     assert f"pip install --no-deps jax-cuda13-plugin=={jax.__version__}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["h200", "v5e"])
+def test_compiling_for_a_chip_never_starts_one(target):
+    """Whatever was imported first: JAX reads JAX_PLATFORMS once, and asked for a GPU its plugin fails without cuDNN."""
+    program = f"""
+import jax
+from pallas_kernels import aot, aot_tpu
+def seen(*_, **__):
+    print("platforms:", jax.config.jax_platforms)
+    raise ValueError
+aot.what_is_missing = aot_tpu.what_is_missing = lambda: ""
+aot.compile_case = aot_tpu.compile_case = seen
+raise SystemExit(aot.main(["--target", "{target}", "--quick"]))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
+    assert {line for line in done.stdout.splitlines() if line.startswith("platforms")} == {"platforms: cpu"}, done.stderr
 
 
 @needs_compiler
