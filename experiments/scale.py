@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,40 +38,24 @@ from experiments.bench_peers import STOLEN
 from experiments.bench_random_llama import random_model
 from experiments.environment import environment, load_average, processor_time, stolen_share
 from experiments.floors import read_weights, weight_products
+from experiments.scale_paper import BLOCK, DTYPE, ROOM, Shape, held, paper
+from experiments.scale_report import report
 from pagedjax import SamplingParams, attention, cache, memory, readout, scheduler
-from pagedjax.batch import MAX_LISTED, Batch, SamplingBatch, Shapes, Source, blank_sampling, pack
-from pagedjax.intake import intake
-from pagedjax.models import Model, llama
+from pagedjax.batch import Batch, SamplingBatch, Shapes, Source, blank_sampling, pack
+from pagedjax.intake import follow, intake
+from pagedjax.models import Model
 from pagedjax.policies import FCFS
 from pagedjax.sampling import device_tile
 from pagedjax.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.step import make_step
-from pagedjax.types import EMPTY_PLAN, Event, Sampled
+from pagedjax.types import EMPTY_PLAN
 
-DTYPE, NUMBER = "float32", 4  # and its bytes; token ids and lengths have as many
-BLOCK = 16
-ROOM = 32  # tokens that a sequence can have beyond the context it is measured at
 WARM = 2  # steps before the timed ones
 MOST_STEPS = 40  # more would not fit into ROOM
 ATTEMPTS = 3  # at a point, when others take the processors
 PROBE_TOKENS = 512  # columns of the products that give the rate of multiplying
-UNITS = {  # of a factor's growth
-    "sequences": (1, "per sequence"),
-    "context": (1, "per token"),
-    "layers": (1, "per layer"),
-    "vocabulary": (1000, "per 1,000 tokens"),
-}
 
 Compute = Callable[[Batch], np.ndarray]
-
-
-class Shape(NamedTuple):
-    """A decode step: so many sequences, each with one query token, and the mean of their lengths with it."""
-
-    sequences: int
-    context: int
-    layers: int
-    vocabulary: int
 
 
 class Setup(NamedTuple):
@@ -102,67 +84,6 @@ QUICK = Setup(
     Shape(sequences=2, context=48, layers=1, vocabulary=256),
     {"sequences": (2, 3), "context": (48, 96), "layers": (1, 2), "vocabulary": (256, 512)},
 )
-
-
-# --- on paper ---------------------------------------------------------------------------------------------------------
-
-
-class Paper(NamedTuple):
-    """Bytes and floating point operations of one decode step, from the model's shape alone."""
-
-    weights: int  # held
-    weights_read: int
-    kv_read: int
-    products: int  # operations with weights
-    attention: int  # operations with keys and values
-    cache: int  # held, with the trash block
-    inputs: int  # the arrays of a `Batch`
-    activations: int  # the most that has to exist at a time
-
-
-def paper(c: Any, sequences: int, context: int) -> Paper:
-    """Of a Llama's configuration, as `llama.from_hf` makes it."""
-    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    layer = c.hidden * (queries + 2 * keys) + queries * c.hidden + 3 * c.hidden * c.intermediate
-    head = c.vocab_size * c.hidden
-    embedding = 0 if c.tied else head  # of one that is not the head, a row a sequence is read
-    norms = (2 * c.layers + 1) * c.hidden
-    biases = c.layers * (c.qkv_bias * (queries + 2 * keys) + c.out_bias * c.hidden)
-    angles = c.head_dim * c.max_len  # the rotary table, of which a column a sequence is read
-    read = c.layers * layer + head + norms + biases
-    longest = context + ROOM
-    blocks = 1 + sequences * -(-longest // BLOCK)
-    return Paper(
-        weights=NUMBER * (read + embedding + angles),
-        weights_read=NUMBER * (read + (embedding and sequences * c.hidden)),
-        kv_read=NUMBER * 2 * c.layers * keys * context * sequences,
-        products=2 * sequences * (c.layers * layer + head),
-        attention=4 * c.layers * queries * context * sequences,
-        cache=NUMBER * 2 * c.layers * keys * blocks * BLOCK,
-        inputs=batch_bytes(sequences, longest),
-        # in a layer: its input, what gate and up make, and their product; after the last one: the logits
-        activations=NUMBER * sequences * max(c.hidden + 3 * c.intermediate, c.vocab_size),
-    )
-
-
-def batch_bytes(sequences: int, longest: int) -> int:
-    """Of a step with one token a sequence: see `batch.Batch` and `batch.SamplingBatch`."""
-    numbers = 7 + 11  # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
-    row = numbers + -(-longest // BLOCK) + longest + 2 * MAX_LISTED  # block table; history, listed and bias
-    return sequences * (NUMBER * row + 1) + NUMBER  # only_listed is a byte
-
-
-class Rates(NamedTuple):
-    """What the device can do."""
-
-    read: float  # bytes a second
-    multiply: float  # floating point operations a second
-
-
-def roofline(p: Paper, rates: Rates) -> float:
-    """Seconds of a step that loses nothing: products with weights, then attention (Williams et al. 2009)."""
-    weights = max(p.weights_read / rates.read, p.products / rates.multiply)
-    return weights + max(p.kv_read / rates.read, p.attention / rates.multiply)
 
 
 # --- measured ---------------------------------------------------------------------------------------------------------
@@ -202,7 +123,7 @@ def prompted(shapes: Shapes, context: int, lead: int) -> Host:
         sources |= taken.sources
     state, plan = scheduler.schedule(state, FCFS)
     state, events = scheduler.commit(state, plan, [0] * rows)
-    take_in(sources, events)
+    follow(sources, events)
     return Host(state, sources)
 
 
@@ -218,19 +139,9 @@ def advance(
     arrived, resumed = time.perf_counter(), time.thread_time()
     hashes = readout.filled(plan, host.sources, BLOCK)
     state, events = scheduler.commit(state, plan, tokens[: len(plan.seqs)].tolist(), hashes)
-    take_in(host.sources, events)
+    follow(host.sources, events)
     ended = time.thread_time()
     return Host(state, host.sources), Seconds(packed - began + ended - resumed, arrived - sent), batch
-
-
-def take_in(sources: Mapping[str, Source], events: Sequence[Event]) -> None:
-    """Append new tokens to their requests, as the engine does."""
-    for event in events:
-        if isinstance(event, Sampled):
-            for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
-                source = sources[request_id]
-                source.tokens[source.length] = token
-                source.length += 1
 
 
 class Device:
@@ -369,7 +280,7 @@ def points(setup: Setup) -> list[Shape]:
     return list(dict.fromkeys(setup.base._replace(**{f: v}) for f, vs in setup.values.items() for v in vs))
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int, free: int | None) -> Setup:
@@ -407,152 +318,6 @@ def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int,
             f"free; lower it, or free some memory"
         )
     return setup
-
-
-def held(shape: Shape, body: Mapping[str, Any]) -> int:
-    """Bytes of a point, on paper."""
-    c = llama.from_hf({**body, "num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary})
-    p = paper(c, shape.sequences, shape.context)
-    return p.weights + p.cache + p.inputs + p.activations
-
-
-# --- for people -------------------------------------------------------------------------------------------------------
-
-
-class Line(NamedTuple):
-    """y = start + slope * x."""
-
-    start: float
-    slope: float
-    miss: float  # the largest, as a share of y
-
-
-def line(xs: Sequence[float], ys: Sequence[float]) -> Line:
-    """The line with the least squares of relative errors: the small values count as much as the large ones."""
-    x, y = np.asarray(xs, float), np.asarray(ys, float)
-    columns = np.stack([1 / y, x / y], axis=1)
-    start, slope = np.linalg.lstsq(columns, np.ones(len(y)), rcond=None)[0].tolist()
-    return Line(start, slope, float(np.abs((start + slope * x) / y - 1).max()))
-
-
-def report(figures: Mapping[str, Any]) -> str:
-    """A section for experiments/results/README.md: a table and what it says, for each factor."""
-    rates = Rates(*(float(np.percentile(figures["rates"][name], 90)) for name in Rates._fields))
-    factors = {name: [medians(point, rates) for point in several] for name, several in figures["factors"].items()}
-    parts = [heading(figures), conditions(figures, rates)]
-    for name, several in factors.items():
-        others = ", ".join(f"{other} {value:,}" for other, value in figures["base"].items() if other != name)
-        parts += [f"**{name.capitalize()}** ({others}):", table(name, several), growth(name, several)]
-    return "\n\n".join(parts) + "\n"
-
-
-def medians(point: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
-    """A point with one time of each kind: of the step and the host, and on paper."""
-    on_paper = 1e3 * roofline(Paper(**point["paper"]), rates)
-    return {**point, **{name: statistics.median(point[name]) for name in ("step_ms", "host_us")}, "paper_ms": on_paper}
-
-
-COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "products, GFLOP": lambda p: p["paper"]["products"] / 1e9,
-    "attention, GFLOP": lambda p: p["paper"]["attention"] / 1e9,
-    "weights, MiB": lambda p: p["paper"]["weights"] / memory.MIB,
-    "keys and values read, MiB": lambda p: p["paper"]["kv_read"] / memory.MIB,
-    "paper, ms": lambda p: p["paper_ms"],
-    "step, ms": lambda p: p["step_ms"],
-    "step / paper": lambda p: p["step_ms"] / p["paper_ms"],
-    "host, us": lambda p: p["host_us"],
-    "cache, MiB": lambda p: p["paper"]["cache"] / memory.MIB,
-    "activations, MiB": lambda p: p["paper"]["activations"] / memory.MIB,
-    "as compiled, MiB": lambda p: p["compiled"]["activations"] / memory.MIB,
-}
-
-
-def table(factor: str, several: Sequence[Mapping[str, Any]]) -> str:
-    rows = [[f"{p[factor]:,}", *(number(value(p)) for value in COLUMNS.values())] for p in several]
-    lines = ["| " + " | ".join(cells) + " |" for cells in ([factor, *COLUMNS], *rows)]
-    return "\n".join([lines[0], "|" + "---:|" * (1 + len(COLUMNS)), *lines[1:]])
-
-
-def growth(factor: str, several: Sequence[Mapping[str, Any]]) -> str:
-    """What a table says: each quantity as a line over the factor, and how far the line is from the points."""
-    size, unit = UNITS[factor]
-    xs = [p[factor] / size for p in several]
-
-    def along(column: str, name: str, quantity: str) -> str:
-        ys = [COLUMNS[column](p) for p in several]
-        if max(ys) < 1.001 * min(ys):
-            return f"{name} {number(ys[0])} {quantity} everywhere"
-        start, slope, miss = line(xs, ys)
-        sign, off = "-" if slope < 0 else "+", f" ({miss:.0%} off at most)" if miss >= 0.005 else ""
-        return f"{name} {number(start)} {quantity} {sign} {number(abs(slope))} {unit}{off}"
-
-    def between(values: Sequence[float], unit: str = "") -> str:
-        return " to ".join(dict.fromkeys([number(min(values)), number(max(values))])) + unit
-
-    ratios = [COLUMNS["step / paper"](p) for p in several]
-    hosts = [COLUMNS["host, us"](p) for p in several]
-    planned = [p["compiled"]["activations"] / p["paper"]["activations"] for p in several]
-    times = [along("step, ms", "Step", "ms"), along("paper, ms", "on paper", "ms"), f"step / paper {between(ratios)}"]
-    sizes = [along("weights, MiB", "Weights", "MiB"), along("cache, MiB", "cache", "MiB")]
-    sizes += [along("as compiled, MiB", "activations as compiled", "MiB"), f"{between(planned)} times those on paper"]
-    host = [along("host, us", "Host", "us"), between(hosts, " us in all")]
-    return wrapped(*("; ".join(parts) + "." for parts in (times, host, sizes)))
-
-
-def heading(figures: Mapping[str, Any]) -> str:
-    where = figures["where"]
-    commit = (where["commit"] or "unknown")[:7] + (" with changes" if where["dirty"] else "")
-    return f"## cpu/scale: `{figures['command']}`, {figures['date']}, commit {commit}"
-
-
-def conditions(figures: Mapping[str, Any], rates: Rates) -> str:
-    """Where and how it was measured, and how quiet it was."""
-    where, body = figures["where"], figures["body"]
-    every = [p for several in figures["factors"].values() for p in several]
-    spread = [spread_of(p["step_ms"]) for p in every]
-    wrong = max(abs(difference(p)) for p in every)
-    return wrapped(
-        f"{where['cpu']['usable_cores']} cores ({where['cpu']['model']}), {DTYPE}, JAX {where['versions']['jax']},",
-        f"Python {where['python']}, attention {every[0]['attention_impl']!r}; random weights, hidden",
-        f"{body['hidden_size']}, intermediate {body['intermediate_size']}, {body['num_attention_heads']} heads of",
-        f"queries and {body['num_key_value_heads']} of keys, tied embeddings; medians of {figures['steps']} steps.",
-        f"In its best tenth the device read {rates.read / 1e9:.1f} GB/s ({spans(figures['rates']['read'])} in all) and",
-        f"multiplied {rates.multiply / 1e9:.0f} GFLOP/s ({spans(figures['rates']['multiply'])}). The middle half of a",
-        f"point's steps spans {statistics.median(spread):.0%} of their median, {max(spread):.0%} at the worst point;",
-        f"other processes took {figures['elsewhere'] or 0:.0%} of the processor time, and the hypervisor",
-        f"{figures['stolen'] or 0:.1%}, {max(p['stolen'] for p in every):.1%} at the worst point.",
-        "The compiler's count of the step's arguments is the paper's weights, cache and inputs,",
-        "to the byte." if wrong == 0 else f"but for {wrong:,} bytes at most.",
-    )
-
-
-def wrapped(*parts: str) -> str:
-    return textwrap.fill(" ".join(parts), 120, break_on_hyphens=False)
-
-
-def number(value: float) -> str:
-    """Three digits, and all of a larger integer part."""
-    if abs(value) < 5e-6:
-        return "0"
-    value = float(f"{value:.9g}")  # what two versions of numpy say of one line differs in its last bits
-    digits = 2 - math.floor(math.log10(abs(value)))
-    return f"{value:,.{min(max(digits, 0), 5)}f}"
-
-
-def spread_of(times: Sequence[float]) -> float:
-    """The middle half of them, as a share of the median."""
-    low, middle, high = np.percentile(times, [25, 50, 75]).tolist()
-    return (high - low) / middle
-
-
-def spans(rates: Sequence[float]) -> str:
-    return f"{min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f}"
-
-
-def difference(point: Mapping[str, Any]) -> int:
-    """Bytes of arguments that the compiler counts and the paper does not; 0 where a compiler does not tell."""
-    counted, p = point["compiled"]["arguments"], Paper(**point["paper"])
-    return 0 if counted is None else counted - p.weights - p.cache - p.inputs
 
 
 def kept(path: Path) -> dict[str, Any]:

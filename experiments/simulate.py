@@ -13,19 +13,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments import cost
 from experiments.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
 from pagedjax import policies, readout, scheduler
 from pagedjax.batch import Source, token_buckets
 from pagedjax.config import EngineConfig
-from pagedjax.intake import intake
+from pagedjax.intake import follow, intake
 from pagedjax.params import SamplingParams
 from pagedjax.reservation import table_width
 from pagedjax.state import limits
 from pagedjax.tokenizer import load_tokenizer
-from pagedjax.types import Event, Finished, Plan, Sampled, StepResult
+from pagedjax.types import Event, Finished, Plan, StepResult
 from pagedjax.weights.checkpoint import open_checkpoint
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
@@ -131,7 +131,7 @@ class SimulatedEngine:
         hashes = readout.filled(plan, self._sources, self.config.block_size) if self._sources else scheduler.NO_HASHES
         self.state, events = scheduler.commit(state, plan, sampled, hashes)
         if self._sources:
-            self._take_in(events)
+            follow(self._sources, events)
         if self._simulate.whole_batches:
             self._batch, events = after_step(self._batch, plan, events, over=not self.state.running.seqs)
         self.now = started + seconds + self._simulate.host_s
@@ -142,16 +142,6 @@ class SimulatedEngine:
             return tokens
         assert self.config.token_buckets is not None
         return next((size for size in self.config.token_buckets if size >= tokens), tokens)
-
-    def _take_in(self, events: Sequence[Any]) -> None:
-        for event in events:
-            if isinstance(event, Sampled):
-                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
-                    source = self._sources[request_id]
-                    source.tokens[source.length] = token
-                    source.length += 1
-            elif isinstance(event, Finished):
-                del self._sources[event.request_id]
 
 
 def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> EngineConfig:

@@ -19,7 +19,7 @@ from pagedjax import ahead, attention, beams, cache, memory, monitor, policies, 
 from pagedjax.ahead import Ahead, Flight
 from pagedjax.batch import Batch, Feed, Source, blank_feed, blank_sampling, pack
 from pagedjax.config import EngineConfig, Resolved
-from pagedjax.intake import intake
+from pagedjax.intake import follow, intake
 from pagedjax.models import Model
 from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.programs import Key
@@ -29,7 +29,7 @@ from pagedjax.sampling import device_tile
 from pagedjax.state import limits
 from pagedjax.step import copy_blocks, make_step, make_steps
 from pagedjax.swap import SwapSpace
-from pagedjax.types import EMPTY_PLAN, Beamed, Event, Finished, FinishReason, Plan, Sampled, StepResult
+from pagedjax.types import EMPTY_PLAN, Event, Finished, FinishReason, Plan, StepResult
 from pagedjax.weights.trained import replaced
 
 
@@ -261,24 +261,10 @@ class Engine:
         return pages
 
     def _take_in(self, events: Sequence[Event]) -> None:
-        """Append new tokens to their requests and forget the requests that ended."""
-        for event in events:
-            if isinstance(event, Sampled):
-                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
-                    source = self._sources[request_id]
-                    source.tokens[source.length] = token
-                    source.length += 1
-            elif isinstance(event, Beamed):
-                grown = [self._sources[parent].tokens.copy() for parent in event.parents]
-                for name, tokens, token in zip(event.request_ids, grown, event.token_ids, strict=True):
-                    source = self._sources[name]
-                    tokens[source.length] = token
-                    source.tokens = tokens
-                    source.length += 1
-            elif isinstance(event, Finished):
-                del self._sources[event.request_id]
-                for group in [g for g, search in self._searches.items() if search.names[0] == event.request_id]:
-                    del self._searches[group]
+        """Append new tokens to their requests and forget the requests and searches that ended."""
+        follow(self._sources, events)
+        ended = {event.request_id for event in events if isinstance(event, Finished)}
+        self._searches = {g: search for g, search in self._searches.items() if search.names[0] not in ended}
 
     # state ------------------------------------------------------------------------------------------------------
 

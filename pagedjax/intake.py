@@ -1,4 +1,7 @@
-"""What comes of a prompt and its parameters: a request for the scheduler, tokens for `pack`, perhaps a search."""
+"""What comes of a prompt and its parameters: a request for the scheduler, tokens for `pack`, perhaps a search.
+
+And what becomes of those tokens as the scheduler's events come in: `follow`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pagedjax import beams, prefix, scheduler
 from pagedjax.batch import MAX_LISTED, MAX_TOP, Source
 from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.scheduler import SchedulerState
-from pagedjax.types import Request
+from pagedjax.types import Beamed, Event, Finished, Request, Sampled
 
 
 class Intake(NamedTuple):
@@ -89,6 +92,25 @@ def _hashes(prompt: np.ndarray, params: SamplingParams, size: int) -> tuple[str 
         return None, ()
     root = prefix.root(params.cache_salt, size)
     return root, prefix.chain(root, prompt, size)
+
+
+def follow(sources: dict[str, Source], events: Sequence[Event]) -> None:
+    """Append new tokens to the requests they are of, and forget requests that ended. `sources` is changed in place."""
+    for event in events:
+        if isinstance(event, Sampled):
+            for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
+                source = sources[request_id]
+                source.tokens[source.length] = token
+                source.length += 1
+        elif isinstance(event, Beamed):
+            grown = [sources[parent].tokens.copy() for parent in event.parents]
+            for name, tokens, token in zip(event.request_ids, grown, event.token_ids, strict=True):
+                source = sources[name]
+                tokens[source.length] = token
+                source.tokens = tokens
+                source.length += 1
+        elif isinstance(event, Finished):
+            del sources[event.request_id]
 
 
 def _beam_row(names: Sequence[str], params: BeamSearchParams, stops: int) -> SamplingParams:

@@ -102,8 +102,10 @@ def what_is_missing() -> str:
 
 
 def keep_to_the_cpu() -> None:
-    """No device is started, also where there is one. Set in JAX itself, which read the environment when it was imported;
-    JAX's CUDA plugin, asked for a device, wants a cuDNN that compiling does without.
+    """No device is started, also where there is one.
+
+    Set in JAX itself, which read the environment when it was imported. JAX's CUDA plugin, asked for a device, wants a
+    cuDNN that compiling does without.
     """
     import jax
 

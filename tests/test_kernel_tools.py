@@ -82,7 +82,9 @@ raise SystemExit(aot.main(["--target", "{target}", "--quick"]))
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
-    assert {line for line in done.stdout.splitlines() if line.startswith("platforms")} == {"platforms: cpu"}, done.stderr
+    assert {line for line in done.stdout.splitlines() if line.startswith("platforms")} == {"platforms: cpu"}, (
+        done.stderr
+    )
 
 
 @needs_compiler

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import scale
-from experiments.scale import BLOCK, FULL, QUICK, ROOM, WARM, Paper, Rates, Setup, Shape, chosen, line, paper
+from experiments import scale, scale_paper, scale_report
+from experiments.scale import FULL, QUICK, WARM, Setup, chosen
+from experiments.scale_paper import BLOCK, ROOM, Paper, Rates, Shape, paper
+from experiments.scale_report import line
 from pagedjax import cache
 from pagedjax.batch import blank_sampling, pack
 from pagedjax.models import llama
@@ -93,9 +95,9 @@ def test_cache_and_inputs_are_those_of_the_arrays(sequences: int, context: int):
 
 def test_a_step_is_bound_by_the_slower_of_two_in_each_part():
     p = Paper(0, weights_read=100, kv_read=30, products=1000, attention=60, cache=0, inputs=0, activations=0)
-    assert scale.roofline(p, Rates(read=10.0, multiply=1000.0)) == 10 + 3
-    assert scale.roofline(p, Rates(read=10.0, multiply=10.0)) == 100 + 6
-    assert scale.roofline(p, Rates(read=10.0, multiply=50.0)) == 20 + 3
+    assert scale_paper.roofline(p, Rates(read=10.0, multiply=1000.0)) == 10 + 3
+    assert scale_paper.roofline(p, Rates(read=10.0, multiply=10.0)) == 100 + 6
+    assert scale_paper.roofline(p, Rates(read=10.0, multiply=50.0)) == 20 + 3
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def test_a_line_is_found_and_its_miss_is_relative():
     ],
 )
 def test_numbers_have_three_digits(value: float, said: str):
-    assert scale.number(value) == said
+    assert scale_report.number(value) == said
 
 
 def test_points_are_measured_once_and_the_base_is_in_every_factor():
@@ -179,7 +181,7 @@ def test_the_command_measures_every_point(quick):
     for point in [p for several in figures["factors"].values() for p in several]:
         assert len(point["step_ms"]) == len(point["host_us"]) == 2
         assert min(*point["step_ms"], *point["host_us"]) > 0
-        assert scale.difference(point) == 0, "the compiler's arguments are weights, cache and inputs"
+        assert scale_report.difference(point) == 0, "the compiler's arguments are weights, cache and inputs"
         assert point["compiled"]["activations"] >= point["paper"]["activations"]
 
 
@@ -188,9 +190,9 @@ def test_the_text_has_a_table_and_a_sentence_for_each_factor(quick):
     assert heading.startswith("## cpu/scale: `python -m experiments.scale --quick --steps 2`, 20")
     for name, values in QUICK.values.items():
         rows = [text for text in quick.text.splitlines() if text.startswith(f"| {values[-1]} |")]
-        assert any(len(row.split("|")) == 3 + len(scale.COLUMNS) for row in rows)
+        assert any(len(row.split("|")) == 3 + len(scale_report.COLUMNS) for row in rows)
         assert f"**{name.capitalize()}** (" in quick.text
-        assert scale.UNITS[name][1] in quick.text
+        assert scale_report.UNITS[name][1] in quick.text
     assert "weights, cache and inputs, to the byte." in " ".join(quick.text.split())
 
 
@@ -202,7 +204,9 @@ def test_kept_figures_say_the_same_again(quick, capsys):
 def test_the_documented_tables_are_those_of_the_kept_figures():
     _, _, rest = README.read_text(encoding="utf-8").partition("<!-- scale -->\n")
     text, _, _ = rest.partition("<!-- end -->")
-    assert text == scale.report(scale.kept(KEPT)), "paste what `python -m experiments.scale --show` prints of the file"
+    assert text == scale_report.report(scale.kept(KEPT)), (
+        "paste what `python -m experiments.scale --show` prints of the file"
+    )
 
 
 # --- bad arguments ----------------------------------------------------------------------------------------------------
@@ -238,7 +242,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
 
 
 def test_what_does_not_fit_is_named_with_the_remedy():
-    need = scale.held(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
+    need = scale_paper.held(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
     assert chosen(QUICK, {}, 3, need).values == QUICK.values
     with pytest.raises(ValueError, match=r"--layers has 2, which takes 0\.\d\d MiB, .* lower it, or free some memory"):
         chosen(QUICK, {}, 3, need - 1)
