@@ -36,8 +36,9 @@ from experiments.analysis import aligned, number
 from experiments.config import Point, Slo
 from experiments.draws import AtOnce
 from experiments.engines import plan_runs
-from experiments.metrics import PERCENTILES, RequestRecord
+from experiments.metrics import RequestRecord
 from experiments.workloads import Spec, Trace
+from pagedjax.server.load_summary import PERCENTILES
 
 OUTWARD = 12  # probes at most that look for a rate that is met and one that is not
 BEYOND = 2  # probes above the answer

@@ -28,9 +28,8 @@ import numpy as np
 from experiments.config import Slo
 from experiments.cost import work_of
 from experiments.workloads import WorkItem, branch_ids
+from pagedjax.server.load_summary import spread
 from pagedjax.types import Admitted, Finished, Plan, Sampled, StepResult
-
-PERCENTILES = (50, 90, 99)
 
 
 class BranchRecord(NamedTuple):
@@ -228,16 +227,6 @@ def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int) -> int:
             last = blocks[tokens // block_size]
             part[last] = max(part.get(last, 0), tokens % block_size)
     return len(full) * block_size + sum(tokens for block, tokens in part.items() if block not in full)
-
-
-def spread(values: Iterable[float | None]) -> dict[str, float | int | None]:
-    """Count, mean, percentiles (numpy's method "linear") and maximum of what is not None; None without any."""
-    kept = [value for value in values if value is not None]
-    names = ("mean", *(f"p{p}" for p in PERCENTILES), "max")
-    if not kept:
-        return {"count": 0, **dict.fromkeys(names)}
-    numbers = (np.mean(kept), *np.percentile(kept, PERCENTILES, method="linear"), max(kept))
-    return {"count": len(kept), **{name: float(number) for name, number in zip(names, numbers, strict=True)}}
 
 
 def summarize(

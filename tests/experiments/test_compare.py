@@ -11,7 +11,8 @@ import pytest
 
 from experiments import compare, run, store
 from experiments.compare import of_requests, of_runs
-from experiments.metrics import BranchRecord, RequestRecord, spread
+from experiments.metrics import BranchRecord, RequestRecord
+from pagedjax.server.load_summary import spread
 
 WORKLOAD = {"requests": 4, "prompt_tokens": 20, "last_arrival_s": 1.0}
 

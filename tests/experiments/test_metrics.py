@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.config import Slo
-from experiments.metrics import BranchRecord, request_records, spread, steady_rate, step_records, summarize
+from experiments.metrics import BranchRecord, request_records, steady_rate, step_records, summarize
 from experiments.workloads import WorkItem, branch_ids
 from pagedjax import scheduler
 from pagedjax.policies import FCFS
+from pagedjax.server.load_summary import spread
 from pagedjax.types import Admitted, Event, Finished, Plan, Preempted, Request, Row, Sampled, Seq, StepResult
 
 S = 4  # block size
