@@ -19,6 +19,7 @@ def study(name: str) -> ModuleType:
     return importlib.import_module(f"experiments.studies.{name}.study")
 
 
+timed = importlib.import_module("experiments.studies.005_decode_attention.timed")
 decode_attention, sharing, prediction = map(study, ("005_decode_attention", "008_sharing", "010_prediction"))
 
 
@@ -55,9 +56,9 @@ def test_gpt2_xl_is_bound_as_the_lecture_says():
 
 
 def test_a_plan_is_a_decode_at_its_context():
-    plan = decode_attention.planned(3, 31, 16, prefilled=True)
+    plan = timed.planned(3, 31, 16, prefilled=True)
     assert (plan.starts, plan.counts) == ((31,) * 3, (1,) * 3)
-    whole = decode_attention.planned(3, 32, 16, prefilled=False)
+    whole = timed.planned(3, 32, 16, prefilled=False)
     assert (whole.starts, whole.counts) == ((0,) * 3, (32,) * 3)
     assert len({block for seq in whole.seqs for block in seq.blocks}) == 3 * 2, "each has blocks of its own"
 
@@ -69,7 +70,7 @@ def test_all_contenders_compute_the_same(tiny):
     q = draw.standard_normal((batch, c.heads, c.head_dim), np.float32)
     k, v = draw.standard_normal((2, batch, context, c.kv_heads, c.head_dim), np.float32)
     results = {}
-    for together in decode_attention.contenders(model, batch, context, 64):
+    for together in timed.contenders(model, batch, context, 64):
         for name, one in together.items():
             if one.rest:
                 keys, values = (in_pages(x, one) for x in (k, v))
@@ -96,13 +97,14 @@ def in_pages(x, contender):
 
 def test_a_slowdown_is_a_geometric_mean_over_cells():
     times = {(1, 64): {"a": [2.0, 1.0], "b": [1.0, 1.0]}, (8, 64): {"a": [8.0, 4.0], "b": [1.0, 1.0]}}
-    assert decode_attention.slower(times, list(times), "a", "b") == pytest.approx([4.0, 2.0])
+    assert timed.slower(times, list(times), "a", "b") == pytest.approx([4.0, 2.0])
 
 
 def test_decode_attention_is_measured_on_a_tiny_model(tiny_folder, monkeypatch, tmp_path):
-    grid = decode_attention.Grid((64, 128), (8,), 512, 2, 1)
-    for name, value in {"DEFAULT_MODEL": str(tiny_folder), "QUICK": grid, "BEYOND_L2": 1 << 16}.items():
+    grid = timed.Grid((64, 128), (8,), 512, 2, 1)
+    for name, value in {"DEFAULT_MODEL": str(tiny_folder), "QUICK": grid}.items():
         monkeypatch.setattr(decode_attention, name, value)
+    monkeypatch.setattr(timed, "BEYOND_L2", 1 << 16)
     found = decode_attention.run(tmp_path, quick=True)
     assert len(found.claims) in (6, 7)  # without numba no kernel takes a block of any size
     assert all(claim.ours.low > 0 for claim in found.claims)
