@@ -79,10 +79,10 @@ def _place(entry: Entry, policy: Policy, seq: Seq, config: SchedulerConfig) -> E
     pool, ids = taken
     swap_in = entry.swap_in
     if seq.blocks:
-        fresh = iter(ids)
+        fresh, new, full = iter(ids), frozenset(ids), frozenset(whole)
         table = [moved[b] if b in moved and i < len(whole) else next(fresh) for i, b in enumerate(seq.blocks)]
-        pairs = [(b, mine) for b, mine in zip(seq.blocks, table, strict=True) if mine in ids]
-        moved |= {b: mine for b, mine in pairs if b in whole}
+        pairs = [(b, mine) for b, mine in zip(seq.blocks, table, strict=True) if mine in new]
+        moved |= {b: mine for b, mine in pairs if b in full}
         swap_in += tuple(pairs)
         entered = seq._replace(blocks=(*table, *fresh))
     else:

@@ -199,6 +199,7 @@ def advanced(plan: Plan, sources: Mapping[str, Source]) -> dict[str, Source]:
     for seq, length in zip(plan.seqs, plan.lengths, strict=True):
         source = sources[seq.request_id]
         if source.length != length:
+            source.block_ids(seq.blocks)  # made once, and not by each copy again
             source = copy.copy(source)
             source.length = length
         found[seq.request_id] = source

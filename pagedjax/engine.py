@@ -30,7 +30,13 @@ from pagedjax.state import limits
 from pagedjax.step import copy_blocks, make_step, make_steps
 from pagedjax.swap import SwapSpace
 from pagedjax.types import EMPTY_PLAN, Event, Finished, FinishReason, Plan, StepResult
+from pagedjax.undisturbed import undisturbed
 from pagedjax.weights.trained import replaced
+
+# What moves blocks moves a fixed number, and the trash block in place of those that are not there. A branch copies one
+# block now and then; a sequence swaps as many as it has.
+COPIES = 8  # blocks
+MOVED = 16 * memory.MIB  # to and from the host
 
 
 class Engine:
@@ -67,7 +73,11 @@ class Engine:
         self._guesses = c.lookahead > 0 or c.steps_per_dispatch > 1
         self._keys = frozenset(programs.keys(c))
         self._nothing = np.zeros(self._shapes.max_seqs, np.int32)  # tokens of a step that has not begun
-        self._blanks = {t: jax.device_put(blank_sampling(self._shapes, t)) for t in self._shapes.tokens}
+        blanks = {self._shapes.rows(t): blank_sampling(self._shapes, t) for t in self._shapes.tokens}
+        blanks = {rows: jax.device_put(blank) for rows, blank in blanks.items()}
+        self._blanks = {t: blanks[self._shapes.rows(t)] for t in self._shapes.tokens}
+        inputs = memory.held(blanks) + memory.held(self._blank(self._shapes.tokens[-1]))  # a step may bring its own
+        found = found._replace(free=max(found.free - inputs, 0))
         self._steps, self.memory, self.startup = self._warm_up(step, config, found, progress)
         if progress:
             tqdm.write(f"attention {c.attention_impl!r}\n{self.memory}", file=sys.stderr)
@@ -160,9 +170,19 @@ class Engine:
     # steps ------------------------------------------------------------------------------------------------------
 
     def step(self) -> StepResult | None:
-        """Run one step; None when there is nothing to do."""
+        """Run one step; None when there is nothing to do.
+
+        If it raises, or is interrupted, nothing is lost: what ran goes back to the queue and is computed again.
+        """
         if not self.has_work:
             return None
+        try:
+            return self._step()
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _step(self) -> StepResult:
         started, compiled = time.perf_counter(), monitor.compilations()
         state, plan = scheduler.schedule(self._state, self._policy)
         self._ahead, flight, rows = ahead.take(self._ahead, plan)
@@ -179,17 +199,18 @@ class Engine:
         arrived = time.perf_counter()
 
         sampled = tokens[list(rows)].tolist()
-        if self._recorder:
-            self._recorder.schedule(plan, started)
         hashes = readout.filled(plan, self._sources, self.config.block_size)
-        self._searches, choices, ended = readout.choose(plan, self._searches, flight.output)
-        self._state, events = scheduler.commit(state, plan, sampled, hashes, choices)
-        if self._recorder:
-            self._recorder.commit(sampled, hashes, choices, events)
+        searches, choices, ended = readout.choose(plan, self._searches, flight.output)
+        state, events = scheduler.commit(state, plan, sampled, hashes, choices)
         logprobs = readout.logprobs(plan, self._sources, flight, rows)
-        self._take_in(events)
-        for result in ended:
-            events += self.cancel(result.request_id, result.sequences[0].reason)
+        with undisturbed():
+            self._state, self._searches = state, searches
+            if self._recorder:
+                self._recorder.schedule(plan, started)
+                self._recorder.commit(sampled, hashes, choices, events)
+            self._take_in(events)
+            for result in ended:
+                events += self.cancel(result.request_id, result.sequences[0].reason)
         finished = time.perf_counter()
         return StepResult(
             plan=plan,
@@ -202,6 +223,14 @@ class Engine:
             logprobs=logprobs,
             beams=ended,
         )
+
+    def _start_over(self) -> None:
+        """After a step that failed, nobody knows what the device has written: the cache begins anew."""
+        self._state = scheduler.restart(self._state)
+        self._searches = {group: search._replace(offers=()) for group, search in self._searches.items()}
+        self._new_cache()
+        if self._recorder:
+            self._recorder.restart()
 
     def _together(self, plan: Plan) -> int:
         """How many steps a dispatch may have that begins with this plan, or with one like it."""
@@ -256,8 +285,8 @@ class Engine:
             self._swap.out(pages, plan.swap_out)
         if plan.swap_in:
             pages = self._swap.back(pages, plan.swap_in)
-        if plan.copies:
-            pages = self._copy(pages, *_padded(plan.copies, self._shapes.max_seqs))
+        for i in range(0, len(plan.copies), COPIES):  # they are to blocks that were free, so none reads another's
+            pages = self._copy(pages, *_padded(plan.copies[i : i + COPIES], COPIES))
         return pages
 
     def _take_in(self, events: Sequence[Event]) -> None:
@@ -277,9 +306,12 @@ class Engine:
         self._state = scheduler.init(limits(c, host_blocks(c, self.model)))
         self._sources: dict[str, Source] = {}
         self._searches: dict[int, beams.Search] = {}  # by the group of their beams
-        self._ahead = Ahead()
-        self._cache = None  # the old one goes before the new one comes
-        self._cache = cache.init(blocks=c.num_blocks, **self._block)
+        self._new_cache()
+
+    def _new_cache(self) -> None:
+        self._ahead = Ahead()  # whose steps were sent with the old one
+        self._cache = None  # which goes before the new one comes
+        self._cache = cache.init(blocks=self.config.num_blocks, **self._block)
 
     def record(self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (see pagedjax/replay.py); None stops.
@@ -329,10 +361,11 @@ class Engine:
         else:
             steps, self.config = programs.at_once(build, self.config, settle, progress=progress)
         shapes = pages(self.config)
-        pairs = _padded((), self._shapes.max_seqs)
+        pairs = _padded((), COPIES)
         self._copy = copy_blocks if lazy else copy_blocks.lower(shapes, *pairs).compile()
         if self.config.preemption == "swap":
-            self._swap = SwapSpace(shapes, host_blocks(self.config, self.model), self._shapes.table_width)
+            several = max(1, min(MOVED // cache.block_bytes(**self._block), self._shapes.table_width))
+            self._swap = SwapSpace(shapes, host_blocks(self.config, self.model), several)
         self.reset()
         compiled = time.perf_counter()
         if not lazy:
@@ -340,7 +373,7 @@ class Engine:
             jax.block_until_ready(output)
         report = memory.report(
             found,
-            weights=sum(array.nbytes for array in self._leaves),
+            weights=memory.held(self._leaves),
             activations=None if lazy else memory.activations_peak(steps[Key(largest)]),
             num_blocks=self.config.num_blocks,
             block_size=self.config.block_size,

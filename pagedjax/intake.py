@@ -47,13 +47,10 @@ def intake(
         ValueError: a token id outside the vocabulary, more listed tokens than MAX_LISTED, beams without ids, or more
             candidates than MAX_TOP.
     """
-    prompt = np.asarray(prompt_token_ids, np.int64).reshape(-1)
-    if prompt.size and (prompt.min() < 0 or prompt.max() >= vocab_size):
-        bad = next(int(t) for t in prompt if not 0 <= t < vocab_size)
-        raise ValueError(f"request {names[0]!r} has token id {bad}; the vocabulary is 0 to {vocab_size - 1}")
+    prompt = _checked(names[0], prompt_token_ids, vocab_size)
     stops = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)))
     searches = isinstance(params, BeamSearchParams)
-    row = _beam_row(names, params, len(stops)) if isinstance(params, BeamSearchParams) else params
+    row = _beam_row(names, params, len(stops), vocab_size) if isinstance(params, BeamSearchParams) else params
     _check_listed(names[0], row, stops, vocab_size)
 
     root, hashes = _hashes(prompt, row, state.config.block_size) if caching else (None, ())
@@ -81,6 +78,17 @@ def intake(
         bounded = dataclasses.replace(params, max_tokens=max(1, len(tokens) - len(prompt)))
         search = beams.start(bounded, frozenset(stops), tuple(names))
     return Intake(request, sources, search)
+
+
+def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """[length] int64. Raises ValueError for what is no token id of the vocabulary."""
+    prompt = np.asarray(prompt_token_ids).reshape(-1)  # of fractions, or beyond 64 bits, it is no array of integers
+    if prompt.size and (prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size):
+        for token in prompt.tolist():
+            if type(token) is not int or not 0 <= token < vocab_size:
+                what = f"request {request_id!r} has token id {token!r}"
+                raise ValueError(f"{what}; the vocabulary is 0 to {vocab_size - 1}, in integers")
+    return prompt.astype(np.int64)
 
 
 def _hashes(prompt: np.ndarray, params: SamplingParams, size: int) -> tuple[str | None, tuple[str, ...]]:
@@ -113,17 +121,17 @@ def follow(sources: dict[str, Source], events: Sequence[Event]) -> None:
             del sources[event.request_id]
 
 
-def _beam_row(names: Sequence[str], params: BeamSearchParams, stops: int) -> SamplingParams:
+def _beam_row(names: Sequence[str], params: BeamSearchParams, stops: int, vocab_size: int) -> SamplingParams:
     """How each beam of a search samples.
 
     Raises:
-        ValueError: more candidates than a step ranks, or not an id for each beam.
+        ValueError: more candidates than a step ranks or the vocabulary has, or not an id for each beam.
     """
-    top = beams.candidates(params, stops)
-    if top > MAX_TOP:
+    top, most = beams.candidates(params, stops), min(MAX_TOP, vocab_size)
+    if top > most:
         raise ValueError(
             f"request {names[0]!r} has beam_width {params.beam_width} and {stops} stop tokens; a beam ranks as many "
-            f"continuations as both together, at most {MAX_TOP}; lower beam_width to {MAX_TOP - stops}"
+            f"continuations as both together, at most {most}; lower beam_width to {most - stops}"
         )
     if len(names) != params.beam_width:
         raise ValueError(

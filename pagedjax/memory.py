@@ -1,7 +1,8 @@
 """How much memory there is, how many cache blocks fit into it, and a report of where it goes.
 
     total                                        what the device lets a program have
-      weights, other                             in use when the engine asks; other is whatever is not weights
+      weights, other                             in use when the engine asks; other is whatever is not weights, and
+                                                 the inputs of steps, of which a blank set stays on the device
       free
         activations peak                         measured: what the compiled step of the largest bucket needs
         KV cache                                 a rule: (blocks + the trash block) * bytes of a block
@@ -17,9 +18,15 @@ does, this program is the one that runs and nothing is compiled twice; else that
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 GIB, MIB = 2**30, 2**20
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")  # the two kinds of them
 CPU_LIMIT = 4 * GIB  # a laptop's memory belongs to its owner: a CPU's default cache never exceeds this
 
 
@@ -40,7 +47,7 @@ class MemoryReport(NamedTuple):
     free: int  # before the cache
     weights: int
     activations: int | None  # what the step of the largest bucket needs beside its arguments; None: not compiled yet
-    other: int  # in use before the cache and not weights: other programs, other engines
+    other: int  # in use before the cache and not weights: other programs, other engines, inputs of this one's steps
     cache: int  # with its trash block
     block_size: int
     block_bytes: int
@@ -66,7 +73,7 @@ class MemoryReport(NamedTuple):
             ("device", size(self.total) if self.total else "unknown", f"{size(self.free)} free before the cache"),
             ("weights", size(self.weights), ""),
             ("activations peak", *peak),
-            ("other", size(self.other), "in use before the cache and not weights"),
+            ("other", size(self.other), "in use before the cache and not weights; inputs of steps"),
             ("KV cache", size(self.cache), f"with its trash block; {size(self.left)} left"),
             ("device blocks", f"{self.device_blocks:,}", blocks),
             ("host blocks", f"{self.host_blocks:,}", swap),
@@ -104,7 +111,30 @@ def _system() -> tuple[int, int]:
     except (OSError, KeyError, ValueError):  # not Linux: half of what is installed
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = total // 2
+    for limit, left in _limits():
+        total, free = min(total, limit), min(free, left)
     return total, free
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """(limit, what is left of it) of each control group of Linux that this process is in, as in a container.
+
+    Pages of files that nobody has looked at lately count as left: the kernel gives them up when it needs them.
+    """
+    try:
+        lines = OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    own = {name: path.strip("/") for _, name, path in (line.split(":", 2) for line in lines)}
+    for name, folder, files in (("", GROUPS, V2), ("memory", GROUPS / "memory", V1)):
+        for place in dict.fromkeys((folder, folder / own.get(name, ""))):
+            try:
+                limit, used = (int((place / file).read_text()) for file in files)
+                stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # no such group, or "max": no limit
+                continue
+            idle = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            yield limit, max(limit - used + idle, 0)
 
 
 def activations_peak(compiled: Any) -> int:
@@ -116,6 +146,11 @@ def activations_peak(compiled: Any) -> int:
     if stats is None:
         return 0
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+
+
+def held(tree: Any) -> int:
+    """Bytes of all arrays."""
+    return sum(array.nbytes for array in jax.tree.leaves(tree))
 
 
 def whole_blocks(nbytes: float, block_bytes: int) -> int:

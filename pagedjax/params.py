@@ -102,11 +102,11 @@ class SamplingParams:
         check(best is None or (type(best) is int and best >= self.n), "best_of", rule)
         check(0.0 <= self.temperature <= 2.0, "temperature", "between 0 (greedy) and 2")
         check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1 (1 is off)")
-        check(self.top_k >= -1, "top_k", "at least 1, or 0 / -1 for off")
+        check(-1 <= self.top_k < 2**31, "top_k", "from 1 to 2**31 - 1, or 0 / -1 for off")
         check(0.0 <= self.min_p <= 1.0, "min_p", "between 0 (off) and 1")
         check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "between -2 and 2")
         check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "between -2 and 2")
-        check(0.0 < self.repetition_penalty <= 2.0, "repetition_penalty", "above 0 and at most 2 (1 is off)")
+        check(0.01 <= self.repetition_penalty <= 2.0, "repetition_penalty", "between 0.01 and 2 (1 is off)")
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
         check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"between 0 and max_tokens ({self.max_tokens})")
         check(self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**32), "seed", "None or in [0, 2**32)")
@@ -168,7 +168,9 @@ class BeamSearchParams:
             raise ValueError(f"beam_width is {width!r}; it must be an integer of at least 1")
         if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
             raise ValueError(f"length_penalty is {penalty!r}; it must be a finite number (0 is off)")
-        if self.early_stopping not in (False, True, "never"):
+        if not -10.0 <= penalty <= 10.0:  # beyond it, what a length is raised to leaves the range of floats
+            raise ValueError(f"length_penalty is {penalty!r}; it must be between -10 and 10 (0 is off)")
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise ValueError(f"early_stopping is {self.early_stopping!r}; it must be False, True or 'never'")
         if n is not None and (type(n) is not int or not 1 <= n <= width):
             raise ValueError(f"n is {n!r}; it must be None, or an integer from 1 to beam_width ({width})")

@@ -97,5 +97,6 @@ def logprobs(
 
 
 def _pick(host: Any, i: int, top: int) -> tuple[float, int, tuple[int, ...], tuple[float, ...]]:
-    ids, logprobs = host.top_ids[i, :top].tolist(), host.top_logprobs[i, :top].tolist()
-    return float(host.logprobs[i]), int(host.ranks[i]), tuple(ids), tuple(logprobs)
+    ids, logprobs = host.top_ids[i, :top], host.top_logprobs[i, :top]
+    there = ids >= 0  # a vocabulary may be smaller than what is asked for
+    return float(host.logprobs[i]), int(host.ranks[i]), tuple(ids[there].tolist()), tuple(logprobs[there].tolist())

@@ -7,6 +7,7 @@
     {"commit":{"sampled":[17],"hashes":{},"choices":{},"events":[{"event":"Admitted",...},{"event":"Sampled",...}]}}
 
     {"forget":{}}
+    {"restart":{}}
 
 The scheduler is pure, so the header, the submits, the cancels, the sampled tokens, the hashes of the blocks that
 they filled and the choices of beam searches determine every other byte.
@@ -41,7 +42,7 @@ from pagedjax.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.types import Choice, Event, Finished, FinishReason, Plan, Preempted, Request, Sampled
 
 FORMAT = 2
-Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget"]
+Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget", "restart"]
 KINDS = get_args(Kind)
 NOTES = ("at", "prompt")  # what may stand beside a transition on its line, in this order
 Hashes = Mapping[str, Sequence[str]]  # request id -> hashes of the blocks that a step filled
@@ -146,6 +147,9 @@ class Recorder:
     def forget(self) -> None:
         self._write(forget_line())
 
+    def restart(self) -> None:
+        self._write(restart_line(self._written))
+
     def close(self) -> None:
         self._file.close()
 
@@ -200,6 +204,11 @@ def commit_line(
 
 def forget_line() -> str:
     return dump({"forget": {}})
+
+
+def restart_line(written: Written) -> str:
+    written.clear()  # nobody runs any more
+    return dump({"restart": {}})
 
 
 def _event_records(events: Sequence[Event], written: Written) -> list[dict[str, Any]]:
@@ -338,6 +347,8 @@ def _advance(
         return commit_line(plan, sampled, hashes, choices, events, written), Transition(kind, state, None, events)
     if kind == "forget":
         return forget_line(), Transition(kind, scheduler.forget(state), None, ())
+    if kind == "restart":
+        return restart_line(written), Transition(kind, scheduler.restart(state), None, ())
     return "", None
 
 

@@ -27,7 +27,7 @@ class Sampled(NamedTuple):
     tokens: jax.Array  # [B] int32
     logprobs: jax.Array  # [B] f32 of the chosen token, under the model's own distribution (before any adjustment)
     ranks: jax.Array  # [B] int32, 1 for the most likely token
-    top_ids: jax.Array  # [B, MAX_TOP] int32, most likely first
+    top_ids: jax.Array  # [B, MAX_TOP] int32, most likely first; -1 past a small vocabulary
     top_logprobs: jax.Array  # [B, MAX_TOP] f32
 
 
@@ -153,7 +153,8 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
     top, ids = jax.lax.top_k(logp, width)
     fill = ((0, 0), (0, MAX_TOP - width))
     ranks = (1 + (logp > chosen).sum(-1)).astype(jnp.int32)
-    return chosen[:, 0], ranks, jnp.pad(ids.astype(jnp.int32), fill), jnp.pad(top, fill, constant_values=-jnp.inf)
+    ids = jnp.pad(ids.astype(jnp.int32), fill, constant_values=-1)  # of a small vocabulary: no token
+    return chosen[:, 0], ranks, ids, jnp.pad(top, fill, constant_values=-jnp.inf)
 
 
 def _bias(logits: jax.Array, s: SamplingBatch) -> jax.Array:
@@ -195,7 +196,8 @@ def _draw(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:
     piece = _first_above(ends, target, sums)
     before = jnp.take_along_axis(ends - sums, piece[:, None], axis=-1)[:, 0]
     within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
-    return piece * LANES + _first_above(jnp.cumsum(within, axis=-1), target - before, within)
+    drawn = piece * LANES + _first_above(jnp.cumsum(within, axis=-1), target - before, within)
+    return jnp.minimum(drawn, v - 1)  # a model that computes NaN has no weights, and still no token past its vocabulary
 
 
 def _uniform(s: SamplingBatch, seed: jax.Array) -> jax.Array:

@@ -29,6 +29,7 @@ tokens. The rules:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import get_args
@@ -49,6 +50,7 @@ from pagedjax.types import (
     Event,
     Finished,
     FinishReason,
+    Item,
     Plan,
     Preempted,
     Request,
@@ -56,6 +58,7 @@ from pagedjax.types import (
     Running,
     Sampled,
     Seq,
+    current,
     pick,
 )
 
@@ -69,6 +72,7 @@ __all__ = [
     "final_length",
     "forget",
     "init",
+    "restart",
     "running",
     "schedule",
     "submit",
@@ -332,35 +336,61 @@ def cancel(
     """
     if request_id not in state.ids:
         return state, ()
-    active = running(state)
-    everyone = (*state.waiting, *active)
-    named = next(seq for seq in everyone if request_id in (seq.request_id, *seq.request.forks))
+    active, queue = state.running, state.waiting
+    named = next(seq for seq in itertools.chain(active.seqs, queue) if request_id in _names(seq))
     if request_id != named.request_id and not named.request.beams:
         return _without_fork(state, named, request_id), (Finished(state.step, request_id, reason, 0),)
-    ends = [
-        seq for seq in everyone if seq.arrival == named.arrival or (named.request.beams and seq.group == named.group)
-    ]
-    gone = {seq.arrival for seq in ends}
-    pool, host = state.pool, state.host
-    for seq in ends:
-        if seq in active:
-            pool = blocks.release(pool, seq.blocks[::-1])
-        elif host is not None:
-            host = blocks.release(host, seq.blocks[::-1])
+    at = _places(active.seqs, named)
+    waits = _places(queue, named) if named.request.beams or not at else []
+    away, stopped = pick(queue, waits), current(*active.pick(at))
+    pool = blocks.release(state.pool, [block for seq in stopped for block in reversed(seq.blocks)])
+    host = state.host and blocks.release(state.host, [block for seq in away for block in reversed(seq.blocks)])
+    ends = [(name, seq.num_output) for seq in (*away, *stopped) for name in _names(seq)]
     state = state._replace(
         pool=pool,
         host=host,
-        waiting=tuple([seq for seq in state.waiting if seq.arrival not in gone]),
-        running=state.running.pick([i for i, seq in enumerate(active) if seq.arrival not in gone]),
-        ids=_without(state.ids, [name for seq in ends for name in (seq.request_id, *seq.request.forks)]),
+        waiting=_but(queue, waits),
+        running=Running(_but(active.seqs, at), _but(active.lengths, at), _but(active.computed, at)),
+        ids=_without(state.ids, [name for name, _ in ends]),
     )
-    names = [(name, seq.num_output) for seq in ends for name in (seq.request_id, *seq.request.forks)]
-    return state, tuple([Finished(state.step, name, reason, outputs) for name, outputs in names])
+    return state, tuple([Finished(state.step, name, reason, outputs) for name, outputs in ends])
+
+
+def _names(seq: Seq) -> tuple[str, ...]:
+    """Its own, and those of branches that have not begun."""
+    return (seq.request.request_id, *seq.request.forks)
+
+
+def _places(line: tuple[Seq, ...], named: Seq) -> list[int]:
+    """Where it is in a line, and a beam its siblings. A queue is mostly ended in order: it is found from the front."""
+    if named.request.beams:
+        return [i for i, seq in enumerate(line) if seq.group == named.group]
+    return [line.index(named)] if named in line else []
+
+
+def _but(line: tuple[Item, ...], at: Sequence[int]) -> tuple[Item, ...]:
+    """All but those at some places, in ascending order."""
+    for i in reversed(at):
+        line = line[:i] + line[i + 1 :]
+    return line
 
 
 def forget(state: SchedulerState) -> SchedulerState:
     """Forget what cached blocks hold: nothing computed so far is found again. Running sequences keep their blocks."""
     return state._replace(pool=blocks.forget(state.pool))
+
+
+def restart(state: SchedulerState) -> SchedulerState:
+    """Whoever runs goes back to the front of the queue with nothing computed, and what blocks hold is forgotten.
+
+    For a shell whose step failed: its device may have written, or not, any block that a plan after this state could
+    name. Tokens that are known stay known, and what lies in host blocks stays there.
+    """
+    active = sorted(running(state), key=lambda seq: seq.arrival)
+    pool = blocks.release(state.pool, [block for seq in active for block in reversed(seq.blocks)])
+    back = tuple([seq._replace(computed=0, blocks=()) for seq in active])
+    queue, left = (*back, *state.waiting), Running()
+    return state._replace(pool=blocks.forget(pool), waiting=queue, running=left, forked=frozenset())
 
 
 def _in_order(active: Running) -> tuple[Running, int, Running]:

@@ -74,7 +74,7 @@ class UnderWay:
                 self.engine.add(first, ask.prompt_token_ids, params, forks=forks, **order)
                 self._asked += width
                 requests.append(self._assemblies(names, ask.prompt_token_ids, params))
-        except ValueError:
+        except BaseException:
             for branches in requests:
                 self.abandon(branches)
             raise

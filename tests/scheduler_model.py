@@ -553,6 +553,14 @@ class Model:
     def forget(self) -> None:
         self.published, self.idle = {}, []
 
+    def restart(self) -> None:
+        """All that runs is computed again, and nothing that was computed is found."""
+        for life in list(self.running):
+            self.running.remove(life)
+            self.waiting.append(life)
+            life.table, life.computed = [], 0
+        self.forget()
+
     def why_ended(self, life: Life) -> FinishReason | None:
         request = life.request
         if life.outputs[-1] in request.stop_token_ids and len(life.outputs) >= request.min_tokens:

@@ -332,7 +332,10 @@ def test_what_cannot_be_searched_is_refused_with_the_numbers(tiny, llm):
         ({"beam_width": 0}, "beam_width is 0; it must be an integer of at least 1"),
         ({"beam_width": 2, "n": 3}, r"n is 3; it must be None, or an integer from 1 to beam_width \(2\)"),
         ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty is nan; it must be a finite number"),
+        ({"beam_width": 2, "length_penalty": 2000.0}, r"length_penalty is 2000.0; it must be between -10 and 10"),
+        ({"beam_width": 2, "length_penalty": -1e308}, r"length_penalty is -1e\+308; it must be between -10 and 10"),
         ({"beam_width": 2, "early_stopping": "ever"}, "early_stopping is 'ever'; it must be False, True or 'never'"),
+        ({"beam_width": 2, "early_stopping": 1}, "early_stopping is 1; it must be False, True or 'never'"),
         ({"beam_width": 2, "max_tokens": 0}, "max_tokens is 0"),
         ({"beam_width": 2, "stop_token_ids": (-1,)}, "stop_token_ids holds -1"),
     ):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
-from pagedjax import LLM, SamplingParams, monitor, replay, scheduler
+from experiments.bench_random_llama import random_model
+from pagedjax import LLM, BeamSearchParams, SamplingParams, monitor, replay, scheduler
+from pagedjax.config import EngineConfig
+from pagedjax.engine import COPIES, Engine
 from pagedjax.types import Finished, Preempted, Sampled, StepResult
 
 LENGTHS = (3, 17, 40, 1, 64, 9)
@@ -182,6 +186,8 @@ def test_a_refused_request_leaves_the_engine_as_it_was(engine):
         ([], GREEDY, "empty prompt"),
         ([5] * 512, GREEDY, "max_model_len is 512"),
         ([999], GREEDY, "token id 999"),
+        ([5, 2**64], GREEDY, f"token id {2**64}; the vocabulary is 0 to 319"),
+        ([5.0, 6.5], GREEDY, "token id 5.0; the vocabulary is 0 to 319, in integers"),
         ([5], SamplingParams(allowed_token_ids=tuple(range(300)) * 4), "the limit is 1024"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -199,3 +205,43 @@ def test_output_is_cut_off_at_the_models_limit(tiny):
     assert len(tokens["a"]) == 12
     (end,) = [event for event in results[-1].events if isinstance(event, Finished)]
     assert end.reason == "length"
+
+
+def test_many_copies_in_a_step_go_in_groups(tiny, monkeypatch):
+    """20 branches write behind the block that they share, all in one step: more than are copied at a time."""
+    prompt, n = PROMPTS[1][:11], 20
+    engine = make(tiny, max_num_seqs=32, num_blocks=200)
+    names = [f"{i}" for i in range(n)]
+    calls = []
+    monkeypatch.setattr(engine, "_copy", lambda *args, copy=engine._copy: calls.append(args[1:]) or copy(*args))
+    engine.add(names[0], prompt, DRAWN, forks=names[1:])
+    tokens: dict[str, list[int]] = {}
+    most = 0
+    while engine.has_work:
+        result = engine.step()
+        most = max(most, len(result.plan.copies))
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                    tokens.setdefault(name, []).append(token)
+    assert most > 2 * COPIES
+    assert len(calls) >= 3
+    for i in (0, 7, 8, 19):  # as requests of their own, with the seeds of branches
+        params = dataclasses.replace(DRAWN, seed=DRAWN.seed + i)
+        assert run(engine, {"alone": (prompt, params)})[0]["alone"] == tokens[names[i]]
+
+
+def test_log_probabilities_of_a_vocabulary_below_twenty_are_its_own():
+    """What pads them to twenty must not pass for token 0, and a beam cannot rank more than there are."""
+    body = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 64}
+    model = random_model({**body, **sizes, "tie_word_embeddings": False}, "float32")
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=8, token_buckets=(8,), num_blocks=16)
+    engine = Engine(model, config)
+    engine.add("a", [1, 2, 3], SamplingParams(temperature=1.0, seed=2, max_tokens=6, logprobs=10, ignore_eos=True))
+    while engine.has_work:
+        for entry in engine.step().logprobs:
+            assert sorted(entry.top_ids) == [0, 1, 2, 3]
+            assert np.isclose(np.exp(entry.top_logprobs).sum(), 1)
+    with pytest.raises(ValueError, match=r"has beam_width 5 and 0 stop tokens; .*at most 4; lower beam_width to 4"):
+        engine.add("b", [1], BeamSearchParams(5), forks=list("cdef"))

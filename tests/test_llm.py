@@ -203,6 +203,7 @@ BAD_REQUESTS = {
     "a prompt beyond the limit": ([[5] * 600], {}, "prompt of 600 tokens, but max_model_len is 512"),
     "a token beyond the vocabulary": ([[5, 320]], {}, "token id 320; the vocabulary is 0 to 319"),
     "a negative token": ([[5, -1]], {}, "token id -1"),
+    "a token beyond 64 bits": ([[5], [2**70]], {}, f"token id {2**70}; the vocabulary is 0 to 319"),
     "temperature -1": (TEXT, {"temperature": -1}, "temperature is -1; it must be between 0"),
     "top_p 0": (TEXT, {"top_p": 0.0}, "top_p is 0.0; it must be above 0"),
     "n 0": (TEXT, {"n": 0}, "n is 0; it must be at least 1"),

@@ -118,7 +118,7 @@ def test_a_report_prints_as_a_table():
         "  device             16.00 GiB  10.00 GiB free before the cache",
         "  weights             2.00 GiB",
         "  activations peak  512.00 MiB  of the largest step, as compiled",
-        "  other               4.00 GiB  in use before the cache and not weights",
+        "  other               4.00 GiB  in use before the cache and not weights; inputs of steps",
         "  KV cache            1.00 GiB  with its trash block; 8.50 GiB left",
         "  device blocks          1,023  of 16 tokens, 1 MiB each",
         "  host blocks              512  512.00 MiB of swap space",
@@ -134,6 +134,32 @@ def test_memory_is_read_from_the_system():
     found = memory.read(jax.devices("cpu")[0])
     assert 2**26 < found.free < found.total < 2**50
     assert found.cache_limit == memory.CPU_LIMIT
+
+
+def group(folder, limit, used, idle, files=("memory.max", "memory.current"), field="inactive_file"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in zip(files, (limit, used), strict=True):
+        (folder / file).write_text(f"{text}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{field} {idle}\n")
+
+
+def test_memory_of_a_container_is_what_its_control_groups_leave(tmp_path, monkeypatch):
+    """/proc/meminfo shows the whole host there."""
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    monkeypatch.setattr(memory, "GROUPS", groups)
+    monkeypatch.setattr(memory, "OWN_GROUPS", own)
+    whole = memory._system()
+    assert list(memory._limits()) == [], "no control groups, as on other systems"
+    own.write_text("3:memory:/docker/a1\n0::/user.slice/my:job\n")
+    group(groups, "max", 7, 0)
+    assert list(memory._limits()) == []
+    group(groups / "user.slice/my:job", 2**26, 2**24, 2**20)
+    assert list(memory._limits()) == [(2**26, 2**26 - 2**24 + 2**20)]
+    assert memory._system() == (2**26, 2**26 - 2**24 + 2**20) < whole
+    older = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    group(groups / "memory/docker/a1", 2**25, 2**26, 2**21, older, "total_inactive_file")
+    assert memory._system() == (2**25, 0)
+    assert memory.read(jax.devices("cpu")[0]).free == 0
 
 
 class FakeGpu:
@@ -180,7 +206,8 @@ def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tin
     engine = LLM(tiny, progress=False, **SMALL).engine
     compiled, peak, block = engine.startup["compilations"], engine.memory.activations, engine.memory.block_bytes
     assert engine.config.num_blocks == 8  # all that two sequences of 64 tokens can use: the step had room anyway
-    limited(monkeypatch, peak + 5 * block)
+    inputs = nbytes(engine._blanks[8]) + nbytes(engine._blank(8))  # those that stay there, and a step's own
+    limited(monkeypatch, peak + inputs + 5 * block)
     engine = LLM(tiny, progress=False, memory_fraction=1.0, **SMALL).engine
     assert engine.config.num_blocks == engine.memory.device_blocks == 4
     assert engine.memory.activations == peak  # the number of blocks does not change what a step needs

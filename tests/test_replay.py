@@ -68,6 +68,9 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
             if draw.random() < 0.05:
                 state = arrive("forget", scheduler.forget(state))
                 recorder.forget()
+            if plan is None and draw.random() < 0.05:
+                state = arrive("restart", scheduler.restart(state))
+                recorder.restart()
             if plan is None:
                 state, plan = scheduler.schedule(state, FCFS)
                 state = arrive("schedule", state, plan)
@@ -181,7 +184,8 @@ def test_the_format_is_this(tmp_path: Path):
     state, events = scheduler.commit(state, plan, [7, 8])
     recorder.commit([7, 8], {}, {}, events)
     recorder.forget()
-    state = scheduler.forget(state)
+    recorder.restart()
+    state = scheduler.restart(scheduler.forget(state))
     state, plan = scheduler.schedule(state, FCFS)
     recorder.schedule(plan)
     recorder.close()
@@ -201,9 +205,10 @@ def test_the_format_is_this(tmp_path: Path):
         '"num_tokens":3,"num_cached":0},{"event":"Admitted","step":0,"request_id":"\\u00e9\\n","num_tokens":4,"num_cached":0},'
         '{"event":"Sampled","step":0,"request_ids":["a"],"token_ids":[7]}]}}\n'
         '{"forget":{}}\n'
-        '{"schedule":{"step":1,"ids":["a","\\u00e9\\n"],"starts":[3,2],"counts":[1,2],"blocks":{},"copies":[],'
-        '"tables":{},"swap_out":[],"swap_in":[],"admitted":[],'
-        '"cached":[],"preempted":[],"swapped":[],"waiting":0,"blocks_used":4}}\n'
+        '{"restart":{}}\n'
+        '{"schedule":{"step":1,"ids":["a","\\u00e9\\n"],"starts":[0,0],"counts":[4,1],'
+        '"blocks":{"a":[3,4],"\\u00e9\\n":[1,2]},"copies":[],"tables":{},"swap_out":[],"swap_in":[],'
+        '"admitted":["a","\\u00e9\\n"],"cached":[0,0],"preempted":[],"swapped":[],"waiting":0,"blocks_used":4}}\n'
     )
     assert verify(path).identical
 
@@ -291,8 +296,9 @@ def test_lines_dropped_repeated_swapped_or_spelled_differently_are_caught(log: P
         kinds = {line[:9] for line in lines[at : at + 2]}
         if change == "swap" and kinds != {'{"schedul', '{"commit"'}:
             continue  # a submit may come a line later and change nothing
-        if lines[at] == '{"forget":{}}' or (change == "swap" and lines[at + 1] == '{"forget":{}}'):
-            continue  # what is forgotten may never be asked for again
+        bare = ('{"forget":{}}', '{"restart":{}}')
+        if lines[at] in bare or (change == "swap" and lines[at + 1] in bare):
+            continue  # what is forgotten may never be asked for again, and nobody may run
         if (
             change == "repeat"
             and '"blocks":{},"copies":[],"tables":{},"swap_out":[],"swap_in":[],"admitted":[],"cached":[]' in lines[at]
@@ -341,7 +347,7 @@ def header(**changes: object) -> str:
         (5, '{"schedule":{', "line 5 is not JSON in ASCII"),
         (5, '{"schedule":"é"}', "line 5 is not JSON in ASCII"),
         (5, "[]", "line 5 is not a JSON object"),
-        (5, "{}", "line 5 is no transition; one has a single key: submit, schedule, commit, cancel, forget"),
+        (5, "{}", "line 5 is no transition; one has a single key: submit, schedule, commit, cancel, forget, restart"),
         (5, '{"step":{}}', "line 5 is no transition"),
         (5, '{"submit":{"request_id":"x"}}', "line 5 is a malformed submit: KeyError"),
         (

@@ -444,7 +444,16 @@ def test_a_vocabulary_below_twenty_has_fewer_best_tokens():
     out = sampled(jnp.asarray(logits), batch([{"logprobs": 20}] * 3, 12), jnp.uint32(0))
     assert_logprobs(logits, np.asarray(out.tokens), *out[1:])
     assert out.top_ids.shape == (3, MAX_TOP)
+    assert (np.asarray(out.top_ids)[:, 12:] == -1).all()
     assert np.isneginf(np.asarray(out.top_logprobs)[:, 12:]).all()
+
+
+def test_nobody_draws_a_token_past_the_vocabulary_also_from_nan():
+    logits = random_logits(13)
+    logits[2] = np.nan
+    tokens = draw(logits, [{"temperature": 1.0, "seed": i} for i in range(B)])
+    assert (tokens < V).all()
+    assert (tokens >= 0).all()
 
 
 @pytest.mark.parametrize("b", [1, TILE, TILE + 1, 2 * TILE, B])

@@ -148,3 +148,20 @@ def test_a_request_that_arrives_between_schedule_and_commit_waits_for_the_next_s
     state = scheduler.submit(state, request("b", 2))
     state, _ = scheduler.commit(state, plan, [WORD])
     assert step(state)[1].admitted == ("b",)
+
+
+def test_one_of_many_is_ended_wherever_it_is():
+    """Both lines from either end and the middle; what is left keeps its order."""
+    config = scheduler.SchedulerConfig(2, 40, 16, 4, 12)
+    for name in ("0", "2", "3", "4", "5", "9"):
+        state = scheduler.init(config)
+        for i in range(10):
+            state = scheduler.submit(state, Request(f"{i}", 3, 4))
+        state, plan = scheduler.schedule(state, FCFS)
+        assert plan.admitted == ("0", "1", "2", "3")
+        state, (event,) = scheduler.cancel(state, name)
+        assert (event.request_id, event.num_output) == (name, 0)
+        left = [seq.request_id for seq in (*state.running.seqs, *state.waiting)]
+        assert left == [f"{i}" for i in range(10) if f"{i}" != name]
+        assert len(set(map(len, state.running))) == 1
+        scheduler.check(state)

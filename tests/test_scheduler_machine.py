@@ -240,6 +240,13 @@ class Driver:
         self.arrive(scheduler.forget(self.state))
         self.tally["forgot"] += 1
 
+    def restart(self) -> None:
+        """A step failed, which was planned from this state: the shell goes on from before its plan."""
+        if self.plan is None:
+            self.tally["restarted"] += bool(self.state.running.seqs)
+            self.model.restart()
+            self.arrive(scheduler.restart(self.state))
+
     def count_ends(self, events: tuple[Event, ...]) -> None:
         self.tally.update(event.reason for event in events if isinstance(event, Finished))
 
@@ -271,6 +278,8 @@ class Driver:
             self.submit_new(*lengths, draw.randrange(4), stops, draw.randrange(3), forks, beams)
         if busy and draw.random() < 0.02:
             self.forget()
+        if busy and draw.random() < 0.02:
+            self.restart()
         if busy and draw.random() < 0.05 and self.model.alive():
             name = draw.choice(self.model.names())
             self.cancel(name, "abort")
@@ -351,6 +360,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         self.driver.forget()
 
+    @rule()
+    def restart(self) -> None:
+        self.driver.restart()
+
     @rule(number=st.integers(10, 60), seed=seeds)
     def traffic(self, number: int, seed: int) -> None:
         self.driver.traffic(number, seed)
@@ -416,6 +429,7 @@ def test_the_driver_meets_everything_that_can_happen():
         "found",
         "shared",
         "forgot",
+        "restarted",
         "preempted",
         "cut",
         "stop",
@@ -443,7 +457,7 @@ def test_the_driver_meets_what_can_happen_in_the_ways_of_earlier_engines():
             host_blocks=draw.choice([0, draw.randint(4, 12)]),
         )
         driver = Driver(config, tally)
-        driver.traffic(40, draw.randrange(2**32))
+        driver.traffic(60, draw.randrange(2**32))
         driver.drain(seed=0)
     for happened in (
         "decodes waited",

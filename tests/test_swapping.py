@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax import LLM, SamplingParams, cache, replay, scheduler
+from pagedjax import LLM, SamplingParams, cache, engine, replay, scheduler
 from pagedjax.config import EngineConfig
 from pagedjax.policies import FCFS
 from pagedjax.swap import SwapSpace
@@ -146,3 +146,15 @@ def test_a_policy_says_who_is_swapped_and_who_computes_again():
         state, _ = scheduler.commit(state, plan, [0] * len(plan.seqs))
         scheduler.check(state)
     assert {True, False} <= {one for several in swapped.values() for one in several}
+
+
+def test_moving_a_block_does_not_move_as_many_as_a_table_may_have(tiny, monkeypatch):
+    made = []
+    monkeypatch.setattr(engine, "SwapSpace", lambda cache, blocks, batch: made.append(batch))
+    one = make(tiny).engine
+    assert made == [one._shapes.table_width], "as many as there may be"
+    monkeypatch.setattr(engine, "MOVED", 3 * one.memory.block_bytes + 1)
+    make(tiny)
+    monkeypatch.setattr(engine, "MOVED", 1)
+    make(tiny)
+    assert made[1:] == [3, 1]

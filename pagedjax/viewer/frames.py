@@ -1,7 +1,7 @@
 """From the scheduler's transitions to frames: a pure fold that looks at states, plans and events and keeps no count.
 
     fold = begin(config)
-    fold = passed(fold, state, events)              # whatever came between two steps: submits, cancels, a forget
+    fold = passed(fold, state, events)              # whatever came between two steps: submits, cancels, a restart
     fold = scheduled(fold, state, plan)             # a step runs
     fold, frame = committed(fold, state, events)    # it has run
     fold, frame = rested(fold)                      # nothing is under way any more
@@ -57,8 +57,17 @@ def passed(fold: Fold, state: SchedulerState, events: Iterable[Event] = (), at: 
     fold = fold._replace(at=fold.at if at is None else at)
     if fold.state.pool.hashes and not state.pool.hashes:
         fold = fold._replace(log=(*fold.log, ["forgot", None]))
-    fold = _ended(fold, state, events)
+    fold = _ended(_stopped(fold, state), state, events)
     return _moved(fold, state, allocates=False)
+
+
+def _stopped(fold: Fold, state: SchedulerState) -> Fold:
+    """Log who went back to the queue because a step failed (scheduler.restart)."""
+    if state.running.seqs is fold.state.running.seqs:
+        return fold
+    before = {seq.arrival for seq in fold.state.running.seqs}
+    back = [fold.numbers[seq.request_id] for seq in state.waiting if seq.arrival in before]
+    return fold._replace(log=(*fold.log, *(["preempted", n, False] for n in back)))
 
 
 def scheduled(fold: Fold, state: SchedulerState, plan: Plan, at: float | None = None) -> Fold:

@@ -173,7 +173,8 @@ def _worklist(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.A
     """Row b contributes counts[b] items -> (row, index within the row, valid) of `size` items, and their number."""
     end = jnp.cumsum(counts)
     item = jnp.arange(size)
-    row = jnp.minimum((item[:, None] >= end).sum(1), counts.shape[0] - 1)
+    ended = jnp.cumsum(jnp.zeros(size, jnp.int32).at[end].add(1, mode="drop"))  # rows whose items lie before each
+    row = jnp.minimum(ended, counts.shape[0] - 1)
     valid = item < end[-1]
     return row, jnp.where(valid, item - (end - counts)[row], 0), valid, end[-1]
 
