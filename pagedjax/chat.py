@@ -288,7 +288,7 @@ def save(conversation: Conversation, file: str) -> str:
 def _interruptible() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C was pressed within; pressed again, it interrupts as usual, for a step that takes too long.
 
-    A flag and no exception, since one in the middle of a step would leave the engine without its cache.
+    A flag and no exception, since one in the middle of a step would have all that it knows computed again.
     """
     if threading.current_thread() is not threading.main_thread():  # signals go to the main thread alone
         yield lambda: False
