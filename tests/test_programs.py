@@ -149,7 +149,7 @@ def test_a_step_whose_program_cannot_be_made_changes_nothing(tiny, monkeypatch):
     llm.engine._steps._build = build
     with pytest.raises(RuntimeError, match="out of memory"):
         llm.engine.step()
-    assert llm.engine.state is state
+    assert llm.engine.state == state
     llm.engine._steps._build = build_it
     while llm.engine.has_work:
         llm.engine.step()
