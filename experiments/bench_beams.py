@@ -28,6 +28,7 @@ from pagedjax import LLM, BeamSearchParams, load_model
 from pagedjax.loaded import LoadedModel
 
 TEXT = Path(__file__).parents[1] / "configs" / "prompts" / "english.txt"
+PLACES = 48
 LONGEST = 448  # tokens of a request; of exponential lengths with Alpaca's means one in 500 would be longer
 
 
@@ -43,16 +44,16 @@ def draw(tokens: Sequence[int], data: Dataset, count: int, seed: int) -> list[tu
 
 
 def searcher(model: LoadedModel, block_size: int) -> LLM:
-    """An engine with 48 places for beams, and a block for each of their tokens."""
+    """An engine with PLACES for beams, and a block for each of their tokens."""
     return LLM(
         model,
         progress=False,
         block_size=block_size,
-        max_num_seqs=48,
+        max_num_seqs=PLACES,
         max_num_batched_tokens=256,
-        token_buckets=(16, 48, 256),
+        token_buckets=(16, PLACES, 256),
         max_model_len=LONGEST,
-        num_blocks=48 * -(-LONGEST // block_size),
+        num_blocks=PLACES * -(-LONGEST // block_size),
         enable_prefix_caching=False,
     )
 
@@ -86,9 +87,14 @@ def main(arguments: list[str] | None = None) -> int:
     for name, value in (("requests", args.requests), ("block-size", args.block_size), ("widths", min(args.widths))):
         if value < 1:
             parser.error(f"--{name} is {value}; it must be at least 1")
-    model = load_model(args.model)
+    if max(args.widths) > PLACES:
+        parser.error(f"--widths has {max(args.widths)}; {PLACES} beams have a place at a time")
+    try:
+        model = load_model(args.model)
+        llm, rows = searcher(model, args.block_size), []
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     asks = draw(model.tokenizer.encode(TEXT.read_text("utf-8")), ALPACA, args.requests, args.seed)
-    llm, rows = searcher(model, args.block_size), []
     for width in args.widths:
         saved = measure(llm, asks, width)
         rows.append({"width": width, "saved": 100 * saved.share, "paper": ALPACA.beams.get(width), **saved._asdict()})

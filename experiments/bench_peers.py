@@ -32,6 +32,7 @@ import numpy as np
 
 from experiments import strict
 from experiments.environment import cpu_model, git_state, processor_time, stolen_share
+from experiments.workloads import Tokens, read_tokens
 
 ROOT = Path(__file__).parent
 ADAPTERS = sorted(file.stem.removeprefix("run_") for file in (ROOT / "peers").glob("run_*.py"))
@@ -73,14 +74,10 @@ class Config:
 
 
 def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
-    """The workload from a JSON list of {"prompt": [ids], "n": count}, or drawn with the same shape."""
+    """The workload from a file that a config's `kind: tokens` takes too, or drawn with the same shape."""
     if file:
-        try:
-            return [(entry["prompt"], entry["n"]) for entry in json.loads(Path(file).read_text(encoding="utf-8"))]
-        except (KeyError, TypeError, json.JSONDecodeError):
-            raise ValueError(
-                f'{file} is no workload; it must be a JSON list of {{"prompt": [ids], "n": count}}'
-            ) from None
+        prompts, counts = read_tokens(Tokens("tokens", file), Path(file).read_text(encoding="utf-8"), vocab)
+        return [(list(prompt), count) for prompt, count in zip(prompts, counts, strict=True)]
     rng = np.random.default_rng(seed)
     lengths = rng.integers(16, 257, 64), rng.integers(16, 129, 64)
     return [(rng.integers(17, vocab, p).tolist(), int(n)) for p, n in zip(*lengths, strict=True)]

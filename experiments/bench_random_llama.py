@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from flax import nnx
 
 from experiments.environment import environment
 from pagedjax import Engine, EngineConfig, SamplingParams
+from pagedjax.config import DType
 from pagedjax.models import Decoder, Model, llama
 from pagedjax.models.decoder import angle_tables
 
@@ -76,6 +77,8 @@ def run(engine: Engine, seqs: int, context: int, tokens: int) -> dict[str, Any]:
             decodes.append(seconds)
         else:
             prompts += seconds
+    if not decodes:
+        raise ValueError(f"no step decoded all {seqs} sequences and nothing else; raise --tokens or --budget")
     return {"prompt_seconds": prompts, "decode_step": statistics.median(decodes), "compilations": compiled}
 
 
@@ -83,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tinyllama-1.1b")
     parser.add_argument("--impls", nargs="+", default=["pallas_gpu", "xla"])
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", choices=get_args(DType), default="bfloat16")
     parser.add_argument("--seqs", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=64)
@@ -91,6 +94,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bandwidth", type=float, help="bytes/s of the device, as bench_kernels measures them")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
+    for name, least in (("seqs", 1), ("context", 1), ("tokens", 2), ("budget", 1)):  # the first token is no decode
+        if (value := getattr(args, name)) < least:
+            parser.error(f"--{name} is {value}; it must be at least {least}")
     model = random_model(SHAPES[args.shape], args.dtype)
     c = model.config
     figures: dict[str, Any] = {"where": environment(), **vars(args), "runs": {}}

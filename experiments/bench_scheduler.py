@@ -268,8 +268,16 @@ def sizes(seqs: int, blocks: int, block_size: int, steps: int) -> SchedulerConfi
 
 
 def device_seconds(path: Path) -> float:
-    """The median device time of a recorded run's steps."""
-    return median(json.loads(line)["device_seconds"] for line in path.read_text("utf-8").splitlines())
+    """The median device time of a recorded run's steps.
+
+    Raises:
+        ValueError: a file that is not there, or is no steps.jsonl.
+    """
+    try:
+        return median([float(json.loads(line)["device_seconds"]) for line in path.read_text("utf-8").splitlines()])
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--steps is {path}, which cannot be read as steps.jsonl of a run ({what})") from None
 
 
 def verdict(timings: Sequence[Timing]) -> dict[str, bool]:
@@ -294,16 +302,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=Path, help="steps.jsonl of a run, to set its device time beside")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(arguments)
-    try:
-        config = sizes(args.seqs, args.blocks, args.block_size, args.measure)
-    except ValueError as error:
-        parser.error(str(error))
     if args.seqs < BRANCHES:
         parser.error(f"--seqs is {args.seqs}; a request of {BRANCHES} branches needs as many")
+    for name in ("blocks", "block_size", "measure"):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    try:
+        config = sizes(args.seqs, args.blocks, args.block_size, args.measure)
+        device = device_seconds(args.steps) if args.steps else None
+    except ValueError as error:
+        parser.error(str(error))
     loads = [load for load in LOADS if args.loads is None or load.name in args.loads]
     timings = measure(loads, config, args.measure)
     met = verdict(timings)
-    device = device_seconds(args.steps) if args.steps else None
     if args.json:
         limits = {"target_us": TARGET_US, "limit_us": LIMIT_US, "met": met}
         print(json.dumps({"loads_us": [t._asdict() for t in timings], **limits, "device_seconds": device}))

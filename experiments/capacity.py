@@ -158,8 +158,7 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
 def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Point]:
     """The raw config after `overrides`, and the one point that it is."""
     raw = config.load_file(path)
-    for text in overrides:
-        config.override(raw, text)
+    config.override_all(raw, overrides)
     points = config.expand(raw, folder=path.parent)
     if len(points) > 1:
         keys = " and ".join(points[0].swept)

@@ -13,6 +13,10 @@ The ratio B / A comes with an interval:
                         would show, not other runs: a slow minute of the machine hides in it, and as neighbours in a
                         queue are alike it is rather too narrow. A number of the whole run (throughput) has none.
 
+The same requests are those that come at the same times, with prompts of the same lengths, as many output tokens at
+most and as many branches, one by one (requests.jsonl); which tokens a prompt had is not kept. Where the device, commit
+or version of JAX of the two sides differ, that is said.
+
 A difference is called real when the interval leaves out 1. That is weak with few repeats: with two or three only large
 differences can be told, and t takes logarithms to spread normally. What takes nothing for granted does no better: a
 bootstrap of three repeats calls a quarter of all equal things different, and a permutation test of them can call none
@@ -53,6 +57,7 @@ LATENCIES = {
     "e2e_s": lambda request: [request.e2e],
     "queue_s": lambda request: [request.queue],
 }
+WHERE = ("device", "commit", "source", "jax")  # source: what run.py says of code that need not be committed
 NOISE = "nothing can be said of noise"
 ONCE = f"one run each: {NOISE}"
 
@@ -132,7 +137,9 @@ def _by_swept(name: str, sides: Sequence[Side]) -> dict[str, Side]:
 
 
 def unpaired(a: Side, b: Side) -> str | None:
-    """Why the repeats of two points make no pairs; None when they do."""
+    """Why the runs of two points make no pairs; None when they do. One run each is a pair, whatever their numbers."""
+    if len(a.runs) == len(b.runs) == 1:
+        return other_workload(a.runs[0], b.runs[0])
     for name, side in (("A", a), ("B", b)):
         if len(set(side.repeats)) < len(side.runs):
             return f"{name} has a repeat twice"
@@ -143,9 +150,42 @@ def unpaired(a: Side, b: Side) -> str | None:
 
 
 def other_workload(a: dict[str, Any], b: dict[str, Any]) -> str | None:
-    """In what the workloads of two runs differ; None when they are the same."""
+    """In what the workloads of two runs differ, in all or in a request; None when they are the same."""
     differ = [key for key, value in a["workload"].items() if b["workload"].get(key) != value]
-    return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}" if differ else None
+    if differ:
+        return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
+    try:
+        asked = [[_asked(request) for request in store.read_requests(Path(run["run"]))] for run in (a, b)]
+    except ValueError as error:  # a folder of results may hold the summaries alone
+        return f"whether repeat {a['repeat']} had the same requests is not known: {error}"
+    for i, (one, other) in enumerate(zip(*asked, strict=True)):
+        for name, value in one.items():
+            if other[name] != value:
+                return f"the workloads of repeat {a['repeat']} differ in {name} of request {i}: {value}, {other[name]}"
+    return None
+
+
+def _asked(request: RequestRecord) -> dict[str, Any]:
+    """What a request wanted: all that its record has but what became of it."""
+    wanted = {key: value for key, value in request._asdict().items() if key not in ("request_id", "first_scheduled")}
+    return {**wanted, "branches": len(request.branches)}
+
+
+def elsewhere(a: Side, b: Side) -> list[str]:
+    """Where the sides ran on something else: device, code, version of JAX."""
+    found = [{key: sorted({_where(run)[key] for run in side.runs}) for key in WHERE} for side in (a, b)]
+    return [
+        f"{key} differs: A {' and '.join(found[0][key])}, B {' and '.join(found[1][key])}"
+        for key in WHERE
+        if found[0][key] != found[1][key]
+    ]
+
+
+def _where(run: dict[str, Any]) -> dict[str, str]:
+    file = Path(run["run"]) / "env.json"  # has it where the summary, of an earlier version, has not
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and not run.get("jax") else {}
+    found = {"jax": kept.get("versions", {}).get("jax"), **{key: run[key] for key in WHERE if run.get(key)}}
+    return {key: str(found.get(key) or "not known") for key in WHERE}
 
 
 def _listed(repeats: Sequence[int]) -> str:
@@ -190,22 +230,31 @@ def of_requests(
     def ratio_of(drawn: np.ndarray) -> float:
         """Of the requests in `drawn`: those of one number are drawn together, with all their gaps."""
         counts = np.bincount(drawn, minlength=len(a))
-        below, above = (np.percentile(np.repeat(values, counts[owner]), percentile) for owner, values in sides)
-        return float(above / below)
+        chosen = [np.repeat(values, counts[owner]) for owner, values in sides]
+        if not all(map(len, chosen)):
+            return math.nan
+        below, above = (np.percentile(values, percentile) for values in chosen)
+        return float(above / below) if below else math.nan
 
     everyone = np.arange(len(a))
     if not all(len(values) and np.percentile(values, percentile) > 0 for _, values in sides):
         return Ratio(None, None, None, "no ratio can be formed: there is a zero, or no value")
-    found = stats.bootstrap(
-        (everyone,),
-        ratio_of,
-        vectorized=False,
-        n_resamples=RESAMPLES,
-        confidence_level=confidence,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    ratio, low, high = ratio_of(everyone), float(found.low), float(found.high)
+    ratio = ratio_of(everyone)
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of resamples that have no ratio
+        found = stats.bootstrap(
+            (everyone,),
+            ratio_of,
+            vectorized=False,
+            n_resamples=RESAMPLES,
+            confidence_level=confidence,
+            method="percentile",
+            rng=np.random.default_rng(0),
+        )
+    lost = int((~np.isfinite(found.bootstrap_distribution)).sum())
+    if lost:
+        few = f"{lost} of {RESAMPLES} resamples have no value, or a zero"
+        return Ratio(ratio, None, None, f"no interval can be formed: {few} (B is {times(ratio)} times A); {ONCE}")
+    low, high = map(float, found.confidence_interval)
     return Ratio(ratio, low, high, f"{verdict(ratio, low, high)}, of these {len(a)} requests; {ONCE} between runs")
 
 
@@ -235,20 +284,21 @@ def values_of(side: Side, metric: str) -> list[float]:
     return values
 
 
-def compare(a: Side, b: Side, metric: str, *, confidence: float) -> tuple[float | None, float | None, Ratio]:
-    """The medians of both sides and what can be said of their ratio."""
+def compare(
+    a: Side, b: Side, metric: str, *, apart: str | None, confidence: float
+) -> tuple[float | None, float | None, Ratio]:
+    """The medians of both sides and what can be said of their ratio. `apart`: what `unpaired` says of them."""
     ours, theirs = values_of(a, metric), values_of(b, metric)
     if not ours or not theirs:
         return None, None, Ratio(None, None, None, "there is no such value in A or in B")
     medians = statistics.median(ours), statistics.median(theirs)
     if len(ours) > 1 and len(theirs) > 1:
         whole = len(ours) == len(a.runs) and len(theirs) == len(b.runs)
-        paired = whole and unpaired(a, b) is None
-        return *medians, of_runs(ours, theirs, paired=paired, confidence=confidence)
+        return *medians, of_runs(ours, theirs, paired=whole and apart is None, confidence=confidence)
     if len(ours) + len(theirs) > 2:
         return *medians, Ratio(None, None, None, f"{'A' if len(ours) == 1 else 'B'} has one run: {NOISE}")
     name, _, percentile = metric.partition(".p")
-    if name in LATENCIES and percentile.isdigit() and other_workload(a.runs[0], b.runs[0]) is None:
+    if name in LATENCIES and percentile.isdigit() and apart is None:
         before, after = (store.read_requests(Path(side.runs[0]["run"])) for side in (a, b))
         return *medians, of_requests(before, after, name, int(percentile), confidence)
     ratio = medians[1] / medians[0] if medians[0] > 0 else None
@@ -256,12 +306,11 @@ def compare(a: Side, b: Side, metric: str, *, confidence: float) -> tuple[float 
     return *medians, Ratio(ratio, None, None, words)
 
 
-def how(a: Side, b: Side) -> str:
+def how(a: Side, b: Side, apart: str | None) -> str:
     """How the runs of two points are set beside each other."""
     if len(a.runs) == len(b.runs) == 1:
-        return other_workload(a.runs[0], b.runs[0]) or "one run each of the same requests"
-    why = unpaired(a, b)
-    return f"{len(a.runs)} pairs of repeats" if why is None else f"repeats are not paired: {why}"
+        return apart or "one run each of the same requests"
+    return f"{len(a.runs)} pairs of repeats" if apart is None else f"repeats are not paired: {apart}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -272,15 +321,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--confidence is {options.confidence}; it must be above 0 and below 1, such as 0.95")
         (ours, left_a), (theirs, left_b) = read(options.a), read(options.b)
         pairs, alone = match(ours, theirs)
+        reasons = {label: unpaired(a, b) for label, a, b in pairs}
         rows = [
-            (label, how(a, b), metric, *compare(a, b, metric, confidence=options.confidence))
+            (
+                label,
+                how(a, b, reasons[label]),
+                metric,
+                *compare(a, b, metric, apart=reasons[label], confidence=options.confidence),
+            )
             for label, a, b in pairs
             for metric in options.metric
         ]
+        others = dict.fromkeys(words for _, a, b in pairs for words in elsewhere(a, b))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    notes = [*left_a, *left_b, *alone]
+    notes = [*left_a, *left_b, *alone, *others]
     judged = sum(ratio.low is not None and ratio.low < (ratio.high or 0.0) for *_, ratio in rows)
     if judged > 1:
         chance = (1 - options.confidence) * judged
@@ -293,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "B": ["-" if middle is None else number(middle) for *_, middle, _ in found],
             "verdict": [ratio.verdict for *_, ratio in found],
         }
-        print(f"{label} ({how(a, b)})\n{aligned(columns)}\n")
+        print(f"{label} ({how(a, b, reasons[label])})\n{aligned(columns)}\n")
     for note in notes:
         print(note)
     if options.json:

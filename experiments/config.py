@@ -24,19 +24,22 @@ import importlib
 import inspect
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments import cost
 from experiments.cost import STEPS, Simulate
 from experiments.strict import load_file, load_text, parse
-from experiments.workloads import AZURE, Spec, Trace
+from experiments.workloads import AZURE, Spec, Trace, check
 from pagedjax import policies
 from pagedjax.config import EngineConfig
 from pagedjax.params import SamplingParams
 
 # What a point is called, or how often it is measured, does not change what is measured: none of it is in the hash.
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")
+_ONE_KEY = ("sweep.grid.", "sweep.zip.")  # what --set writes before one swept key
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,29 @@ def load(path: Path, overrides: tuple[str, ...] = ()) -> list[Point]:
         ValueError: bad YAML, unknown key, wrong type or value, a missing workload file, or two equal points.
     """
     raw = load_file(path)
-    for text in overrides:
-        override(raw, text)
+    override_all(raw, overrides)
     return expand(raw, folder=path.parent)
+
+
+def override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply every `a.b=value`. Sweeps come first, so that the order in which they are written changes nothing.
+
+    Raises:
+        ValueError: see `override`; or one of them sets what another one sweeps.
+    """
+    paths = [(text.partition("=")[0], text) for text in overrides]
+    sweeps = [path for path, text in paths if path == "sweep" or path.startswith("sweep.")]
+    for path, text in paths:
+        if path in sweeps:
+            override(raw, text)
+    swept = {path.split(".", 2)[-1] for path in sweeps}
+    if not all(path.startswith(_ONE_KEY) for path in sweeps):  # a whole part of the sweep: any key of it may be new
+        swept = {key for combination in combinations(raw.get("sweep")) for key in combination}
+    for path, text in paths:
+        if path not in sweeps:
+            if both := next((key for key in swept if _overlap(path, key)), None):
+                raise ValueError(f"--set {path}: another --set sweeps {both}; leave one of the two out")
+            override(raw, text)
 
 
 def override(raw: dict[str, Any], text: str) -> None:
@@ -159,7 +182,7 @@ def override(raw: dict[str, Any], text: str) -> None:
     path, equals, value = text.partition("=")
     if not equals or not path:
         raise ValueError(f"--set {text!r}: write it as section.key=value, such as engine.block_size=16")
-    if path.startswith(("sweep.grid.", "sweep.zip.")):  # the swept path is itself the key
+    if path.startswith(_ONE_KEY):  # the swept path is itself the key
         _, form, key = path.split(".", 2)
         sweep = raw.setdefault("sweep", {})
         if not isinstance(sweep, dict) or not isinstance(sweep.setdefault(form, {}), dict):
@@ -172,15 +195,24 @@ def override(raw: dict[str, Any], text: str) -> None:
 
 
 def _out_of_the_sweep(raw: dict[str, Any], path: str) -> None:
-    """Take a key that is set by hand out of the grid. Elsewhere in the sweep it stays an error: the sweep would win."""
+    """Take a key that is set by hand out of the grid.
+
+    Anywhere else in the sweep, and where it is a part of what is swept or has a part that is, it is an error: the sweep
+    would win, in silence.
+    """
     combined = combinations(raw.get("sweep"))
     grid = (raw.get("sweep") or {}).get("grid") or {}
     if path in grid:
         raw["sweep"] = {**raw["sweep"], "grid": {key: values for key, values in grid.items() if key != path}}
         return
     for swept in {key for combination in combined for key in combination}:
-        if path == swept or path.startswith(f"{swept}."):
+        if _overlap(path, swept):
             raise ValueError(f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep itself")
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two paths are the same, or one lies within the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def put(raw: dict[str, Any], path: str, value: Any) -> None:
@@ -206,6 +238,7 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
         _own_output_lengths(values.get("sampling"))
         experiment = _with_policy(_with_fit(parse(Experiment, values, ""), folder), folder)
         content, source = read_content(experiment.workload, folder)
+        check(experiment.workload, content)
         point = Point(experiment, swept, point_key(experiment, content), content, source)
         for i, other in enumerate(points):
             if other.key == point.key:
@@ -215,7 +248,10 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
 
 
 def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
-    """The run to fit, if there is one, by its absolute path; it is tried from `folder`, then from the current one."""
+    """The run to fit, if there is one, by its absolute path; it is tried from `folder`, then from the current one.
+
+    It is fitted here already, so that a damaged one is told before anything runs.
+    """
     simulate = experiment.simulate
     if simulate is None or simulate.fit is None:
         return experiment
@@ -223,6 +259,11 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
     found = next((place for place in places if (place / STEPS).is_file()), None)
     if found is None:
         raise ValueError(f"simulate.fit: there is no {STEPS} in {' or '.join(map(str, places))}; give a run's folder")
+    try:
+        cost.fit(cost.read_steps((found / STEPS).read_text(encoding="utf-8")))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        why = f"no {error} in a step" if isinstance(error, KeyError) else error
+        raise ValueError(f"simulate.fit: {found / STEPS} cannot be fitted ({why}); give another run's folder") from None
     return dataclasses.replace(experiment, simulate=dataclasses.replace(simulate, fit=str(found.resolve())))
 
 
@@ -235,18 +276,44 @@ def _with_policy(experiment: Experiment, folder: Path) -> Experiment:
         experiment = dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, policy=spec))
     try:
         policies.find(experiment.engine.policy)
-    except ValueError as error:
-        raise ValueError(f"engine.{error}") from error
+    except Exception as error:  # a file of one's own may raise anything
+        if isinstance(error, ValueError) and str(error).startswith("policy "):
+            raise ValueError(f"engine.{error}") from error
+        spec, what = experiment.engine.policy, f"{type(error).__name__}: {error}"
+        raise ValueError(f"engine.policy is {spec!r}, whose file raises {what}; mend it") from error
     return experiment
 
 
 def _policy_source(policy: str) -> str:
-    """What a policy is, for the key of a point: its name, or the hash of the file that holds it, and its name there."""
+    """What a policy is, for the key of a point: its name, or the hash of the file that holds it, and its name there.
+
+    What that file imports is not in it: after a change there, `experiments.run --no-resume` measures again.
+    """
     where, colon, name = policy.rpartition(":")
     if not colon:
         return policy
     file = where if where.endswith(".py") else inspect.getsourcefile(importlib.import_module(where))
     return f"{hashlib.sha256(Path(file).read_bytes()).hexdigest()}:{name}" if file else policy
+
+
+def _model_source(model: str) -> str:
+    """What a model is, for the key of a point: its name, or of one on this disk what its files are.
+
+    Its JSON (shape, tokenizer) goes by content. Weights go by name, size and time of writing: to hash gigabytes would
+    take longer than many a run. So a copy with other times is another model, and one written again in place is too.
+    """
+    place = Path(model).expanduser()
+    if not place.exists():
+        return model
+    weights = [*place.glob("*.safetensors"), *place.glob("params/**/*")] if place.is_dir() else [place]
+    facts: list[Any] = [
+        [path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in sorted(place.glob("*.json"))
+    ]
+    for path in sorted(weights):
+        if path.is_file():
+            about = path.stat()
+            facts.append([path.relative_to(place).as_posix(), about.st_size, about.st_mtime_ns])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _own_output_lengths(sampling: Any) -> None:
@@ -293,16 +360,23 @@ def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
     places = list(dict.fromkeys([folder / name, Path(name)]))
     for place in places:
         if place.is_file():
-            return place.read_text(encoding="utf-8"), str(place.resolve())
+            try:
+                return place.read_text(encoding="utf-8"), str(place.resolve())
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"workload.file: {place} cannot be read as UTF-8 text ({error})") from None
     hint = f". {AZURE}" if isinstance(spec, Trace) else ""
     raise ValueError(f"workload.file: there is no file {' or '.join(map(str, places))}{hint}")
 
 
 def point_key(experiment: Experiment, content: str) -> str:
-    """sha256 (hexadecimal) of what is measured: independent of key order, of defaults written out, and of names."""
+    """sha256 (hexadecimal) of what is measured: independent of key order, of defaults written out, and of names.
+
+    Files are in it by what they hold: the workload's, a policy's, a fitted run's steps, a model's (`_model_source`).
+    """
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in _NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
     values["engine"]["policy"] = _policy_source(experiment.engine.policy)
+    values["model"] = _model_source(experiment.model)
     del values["cache_tokens"]
     if experiment.simulate is None:
         del values["simulate"]

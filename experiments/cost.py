@@ -9,8 +9,12 @@ multiplies with those. Each of the two takes the longer of its traffic and its a
 
     launch + max(weights / bandwidth, 2 * numbers * tokens / rate) + max(kv / bandwidth, attention / rate)
 
+Of a mixture of experts it reads those that some token chose, as many as tokens that choose evenly and alone would have
+(Shape.experts_read), and multiplies with those that each token chose. A layer with a window counts as one that sees the
+whole context: for a model with windows, and contexts beyond them, attention is too slow here.
+
 What a kernel loses is two shares of what the chip could do, both 1 unless a config says otherwise: then a time is a
-bound, not a guess. Imports no jax.
+bound, not a guess. Imports no jax, but for the shape of a checkpoint.
 """
 
 from __future__ import annotations
@@ -74,26 +78,38 @@ class Shape(NamedTuple):
     tied: bool = False  # the embedding is the head
     weight_bytes: float = 2  # of a number
     kv_bytes: float = 2
+    sparse: int = 0  # layers with experts, each an MLP of its own, in place of the MLP
+    experts: int = 0  # of such a layer
+    chosen: int = 0  # of them by each token
+    expert: int = 0  # intermediate size of one
 
-    @property
-    def layer_numbers(self) -> int:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (2 * queries + 2 * keys)
-        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
+    def layer_numbers(self, experts: float) -> float:
+        """Of the matrices of all layers, with so many experts in those that have some."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        row = (3 if self.gated else 2) * self.hidden  # numbers of an MLP for each of its intermediate ones
+        mixture = self.hidden * self.experts + experts * row * self.expert
+        return self.layers * attention + (self.layers - self.sparse) * row * self.intermediate + self.sparse * mixture
+
+    def experts_read(self, tokens: int) -> float:
+        """Of a layer: how many are chosen by one token or more, expected of tokens that choose evenly and alone."""
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
 
     @property
     def head_numbers(self) -> int:
         return self.hidden * self.vocabulary
 
-    @property
-    def numbers(self) -> int:
-        """Of all matrices that a token meets: layers and head."""
-        return self.layers * self.layer_numbers + self.head_numbers
+    def read_bytes(self, tokens: int) -> float:
+        """Of the weights that a step of so many tokens reads: layers and head."""
+        return self.weight_bytes * (self.layer_numbers(self.experts_read(tokens)) + self.head_numbers)
+
+    def products(self, tokens: int, sampled: int) -> float:
+        """Operations of the products with weights."""
+        return 2 * (self.layer_numbers(self.chosen) * tokens + self.head_numbers * sampled)
 
     @property
     def held_bytes(self) -> float:
-        """Of the weights, with an embedding of their own if they have one."""
-        return self.weight_bytes * (self.numbers + (0 if self.tied else self.head_numbers))
+        """Of all weights, with an embedding of their own if they have one."""
+        return self.weight_bytes * (self.layer_numbers(self.experts) + (1 if self.tied else 2) * self.head_numbers)
 
     @property
     def token_bytes(self) -> float:
@@ -102,25 +118,34 @@ class Shape(NamedTuple):
 
 
 def shape_of(config: Mapping[str, Any], weight_bytes: float = 2, kv_bytes: float = 2) -> Shape:
-    """From a Hugging Face config.json, of a Llama's kind or a GPT-2."""
-    old = "n_layer" in config
-    names = ("n_layer", "n_embd", "n_head") if old else ("num_hidden_layers", "hidden_size", "num_attention_heads")
-    layers, hidden, heads = (int(config[name]) for name in names)
-    inner = config.get("n_inner") or 4 * hidden if old else config["intermediate_size"]
-    return Shape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        intermediate=inner,
-        vocabulary=config["vocab_size"],
-        longest=config["n_positions" if old else "max_position_embeddings"],
-        gated=not old,
-        tied=bool(config.get("tie_word_embeddings", old)),
+    """From a Hugging Face config.json, read by the family that would load the model: its defaults are the loader's.
+
+    Raises:
+        ValueError: a model that could not be loaded either.
+    """
+    from pagedjax.models import ARCHITECTURES  # jax's names come along, but no backend starts
+    from pagedjax.weights.architectures import normalised
+
+    known = normalised(config, "the model's config.json")
+    c = ARCHITECTURES[known["model_type"]].from_hf(known)
+    shape = Shape(
+        layers=c.layers,
+        hidden=c.hidden,
+        heads=c.heads,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        intermediate=c.intermediate,
+        vocabulary=c.vocab_size,
+        longest=c.max_len,
+        gated=c.gated,
+        tied=c.tied,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
     )
+    if c.experts is None:
+        return shape
+    mixed = {"experts": c.experts.count, "chosen": c.experts.chosen, "expert": c.experts.intermediate}
+    return shape._replace(sparse=sum(kind.sparse for kind in c.kinds), **mixed)
 
 
 # Published shapes that the papers' experiments used, from the models' own config.json.
@@ -181,9 +206,8 @@ class Roofline(NamedTuple):
         bandwidth = self.chips * self.bandwidth_share * chip.bandwidth
         rate = self.chips * self.rate_share * chip.rate
         tokens = -(-work.tokens // chip.tile) * chip.tile
-        products = 2 * (s.layers * s.layer_numbers * tokens + s.head_numbers * work.sampled)
         attention = 4 * s.layers * s.heads * s.head_dim * work.pairs
-        weights = max(s.weight_bytes * s.numbers / bandwidth, products / rate)
+        weights = max(s.read_bytes(work.tokens) / bandwidth, s.products(tokens, work.sampled) / rate)
         return (
             chip.launch
             + weights
@@ -282,6 +306,14 @@ class Simulate:
             one_of("model", self.model, tuple(SHAPES))
         if self.chips < 1:
             raise ValueError(f"chips is {self.chips}; it must be at least 1")
+        if self.fit is not None:
+            for name in ("chips", "bandwidth_share", "rate_share", "batched_moves"):
+                value = getattr(self, name)
+                if value != getattr(Simulate, name):
+                    raise ValueError(
+                        f"{name} is {value}, and steps that were measured (fit) know nothing of it; leave it out, or "
+                        "name a chip in place of fit"
+                    )
         for name in ("bandwidth_share", "rate_share"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and at most 1")

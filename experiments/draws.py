@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,18 @@ import numpy as np
 
 # Lengths, in tokens ----------------------------------------------------------------------------------------------
 
+LONGEST = 1 << 24  # tokens of a length that is no mistake
+
+
+def _check_limits(low: int, high: int | None) -> None:
+    if low < 1 or (high is not None and high < low):
+        raise ValueError(f"min is {low!r} and max {high!r}; they must be 1 <= min <= max")
+
+
+def _check_above_zero(name: str, value: float, unit: str = "") -> None:
+    if not 0 < value < math.inf:  # NaN is not either
+        raise ValueError(f"{name} is {value!r}; it must be above 0{unit}, and finite")
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -17,6 +30,9 @@ class Fixed:
     value: int
     min: int = 1
     max: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_limits(self.min, self.max)
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,7 @@ class Uniform:
     def __post_init__(self) -> None:
         if self.high < self.low:
             raise ValueError(f"high is {self.high!r}; it must be at least low ({self.low})")
+        _check_limits(self.min, self.max)
 
 
 @dataclass(frozen=True)
@@ -42,8 +59,8 @@ class Exponential:
     max: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mean <= 0:
-            raise ValueError(f"mean is {self.mean!r}; it must be above 0")
+        _check_above_zero("mean", self.mean)
+        _check_limits(self.min, self.max)
 
 
 @dataclass(frozen=True)
@@ -57,15 +74,25 @@ class Lognormal:
     max: int | None = None
 
     def __post_init__(self) -> None:
-        if self.sigma < 0:
-            raise ValueError(f"sigma is {self.sigma!r}; it must be at least 0")
+        if not 0 <= self.sigma < math.inf:
+            raise ValueError(f"sigma is {self.sigma!r}; it must be at least 0, and finite")
+        if not -math.inf < self.mu <= math.log(LONGEST):
+            raise ValueError(
+                f"mu is {self.mu!r}, a median of exp(mu) tokens; it must be at most {math.log(LONGEST):.1f}, the "
+                "logarithm of a length, such as 6.63 for 757 tokens"
+            )
+        _check_limits(self.min, self.max)
 
 
 Lengths = Fixed | Uniform | Exponential | Lognormal
 
 
 def draw_lengths(spec: Lengths, count: int, rng: np.random.Generator) -> tuple[list[int], int]:
-    """`count` lengths within [spec.min, spec.max], and how many of them had to be moved to a limit."""
+    """`count` lengths within [spec.min, spec.max], and how many of them had to be moved to a limit.
+
+    Raises:
+        ValueError: a length beyond what any model reads, which `max` would have bounded.
+    """
     if isinstance(spec, Fixed):
         drawn = np.full(count, spec.value)
     elif isinstance(spec, Uniform):
@@ -75,13 +102,14 @@ def draw_lengths(spec: Lengths, count: int, rng: np.random.Generator) -> tuple[l
     else:
         drawn = rng.lognormal(spec.mu, spec.sigma, size=count)
     # A draw beyond 2**31 would be clipped anyway wherever a limit is given; it must not overflow before that.
-    return clip([int(n) for n in np.rint(np.minimum(drawn, 2.0**31))], spec.min, spec.max)
+    kept, cut = clip([int(n) for n in np.rint(np.minimum(drawn, 2.0**31))], spec.min, spec.max)
+    if max(kept, default=0) > LONGEST:
+        raise ValueError(f"{spec} draws a length of {max(kept):,} tokens, beyond {LONGEST:,}; give it a `max`")
+    return kept, cut
 
 
 def clip(lengths: Sequence[int], low: int, high: int | None) -> tuple[list[int], int]:
     """Lengths moved into [low, high] (None: no upper limit), and how many were moved."""
-    if low < 1 or (high is not None and high < low):
-        raise ValueError(f"the limits of a length are min {low} and max {high}; they must be 1 <= min <= max")
     kept = [max(low, n if high is None else min(n, high)) for n in lengths]
     return kept, sum(a != b for a, b in zip(lengths, kept, strict=True))
 
@@ -102,8 +130,7 @@ class Poisson:
     rate: float
 
     def __post_init__(self) -> None:
-        if self.rate <= 0:
-            raise ValueError(f"rate is {self.rate!r}; it must be above 0 requests a second")
+        _check_above_zero("rate", self.rate, " requests a second")
 
 
 @dataclass(frozen=True)
@@ -116,8 +143,7 @@ class Gamma:
 
     def __post_init__(self) -> None:
         for name, value in (("rate", self.rate), ("burstiness", self.burstiness)):
-            if value <= 0:
-                raise ValueError(f"{name} is {value!r}; it must be above 0")
+            _check_above_zero(name, value)
 
 
 Arrivals = AtOnce | Poisson | Gamma

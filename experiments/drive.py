@@ -106,6 +106,7 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     experiment, engine = point.experiment, llm.engine
     seed = experiment.seed + (repeat if experiment.reseed else 0)
     workload = build(experiment.workload, point.content, seed, llm.tokenizer.vocab_size, llm.tokenizer.encode)
+    check_lengths(workload.items, engine.config.max_model_len)
     engine.reset()
     if experiment.simulate is None:
         warm_up(engine, experiment, workload.items)
@@ -117,6 +118,25 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     steps = step_records(results, start, llm.engine.config.block_size)
     summary = summarize(requests, steps, engine.config.block_size, experiment.slo)
     return Measured(workload, requests, steps, summary, why_failed(steps, summary))
+
+
+def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
+    """Refuse what the engine would cut off at its longest length, and a record would then call served.
+
+    A prompt that alone is too long is left to the engine, which refuses it.
+
+    Raises:
+        ValueError: such requests; names the first.
+    """
+    cut = [item for item in items if len(item.prompt_token_ids) < limit < len(item.prompt_token_ids) + item.max_tokens]
+    if cut:
+        first, prompt = cut[0], len(cut[0].prompt_token_ids)
+        raise ValueError(
+            f"{len(cut)} of {len(items)} requests would be cut off at engine.max_model_len, {limit} tokens: "
+            f"{first.request_id} has {prompt} prompt tokens and asks for {first.max_tokens}. Raise the limit, or bound "
+            "the workload's lengths (max of a distribution; max_prompt_tokens and max_output_tokens of a trace), which "
+            "counts what it clips"
+        )
 
 
 def why_failed(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -15,23 +17,44 @@ _FLAG_FAMILIES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 
 def environment(*, device: bool = True) -> dict[str, Any]:
-    """Commit, versions, device, processor and flags of this process. Names no machine or user.
+    """Commit, code, versions, device, processor and flags of this process. Names no machine or user.
 
     Starts jax's backend, unless the device does not matter.
     """
     return {
         **git_state(Path(__file__).parent),
+        "source": source(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "device": _device() if device else {"platform": None, "kind": None, "count": 0},
-        "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": _usable_cores()},
+        "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
         "flags": {
             name: value
             for name, value in sorted(os.environ.items())
             if name in _FLAGS or name.startswith(_FLAG_FAMILIES)
         },
     }
+
+
+def code() -> dict[str, str | None]:
+    """By which code a run was made: what has to be the same for its numbers to be compared."""
+    return {"source": source(), "jax": _version("jax")}
+
+
+@functools.cache
+def source() -> str:
+    """A hash of the code that measures, committed or not: 16 digits, as it was when this process first asked.
+
+    In it is every .py file of pagedjax, of pallas_kernels and directly in experiments, and the kernels' tiles. Left out
+    are what only reads runs in folders of its own (studies, peers), and libraries, of which JAX is compared by version.
+    """
+    root = Path(__file__).parents[1]
+    places = ("pagedjax/**/*.py", "pallas_kernels/**/*.py", "pallas_kernels/tiles/*.json", "experiments/*.py")
+    found = hashlib.sha256()
+    for path in sorted(path for place in places for path in root.glob(place)):
+        found.update(f"{path.relative_to(root).as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
 
 
 def _device() -> dict[str, Any]:
@@ -75,7 +98,7 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _usable_cores() -> int | None:
+def usable_cores() -> int | None:
     affinity = getattr(os, "sched_getaffinity", None)  # not everywhere, and what a container really may use
     return len(affinity(0)) if affinity else os.cpu_count()
 

@@ -122,7 +122,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
-    rows = beside_floors(args.batches, args.context, args.repeats, args.model)
+    for name, value in (("batches", min(args.batches)), ("context", args.context), ("repeats", args.repeats)):
+        if value < 1:
+            parser.error(f"--{name} is {value}; it must be at least 1")
+    try:
+        rows = beside_floors(args.batches, args.context, args.repeats, args.model)
+    except (OSError, ValueError) as error:  # a model that is not there, or lengths that it does not have
+        parser.error(str(error))
     show(rows)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

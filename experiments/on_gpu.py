@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+PARTS = ("first", "tune", "kernels", "llama")
 LEAST = 30.0  # seconds that are worth starting a part for
 
 
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--name", required=True, help="the device's file in pallas_kernels/tiles, such as h200")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=9.5)
-    parser.add_argument("--only", nargs="+", help="some of the parts: first, tune, kernels, llama")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="some of the parts", metavar="PART")
     args = parser.parse_args(argv)
     plan = [part for part in parts(args.name, args.out) if args.only is None or part.name in args.only]
     return 0 if session(plan, args.out, args.minutes) else 1

@@ -162,7 +162,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if min(args.windows, args.steps, args.length - 1) < 1:
         parser.error("--windows and --steps must be at least 1, and --length at least 2")
-    rows = compare(args.model, args.dtype, args.windows, args.length, args.steps, args.variants)
+    try:
+        rows = compare(args.model, args.dtype, args.windows, args.length, args.steps, args.variants)
+    except (OSError, ValueError) as error:  # a model that is not there, or lengths that it or the text does not have
+        parser.error(str(error))
     print(table(rows))
     if args.json:
         sizes = {"windows": args.windows, "length": args.length, "steps": args.steps, "model": args.model}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -242,6 +243,7 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         ("Python", values("python")),
         ("Libraries", ", ".join(versions)),
         ("Attention", values("attention_impl")),
+        ("Code", values("source")),
         ("Commit", values("commit") + (", with uncommitted changes" if "True" in values("dirty") else "")),
         ("Flags", ", ".join(flags) or "none"),
         ("Load before a run", f"{min(loads):g} to {max(loads):g} processes" if loads else ""),
@@ -264,10 +266,17 @@ def startup_facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str
     return [(f"Start-up of {len(engines)} engine{'s' if len(engines) != 1 else ''}", ", ".join(shown))] if shown else []
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m experiments.report FOLDER_OF_A_SWEEP")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments.report", description="Draw a sweep's report again.")
+    parser.add_argument("folder", type=Path, help="of a sweep, such as runs/quickstart")
+    options = parser.parse_args(arguments)
     try:
-        print(write(Path(sys.argv[1])))
+        print(write(options.folder))
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,6 +4,9 @@ Runs the studies of experiments/studies, writes each one's README.md, figures an
 REPRODUCTION.md: every published number, ours with its interval, their ratio, and whether they agree or why not. Without
 names it runs all of them, in under half an hour on two cores; with names the others keep what they found last. So does
 the study of recorded traces (012) without --traces: the traces are not ours to ship.
+
+With --out FOLDER all of that is written below FOLDER, and what is kept here stays as it is. --quick, whose numbers are
+no result, does the same: without --out they go to runs/reproduction.
 """
 
 from __future__ import annotations
@@ -19,18 +22,26 @@ from pathlib import Path
 from typing import Any
 
 from experiments import require
-from experiments.environment import cpu_model, git_state
-from experiments.studies.findings import Claim, Findings, Interval, markdown, told
+from experiments.environment import cpu_model, git_state, usable_cores
+from experiments.studies.findings import Claim, Findings, Interval, markdown, times, told
 from experiments.workloads import AZURE
 
 STUDIES = Path(__file__).parent / "studies"
+ROOT = Path(__file__).parents[1]
 FINDINGS = "findings.json"
+TABLE = "REPRODUCTION.md"
+QUICK = "runs/reproduction"  # where --quick writes without --out
+WIDE = 10.0  # a published range of which the ends are further apart says little
+ONE_SIDED = 100.0  # and of these only one is meant
 HEAD = """# Reproduction
 
-Written by `python -m experiments.reproduce`; every line is what came out, disagreements included. *Ours* is a mean over
-seeds with its 95 % interval, or a single count where nothing is random. *Agrees* means within the factor that the study
-states for the number; where it does not, the reason is beside it. Simulated times come from a roofline of the chip and
-model that the source used ([experiments/cost.py](experiments/cost.py)), so they are ratios of what hardware could do.
+Written by `python -m experiments.reproduce`; every line is what came out, disagreements included. *Ours* is one number
+where nothing is random; else a mean with its 95 % interval, Student's t over n seeds (on logarithms where no value is
+zero or below), or the range of what was measured where the row says so. *Agrees* means that ours is within the factor
+in the column before it of what is published, or of the nearer end of a published range; where it is not, the reason is
+beside it. *At least* and *at most* are published ranges with one end that means something. Simulated times come from a
+roofline of the chip and model that the source used ([experiments/cost.py](experiments/cost.py)), so they are ratios of
+what hardware could do.
 """
 
 
@@ -72,11 +83,13 @@ def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
         "commit": (git_state(STUDIES)["commit"] or "unknown")[:7],
         "date": datetime.now(UTC).date().isoformat(),
         "cpu": cpu_model(),
+        "cores": usable_cores(),
     } | {"svg": dict(findings.figures)}
 
 
 def write(found: dict[str, Any], folder: Path) -> None:
     """A study's folder: figures, findings.json, README.md."""
+    folder.mkdir(exist_ok=True)
     for name, svg in found.pop("svg").items():
         (folder / name).write_text(svg, encoding="utf-8")
     (folder / FINDINGS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -88,11 +101,15 @@ def readme(found: dict[str, Any]) -> str:
     parts = [f"# {number} {title.replace('_', ' ')}", found["question"], "## Answer", *found["answer"]]
     parts += [f"![{name}]({name})" for name in found["figures"]]
     parts += [table(found["claims"]), *found["tables"], "## Command"]
-    traces = " --traces FOLDER" if found["traces"] else ""
-    parts += [f"```sh\npython -m experiments.reproduce {number}{traces}\n```"]
-    quick = ", with --quick" if found["quick"] else ""
-    parts += [f"{found['seconds']:.0f} s on {found['cpu']}, {found['date']}, commit {found['commit']}{quick}."]
+    options = " --traces FOLDER" * found["traces"] + " --quick" * found["quick"]
+    parts += [f"```sh\npython -m experiments.reproduce {number}{options}\n```"]
+    parts += [f"{found['seconds']:.0f} s on {machine(found)}, {found['date']}, commit {found['commit']}."]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def machine(found: dict[str, Any]) -> str:
+    """Where a study ran; what was found before cores were counted does not say how many there were."""
+    return f"{found['cpu']}, {found['cores']} cores" if found.get("cores") else found["cpu"]
 
 
 def claims_of(found: dict[str, Any]) -> list[Claim]:
@@ -108,34 +125,74 @@ def claims_of(found: dict[str, Any]) -> list[Claim]:
 
 def table(kept: Sequence[dict[str, Any]]) -> str:
     claims = claims_of({"claims": kept})
-    return markdown(("source", "what", "published", "ours", "ratio", "agrees"), map(row, claims)) if claims else ""
+    head = ("source", "what", "published", "ours", "ratio", "within", "agrees")
+    return markdown(head, map(row, claims)) if claims else ""
 
 
 def row(claim: Claim) -> list[str]:
-    low, high = claim.range
-    published = told(low) if low == high else f"{told(low)} to {told(high)}"
-    ours = told(claim.ours.middle)
-    if claim.ours.low < claim.ours.high:
-        ours += f" ({told(claim.ours.low)} to {told(claim.ours.high)})"
-    unit = f" {claim.unit}" if claim.unit else ""
+    ours, unit = claim.ours, f" {claim.unit}" if claim.unit else ""
+    text = told(ours.middle)
+    if ours.low < ours.high:
+        span = f"{'range ' if ours.kind == 'range' else ''}{told(ours.low)} to {told(ours.high)}"
+        text += f" ({span}, n = {ours.n})" if ours.n else f" ({span})"
     verdict = "yes" if claim.agrees else f"no: {claim.why or 'not explained'}"
-    return [claim.source, claim.what, published + unit, ours + unit, f"{claim.ratio:.2f}", verdict]
+    within = f"{claim.factor:g} x"
+    return [claim.source, claim.what, published(claim), text + unit, times(claim.ratio), within, verdict]
 
 
-def reproduction(all_found: Sequence[dict[str, Any]]) -> str:
-    """REPRODUCTION.md."""
+def published(claim: Claim) -> str:
+    """The number or the range; of one with ends so far apart that only one of them says something, that one."""
+    low, high = claim.range
+    unit = f" {claim.unit}" if claim.unit else ""
+    if low == high:
+        return f"{told(low)}{unit}"
+    if low <= 0:
+        return f"at most {told(high)}{unit}"
+    if high >= ONE_SIDED * low:
+        return f"at least {told(low)}{unit}"
+    return f"{told(low)} to {told(high)}{unit}" + " (wide)" * (high > WIDE * low)
+
+
+def weak(claim: Claim) -> bool:
+    """Whether it takes little to agree."""
+    low, high = claim.range
+    return low != high and (low <= 0 or high > WIDE * low)
+
+
+def reproduction(all_found: Sequence[dict[str, Any]], studies: str = "experiments/studies/") -> str:
+    """REPRODUCTION.md; `studies` is the way from it to their folders."""
     claims = [claim for found in all_found for claim in claims_of(found)]
-    agreeing = sum(claim.agrees for claim in claims)
-    parts = [HEAD.rstrip(), f"{agreeing} of {len(claims)} published numbers agree."]
+    agreeing, easy = sum(claim.agrees for claim in claims), sum(claim.agrees and weak(claim) for claim in claims)
+    counted = f"{agreeing} of {len(claims)} published numbers agree"
+    parts = [HEAD.rstrip(), f"{counted}, {easy} of them with a range that is wide or has one end."]
     for found in all_found:
         number, _, title = found["name"].partition("_")
-        link = f"[{number} {title.replace('_', ' ')}](experiments/studies/{found['name']}/README.md)"
-        parts += [f"## {link}", found["question"], " ".join(found["answer"]), table(found["claims"])]
+        link = f"[{number} {title.replace('_', ' ')}]({studies}{found['name']}/README.md)"
+        quick = " (--quick: too few requests and seeds to be a result)" * found["quick"]
+        parts += [f"## {link}{quick}", found["question"], " ".join(found["answer"]), table(found["claims"])]
     total = sum(found["seconds"] for found in all_found)
     commits = sorted({found["commit"] for found in all_found})
-    where = sorted({found["cpu"] for found in all_found})
-    parts += [f"In all {total / 60:.0f} minutes on {', '.join(where)}, two cores; commit {', '.join(commits)}."]
+    where = sorted({machine(found) for found in all_found})
+    parts += [f"In all {total / 60:.0f} minutes on {' and '.join(where)}; commit {', '.join(commits)}."]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def place_of(out: str | None, quick: bool) -> Path | None:
+    """The folder to write to, which is made; None for the files that are kept here.
+
+    Raises:
+        ValueError: it cannot be made, or is where those are.
+    """
+    if out is None and not quick:
+        return None
+    place = Path(out or QUICK)
+    if place.resolve() in (STUDIES.resolve(), ROOT.resolve()):
+        raise ValueError(f"--out is {place}, where the kept results are; give another folder, or leave it out")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out is {place}, which cannot be made ({error}); give a folder") from None
+    return place
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,14 +202,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--traces", type=Path, metavar="FOLDER", help="with the CSV files of the Azure LLM traces of 2023"
     )
-    parser.add_argument("--out", default="REPRODUCTION.md", help="the table of all studies")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help=f"for all that is written, instead of the kept files (--quick: {QUICK})"
+    )
     options = parser.parse_args(arguments)
     require("matplotlib")
     try:
         wanted = chosen(options.studies)
+        place = place_of(options.out, options.quick)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    folders = place or STUDIES
     for name in wanted:
         if hasattr(module(name), "TRACES") and options.traces is None:
             print(f"{name}: keeps what it found last; it takes --traces FOLDER. {AZURE}", file=sys.stderr)
@@ -163,12 +224,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        write(found, STUDIES / name)
+        write(found, folders / name)
         print(f"{table(found['claims'])}\n{found['seconds']:.0f} s\n", flush=True)
-    kept = [STUDIES / name / FINDINGS for name in names()]
+    kept = [folders / name / FINDINGS for name in names()]
     every = [json.loads(file.read_text(encoding="utf-8")) for file in kept if file.is_file()]
-    Path(options.out).write_text(reproduction(every), encoding="utf-8")
-    print(f"written: {options.out}")
+    for found in every:  # those that did not run, too: what is written around their numbers may have changed
+        (folders / found["name"] / "README.md").write_text(readme(found), encoding="utf-8")
+    file = (place or ROOT) / TABLE
+    file.write_text(reproduction(every, "" if place else "experiments/studies/"), encoding="utf-8")
+    print(f"written: {file}")
     return 0
 
 

@@ -1,10 +1,13 @@
 """Measure an experiment: python -m experiments.run configs/quickstart.yaml [--set a.b=c ...] [--jobs 4]
 
 Every point of the sweep times its repeats becomes a folder (see store.py). A sweep that was stopped, even by SIGKILL,
-goes on where it was: the same command measures only what is missing or has failed. Simulated points can run in several
-processes (--jobs, see parallel.py), with the same results.
+goes on where it was: the same command measures only what is missing or has failed. What was made by other code, which
+need not be committed to be other, is named and kept, unless a repeat of the same point is missing: then all of the
+point is measured again. --no-resume measures everything again. Simulated points can run in several processes (--jobs,
+see parallel.py), with the same results.
 
-Exit status: 0 all runs are good, 1 some run failed (the table says which and why), 2 the config is wrong.
+Exit status: 0 all runs are good, 1 some run failed (the table says which and why), 2 the config is wrong or
+--out cannot be written to.
 """
 
 from __future__ import annotations
@@ -23,16 +26,20 @@ from typing import Any
 from tqdm import tqdm
 
 from experiments import config, parallel, require, store
-from experiments.config import Point
+from experiments.config import Experiment, Point
 from experiments.cost import SIMULATED
 from experiments.drive import Measured, measure
 from experiments.engines import Engines, Run, engine_key, plan_runs
-from experiments.environment import environment, load_average, processor_time, stolen_share
+from experiments.environment import code, environment, load_average, processor_time, stolen_share
 from experiments.metrics import RequestRecord
 from experiments.parallel import Result
+from experiments.workloads import Prompts
 from pagedjax.config import EngineConfig
+from pagedjax.weights.checkpoint import HUB_ID, open_checkpoint
 
 Measure = Callable[[Iterable[Run], dict[str, Any]], Generator[Result, None, None]]  # runs, and where they run
+COPIED = 1 << 18  # characters of a workload's file that are copied beside each run
+NAMED = 6  # run folders that a note names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,16 +54,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(options.out) / points[0].experiment.name
         store.clean(folder)
         done = {} if options.no_resume else finished_runs(plan, folder)
+        missing = [run.point.experiment for run in plan if (run.point.key, run.repeat) not in done]
+        check_models(missing, download=not options.dry_run)
+        if options.dry_run:
+            print(describe(plan, done, folder))
+            return 0
+        for module in ("pandas", "matplotlib"):  # found out now, not after minutes of measuring
+            require(module)
+        command = ["python", "-m", "experiments.run", *(sys.argv[1:] if arguments is None else arguments)]
+        write_sweep(folder, points, shlex.join(command))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.dry_run:
-        print(describe(plan, done, folder))
-        return 0
-    for module in ("pandas", "matplotlib"):  # found out now, not after minutes of measuring
-        require(module)
-    command = ["python", "-m", "experiments.run", *(sys.argv[1:] if arguments is None else arguments)]
-    write_sweep(folder, points, shlex.join(command))
+    except OSError as error:
+        print(f"error: cannot write to --out {options.out}: {error}", file=sys.stderr)
+        return 2
     try:
         if options.jobs > 1:
             measure_all: Measure = partial(parallel.results, jobs=options.jobs, backend=options.backend)
@@ -64,11 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measure_all = partial(in_turn, engines=make_engines(options.engines, quiet=options.quiet))
         summaries = sweep(plan, folder, done, measure_all, quiet=options.quiet)
     except KeyboardInterrupt:
-        print(f"\nstopped; the same command goes on from here. Results so far: {folder}", file=sys.stderr)
+        again = "the same command without --no-resume" if options.no_resume else "the same command"
+        print(f"\nstopped; {again} goes on from here. Results so far: {folder}", file=sys.stderr)
         return 130
     from experiments import analysis, report
 
     path = report.write(folder)
+    if others := store.points(folder) - {point.key[:12] for point in points}:
+        what = f"{len(others)} points in {folder} are not of this sweep, and not in its report"
+        print(f"note: {what}; --set name=... gives a sweep a folder of its own", file=sys.stderr)
     failed = [summary for summary in summaries if summary["failed"]]
     if not options.quiet:
         print(analysis.text_table(analysis.points(store.read_runs(folder))))
@@ -92,14 +108,59 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_models(experiments: Iterable[Experiment], *, download: bool) -> None:
+    """Open each model of which an engine or a workload will ask something, so that one that is not there is told now.
+
+    Raises:
+        ValueError: one that is missing, damaged or not supported.
+    """
+    for model in dict.fromkeys(one.model for one in experiments if _reads_model(one)):
+        if HUB_ID.fullmatch(model) and not download:
+            continue
+        try:
+            open_checkpoint(model)
+        except (ImportError, OSError, ValueError) as error:
+            raise ValueError(f"model: {error}") from error
+
+
+def _reads_model(experiment: Experiment) -> bool:
+    simulate = experiment.simulate
+    return simulate is None or simulate.model is None or isinstance(experiment.workload, Prompts)
+
+
 def finished_runs(plan: Sequence[Run], folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    """Summaries of the plan's runs that are in place and good; a failed run counts as missing."""
+    """Summaries of the plan's runs that are in place and good; a failed run counts as missing.
+
+    Those that were made by other code (see environment.code) are named. They are kept where all repeats of their point
+    are there; else they are left out, to be measured again: the repeats of a point differ by noise alone.
+    """
     found = {}
     for run in plan:
         summary = store.read_summary(store.run_folder(folder, run.point.key, run.repeat))
         if summary is not None and not summary["failed"]:
             found[run.point.key, run.repeat] = {**summary, **head_of(run)}  # the sweep may have been reworded since
-    return found
+    missing = {run.point.key for run in plan if (run.point.key, run.repeat) not in found}
+    other = {key: summary for key, summary in found.items() if made_by(summary) != code()}
+    again = {key: summary for key, summary in other.items() if key[0] in missing}
+    said(again, folder, "by other code", "They are measured again, because other repeats of their points are missing")
+    kept = {key: summary for key, summary in other.items() if key not in again}
+    said(kept, folder, "by other code", "--no-resume measures them again")
+    return {key: summary for key, summary in found.items() if key not in again}
+
+
+def made_by(summary: dict[str, Any]) -> dict[str, str | None]:
+    """What `environment.code` said when the run was made; None where it did not say so yet."""
+    return {name: summary.get(name) for name in code()}
+
+
+def said(runs: dict[Any, dict[str, Any]], folder: Path, how: str, then: str) -> None:
+    """Name finished runs that were made in another way than those of now: a sweep should compare like with like."""
+    if not runs:
+        return
+    names = [str(folder / summary["run"]) for summary in runs.values()]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    what = f"{len(names)} finished runs were made {how} than this: {', '.join(names[:NAMED])}{more}"
+    print(f"NOTE: {what}. {then}.", file=sys.stderr)
 
 
 def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], folder: Path) -> str:
@@ -162,8 +223,12 @@ def sweep(
     missing = [run for run in plan if (run.point.key, run.repeat) not in done]
     write_index(folder, plan, done)  # now, so that a sweep that is stopped can be read
     if missing:
+        # if this is stopped, what goes on from there must not take an old run for a new one
+        store.remove_runs([store.run_folder(folder, run.point.key, run.repeat) for run in missing])
         where = environment(device=not all(run.point.experiment.simulate for run in plan))
-        warn_of_other_code(done.values(), where)
+        device = where["device"]["kind"]
+        other = {key: s for key, s in done.items() if s["device"] != device and not s["device"].startswith(SIMULATED)}
+        said(other, folder, f"on another device ({device})", "--no-resume measures them again")
         with (
             tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run") as bar,
             closing(measure_all(announced(missing, bar), where)) as results,
@@ -192,20 +257,6 @@ def write_index(folder: Path, plan: Sequence[Run], done: dict[tuple[str, int], d
     return summaries
 
 
-def warn_of_other_code(summaries: Any, where: dict[str, Any]) -> None:
-    """Say so when finished runs were measured on another commit or device: a sweep should compare like with like."""
-    now = (where["commit"], where["device"]["kind"])
-    same = [(now[0], device) for device in (now[1], None)]  # None: simulated, the same everywhere
-    found = [(s, None if s["device"].startswith(SIMULATED) else s["device"]) for s in summaries]
-    others = [summary for summary, device in found if (summary["commit"], device) not in same]
-    if others:
-        print(
-            f"note: {len(others)} finished runs come from another commit or device (such as {others[0]['commit']}, "
-            f"{others[0]['device']}; now {now[0]}, {now[1]}). --no-resume measures them again",
-            file=sys.stderr,
-        )
-
-
 def noise(busy: float | None, since: tuple[int, int] | None) -> dict[str, float | None]:
     """What else the machine did, before a run and during it."""
     return {"load_average": busy, "stolen_share": stolen_share(since)}
@@ -214,7 +265,8 @@ def noise(busy: float | None, since: tuple[int, int] | None) -> dict[str, float 
 def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     """Measure one run: the files of its folder and its summary. An error becomes a failed run."""
     simulate = run.point.experiment.simulate
-    place = {"commit": where["commit"], "device": simulate.name if simulate else where["device"]["kind"]}
+    made = {"commit": where["commit"], "source": where["source"], "jax": where["versions"]["jax"]}
+    place = {**made, "device": simulate.name if simulate else where["device"]["kind"]}
     head = {"schema": store.SCHEMA, **head_of(run), **place}
     before = load_average(), processor_time()
     try:
@@ -224,7 +276,7 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str
         reason = f"{type(error).__name__}: {error}"
         summary = {**head, "failed": reason, "workload": None, "metrics": None}
         files = {
-            "config.yaml": config_yaml(run, run.point.experiment.engine_config),
+            **config_files(run, run.point.experiment.engine_config),
             "env.json": store.json_text({**where, **noise(*before)}),
             "error.txt": traceback.format_exc(),
         }
@@ -246,7 +298,7 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str
 
 
 def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
-    """config.yaml, requests.jsonl and steps.jsonl of a run. Times are rounded to microseconds."""
+    """config.yaml with its copies, requests.jsonl and steps.jsonl of a run. Times are rounded to microseconds."""
 
     def branches(request: RequestRecord) -> list[dict[str, Any]]:
         return [{**b._asdict(), "token_times": [round(time, 6) for time in b.token_times]} for b in request.branches]
@@ -257,22 +309,33 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
         for step in measured.steps
     ]
     return {
-        "config.yaml": config_yaml(run, llm.engine.config),
+        **config_files(run, llm.engine.config),
         "requests.jsonl": store.json_lines(requests),
         "steps.jsonl": store.json_lines(steps),
     }
 
 
-def config_yaml(run: Run, engine: Any) -> str:
-    """A config that runs this point again: the experiment without its sweep, the engine as it was resolved."""
+def config_files(run: Run, engine: Any) -> dict[str, str]:
+    """config.yaml, which runs this point again: the experiment without its sweep, the engine as it was resolved.
+
+    Beside it lie copies of the workload's file, where it is small, and of a policy's; the paths that are left in it (a
+    model, a large file, a fitted run) are absolute or the user's own, and have to be there still.
+    """
     experiment = run.point.experiment
     values = dataclasses.asdict(experiment)
     values["engine"] = {field.name: getattr(engine, field.name) for field in dataclasses.fields(EngineConfig)}
     del values["cache_tokens"], values["sampling"]["max_tokens"]
+    copies = {}
     if run.point.source:
-        values["workload"]["file"] = run.point.source
+        name = f"workload{Path(run.point.source).suffix}"
+        copies = {name: run.point.content} if len(run.point.content) <= COPIED else {}
+        values["workload"]["file"] = name if copies else run.point.source
+    where, _, name = experiment.engine.policy.rpartition(":")
+    if where.endswith(".py") and Path(where).is_file():
+        copies["policy.py"] = Path(where).read_text(encoding="utf-8")
+        values["engine"]["policy"] = f"policy.py:{name}"
     head = f"# Point {run.point.key}, repeat {run.repeat}.\n# python -m experiments.run THIS_FILE measures it again.\n"
-    return head + store.yaml_text(values)
+    return {"config.yaml": head + store.yaml_text(values), **copies}
 
 
 if __name__ == "__main__":

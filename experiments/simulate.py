@@ -71,8 +71,9 @@ class SimulatedEngine:
         """`config` must say max_model_len, num_blocks and token_buckets; see `resolved`.
 
         Raises:
-            ValueError: whole batches with a policy that lets others join one.
+            ValueError: whole batches with a policy that lets others join one, or what a simulation would not feel.
         """
+        refuse_unfelt(config, simulate)
         if simulate.whole_batches and config.policy != "static":
             raise ValueError(
                 f"simulate.whole_batches with engine.policy {config.policy!r}, under which others join a batch; "
@@ -142,6 +143,25 @@ class SimulatedEngine:
             return tokens
         assert self.config.token_buckets is not None
         return next((size for size in self.config.token_buckets if size >= tokens), tokens)
+
+
+def refuse_unfelt(config: EngineConfig, simulate: Simulate) -> None:
+    """Raise ValueError for options of an engine that would change its times, and change none here."""
+    if config.lookahead:
+        raise ValueError(
+            f"engine.lookahead is {config.lookahead}, and a simulated step hides nothing of the host behind the "
+            "device; set it to 0, and simulate.host_s to what is not hidden"
+        )
+    if config.steps_per_dispatch > 1:
+        raise ValueError(
+            f"engine.steps_per_dispatch is {config.steps_per_dispatch}, and every simulated step is a dispatch; set it "
+            "to 1, and simulate.host_s to a step's share of the host's time"
+        )
+    if config.preemption == "swap" and simulate.fit is not None:
+        raise ValueError(
+            "engine.preemption is 'swap', and the steps that were measured (simulate.fit) do not say what moving a "
+            "block costs; set engine.preemption: recompute, or simulate.chip in place of fit"
+        )
 
 
 def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> EngineConfig:

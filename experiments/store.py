@@ -1,8 +1,8 @@
 """Run folders: written whole or not at all, read back without pandas.
 
     <out>/<name>/<first 12 digits of the point's hash>/<repeat>/
-        config.yaml     what ran, resolved: nothing left to choose
-        env.json        where it ran: commit, versions, device, flags
+        config.yaml     what ran, resolved: nothing left to choose; small files that it names are copied beside it
+        env.json        where it ran: commit, hash of the code, versions, device, flags
         requests.jsonl  one line a request, its branches in it    steps.jsonl   one line a step
         summary.json    what it amounts to; a run exists if and only if this file is in place
     <out>/<name>/sweep.json, runs.jsonl, report.html    the sweep: its runs in order, their summaries, the report
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,19 @@ def write_run(folder: Path, files: dict[str, str]) -> None:
     if folder.exists():  # os.replace does not replace a folder that holds something
         shutil.rmtree(folder)
     os.replace(temporary, folder)
+
+
+def remove_runs(folders: Sequence[Path]) -> None:
+    """Take runs away. Their marks go first, so that whatever a kill in between leaves is no run."""
+    for folder in folders:
+        (folder / _SUMMARY).unlink(missing_ok=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def points(sweep: Path) -> set[str]:
+    """The names of the points' folders that hold a run."""
+    return {path.parent.parent.name for path in sweep.glob(f"*/[0-9]*/{_SUMMARY}")}
 
 
 def write_file(path: Path, text: str) -> None:

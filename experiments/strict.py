@@ -49,6 +49,8 @@ def load_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot read the config {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read the config {path}: it is not UTF-8 text ({error})") from None
     value = load_text(text, str(path))
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds {type(value).__name__}; a config is a mapping of sections, such as `name: ...`")

@@ -14,6 +14,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -75,6 +77,10 @@ class Prompts:
     max_tokens: int = 32
     arrivals: Arrivals = AT_ONCE
 
+    def __post_init__(self) -> None:
+        _at_least_one("count", self.count, "null for each prompt once")
+        _at_least_one("max_tokens", self.max_tokens)
+
 
 @dataclass(frozen=True)
 class Synthetic:
@@ -91,6 +97,7 @@ class Synthetic:
     shared_prefix: int = 0
 
     def __post_init__(self) -> None:
+        _at_least_one("count", self.count)
         if self.shared_prefix < 0:
             raise ValueError(f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens")
 
@@ -111,11 +118,13 @@ class Trace:
     max_output_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.time_scale < 0:
-            raise ValueError(f"time_scale is {self.time_scale!r}; it must be at least 0")
+        if not 0 <= self.time_scale < math.inf:
+            raise ValueError(f"time_scale is {self.time_scale!r}; it must be at least 0, and finite")
         if self.offset < 0:
             raise ValueError(f"offset is {self.offset!r}; it must be at least 0")
-        _check_limit(self.limit)
+        _at_least_one("limit", self.limit, "null for the whole file")
+        for name in ("max_prompt_tokens", "max_output_tokens"):
+            _at_least_one(name, getattr(self, name), "null for lengths as recorded")
 
 
 @dataclass(frozen=True)
@@ -128,11 +137,21 @@ class Tokens:
     arrivals: Arrivals = AT_ONCE
 
     def __post_init__(self) -> None:
-        _check_limit(self.limit)
+        _at_least_one("limit", self.limit, "null for the whole file")
 
 
 Spec = Prompts | Synthetic | Trace | Tokens
 Encode = Callable[[str], Sequence[int]]
+
+
+def check(spec: Spec, content: str) -> None:
+    """Read the workload's file, for what can be wrong in it without a vocabulary. Raises ValueError as `build` does."""
+    if isinstance(spec, Trace):
+        read_trace(spec, content)
+    elif isinstance(spec, Prompts):
+        read_prompts(spec, content)
+    elif isinstance(spec, Tokens):
+        read_tokens(spec, content, sys.maxsize)
 
 
 def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) -> Workload:
@@ -145,11 +164,10 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
         encode: text to token ids; only `prompts` calls it.
 
     Raises:
-        ValueError: an empty workload, a count out of range, or a line of the file that cannot be read.
+        ValueError: an empty workload, or a line of the file that cannot be read.
     """
     lengths, tokens, arrivals, outputs, shared = (np.random.default_rng([seed, stream]) for stream in range(5))
     if isinstance(spec, Synthetic):
-        _at_least_one("workload.count", spec.count)
         prompt_lens, cut_prompts = draw_lengths(spec.prompt, spec.count, lengths)
         output_lens, cut_outputs = draw_lengths(spec.output, spec.count, outputs)
         times = draw_arrivals(spec.arrivals, spec.count, arrivals)
@@ -186,7 +204,6 @@ def read_prompts(spec: Prompts, content: str) -> list[str]:
     if not texts:
         raise ValueError(f"{spec.file} holds no prompts; write one a {spec.split}")
     count = len(texts) if spec.count is None else spec.count
-    _at_least_one("workload.count", count)
     if count > len(texts) and not spec.cycle:
         raise ValueError(
             f"workload.count is {count}, but {spec.file} has {len(texts)} prompts; set workload.cycle: true"
@@ -248,11 +265,6 @@ def _items(times: Sequence[float], prompts: Sequence[tuple[int, ...]], outputs: 
     return tuple(WorkItem(f"r{i:05d}", time, prompt, count) for i, (time, prompt, count) in enumerate(rows))
 
 
-def _at_least_one(name: str, count: int) -> None:
-    if count < 1:
-        raise ValueError(f"{name} is {count}; a workload has at least 1 request")
-
-
-def _check_limit(limit: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit!r}; it must be at least 1, or null for the whole file")
+def _at_least_one(name: str, value: int | None, none: str = "") -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be at least 1" + (f", or {none}" if none else ""))

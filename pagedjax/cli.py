@@ -16,14 +16,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, FileNotFoundError) as error:
+    except BrokenPipeError:  # the reader has gone, as in `| head`
+        sys.stderr.close()
+        return 0
+    except (ValueError, OSError) as error:
         print(f"pagedjax: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has gone, as in `| head`
-        sys.stderr.close()
-        return 0
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -156,9 +156,9 @@ def serve(args: argparse.Namespace) -> int:
 def bench_serve(args: argparse.Namespace) -> int:
     """Send requests to an OpenAI-compatible server on schedule, whether or not it keeps up, and tell its latencies."""
     needs("serve", "httpx")
-    from pagedjax.server import load
+    from pagedjax.server import load_command
 
-    return load.main(args)
+    return load_command.main(args)
 
 
 def needs(extra: str, *modules: str) -> None:
@@ -190,7 +190,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def parser() -> argparse.ArgumentParser:
     from pagedjax import __version__
-    from pagedjax.server.load import options as load_options
+    from pagedjax.server.load_command import options as load_options
 
     words = argparse.ArgumentParser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
     words.add_argument("--version", action="version", version=f"pagedjax {__version__}")

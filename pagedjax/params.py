@@ -28,7 +28,7 @@ def _bias(value: Any) -> dict[int, float]:
     try:
         bias = {int(token): float(number) for token, number in value.items()}
     except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"logit_bias is {value!r}; it must map token ids to numbers") from None
+        raise ValueError(f"logit_bias is {value!r:.80}; it must map token ids to numbers") from None
     _ids("logit_bias", bias)
     return bias
 

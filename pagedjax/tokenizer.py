@@ -54,11 +54,12 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the text has half of a surrogate pair at character {error.start}; remove it") from error
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # of a batch, because alone it would keep every other thread of Python waiting: 1 MiB takes half a second
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens, character for character (no clean-up of spaces)."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # as in encode
 
     def decode_token(self, token_id: int) -> str:
         """The text one token stands for in the middle of a text; U+FFFD where it is only part of a character."""
@@ -86,14 +87,17 @@ class Tokenizer:
     def _render(self, messages: list[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError
 
+        renderer = _template_renderer()(**self.special_tokens)
+        # the others come of messages that are not as the template takes them to be, e.g. a number where it has a loop
+        refusals = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
         try:
-            text = _template_renderer()(**self.special_tokens).apply_chat_template(
+            text = renderer.apply_chat_template(
                 [dict(message) for message in messages],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
-        except TemplateError as error:
+        except refusals as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         assert isinstance(text, str)
         return text
@@ -317,5 +321,8 @@ def first_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, int] | No
 
 
 def held_length(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may begin `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    """How many characters at the end of `text` may begin `stop`. Looks only where its first character is."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return 0 if at < 0 else len(text) - at

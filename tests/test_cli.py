@@ -7,6 +7,7 @@ import io
 import pytest
 
 from pagedjax import LLM, SamplingParams, cli
+from pagedjax.server import run
 
 
 def generate(*words: str, model) -> int:
@@ -75,6 +76,44 @@ def test_mistakes_of_convert_are_one_line(tiny_folder, capsys, words, message):
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("pagedjax: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (PermissionError(13, "Permission denied", "x"), 2, "pagedjax: [Errno 13] Permission denied: 'x'\n"),
+        (IsADirectoryError(21, "Is a directory", "x"), 2, "pagedjax: [Errno 21] Is a directory: 'x'\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, error, code, said):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(cli, "generate", fail)
+    assert cli.main(["generate", "abc"]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_reader_that_has_gone_is_no_mistake(monkeypatch):
+    def leave(*args):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "generate", leave)
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    assert cli.main(["generate", "abc"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(".", "here"), ("../here", "here"), ("link", "link"), ("org/model", "model"), ("m.gguf", "m.gguf")],
+)
+def test_a_server_names_its_model_after_the_folder(tmp_path, monkeypatch, model, name):
+    """A link's own name is the one that was meant: Hugging Face's cache links to files that are named by hashes."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "here")
+    assert run.name_of(model) == name
 
 
 def test_an_unknown_command_is_refused(capsys):

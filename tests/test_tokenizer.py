@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from functools import cache
 from pathlib import Path
 
@@ -84,6 +86,20 @@ def test_token_pieces_for_logprobs():
     assert smollm().decode_token(2) == "<|im_end|>"
 
 
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_tokenized(work):
+    """Else a server stands still, engine and all."""
+    text, tokenizer = "the cat and " * 50_000, smollm()
+    subject = text if work == "encode" else tokenizer.encode(text) * 8
+    thread = threading.Thread(target=getattr(tokenizer, work), args=(subject,))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.002)
+        turns += 1
+    assert turns > 10  # a few, if the interpreter is held; about a hundred otherwise
+
+
 def test_encode_refuses_what_is_no_text(tiny):
     with pytest.raises(ValueError, match="the text is a int; encode takes a string"):
         tiny.encode(3)
@@ -155,6 +171,23 @@ def test_chat_template_errors_are_told(tiny):
     refusing = Tokenizer(tiny.backend, (2,), {"eos_token": "<|im_end|>"}, "{{ raise_exception('no ' + eos_token) }}")
     with pytest.raises(ValueError, match=r"refuses these messages: no <\|im_end\|>"):
         refusing.apply_chat_template([{"role": "user", "content": "hello"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "calls"),
+    [
+        ("{% for call in messages[0].tool_calls %}{{ call }}{% endfor %}", 5),  # TypeError
+        ("{{ messages[0].tool_calls | round }}", "x"),
+        ("{{ 1 / messages[0].tool_calls }}", 0),
+        ("{{ messages[0].tool_calls.items() }}", [1]),
+        ("{{ '%d' % messages[0].tool_calls }}", "x"),
+        ("{{ messages[0].tool_calls.pop() }}", []),  # IndexError
+    ],
+)
+def test_what_a_template_cannot_render_is_the_messages_mistake(tiny, template, calls):
+    tokenizer = Tokenizer(tiny.backend, (2,), {}, template)
+    with pytest.raises(ValueError, match="the model's chat template refuses these messages: "):
+        tokenizer.apply_chat_template([{"role": "assistant", "content": "x", "tool_calls": calls}])
 
 
 # --- the price of importing -------------------------------------------------------------------------------------------

@@ -144,6 +144,14 @@ def test_only_what_may_become_a_stop_string_is_held_back():
     assert StopChecker(()).push("text") == ("text", False)
 
 
+def test_long_stop_strings_cost_little_for_each_token():
+    checker = StopChecker(("a" * 999 + "b", *("x" * i for i in range(937, 1000))))
+    start = time.perf_counter()
+    for _ in range(900):
+        assert checker.push("a") == ("", False)
+    assert time.perf_counter() - start < 1  # 0.1 s; trying every prefix takes 5 s
+
+
 def test_stop_strings_do_not_count_before_min_tokens():
     checker = StopChecker(("b",), min_tokens=2)
     assert [checker.push(text) for text in ("b", "ab", "ab")] == [("b", False), ("ab", False), ("a", True)]

@@ -5,6 +5,8 @@ A latency here is what the papers plot, *normalised*: seconds from a request's a
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +15,8 @@ import numpy as np
 
 from experiments.config import Point
 from experiments.drive import Measured
-from experiments.studies.findings import Interval, interval, simulated
+from experiments.strict import load_file
+from experiments.studies.findings import Interval, interval, simulated, told
 
 Curves = dict[str, list[list[float]]]  # latencies by rate, then by seed; of each engine
 
@@ -30,41 +33,79 @@ def by_rate(
     *overrides: str,
     repeats: int | None = None,
     average: Callable[[Sequence[float]], float] = statistics.median,
+    until: float = math.inf,
 ) -> Curves:
-    """The normalised latency of each point of a config, which are `names` in order, at each of the rates."""
+    """The normalised latency of each point of a config, which are `names` in the order of its sweep's list, by rate.
+
+    until: a latency; where it is exceeded with every seed, an engine's higher rates are left out.
+    """
+    points = dict(zip(names, load_file(config)["sweep"]["list"], strict=True))
     found: Curves = {name: [] for name in names}
     for rate in rates:
         runs: dict[str, list[float]] = {}
+        left = [name for name in names if not found[name] or min(found[name][-1]) <= until]
+        if not left:
+            break
+        sweep = f"sweep={json.dumps({'list': [points[name] for name in left]})}"
 
         def also(point: Point, measured: Measured, runs: dict[str, list[float]] = runs) -> None:
             runs.setdefault(point.label, []).append(normalised(measured, average))
 
-        simulated(config, f"workload.arrivals.rate={rate}", *overrides, repeats=repeats, also=also)
-        for name, values in zip(names, runs.values(), strict=True):
+        simulated(config, sweep, f"workload.arrivals.rate={rate}", *overrides, repeats=repeats, also=also)
+        for name, values in zip(left, runs.values(), strict=True):
             found[name].append(values)
     return found
 
 
-def highest(rates: Sequence[float], latencies: Sequence[float], target: float) -> float:
-    """The rate at which a latency curve meets a target: interpolated in logarithms, before it first fails."""
-    for i, latency in enumerate(latencies):
-        if latency > target:
-            if i == 0:
-                return rates[0]
-            x = np.log([latencies[i - 1], latency])
-            return float(np.exp(np.interp(np.log(target), x, np.log(rates[i - 1 : i + 1]))))
-    return rates[-1]
+def highest(rates: Sequence[float], latencies: Sequence[float], target: float) -> float | None:
+    """The rate at which a latency curve meets a target: interpolated in logarithms, before it first fails.
+
+    None where that is not among the rates: the target is not met at the first one, or is met at each.
+    """
+    failed = next((i for i, latency in enumerate(latencies) if latency > target), None)
+    if not failed:
+        return None
+    x = np.log([latencies[failed - 1], latencies[failed]])
+    return float(np.exp(np.interp(np.log(target), x, np.log(rates[failed - 1 : failed + 1]))))
 
 
-def gain(found: Curves, rates: Sequence[float], target: float, above: str, below: str) -> Interval:
-    """How many times the rate of one engine another serves at a latency, seed by seed."""
-    best = {name: [highest(rates, seed, target) for seed in zip(*found[name], strict=True)] for name in (above, below)}
-    return interval([a / b for a, b in zip(best[above], best[below], strict=True)])
+def all_highest(found: Curves, rates: Sequence[float], target: float, name: str) -> list[float | None]:
+    """By seed."""
+    return [highest(rates, seed, target) for seed in zip(*found[name], strict=True)]
+
+
+def reached(found: Curves, rates: Sequence[float], target: float, name: str) -> str:
+    """The rate that an engine serves at a latency, in words: the mean over seeds, or what the grid allows to say."""
+    if max(found[name][0]) > target:
+        return f"not met at {rates[0]:g}"
+    best = all_highest(found, rates, target, name)
+    low = [rate for rate in best if rate is not None]
+    return told(interval(low).middle) if len(low) == len(best) else f">= {told(min([*low, rates[-1]]))}"
+
+
+def gain(found: Curves, rates: Sequence[float], target: float, above: str, below: str) -> Interval | None:
+    """How many times the rate of one engine another serves at a latency, seed by seed.
+
+    None where the grid of rates does not hold what one of them serves: its ends are no result.
+    """
+    best = (all_highest(found, rates, target, name) for name in (above, below))
+    pairs = [(a, b) for a, b in zip(*best, strict=True) if a is not None and b is not None]
+    return interval([a / b for a, b in pairs]) if len(pairs) == len(found[above][0]) else None
+
+
+def multiple(gain: Interval | None) -> str:
+    """In a sentence, before what it is a multiple of."""
+    return "an unknown multiple, beyond the rates tried, of" if gain is None else f"{gain.middle:.1f} times"
+
+
+def fewer(rates: Sequence[float]) -> tuple[float, ...]:
+    """Every third, and both ends."""
+    return tuple(dict.fromkeys([*rates[::3], rates[-1]]))
 
 
 def lines(found: Curves, rates: Sequence[float]) -> dict[str, list[tuple[float, float]]]:
     """For a figure: the mean over seeds."""
     return {
-        name: [(rate, statistics.fmean(values)) for rate, values in zip(rates, several, strict=True)]
+        name: [(rate, statistics.fmean(values)) for rate, values in zip(rates, several, strict=False)]
         for name, several in found.items()
     }

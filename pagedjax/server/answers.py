@@ -58,7 +58,8 @@ def answer(style: Style, outputs: Sequence[RequestOutput]) -> JSON:
     choices, width = [], max(len(output.outputs) for output in outputs)
     for i, output in enumerate(outputs):
         choices += [choice(style, output, one, i * width + one.index) for one in output.outputs]
-    return {**style.head(), "choices": choices, "usage": usage(outputs, style.only_echo)}
+    of_prompt = about_prompt(style, outputs[0]) if style.chat else {}
+    return {**style.head(), "choices": choices, "usage": usage(outputs, style.only_echo), **of_prompt}
 
 
 def choice(style: Style, output: RequestOutput, one: CompletionOutput, index: int) -> JSON:
@@ -70,11 +71,20 @@ def choice(style: Style, output: RequestOutput, one: CompletionOutput, index: in
         text = "" if style.only_echo else one.text
         ends["text"] = echoed(style, output) + text if style.echo else text
         ends["logprobs"] = completion_logprobs(style, output, one) if wanted(style) else None
-    if output.prompt_logprobs is not None and not (style.echo and style.logprobs is not None):
-        ends["prompt_logprobs"] = [position and candidates(position) for position in output.prompt_logprobs]
+        ends |= about_prompt(style, output)
     if style.token_ids:
-        ends |= {"prompt_token_ids": list(output.prompt_token_ids), "token_ids": list(one.token_ids)}
+        ends["token_ids"] = [] if style.only_echo else list(one.token_ids)
     return ends
+
+
+def about_prompt(style: Style, output: RequestOutput) -> JSON:
+    """What vLLM tells of a prompt: in a chat's answer itself, in each choice of a completion."""
+    about: JSON = {}
+    if output.prompt_logprobs is not None and not (style.echo and wanted(style)):
+        about["prompt_logprobs"] = [position and candidates(position) for position in output.prompt_logprobs]
+    if style.token_ids:
+        about["prompt_token_ids"] = list(output.prompt_token_ids)
+    return about
 
 
 def wanted(style: Style) -> bool:
@@ -110,7 +120,8 @@ def used(prompt: int, generated: int, cached: int = 0) -> JSON:
 
 
 def finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
+    """What JSON can say: a NaN, which compares with nothing, is the lowest as well."""
+    return logprob if logprob > LOWEST else LOWEST
 
 
 def candidates(position: PositionLogprobs) -> JSON:
@@ -160,12 +171,18 @@ def legacy_logprobs(
         plain = position[token].decoded_token if position else style.tokenizer.decode_token(token)
         texts.append(style.spelled(token, plain))
         values.append(finite(position[token].logprob) if position else None)
-        ranked = best(style, position or {})
-        top = {style.spelled(other, one.decoded_token): finite(one.logprob) for other, one in ranked}
-        tops.append(top if position else None)
+        tops.append(legacy_top(style, token, position) if position else None)
         offsets.append(offset)
         offset += len(plain)
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def legacy_top(style: Style, token: int, position: PositionLogprobs) -> dict[str, float]:
+    """By text: the most likely, and the token itself if it is not one of them. Of tokens with one text, the best."""
+    top: dict[str, float] = {}
+    for other, one in (*best(style, position), (token, position[token])):
+        top.setdefault(style.spelled(other, one.decoded_token), finite(one.logprob))
+    return top
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -173,14 +190,21 @@ def legacy_logprobs(
 
 def event(body: JSON | str) -> str:
     """One server-sent event."""
-    text = body if isinstance(body, str) else json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n"
+    if not isinstance(body, str):
+        body = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"data: {body}\n\n"
 
 
-def opening(style: Style, index: int) -> JSON:
-    """A chat's first chunk of a branch: who speaks."""
-    delta = {"role": style.role, "content": ""}
-    return chunk(style, {"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+def opening(style: Style, index: int, prompt: Ask) -> JSON | None:
+    """The first chunk of a branch: who speaks in a chat, the prompt of a completion that wants it; or there is none."""
+    plain: JSON = {"index": index, "logprobs": None, "finish_reason": None}
+    ids = {"prompt_token_ids": list(prompt.prompt_token_ids)} if style.token_ids else {}
+    if style.chat:
+        told = chunk(style, {**plain, "delta": {"role": style.role, "content": ""}})
+        return {**told, **(ids if index == 0 else {})}
+    if not (style.echo or ids):
+        return None
+    return chunk(style, {**plain, "text": echoed(style, prompt) if style.echo else "", **ids})
 
 
 def chunk(style: Style, choice: JSON | None, usage: JSON | None = None) -> JSON:
@@ -202,7 +226,7 @@ def delta_choice(style: Style, delta: Delta, index: int, offset: int, text: str)
         if wanted(style):
             told["logprobs"] = legacy_logprobs(style, (delta.token_id,), (position,), offset)
     if style.token_ids:
-        told["token_ids"] = [delta.token_id]
+        told["token_ids"] = [] if style.only_echo else [delta.token_id]
     return told
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -105,24 +106,16 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
         return await _answered(worker, request, body, asks, style)
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> JSON:
+    async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a prompt, or of a conversation in the model's template."""
         _right_model(body.model, options)
-        ids = await prepared(_token_ids, llm, body)
-        told: JSON = {"count": len(ids), "max_model_len": limit, "tokens": ids}
-        if body.return_token_strs:
-            told["token_strs"] = [llm.tokenizer.decode_token(token) for token in ids]
-        return told
+        return await prepared(_tokenized, llm, body)
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> JSON:
+    async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens, special ones included."""
         _right_model(body.model, options)
-        wrong = [token for token in body.tokens if token >= llm.model.model.config.vocab_size]
-        if wrong:
-            size = llm.model.model.config.vocab_size
-            raise Refusal(400, f"token id {wrong[0]} is not below the vocabulary's {size}", param="tokens")
-        return {"prompt": await run_in_threadpool(llm.tokenizer.decode, body.tokens, skip_special_tokens=False)}
+        return await prepared(_detokenized, llm, body)
 
     @app.get("/v1/models")
     async def models() -> JSON:
@@ -186,7 +179,7 @@ def _completion_asks(llm: LLM, body: CompletionRequest, model: str) -> tuple[lis
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
         ids = prompt if text is None else llm.tokenizer.encode(text, body.add_special_tokens is not False)
-        asks.append(_ask(ids, text, params, body))
+        asks.append(_ask(llm, ids, text, params, body))
     style = Style(
         model,
         chat=False,
@@ -215,17 +208,38 @@ def _chat_asks(llm: LLM, body: ChatRequest, model: str) -> tuple[list[Ask], Styl
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
     )
-    return [_ask(ids, None, schema.sampling(body, max_tokens, logprobs), body)], style
+    return [_ask(llm, ids, None, schema.sampling(body, max_tokens, logprobs), body)], style
 
 
-def _ask(ids: Any, text: str | None, params: Any, body: Generating) -> Ask:
+def _ask(llm: LLM, ids: Any, text: str | None, params: Any, body: Generating) -> Ask:
     if not ids:
         raise ValueError("prompt is empty: it has no tokens; give it at least one")
+    name = "messages" if isinstance(body, ChatRequest) else "prompt"
+    limit = llm.engine.config.max_model_len
+    if len(ids) >= limit:  # here, so that the engine does not spend a step's time on it
+        what = f"{name}: {len(ids)} tokens, but max_model_len is {limit} and one token must be left for output"
+        raise ValueError(f"{what}; shorten it to {limit - 1} tokens")
     return Ask(ids, params, text, body.priority or 0, body.user or "")
 
 
 def _conversation(llm: LLM, messages: Sequence[schema.Message], generating: bool | None) -> list[int]:
     return llm.tokenizer.apply_chat_template([message.plain() for message in messages], generating is not False)
+
+
+def _tokenized(llm: LLM, body: TokenizeRequest) -> Response:
+    """With its JSON made here, outside of the event loop: of a long text it is long too."""
+    ids = _token_ids(llm, body)
+    told: JSON = {"count": len(ids), "max_model_len": llm.engine.config.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        told["token_strs"] = [llm.tokenizer.decode_token(token) for token in ids]
+    return JSONResponse(told)
+
+
+def _detokenized(llm: LLM, body: DetokenizeRequest) -> Response:
+    size = llm.model.model.config.vocab_size
+    if wrong := [token for token in body.tokens if token >= size]:
+        raise ValueError(f"tokens has the id {wrong[0]}, which is not below the vocabulary's {size}")
+    return JSONResponse({"prompt": llm.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
 def _token_ids(llm: LLM, body: TokenizeRequest) -> list[int]:
@@ -244,6 +258,11 @@ async def _answered(worker: Worker, request: Request, body: Generating, asks: Se
     if body.stream and any(_chooses(ask) for ask in asks):
         message = "best_of above n does not go with stream: which are best is known at the end"
         raise Refusal(400, message, "best_of")
+    if body.stream and body.prompt_logprobs is not None:
+        message = "prompt_logprobs do not go with stream; ask for the answer in one piece"
+        raise Refusal(400, message, "prompt_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise Refusal(400, "stream_options go with stream: true", "stream_options")
     ticket = await submitted(worker, asks, deltas=bool(body.stream))
     if body.stream:
         return _Stream(_events(ticket, body, style), lambda: worker.cancel(ticket))
@@ -296,30 +315,30 @@ async def _events(ticket: Ticket, body: Generating, style: Style) -> AsyncIterat
     """The server-sent events of a ticket."""
     options = body.stream_options or schema.StreamOptions()
     always = bool(options.continuous_usage_stats)
-    prompt = sum(len(ask.prompt_token_ids) for ask in ticket.asks)
     width = max(ask.params.n or 1 for ask in ticket.asks)
-    offsets: dict[int, int] = {}  # characters of each branch's tokens
-    generated = 0
+    offsets: Counter[int] = Counter()  # characters of each branch's tokens
+    generated: Counter[int] = Counter()  # tokens of each branch
 
-    def told(choice: JSON) -> str:
-        return answers.event(answers.chunk(style, choice, answers.used(prompt, generated) if always else None))
+    def told(chunk: JSON, index: int) -> str:
+        """With vLLM's usage so far, which is the branch's own."""
+        if always:
+            chunk["usage"] = answers.used(len(ticket.asks[index // width].prompt_token_ids), generated[index])
+        return answers.event(chunk)
 
     try:
         for index in range(len(ticket.asks) * width):
-            if style.chat:
-                yield answers.event(answers.opening(style, index))
-            elif style.echo:
-                text = answers.echoed(style, ticket.asks[index // width])
-                yield told({"index": index, "text": text, "logprobs": None, "finish_reason": None})
+            first = answers.opening(style, index, ticket.asks[index // width])
+            if first is not None:
+                yield told(first, index)
         async for delta in ticket:
-            generated += 1
             index = delta.ask * width + delta.index
+            generated[index] += not style.only_echo
             text = "" if style.only_echo else delta.text
-            at = offsets.get(index, 0)
             if text or style.logprobs is not None or style.token_ids or delta.finish_reason is not None or always:
-                yield told(answers.delta_choice(style, delta, index, at, text))
+                choice = answers.delta_choice(style, delta, index, offsets[index], text)
+                yield told(answers.chunk(style, choice), index)
             if style.logprobs is not None and delta.logprobs:
-                offsets[index] = at + len(delta.logprobs[delta.token_id].decoded_token)
+                offsets[index] += len(delta.logprobs[delta.token_id].decoded_token)
         if options.include_usage:
             yield answers.event(answers.chunk(style, None, answers.usage(ticket.outputs, style.only_echo)))
     except Stopped as error:

@@ -1,23 +1,22 @@
-"""`pagedjax bench serve`: an open-loop load client for any OpenAI-compatible server.
+"""An open-loop load client for any OpenAI-compatible server.
 
 Requests are sent when their time has come, whether or not earlier ones were answered, because users do not wait for
-each other either. load_plan.py says what is asked and when, load_summary.py what comes of it; here is what talks.
+each other either. load_plan.py says what is asked and when, load_stream.py reads what is answered, load_summary.py says
+what comes of it; here is what talks.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from pagedjax.server.load_stream import Events, Reading, message_of
 
 if TYPE_CHECKING:
     import httpx
@@ -25,112 +24,7 @@ if TYPE_CHECKING:
     from pagedjax.server.load_plan import Load, Planned
     from pagedjax.server.load_summary import Timed
 
-MAX_LINE = 1 << 24  # bytes of one line of a stream; more is no stream of ours
 TICK = 0.02  # seconds between looks at whether the client itself gets to run
-
-
-# what a server streams -----------------------------------------------------------------------------------------------
-
-
-class Events:
-    """Server-sent events, from bytes however they are cut. Only their data matters here."""
-
-    def __init__(self) -> None:
-        self._line = b""
-        self._data: list[str] = []
-        self._after_cr = False
-
-    def push(self, chunk: bytes) -> list[str]:
-        """The data of the events that are complete with this chunk.
-
-        Raises:
-            ValueError: a line without end, or one that is not UTF-8.
-        """
-        if not chunk:
-            return []
-        if self._after_cr:  # it ended a line already; with this it is one end and not two
-            chunk = chunk.removeprefix(b"\n")
-        self._after_cr = chunk.endswith(b"\r")
-        *lines, self._line = re.split(rb"\r\n|\r|\n", self._line + chunk)
-        if len(self._line) > MAX_LINE:
-            raise ValueError(f"a line of the stream has more than {MAX_LINE} bytes")
-        return [data for line in lines if (data := self._take(line.decode())) is not None]
-
-    def _take(self, line: str) -> str | None:
-        if not line:
-            data, self._data = self._data, []
-            return "\n".join(data) if data else None
-        name, _, value = line.removeprefix("\ufeff").partition(":")  # a comment has no name
-        if name == "data":
-            self._data.append(value.removeprefix(" "))
-        return None
-
-
-@dataclass
-class Reading:
-    """What the events of one answer have told so far. Times are given, never taken."""
-
-    chunks: list[float] = field(default_factory=list)  # of those that carry output
-    closed: float | None = None  # when the reason for the end came, or the end itself
-    finish_reason: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
-
-    def take(self, data: str, at: float) -> None:
-        """Read the data of one event, received at `at`.
-
-        Raises:
-            ValueError: it is no JSON object of the expected form.
-        """
-        if data == "[DONE]":
-            self.closed = at if self.closed is None else self.closed
-            return
-        chunk = json.loads(data)
-        if not isinstance(chunk, dict):
-            raise ValueError(f"an event is {data!r:.80}, no object")
-        if chunk.get("error"):
-            self.error = message_of(chunk)
-            return
-        if isinstance(chunk.get("usage"), dict):
-            self.usage = chunk["usage"]
-        choices = chunk.get("choices") or []
-        if not (isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices)):
-            raise ValueError(f"choices are {choices!r:.80}, no list of objects")
-        if any(map(carries_output, choices)):
-            self.chunks.append(at)
-        for reason in (choice.get("finish_reason") for choice in choices):
-            if reason:
-                self.finish_reason, self.closed = str(reason), at
-
-    def count(self, name: str) -> int | None:
-        value = self.usage.get(name)
-        return value if type(value) is int else None
-
-    @property
-    def cached(self) -> int | None:
-        details = self.usage.get("prompt_tokens_details")
-        value = details.get("cached_tokens") if isinstance(details, dict) else None
-        return value if type(value) is int else None
-
-
-def carries_output(choice: dict[str, Any]) -> bool:
-    """Whether a chunk's choice brings output: text, or a token without text, but not a role or the end alone."""
-    delta = choice.get("delta")
-    if not isinstance(delta, dict):
-        return bool(choice.get("text")) or ("text" in choice and choice.get("finish_reason") is None)
-    if any(value for name, value in delta.items() if name != "role"):
-        return True
-    return "content" in delta and "role" not in delta and choice.get("finish_reason") is None
-
-
-def message_of(body: Any) -> str:
-    """What an error's JSON says: {"error": {"message": ...}} or near it."""
-    error = body.get("error", body) if isinstance(body, dict) else body
-    text = error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
-    return str(text)
-
-
-# talking -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -173,7 +67,9 @@ async def connected(target: Target) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"Content-Type": "application/json"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # None kept: with each answer httpcore looks at all connections for each one that is idle, which at 1000 of them
+    # takes longer than the answers
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(headers=headers, timeout=None, limits=limits, trust_env=False) as client:
         yield client
 
@@ -361,109 +257,3 @@ async def measure(
         with tqdm(total=len(planned.items), desc="requests", disable=not progress, leave=False) as bar:
             seen, lag = await send(client, load, target, model, planned.items, lambda timed: bar.update())
     return model, planned, seen, lag
-
-
-# the command line ----------------------------------------------------------------------------------------------------
-
-GIVEN_BY_A_TRACE = ("arrivals", "rate", "burstiness", "prompt_tokens", "output_tokens")
-
-
-def options(words: argparse.ArgumentParser) -> None:
-    """Declare the options of `bench serve`."""
-    add = words.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="the server's address, with or without /v1")
-    add("--model", help="its name there; the default is the first that the server lists")
-    add("--endpoint", choices=("completions", "chat"), help="completions (the default) sends token ids, chat words")
-    add("--rate", type=float, help="requests a second")
-    add("--arrivals", choices=("poisson", "gamma", "uniform", "at-once"), help="the default is poisson")
-    add("--burstiness", type=float, help="of gamma arrivals: below 1 bursts, 1 is Poisson (the default)")
-    add("--requests", "--limit", type=int, help="how many; the default is 100, or every line of the file")
-    lengths = '"128", "16:256" or "lognormal:6.63,0.99"'
-    add("--prompt-tokens", metavar="LENGTHS", help=f"{lengths}; the default is 128")
-    add("--output-tokens", metavar="LENGTHS", help="at most, likewise; the default is 64. See --ignore-eos")
-    add("--max-prompt-tokens", type=int, help="clip longer ones to this")
-    add("--max-output-tokens", type=int, help="clip longer ones to this")
-    add("--trace", metavar="CSV", help="arrivals and lengths: TIMESTAMP,ContextTokens,GeneratedTokens")
-    add("--time-scale", type=float, help="multiplies a trace's gaps: 0.5 doubles its rate")
-    add("--prompts", metavar="FILE", help="texts, one a line; from its top again if more are asked for")
-    add("--vocab", type=int, help="random token ids are below this; the default, 32000, suits most models")
-    add("--seed", type=int, help="the same seed sends the same requests at the same times; the default is 0")
-    add("--ignore-eos", action="store_true", help="ask for all output tokens, for servers that know ignore_eos")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
-    add("--ttft-target", type=float, help="seconds until the first token, for goodput")
-    add("--itl-target", type=float, help="seconds per later token (TPOT), for goodput")
-    add("--max-concurrency", type=int, help="requests under way at most; others wait, and their latencies tell")
-    add("--timeout", type=float, default=600.0, help="seconds from a request's arrival to its end; the default is 600")
-    add("--warmup", type=int, default=0, help="requests to send before, unmeasured")
-    add("--api-key-file", help="a file with nothing but the key")
-    add("--json", metavar="FILE", help="write the summary and every request there")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Measure, print a table, write the JSON. 0: all completed; 1: some failed; a ValueError: nothing was measured."""
-    from pagedjax.server import load_plan, load_summary
-
-    names = load_plan.Load.__dataclass_fields__
-    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    clash = {"trace": GIVEN_BY_A_TRACE, "prompts": ("prompt_tokens", "max_prompt_tokens", "vocab")}
-    for file, others in clash.items():
-        if file in given and (both := [name for name in others if name in given]):
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in both)
-            raise ValueError(f"--{file} says what {named} would say; leave one of them out")
-    if "time_scale" in given and "trace" not in given:
-        raise ValueError("--time-scale is of a --trace, and there is none; use --rate")
-    for name in ("ttft_target", "itl_target"):
-        if (value := getattr(args, name)) is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be above 0 seconds")
-    if args.warmup < 0:
-        raise ValueError(f"--warmup is {args.warmup}; it must be at least 0")
-    load = load_plan.Load(**given)
-    target = Target(
-        url=args.url,
-        model=args.model,
-        timeout=args.timeout,
-        max_concurrency=args.max_concurrency,
-        ignore_eos=args.ignore_eos,
-        temperature=args.temperature,
-        api_key=_key(args.api_key_file),
-    )
-    if args.json and not Path(args.json).absolute().parent.is_dir():  # told before minutes of measuring
-        raise ValueError(f"--json is {args.json!r}, and its folder does not exist; make it first")
-    file = load.trace or load.prompts
-    content = _text(file) if file else ""
-    began = datetime.now(UTC).isoformat(timespec="seconds")
-    running = measure(load, target, content, warmup=args.warmup, progress=sys.stderr.isatty())
-    model, planned, seen, lag = asyncio.run(running)
-    summary = load_summary.summarize(seen, ttft=args.ttft_target, itl=args.itl_target, lag=lag)
-    if args.json:
-        record = {
-            "began": began,
-            "load": asdict(load),
-            "target": {name: value for name, value in asdict(target).items() if name != "api_key"} | {"model": model},
-            "warmup": args.warmup,
-            "clipped_prompts": planned.clipped_prompts,
-            "clipped_outputs": planned.clipped_outputs,
-            "summary": summary,
-            "requests": [
-                {**one._asdict(), "max_tokens": item.max_tokens} for one, item in zip(seen, planned.items, strict=True)
-            ],
-        }
-        Path(args.json).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    print(f"model {model} at {target.url}\n{load_summary.table(summary)}")
-    return 1 if summary["failed"] else 0
-
-
-def _text(file: str) -> str:
-    try:
-        return Path(file).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from None
-
-
-def _key(file: str | None) -> str | None:
-    if file is None:
-        return None
-    key = _text(file).strip()
-    if not key or not key.isascii() or len(key.split()) != 1:
-        raise ValueError(f"{file} must hold the API key and nothing else; it holds {len(key.split())} words")
-    return key

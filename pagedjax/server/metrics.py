@@ -13,8 +13,9 @@ from typing import Any
 import prometheus_client as prometheus
 
 from pagedjax.config import Resolved
+from pagedjax.params import BeamSearchParams
 from pagedjax.scheduler import SchedulerState
-from pagedjax.types import Admitted, Event, Finished, Preempted, Sampled, StepResult
+from pagedjax.types import Admitted, Beamed, BeamResult, Event, Finished, Preempted, Sampled, StepResult
 from pagedjax.underway import Ask
 
 PREFIX = "pagedjax"
@@ -24,15 +25,23 @@ COUNTS = (1, 2, 5, 10, 20)
 
 
 @dataclass
-class _Life:
-    """What has happened to a branch so far, in seconds of time.perf_counter."""
+class _Asked:
+    """When a request came and was first computed, in seconds of time.perf_counter. Its branches share the prompt."""
 
-    ask: Ask
     added: float
+    branches: int
     scheduled: float | None = None
+
+
+@dataclass
+class _Life:
+    """What has happened to a branch so far. The beams of a search, which comes whole, have one life."""
+
+    asked: _Asked
     last: float | None = None  # when its last token came
     first: float | None = None
     tokens: int = 0
+    sequences: tuple[int, ...] = ()  # tokens of each that a beam search found
 
 
 class Metrics:
@@ -106,9 +115,11 @@ class Metrics:
     # as an observer, in the engine's thread ---------------------------------------------------------------------
 
     def added(self, names: Sequence[str], ask: Ask, at: float, after: SchedulerState) -> None:
-        self._lives |= {name: _Life(ask, at) for name in names}
+        asked = _Asked(at, len(names))
+        self._lives |= {name: _Life(asked) for name in names}
+        width = ask.params.beam_width if isinstance(ask.params, BeamSearchParams) else ask.params.n
         self._histograms["request_prompt_tokens"].observe(len(ask.prompt_token_ids))
-        self._histograms["request_params_n"].observe(ask.params.n or 1)
+        self._histograms["request_params_n"].observe(ask.params.n or width)
         self._histograms["request_params_max_tokens"].observe(ask.params.max_tokens)
 
     def stepped(
@@ -118,6 +129,8 @@ class Metrics:
         if result is not None:
             self._histograms["iteration_tokens_total"].observe(result.plan.num_tokens)
             self._scheduled(result)
+            for search in result.beams:
+                self._searched(search, result.finished)
         for event in events:
             self._event(event, result)
 
@@ -126,10 +139,19 @@ class Metrics:
         for seq, start, count in zip(result.plan.seqs, result.plan.starts, result.plan.counts, strict=True):
             computed += max(0, min(start + count, seq.request.prompt_len) - start)
             life = self._lives.get(seq.request_id)
-            if life is not None and life.scheduled is None:
-                life.scheduled = result.started
-                self._histograms["request_queue_time_seconds"].observe(result.started - life.added)
+            if life is not None and life.asked.scheduled is None:
+                life.asked.scheduled = result.started
+                for _ in range(life.asked.branches):
+                    self._histograms["request_queue_time_seconds"].observe(result.started - life.asked.added)
         self._counters["prompt_tokens"].inc(computed)
+
+    def _searched(self, search: BeamResult, now: float) -> None:
+        """Its last position. Tokens are those of the sequences it found, since beams come and go on the way there."""
+        lengths = tuple(len(one.token_ids) for one in search.sequences)
+        self._counters["generation_tokens"].inc(sum(lengths))
+        self._tokens((search.request_id,), now)
+        if (life := self._lives.get(search.request_id)) is not None:
+            life.sequences = lengths
 
     def _event(self, event: Event, result: StepResult | None) -> None:
         if isinstance(event, Admitted):
@@ -139,6 +161,8 @@ class Metrics:
             self._counters["num_preemptions"].inc()
         elif isinstance(event, Sampled) and result is not None:
             self._counters["generation_tokens"].inc(len(event.token_ids))
+            self._tokens(event.request_ids, result.finished)
+        elif isinstance(event, Beamed) and result is not None:
             self._tokens(event.request_ids, result.finished)
         elif isinstance(event, Finished):
             self._success.labels(self._model, event.reason).inc()
@@ -150,7 +174,7 @@ class Metrics:
             if (life := self._lives.get(name)) is None:
                 continue
             if life.last is None:
-                first.observe(now - life.added)
+                first.observe(now - life.asked.added)
                 life.first = now
             else:
                 gap.observe(now - life.last)
@@ -160,9 +184,10 @@ class Metrics:
         life = self._lives.pop(event.request_id, None)
         if life is None or event.reason == "abort" or life.first is None or life.last is None:
             return
-        times, begun = self._histograms, life.scheduled or life.first
-        self._histograms["request_generation_tokens"].observe(life.tokens)
-        times["e2e_request_latency_seconds"].observe(life.last - life.added)
+        times, begun = self._histograms, life.asked.scheduled or life.first
+        for count in life.sequences or (life.tokens,):
+            self._histograms["request_generation_tokens"].observe(count)
+        times["e2e_request_latency_seconds"].observe(life.last - life.asked.added)
         times["request_prefill_time_seconds"].observe(life.first - begun)
         times["request_decode_time_seconds"].observe(life.last - life.first)
         times["request_inference_time_seconds"].observe(life.last - begun)

@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from pagedjax.server import answers, schema
-from pagedjax.server.schema import ChatRequest, CompletionRequest
+from pagedjax.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from pagedjax.server.worker import Full, Stopped, Ticket, Worker
 from pagedjax.underway import Ask
 
@@ -52,7 +52,7 @@ async def prepared(function: Callable[..., Result], *args: Any) -> Result:
 def refusal_of(error: ValueError) -> Refusal:
     """A 400 that names the field, if the message begins with one."""
     first = str(error).split(" ", 1)[0].rstrip(":")
-    known = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+    known = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *DetokenizeRequest.model_fields}
     too_long = "max_model_len" in str(error)
     return Refusal(
         400, str(error), param=first if first in known else None, code="context_length_exceeded" if too_long else None

@@ -7,17 +7,39 @@ Those that change no token here (`IGNORED`) are accepted, because clients send t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from pagedjax.params import BeamSearchParams, SamplingParams
 
 MAX_BRANCHES = 128  # of a request, as OpenAI's
+MAX_STOP = 1000  # characters of a stop string: so much of an answer may be held back, and is looked at for each token
+MAX_FIELDS = 256  # of an object, more than any request needs
+MAX_TEXT = 2**20  # characters to /tokenize, tokens to /detokenize
+MAX_LISTED = 4096  # tokens that a field lists or biases
+
+
+def at_most(limit: int) -> Callable[[Any], Any]:
+    """A check of an object's size, before its fields are looked at: each wrong one would be an error of its own."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"it has {len(value)} fields; the limit is {limit}")
+        return value
+
+    return check
+
+
+# Lists are checked up to their first error (fail_fast): those of a body of 8 MiB would be millions.
+Count = Annotated[int, Field(ge=0, lt=2**31)]  # what the engine and its metrics can count
+Some = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Strings = str | Annotated[list[str], Field(max_length=64)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Listed = Annotated[list[TokenId], Field(max_length=MAX_LISTED, fail_fast=True)]
+StopString = Annotated[str, Field(max_length=MAX_STOP)]
+Strings = StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)]
 IGNORED = (
     "metadata",
     "store",
@@ -58,6 +80,7 @@ SHARED_WITH_BEAMS = ("stop_token_ids", "ignore_eos", "include_stop_str_in_output
 class Strict(BaseModel):
     # "3" is no number, 1 no truth value, and no number is infinite
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    _few = model_validator(mode="before")(at_most(MAX_FIELDS))
 
 
 class StreamOptions(Strict):
@@ -80,7 +103,7 @@ class Generating(Strict):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(at_most(MAX_LISTED))] | None = None
     seed: int | None = None
     stop: Strings | None = None
     stream: bool | None = None
@@ -88,13 +111,13 @@ class Generating(Strict):
     response_format: ResponseFormat | None = None
     user: str | None = None
     # vLLM's
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[TokenId] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    stop_token_ids: Listed | None = None
+    allowed_token_ids: Listed | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: Count | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -102,7 +125,7 @@ class Generating(Strict):
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -118,16 +141,24 @@ class Generating(Strict):
     parallel_tool_calls: Any = None
 
 
+def form(prompt: Any) -> str:
+    """Which of its forms a prompt has, by its first element: it is checked as that one alone."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    several = "lists" if isinstance(first, list) else "texts" if isinstance(first, str) else "ids"
+    return several if isinstance(prompt, list) else "text"
+
+
 class CompletionRequest(Generating):
     """`POST /v1/completions`."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=4096)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=4096)]
-    )
-    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 16; 0 only echoes
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[TokenIds, Tag("ids")]
+        | Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True), Tag("texts")]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=4096, fail_fast=True), Tag("lists")],
+        Discriminator(form),
+    ]
+    max_tokens: Count | None = None  # 16; 0 only echoes
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: None = None
@@ -142,9 +173,10 @@ class Message(BaseModel):
     """One message. What else clients send with one (`name`, `refusal`, ...) goes to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    _few = model_validator(mode="before")(at_most(MAX_FIELDS))
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None = None
 
     def plain(self) -> dict[str, Any]:
         """As chat templates want it: content is a text, and a developer is a system."""
@@ -154,16 +186,19 @@ class Message(BaseModel):
         return {**rest, "role": "system" if self.role == "developer" else self.role, "content": text}
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
+
+
 class ChatRequest(Generating):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None  # its older name
+    messages: Messages
+    max_completion_tokens: Some | None = None
+    max_tokens: Some | None = None  # its older name
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
 
@@ -172,8 +207,8 @@ class TokenizeRequest(Strict):
     """`POST /tokenize`: a prompt or messages."""
 
     model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    prompt: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -183,14 +218,14 @@ class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TEXT, fail_fast=True)]
 
 
 class LectureRequest(Strict):
     """`POST /generate`, as in vllmini: `max_length` counts the tokens of prompt and output together."""
 
     prompt: Annotated[str, Field(min_length=1)]
-    max_length: Annotated[int, Field(ge=1)] = 100
+    max_length: Some = 100
 
 
 def given(request: BaseModel, names: Sequence[str]) -> dict[str, Any]:
@@ -236,16 +271,22 @@ FORMS = {
 
 
 def told(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """What is wrong with a body, of pydantic's errors -> (message, field)."""
+    """What is wrong with a request, of pydantic's errors -> (message, field)."""
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
-    first = (unknown or list(errors))[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
+    long = [error for error in errors if error["type"] in ("too_long", "string_too_long")]
+    first = (unknown or long or list(errors))[0]
+    if first["type"] == "json_invalid":
+        return f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
+    place, *rest = first["loc"]
+    path = [str(part) for part in (rest if place in ("body", "query", "path") else first["loc"])]
     field = path[0][:80] if path else None
     if unknown:
         known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
         near = difflib.get_close_matches(path[-1], known, n=1)
         return f"unknown field {'.'.join(path)!r:.120}" + (f"; did you mean {near[0]!r}?" if near else ""), field
+    said = first["msg"].removeprefix("Value error, ")
     for at, part in enumerate(path):
         if part in FORMS and first["type"] != "missing":
-            return f"{'.'.join(path[: at + 1])[:120]} must be {FORMS[part]}", field
-    return f"{'.'.join(path)[:120] or 'the body'}: {first['msg']}", field
+            name = ".".join(path[: at + 1])[:120]
+            return f"{name}: {said}" if long else f"{name} must be {FORMS[part]}", field
+    return f"{'.'.join(path)[:120] or 'the body'}: {said}", field

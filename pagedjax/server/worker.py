@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pagedjax.llm import LLM
 from pagedjax.outputs import Assembly, PositionLogprobs, RequestOutput
@@ -128,6 +128,7 @@ class Worker:
         self.failed: BaseException | None = None
         self._underway = UnderWay(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
         self._observers = tuple(observers)
+        self._failing: set[int] = set()  # ids of observers whose error was logged
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
         self._mine: dict[str, _Mine] = {}  # by the names of branches under way
         self._asked = 0  # requests on their way to the engine; written by the event loop alone
@@ -143,9 +144,13 @@ class Worker:
         self._over = False
         self._thread.start()
 
-    def stop(self) -> None:
-        """End what is under way, and the thread."""
+    def halt(self) -> None:
+        """Let what is under way end with `Stopped` after the present step. From any thread, any number of times."""
         self._inbox.put(("stop", None, None))
+
+    def stop(self) -> None:
+        """Halt, and wait for the thread."""
+        self.halt()
         self._thread.join()
 
     @property
@@ -175,7 +180,7 @@ class Worker:
         self._inbox.put(("add", ticket, accepted))
         if self._over:  # looked at after the put, so that an end meanwhile is not missed
             accepted.cancel()
-            raise Stopped("the engine has stopped") from self.failed
+            raise self._stopped() from self.failed
         try:
             await accepted
         except asyncio.CancelledError:  # the client left before it was answered
@@ -198,7 +203,7 @@ class Worker:
         except BaseException as error:
             log.exception("the engine failed")
             self.failed = error
-        self._end(Stopped("the engine has stopped" if self.failed is None else f"the engine failed: {self.failed}"))
+        self._end(self._stopped())
 
     def _take_in(self) -> bool:
         """Do what was asked meanwhile; wait for something if there is nothing else to do. False is the end."""
@@ -221,11 +226,15 @@ class Worker:
             requests = self._underway.add(ticket.asks)
         except ValueError as error:
             self._tell(_refuse, accepted, error)
+        except Exception as error:  # it ends the engine, and nobody else would answer this client
+            self.failed = error
+            self._tell(_refuse, accepted, self._stopped())
+            raise
         else:
+            state = self.llm.engine.state
             for i, branches in enumerate(requests):
                 self._mine |= dict.fromkeys(branches, _Mine(ticket, i, branches))
-                for observer in self._observers:
-                    observer.added(tuple(branches), ticket.asks[i], ticket.at, self.llm.engine.state)
+                self._observe("added", tuple(branches), ticket.asks[i], ticket.at, state)
             self._tell(_accept, accepted)
         self._taken += len(ticket.asks)
 
@@ -234,12 +243,12 @@ class Worker:
         before, events = self.llm.engine.state, ()
         for name in [name for name, mine in self._mine.items() if mine.ticket is ticket]:
             events += self._underway.abandon(self._mine.pop(name).branches)
-        self._observe(before, None, events)
+        self._observe("stepped", before, None, events, self.llm.engine.state)
 
     def _step(self) -> None:
         before = self.llm.engine.state
         stepped = self._underway.step()
-        self._observe(before, stepped.result, stepped.events)
+        self._observe("stepped", before, stepped.result, stepped.events, self.llm.engine.state)
         news: list[tuple[Ticket, News]] = []
         for name, token_id, text in stepped.pieces:
             ticket, ask, branches = self._mine[name]
@@ -262,9 +271,15 @@ class Worker:
         if news:
             self._tell(_deliver, news)
 
-    def _observe(self, before: SchedulerState, result: StepResult | None, events: tuple[Event, ...]) -> None:
+    def _observe(self, what: Literal["added", "stepped"], *args: Any) -> None:
+        """Tell the observers. One that fails must not stop the engine; its first error is logged."""
         for observer in self._observers:
-            observer.stepped(before, result, events, self.llm.engine.state)
+            try:
+                getattr(observer, what)(*args)
+            except Exception:
+                if id(observer) not in self._failing:
+                    self._failing.add(id(observer))
+                    log.exception("%s failed as an observer; further errors of it are not logged", type(observer))
 
     def _end(self, error: Exception) -> None:
         """Tell everybody, and let go of what is under way unless the engine is broken."""
@@ -279,6 +294,9 @@ class Worker:
             verb, _, accepted = self._inbox.get()
             if verb == "add":
                 self._tell(_refuse, accepted, error)
+
+    def _stopped(self) -> Stopped:
+        return Stopped("the server is stopping" if self.failed is None else f"the engine failed: {self.failed}")
 
     def _tell(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None, "start comes first"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 PARAMS = "params"
 MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")  # files that Orbax writes at the top of a checkpoint
+LATE = 0.2  # seconds in which reads end that were under way when another one failed
 AT_A_TIME = 2  # of the largest parameters, on their way from disk to device
 
 
@@ -83,15 +85,19 @@ def _leaves(folder: Path) -> tuple[list[tuple[Any, Any]], Any]:
     import jax
     import orbax.checkpoint as ocp
 
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
-            tree = orbax.metadata(folder).item_metadata.tree
-        return jax.tree_util.tree_flatten_with_path(tree)
-    except Exception as error:  # a damaged file makes None of the metadata, or one of Orbax's many errors
-        raise ValueError(
-            f"{folder} is damaged, or no Orbax checkpoint of a tree: no metadata can be read ({_first_line(error)}); "
-            "convert or save the model again"
-        ) from error
+    message = ""
+    with _quiet():
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
+                tree = orbax.metadata(folder).item_metadata.tree
+            return jax.tree_util.tree_flatten_with_path(tree)
+        except Exception as error:  # a damaged file makes None of the metadata, or one of Orbax's many errors
+            message = (
+                f"{folder} is damaged, or no Orbax checkpoint of a tree: no metadata can be read "
+                f"({_first_line(error)}); convert or save the model again"
+            )
+        _settle()
+    raise ValueError(message)
 
 
 def restore(
@@ -130,15 +136,31 @@ def _restored(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
             return _restore(folder, wanted)
         except Exception as error:  # a bare Exception of a page, without the name
             message = _damage(folder, wanted, error)
-        gc.collect()  # what Orbax had begun ends here
+        _settle()
     raise ValueError(message)
+
+
+def _settle() -> None:
+    """Let what Orbax had begun end, and what TensorStore's threads are still reading."""
+    gc.collect()
+    time.sleep(LATE)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """When one array cannot be read, Python prints a page for each of the others that Orbax had begun; not here."""
+    """When one array cannot be read, Python prints a page for each of the others that Orbax had begun; not here.
+
+    Some of them are told of a coroutine that nobody awaits any more. Others, of nothing: a read that ends in one of
+    TensorStore's threads wants to tell Orbax's event loop, which is closed.
+    """
     before = sys.unraisablehook
-    sys.unraisablehook = lambda about: None if inspect.iscoroutine(about.object) else before(about)
+
+    def hook(about: Any) -> None:
+        late = about.object is None and str(about.exc_value) == "Event loop is closed"
+        if not (late or inspect.iscoroutine(about.object)):
+            before(about)
+
+    sys.unraisablehook = hook
     try:
         yield
     finally:

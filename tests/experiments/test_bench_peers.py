@@ -94,11 +94,22 @@ def test_numbers_that_make_no_sense_are_refused(words, capsys):
     assert "--repeats and --requests must be at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["[{}]", "[1]", "{"])
-def test_a_file_that_is_no_workload_is_named(config, tmp_path, capsys, text):
+@pytest.mark.parametrize(
+    ("text", "message"), [("[{}]", 'entry 0: needs "prompt"'), ("[1]", "entry 0: needs"), ("{", "is not JSON")]
+)
+def test_a_file_that_is_no_workload_is_named(config, tmp_path, capsys, text, message):
     (tmp_path / "odd.json").write_text(text)
     assert bench_peers.main([*config(first={}), "--file", str(tmp_path / "odd.json")]) == 2
-    assert 'odd.json is no workload; it must be a JSON list of {"prompt"' in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"error: {tmp_path / 'odd.json'}" in said
+    assert message in said
+
+
+def test_a_file_of_requests_is_read_as_an_experiment_reads_it(tmp_path):
+    """configs/w1.yaml names it with `kind: tokens`; both names of an output's length are taken."""
+    file = tmp_path / "w1.json"
+    file.write_text(json.dumps([{"prompt": [3, 4], "max_tokens": 5}, {"prompt": [6], "n": 2}]))
+    assert bench_peers.w1(str(file), 100) == [([3, 4], 5), ([6], 2)]
 
 
 def test_one_that_says_it_is_exact_and_is_not_ends_the_run(config):

@@ -118,6 +118,7 @@ def test_the_command_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 <= row["saved"] < 100 and row["error"] >= 0 for row in rows)
     assert bench_sharing.main(["--requests", "4"]) == 0
     assert "saved %" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        bench_sharing.main(["--rate", "0"])
-    assert "it must be above 0 requests a second" in capsys.readouterr().err
+    for rate in ("0", "nan", "inf"):
+        with pytest.raises(SystemExit, match="2"):
+            bench_sharing.main(["--rate", rate])
+        assert "it must be above 0 requests a second" in capsys.readouterr().err

@@ -23,9 +23,17 @@ def requests(first: Any, gap: float = 0.05) -> list[RequestRecord]:
     return [RequestRecord(branch.branch_id, 0.0, 5, 3, 0.0, (branch,)) for branch in branches]
 
 
+def waited(queue: Any, tokens: int) -> list[RequestRecord]:
+    """A request of so many tokens for each time in the queue."""
+    times = tuple(1.0 + 0.1 * i for i in range(tokens))
+    branch = BranchRecord("r", times, (1,) * tokens, 0, "length")
+    return [RequestRecord("r", 0.0, 5, tokens, wait, (branch,)) for wait in queue]
+
+
 def put(sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = None, **more: Any) -> None:
     """A run whose throughput is `rate`; its requests only if `more` says when their first tokens came."""
-    swept, lived = swept or {}, requests(more.pop("first", ()))
+    swept, lived = swept or {}, more.pop("lived", None) or requests(more.pop("first", ()))
+    env = more.pop("env", {})
     label = ", ".join(f"{key}={value}" for key, value in swept.items()) or "one point"
     point = more.pop("point", str(sorted(swept.items())).encode().hex()[-12:])
     metrics = {
@@ -38,6 +46,7 @@ def put(sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = No
     summary = {**head, "run": f"{point}/{repeat}", "failed": None, "workload": WORKLOAD, "metrics": metrics, **more}
     rows = [{**request._asdict(), "branches": [b._asdict() for b in request.branches]} for request in lived]
     files = {"summary.json": store.json_text(summary), "requests.jsonl": store.json_lines(rows)}
+    files["env.json"] = store.json_text(env)
     store.write_run(store.run_folder(sweep, point, repeat), files)
 
 
@@ -121,6 +130,78 @@ def test_one_run_each_tells_of_its_requests_and_not_of_noise(
     text = told(capsys, tmp_path / "a", tmp_path / "b", *metrics)
     assert "(the workloads of repeat 0 differ in last_arrival_s)" in text
     assert "of these" not in text
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"arrival": 0.25}, "arrival of request 1: 0.0, 0.25"),
+        ({"prompt_tokens": 6}, "prompt_tokens of request 1: 5, 6"),
+        ({"max_tokens": 9}, "max_tokens of request 1: 3, 9"),
+        ({"branches": ()}, "branches of request 1: 1, 0"),
+    ],
+    ids=str,
+)
+def test_other_requests_of_equal_totals_are_no_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str, repeats: int
+) -> None:
+    for repeat in range(repeats):
+        lived = requests([0.1] * 20)
+        put(tmp_path / "a", repeat, 100.0, lived=lived)
+        put(tmp_path / "b", repeat, 100.0, lived=[lived[0], lived[1]._replace(**change), *lived[2:]])
+    text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50")
+    assert f"the workloads of repeat 0 differ in {said})" in text
+    assert "of these" not in text
+
+
+def test_runs_whose_requests_are_not_kept_make_no_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        put(tmp_path / name, 0, 100.0, first=[0.1] * 20)
+    next((tmp_path / "b").glob("*/0/requests.jsonl")).unlink()
+    text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50")
+    assert "whether repeat 0 had the same requests is not known: there is no" in text
+    assert "of these" not in text
+
+
+def test_where_the_sides_ran_on_something_else_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(tmp_path / "a", 0, 100.0, device="cpu", commit="abc", env={"versions": {"jax": "0.7.0"}})
+    put(tmp_path / "b", 0, 100.0, device="cpu", commit="def", env={"versions": {"jax": "0.7.1"}})
+    lines = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s").splitlines()
+    assert lines[-2:] == ["commit differs: A abc, B def", "jax differs: A 0.7.0, B 0.7.1"]
+    assert "differs" not in told(capsys, tmp_path / "a", tmp_path / "a", "--metric", "output_tokens_per_s")
+
+
+@pytest.mark.parametrize(
+    ("name", "percentile", "a", "b"),
+    [
+        ("itl_s", 50, waited([0.0] * 11, 1) + waited([0.0], 3), waited([0.0] * 11, 1) + waited([0.0], 4)),
+        ("queue_s", 90, waited(([0.0] * 8 + [1.0] * 2) * 4, 2), waited(([0.0] * 8 + [1.3] * 2) * 4, 2)),
+    ],
+    ids=["no gap", "zeros"],
+)
+def test_resamples_without_a_ratio_leave_no_interval(
+    name: str, percentile: int, a: list[RequestRecord], b: list[RequestRecord]
+) -> None:
+    found = of_requests(a, b, name, percentile, 0.95)
+    assert found.ratio == pytest.approx(1.3 if name == "queue_s" else 1.0)
+    assert (found.low, found.high) == (None, None)
+    assert "resamples have no value, or a zero (B is 1." in found.verdict
+
+
+def test_a_metric_without_an_interval_does_not_keep_the_others_from_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        lived = [r._replace(first_scheduled=float(i % 10 > 7)) for i, r in enumerate(requests([2.0] * 40))]
+        put(tmp_path / name, 0, 100.0, lived=lived)
+        file = next((tmp_path / name).glob("*/0/summary.json"))
+        summary = json.loads(file.read_text())
+        summary["metrics"]["queue_s"] = spread(request.queue for request in lived)
+        file.write_text(json.dumps(summary))
+    text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "queue_s.p90", "ttft_s.p50")
+    assert "no interval can be formed" in text
+    assert "of these 40 requests" in text
 
 
 def test_runs_that_make_no_pairs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

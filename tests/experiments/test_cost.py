@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,8 +58,86 @@ def test_shapes_have_the_published_sizes():
 
 def test_the_shape_of_a_checkpoint_is_read_from_its_config():
     assert shape_of(open_checkpoint("smollm2-135m").config) == SHAPES["smollm2-135m"]
-    gpt2 = {"n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257, "n_positions": 1024}
+    gpt2 = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257, "n_positions": 1024}
     assert shape_of(gpt2) == SHAPES["gpt2-xl"]
+
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+GEMMA = {
+    "model_type": "gemma2",
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "held", "met"),
+    [(MIXTRAL, 46.7, 12.9), (QWEN, 30.5, 3.3), (GEMMA, 2.61, 2.61)],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Gemma-2-2B"],
+)
+def test_models_of_every_family_have_the_published_sizes(config, held, met):
+    """Numbers held, and numbers that a token meets: with experts those that it chose. Gemma's embedding is its head."""
+    shape = shape_of(config)
+    assert shape.held_bytes / shape.weight_bytes / 1e9 == pytest.approx(held, rel=0.01)
+    embedding = 0 if shape.tied else shape.head_numbers
+    assert (shape.products(1, 1) / 2 + embedding) / 1e9 == pytest.approx(met, rel=0.02)
+
+
+def test_layers_without_experts_keep_their_mlp():
+    every, half = (shape_of(QWEN | {"decoder_sparse_step": step}) for step in (1, 2))
+    assert (every.sparse, half.sparse) == (48, 24)
+    mlp, mixture = 3 * 2048 * 6144, 2048 * 128 + 128 * 3 * 2048 * 768
+    assert half.layer_numbers(128) == every.layer_numbers(128) + 24 * (mlp - mixture)
+
+
+def test_a_step_reads_the_experts_that_somebody_chose():
+    shape = shape_of(MIXTRAL)
+    assert shape.experts_read(1) == pytest.approx(2)
+    draw = np.random.default_rng(0)
+    chosen = [len({e for _ in range(3) for e in draw.choice(8, 2, replace=False)}) for _ in range(4000)]
+    assert shape.experts_read(3) == pytest.approx(np.mean(chosen), rel=0.02)
+    all_read = shape.read_bytes(10_000)
+    assert all_read == pytest.approx(shape.held_bytes - shape.weight_bytes * shape.head_numbers)
+    one = Roofline(shape, Chip(1.0, 1e30, 0.0, launch=0.0))(Work(1, 1, 1, 0, 0))
+    expert = shape.weight_bytes * 3 * 4096 * 14336
+    assert one == pytest.approx(all_read - 32 * 6 * expert), "two of eight experts in each layer"
+
+
+def test_a_model_that_could_not_be_loaded_has_no_shape():
+    with pytest.raises(ValueError, match="model_type is 'mamba'; supported: llama"):
+        shape_of({**MIXTRAL, "model_type": "mamba"})
 
 
 SMALL = Shape(2, 8, 2, 1, 4, 16, 100, 64)
@@ -68,7 +147,7 @@ CHIP = Chip(bandwidth=1000.0, rate=1e6, memory=1e6, launch=0.5)
 def test_a_roofline_is_the_sum_of_its_two_parts_by_hand():
     # a layer: q 8 x 8, k and v 8 x 4, out 8 x 8, three matrices of 8 x 16; a head of 8 x 100
     numbers = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16) + 8 * 100
-    assert SMALL.numbers == numbers == 1952
+    assert SMALL.read_bytes(1) == 2 * numbers == 2 * 1952
     work = Work(tokens=3, sequences=3, sampled=3, context=30, pairs=30)
     traffic = 2 * numbers / 1000 + 30 * (2 * 2 * 2 * 4) / 1000  # both bound by memory
     assert Roofline(SMALL, CHIP)(work) == pytest.approx(0.5 + traffic)
@@ -144,6 +223,10 @@ def test_steps_are_read_line_by_line():
         ({"chip": "h200", "chips": 0}, "chips is 0; it must be at least 1"),
         ({"chip": "h200", "rate_share": 1.5}, "rate_share is 1.5; it must be above 0 and at most 1"),
         ({"chip": "h200", "bandwidth_share": 0.0}, "bandwidth_share is 0.0"),
+        ({"fit": "runs/x", "chips": 2}, "chips is 2, and steps that were measured .* leave it out, or name a chip"),
+        ({"fit": "runs/x", "bandwidth_share": 0.8}, "bandwidth_share is 0.8, and steps that were measured"),
+        ({"fit": "runs/x", "rate_share": 0.8}, "rate_share is 0.8, and steps that were measured"),
+        ({"fit": "runs/x", "batched_moves": False}, "batched_moves is False, and steps that were measured"),
         ({"chip": "h200", "host_s": -1.0}, "host_s is -1.0; it must be at least 0 seconds"),
     ],
 )

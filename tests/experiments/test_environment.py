@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
+from experiments import environment
 from experiments.environment import processor_time, stolen_share
 
 
@@ -21,3 +23,18 @@ def test_the_share_that_the_host_took_is_of_what_was_asked_for():
 
 def test_where_nothing_is_told_nothing_is_claimed():
     assert stolen_share(None) is None
+
+
+def test_the_hash_of_the_source_follows_what_measures_and_needs_no_commit(tmp_path: Path, monkeypatch):
+    files = ("pagedjax/a.py", "pagedjax/models/b.py", "pallas_kernels/c.py", "pallas_kernels/tiles/h200.json")
+    files += ("experiments/environment.py", "experiments/studies/001/study.py", "pagedjax/notes.txt")
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "experiments/environment.py"))
+    found = [environment.source.__wrapped__()]
+    for name in files:
+        (tmp_path / name).write_text("edited")
+        found.append(environment.source.__wrapped__())
+    assert len(set(found[:6])) == 6
+    assert found[5:] == [found[5]] * 3, "studies and notes measure nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
         ({"workload": {**BASE["workload"], "max_token": 2}}, r"unknown key workload\.'max_token'"),
         ({"workload": {"kind": "trace", "file": "no.csv"}}, r"there is no file .*no\.csv.*Azure Public Dataset, CC-BY"),
         ({"workload": {"kind": "prompts", "file": "no.txt"}}, r"workload\.file: there is no file"),
+        ({"workload": {**BASE["workload"], "count": 0}}, r"workload\.count is 0; it must be at least 1"),
+        (
+            {"workload": {**BASE["workload"], "prompt": {"dist": "fixed", "value": 4, "min": 9, "max": 3}}},
+            r"workload\.prompt\.min is 9 and max 3; they must be 1 <= min <= max",
+        ),
+        (
+            {"workload": {**BASE["workload"], "output": {"dist": "lognormal", "mu": 663, "sigma": 1, "max": 9}}},
+            r"workload\.output\.mu is 663\.0, a median of exp\(mu\) tokens; it must be at most 16\.6",
+        ),
         ({"sweep": {"gird": {}}}, r"sweep is .*keys from: grid, zip, list"),
         ({"sweep": {"grid": {"seed": 3}}}, r"sweep\.grid is .*list of one value or more"),
         ({"sweep": {"zip": {"seed": [1], "engine.block_size": [1, 2]}}}, r"seed has 1, engine\.block_size has 2"),
@@ -145,12 +155,28 @@ def test_overrides_are_yaml_and_cannot_hide_behind_a_sweep(tmp_path: Path) -> No
     assert {p.experiment.engine.block_size for p in found} == {32}
     assert [p.label for p in points(tmp_path, "engine.block_size=32", sweep=sweep)] == ["one point"]
     lengths = {"grid": {"workload.prompt": [{"dist": "fixed", "value": 3}, {"dist": "fixed", "value": 4}]}}
-    for form, text in (({"zip": sweep["grid"]}, "engine.block_size=32"), (lengths, "workload.prompt.value=9")):
+    for form, text in (
+        ({"zip": sweep["grid"]}, "engine.block_size=32"),
+        (lengths, "workload.prompt.value=9"),
+        (sweep, "engine={block_size: 32}"),
+        ({"zip": sweep["grid"]}, "engine={block_size: 32}"),
+    ):
         with pytest.raises(ValueError, match=r"the config sweeps .*; add --set sweep=null"):
             points(tmp_path, text, sweep=form)
     found = points(tmp_path, "sweep.grid.engine.block_size=[32]", sweep=sweep)
     assert [p.swept for p in found] == [{"engine.block_size": 32}]
-    assert len(points(tmp_path, "sweep=null", "engine.block_size=32", sweep=sweep)) == 1
+    for texts in (("sweep=null", "engine.block_size=32"), ("engine.block_size=32", "sweep=null")):
+        assert len(points(tmp_path, *texts, sweep=sweep)) == 1
+    for new in (
+        "sweep={grid: {engine.block_size: [8]}}",
+        "sweep.grid.engine.block_size=[8]",
+        "sweep.grid={engine.block_size: [8]}",
+    ):
+        for texts in ((new, "engine.block_size=32"), ("engine.block_size=32", new), ("engine={}", new)):
+            with pytest.raises(ValueError, match=r"another --set sweeps engine\.block_size; leave one of the two out"):
+                points(tmp_path, *texts, sweep=both)
+    found = points(tmp_path, "engine.block_size=32", "sweep.grid.seed=[5, 6]", sweep=both)
+    assert [(p.label, p.experiment.engine.block_size) for p in found] == [("seed=5", 32), ("seed=6", 32)]
     assert len(points(tmp_path, "sweep.zip.seed=[1, 2]")) == 2
     for text, message in (("seed", "write it as"), ("name.x=1", "no keys inside"), ("seed=[1", "--set seed")):
         with pytest.raises(ValueError, match=message):
@@ -189,6 +215,67 @@ def test_the_key_follows_the_content_of_a_file_not_its_place(tmp_path: Path) -> 
     a, b, c = (points(tmp_path, workload={"kind": "prompts", "file": f"{n}.txt"})[0] for n in "abc")
     assert a.key == b.key != c.key
     assert c.content == "two\n"
+
+
+def test_the_key_follows_what_a_local_model_is_and_the_name_of_any_other(tmp_path: Path) -> None:
+    assert [config._model_source(name) for name in ("smollm2-135m", "org/name")] == ["smollm2-135m", "org/name"]
+
+    def key(model: str) -> str:
+        return points(tmp_path, model=model)[0].key
+
+    for name in ("a", "b"):
+        (tmp_path / name / "params").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+        for file in ("model.safetensors", "params/0"):
+            (tmp_path / name / file).write_bytes(b"1234")
+            os.utime(tmp_path / name / file, ns=(10**18, 10**18))
+    first = str(tmp_path / "a")
+    same = key(first)
+    assert same == key(str(tmp_path / "b")) != key("smollm2-135m")
+    found = [same]
+    for file in ("model.safetensors", "params/0"):  # written again by a trainer: as long as before, at another time
+        os.utime(tmp_path / "a" / file)
+        found.append(key(first))
+    (tmp_path / "a/config.json").write_text("{ }")
+    found.append(key(first))
+    (tmp_path / "model.gguf").write_bytes(b"1")
+    found.append(key(str(tmp_path / "model.gguf")))
+    assert len(set(found)) == len(found)
+
+
+def test_what_a_policy_file_raises_is_told(tmp_path: Path) -> None:
+    for text, message in (
+        ("raise KeyError('x')", r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; mend it"),
+        ("X = 5 +", r"whose file raises SyntaxError"),
+        ("raise ValueError('no')", r"whose file raises ValueError: no; mend it"),
+        ("P = 5", r"engine\.policy is '.*P in .* is no Policy"),
+    ):
+        (tmp_path / "p.py").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            points(tmp_path, engine={"policy": "p.py:P"})
+
+
+def test_a_file_that_cannot_be_read_is_told_when_the_config_is(tmp_path: Path) -> None:
+    def told(message: str, **sections: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            points(tmp_path, **sections)
+
+    simulated = {"simulate": {"fit": str(tmp_path)}, "sampling": {"ignore_eos": True}}
+    for text in ("{", "[]\n" * 9, '{"pairs": 1}\n' * 9, '{"pairs": 1}'):
+        (tmp_path / "steps.jsonl").write_text(text)
+        told(r"simulate\.fit: .*steps\.jsonl cannot be fitted \(.*; give another run's folder", **simulated)
+    file = tmp_path / "w"
+    for kind, content, message in (
+        ("tokens", b"{", "w is not JSON"),
+        ("trace", b"a,b\n", "w has no column TIMESTAMP"),
+        ("prompts", b"\n\n", "w holds no prompts"),
+        ("prompts", b"\xff", r"workload\.file: .*w cannot be read as UTF-8 text"),
+    ):
+        file.write_bytes(content)
+        told(message, workload={"kind": kind, "file": "w"})
+    (tmp_path / "bad.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ValueError, match=r"cannot read the config .*bad\.yaml: it is not UTF-8 text"):
+        config.load(tmp_path / "bad.yaml")
 
 
 def test_a_relative_file_is_also_tried_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

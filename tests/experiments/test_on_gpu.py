@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from experiments import on_gpu
-from experiments.on_gpu import Part, main, session
+from experiments.on_gpu import PARTS, Part, main, parts, session
 
 OK, BAD, SLOW = ("platform",), ("no.such.module",), ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(600)")
 
@@ -36,3 +40,10 @@ def test_a_part_is_stopped_when_the_time_is_up(tmp_path, capsys, monkeypatch):
 def test_without_a_gpu_the_session_ends_at_once_and_says_why(tmp_path, capsys):
     assert main(["--name", "h200", "--out", str(tmp_path)]) == 1
     assert "nothing to measure" in capsys.readouterr().out
+
+
+def test_a_part_that_is_not_there_is_an_error_and_not_a_session_of_nothing(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--name", "h200", "--out", str(tmp_path), "--only", "foo"])
+    assert "invalid choice: 'foo'" in capsys.readouterr().err
+    assert tuple(part.name for part in parts("h200", Path())) == PARTS

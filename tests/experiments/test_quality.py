@@ -35,3 +35,9 @@ def test_greedy_tokens_count_up_to_the_first_that_differs():
 def test_a_text_that_is_too_short_is_told(tiny_llm):
     with pytest.raises(ValueError, match="windows of 4000 tokens are more than the text has"):
         quality.windows_of(tiny_llm, 2000, 4000)
+
+
+def test_a_model_that_is_not_there_is_told(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        quality.main(["--model", "/nope"])
+    assert "there is no model '/nope'" in capsys.readouterr().err

@@ -244,3 +244,13 @@ def test_the_table_for_a_terminal() -> None:
     assert text[0].split()[:6] == ["point", "output", "tokens/s", "TTFT", "p50", "ms"]
     assert text[1].split()[:7] == ["block_size=8,", "max_num_batched_tokens=64", "101", "(100", "to", "102)", "500"]
     assert analysis.text_table([]) == "no good run"
+
+
+def test_the_command_says_what_it_takes_and_what_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        report.main(["--help"])
+    assert "usage: python -m experiments.report" in capsys.readouterr().out
+    assert report.main([str(tmp_path / "no")]) == 2
+    assert "error: there is no folder" in capsys.readouterr().err

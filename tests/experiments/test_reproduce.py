@@ -1,4 +1,4 @@
-"""Claims, intervals and the files that the studies write; and each study of simulated engines once, shortened."""
+"""Claims and the files that the studies write; and each study of simulated engines once, shortened."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from experiments import reproduce
-from experiments.studies import draw, load
-from experiments.studies.findings import Claim, Findings, Interval, interval, markdown, ratios, told
+from experiments.studies import draw
+from experiments.studies.findings import Claim, Findings, Interval, exactly, markdown, told
 
 SIMULATED = ("001", "002", "003", "004", "006", "007", "009", "011")
 
@@ -34,20 +34,6 @@ def test_a_number_agrees_within_a_published_range():
     assert not claim((2.0, 8.0), 9.0, 1.0).agrees
 
 
-def test_an_interval_covers_the_mean_of_few_numbers_and_of_many():
-    assert interval([3.0]) == (3.0, 3.0, 3.0)
-    assert interval([1.0, 3.0]) == (1.0, 2.0, 3.0)
-    low, middle, high = interval([9.0, 10.0, 11.0, 10.5, 9.5])
-    assert 9.0 < low < middle == 10.0 < high < 11.0
-    assert interval([2.0, 2.0, 2.0]) == (2.0, 2.0, 2.0)
-
-
-def test_ratios_are_taken_seed_by_seed():
-    above = [{"a": {"b": value}} for value in (2.0, 40.0)]
-    below = [{"a": {"b": value}} for value in (1.0, 20.0)]
-    assert ratios(above, below, "a.b") == (2.0, 2.0, 2.0)
-
-
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0"), (1234.5, "1,230"), (0.123456, "0.123"), (0.00001234, "1.2e-05"), (7.0, "7")]
 )
@@ -68,37 +54,83 @@ def test_figures_are_svg_that_repeats():
     assert ET.fromstring(draw.stacks({"one": {"bar": {"a": 1.0, "b": 2.0}}}, "y")).tag.endswith("svg")
 
 
-def test_what_is_found_is_written_and_read_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce, "STUDIES", tmp_path)
-    (tmp_path / "042_answers").mkdir()
-    (tmp_path / "042_answers/study.py").touch()
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    """A study whose kept files are in tmp_path/studies/042_answers, and what it finds."""
+    monkeypatch.setattr(reproduce, "STUDIES", tmp_path / "studies")
+    monkeypatch.setattr(reproduce, "ROOT", tmp_path)
+    (tmp_path / "studies/042_answers").mkdir(parents=True)
+    (tmp_path / "studies/042_answers/study.py").touch()
     claims = [claim(10.0, 10.5), claim((2.0, 8.0), 20.0, why="another planet")]
     findings = Findings(claims, ["It is 42."], {"a.svg": "<svg/>"}, ["| t |"])
     study = type("Study", (), {"QUESTION": "What is it?", "run": staticmethod(lambda folder, quick: findings)})
     monkeypatch.setattr(reproduce.importlib, "import_module", lambda name: study)
-    assert reproduce.main(["042", "--out", str(tmp_path / "R.md")]) == 0
-    kept = json.loads((tmp_path / "042_answers/findings.json").read_text())
-    assert reproduce.claims_of(kept) == findings.claims
-    text = (tmp_path / "042_answers/README.md").read_text()
-    for part in ("What is it?", "It is 42.", "![a.svg](a.svg)", "no: another planet", "reproduce 042"):
+    return findings
+
+
+def test_what_is_found_is_written_and_read_back(tmp_path, answers, monkeypatch):
+    assert reproduce.main(["042"]) == 0
+    folder = tmp_path / "studies/042_answers"
+    kept = json.loads((folder / "findings.json").read_text())
+    assert reproduce.claims_of(kept) == answers.claims
+    text = (folder / "README.md").read_text()
+    for part in ("What is it?", "It is 42.", "![a.svg](a.svg)", "no: another planet", "reproduce 042\n"):
         assert part in text
-    assert "1 of 2 published numbers agree" in (tmp_path / "R.md").read_text()
-    assert (tmp_path / "042_answers/a.svg").read_text() == "<svg/>"
+    table = (tmp_path / "REPRODUCTION.md").read_text()
+    assert "1 of 2 published numbers agree" in table
+    assert "(experiments/studies/042_answers/README.md)" in table
+    assert f", {reproduce.usable_cores()} cores; commit " in table
+    assert (folder / "a.svg").read_text() == "<svg/>"
+
+
+def test_shortened_or_with_a_folder_of_its_own_nothing_kept_is_touched(tmp_path, answers, monkeypatch):
+    assert reproduce.main(["042"]) == 0
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    monkeypatch.chdir(tmp_path)
+    for place, *options in (
+        ("elsewhere", "--out", str(tmp_path / "elsewhere")),
+        (reproduce.QUICK, "--quick"),
+        ("both", "--quick", "--out", "both"),
+    ):
+        assert reproduce.main(["042", *options]) == 0
+        table = (tmp_path / place / "REPRODUCTION.md").read_text()
+        assert "](042_answers/README.md)" in table
+        assert ("--quick: too few requests" in table) == ("--quick" in options)
+        readme = (tmp_path / place / "042_answers/README.md").read_text()
+        assert ("reproduce 042 --quick\n" in readme) == ("--quick" in options)
+        assert (tmp_path / place / "042_answers/a.svg").is_file()
+    assert {path: path.read_bytes() for path in kept} == kept
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_runs(tmp_path, answers, monkeypatch, capsys):
+    monkeypatch.setattr(reproduce, "run", lambda *_: pytest.fail("it ran"))
+    (tmp_path / "file").touch()
+    for out, message in (
+        (tmp_path / "file", "which cannot be made"),
+        (tmp_path / "file/inside", "which cannot be made"),
+        (tmp_path, "where the kept results are; give another folder"),
+    ):
+        assert reproduce.main(["042", "--out", str(out)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_row_says_by_which_factor_it_agrees_and_what_kind_of_range_is_meant():
+    def cells(published, ours: Interval, factor=1.25):
+        return reproduce.row(Claim("a paper", "a thing", published, ours, factor, "x"))[2:]
+
+    assert cells(2.0, Interval(1.9, 2.1, 2.3, n=3)) == ["2 x", "2.1 (1.9 to 2.3, n = 3) x", "1.05", "1.25 x", "yes"]
+    assert cells(2.0, Interval(1.0, 2.0, 3.0, "range", 4))[1] == "2 (range 1 to 3, n = 4) x"
+    one = Interval(2.0, 2.0, 2.0)
+    published = [cells(found, one)[0] for found in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0))]
+    assert published == ["at least 1 x", "at most 9 x", "1 to 28.3 x (wide)", "1 to 3 x"]
+    assert cells((0.0, 9.0), exactly(0.0))[2:] == ["none", "1.25 x", "yes"]
+    weak = [reproduce.weak(claim(found, 2.0)) for found in ((1.0, 1000.0), (0.0, 9.0), (1.0, 28.3), (1.0, 3.0), 2.0)]
+    assert weak == [True, True, True, False, False]
 
 
 def test_a_study_that_is_not_there_is_told(capsys):
     assert reproduce.main(["003", "777"]) == 2
     assert "there is no study '777'; there are 001_block_size" in capsys.readouterr().err
-
-
-def test_the_rate_that_meets_a_target_lies_before_the_latency_first_fails():
-    rates = (1.0, 2.0, 4.0, 8.0)
-    assert load.highest(rates, (0.1, 0.1, 0.4, 0.1), 0.2) == pytest.approx(8**0.5)  # halfway in logarithms
-    assert load.highest(rates, (0.3, 0.1, 0.1, 0.1), 0.2) == 1.0
-    assert load.highest(rates, (0.1, 0.1, 0.1, 0.1), 0.2) == 8.0
-    found = {"a": [[0.1, 0.3], [0.1, 0.4], [0.4, 0.4], [0.5, 0.5]], "b": [[0.3, 0.3]] * 4}
-    assert load.gain(found, rates, 0.2, "a", "b") == pytest.approx((1.0, (8**0.5 + 1) / 2, 8**0.5))
-    assert load.lines(found, rates)["a"][0] == (1.0, pytest.approx(0.2))
 
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
@@ -118,10 +150,10 @@ def test_a_study_of_recorded_traces_reads_them_by_path(tmp_path):
 
 def test_without_traces_their_study_keeps_what_it_found(capsys, tmp_path):
     kept = (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes()
-    assert reproduce.main(["012", "--out", str(tmp_path / "R.md")]) == 0
+    assert reproduce.main(["012", "--out", str(tmp_path / "out")]) == 0
     assert "012_recorded_load: keeps what it found last; it takes --traces FOLDER" in capsys.readouterr().err
     assert (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes() == kept
-    assert reproduce.main(["012", "--traces", str(tmp_path), "--out", str(tmp_path / "R.md")]) == 2
+    assert reproduce.main(["012", "--traces", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "there is no *conv*.csv in the folder of --traces" in capsys.readouterr().err
 
 

@@ -176,10 +176,18 @@ def test_what_is_wrong_is_said_before_anything_runs(tmp_path: Path, capsys: pyte
         ([str(tmp_path / "no.yaml")], "error: cannot read the config"),
         ([str(good), "--engines", "0"], "error: --engines is 0; it must be at least 1"),
         ([str(good), "--set", "x"], "error: --set 'x': write it as section.key=value"),
+        ([str(good)], "error: model: there is no model 'no-model'; a model is a directory"),
+        ([str(good), "--dry-run"], "error: model: there is no model 'no-model'"),
     ):
         assert run.main([*arguments, "--out", str(tmp_path)]) == 2
         assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("summary.json"))
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_config(tmp_path, "nothing is loaded", **SIMULATED)
+    assert run.main([str(path), "--out", str(path)]) == 2
+    assert f"error: cannot write to --out {path}: " in capsys.readouterr().err
 
 
 def test_a_killed_sweep_goes_on_without_losing_or_doubling_a_run(tmp_path: Path, model: str) -> None:
@@ -262,6 +270,115 @@ def test_runs_side_by_side_are_those_of_one_process(
     assert files("two") == alone
     assert len([name for name in files("two") if name.endswith("error.txt")]) == 4
     assert not [entry for entry in (tmp_path / "two").rglob(".writing-*")]
+
+
+@pytest.fixture
+def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a small simulated sweep, of two points and two repeats, into tmp_path/runs without drawing a report."""
+    sweep = {"grid": {"engine.block_size": [4, 16]}}
+    path = write_config(tmp_path, "nothing is loaded", **{**SIMULATED, "sweep": sweep})
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+
+    def measure(*more: str) -> int:
+        return run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet", *more])
+
+    return measure
+
+
+def made(tmp_path: Path) -> dict[str, int]:
+    """When each run was made."""
+    return {str(entry.parent): entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
+
+
+@pytest.mark.parametrize("what", ["experiments.environment.source", "experiments.environment._version"])
+def test_runs_of_other_code_are_named_and_never_repeats_of_new_ones(
+    what: str, simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulated() == 0
+    first = made(tmp_path)
+    (env, *_) = [json.loads(file.read_text()) for file in tmp_path.rglob("env.json")]
+    assert len(env["source"]) == 16
+    assert simulated() == 0
+    assert "NOTE" not in capsys.readouterr().err
+
+    monkeypatch.setattr(what, lambda *_: "other")  # edited, and not committed; or another JAX
+    assert simulated() == 0  # nothing is missing: nothing is measured, and it is said
+    said = capsys.readouterr().err
+    assert "NOTE: 4 finished runs were made by other code than this: " in said
+    assert all(folder in said for folder in first)
+    assert "--no-resume measures them again" in said
+    assert made(tmp_path) == first
+
+    assert simulated("--set", "engine.block_size=4", "--set", "repeats=3", "--dry-run") == 0
+    assert "3 runs, 0 of them done" in capsys.readouterr().out
+    assert simulated("--set", "engine.block_size=4", "--set", "repeats=3") == 0
+    assert "They are measured again, because other repeats" in capsys.readouterr().err
+    now = made(tmp_path)
+    assert len(now) == 5
+    assert len([folder for folder in first if now[folder] == first[folder]]) == 2  # the other point
+    assert simulated("--no-resume") == 0
+    capsys.readouterr()
+    assert simulated() == 0
+    assert "NOTE" not in capsys.readouterr().err
+
+
+def test_what_a_stopped_measuring_again_has_not_reached_is_missing(
+    simulated: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulated() == 0
+    write_run, written = store.write_run, []
+
+    def write(folder: Path, texts: dict[str, str]) -> None:
+        if written:
+            raise KeyboardInterrupt
+        written.append(folder)
+        write_run(folder, texts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_run", write)
+        assert simulated("--no-resume") == 130
+    assert "stopped; the same command without --no-resume goes on from here" in capsys.readouterr().err
+    assert simulated("--dry-run") == 0
+    assert "4 runs, 1 of them done" in capsys.readouterr().out
+
+
+def test_points_of_another_sweep_in_the_folder_are_counted(simulated: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulated() == 0
+    assert "note" not in capsys.readouterr().err
+    assert simulated("--set", "engine.block_size=32") == 0
+    assert "are not of this sweep, and not in its report; --set name=..." in capsys.readouterr().err
+
+
+def test_an_output_that_the_engine_would_cut_is_not_called_served(
+    simulated: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulated("--set", "workload.output={dist: fixed, value: 2000}") == 1
+    said = capsys.readouterr().err
+    assert "20 of 20 requests would be cut off at engine.max_model_len, 64 tokens: r00000 has" in said
+    assert "asks for 2000. Raise the limit, or bound the workload's lengths" in said
+    assert simulated("--set", "workload.output={dist: fixed, value: 2000, max: 50}") == 0
+    summaries = [store.read_summary(Path(row)) for row in experiments.load_runs(tmp_path / "runs")["run"]]
+    assert {one["workload"]["clipped_outputs"] for one in summaries if one} == {20}
+
+
+def test_a_run_keeps_the_files_that_its_config_names(tmp_path: Path) -> None:
+    (tmp_path / "w1.json").write_text(json.dumps([{"prompt": [20, 30], "max_tokens": 3}]))
+    (tmp_path / "mine.py").write_text("from pagedjax.policies import FCFS\nMINE = FCFS._replace(name='mine')\n")
+    tokens = {"kind": "tokens", "file": "w1.json"}
+    plain = {**SIMULATED, "sweep": None, "workload": tokens, "repeats": 1}
+    path = write_config(tmp_path, "nothing", **{**plain, "engine": {"policy": "mine.py:MINE"}})
+    (point,) = config.load(path)
+    assert run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    (kept,) = tmp_path.rglob("config.yaml")
+    for name in ("w1.json", "mine.py", "unit.yaml"):
+        (tmp_path / name).unlink()
+    assert {"workload.json", "policy.py"} <= {file.name for file in kept.parent.iterdir()}
+    (again,) = config.load(kept)
+    assert again.content == point.content
+    assert again.experiment.workload.file == "workload.json"
+    assert run.main([str(kept), "--out", str(tmp_path / "again"), "--quiet"]) == 0
+    first, second = (experiments.load_runs(tmp_path / name)["tokens_sha256"][0] for name in ("runs", "again"))
+    assert first == second
 
 
 def test_only_simulated_runs_go_side_by_side(

@@ -135,6 +135,21 @@ def test_whole_batches_take_a_policy_that_keeps_them():
         )
 
 
+@pytest.mark.parametrize(
+    ("options", "simulate", "message"),
+    [
+        ({"lookahead": 2}, {"chip": "h200"}, r"engine.lookahead is 2, .*set it to 0"),
+        ({"steps_per_dispatch": 4}, {"chip": "h200"}, r"engine.steps_per_dispatch is 4, .*set it to 1"),
+        ({"preemption": "swap"}, {"fit": "runs/x"}, r"preemption is 'swap', .*set engine.preemption: recompute"),
+    ],
+    ids=str,
+)
+def test_options_that_would_change_nothing_are_refused(options, simulate, message):
+    config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,), **options)
+    with pytest.raises(ValueError, match=message):
+        SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=Simulate(**simulate))
+
+
 def test_a_run_has_the_records_of_any_run_and_repeats_exactly():
     (point,) = expand(RAW, folder=None)
     first, second = (measure(SimulatedLLM(*made_of(point)), point, 0) for _ in range(2))

@@ -124,7 +124,7 @@ def row(lengths, saved, paper):
 
 def test_a_claim_reaches_from_own_lengths_to_one_length():
     claim = sharing.sampling_claim(row("own", 7.0, 8.0), row("same", 11.0, 8.0))
-    assert claim.ours == Interval(7.0, 9.0, 11.0)
+    assert claim.ours == Interval(7.0, 9.0, 11.0, "range")
     assert claim.agrees
     assert "inside of the range" in claim.why
     above = sharing.sampling_claim(row("own", 7.0, 12.0), row("same", 11.0, 12.0))

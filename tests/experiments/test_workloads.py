@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -119,8 +120,6 @@ def test_clipped_lengths_are_counted() -> None:
     raw = rng().integers(1, 10, size=1000, endpoint=True)
     assert cut == int(np.sum((raw < 3) | (raw > 8)))
     assert drawn == [min(max(int(n), 3), 8) for n in raw]
-    with pytest.raises(ValueError, match="min 5 and max 4; they must be 1 <= min <= max"):
-        draw_lengths(Fixed("fixed", 3, min=5, max=4), 1, rng())
 
 
 def test_the_shipped_prompts_are_short_and_long_english() -> None:
@@ -147,7 +146,6 @@ def test_prompts_cycle_or_say_that_there_are_too_few() -> None:
             "a\nb",
             r"count is 3, but p has 2 prompts; set workload\.cycle",
         ),
-        (Prompts("prompts", "p", count=0), "a", "count is 0; a workload has at least 1"),
         (Prompts("prompts", "p"), "\n\n", "p holds no prompts; write one a line"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -186,6 +184,7 @@ def test_what_is_wrong_with_a_trace_is_said() -> None:
         ({"offset": -1}, "offset is -1"),
         ({"limit": 0}, "limit is 0"),
         ({"time_scale": -1}, "time_sc"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0; it must be at least 1, or null for lengths as recorded"),
     ):
         with pytest.raises(ValueError, match=message):
             Trace("trace", "t.csv", **values)
@@ -214,13 +213,35 @@ def test_a_vocabulary_of_special_tokens_only_is_refused() -> None:
 
 
 def test_parameters_out_of_range_are_refused() -> None:
+    bounded = (
+        partial(Fixed, "fixed", 3),
+        partial(Uniform, "uniform", 1, 2),
+        partial(Exponential, "exponential", 2.0),
+        partial(Lognormal, "lognormal", 1.0, 1.0),
+    )
     for make_bad, message in (
         (lambda: Uniform("uniform", 3, 2), "high is 2; it must be at least low"),
         (lambda: Exponential("exponential", 0.0), "mean is 0.0"),
         (lambda: Lognormal("lognormal", 1.0, -1.0), "sigma is -1.0"),
+        (
+            lambda: Lognormal("lognormal", 663.0, 1.0, max=9),
+            r"mu is 663\.0, a median of exp\(mu\) tokens; .* such as 6\.63",
+        ),
+        (lambda: Lognormal("lognormal", 1.0, float("nan")), "sigma is nan"),
         (lambda: Poisson("poisson", 0.0), "rate is 0.0"),
+        (lambda: Poisson("poisson", float("nan")), "rate is nan; it must be above 0 requests a second, and finite"),
         (lambda: Gamma("gamma", 1.0, 0.0), "burstiness is 0.0"),
-        (lambda: make(Synthetic("synthetic", 0, Fixed("fixed", 1), Fixed("fixed", 1))), "count is 0"),
+        (lambda: Synthetic("synthetic", 0, Fixed("fixed", 1), Fixed("fixed", 1)), "count is 0; it must be at least 1"),
+        (lambda: Prompts("prompts", "p", count=0), "count is 0; it must be at least 1, or null for each prompt once"),
+        (lambda: Prompts("prompts", "p", max_tokens=0), "max_tokens is 0; it must be at least 1"),
+        (
+            lambda: draw_lengths(Fixed("fixed", 10**12), 1, rng()),
+            r"value=1000000000000.* beyond 16,777,216; give it a `max`",
+        ),
+        *(
+            (lambda kind=kind: kind(min=9, max=3), "min is 9 and max 3; they must be 1 <= min <= max")
+            for kind in bounded
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make_bad()

@@ -117,7 +117,8 @@ def test_log_probabilities_are_the_librarys(client, reference):
     assert found.logprobs.token_logprobs == pytest.approx([c.logprob for c in chosen], abs=1e-5)
     assert found.logprobs.tokens == [c.decoded_token for c in chosen]
     for top, position in zip(found.logprobs.top_logprobs, one.logprobs, strict=True):
-        best = {entry.decoded_token: entry.logprob for entry in position.values() if entry.rank <= 3}
+        ranked = sorted((entry for entry in position.values() if entry.rank <= 3), key=lambda entry: -entry.rank)
+        best = {entry.decoded_token: entry.logprob for entry in ranked}  # of one text, the best comes last
         assert top == pytest.approx(best, abs=1e-5)
     ends = [at + len(token) for at, token in zip(found.logprobs.text_offset, found.logprobs.tokens, strict=True)]
     assert found.logprobs.text_offset == [0, *ends[:-1]]
@@ -268,6 +269,53 @@ def test_a_chat_streams_with_its_role_first(client):
     )
 
 
+def test_a_chat_tells_of_its_prompt_beside_its_choices(client):
+    """Where vLLM does."""
+    extra = {"prompt_logprobs": 1, "return_token_ids": True}
+    found = client.chat.completions.create(model="tiny", messages=MESSAGES, n=2, max_tokens=2, extra_body=extra)
+    assert len(found.prompt_token_ids) == len(found.prompt_logprobs) == found.usage.prompt_tokens
+    assert found.prompt_logprobs[0] is None
+    for choice in found.choices:
+        assert not {"prompt_logprobs", "prompt_token_ids"} & set(choice.model_extra)
+        assert len(choice.token_ids) == 2
+
+
+def test_a_stream_begins_with_the_ids_of_its_prompt(client, reference):
+    extra, ids = {"return_token_ids": True}, reference.tokenizer.encode(PROMPT)
+    chat = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=2, stream=True, extra_body=extra, **GREEDY
+    )
+    first, *rest = chat
+    assert first.prompt_token_ids == reference.tokenizer.apply_chat_template(MESSAGES)
+    assert not any("prompt_token_ids" in chunk.model_extra for chunk in rest)
+    stream = client.completions.create(
+        model="tiny", prompt=[PROMPT, "b"], max_tokens=2, stream=True, extra_body=extra, **GREEDY
+    )
+    told = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            told.setdefault(choice.index, choice.model_extra.get("prompt_token_ids"))
+    assert told == {0: ids, 1: reference.tokenizer.encode("b")}
+
+
+def test_usage_along_a_stream_is_that_of_the_branch(client, reference):
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}
+    prompts = [[20, 30, 40], [50]]
+    extra = {"ignore_eos": True}
+    last, generated = {}, {}
+    for chunk in client.completions.create(
+        model="tiny", prompt=prompts, n=2, max_tokens=3, extra_body=extra, seed=1, **options
+    ):
+        for choice in chunk.choices:
+            last[choice.index] = (chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+            generated.setdefault(choice.index, []).append(chunk.usage.completion_tokens)
+    assert last == {0: (3, 3), 1: (3, 3), 2: (1, 3), 3: (1, 3)}
+    assert all(counts == [1, 2, 3] for counts in generated.values())
+    assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (4, 12)
+    echo = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, echo=True, **options)
+    assert {chunk.usage.completion_tokens for chunk in echo} == {0}
+
+
 def test_many_clients_at_once_get_their_own_answers(served, reference):
     prompts = [[20 + i, 30, 40 + i] for i in range(24)]
     wanted = reference.generate(prompts, SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False)
@@ -292,7 +340,7 @@ WRONG = [
     ({"prompt": ""}, "prompt is empty", "prompt"),
     ({"prompt": []}, "prompt", "prompt"),
     ({"prompt": [400]}, "token id 400; the vocabulary is 0 to 319", None),
-    ({"prompt": [20] * 600}, "max_model_len", None),
+    ({"prompt": [20] * 600}, "prompt: 600 tokens, but max_model_len is 512", "prompt"),
     ({"suffix": "x"}, "suffix", "suffix"),
     ({"extra_body": {"top_q": 1}}, "unknown field 'top_q'; did you mean 'top_", "top_q"),
     ({"n": 2, "best_of": 3, "stream": True}, "best_of above n", "best_of"),
@@ -300,7 +348,18 @@ WRONG = [
     ({"stream": True, "extra_body": BEAMS}, "stream does not go", "stream"),
     ({"extra_body": {"length_penalty": 0.5}}, "goes with use_beam_search", "length_penalty"),
     ({"echo": True, "stream": True, "logprobs": 1}, "echo with logprobs does not go with stream", "echo"),
+    ({"max_tokens": 10**400}, "max_tokens: .*less than 2147483648", "max_tokens"),
+    ({"extra_body": {"top_k": 10**30}}, "top_k: .*less than 2147483648", "top_k"),
+    ({"extra_body": {**BEAMS, "length_penalty": -1e308}}, "length_penalty: .*equal to -10", "length_penalty"),
+    ({"stop": "a" * 1001}, "stop: .*at most 1000 characters", "stop"),
+    (
+        {"stream": True, "extra_body": {"prompt_logprobs": 1}},
+        "prompt_logprobs do not go with stream",
+        "prompt_logprobs",
+    ),
+    ({"stream_options": {"include_usage": True}}, "stream_options go with stream: true", "stream_options"),
     ({"messages": []}, "messages", "messages"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages: 6.. tokens, but max_model_len", "messages"),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs goes with logprobs", "top_logprobs"),
     ({"messages": MESSAGES, "tools": [TOOL]}, "tools", "tools"),
     ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "response_format"),

@@ -12,7 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from typing import IO
 
 import httpx
 import pytest
@@ -20,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagedjax import LLM, SamplingParams, cli
 from pagedjax.server import lecture
+from pagedjax.server.metrics import Metrics
 from tests.server.conftest import ENGINE, serving
 
 GREEDY = {"model": "tiny", "temperature": 0.0}
@@ -88,12 +92,32 @@ def test_tokens_of_a_text_and_of_a_conversation(http, reference):
 
 @pytest.mark.parametrize(
     ("content", "status"),
-    [(b"{", 400), (b"\xff", 400), (b"[]", 400), (b'{"prompt": "\\ud800"}', 400), (b'{"prompt": 1e999}', 400)],
+    [
+        (b"{", 400),
+        (b'{"seed": %s}' % (b"9" * 5000), 400),  # more digits than Python reads
+        (b"\xff", 400),
+        (b"[]", 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b'{"prompt": 1e999}', 400),
+    ],
 )
 def test_a_body_that_is_no_request_is_a_400(http, content, status):
     answer = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == status
     assert body(answer)["type"] == "invalid_request_error"
+
+
+def test_mistakes_are_told_by_name_and_place(http):
+    answer = http.post("/v1/completions", content=b'{"prompt": "a",}', headers={"Content-Type": "application/json"})
+    assert body(answer)["message"].startswith("the body is no JSON: ")
+    assert body(answer)["message"].endswith(" at character 15")
+    assert body(answer)["param"] is None
+    error = body(http.get("/viewer/steps", params={"since": -1}))
+    assert (error["param"], error["message"].split()[0]) == ("since", "since:")
+    error = body(http.get("/result/abc"))
+    assert (error["param"], error["message"].split()[0]) == ("seq_id", "seq_id:")
+    error = body(http.post("/generate", json={"prompt": "a", "max_length": 10**400}))
+    assert "less than 2147483648" in error["message"]
 
 
 def test_what_is_not_there_is_a_404_and_a_wrong_method_a_405(http):
@@ -263,6 +287,29 @@ def test_a_broken_engine_is_told_to_everybody(tiny, monkeypatch):
         assert number.status_code == 503
 
 
+def test_an_engine_that_breaks_on_a_request_answers_it(tiny, monkeypatch):
+    llm = LLM(tiny, progress=False, **ENGINE)
+    with served_to(llm) as (found, http):
+        monkeypatch.setattr(llm.engine, "add", lambda *args, **options: 1 / 0)
+        answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}, timeout=10)
+        assert (answer.status_code, body(answer)["code"]) == (503, "engine_stopped")
+        assert body(answer)["message"] == "the engine failed: division by zero"
+        wait_until(lambda: not found.worker.healthy)
+        assert http.get("/health").status_code == 503
+
+
+def test_an_observer_that_fails_stops_nothing_and_is_logged_once(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(Metrics, "added", lambda *args: 1 / 0)
+    monkeypatch.setattr(Metrics, "stepped", lambda *args: 1 / 0)
+    with served_to(LLM(tiny, progress=False, **ENGINE)) as (found, http):
+        for _ in range(2):
+            assert completed(http, max_tokens=3)["choices"]
+        assert found.worker.healthy
+    assert [record.message.split(";")[1] for record in caplog.records if "as an observer" in record.message] == [
+        " further errors of it are not logged"
+    ]
+
+
 def test_a_stream_that_breaks_ends_with_an_error(tiny, monkeypatch):
     llm = LLM(tiny, progress=False, **ENGINE)
     step, steps = llm.engine.step, []
@@ -323,20 +370,22 @@ def test_the_viewer_follows_the_engine(tiny):
         assert found.worker.healthy
 
 
-def started(*words: str) -> tuple[subprocess.Popen[str], str]:
-    """`pagedjax serve` as a process of its own -> it and its url."""
+def started(*words: str, errors: IO[str] | None = None) -> tuple[subprocess.Popen[str], str]:
+    """`pagedjax serve` as a process of its own -> it and its url. `errors`: where what it logs goes."""
     command = [sys.executable, "-m", "pagedjax", "serve", *words, "--port", "0", "--log-level", "warning"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("serving "), line
     return process, line.split(" at ")[1].strip().removesuffix("/v1")
 
 
+SIZES = ("--max-num-seqs", "4", "--num-blocks", "128", "--max-num-batched-tokens", "64", "--token-buckets", "8,64")
+
+
 def test_a_signal_lets_what_is_under_way_end(tiny_folder, tmp_path):
-    sizes = ("--max-num-seqs", "4", "--num-blocks", "128", "--max-num-batched-tokens", "64", "--token-buckets", "8,64")
     process, url = started(
-        str(tiny_folder), *sizes, "--served-model-name", "tiny", "--record", str(tmp_path / "r.jsonl")
+        str(tiny_folder), *SIZES, "--served-model-name", "tiny", "--record", str(tmp_path / "r.jsonl")
     )
     try:
         options = {**GREEDY, "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "stream": True}
@@ -357,6 +406,44 @@ def test_a_signal_lets_what_is_under_way_end(tiny_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("drain", "signals"), [(1, [signal.SIGTERM]), (60, [signal.SIGINT] * 2)], ids=["the time is over", "two SIGINTs"]
+)
+def test_what_does_not_end_in_time_is_answered_and_nothing_is_logged(tiny_folder, tmp_path, drain, signals):
+    options = {"model": "", "prompt": "abc", "max_tokens": 480, "ignore_eos": True, "n": 4}
+    with (tmp_path / "errors").open("w") as errors:
+        process, url = started(str(tiny_folder), *SIZES, "--drain-seconds", str(drain), errors=errors)
+        half = socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])))
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        try:
+            with ThreadPoolExecutor(24) as pool, httpx.Client(base_url=url, timeout=60) as client:
+                ask = partial(client.post, "/v1/completions", json=options)
+                answers = [pool.submit(ask) for _ in range(23)]
+                stream = pool.submit(partial(client.post, "/v1/completions", json=options | {"stream": True}))
+                wait_until(lambda: value_of(client, "num_requests_waiting") > 5)
+                for one in signals:
+                    process.send_signal(one)
+                    time.sleep(0.3)
+                codes = [answer.result().status_code for answer in answers]
+                assert set(codes) <= {200, 503}
+                assert codes.count(503) > 5
+                errors_told = [body(answer.result()) for answer in answers if answer.result().status_code == 503]
+                assert {error["message"] for error in errors_told} == {"the server is stopping"}
+                assert stream.result().text.rstrip().endswith("data: [DONE]") or stream.result().status_code == 503
+            assert process.wait(15) in (130, -signal.SIGTERM)
+        finally:
+            half.close()
+            process.kill()
+            process.wait()
+    assert (tmp_path / "errors").read_text() == ""
+
+
+def value_of(client: httpx.Client, name: str) -> float:
+    """Of a gauge that one server has."""
+    page = client.get("/metrics").text
+    return float(next(line.split()[-1] for line in page.splitlines() if line.startswith(f"pagedjax:{name}{{")))
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--port", "{taken}"], "cannot listen at '127.0.0.1', port {taken}: .*; choose others"),
@@ -365,13 +452,14 @@ def test_a_signal_lets_what_is_under_way_end(tiny_folder, tmp_path):
         (["--max-queue", "0"], "max_queue is 0; it must be at least 1"),
         (["--api-key-file", "{empty}"], "the API key is empty"),
         (["--api-key-file", "nowhere"], "nowhere"),
+        (["--api-key-file", "{folder}"], "Is a directory: '{folder}'"),
         (["--port", "0", "--block-size", "0"], "block_size is 0"),
     ],
 )
 def test_a_server_that_cannot_start_says_why_in_a_line(tiny_folder, tmp_path, capsys, words, message):
     (tmp_path / "empty").touch()
     with socket.create_server(("127.0.0.1", 0)) as other:
-        known = {"taken": other.getsockname()[1], "empty": tmp_path / "empty"}
+        known = {"taken": other.getsockname()[1], "empty": tmp_path / "empty", "folder": tmp_path}
         words = [word.format(**known) for word in words]
         assert cli.main(["serve", str(tiny_folder), *words]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,12 +17,13 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from flax import nnx
 
 from pagedjax import LLM, SamplingParams, load_model, models
 from pagedjax.models.decoder import Decoder
 from pagedjax.tokenizer import load_tokenizer
-from pagedjax.weights import open_checkpoint
+from pagedjax.weights import open_checkpoint, orbax_checkpoint
 from pagedjax.weights.convert import convert
 from pagedjax.weights.load import restore_params
 from pagedjax.weights.tree import named
@@ -193,6 +197,37 @@ def test_truncated_data_names_the_parameters_and_the_folder(tmp_path, folder):
     name = str(caught.value).split("unreadable: ")[1].split()[0]
     with pytest.raises(ValueError, match=f"unreadable: {name}"):
         opened.tensors[name].read()
+
+
+def test_a_read_that_ends_after_orbax_closed_its_loop_prints_nothing(monkeypatch):
+    """TensorStore tells a closed event loop; what anybody else has to say is heard as before."""
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda about: heard.append(str(about.exc_value)))
+
+    async def wait(read):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(awaited(read))), 0.01)
+
+    async def awaited(read):
+        await read
+
+    class Loud:
+        def __del__(self):
+            raise ValueError("heard")
+
+    for quiet in (contextlib.nullcontext, orbax_checkpoint._quiet):
+        promise, read = tensorstore.Promise.new()
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(wait(read))
+        loop.close()
+        with quiet():
+            promise.set_result(1)
+            while not read.done():
+                time.sleep(0.001)
+            time.sleep(0.05)
+            Loud()
+        del read, promise
+    assert heard == ["Event loop is closed", "heard", "heard"]
 
 
 @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt"])

@@ -47,6 +47,7 @@ def run(folder: Path, quick: bool) -> Findings:
         for k, (metric, what) in enumerate(((TTFT, "first token, p50"), (GAP, "between tokens, p99"))):
             published = PUBLISHED[i][k] / PUBLISHED[0][k]
             ours = ratios(runs[NAMES[i]], runs[NAMES[0]], metric)
+            assert ours is not None, "no latency is zero"
             claims.append(Claim(ABLATION, f"{what}: {NAMES[i]}, over {NAMES[0]}", published, ours, 1.5, "x", LOAD))
     yi = Roofline(SHAPES["yi-34b"], CHIPS["a100-80g"], 2, 0.8, 0.6)
     cost = {chunk: 100 * (chunked_prefill(yi, 8192, chunk) / chunked_prefill(yi, 8192, 8192) - 1) for chunk in BUDGETS}

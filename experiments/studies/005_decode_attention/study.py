@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from experiments.cost import CHIPS, SHAPES, Chip, Roofline, Shape, Work, shape_of
 from experiments.studies import draw
-from experiments.studies.findings import Claim, Findings, exactly, interval, markdown, told
+from experiments.studies.findings import Claim, Findings, exactly, markdown, span, told
 from pagedjax import load_model, monitor
 from pagedjax.loaded import DEFAULT_MODEL
 from pagedjax.weights.checkpoint import open_checkpoint
@@ -67,9 +67,9 @@ def again(batch: int, context: int) -> Work:
 
 def demand(shape: Shape, work: Work) -> Demand:
     """What a roofline counts of a step (cost.Roofline)."""
-    products = 2 * (shape.layers * shape.layer_numbers * work.tokens + shape.head_numbers * work.sampled)
     scores = 4 * shape.layers * shape.heads * shape.head_dim * work.pairs
-    return Demand(products + scores, shape.weight_bytes * shape.numbers + shape.token_bytes * work.context)
+    operations = shape.products(work.tokens, work.sampled) + scores
+    return Demand(operations, shape.read_bytes(work.tokens) + shape.token_bytes * work.context)
 
 
 # --- what it amounts to -----------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def kernel_claims(alone: Times, cells: Sequence[Cell], kernel: str, shape: Shape
     for name, why in whys.items():
         if all(name in alone[cell] for cell in cells):
             what = f"{kernel}, over {name}: batches {spell(c[0] for c in cells)}, contexts {spell(c[1] for c in cells)}"
-            ours = interval(slower(alone, cells, kernel, name))
+            ours = span(slower(alone, cells, kernel, name))  # of one process: its repeats are not independent
             claims.append(Claim(PAPER, what, (1.20, 1.26), ours, 1.1, "x", why.format(reached(name), reached(kernel))))
     return claims
 
@@ -176,7 +176,7 @@ def packing_claim(shares: Sequence[float], steps: Times, grid: Grid) -> Claim:
         f"the published share is of a step on an A100, and this one takes {1e3 * seconds:.0f} ms; a row of a table is "
         "made when it grows, not in each step"
     )
-    return Claim("vAttention, block tables", what, (10.0, 30.0), interval(shares), 1.1, "%", why)
+    return Claim("vAttention, block tables", what, (10.0, 30.0), span(shares), 1.1, "%", why)
 
 
 def answers(steps: Times, grid: Grid, shape: Shape, chip: Chip, kernels: Sequence[Claim]) -> list[str]:

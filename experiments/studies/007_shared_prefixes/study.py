@@ -32,6 +32,7 @@ def run(folder: Path, quick: bool) -> Findings:
             )
         if prefix in PUBLISHED:
             gain = ratios(runs[NAMES[2]], runs[NAMES[0]], "requests_per_s")
+            assert gain is not None, "every engine serves some"
             claims.append(
                 Claim(PAPER, f"throughput, prefix of {prefix} tokens", PUBLISHED[prefix], gain, 1.25, "x", WHY)
             )

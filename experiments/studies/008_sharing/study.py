@@ -45,7 +45,7 @@ def pairs(requests: int) -> list[Pair]:
 
 def between(own: float, same: float) -> Interval:
     """From branches that end one by one to branches that end together, and what lies in the middle."""
-    return Interval(own, (own + same) / 2, same)
+    return Interval(own, (own + same) / 2, same, "range")
 
 
 def sampling_claim(own: Row, same: Row) -> Claim | None:

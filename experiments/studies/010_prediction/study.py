@@ -22,7 +22,7 @@ from experiments.engines import Engines, Run
 from experiments.run import run_files
 from experiments.simulate import SimulatedEngine, SimulatedLLM
 from experiments.studies import draw
-from experiments.studies.findings import Claim, Findings, Summary, dig, interval, markdown, told
+from experiments.studies.findings import Claim, Findings, Summary, dig, markdown, span, told
 from pagedjax import LLM, load_model
 from pagedjax.models import Model
 from pagedjax.weights.checkpoint import open_checkpoint
@@ -186,7 +186,7 @@ def run(folder: Path, quick: bool) -> Findings:
     found, apart = compare(file, few, 2 if quick else point_of(file).experiment.repeats, quick)
     claims, rows = [], []
     for metric, path in METRICS.items():
-        ours, own = interval(held_out(found, FITTED, path)), statistics.fmean(repeated(found, path))
+        ours, own = span(held_out(found, FITTED, path)), statistics.fmean(repeated(found, path))
         what = f"{metric.removesuffix(', s')}: error of a simulation fitted to another run"
         claims.append(Claim(PAPER, what, WITHIN, ours, 1.0, "%", reason(ours.middle, own, apart)))
         inside = statistics.fmean(errors(found[FIT].fitted, found[FIT].measured, path))

@@ -1,0 +1,108 @@
+"""What a server streams, read: events from bytes, and what those of one answer tell. Pure; it knows no clock."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_LINE = 1 << 24  # bytes of one line of a stream; more is no stream of ours
+
+
+class Events:
+    """Server-sent events, from bytes however they are cut. Only their data matters here."""
+
+    def __init__(self) -> None:
+        self._line = b""
+        self._data: list[str] = []
+        self._after_cr = False
+
+    def push(self, chunk: bytes) -> list[str]:
+        """The data of the events that are complete with this chunk.
+
+        Raises:
+            ValueError: a line without end, or one that is not UTF-8.
+        """
+        if not chunk:
+            return []
+        if self._after_cr:  # it ended a line already; with this it is one end and not two
+            chunk = chunk.removeprefix(b"\n")
+        self._after_cr = chunk.endswith(b"\r")
+        *lines, self._line = re.split(rb"\r\n|\r|\n", self._line + chunk)
+        if len(self._line) > MAX_LINE:
+            raise ValueError(f"a line of the stream has more than {MAX_LINE} bytes")
+        return [data for line in lines if (data := self._take(line.decode())) is not None]
+
+    def _take(self, line: str) -> str | None:
+        if not line:
+            data, self._data = self._data, []
+            return "\n".join(data) if data else None
+        name, _, value = line.removeprefix("\ufeff").partition(":")  # a comment has no name
+        if name == "data":
+            self._data.append(value.removeprefix(" "))
+        return None
+
+
+@dataclass
+class Reading:
+    """What the events of one answer have told so far. Times are given, never taken."""
+
+    chunks: list[float] = field(default_factory=list)  # of those that carry output
+    closed: float | None = None  # when the reason for the end came, or the end itself
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    def take(self, data: str, at: float) -> None:
+        """Read the data of one event, received at `at`.
+
+        Raises:
+            ValueError: it is no JSON object of the expected form.
+        """
+        if data == "[DONE]":
+            self.closed = at if self.closed is None else self.closed
+            return
+        chunk = json.loads(data)
+        if not isinstance(chunk, dict):
+            raise ValueError(f"an event is {data!r:.80}, no object")
+        if chunk.get("error"):
+            self.error = message_of(chunk)
+            return
+        if isinstance(chunk.get("usage"), dict):
+            self.usage = chunk["usage"]
+        choices = chunk.get("choices") or []
+        if not (isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices)):
+            raise ValueError(f"choices are {choices!r:.80}, no list of objects")
+        if any(map(carries_output, choices)):
+            self.chunks.append(at)
+        for reason in (choice.get("finish_reason") for choice in choices):
+            if reason:
+                self.finish_reason, self.closed = str(reason), at
+
+    def count(self, name: str) -> int | None:
+        value = self.usage.get(name)
+        return value if type(value) is int else None
+
+    @property
+    def cached(self) -> int | None:
+        details = self.usage.get("prompt_tokens_details")
+        value = details.get("cached_tokens") if isinstance(details, dict) else None
+        return value if type(value) is int else None
+
+
+def carries_output(choice: dict[str, Any]) -> bool:
+    """Whether a chunk's choice brings output: text, or a token without text, but not a role or the end alone."""
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return bool(choice.get("text")) or ("text" in choice and choice.get("finish_reason") is None)
+    if any(value for name, value in delta.items() if name != "role"):
+        return True
+    return "content" in delta and "role" not in delta and choice.get("finish_reason") is None
+
+
+def message_of(body: Any) -> str:
+    """What an error's JSON says: {"error": {"message": ...}} or near it."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    text = error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
+    return str(text)

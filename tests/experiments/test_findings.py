@@ -1,0 +1,154 @@
+"""What studies say of numbers: intervals that cover what they promise, and nothing where nothing was found."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.studies import load
+from experiments.studies.findings import Claim, Interval, exactly, interval, ratios, span, times
+
+policies = importlib.import_module("experiments.studies.009_policies.study")
+paged_load = importlib.import_module("experiments.studies.011_paged_load.study")
+recorded = importlib.import_module("experiments.studies.012_recorded_load.study")
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10])
+def test_an_interval_covers_the_mean_as_often_as_it_says(count):
+    """A bootstrap's covers it in three of four cases where there are three values."""
+    draw = np.random.default_rng(count)
+    found = [interval(draw.lognormal(2.0, 0.3, count).tolist()) for _ in range(400)]
+    assert 0.92 < np.mean([one.low <= np.exp(2.0) <= one.high for one in found]) < 0.98
+    found = [interval(draw.normal(10.0, 1.0, count).tolist()) for _ in range(400)]
+    assert 0.92 < np.mean([one.low <= 10.0 <= one.high for one in found]) < 0.98
+
+
+def test_an_interval_of_positive_numbers_is_of_their_logarithms():
+    one = interval([1.0, 2.0, 4.0])
+    assert one.middle == pytest.approx(2.0)
+    half = 4.302653 / 3**0.5  # t with two degrees of freedom, at 97.5 %, and a deviation of one doubling
+    assert (one.low, one.high) == pytest.approx((2.0 ** (1 - half), 2.0 ** (1 + half)))
+    assert (one.kind, one.n) == ("interval", 3)
+    zero = interval([0.0, 1.0, 2.0])
+    assert (zero.low, zero.middle, zero.high) == pytest.approx((1 - half, 1.0, 1 + half))
+
+
+def test_what_does_not_vary_has_no_interval():
+    assert interval([3.0]) == (3.0, 3.0, 3.0, "interval", 1)
+    assert interval([0.0, 0.0]) == (0.0, 0.0, 0.0, "interval", 2)
+    assert exactly(4.0) == (4.0, 4.0, 4.0, "interval", None)
+    json.dumps(interval([1.0, 1e9]), allow_nan=False)
+
+
+def test_scenarios_have_a_range():
+    assert span([3.0, 1.0, 5.0]) == (1.0, 3.0, 5.0, "range", 3)
+
+
+def test_findings_of_an_earlier_form_are_read():
+    assert Interval(*json.loads("[1, 2, 3]")) == (1.0, 2.0, 3.0, "interval", None)
+    for file in Path(load.__file__).parent.glob("*/findings.json"):
+        for claim in json.loads(file.read_text())["claims"]:
+            one = Interval(*claim["ours"])
+            assert one.low <= one.middle <= one.high
+
+
+def test_ratios_are_taken_seed_by_seed():
+    above = [{"a": {"b": value}} for value in (2.0, 40.0)]
+    below = [{"a": {"b": value}} for value in (1.0, 20.0)]
+    assert ratios(above, below, "a.b") == (2.0, 2.0, 2.0, "interval", 2)
+    assert ratios(above, [{"a": {"b": 0.0}}, below[1]], "a.b") is None
+    none = ratios([{"a": {"b": 0.0}}] * 2, below, "a.b")
+    assert none is not None
+    assert none.middle == 0.0
+
+
+def test_nothing_is_so_many_times_zero():
+    claim = Claim("a paper", "a thing", (0.0, 9.0), exactly(0.0))
+    assert claim.ratio is None
+    assert claim.agrees
+    assert (times(claim.ratio), times(2.0)) == ("none", "2.00")
+
+
+RATES = (1.0, 2.0, 4.0, 8.0)
+
+
+def test_a_rate_that_the_grid_does_not_hold_is_not_found():
+    assert load.highest(RATES, (0.1, 0.1, 0.4, 0.1), 0.2) == pytest.approx(8**0.5)  # halfway in logarithms
+    assert load.highest(RATES, (0.3, 0.1, 0.1, 0.1), 0.2) is None
+    assert load.highest(RATES, (0.1, 0.1, 0.1, 0.1), 0.2) is None
+    assert load.highest(RATES, (0.1, 0.4), 0.2) == pytest.approx(2**0.5), "higher rates may have been left out"
+
+
+def test_the_end_of_the_grid_is_no_result():
+    found = {"in": [[0.1, 0.1], [0.1, 0.4], [0.4, 0.4], [0.5, 0.5]], "fast": [[0.1, 0.1]] * 4, "slow": [[0.3, 0.1]] * 4}
+    found["part"] = [[0.1, 0.1], [0.1, 0.1], [0.4, 0.1], [0.5, 0.1]]
+    assert load.gain(found, RATES, 0.2, "in", "in") == (1.0, 1.0, 1.0, "interval", 2)
+    for other in ("fast", "slow", "part"):
+        assert load.gain(found, RATES, 0.2, "in", other) is None
+        assert load.gain(found, RATES, 0.2, other, "in") is None
+    words = [load.reached(found, RATES, 0.2, name) for name in found]
+    assert words == ["2", ">= 8", "not met at 1", ">= 2.83"]
+    assert "unknown" in load.multiple(None)
+    assert load.multiple(exactly(2.0)) == "2.0 times"
+    assert load.fewer((1.0, 2.0, 3.0, 4.0, 5.0)) == (1.0, 4.0, 5.0)
+    assert load.lines({"a": [[0.1, 0.3]]}, RATES) == {"a": [(1.0, pytest.approx(0.2))]}
+
+
+def test_engines_beyond_a_latency_are_not_driven_on(monkeypatch, tmp_path):
+    """Against a device whose latencies are the rate over what each engine can serve."""
+    (tmp_path / "config.yaml").write_text("sweep: {list: [{speed: 1}, {speed: 4}]}")
+    asked = []
+
+    def simulated(file, sweep, rate, *overrides, repeats, also):
+        speeds = [point["speed"] for point in json.loads(sweep.removeprefix("sweep="))["list"]]
+        asked.append((float(rate.split("=")[1]), speeds))
+        for speed in speeds:
+            latency = asked[-1][0] / speed
+            request = type("Request", (), {"e2e": latency, "max_tokens": 1})
+            measured = type("Measured", (), {"requests": [request]})
+            also(type("Point", (), {"label": str(speed)}), measured)
+
+    monkeypatch.setattr(load, "simulated", simulated)
+    found = load.by_rate(tmp_path / "config.yaml", ("slow", "fast"), (1.0, 2.0, 4.0, 8.0, 16.0), until=1.0)
+    assert asked == [(1.0, [1, 4]), (2.0, [1, 4]), (4.0, [4]), (8.0, [4])]
+    assert found == {"slow": [[1.0], [2.0]], "fast": [[0.25], [0.5], [1.0], [2.0]]}
+
+
+def test_factors_that_were_not_found_are_no_claims():
+    known, others = {paged_load.ORACLE: exactly(2.0), paged_load.MAX: None}, dict.fromkeys(paged_load.PUBLISHED)
+    gains = {paged_load.TARGET: known, **dict.fromkeys(paged_load.OTHERS, others)}
+    (claim,) = paged_load.claimed("ShareGPT", gains)
+    assert claim.ours == exactly(2.0)
+    assert "none at 50 ms and none at 200 ms" in claim.why
+    full = {target: {**by, paged_load.POW2: exactly(1.5)} for target, by in gains.items()}
+    text = paged_load.said("ShareGPT", full)
+    assert "unknown" in text
+    assert paged_load.STEPS not in text
+    full[paged_load.OTHERS[0]] = {**others, paged_load.POW2: exactly(0.8)}
+    assert paged_load.STEPS in paged_load.said("ShareGPT", full)
+
+
+def shares(*values):
+    return [{"goodput": {"share": value}, "ttft_s": {"p99": 1.0}} for value in values]
+
+
+def test_policies_are_compared_where_the_first_keeps_somebody():
+    runs = {("fcfs", 4.0): shares(0.5, 0.25), ("shortest", 4.0): shares(1.0, 0.5)}
+    assert policies.gained(runs)[0].startswith("The shorter prompt first keeps up to 2.00 times")
+    runs |= {("fcfs", 8.0): shares(0.0, 0.1), ("shortest", 8.0): shares(0.1, 0.2)}
+    first, then = policies.gained(runs)
+    assert "at 4 requests a second" in first
+    assert then == "At 8 requests a second first come, first served keeps none, in some seed."
+    none = {(kind, 8.0): shares(0.0) for kind in ("fcfs", "shortest")}
+    assert len(policies.gained(none)) == 1
+
+
+def test_windows_of_a_trace_are_scenarios():
+    assert recorded.gain(shares(0.4, 0.9), shares(0.2, 0.3)) == (2.0, 2.5, pytest.approx(3.0), "range", 2)
+    assert recorded.gain(shares(0.4), shares(0.0)) is None
+    none = {(policy, 1.0): shares(0.0) for policy in recorded.POLICIES}
+    assert "keeps none" in recorded.told("chat", none)

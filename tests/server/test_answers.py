@@ -1,0 +1,50 @@
+"""The JSON of answers, from outputs that a model would hardly make."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from pagedjax.outputs import Logprob
+from pagedjax.server import answers
+from pagedjax.server.answers import LOWEST, Style, finite, legacy_logprobs
+
+
+def style(logprobs: int) -> Style:
+    tokenizer = SimpleNamespace(decode_token=lambda token: f"<{token}>")
+    return Style("m", chat=False, tokenizer=cast(Any, tokenizer), logprobs=logprobs)
+
+
+def test_what_json_cannot_say_is_the_lowest_log_probability():
+    assert [finite(x) for x in (math.nan, -math.inf, -1e5, -2.5)] == [LOWEST, LOWEST, LOWEST, -2.5]
+    with pytest.raises(ValueError, match="JSON"):
+        answers.event({"logprob": math.nan})
+
+
+def test_of_tokens_with_one_text_the_likeliest_is_told():
+    position = {
+        7: Logprob(-0.1, 1, "\ufffd"),
+        8: Logprob(-2.0, 2, "\ufffd"),
+        9: Logprob(-3.0, 3, "a"),
+    }
+    (top,) = legacy_logprobs(style(3), (7,), (position,))["top_logprobs"]
+    assert list(top.items()) == [("\ufffd", -0.1), ("a", -3.0)]
+
+
+@pytest.mark.parametrize(("count", "texts"), [(0, ["z"]), (1, ["a", "z"]), (2, ["a", "b", "z"])])
+def test_the_sampled_token_is_told_beside_the_likeliest(count, texts):
+    ranked = {7: Logprob(-0.1, 1, "a"), 8: Logprob(-2.0, 2, "b")}
+    position = {90: Logprob(-9.0, 40, "z")} | dict(list(ranked.items())[:count])
+    found = legacy_logprobs(style(count), (90,), (position,))
+    assert [list(top) for top in found["top_logprobs"]] == [texts]
+    assert found["token_logprobs"] == [-9.0] == [found["top_logprobs"][0]["z"]]
+
+
+def test_one_that_is_among_them_is_not_told_twice():
+    position = {7: Logprob(-0.1, 1, "a"), 8: Logprob(-2.0, 2, "b")}
+    assert legacy_logprobs(style(1), (7,), (position,))["top_logprobs"] == [{"a": -0.1}]
+    assert json.loads(answers.event({"a": 1}).removeprefix("data: ")) == {"a": 1}

@@ -1,0 +1,115 @@
+"""What is no request is told at its first mistake, in one sentence, however large the body is."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from pagedjax.server.schema import (
+    MAX_STOP,
+    MAX_TEXT,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LectureRequest,
+    TokenizeRequest,
+    told,
+)
+
+MANY = 20_000
+FIELDS = {f"a{i}": 1 for i in range(MANY)}
+PROMPT = "prompt must be a text, a list of token ids, or a list of texts or of such lists"
+CONTENT = 'messages.0.content must be a text, or a list of {"type": "text", "text": ...}'
+
+
+def errors(kind: type[BaseModel], fields: dict) -> list:
+    """As FastAPI has them."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(fields)
+    return [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
+
+
+def user(content: object, **more: object) -> list[dict]:
+    return [{"role": "user", "content": content, **more}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (CompletionRequest, {"prompt": [{}] * MANY}, PROMPT),
+        (CompletionRequest, {"prompt": ["a", *[{}] * MANY]}, PROMPT),
+        (CompletionRequest, {"prompt": [[20], *[[{}]] * 4000]}, PROMPT),
+        (CompletionRequest, {"prompt": [[{}] * MANY]}, PROMPT),
+        (CompletionRequest, {"prompt": [20, *["a"] * MANY]}, PROMPT),
+        (CompletionRequest, {"prompt": "a", "stop": [{}] * MANY}, "stop must be a text, or a list of texts"),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * MANY}, "stop_token_ids.0: Input should be"),
+        (CompletionRequest, {"prompt": "a", "allowed_token_ids": [20] * MANY}, "allowed_token_ids: List should have"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": FIELDS}, "logit_bias: it has 20000 fields; the limit is"),
+        (CompletionRequest, {"prompt": "a", **FIELDS}, "the body: it has 20001 fields; the limit is 256"),
+        (CompletionRequest, {"prompt": "a", "stream_options": FIELDS}, "stream_options: it has 20000 fields; the"),
+        (ChatRequest, {"messages": [{}] * MANY}, "messages.0.role: Field required"),
+        (ChatRequest, {"messages": user([{}] * MANY)}, CONTENT),
+        (ChatRequest, {"messages": user([{"type": "text", "text": "a", **FIELDS}])}, CONTENT),
+        (ChatRequest, {"messages": user("a", **FIELDS)}, "messages.0: it has 20002 fields; the limit is 256"),
+        (ChatRequest, {"messages": user("a"), "tools": [{}] * MANY}, "tools: List should have at most 0 items"),
+        (ChatRequest, {"messages": user("a"), "modalities": ["a"] * MANY}, "modalities.0: Input should be 'text'"),
+        (TokenizeRequest, {"prompt": "a" * (MAX_TEXT + 1)}, f"prompt: String should have at most {MAX_TEXT}"),
+        (DetokenizeRequest, {"tokens": ["a"] * MANY}, "tokens.0: Input should be a valid integer"),
+        (DetokenizeRequest, {"tokens": [20] * (MAX_TEXT + 1)}, f"tokens: List should have at most {MAX_TEXT}"),
+    ],
+)
+def test_a_mistake_that_is_made_often_is_told_once(kind, fields, message):
+    found = errors(kind, fields)
+    assert len(found) <= 3
+    said, _ = told(found)
+    assert said.startswith(message)
+    assert len(said) < 200
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [20, 30], [[20], [30, 40]]])
+def test_a_prompt_has_four_forms(prompt):
+    assert CompletionRequest(prompt=prompt).prompt == prompt
+
+
+@pytest.mark.parametrize("prompt", [3, None, {}, [], [[]], [1.5], [True], [-1], ["a", 20], [20, "a"], [[20], "a"]])
+def test_and_no_other(prompt):
+    said, field = told(errors(CompletionRequest, {"prompt": prompt}))
+    assert (said, field) == (PROMPT, "prompt")
+
+
+HUGE = 10**400
+COMPLETION = {"prompt": "a"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "limit"),
+    [
+        (CompletionRequest, COMPLETION | {"max_tokens": HUGE}, "less than 2147483648"),
+        (CompletionRequest, COMPLETION | {"min_tokens": HUGE}, "less than 2147483648"),
+        (CompletionRequest, COMPLETION | {"top_k": 2**31}, "less than 2147483648"),
+        (CompletionRequest, COMPLETION | {"length_penalty": 1e308}, "less than or equal to 10"),
+        (CompletionRequest, COMPLETION | {"length_penalty": -1e308}, "greater than or equal to -10"),
+        (CompletionRequest, COMPLETION | {"stop": "a" * (MAX_STOP + 1)}, "at most 1000 characters"),
+        (CompletionRequest, COMPLETION | {"stop": ["b", "a" * (MAX_STOP + 1)]}, "at most 1000 characters"),
+        (ChatRequest, {"messages": user("a"), "max_tokens": HUGE}, "less than 2147483648"),
+        (ChatRequest, {"messages": user("a"), "max_completion_tokens": HUGE}, "less than 2147483648"),
+        (LectureRequest, COMPLETION | {"max_length": HUGE}, "less than 2147483648"),
+    ],
+)
+def test_a_number_beyond_all_reason_is_refused_with_the_limit(kind, fields, limit):
+    name = list(fields)[-1]
+    said, field = told(errors(kind, fields))
+    assert said.startswith(f"{name}: ")
+    assert limit in said
+    assert field == name
+
+
+def test_what_is_no_json_is_told_with_the_place():
+    error = {"type": "json_invalid", "loc": ("body", 15), "msg": "JSON decode error", "ctx": {"error": "Expecting ','"}}
+    assert told([error]) == ("the body is no JSON: Expecting ',' at character 15", None)
+
+
+def test_a_parameter_of_an_address_goes_by_its_own_name():
+    for place in ("query", "path"):
+        error = {"type": "int_parsing", "loc": (place, "since"), "msg": "Input should be a valid integer"}
+        assert told([error]) == ("since: Input should be a valid integer", "since")

@@ -1,0 +1,87 @@
+"""Times and tokens of requests with several branches, from steps whose times are known."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagedjax import BeamSearchParams, SamplingParams
+from pagedjax.server.metrics import Metrics
+from pagedjax.types import (
+    EMPTY_PLAN,
+    Beamed,
+    BeamResult,
+    Event,
+    Finished,
+    Hypothesis,
+    Request,
+    Sampled,
+    Seq,
+    StepResult,
+)
+from pagedjax.underway import Ask
+
+PROMPT = (20, 30, 40, 50)
+
+
+class Run:
+    """Metrics that are told of steps."""
+
+    def __init__(self, llm) -> None:
+        self.state, self.metrics = llm.engine.state, Metrics("m", llm.engine.config)
+
+    def add(self, names: tuple[str, ...], params: SamplingParams | BeamSearchParams) -> None:
+        self.metrics.added(names, Ask(PROMPT, params), 0.0, self.state)
+
+    def step(self, began: float, ended: float, rows: dict[str, int], *events: Event, beams=()) -> None:
+        """`rows`: tokens computed, by name."""
+        seqs = tuple(Seq(Request(name, len(PROMPT), 8), 0, 12, len(PROMPT)) for name in rows)
+        plan = EMPTY_PLAN._replace(
+            seqs=seqs,
+            lengths=(len(PROMPT),) * len(rows),
+            starts=tuple(len(PROMPT) - count for count in rows.values()),
+            counts=tuple(rows.values()),
+        )
+        result = StepResult(plan, events, began, ended, 0.0, 8, 0, beams=beams)
+        self.metrics.stepped(self.state, result, events, self.state)
+
+    def value(self, name: str, **labels: str) -> float:
+        wanted = {"model_name": "m", **labels}
+        families = text_string_to_metric_families(self.metrics.text(0))
+        samples = (sample for family in families for sample in family.samples)
+        (found,) = (one.value for one in samples if one.name == f"pagedjax:{name}" and one.labels == wanted)
+        return found
+
+
+@pytest.fixture
+def run(reference) -> Run:
+    return Run(reference)
+
+
+def test_branches_wait_and_compute_their_prompt_as_the_first_of_them_does(run):
+    run.add(("0", "1"), SamplingParams(n=2, max_tokens=2))
+    run.step(10, 20, {"0": 4}, Sampled(0, ("0",), (7,)))
+    run.step(20, 21, {"0": 1, "1": 1}, Sampled(1, ("0", "1"), (7, 8)), Finished(1, "0", "length", 2))
+    run.step(21, 22, {"1": 1}, Sampled(2, ("1",), (7,)), Finished(2, "1", "length", 2))
+    assert (run.value("request_queue_time_seconds_count"), run.value("request_queue_time_seconds_sum")) == (2, 20)
+    assert run.value("request_prefill_time_seconds_sum") == (20 - 10) + (21 - 10)
+    assert run.value("request_inference_time_seconds_sum") == (21 - 10) + (22 - 10)
+    assert run.value("e2e_request_latency_seconds_sum") == 21 + 22
+
+
+def test_a_beam_search_is_one_request_whose_tokens_are_those_it_found(run):
+    names = ("0", "1")
+    run.add(("0",), BeamSearchParams(beam_width=2, max_tokens=3))
+    run.step(1, 2, {"0": 4}, Beamed(0, names, ("0", "0"), (7, 8)))
+    run.step(2, 4, {"0": 1, "1": 1}, Beamed(1, names, ("0", "1"), (7, 8)))
+    found = tuple(Hypothesis((7,) * count, -1.0, -1.0, "length") for count in (3, 2))
+    ends = tuple(Finished(2, name, "length", 2) for name in names)
+    run.step(4, 7, {"0": 1, "1": 1}, *ends, beams=(BeamResult("0", found),))
+    assert run.value("request_params_n_sum") == 2
+    assert run.value("generation_tokens_total") == 5
+    assert (run.value("request_generation_tokens_count"), run.value("request_generation_tokens_sum")) == (2, 5)
+    assert run.value("time_to_first_token_seconds_sum") == 2
+    assert (run.value("inter_token_latency_seconds_count"), run.value("inter_token_latency_seconds_sum")) == (2, 5)
+    assert (run.value("e2e_request_latency_seconds_count"), run.value("e2e_request_latency_seconds_sum")) == (1, 7)
+    assert run.value("request_queue_time_seconds_sum") == 1
+    assert run.value("request_success_total", finished_reason="length") == 2
