@@ -229,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own, unit, _ = rate_of(base.experiment.workload)
         bounds = _bounds(rounded(own), options)
         folder = Path(options.out) / _name(base)
+        again = f"Delete {folder} to measure all probes again"
         store.clean(folder)
         measure_all = partial(run.in_turn, engines=run.make_engines(1, quiet=options.quiet))
         while (rate := next_rate(probes, bounds)) is not None:
@@ -236,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             points = at_rates(raw, base, path.parent, rates)
             plan = plan_runs(points, 1)
             run.write_sweep(folder, points, shlex.join(["python", "-m", "experiments.capacity", *arguments]))
-            summaries = run.sweep(plan, folder, run.finished_runs(plan, folder), measure_all, quiet=True)
+            done = run.finished_runs(plan, folder, again)
+            summaries = run.sweep(plan, folder, done, measure_all, quiet=True, remedy=again)
             probes.append(judge(rate, [s for s in summaries if s["order"] == rates.index(rate)], criterion, folder))
             if not options.quiet:
                 print(f"{rate:g} {unit}: {'met' if probes[-1].met else 'not met'}", file=sys.stderr)

@@ -39,6 +39,7 @@ from pagedjax.weights.checkpoint import HUB_ID, open_checkpoint
 
 Measure = Callable[[Iterable[Run], dict[str, Any]], Generator[Result, None, None]]  # runs, and where they run
 COPIED = 1 << 18  # characters of a workload's file that are copied beside each run
+REMEDY = "--no-resume measures them again"
 NAMED = 6  # run folders that a note names
 
 
@@ -128,7 +129,7 @@ def _reads_model(experiment: Experiment) -> bool:
     return simulate is None or simulate.model is None or isinstance(experiment.workload, Prompts)
 
 
-def finished_runs(plan: Sequence[Run], folder: Path) -> dict[tuple[str, int], dict[str, Any]]:
+def finished_runs(plan: Sequence[Run], folder: Path, remedy: str = REMEDY) -> dict[tuple[str, int], dict[str, Any]]:
     """Summaries of the plan's runs that are in place and good; a failed run counts as missing.
 
     Those that were made by other code (see environment.code) are named. They are kept where all repeats of their point
@@ -144,7 +145,7 @@ def finished_runs(plan: Sequence[Run], folder: Path) -> dict[tuple[str, int], di
     again = {key: summary for key, summary in other.items() if key[0] in missing}
     said(again, folder, "by other code", "They are measured again, because other repeats of their points are missing")
     kept = {key: summary for key, summary in other.items() if key not in again}
-    said(kept, folder, "by other code", "--no-resume measures them again")
+    said(kept, folder, "by other code", remedy)
     return {key: summary for key, summary in found.items() if key not in again}
 
 
@@ -218,17 +219,18 @@ def sweep(
     measure_all: Measure,
     *,
     quiet: bool,
+    remedy: str = REMEDY,
 ) -> list[dict[str, Any]]:
     """Measure what is missing of `plan`; the summaries of all its runs, in the order of the sweep."""
     missing = [run for run in plan if (run.point.key, run.repeat) not in done]
     write_index(folder, plan, done)  # now, so that a sweep that is stopped can be read
     if missing:
         # if this is stopped, what goes on from there must not take an old run for a new one
-        store.remove_runs([store.run_folder(folder, run.point.key, run.repeat) for run in missing])
+        store.set_aside([store.run_folder(folder, run.point.key, run.repeat) for run in missing])
         where = environment(device=not all(run.point.experiment.simulate for run in plan))
         device = where["device"]["kind"]
         other = {key: s for key, s in done.items() if s["device"] != device and not s["device"].startswith(SIMULATED)}
-        said(other, folder, f"on another device ({device})", "--no-resume measures them again")
+        said(other, folder, f"on another device ({device})", remedy)
         with (
             tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run") as bar,
             closing(measure_all(announced(missing, bar), where)) as results,

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from experiments.metrics import BranchRecord, RequestRecord
 
 SCHEMA = 1
 _SUMMARY = "summary.json"
+_STALE = "stale.json"  # what was the summary of a run that another one will replace
 _TEMPORARY = ".writing-"
 
 
@@ -46,12 +48,11 @@ def write_run(folder: Path, files: dict[str, str]) -> None:
     os.replace(temporary, folder)
 
 
-def remove_runs(folders: Sequence[Path]) -> None:
-    """Take runs away. Their marks go first, so that whatever a kill in between leaves is no run."""
+def set_aside(folders: Sequence[Path]) -> None:
+    """Runs that are to be measured again count as missing from now on; their files stay until new ones are there."""
     for folder in folders:
-        (folder / _SUMMARY).unlink(missing_ok=True)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            os.replace(folder / _SUMMARY, folder / _STALE)
 
 
 def points(sweep: Path) -> set[str]:

@@ -172,14 +172,19 @@ class Engine:
     def step(self) -> StepResult | None:
         """Run one step; None when there is nothing to do.
 
-        If it raises, or is interrupted, nothing is lost: what ran goes back to the queue and is computed again.
+        If it raises, or is interrupted, nothing is lost: what ran goes back to the queue and is computed again. If it
+        was made before Ctrl-C came through, its result is that of the next call.
         """
+        if self._kept is not None:
+            result, self._kept = self._kept, None
+            return result
         if not self.has_work:
             return None
         try:
             return self._step()
         except BaseException:
-            self._start_over()
+            if self._kept is None:
+                self._start_over()
             raise
 
     def _step(self) -> StepResult:
@@ -205,32 +210,35 @@ class Engine:
         logprobs = readout.logprobs(plan, self._sources, flight, rows)
         with undisturbed():
             self._state, self._searches = state, searches
+            self._take_in(events)
             if self._recorder:
                 self._recorder.schedule(plan, started)
                 self._recorder.commit(sampled, hashes, choices, events)
-            self._take_in(events)
             for result in ended:
                 events += self.cancel(result.request_id, result.sequences[0].reason)
-        finished = time.perf_counter()
-        return StepResult(
-            plan=plan,
-            events=events,
-            started=started,
-            finished=finished,
-            device_seconds=0.0 if idle else (finished if busy else arrived) - max(started, flight.sent),
-            padded_tokens=self._shapes.bucket(flight.plan.num_tokens),
-            compilations=monitor.compilations() - compiled,
-            logprobs=logprobs,
-            beams=ended,
-        )
+            finished = time.perf_counter()
+            self._kept = StepResult(
+                plan=plan,
+                events=events,
+                started=started,
+                finished=finished,
+                device_seconds=0.0 if idle else (finished if busy else arrived) - max(started, flight.sent),
+                padded_tokens=self._shapes.bucket(flight.plan.num_tokens),
+                compilations=monitor.compilations() - compiled,
+                logprobs=logprobs,
+                beams=ended,
+            )
+        result, self._kept = self._kept, None
+        return result
 
+    @undisturbed()
     def _start_over(self) -> None:
         """After a step that failed, nobody knows what the device has written: the cache begins anew."""
         self._state = scheduler.restart(self._state)
         self._searches = {group: search._replace(offers=()) for group, search in self._searches.items()}
-        self._new_cache()
         if self._recorder:
             self._recorder.restart()
+        self._new_cache()
 
     def _together(self, plan: Plan) -> int:
         """How many steps a dispatch may have that begins with this plan, or with one like it."""
@@ -252,7 +260,9 @@ class Engine:
         for plan in plans:
             batches.append(self._packed(plan, after))
             after = plan, self._nothing
-        assert self._cache is not None, "only `reset` takes it away, and gives a new one"
+        if self._cache is None:  # there was no memory for it after a step that failed
+            self._new_cache()
+        assert self._cache is not None
         leaves, sent = self._leaves, time.perf_counter()
         pages = self._moved(plans[0], self._cache)
         if len(plans) == 1:
@@ -306,6 +316,7 @@ class Engine:
         self._state = scheduler.init(limits(c, host_blocks(c, self.model)))
         self._sources: dict[str, Source] = {}
         self._searches: dict[int, beams.Search] = {}  # by the group of their beams
+        self._kept: StepResult | None = None  # of a step that was made, and that nobody has been told of
         self._new_cache()
 
     def _new_cache(self) -> None:

@@ -117,7 +117,7 @@ def _system() -> tuple[int, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """(limit, what is left of it) of each control group of Linux that this process is in, as in a container.
+    """(limit, what is left of it) of each control group of Linux that this process is in, or that those are in.
 
     Pages of files that nobody has looked at lately count as left: the kernel gives them up when it needs them.
     """
@@ -127,7 +127,8 @@ def _limits() -> Iterator[tuple[int, int]]:
         return
     own = {name: path.strip("/") for _, name, path in (line.split(":", 2) for line in lines)}
     for name, folder, files in (("", GROUPS, V2), ("memory", GROUPS / "memory", V1)):
-        for place in dict.fromkeys((folder, folder / own.get(name, ""))):
+        mine = folder / own.get(name, "")
+        for place in (mine, *(above for above in mine.parents if above.is_relative_to(folder))):
             try:
                 limit, used = (int((place / file).read_text()) for file in files)
                 stat = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())

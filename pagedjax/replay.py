@@ -30,11 +30,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from os import PathLike
-from typing import Any, Literal, NamedTuple, get_args
+from typing import IO, Any, Literal, NamedTuple, get_args
 
 from pagedjax import __version__, scheduler
 from pagedjax.policies import POLICIES, Policy, find
@@ -112,7 +114,7 @@ class Recorder:
         *,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._file = open(path, "w", encoding="ascii", newline="\n", buffering=1)  # noqa: SIM115
+        self._file: IO[str] | None = open(path, "w", encoding="ascii", newline="\n", buffering=1)  # noqa: SIM115
         self._clock = clock
         self._began = clock() if clock else 0.0
         self._plan: Plan | None = None
@@ -125,7 +127,14 @@ class Recorder:
             notes["at"] = round((self._clock() if at is None else at) - self._began, 6)
         if prompt is not None:
             notes["prompt"] = list(prompt)
-        self._file.write(noted(line, notes) + "\n")
+        if self._file is None:
+            return
+        try:
+            self._file.write(noted(line, notes) + "\n")
+        except OSError as error:  # a full disk is no reason to stop what is recorded
+            what = f"{self._file.name} is not written any further: {error}; what it holds replays"
+            self.close()
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     def submit(self, request: Request, prompt: Sequence[int] | None = None) -> None:
         """`prompt`: token ids to note for readers of the log; None leaves them out."""
@@ -151,7 +160,10 @@ class Recorder:
         self._write(restart_line(self._written))
 
     def close(self) -> None:
-        self._file.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what could not be written would be tried once more
+                file.close()
 
 
 def noted(line: str, notes: Mapping[str, Any]) -> str:

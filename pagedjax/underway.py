@@ -11,6 +11,7 @@ from pagedjax.outputs import Assembly, BeamAssembly, CompletionOutput, RequestOu
 from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.tokenizer import NoTokenizer, Tokenizer
 from pagedjax.types import Admitted, Event, Finished, FinishReason, Sampled, StepResult
+from pagedjax.undisturbed import undisturbed
 
 Params = SamplingParams | BeamSearchParams
 Branches = dict[str, Assembly | BeamAssembly]  # by the id the engine knows them by; of a beam search, the first
@@ -88,8 +89,9 @@ class UnderWay:
             return {names[0]: BeamAssembly(params, *parts)}
         return {name: Assembly(i, params, *parts) for i, name in enumerate(names)}
 
+    @undisturbed()
     def step(self) -> Stepped:
-        """Run one step. There must be a request under way."""
+        """Run one step. There must be a request under way. Ctrl-C waits for its end; pressed again, it does not."""
         result = self.engine.step()
         assert result is not None, "branches are under way, so the engine has work"
         branches, events = self.branches, list(result.events)

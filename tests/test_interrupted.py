@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams, readout, replay, scheduler
+from pagedjax import LLM, BeamSearchParams, SamplingParams, cache, readout, replay, scheduler
 from pagedjax.types import Preempted, Sampled
 from pagedjax.undisturbed import undisturbed
 from pagedjax.viewer import run as viewer
@@ -127,6 +127,109 @@ def test_content_that_a_failed_step_overwrote_is_not_found(tiny, monkeypatch):
     assert after.num_cached_tokens == 0
 
 
+def test_ctrl_c_while_an_outcome_is_taken_in_keeps_it_for_the_next_call(tiny, monkeypatch, interruptible):
+    """Of an engine, whose caller goes on; `LLM` gives up what it was asked for."""
+    expected, *_ = run(make(tiny).engine, monkeypatch)
+    engine = make(tiny).engine
+    take_in, calls = engine._take_in, []
+
+    def pressed(events):
+        calls.append(events)
+        if len(calls) % 4 == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        take_in(events)
+
+    monkeypatch.setattr(engine, "_take_in", pressed)
+    step, interrupts = engine.step, []
+
+    def goes_on():
+        try:
+            return step()
+        except KeyboardInterrupt:
+            interrupts.append(engine.state.step)
+            return step()
+
+    monkeypatch.setattr(engine, "step", goes_on)
+    tokens, *_ = run(engine, monkeypatch)
+    assert len(interrupts) > 3
+    assert tokens == expected
+
+
+def test_ctrl_c_costs_a_stream_beside_it_nothing(tiny, interruptible):
+    """Both are served by the same steps: the one that was interrupted must have reached the other."""
+    llm, prompt = make(tiny), "she sells sea shells"
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = "".join(llm.stream(prompt, params))
+    stream = llm.stream(prompt, params)
+    said = next(stream)
+    while True:
+        step = llm.engine.step
+        count = []
+
+        def pressed(step=step, count=count):
+            count.append(1)
+            if len(count) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return step()
+
+        llm.engine.step = pressed
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([PROMPTS["r9"]], params, use_tqdm=False)
+        finally:
+            llm.engine.step = step
+        piece = next(stream, None)
+        if piece is None:
+            break
+        said += piece
+    assert said == expected
+    assert not llm.engine.has_work
+
+
+class Full:
+    """A disk that takes a few lines more."""
+
+    name = "run.jsonl"
+
+    def __init__(self, lines: int) -> None:
+        self.lines = lines
+
+    def write(self, text: str) -> None:
+        self.lines -= 1
+        if self.lines < 0:
+            raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(tiny, monkeypatch, tmp_path):
+    expected, *_ = run(make(tiny).engine, monkeypatch)
+    engine = make(tiny).engine
+    engine.record(tmp_path / "run.jsonl")
+    monkeypatch.setattr(engine._recorder, "_file", Full(14))
+    with pytest.warns(RuntimeWarning, match="run.jsonl is not written any further: .*No space left on device"):
+        tokens, *_ = run(engine, monkeypatch)
+    assert tokens == expected
+    engine.record(None)
+
+
+def test_a_cache_that_could_not_be_made_anew_is_made_by_the_next_step(tiny, monkeypatch):
+    expected, *_ = run(make(tiny).engine, monkeypatch)
+    engine = make(tiny).engine
+    engine.add("early", PROMPTS["r3"], DRAWN)
+    with monkeypatch.context() as patched:
+        patched.setattr(readout, "filled", lambda *_: 1 / 0)
+        patched.setattr(cache, "init", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.cancel("early")
+    engine.reset_prefix_cache()
+    found, *_ = run(engine, monkeypatch)
+    assert set(found) == set(expected)
+    assert engine._cache is not None
+
+
 def test_a_viewer_shows_who_went_back_to_the_queue(tiny, monkeypatch, tmp_path):
     engine = make(tiny).engine
     engine.record(tmp_path / "run.jsonl")
@@ -138,7 +241,15 @@ def test_a_viewer_shows_who_went_back_to_the_queue(tiny, monkeypatch, tmp_path):
     assert not any(swapped for *_, swapped in stopped)
 
 
-def test_an_interrupt_waits_for_the_end_of_what_belongs_together():
+@pytest.fixture
+def interruptible():
+    """As at a terminal: what a shell runs in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_waits_for_the_end_of_what_belongs_together(interruptible):
     steps = []
 
     @undisturbed()
@@ -149,6 +260,21 @@ def test_an_interrupt_waits_for_the_end_of_what_belongs_together():
     with pytest.raises(KeyboardInterrupt):
         together()
     assert steps == ["whole"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_pressed_again_it_interrupts_at_once(interruptible):
+    steps = []
+
+    @undisturbed()
+    def together():
+        for step in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            steps.append(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        together()
+    assert steps == [0], "the second one did not wait"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -156,6 +156,8 @@ def test_memory_of_a_container_is_what_its_control_groups_leave(tmp_path, monkey
     group(groups / "user.slice/my:job", 2**26, 2**24, 2**20)
     assert list(memory._limits()) == [(2**26, 2**26 - 2**24 + 2**20)]
     assert memory._system() == (2**26, 2**26 - 2**24 + 2**20) < whole
+    group(groups / "user.slice", 2**26, 2**25, 0)
+    assert memory._system() == (2**26, 2**25), "what a group may have is also what those around it leave"
     older = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     group(groups / "memory/docker/a1", 2**25, 2**26, 2**21, older, "total_inactive_file")
     assert memory._system() == (2**25, 0)

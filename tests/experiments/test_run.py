@@ -323,7 +323,7 @@ def test_runs_of_other_code_are_named_and_never_repeats_of_new_ones(
 
 
 def test_what_a_stopped_measuring_again_has_not_reached_is_missing(
-    simulated: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulated() == 0
     write_run, written = store.write_run, []
@@ -340,6 +340,9 @@ def test_what_a_stopped_measuring_again_has_not_reached_is_missing(
     assert "stopped; the same command without --no-resume goes on from here" in capsys.readouterr().err
     assert simulated("--dry-run") == 0
     assert "4 runs, 1 of them done" in capsys.readouterr().out
+    aside = list(tmp_path.rglob("stale.json"))
+    assert len(aside) == 3, "hours of measuring are not thrown away before others are there"
+    assert all((path.parent / "steps.jsonl").is_file() for path in aside)
 
 
 def test_points_of_another_sweep_in_the_folder_are_counted(simulated: Any, capsys: pytest.CaptureFixture[str]) -> None:
