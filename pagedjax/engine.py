@@ -160,7 +160,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._state.waiting or self._state.running.seqs)
+        """Whether `step` has something to do, or to tell."""
+        return bool(self._state.waiting or self._state.running.seqs or self._kept)
 
     @property
     def state(self) -> scheduler.SchedulerState:

@@ -155,6 +155,24 @@ def test_ctrl_c_while_an_outcome_is_taken_in_keeps_it_for_the_next_call(tiny, mo
     assert tokens == expected
 
 
+def test_ctrl_c_in_the_last_step_leaves_its_result_to_be_fetched(tiny, monkeypatch, interruptible):
+    engine = make(tiny).engine
+    monkeypatch.setattr(engine, "_take_in", lambda events, whole=engine._take_in: press_and(whole, events))
+    engine.add("a", PROMPTS["r9"], SamplingParams(temperature=0, max_tokens=1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not engine.state.running.seqs
+    assert engine.has_work, "a loop over has_work gets it"
+    assert [type(event).__name__ for event in engine.step().events] == ["Admitted", "Sampled", "Finished"]
+    assert not engine.has_work
+    assert engine.step() is None
+
+
+def press_and(whole, events):
+    os.kill(os.getpid(), signal.SIGINT)
+    whole(events)
+
+
 def test_ctrl_c_costs_a_stream_beside_it_nothing(tiny, interruptible):
     """Both are served by the same steps: the one that was interrupted must have reached the other."""
     llm, prompt = make(tiny), "she sells sea shells"
