@@ -28,7 +28,7 @@ def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
         ValueError: no run lies below `folder`; the message says what one looks like.
         ImportError: pandas is missing; the message says how to install it.
     """
-    from experiments.store import read_runs
+    from experiments.core.store import read_runs
 
     pandas = require("pandas")
     runs = read_runs(folder)
@@ -36,7 +36,7 @@ def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
 
 
 def _row(run: dict[str, Any]) -> dict[str, Any]:
-    from experiments.config import short_names
+    from experiments.core.config import short_names
 
     names = short_names(run["swept"])
     swept = {names[path]: value for path, value in run["swept"].items()}

@@ -31,14 +31,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import config, flatten, run, store
-from experiments.analysis import aligned, number
-from experiments.config import Point, Slo
-from experiments.draws import AtOnce
-from experiments.engines import plan_runs
-from experiments.metrics import RequestRecord
-from experiments.workloads import Spec, Trace
-from pagedjax.server.load_summary import PERCENTILES
+from experiments import flatten, run
+from experiments.analysis.sweep_points import aligned, number
+from experiments.core import config, store
+from experiments.core.config import Point, Slo
+from experiments.core.draws import AtOnce
+from experiments.core.engines import plan_runs
+from experiments.core.metrics import RequestRecord
+from experiments.core.workloads import Spec, Trace
+from pagedjax.load_client.summary import PERCENTILES
 
 OUTWARD = 12  # probes at most that look for a rate that is met and one that is not
 BEYOND = 2  # probes above the answer

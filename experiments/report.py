@@ -13,8 +13,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from experiments import analysis, require, store
-from experiments.analysis import (
+from experiments import require
+from experiments.analysis import sweep_points
+from experiments.analysis.sweep_points import (
     FRAGMENTATION,
     ITL,
     ITL_P99,
@@ -28,6 +29,7 @@ from experiments.analysis import (
     PointRow,
     number,
 )
+from experiments.core import store
 
 
 def write(folder: Path) -> Path:
@@ -49,7 +51,7 @@ def environment(run: dict[str, Any]) -> dict[str, Any]:
 
 def fastest_steps(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of steps.jsonl of the first good run of the fastest point; empty without one."""
-    row = analysis.best(analysis.points(runs), THROUGHPUT)
+    row = sweep_points.best(sweep_points.points(runs), THROUGHPUT)
     run = next((run for run in runs if row is not None and run["point"] == row.key and not run["failed"]), None)
     path = Path(run["run"]) / "steps.jsonl" if run else None
     if path is None or not path.is_file():
@@ -64,15 +66,15 @@ def page(
     steps: Sequence[dict[str, Any]] = (),
 ) -> str:
     """The report's HTML. Pure: summaries, env.json of each in the same order, and steps.jsonl of the fastest run."""
-    rows = analysis.points(runs)
-    axes = analysis.choose_axes(rows)
+    rows = sweep_points.points(runs)
+    axes = sweep_points.choose_axes(rows)
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     template = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return template.get_template("report.html.jinja").render(
         name=about["name"],
         question=about["question"],
         command=about["command"],
-        reading=[mark_labels(text, rows) for text in analysis.reading(runs, rows, axes)],
+        reading=[mark_labels(text, rows) for text in sweep_points.reading(runs, rows, axes)],
         tiles=tiles(runs, rows),
         sections=[*sections(rows, axes), *timeline(rows, steps)],
         table=table(rows),
@@ -101,9 +103,9 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
     if not rows:
         return []
     require("matplotlib")
-    from experiments import plots
+    from experiments.analysis import plots
 
-    def figures(*metrics: analysis.Metric) -> list[dict[str, Any]]:
+    def figures(*metrics: sweep_points.Metric) -> list[dict[str, Any]]:
         drawn = ((metric, plots.metric_plot(rows, axes, metric)) for metric in metrics)
         return [{"title": m.title, "unit": m.unit, "svg": Markup(svg), "better": m.better} for m, svg in drawn if svg]
 
@@ -146,10 +148,10 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
 
 def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One run over time, step by step: who runs and waits, and how full the cache is."""
-    fastest = analysis.best(rows, THROUGHPUT)
+    fastest = sweep_points.best(rows, THROUGHPUT)
     if len(steps) < 2 or fastest is None:
         return []
-    from experiments import plots
+    from experiments.analysis import plots
 
     edges = [steps[0]["started"], *(step["started"] + step["seconds"] for step in steps)]
     used = [100 * step["blocks_used"] / step["num_blocks"] for step in steps]
@@ -170,7 +172,7 @@ def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:
     """What the colours mean, in their order; None when everything has one colour. One key is named once, in front."""
     if axes.x is None or not axes.lines:
         return None
-    entries, keys = list(analysis.lines(rows, axes)), list(axes.lines)
+    entries, keys = list(sweep_points.lines(rows, axes)), list(axes.lines)
     if len(keys) > 1:
         return {"title": "", "entries": entries}
     return {"title": keys[0], "entries": [entry.removeprefix(f"{keys[0]}=") for entry in entries]}
@@ -180,10 +182,10 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
     """The few numbers to see first."""
     shown = []
     for metric, title in ((THROUGHPUT, "best throughput"), (TTFT, "lowest TTFT p50"), (ITL, "lowest ITL p50")):
-        row = analysis.best(rows, metric)
+        row = sweep_points.best(rows, metric)
         if row is not None:
             shown.append({"value": number(row.middle(metric)), "unit": metric.unit, "title": title, "note": row.label})
-    spread = analysis.widest_spread(rows, THROUGHPUT)
+    spread = sweep_points.widest_spread(rows, THROUGHPUT)
     if spread is not None:
         note = "widest range of one point, of its median"
         shown.append({"value": f"{spread:.1%}", "unit": "", "title": "spread over repeats", "note": note})
@@ -196,7 +198,7 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
 
 def table(rows: Sequence[PointRow]) -> dict[str, Any]:
     """Head and body of the table of points: each cell its text, its value to sort by, and its range over repeats."""
-    keys = analysis.swept_keys(rows)
+    keys = sweep_points.swept_keys(rows)
     metrics = [metric for metric in TABLE if any(metric.column in row.values for row in rows)]
     most = max((row.middle(THROUGHPUT) for row in rows), default=1.0)
     body = []

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments import require
-from experiments.environment import cpu_model, git_state, usable_cores
+from experiments.core.environment import cpu_model, git_state, usable_cores
+from experiments.core.workloads import AZURE
 from experiments.studies.findings import Claim, Findings, Interval, markdown, times, told
-from experiments.workloads import AZURE
 
 STUDIES = Path(__file__).parent / "studies"
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,7 @@ where nothing is random; else a mean with its 95 % interval, Student's t over n 
 zero or below), or the range of what was measured where the row says so. *Agrees* means that ours is within the factor
 in the column before it of what is published, or of the nearer end of a published range; where it is not, the reason is
 beside it. *At least* and *at most* are published ranges with one end that means something. Simulated times come from a
-roofline of the chip and model that the source used ([experiments/cost.py](experiments/cost.py)), so they are ratios of
+roofline of the chip and model that the source used ([cost.py](experiments/simulation/cost.py)), so they are ratios of
 what hardware could do.
 """
 

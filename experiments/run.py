@@ -25,15 +25,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments import config, parallel, require, store
-from experiments.config import Experiment, Point
-from experiments.cost import SIMULATED
-from experiments.drive import Measured, measure
-from experiments.engines import Engines, Run, engine_key, plan_runs
-from experiments.environment import code, environment, load_average, processor_time, stolen_share
-from experiments.metrics import RequestRecord
-from experiments.parallel import Result
-from experiments.workloads import Prompts
+from experiments import require
+from experiments.core import config, parallel, store
+from experiments.core.config import Experiment, Point
+from experiments.core.drive import Measured, measure
+from experiments.core.engines import Engines, Run, engine_key, plan_runs
+from experiments.core.environment import code, environment, load_average, processor_time, stolen_share
+from experiments.core.metrics import RequestRecord
+from experiments.core.parallel import Result
+from experiments.core.workloads import Prompts
+from experiments.simulation.cost import SIMULATED
 from pagedjax.config import EngineConfig
 from pagedjax.weights.checkpoint import HUB_ID, open_checkpoint
 
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         again = "the same command without --no-resume" if options.no_resume else "the same command"
         print(f"\nstopped; {again} goes on from here. Results so far: {folder}", file=sys.stderr)
         return 130
-    from experiments import analysis, report
+    from experiments import report
+    from experiments.analysis import sweep_points
 
     path = report.write(folder)
     if others := store.points(folder) - {point.key[:12] for point in points}:
@@ -88,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"note: {what}; --set name=... gives a sweep a folder of its own", file=sys.stderr)
     failed = [summary for summary in summaries if summary["failed"]]
     if not options.quiet:
-        print(analysis.text_table(analysis.points(store.read_runs(folder))))
+        print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
     for summary in failed:
         print(f"failed: {summary['label']}, repeat {summary['repeat']}: {summary['failed']}", file=sys.stderr)
     print(f"report: {path}")

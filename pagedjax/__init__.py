@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagedjax.config import EngineConfig
-    from pagedjax.engine import Engine
+    from pagedjax.engine.engine import Engine
     from pagedjax.llm import LLM
-    from pagedjax.loaded import from_params, load_model
-    from pagedjax.outputs import CompletionOutput, RequestOutput
     from pagedjax.params import BeamSearchParams, SamplingParams
+    from pagedjax.text.outputs import CompletionOutput, RequestOutput
+    from pagedjax.weights.pretrained import from_params, load_model
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
-    "load_model": "loaded",
-    "from_params": "loaded",
+    "load_model": "weights.pretrained",
+    "from_params": "weights.pretrained",
     "SamplingParams": "params",
     "BeamSearchParams": "params",
     "EngineConfig": "config",
-    "Engine": "engine",
-    "RequestOutput": "outputs",
-    "CompletionOutput": "outputs",
+    "Engine": "engine.engine",
+    "RequestOutput": "text.outputs",
+    "CompletionOutput": "text.outputs",
 }
 __all__ = [
     "LLM",

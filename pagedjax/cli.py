@@ -69,7 +69,7 @@ def chat(args: argparse.Namespace) -> int:
     """Talk with a chat model in the terminal. /help lists what else than talking it understands."""
     params = sampling(args)
     from pagedjax import LLM
-    from pagedjax import chat as loop
+    from pagedjax.commands import chat as loop
 
     llm = LLM(args.model, progress=sys.stderr.isatty(), enable_prefix_caching=True, **engine_options(args))
     loop.chat(llm, params, system=args.system)
@@ -87,7 +87,7 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    from pagedjax import replay as log
+    from pagedjax.host import event_log as log
 
     return log.main([args.file, *(["--policy", args.policy] if args.policy else [])])
 
@@ -112,7 +112,7 @@ def trace(args: argparse.Namespace) -> int:
 
 def _policies(own: str | None) -> dict[str, Any]:
     """The policies that a recording may name."""
-    from pagedjax.policies import POLICIES, find
+    from pagedjax.host.policies import POLICIES, find
 
     mine = [find(own)] if own else []
     return {**POLICIES, **{policy.name: policy for policy in mine}}
@@ -122,7 +122,7 @@ def _decoder(model: str) -> Any:
     """Token ids -> text, by a model's tokenizer; its weights stay where they are."""
     from functools import partial
 
-    from pagedjax.tokenizer import load_tokenizer
+    from pagedjax.text.tokenizer import load_tokenizer
     from pagedjax.weights.checkpoint import open_checkpoint
 
     return partial(load_tokenizer(open_checkpoint(model)).decode, skip_special_tokens=False)
@@ -156,9 +156,9 @@ def serve(args: argparse.Namespace) -> int:
 def bench_serve(args: argparse.Namespace) -> int:
     """Send requests to an OpenAI-compatible server on schedule, whether or not it keeps up, and tell its latencies."""
     needs("serve", "httpx")
-    from pagedjax.server import load_command
+    from pagedjax.load_client import bench_serve
 
-    return load_command.main(args)
+    return bench_serve.main(args)
 
 
 def needs(extra: str, *modules: str) -> None:
@@ -190,7 +190,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def parser() -> argparse.ArgumentParser:
     from pagedjax import __version__
-    from pagedjax.server.load_command import options as load_options
+    from pagedjax.load_client.bench_serve import options as load_options
 
     words = argparse.ArgumentParser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
     words.add_argument("--version", action="version", version=f"pagedjax {__version__}")

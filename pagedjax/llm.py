@@ -14,15 +14,16 @@ from typing import Any
 from tqdm import tqdm
 
 import pagedjax
-from pagedjax import attention, monitor, programs
 from pagedjax.config import EngineConfig, from_dict
-from pagedjax.engine import Engine
-from pagedjax.loaded import DEFAULT_MODEL, LoadedModel, from_params, load_model
-from pagedjax.models.decoder import DecoderConfig
-from pagedjax.outputs import Assembly, RequestOutput
+from pagedjax.device import attention
+from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.engine import compilations, programs
+from pagedjax.engine.engine import Engine
 from pagedjax.params import BeamSearchParams, SamplingParams
-from pagedjax.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
-from pagedjax.underway import Ask, Params, UnderWay, output_of
+from pagedjax.session import GenerationRequest, Params, Session, output_of
+from pagedjax.text.outputs import OutputBuilder, RequestOutput
+from pagedjax.text.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
+from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, from_params, load_model
 
 Prompt = str | Sequence[int]
 
@@ -48,7 +49,7 @@ class LLM:
         **engine: Any,
     ) -> None:
         engine_config = from_dict(EngineConfig, engine)
-        monitor.keep_compilations()
+        compilations.keep_compilations()
         if params is not None:
             if model is not None or config is None:
                 raise ValueError("params come with config, what the model's config.json says, and in place of model")
@@ -71,7 +72,7 @@ class LLM:
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
-        self._underway = UnderWay(self.engine, model.tokenizer, model.eos_token_ids)  # of every call: a step serves all
+        self._session = Session(self.engine, model.tokenizer, model.eos_token_ids)  # of every call: a step serves all
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold, so that a measurement starts cold. Requests under way go on."""
@@ -141,20 +142,20 @@ class LLM:
         if isinstance(params, BeamSearchParams) or params.n != 1:
             what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
             raise ValueError(f"{what}; a stream has one branch, use generate")
-        (mine,) = self._underway.add([Ask(self._tokens(prompt), params)])
+        (mine,) = self._session.add([GenerationRequest(self._tokens(prompt), params)])
         (branch,) = mine.values()
-        assert isinstance(branch, Assembly)
+        assert isinstance(branch, OutputBuilder)
         sent, ended = 0, False
         try:
             while not ended:
                 ended = branch.finish_reason is not None  # another call's steps may have brought the end
                 if not ended:
-                    self._underway.step()
+                    self._session.step()
                 if len(branch.text) > sent:
                     sent, piece = len(branch.text), branch.text[sent:]
                     yield piece
         finally:
-            self._underway.abandon(mine)
+            self._session.abandon(mine)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -173,21 +174,24 @@ class LLM:
             _one_each("priority", priority, int, len(ids)),
             _one_each("user", user, str, len(ids)),
         )
-        asks = [Ask(tokens, p, text, rank, name) for tokens, text, p, rank, name in zip(ids, *columns, strict=True)]
-        requests = self._underway.add(asks)
+        asks = [
+            GenerationRequest(tokens, p, text, rank, name)
+            for tokens, text, p, rank, name in zip(ids, *columns, strict=True)
+        ]
+        requests = self._session.add(asks)
         mine = {name: branch for branches in requests for name, branch in branches.items()}
         left = set(mine)
         try:
             with tqdm(total=len(mine), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
                 tokens, started = 0, time.perf_counter()
                 while left:
-                    stepped = self._underway.step()
+                    stepped = self._session.step()
                     bar.update(len(left.intersection(stepped.ended)))
                     left.difference_update(stepped.ended)
                     tokens += stepped.tokens
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
         finally:
-            self._underway.abandon(mine)
+            self._session.abandon(mine)
         each = enumerate(zip(asks, requests, strict=True))
         return [output_of(str(i), ask, branches) for i, (ask, branches) in each]
 

@@ -86,7 +86,7 @@ class Compiled(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """Every shape that the kernels claim: what changes the program, each alone and in the combinations that matter."""
-    from pallas_kernels.paged_attention.gpu import BLOCK_SIZES, DTYPES, HEAD_SIZES
+    from pallas_kernels.paged_attention.pallas_gpu.implementation import BLOCK_SIZES, DTYPES, HEAD_SIZES
 
     for kernel in ("decode", "chunks"):
         for d in HEAD_SIZES:
@@ -105,7 +105,7 @@ def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], l
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.paged_attention import gpu_chunks, gpu_decode
+    from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
 
     rows, heads, pages, blocks = (1 if case.parts else 64), 8, 1024, 32768 // case.block_size
     t = rows if case.kernel == "decode" else 2048
@@ -113,7 +113,7 @@ def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], l
     q = jax.ShapeDtypeStruct((t, heads * case.group, case.head_size), case.dtype)
     cache = jax.ShapeDtypeStruct((pages, heads, case.block_size, case.head_size), case.dtype)
     options: dict[str, Any] = {"window": None, "soft_cap": None, **dict(case.options)}
-    call = {"decode": gpu_decode.decode, "chunks": gpu_chunks.chunks}[case.kernel]
+    call = {"decode": decode.decode, "chunks": chunks.chunks}[case.kernel]
     rest = [ints(rows)] if case.kernel == "decode" else [ints(rows)] * 3
     bound = partial(call, scale=case.head_size**-0.5, tiles=tiles, **options)
     return bound, [q, cache, cache, ints(rows, blocks), *rest]
@@ -125,7 +125,7 @@ def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 
-    from pallas_kernels.paged_attention import gpu_chunks, gpu_decode
+    from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
 
     text = HOPPER.format(**target._asdict())
     topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1")
@@ -139,9 +139,9 @@ def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
     seconds = time.perf_counter() - started
     d = case.head_size
     if case.kernel == "decode":
-        shared, stages = gpu_decode.shared_bytes(d, case.group, 2, tiles), tiles.decode_stages
+        shared, stages = decode.shared_bytes(d, case.group, 2, tiles), tiles.decode_stages
     else:
-        shared, stages = gpu_chunks.shared_bytes(d, 2, tiles), tiles.chunk_stages
+        shared, stages = chunks.shared_bytes(d, 2, tiles), tiles.chunk_stages
     return Compiled(*read_ptxas(printed()), shared, stages, seconds)
 
 
@@ -201,7 +201,7 @@ def what_is_missing() -> str:
     """A sentence, or nothing."""
     import jax
 
-    from pallas_kernels.paged_attention.gpu import JAX_NEEDED
+    from pallas_kernels.paged_attention.pallas_gpu.implementation import JAX_NEEDED
 
     if jax.__version_info__ < JAX_NEEDED:
         return f"JAX {jax.__version__} cannot compile these kernels; it takes 0.11 or newer, on Python 3.12"

@@ -69,7 +69,7 @@ class Estimate(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """Every shape that the kernel claims: what changes the program, alone and in the combinations that matter."""
-    from pallas_kernels.paged_attention.tpu import BLOCK_SIZES, DTYPES, HEAD_SIZES
+    from pallas_kernels.paged_attention.pallas_tpu.implementation import BLOCK_SIZES, DTYPES, HEAD_SIZES
 
     yield Case(3, 3, 64, 16, name="SmolLM2-135M")
     yield Case(8, 4, 128, 16, name="Llama-3-8B")
@@ -144,9 +144,9 @@ def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.paged_attention import tpu
+    from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 
-    d, row = case.head_size, tpu.row_size(case.head_size)
+    d, row = case.head_size, pallas_tpu.row_size(case.head_size)
     pages = jax.ShapeDtypeStruct((PAGES, case.heads, case.block_size * d // row, row), case.dtype)
     new = jax.ShapeDtypeStruct((TOKENS, case.heads, d), case.dtype)
     q = jax.ShapeDtypeStruct((TOKENS, case.heads * case.group, d), case.dtype)
@@ -155,9 +155,11 @@ def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[
     )
 
     def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, first):
-        k_pages, v_pages = tpu.write(k_pages, v_pages, k, v, slots, rows=ROWS, tiles=tiles)
+        k_pages, v_pages = pallas_tpu.write(k_pages, v_pages, k, v, slots, rows=ROWS, tiles=tiles)
         options: dict[str, Any] = dict(case.options)
-        out = tpu.paged_attention(q, k_pages, v_pages, tables, lengths, first, scale=d**-0.5, tiles=tiles, **options)
+        out = pallas_tpu.paged_attention(
+            q, k_pages, v_pages, tables, lengths, first, scale=d**-0.5, tiles=tiles, **options
+        )
         return k_pages, v_pages, out
 
     arguments = (pages, pages, new, new, q, slots, tables, lengths, first)
@@ -223,11 +225,11 @@ def sizes(case: Case, tiles: TpuTiles) -> dict[str, Any]:
     """What the two kernels of attention are built of."""
     import jax.numpy as jnp
 
-    from pallas_kernels.paged_attention import tpu
+    from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 
     itemsize = jnp.dtype(case.dtype).itemsize
-    shape = tpu.Shape(case.heads, case.group, case.head_size, case.block_size, itemsize, itemsize)
-    return {"decode": tpu.decode_sizes(shape, tiles), "chunks": tpu.chunk_sizes(shape, tiles)}
+    shape = pallas_tpu.Shape(case.heads, case.group, case.head_size, case.block_size, itemsize, itemsize)
+    return {"decode": pallas_tpu.decode_sizes(shape, tiles), "chunks": pallas_tpu.chunk_sizes(shape, tiles)}
 
 
 def why(error: Exception) -> str:

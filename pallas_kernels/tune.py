@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.paged_attention import gpu
+from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.timing import Shape, device_seconds, inputs
 
@@ -32,22 +32,22 @@ TYPICAL = Shape(rows=64, queries=1, context=4096, heads=8, group=GROUP, d=128, s
 
 
 def decode_candidates(tiles: Tiles, d: int) -> Iterator[Tiles]:
-    from pallas_kernels.paged_attention import gpu_decode
+    from pallas_kernels.paged_attention.pallas_gpu import decode
 
     for tile in (64, 128):
         for stages in (2, 3, 4, 5, 6):
             sizes = {**dict(tiles.decode_tile), d: tile}
             changed = tiles._replace(decode_tile=tuple(sizes.items()), decode_stages=stages)
-            if gpu_decode.shared_bytes(d, GROUP, 2, changed) <= SHARED:
+            if decode.shared_bytes(d, GROUP, 2, changed) <= SHARED:
                 yield changed
 
 
 def chunk_candidates(tiles: Tiles) -> Iterator[Tiles]:
-    from pallas_kernels.paged_attention import gpu_chunks
+    from pallas_kernels.paged_attention.pallas_gpu import chunks
 
     for stages in (2, 3, 4):
         changed = tiles._replace(chunk_stages=stages)
-        if all(gpu_chunks.shared_bytes(d, 2, changed) <= SHARED for d in gpu.HEAD_SIZES):
+        if all(chunks.shared_bytes(d, 2, changed) <= SHARED for d in pallas_gpu.HEAD_SIZES):
             yield changed
 
 
@@ -57,7 +57,7 @@ def split_candidates(tiles: Tiles) -> Iterator[Tiles]:
 
 def seconds(shape: Shape, tiles: Tiles) -> float:
     """Median device time of one call, going round two caches."""
-    call = partial(gpu.paged_attention, scale=shape.d**-0.5, tiles=tiles)
+    call = partial(pallas_gpu.paged_attention, scale=shape.d**-0.5, tiles=tiles)
     return device_seconds(call, [inputs(shape, seed) for seed in range(2)], ROUNDS)
 
 
@@ -77,7 +77,7 @@ def best(name: str, candidates: Iterable[Tiles], shape: Shape) -> Tiles:
 
 def tuned(start: Tiles) -> Tiles:
     tiles = start
-    for d in gpu.HEAD_SIZES:
+    for d in pallas_gpu.HEAD_SIZES:
         tiles = best(f"decode, D {d}", decode_candidates(tiles, d), TYPICAL._replace(d=d))
     tiles = best("splits", split_candidates(tiles), TYPICAL._replace(rows=1, context=32768))
     return best("chunks", chunk_candidates(tiles), TYPICAL._replace(rows=4, queries=2048, context=2048))
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
-    if wrong := gpu.obstacle(device):
+    if wrong := pallas_gpu.obstacle(device):
         print(f"error: pallas_gpu {wrong}; tiles are tuned on the device they are for", file=sys.stderr)
         return 2
     tiles = tuned(Tiles.of(device.device_kind))

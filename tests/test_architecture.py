@@ -55,10 +55,10 @@ KERNEL_LIBRARIES = {"jax"}
 # Loaded when they are first used: the compiled kernel, and what loads its object code without a compiler.
 COMPILED = tuple(f"pallas_kernels.paged_attention.cpu_{name}" for name in ("memory", "vectors", "items", "kernel"))
 COMPILED_LIBRARIES = {"numba", "llvmlite", "numpy"}
-LOADER = "pallas_kernels.paged_attention.cpu_objects"
+LOADER = "pallas_kernels.paged_attention.cpu.object_files"
 LOADER_LIBRARIES = {"jax", "llvmlite"}
-ONLY_IMPORTER_OF_KERNELS = "pagedjax.attention"
-ONLY_JIT = "pagedjax.step"
+ONLY_IMPORTER_OF_KERNELS = "pagedjax.device.attention"
+ONLY_JIT = "pagedjax.device.step"
 
 
 def modules(package: str) -> dict[str, ast.Module]:
@@ -103,7 +103,7 @@ def offending(allowed) -> list[str]:
 def test_the_walk_sees_imports_of_every_form():
     source = "import a.b, c\nfrom d import e\nfrom . import f\nfrom ..g import h\ndef i():\n    from j.k import l\n"
     assert set(imports("x.y.z", ast.parse(source))) == {"a.b", "c", "d.e", "x.y.f", "x.g.h", "j.k.l"}
-    assert set(imports("pagedjax", ast.parse("from .types import Seq"))) == {"pagedjax.types.Seq"}
+    assert set(imports("pagedjax", ast.parse("from .types import Seq"))) == {"pagedjax.host.types.Seq"}
     assert len(EDGES) > 100
 
 
@@ -182,7 +182,7 @@ def test_the_library_jits_the_step_and_what_moves_blocks_and_donates_there_alone
     trees = ALL["pagedjax"]
     assert {name: count for name, tree in trees.items() if (count := jits(tree))} == {
         ONLY_JIT: 5,
-        "pagedjax.models.decoder": 1,
+        "pagedjax.device.models.decoder": 1,
     }
     assert {name for name, tree in trees.items() if donations(tree)} == {ONLY_JIT}
 

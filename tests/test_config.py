@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from pagedjax.config import EngineConfig, PolicyName, Resolved, from_dict, one_of
-from pagedjax.policies import POLICIES
+from pagedjax.host.policies import POLICIES
 
 SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks")
 

@@ -7,8 +7,9 @@ from itertools import zip_longest
 import numpy as np
 import pytest
 
-from pagedjax import LLM, SamplingParams, scheduler
-from pagedjax.outputs import RequestOutput
+from pagedjax import LLM, SamplingParams
+from pagedjax.host import scheduler
+from pagedjax.text.outputs import RequestOutput
 from pagedjax.weights.checkpoint import embedded_file
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy import stats
 
-from experiments import config
-from experiments.config import Point
-from experiments.drive import Measured, drive, measure
-from experiments.simulate import SimulatedLLM
-from experiments.workloads import build
-from pagedjax.scheduler import SchedulerConfig
-from pagedjax.types import StepResult
+from experiments.core import config
+from experiments.core.config import Point
+from experiments.core.drive import Measured, drive, measure
+from experiments.core.workloads import build
+from experiments.simulation.simulate import SimulatedLLM
+from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.types import StepResult
 
 
 class Interval(NamedTuple):

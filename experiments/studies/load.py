@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.config import Point
-from experiments.drive import Measured
-from experiments.strict import load_file
+from experiments.core.config import Point
+from experiments.core.drive import Measured
+from experiments.core.strict import load_file
 from experiments.studies.findings import Interval, interval, simulated, told
 
 Curves = dict[str, list[list[float]]]  # latencies by rate, then by seed; of each engine

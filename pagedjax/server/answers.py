@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedjax.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from pagedjax.server.worker import Delta
-from pagedjax.tokenizer import Tokenizer
-from pagedjax.underway import Ask
+from pagedjax.session import GenerationRequest
+from pagedjax.text.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from pagedjax.text.tokenizer import Tokenizer
 
 JSON = dict[str, Any]
 LOWEST = -9999.0  # what JSON gets for the logarithm of 0, which it cannot say
@@ -91,7 +91,7 @@ def wanted(style: Style) -> bool:
     return style.logprobs is not None
 
 
-def echoed(style: Style, output: RequestOutput | Ask) -> str:
+def echoed(style: Style, output: RequestOutput | GenerationRequest) -> str:
     """The prompt, as text."""
     if output.prompt is not None:
         return output.prompt
@@ -195,7 +195,7 @@ def event(body: JSON | str) -> str:
     return f"data: {body}\n\n"
 
 
-def opening(style: Style, index: int, prompt: Ask) -> JSON | None:
+def opening(style: Style, index: int, prompt: GenerationRequest) -> JSON | None:
     """The first chunk of a branch: who speaks in a chat, the prompt of a completion that wants it; or there is none."""
     plain: JSON = {"index": index, "logprobs": None, "finish_reason": None}
     ids = {"prompt_token_ids": list(prompt.prompt_token_ids)} if style.token_ids else {}

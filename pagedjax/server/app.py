@@ -24,15 +24,9 @@ from pagedjax.server.answers import JSON, Style
 from pagedjax.server.gate import Gate
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.refusals import Refusal, add_errors, prepared, submitted
-from pagedjax.server.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Generating,
-    TokenizeRequest,
-)
+from pagedjax.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generating, TokenizeRequest
 from pagedjax.server.worker import Observer, Stopped, Ticket, Worker
-from pagedjax.underway import Ask
+from pagedjax.session import GenerationRequest
 
 Result = TypeVar("Result")
 
@@ -163,7 +157,7 @@ def _right_model(name: str | None, options: Options) -> None:
         raise Refusal(404, message, param="model", code="model_not_found")
 
 
-def _completion_asks(llm: LLM, body: CompletionRequest, model: str) -> tuple[list[Ask], Style]:
+def _completion_asks(llm: LLM, body: CompletionRequest, model: str) -> tuple[list[GenerationRequest], Style]:
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise ValueError("max_tokens is 0, which generates nothing; only echo: true makes sense of it")
@@ -193,7 +187,7 @@ def _completion_asks(llm: LLM, body: CompletionRequest, model: str) -> tuple[lis
     return asks, style
 
 
-def _chat_asks(llm: LLM, body: ChatRequest, model: str) -> tuple[list[Ask], Style]:
+def _chat_asks(llm: LLM, body: ChatRequest, model: str) -> tuple[list[GenerationRequest], Style]:
     if body.top_logprobs is not None and not body.logprobs:
         raise ValueError("top_logprobs goes with logprobs: true")
     ids = _conversation(llm, body.messages, body.add_generation_prompt)
@@ -211,7 +205,7 @@ def _chat_asks(llm: LLM, body: ChatRequest, model: str) -> tuple[list[Ask], Styl
     return [_ask(llm, ids, None, schema.sampling(body, max_tokens, logprobs), body)], style
 
 
-def _ask(llm: LLM, ids: Any, text: str | None, params: Any, body: Generating) -> Ask:
+def _ask(llm: LLM, ids: Any, text: str | None, params: Any, body: Generating) -> GenerationRequest:
     if not ids:
         raise ValueError("prompt is empty: it has no tokens; give it at least one")
     name = "messages" if isinstance(body, ChatRequest) else "prompt"
@@ -219,7 +213,7 @@ def _ask(llm: LLM, ids: Any, text: str | None, params: Any, body: Generating) ->
     if len(ids) >= limit:  # here, so that the engine does not spend a step's time on it
         what = f"{name}: {len(ids)} tokens, but max_model_len is {limit} and one token must be left for output"
         raise ValueError(f"{what}; shorten it to {limit - 1} tokens")
-    return Ask(ids, params, text, body.priority or 0, body.user or "")
+    return GenerationRequest(ids, params, text, body.priority or 0, body.user or "")
 
 
 def _conversation(llm: LLM, messages: Sequence[schema.Message], generating: bool | None) -> list[int]:
@@ -254,7 +248,9 @@ def _token_ids(llm: LLM, body: TokenizeRequest) -> list[int]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-async def _answered(worker: Worker, request: Request, body: Generating, asks: Sequence[Ask], style: Style) -> Response:
+async def _answered(
+    worker: Worker, request: Request, body: Generating, asks: Sequence[GenerationRequest], style: Style
+) -> Response:
     if body.stream and any(_chooses(ask) for ask in asks):
         message = "best_of above n does not go with stream: which are best is known at the end"
         raise Refusal(400, message, "best_of")
@@ -275,7 +271,7 @@ async def _answered(worker: Worker, request: Request, body: Generating, asks: Se
     return JSONResponse(answers.answer(style, outputs))
 
 
-def _chooses(ask: Ask) -> bool:
+def _chooses(ask: GenerationRequest) -> bool:
     return isinstance(ask.params, BeamSearchParams) or ask.params.drawn().n > ask.params.n
 
 

@@ -18,7 +18,7 @@ from pagedjax.server.answers import JSON
 from pagedjax.server.refusals import prepared, submitted
 from pagedjax.server.schema import LectureRequest
 from pagedjax.server.worker import Stopped, Ticket, Worker
-from pagedjax.underway import Ask
+from pagedjax.session import GenerationRequest
 
 KEPT = 1024  # results that somebody may still come back for; of more, the oldest that have ended are forgotten
 
@@ -66,7 +66,7 @@ def add_routes(app: FastAPI, worker: Worker) -> None:
         return {"status": found.status, "generated": found.generated}
 
 
-def asked(worker: Worker, body: LectureRequest) -> Ask:
+def asked(worker: Worker, body: LectureRequest) -> GenerationRequest:
     """Raises ValueError for a prompt that is as long as the whole sequence may become."""
     ids = worker.llm.tokenizer.encode(body.prompt)
     room = body.max_length - len(ids)
@@ -74,4 +74,4 @@ def asked(worker: Worker, body: LectureRequest) -> Ask:
         raise ValueError(
             f"max_length is {body.max_length} tokens with the prompt's {len(ids)}; it must be at least {len(ids) + 1}"
         )
-    return Ask(ids, SamplingParams(temperature=0.0, max_tokens=room), body.prompt)
+    return GenerationRequest(ids, SamplingParams(temperature=0.0, max_tokens=room), body.prompt)

@@ -1,7 +1,7 @@
 """What Prometheus is told: a fold over the engine's events, under vLLM's names with this project's prefix.
 
 https://docs.vllm.ai/en/latest/usage/metrics.html lists what the names mean; a dashboard made for them works after its
-prefix is changed. Times are seconds and counted as experiments/metrics.py counts them.
+prefix is changed. Times are seconds and counted as experiments/core/metrics.py counts them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 import prometheus_client as prometheus
 
 from pagedjax.config import Resolved
+from pagedjax.host.scheduler import SchedulerState
+from pagedjax.host.types import Admitted, Beamed, BeamResult, Event, Finished, Preempted, Sampled, StepResult
 from pagedjax.params import BeamSearchParams
-from pagedjax.scheduler import SchedulerState
-from pagedjax.types import Admitted, Beamed, BeamResult, Event, Finished, Preempted, Sampled, StepResult
-from pagedjax.underway import Ask
+from pagedjax.session import GenerationRequest
 
 PREFIX = "pagedjax"
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.8, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 320.0)
@@ -114,7 +114,7 @@ class Metrics:
 
     # as an observer, in the engine's thread ---------------------------------------------------------------------
 
-    def added(self, names: Sequence[str], ask: Ask, at: float, after: SchedulerState) -> None:
+    def added(self, names: Sequence[str], ask: GenerationRequest, at: float, after: SchedulerState) -> None:
         asked = _Asked(at, len(names))
         self._lives |= {name: _Life(asked) for name in names}
         width = ask.params.beam_width if isinstance(ask.params, BeamSearchParams) else ask.params.n

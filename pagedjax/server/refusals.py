@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from pagedjax.server import answers, schema
 from pagedjax.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from pagedjax.server.worker import Full, Stopped, Ticket, Worker
-from pagedjax.underway import Ask
+from pagedjax.session import GenerationRequest
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,7 @@ def refusal_of(error: ValueError) -> Refusal:
     )
 
 
-async def submitted(worker: Worker, asks: Sequence[Ask], *, deltas: bool = True) -> Ticket:
+async def submitted(worker: Worker, asks: Sequence[GenerationRequest], *, deltas: bool = True) -> Ticket:
     """Raises Refusal for what cannot run, or not now."""
     if len(asks) > worker.max_queue:
         message = f"prompt lists {len(asks)}, and {worker.max_queue} may wait here; send fewer at once"

@@ -18,11 +18,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
+from pagedjax.host.scheduler import SchedulerState
+from pagedjax.host.types import Event, FinishReason, StepResult
 from pagedjax.llm import LLM
-from pagedjax.outputs import Assembly, PositionLogprobs, RequestOutput
-from pagedjax.scheduler import SchedulerState
-from pagedjax.types import Event, FinishReason, StepResult
-from pagedjax.underway import Ask, Branches, UnderWay, output_of
+from pagedjax.session import Branches, GenerationRequest, Session, output_of
+from pagedjax.text.outputs import OutputBuilder, PositionLogprobs, RequestOutput
 
 log = logging.getLogger("pagedjax.server")
 
@@ -62,7 +62,7 @@ News = Delta | Ended | Exception
 class Ticket:
     """What the event loop holds of asks that came together. It yields deltas until all of them have ended."""
 
-    def __init__(self, asks: Sequence[Ask], deltas: bool) -> None:
+    def __init__(self, asks: Sequence[GenerationRequest], deltas: bool) -> None:
         """`deltas`: False for who only wants the outputs."""
         self.asks, self.deltas = tuple(asks), deltas
         self.at = time.perf_counter()
@@ -110,7 +110,7 @@ class _Mine(NamedTuple):
 class Observer(Protocol):
     """Somebody who is told what happens, in the engine's thread, and changes nothing."""
 
-    def added(self, names: Sequence[str], ask: Ask, at: float, after: SchedulerState) -> None:
+    def added(self, names: Sequence[str], ask: GenerationRequest, at: float, after: SchedulerState) -> None:
         """A request has come, with these branches. `at`: seconds of time.perf_counter when the server got it."""
 
     def stepped(
@@ -126,7 +126,7 @@ class Worker:
         """`max_queue`: requests that may wait; one more is refused with `Full`."""
         self.llm, self.max_queue = llm, max_queue
         self.failed: BaseException | None = None
-        self._underway = UnderWay(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
+        self._session = Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
         self._observers = tuple(observers)
         self._failing: set[int] = set()  # ids of observers whose error was logged
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
@@ -162,7 +162,7 @@ class Worker:
         """Requests that are not admitted yet, those on their way included."""
         return self._asked - self._taken + len(self.llm.engine.state.waiting)
 
-    async def submit(self, asks: Sequence[Ask], *, deltas: bool = True) -> Ticket:
+    async def submit(self, asks: Sequence[GenerationRequest], *, deltas: bool = True) -> Ticket:
         """Queue all of them, or none.
 
         Raises:
@@ -198,7 +198,7 @@ class Worker:
     def _run(self) -> None:
         try:
             while self._take_in():
-                if self._underway.branches:
+                if self._session.branches:
                     self._step()
         except BaseException as error:
             log.exception("the engine failed")
@@ -207,7 +207,7 @@ class Worker:
 
     def _take_in(self) -> bool:
         """Do what was asked meanwhile; wait for something if there is nothing else to do. False is the end."""
-        wait = not self._underway.branches
+        wait = not self._session.branches
         while True:
             try:
                 verb, subject, accepted = self._inbox.get(block=wait)
@@ -223,7 +223,7 @@ class Worker:
 
     def _add(self, ticket: Ticket, accepted: asyncio.Future[None]) -> None:
         try:
-            requests = self._underway.add(ticket.asks)
+            requests = self._session.add(ticket.asks)
         except ValueError as error:
             self._tell(_refuse, accepted, error)
         except Exception as error:  # it ends the engine, and nobody else would answer this client
@@ -242,12 +242,12 @@ class Worker:
         """What has ended meanwhile is no longer there."""
         before, events = self.llm.engine.state, ()
         for name in [name for name, mine in self._mine.items() if mine.ticket is ticket]:
-            events += self._underway.abandon(self._mine.pop(name).branches)
+            events += self._session.abandon(self._mine.pop(name).branches)
         self._observe("stepped", before, None, events, self.llm.engine.state)
 
     def _step(self) -> None:
         before = self.llm.engine.state
-        stepped = self._underway.step()
+        stepped = self._session.step()
         self._observe("stepped", before, stepped.result, stepped.events, self.llm.engine.state)
         news: list[tuple[Ticket, News]] = []
         for name, token_id, text in stepped.pieces:
@@ -255,7 +255,7 @@ class Worker:
             if not ticket.deltas:
                 continue
             branch = branches[name]
-            assert isinstance(branch, Assembly), "beams come whole"
+            assert isinstance(branch, OutputBuilder), "beams come whole"
             entry = branch.logprobs.get(len(branch.token_ids) - 1)
             reason = branch.finish_reason
             news.append((ticket, Delta(ask, branch.index, text, token_id, entry, reason, branch.stop_reason)))
@@ -286,7 +286,7 @@ class Worker:
         self._over = True
         if self.failed is None:
             for mine in self._mine.values():
-                self._underway.abandon(mine.branches)
+                self._session.abandon(mine.branches)
         tickets = {id(mine.ticket): mine.ticket for mine in self._mine.values()}
         self._mine.clear()
         self._tell(_deliver, [(ticket, error) for ticket in tickets.values()])

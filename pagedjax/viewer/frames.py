@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from immutables import Map
 
-from pagedjax import scheduler
-from pagedjax.scheduler import SchedulerConfig, SchedulerState
-from pagedjax.types import Event, Finished, Plan, Request, Sampled, Seq
+from pagedjax.host import scheduler
+from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
+from pagedjax.host.types import Event, Finished, Plan, Request, Sampled, Seq
 from pagedjax.viewer import picture, story
 from pagedjax.viewer.picture import Frame, Picture
 from pagedjax.viewer.story import Entry, Tables

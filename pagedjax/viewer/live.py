@@ -21,10 +21,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from pagedjax import __version__, scheduler
-from pagedjax.policies import Policy, find
-from pagedjax.scheduler import SchedulerState
-from pagedjax.types import Event, Plan, StepResult
+from pagedjax import __version__
+from pagedjax.host import scheduler
+from pagedjax.host.policies import Policy, find
+from pagedjax.host.scheduler import SchedulerState
+from pagedjax.host.types import Event, Plan, StepResult
 from pagedjax.viewer import frames, picture
 from pagedjax.viewer.document import facts
 from pagedjax.viewer.picture import Frame, Picture

@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pagedjax.blocks import BlockPool
-from pagedjax.types import Beamed, Event, Forked, Plan
+from pagedjax.host.blocks import BlockPool
+from pagedjax.host.types import Beamed, Event, Forked, Plan
 
 Entry = list[Any]
 Tables = dict[int, tuple[int, ...]]  # number -> block table

@@ -21,8 +21,8 @@ import numpy as np
 from tqdm import tqdm
 
 from pagedjax.config import DType, one_of
-from pagedjax.models import ARCHITECTURES
-from pagedjax.models.decoder import DecoderConfig
+from pagedjax.device.models import FAMILIES
+from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.weights import architectures
 from pagedjax.weights.checkpoint import Checkpoint, open_checkpoint
 from pagedjax.weights.huggingface import np_dtype
@@ -71,7 +71,7 @@ def convert(
     target = Path(target).expanduser().absolute()
     check_free(target)
     checkpoint = open_checkpoint(model)
-    family = ARCHITECTURES[checkpoint.config["model_type"]]
+    family = FAMILIES[checkpoint.config["model_type"]]
     config = family.from_hf(checkpoint.config)
     table = family.param_table(config)
     if to == "safetensors":

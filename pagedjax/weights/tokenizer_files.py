@@ -1,4 +1,4 @@
-"""The parts of a tokenizer as a checkpoint stores them. `pagedjax.tokenizer` puts them together."""
+"""The parts of a tokenizer as a checkpoint stores them. `pagedjax.text.tokenizer` puts them together."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.config import DType, one_of
-from pagedjax.models import Model, assemble
-from pagedjax.models.decoder import Decoder, DecoderConfig
+from pagedjax.device.models import Model, assemble
+from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.int8 import SCALES, with_scales
 from pagedjax.weights.tree import buffers, differences, is_float, name_of, named, nested

@@ -46,7 +46,7 @@ def buffers(state: Any) -> frozenset[str]:
     """Names of a state's computed arrays."""
     from flax import nnx
 
-    from pagedjax.layers import Buffer
+    from pagedjax.device.layers import Buffer
 
     return frozenset(".".join(map(str, path)) for path, leaf in nnx.to_flat_state(state) if isinstance(leaf, Buffer))
 

@@ -7,14 +7,17 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import cpu, gpu, reference, tpu, xla
+from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention.cpu import implementation as cpu
+from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
+from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 
 IMPLS = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
     "cpu": cpu.paged_attention,
-    "pallas_gpu": gpu.paged_attention,
-    "pallas_tpu": tpu.paged_attention,
+    "pallas_gpu": pallas_gpu.paged_attention,
+    "pallas_tpu": pallas_tpu.paged_attention,
 }
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import yaml
 
-from experiments import capacity, run, store
+from experiments import capacity, run
 from experiments.capacity import Bounds, Probe, bracket, next_rate, unordered
-from experiments.metrics import BranchRecord, RequestRecord
+from experiments.core import store
+from experiments.core.metrics import BranchRecord, RequestRecord
 
 MD1 = {  # one request of one step at a time, Poisson arrivals: an M/D/1 queue
     "name": "md1",

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import compare, run, store
+from experiments import compare, run
 from experiments.compare import of_requests, of_runs
-from experiments.metrics import BranchRecord, RequestRecord
-from pagedjax.server.load_summary import spread
+from experiments.core import store
+from experiments.core.metrics import BranchRecord, RequestRecord
+from pagedjax.load_client.summary import spread
 
 WORKLOAD = {"requests": 4, "prompt_tokens": 20, "last_arrival_s": 1.0}
 

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import analysis, plots, report, store
-from experiments.analysis import Axes
-from experiments.config import short_names
+from experiments import report
+from experiments.analysis import plots, sweep_points
+from experiments.analysis.sweep_points import Axes
+from experiments.core import store
+from experiments.core.config import short_names
 
 
 def run(order: int, repeat: int, swept: dict[str, Any], rate: float, gap: float = 0.05, **more: Any) -> dict[str, Any]:
@@ -50,16 +52,16 @@ ABOUT = {"name": "unit <test>", "question": "How much?", "command": "python -m e
 
 
 def test_repeats_fold_into_points() -> None:
-    rows = analysis.points(GRID)
+    rows = sweep_points.points(GRID)
     assert [row.repeats for row in rows] == [3] * 6
     assert rows[0].values["output_tokens_per_s"] == (101.0, 100.0, 102.0)
     assert rows[0].values["itl_s.p50"].middle == pytest.approx(50.0)  # milliseconds
     assert rows[0].swept == {"block_size": 8, "max_num_batched_tokens": 64}
     assert "goodput.requests_per_s" not in rows[0].values
     noisy = [run(0, repeat, {}, rate) for repeat, rate in enumerate((100.0, 98.0, 40.0))]
-    assert analysis.points(noisy)[0].values["output_tokens_per_s"] == (98.0, 40.0, 100.0)  # the median
+    assert sweep_points.points(noisy)[0].values["output_tokens_per_s"] == (98.0, 40.0, 100.0)  # the median
     partly = [run(0, 0, {}, 100.0), run(0, 1, {}, 1.0, failed="it broke")]
-    assert analysis.points(partly)[0].values["output_tokens_per_s"] == (100.0, 100.0, 100.0)
+    assert sweep_points.points(partly)[0].values["output_tokens_per_s"] == (100.0, 100.0, 100.0)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +82,14 @@ def test_repeats_fold_into_points() -> None:
     ],
 )  # fmt: skip
 def test_axes_come_from_what_is_swept(swept: list[dict[str, Any]], axes: Axes) -> None:
-    rows = analysis.points([run(i, 0, values, 100.0) for i, values in enumerate(swept)])
-    assert analysis.choose_axes(rows) == axes
-    assert sum(map(len, analysis.lines(rows, axes).values())) == len(rows)
+    rows = sweep_points.points([run(i, 0, values, 100.0) for i, values in enumerate(swept)])
+    assert sweep_points.choose_axes(rows) == axes
+    assert sum(map(len, sweep_points.lines(rows, axes).values())) == len(rows)
 
 
 def test_the_reading_says_what_the_numbers_say() -> None:
-    rows = analysis.points(GRID)
-    text = " ".join(analysis.reading(GRID, rows, analysis.choose_axes(rows)))
+    rows = sweep_points.points(GRID)
+    text = " ".join(sweep_points.reading(GRID, rows, sweep_points.choose_axes(rows)))
     best, worst = "block_size=128, max_num_batched_tokens=256", "block_size=8, max_num_batched_tokens=64"
     assert f"Fastest is {best} with 281 output tokens/s (280 to 282 over 3 repeats): 2.78 times the slowest" in text
     assert f"the slowest, {worst} (101)" in text
@@ -100,19 +102,21 @@ def test_the_reading_says_what_the_numbers_say() -> None:
 def test_the_reading_says_what_is_not_known() -> None:
     once = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
     once[1]["metrics"]["tokens_sha256"] = "other"
-    rows = analysis.points(once)
-    text = " ".join(analysis.reading(once, rows, analysis.choose_axes(rows)))
+    rows = sweep_points.points(once)
+    text = " ".join(sweep_points.reading(once, rows, sweep_points.choose_axes(rows)))
     assert "Each point ran once, so how much of a difference is noise is not known." in text
     assert "The 2 runs generated 2 different sets of tokens." in text
     near = [run(0, 0, {"seed": 1}, 100.0), run(0, 1, {"seed": 1}, 110.0), run(1, 0, {"seed": 2}, 101.0)]
-    rows = analysis.points(near)
+    rows = sweep_points.points(near)
     assert "one other point reaches into the range" in " ".join(
-        analysis.reading(near, rows, analysis.choose_axes(rows))
+        sweep_points.reading(near, rows, sweep_points.choose_axes(rows))
     )
     broken = [run(0, 0, {}, 1.0, failed="x", metrics=None)]
-    assert analysis.reading(broken, [], Axes(None, ())) == ["All 1 runs failed; there is nothing to read."]
+    assert sweep_points.reading(broken, [], Axes(None, ())) == ["All 1 runs failed; there is nothing to read."]
     mixed = [*once, *broken]
-    assert "1 of 3 runs failed and are left out." in analysis.reading(mixed, analysis.points(mixed), Axes(None, ()))
+    assert "1 of 3 runs failed and are left out." in sweep_points.reading(
+        mixed, sweep_points.points(mixed), Axes(None, ())
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6))))
@@ -120,25 +124,27 @@ def test_the_pareto_front_is_what_nothing_dominates(points: list[tuple[int, int]
     def dominated(at: tuple[int, int]) -> bool:
         return any(cost <= at[0] and gain >= at[1] and (cost, gain) != at for cost, gain in points)
 
-    front = analysis.pareto(points)
+    front = sweep_points.pareto(points)
     assert sorted(front) == [place for place, at in enumerate(points) if not dominated(at)]
     assert [points[place] for place in front] == sorted(points[place] for place in front)
 
 
 def test_throughput_is_drawn_against_both_latencies_for_more_than_two_points() -> None:
-    rows = analysis.points(GRID)
-    axes = analysis.choose_axes(rows)
-    svg = plots.pareto_plot(rows, axes, analysis.ITL_P99)
+    rows = sweep_points.points(GRID)
+    axes = sweep_points.choose_axes(rows)
+    svg = plots.pareto_plot(rows, axes, sweep_points.ITL_P99)
     assert svg is not None
     assert 'aria-label="Output throughput against Inter-token latency, p99"' in svg
     assert svg.count("<title>") == 6
     best = rows[-1]  # the largest budget and the largest blocks are the fastest, and the slowest in latency
     assert svg.count(best.label) == 2  # in its tooltip, and beside it because nothing dominates it
     assert svg.count("block_size=8, max_num_batched_tokens=64") == 1  # another is faster and no slower: no name
-    assert plots.pareto_plot(rows[:2], axes, analysis.ITL_P99) is None
+    assert plots.pareto_plot(rows[:2], axes, sweep_points.ITL_P99) is None
     wide = [run(i, 0, {"seed": i}, 50.0 + i, gap=0.01 * 4**i) for i in range(4)]
-    rows = analysis.points(wide)
-    assert "1000" in (plots.pareto_plot(rows, analysis.choose_axes(rows), analysis.TTFT_P99) or "")  # by factors
+    rows = sweep_points.points(wide)
+    assert "1000" in (
+        plots.pareto_plot(rows, sweep_points.choose_axes(rows), sweep_points.TTFT_P99) or ""
+    )  # by factors
 
 
 @pytest.mark.parametrize(
@@ -146,8 +152,8 @@ def test_throughput_is_drawn_against_both_latencies_for_more_than_two_points() -
     [(0.0, "0"), (71.0, "71"), (0.01234, "0.0123"), (5.25, "5.25"), (123.4, "123"), (12345.6, "12\u2009346")],
 )
 def test_numbers_have_three_digits(value: float, text: str) -> None:
-    assert analysis.number(value) == text
-    assert analysis.number(float("nan")) == "-"
+    assert sweep_points.number(value) == text
+    assert sweep_points.number(float("nan")) == "-"
 
 
 class Tags(html.parser.HTMLParser):
@@ -199,8 +205,8 @@ def test_pages_without_axes_and_without_results_are_drawn_too(tmp_path: Path) ->
 
 def test_many_lines_and_values_still_draw() -> None:
     runs = [run(10 * i + j, 0, {"seed": i, "workload.count": j}, 5.0 + i) for i in range(14) for j in range(10)]
-    rows = analysis.points(runs)
-    svg = plots.metric_plot(rows, analysis.choose_axes(rows), analysis.THROUGHPUT)
+    rows = sweep_points.points(runs)
+    svg = plots.metric_plot(rows, sweep_points.choose_axes(rows), sweep_points.THROUGHPUT)
     assert svg is not None
     assert svg.count("<title>") == 140
 
@@ -240,10 +246,10 @@ def test_the_fastest_run_is_drawn_over_time(tmp_path: Path) -> None:
 
 
 def test_the_table_for_a_terminal() -> None:
-    text = analysis.text_table(analysis.points(GRID)).splitlines()
+    text = sweep_points.text_table(sweep_points.points(GRID)).splitlines()
     assert text[0].split()[:6] == ["point", "output", "tokens/s", "TTFT", "p50", "ms"]
     assert text[1].split()[:7] == ["block_size=8,", "max_num_batched_tokens=64", "101", "(100", "to", "102)", "500"]
-    assert analysis.text_table([]) == "no good run"
+    assert sweep_points.text_table([]) == "no good run"
 
 
 def test_the_command_says_what_it_takes_and_what_is_not_there(

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 import experiments
-from experiments import config, run, store
+from experiments import run
+from experiments.core import config, store
 from tests.weights.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -290,7 +291,7 @@ def made(tmp_path: Path) -> dict[str, int]:
     return {str(entry.parent): entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
 
 
-@pytest.mark.parametrize("what", ["experiments.environment.source", "experiments.environment._version"])
+@pytest.mark.parametrize("what", ["experiments.core.environment.source", "experiments.core.environment._version"])
 def test_runs_of_other_code_are_named_and_never_repeats_of_new_ones(
     what: str, simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -366,7 +367,7 @@ def test_an_output_that_the_engine_would_cut_is_not_called_served(
 
 def test_a_run_keeps_the_files_that_its_config_names(tmp_path: Path) -> None:
     (tmp_path / "w1.json").write_text(json.dumps([{"prompt": [20, 30], "max_tokens": 3}]))
-    (tmp_path / "mine.py").write_text("from pagedjax.policies import FCFS\nMINE = FCFS._replace(name='mine')\n")
+    (tmp_path / "mine.py").write_text("from pagedjax.host.policies import FCFS\nMINE = FCFS._replace(name='mine')\n")
     tokens = {"kind": "tokens", "file": "w1.json"}
     plain = {**SIMULATED, "sweep": None, "workload": tokens, "repeats": 1}
     path = write_config(tmp_path, "nothing", **{**plain, "engine": {"policy": "mine.py:MINE"}})

@@ -26,7 +26,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pagedjax.tokenizer import load_tokenizer
+from pagedjax.text.tokenizer import load_tokenizer
 from pagedjax.weights import Checkpoint, open_checkpoint
 
 MODEL = "smollm2-135m"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagedjax.tokenizer import load_tokenizer
+from pagedjax.text.tokenizer import load_tokenizer
 from pagedjax.weights import open_checkpoint
 
 HERE = Path(__file__).parent

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from pagedjax.outputs import Logprob
 from pagedjax.server import answers
 from pagedjax.server.answers import LOWEST, Style, finite, legacy_logprobs
+from pagedjax.text.outputs import Logprob
 
 
 def style(logprobs: int) -> Style:

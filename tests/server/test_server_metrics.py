@@ -6,8 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagedjax import BeamSearchParams, SamplingParams
-from pagedjax.server.metrics import Metrics
-from pagedjax.types import (
+from pagedjax.host.types import (
     EMPTY_PLAN,
     Beamed,
     BeamResult,
@@ -19,7 +18,8 @@ from pagedjax.types import (
     Seq,
     StepResult,
 )
-from pagedjax.underway import Ask
+from pagedjax.server.metrics import Metrics
+from pagedjax.session import GenerationRequest
 
 PROMPT = (20, 30, 40, 50)
 
@@ -31,7 +31,7 @@ class Run:
         self.state, self.metrics = llm.engine.state, Metrics("m", llm.engine.config)
 
     def add(self, names: tuple[str, ...], params: SamplingParams | BeamSearchParams) -> None:
-        self.metrics.added(names, Ask(PROMPT, params), 0.0, self.state)
+        self.metrics.added(names, GenerationRequest(PROMPT, params), 0.0, self.state)
 
     def step(self, began: float, ended: float, rows: dict[str, int], *events: Event, beams=()) -> None:
         """`rows`: tokens computed, by name."""

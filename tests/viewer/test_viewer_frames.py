@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagedjax import blocks, replay, scheduler
-from pagedjax.policies import FCFS
-from pagedjax.types import Request
+from pagedjax.host import blocks, event_log, scheduler
+from pagedjax.host.policies import FCFS
+from pagedjax.host.types import Request
 from pagedjax.viewer import frames, picture, run
 from pagedjax.viewer.picture import Picture
-from tests.test_replay import SMALL
+from tests.host.test_event_log import SMALL
 from tests.viewer.runs import brute_force_empty, names, pictures, random_run
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -146,7 +146,7 @@ def test_the_story_of_one_that_gives_way_and_comes_back(tmp_path: Path):
 def test_an_id_that_is_used_again_is_another_request(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     config = SMALL._replace(num_blocks=6)
-    with_two = replay.Recorder(path, config)
+    with_two = event_log.Recorder(path, config)
     state = scheduler.init(config)
     for _ in range(2):
         request = Request("same", 2, 1)

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from immutables import Map
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams, scheduler
-from pagedjax.policies import FCFS
-from pagedjax.scheduler import SchedulerState
-from pagedjax.types import Event, Plan, Request, StepResult
+from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax.host import scheduler
+from pagedjax.host.policies import FCFS
+from pagedjax.host.scheduler import SchedulerState
+from pagedjax.host.types import Event, Plan, Request, StepResult
 from pagedjax.viewer import Live, picture, read
 from pagedjax.viewer.picture import Picture
-from tests.test_replay import SMALL, filled
+from tests.host.test_event_log import SMALL, filled
 from tests.viewer.runs import pictures
 
 

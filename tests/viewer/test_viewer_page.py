@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pagedjax import cli, viewer
-from pagedjax.replay import Recorder, ReplayError
-from pagedjax.scheduler import SchedulerConfig
-from pagedjax.types import Request
+from pagedjax.host.event_log import Recorder, ReplayError
+from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.types import Request
 from pagedjax.viewer import document, text
 from tests.viewer.runs import crowd, random_run
 

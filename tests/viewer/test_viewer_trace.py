@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pagedjax import cli, scheduler, viewer
-from pagedjax.policies import FCFS
-from pagedjax.replay import Recorder
-from pagedjax.types import Request
-from tests.test_replay import SMALL
+from pagedjax import cli, viewer
+from pagedjax.host import scheduler
+from pagedjax.host.event_log import Recorder
+from pagedjax.host.policies import FCFS
+from pagedjax.host.types import Request
+from tests.host.test_event_log import SMALL
 from tests.viewer.runs import random_run
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import regex
 from hypothesis import strategies as st
 
-from pagedjax.tokenizer import Tokenizer, load_tokenizer
+from pagedjax.text.tokenizer import Tokenizer, load_tokenizer
 from pagedjax.weights import open_checkpoint
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

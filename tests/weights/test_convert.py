@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pagedjax import models
-from pagedjax.tokenizer import load_tokenizer
+from pagedjax.device import models
+from pagedjax.text.tokenizer import load_tokenizer
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.convert import convert, rows_of
 from pagedjax.weights.huggingface import INDEX
@@ -110,7 +110,7 @@ def test_a_transposed_parameter_goes_back_transposed(tmp_path):
     ],
 )
 def test_rows_are_the_tables_or_follow_from_the_heads(source, sources, rows, shape, expected):
-    config = models.ARCHITECTURES["llama"].from_hf(open_checkpoint(source).config)
+    config = models.FAMILIES["llama"].from_hf(open_checkpoint(source).config)
     assert rows_of(ParamSource(("a",), sources, shape, rows=rows), config) == expected
     with pytest.raises(ValueError, match=r"a\.b has 128 rows for 3 tensors; its table must give their rows"):
         rows_of(ParamSource(("a", "b"), ("x", "y", "z"), (128, 64)), config)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import pytest
 
-from pagedjax import models
+from pagedjax.device import models
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.convert import convert
 from tests.weights.tiny import tiny_gguf, tiny_llama

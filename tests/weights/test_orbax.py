@@ -20,9 +20,10 @@ import pytest
 import tensorstore
 from flax import nnx
 
-from pagedjax import LLM, SamplingParams, load_model, models
-from pagedjax.models.decoder import Decoder
-from pagedjax.tokenizer import load_tokenizer
+from pagedjax import LLM, SamplingParams, load_model
+from pagedjax.device import models
+from pagedjax.device.models.decoder import Decoder
+from pagedjax.text.tokenizer import load_tokenizer
 from pagedjax.weights import open_checkpoint, orbax_checkpoint
 from pagedjax.weights.convert import convert
 from pagedjax.weights.load import restore_params
@@ -131,7 +132,7 @@ from pagedjax import models
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.load import restore_params
 opened = open_checkpoint({str(folder)!r})
-family = models.ARCHITECTURES["llama"]
+family = models.FAMILIES["llama"]
 table = family.param_table(family.from_hf(opened.config))
 mesh = Mesh(jax.devices(), "x")
 params = restore_params(opened, table, "bfloat16",
@@ -259,8 +260,8 @@ def test_a_config_of_another_model_is_told_like_any_difference(tmp_path, folder)
 def test_an_abstract_decoder_has_the_stored_names(folder):
     """So that whoever builds the module can find its parameters."""
     opened = open_checkpoint(folder)
-    config = models.ARCHITECTURES["llama"].from_hf(opened.config)
+    config = models.FAMILIES["llama"].from_hf(opened.config)
     wanted = named(nnx.eval_shape(lambda: Decoder(config, "float32")))
     assert {name: x.shape for name, x in wanted.items()} == {name: x.shape for name, x in opened.tensors.items()}
-    table = models.ARCHITECTURES["llama"].param_table(config)
+    table = models.FAMILIES["llama"].param_table(config)
     assert set(named(restore_params(opened, table, "float32"))) == set(wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.cost import CHIPS, SHAPES, Roofline, Work
+from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Work
 from experiments.studies import draw
 from experiments.studies.findings import Claim, Findings, Summary, exactly, markdown, over, ratios, simulated
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from experiments.studies import draw, lengths
 from experiments.studies.findings import Claim, Findings, interval, markdown, results_of
-from pagedjax import reservation
-from pagedjax.scheduler import SchedulerConfig
-from pagedjax.types import StepResult
+from pagedjax.host import reservation
+from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.types import StepResult
 
 QUESTION = "How much of the KV cache holds tokens, and how many requests run together, reserved or paged?"
 PAPER = "PagedAttention, Fig. 2"

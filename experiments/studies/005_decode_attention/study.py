@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from experiments.cost import CHIPS, SHAPES, Chip, Roofline, Shape, Work, shape_of
+from experiments.simulation.cost import CHIPS, SHAPES, Chip, Roofline, Shape, Work, shape_of
 from experiments.studies import draw
 from experiments.studies.findings import Claim, Findings, exactly, markdown, span, told
-from pagedjax import load_model, monitor
-from pagedjax.loaded import DEFAULT_MODEL
+from pagedjax import load_model
+from pagedjax.engine import compilations
 from pagedjax.weights.checkpoint import open_checkpoint
+from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 from .timed import (
     AGAIN,
@@ -108,7 +109,7 @@ def middles(times: Times, batch: int, name: str) -> list[tuple[float, float]]:
 
 
 def run(folder: Path, quick: bool) -> Findings:
-    monitor.keep_compilations()
+    compilations.keep_compilations()
     grid = QUICK if quick else FULL
     model = load_model(DEFAULT_MODEL, progress=False).model
     number = jnp.dtype(model.dtype).itemsize

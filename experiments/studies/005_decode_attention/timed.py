@@ -17,20 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import floors
-from experiments.bench_kernels import BEYOND_L2
-from experiments.cost import Chip
-from pagedjax import attention, cache, scheduler
-from pagedjax.batch import Source, blank_sampling, pack
+from experiments.bench import floors
+from experiments.hardware.kernels import BEYOND_L2
+from experiments.simulation.cost import Chip
 from pagedjax.config import EngineConfig
-from pagedjax.models import Model
+from pagedjax.device import attention, cache
+from pagedjax.device.batch import SequenceData, blank_sampling, pack
+from pagedjax.device.models import Model
+from pagedjax.device.sampling import device_tile
+from pagedjax.device.step import make_step
+from pagedjax.engine.resolve import block_shape, resolve, shapes
+from pagedjax.host import scheduler
+from pagedjax.host.policies import FCFS
+from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.types import Plan, Request
 from pagedjax.params import SamplingParams
-from pagedjax.policies import FCFS
-from pagedjax.resolve import block_shape, resolve, shapes
-from pagedjax.sampling import device_tile
-from pagedjax.scheduler import SchedulerConfig
-from pagedjax.step import make_step
-from pagedjax.types import Plan, Request
 from pallas_kernels.paged_attention import IMPLS
 
 SIZES = (16, 128)  # tokens a block
@@ -233,10 +234,10 @@ def names(batch: int) -> list[str]:
     return [f"r{i}" for i in range(batch)]
 
 
-def sources(batch: int, length: int) -> dict[str, Source]:
+def sources(batch: int, length: int) -> dict[str, SequenceData]:
     """Requests that know `length` tokens each."""
     params = SamplingParams(temperature=0, ignore_eos=True)
-    return {name: Source(params, 0, length, np.ones(length + 1, np.int32), length) for name in names(batch)}
+    return {name: SequenceData(params, 0, length, np.ones(length + 1, np.int32), length) for name in names(batch)}
 
 
 def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.cost import CHIPS, SHAPES, Roofline, Work
+from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Work
 from experiments.studies import draw
 from experiments.studies.findings import Claim, Findings, exactly, markdown, over, simulated
 

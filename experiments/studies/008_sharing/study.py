@@ -10,13 +10,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments import bench_beams, bench_sharing
-from experiments.bench_sharing import ALPACA, SHAREGPT, Row
-from experiments.draws import AT_ONCE
+from experiments.bench import beams as bench_beams
+from experiments.bench import sharing
+from experiments.bench.sharing import ALPACA, SHAREGPT, Row
+from experiments.core.draws import AT_ONCE
 from experiments.studies import draw
 from experiments.studies.findings import Claim, Findings, Interval, interval, markdown
 from pagedjax import load_model
-from pagedjax.loaded import DEFAULT_MODEL
+from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 QUESTION = "What share of the cache's blocks do parallel sampling and beam search save by having them together?"
 PAPER = "PagedAttention, Fig. 15"
@@ -37,8 +38,8 @@ Pair = tuple[Row, Row]  # branches with lengths of their own, and branches of on
 def pairs(requests: int) -> list[Pair]:
     """Both kinds of lengths for every data set and number of branches, in the order of the paper."""
 
-    def row(data: bench_sharing.Dataset, n: int, lengths: bench_sharing.Lengths) -> Row:
-        return bench_sharing.measure(data, n, lengths, requests, BLOCK, 0, AT_ONCE)
+    def row(data: sharing.Dataset, n: int, lengths: sharing.Lengths) -> Row:
+        return sharing.measure(data, n, lengths, requests, BLOCK, 0, AT_ONCE)
 
     return [(row(data, n, "own"), row(data, n, "same")) for data in (ALPACA, SHAREGPT) for n in data.paper]
 
@@ -72,7 +73,7 @@ def beams(widths: Sequence[int], draws: int, requests: int) -> dict[int, list[fl
     for seed in range(draws):
         asks = bench_beams.draw(tokens, ALPACA, requests, seed)
         for width in widths:
-            saved[width].append(100 * bench_beams.measure(llm, asks, width).share)
+            saved[width].append(100 * beams.measure(llm, asks, width).share)
     return saved
 
 

@@ -14,17 +14,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from experiments import config, cost, floors
-from experiments.config import Point
-from experiments.cost import Chip, Roofline, StepTime
-from experiments.drive import Measured, measure
-from experiments.engines import Engines, Run
+from experiments.bench import floors
+from experiments.core import config
+from experiments.core.config import Point
+from experiments.core.drive import Measured, measure
+from experiments.core.engines import Engines, Run
 from experiments.run import run_files
-from experiments.simulate import SimulatedEngine, SimulatedLLM
+from experiments.simulation import cost
+from experiments.simulation.cost import Chip, Roofline, StepTime
+from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
 from experiments.studies import draw
 from experiments.studies.findings import Claim, Findings, Summary, dig, markdown, span, told
 from pagedjax import LLM, load_model
-from pagedjax.models import Model
+from pagedjax.device.models import Model
 from pagedjax.weights.checkpoint import open_checkpoint
 
 QUESTION = "How well does a simulation predict runs that were not measured, and how well does a machine repeat itself?"

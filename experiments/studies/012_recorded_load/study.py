@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.core.workloads import AZURE
 from experiments.studies import draw
 from experiments.studies.findings import Findings, Interval, Summary, dig, markdown, over, simulated, span
-from experiments.workloads import AZURE
 
 QUESTION = "Which order of the queue keeps most of a recorded service's requests within their targets?"
 TRACES = {"chat": "conv", "code": "code"}

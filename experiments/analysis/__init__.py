@@ -1,0 +1,1 @@
+"""Reading results: repeats folded into points, tables, plots."""

@@ -1,0 +1,248 @@
+"""Reading a sweep: repeats folded into points, the axes to plot, the result in words. Pure functions of summaries."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from experiments import flatten
+from experiments.core.config import short_names
+
+
+class Metric(NamedTuple):
+    """A summary's number, how to show it (`scale` turns the stored unit into the shown one) and which way is better."""
+
+    column: str
+    title: str
+    unit: str
+    scale: float
+    better: Literal["high", "low"]
+    short: str
+
+
+THROUGHPUT = Metric("output_tokens_per_s", "Output throughput", "tokens/s", 1.0, "high", "output")
+TTFT = Metric("ttft_s.p50", "Time to first token, p50", "ms", 1e3, "low", "TTFT p50")
+ITL = Metric("itl_s.p50", "Inter-token latency, p50", "ms", 1e3, "low", "ITL p50")
+TTFT_P99 = Metric("ttft_s.p99", "Time to first token, p99", "ms", 1e3, "low", "TTFT p99")
+ITL_P99 = Metric("itl_s.p99", "Inter-token latency, p99", "ms", 1e3, "low", "ITL p99")
+FRAGMENTATION = Metric("fragmentation_share", "Empty slots in used blocks", "%", 1e2, "low", "empty slots")
+PADDING = Metric("padding_share", "Padding in computed tokens", "%", 1e2, "low", "padding")
+PEAK_SLOTS = Metric("slots_used.peak", "Peak cache use", "token slots", 1.0, "low", "peak cache")
+DEVICE = Metric("device_s.mean", "Device time per step, mean", "ms", 1e3, "low", "device a step")
+HOST = Metric("host_s.mean", "Host time per step, mean", "ms", 1e3, "low", "host a step")
+TABLE = (
+    THROUGHPUT,
+    Metric("steady_output_tokens_per_s", "Steady output throughput", "tokens/s", 1.0, "high", "steady"),
+    TTFT,
+    TTFT_P99,
+    ITL,
+    ITL_P99,
+    Metric("e2e_s.p50", "End to end, p50", "s", 1.0, "low", "E2E p50"),
+    Metric("goodput.requests_per_s", "Goodput", "requests/s", 1.0, "high", "goodput"),
+    Metric("steps", "Steps", "", 1.0, "low", "steps"),
+    DEVICE,
+    HOST,
+    PADDING,
+    FRAGMENTATION,
+    PEAK_SLOTS,
+    Metric("blocks_saved_share", "Blocks saved by sharing", "%", 1e2, "high", "saved by sharing"),
+    Metric("prefix_hit_share", "Tokens of admitted sequences found in the cache", "%", 1e2, "high", "prefix hits"),
+    Metric("preemptions", "Preemptions", "", 1.0, "low", "preemptions"),
+)
+
+
+class Range(NamedTuple):
+    """A metric over the repeats of a point, in its shown unit: the median, because a noisy minute moves a mean."""
+
+    middle: float
+    low: float
+    high: float
+
+
+class PointRow(NamedTuple):
+    """One point of a sweep. `swept` has short names; `values` is by column and lacks what no repeat has."""
+
+    label: str
+    key: str
+    swept: dict[str, Any]
+    repeats: int
+    values: dict[str, Range]
+
+    def middle(self, metric: Metric) -> float:
+        """The median over repeats; not a number where the point has no such value."""
+        found = self.values.get(metric.column)
+        return math.nan if found is None else found.middle
+
+
+class Axes(NamedTuple):
+    """What is drawn along x (None: the points side by side) and which keys make a line."""
+
+    x: str | None
+    lines: tuple[str, ...]
+
+
+def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
+    """The points with a good run, in the order of `runs` (what store.read_runs gives)."""
+    good: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        if not run["failed"]:
+            good.setdefault(run["point"], []).append(run)
+    names = short_names(list(dict.fromkeys(path for run in runs for path in run["swept"])))
+    rows = []
+    for key, repeats in good.items():
+        flat = [flatten(run["metrics"]) for run in repeats]
+        values = {}
+        for metric in TABLE:
+            found = [m[metric.column] * metric.scale for m in flat if m.get(metric.column) is not None]
+            if found:
+                values[metric.column] = Range(statistics.median(found), min(found), max(found))
+        swept = {names[path]: value for path, value in repeats[0]["swept"].items()}
+        rows.append(PointRow(repeats[0]["label"], key, swept, len(repeats), values))
+    return rows
+
+
+def swept_keys(rows: Sequence[PointRow]) -> list[str]:
+    """Every swept key, in the order in which points name them."""
+    return list(dict.fromkeys(key for row in rows for key in row.swept))
+
+
+def choose_axes(rows: Sequence[PointRow]) -> Axes:
+    """Block size along x and one line per token budget where they are swept; else the first numeric key along x."""
+
+    def values(key: str) -> list[Any]:
+        return [row.swept.get(key) for row in rows]
+
+    several = [key for key in swept_keys(rows) if len(set(map(repr, values(key)))) > 1]
+    numeric = [key for key in several if all(type(value) in (int, float) for value in values(key))]
+    if not numeric:
+        return Axes(None, tuple(several))
+    x = "block_size" if "block_size" in numeric else numeric[0]
+    rest = sorted((key for key in several if key != x), key=lambda key: key != "max_num_batched_tokens")  # stable
+    return Axes(x, tuple(rest))
+
+
+def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
+    """The points of each line, ordered along x, by the line's name ("" when everything is one line)."""
+    found: dict[str, list[PointRow]] = {}
+    for row in rows if axes.x is None else sorted(rows, key=lambda row: row.swept[axes.x or ""]):
+        found.setdefault(", ".join(f"{key}={row.swept.get(key)}" for key in axes.lines), []).append(row)
+    return found
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Places of the points (cost, gain) that none dominates, in ascending order of both.
+
+    A point dominates another when it costs no more, gains no less and is better in one of the two: equal ones do not.
+    """
+    front: list[int] = []
+    for place in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
+        last = points[front[-1]] if front else (-math.inf, -math.inf)
+        if points[place][1] > last[1] or points[place] == last:
+            front.append(place)
+    return front
+
+
+def best(rows: Sequence[PointRow], metric: Metric) -> PointRow | None:
+    """The point that is best in `metric`, or None when no point has it."""
+    having = [row for row in rows if metric.column in row.values]
+    sign = -1 if metric.better == "high" else 1
+    return min(having, key=lambda row: sign * row.middle(metric), default=None)
+
+
+def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
+    """The widest range over repeats, as a share of its point's median; None when no point has two repeats."""
+    shares = [(v.high - v.low) / v.middle for row in rows if row.repeats > 1 and (v := row.values.get(metric.column))]
+    return max(shares, default=None)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """`value` with `digits` significant digits or all its whole ones, a thin space between thousands; "-" for NaN."""
+    if not math.isfinite(value):
+        return "-"
+    whole = value == round(value)  # a count, or close enough to one
+    places = 0 if whole else max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{places}f}".replace(",", "\u2009")
+
+
+def reading(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow], axes: Axes) -> list[str]:
+    """The result in sentences that are made from the data, the most important first."""
+    failed = sum(1 for run in runs if run["failed"])
+    if not rows:
+        return [f"All {failed} runs failed; there is nothing to read."]
+    sentences = [*_throughput(rows), *_effect_of_x(rows, axes), *_latency(rows), *_same_tokens(runs)]
+    if failed:
+        sentences.append(f"{failed} of {len(runs)} runs failed and are left out.")
+    return sentences
+
+
+def _throughput(rows: Sequence[PointRow]) -> list[str]:
+    ordered = sorted(rows, key=lambda row: -row.middle(THROUGHPUT))
+    first, last = ordered[0], ordered[-1]
+    middle, low, high = first.values[THROUGHPUT.column]
+    runs = f"{number(low)} to {number(high)} over {first.repeats} repeats" if first.repeats > 1 else "one run"
+    if len(rows) == 1:
+        return [f"{number(middle)} output tokens/s ({runs})."]
+    slowest = last.middle(THROUGHPUT)
+    fastest = f"{first.label} with {number(middle)} output tokens/s ({runs})"
+    text = f"Fastest is {fastest}: {middle / slowest:.2f} times the slowest, {last.label} ({number(slowest)})."
+    share = widest_spread(rows, THROUGHPUT)
+    if share is None:
+        return [text, "Each point ran once, so how much of a difference is noise is not known."]
+    tied = sum(row.values[THROUGHPUT.column].high >= low for row in ordered[1:])
+    overlap = {0: "no other point reaches", 1: "one other point reaches"}.get(tied, f"{tied} other points reach")
+    return [text, f"Repeats of one point differ by up to {share:.1%}; {overlap} into the range of the fastest."]
+
+
+def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
+    """What moving along x does while everything else is held: the ratio of extremes on each line."""
+    if axes.x is None or not axes.lines:
+        return []
+    ratios = {}
+    for name, members in lines(rows, axes).items():
+        rates = [row.middle(THROUGHPUT) for row in members]
+        ratios[name] = max(rates) / min(rates)
+    low, high = min(ratios.values()), max(ratios.values())
+    where = max(ratios, key=lambda name: ratios[name])
+    return [f"With the rest held, {axes.x} changes throughput by a factor of {low:.2f} to {high:.2f}, most at {where}."]
+
+
+def _latency(rows: Sequence[PointRow]) -> list[str]:
+    said = []
+    for metric, words in ((TTFT, "the median time to first token"), (ITL, "the median gap between tokens")):
+        row = best(rows, metric)
+        if row is not None and len(rows) > 1:
+            said.append(f"{words} at {row.label} ({number(row.middle(metric))} {metric.unit})")
+    return [f"Lowest are {' and '.join(said)}."] if said else []
+
+
+def _same_tokens(runs: Sequence[dict[str, Any]]) -> list[str]:
+    digests = [run["metrics"]["tokens_sha256"] for run in runs if not run["failed"]]
+    if len(digests) < 2:
+        return []
+    if len(set(digests)) == 1:
+        return [f"All {len(digests)} runs generated exactly the same tokens."]
+    return [f"The {len(digests)} runs generated {len(set(digests))} different sets of tokens."]
+
+
+def text_table(rows: Sequence[PointRow]) -> str:
+    """The points as a small table for a terminal: medians, and the range over repeats of the throughput."""
+    if not rows:
+        return "no good run"
+    ranges = [row.values[THROUGHPUT.column] for row in rows]
+    shown = {
+        "point": [row.label for row in rows],
+        "output tokens/s": [f"{number(r.middle)} ({number(r.low)} to {number(r.high)})" for r in ranges],
+    }
+    for metric in (TTFT, ITL, PADDING, FRAGMENTATION):
+        shown[f"{metric.short} {metric.unit}"] = [number(row.middle(metric)) for row in rows]
+    return aligned(shown)
+
+
+def aligned(columns: Mapping[str, Sequence[str]]) -> str:
+    """Columns of text under their names, as lines of a terminal."""
+    named = [[name, *cells] for name, cells in columns.items()]
+    widths = [max(map(len, column)) for column in named]
+    lines_of_text = zip(*named, strict=True)
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines_of_text)

@@ -1,0 +1,1 @@
+"""Benchmarks: one question a module, each `python -m experiments.bench.NAME`."""

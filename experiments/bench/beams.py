@@ -1,0 +1,111 @@
+"""What beam search saves: the share of cache blocks that beams have together. Real text, a real model, real beams.
+
+python -m experiments.bench.beams
+python -m experiments.bench.beams --requests 8 --widths 4 --block-size 8
+
+    saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
+
+It is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values for Alpaca are printed
+beside it. How much beams share depends on where they part, which no random numbers imitate: so the model runs. Prompts
+are windows of configs/prompts/english.txt, prompt and output lengths exponential with Alpaca's means (the paper's
+Fig. 11), rounded and at least 1; the end of text is ignored, prefix caching is off, all requests come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from experiments.bench.sharing import ALPACA, Dataset, Saved
+from experiments.core.draws import Exponential, draw_lengths
+from experiments.core.workloads import branch_ids
+from pagedjax import LLM, BeamSearchParams, load_model
+from pagedjax.weights.pretrained import LoadedModel
+
+TEXT = Path(__file__).parents[2] / "configs" / "prompts" / "english.txt"
+PLACES = 48
+LONGEST = 448  # tokens of a request; of exponential lengths with Alpaca's means one in 500 would be longer
+
+
+def draw(tokens: Sequence[int], data: Dataset, count: int, seed: int) -> list[tuple[list[int], int]]:
+    """`count` prompts, each a window of `tokens`, and their numbers of output tokens."""
+    streams = [np.random.default_rng([seed, stream]) for stream in range(3)]
+    prompts, _ = draw_lengths(Exponential("exponential", data.prompt), count, streams[0])
+    outputs, _ = draw_lengths(Exponential("exponential", data.output), count, streams[1])
+    prompts = [min(prompt, LONGEST // 2) for prompt in prompts]
+    starts = [int(streams[2].integers(len(tokens) - prompt + 1)) for prompt in prompts]
+    windows = [list(tokens[start : start + prompt]) for start, prompt in zip(starts, prompts, strict=True)]
+    return [(window, min(output, LONGEST // 2)) for window, output in zip(windows, outputs, strict=True)]
+
+
+def searcher(model: LoadedModel, block_size: int) -> LLM:
+    """An engine with PLACES for beams, and a block for each of their tokens."""
+    return LLM(
+        model,
+        progress=False,
+        block_size=block_size,
+        max_num_seqs=PLACES,
+        max_num_batched_tokens=256,
+        token_buckets=(16, PLACES, 256),
+        max_model_len=LONGEST,
+        num_blocks=PLACES * -(-LONGEST // block_size),
+        enable_prefix_caching=False,
+    )
+
+
+def measure(llm: LLM, asks: Sequence[tuple[list[int], int]], width: int) -> Saved:
+    """Search for all of them together, as many at a time as have places."""
+    llm.engine.reset()
+    for i, (prompt, output) in enumerate(asks):
+        names = branch_ids(f"r{i}", width)
+        llm.engine.add(names[0], prompt, BeamSearchParams(width, output, ignore_eos=True), forks=names[1:])
+    listed = used = steps = preemptions = 0
+    while llm.engine.has_work:
+        result = llm.engine.step()
+        assert result is not None
+        listed += sum(len(seq.blocks) for seq in result.plan.seqs)  # beams advance together, so all of them have rows
+        used += result.plan.blocks_used
+        steps += 1
+        preemptions += len(result.plan.preempted)
+    return Saved(listed, used, steps, preemptions)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Share of cache blocks that beam search saves, beside Fig. 15.")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6])
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    args = parser.parse_args(arguments)
+    for name, value in (("requests", args.requests), ("block-size", args.block_size), ("widths", min(args.widths))):
+        if value < 1:
+            parser.error(f"--{name} is {value}; it must be at least 1")
+    if max(args.widths) > PLACES:
+        parser.error(f"--widths has {max(args.widths)}; {PLACES} beams have a place at a time")
+    try:
+        model = load_model(args.model)
+        llm, rows = searcher(model, args.block_size), []
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    asks = draw(model.tokenizer.encode(TEXT.read_text("utf-8")), ALPACA, args.requests, args.seed)
+    for width in args.widths:
+        saved = measure(llm, asks, width)
+        rows.append({"width": width, "saved": 100 * saved.share, "paper": ALPACA.beams.get(width), **saved._asdict()})
+        if not args.json:
+            paper = "-" if rows[-1]["paper"] is None else f"{rows[-1]['paper']:.2f} %"
+            ours = f"{rows[-1]['saved']:.2f} %"
+            print(f"beam width {width}: {ours} saved, paper {paper}; {saved.steps} steps", flush=True)
+    if args.json:
+        print(json.dumps({"model": args.model, "block_size": args.block_size, "requests": args.requests, "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

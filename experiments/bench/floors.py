@@ -1,0 +1,138 @@
+"""What a decode step cannot be faster than: the time of its memory traffic and of its matrix products, alone.
+
+    python -m experiments.bench.floors [--batches 1 8 64] [--context 253] [--json out.json]
+
+Timed in turn with the step itself: reading every weight once (what binds at batch 1), and the step's own matrix
+products alone, both without and with the products of attention over contiguous keys and values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.device.models import Model
+from pagedjax.weights.pretrained import DEFAULT_MODEL
+
+Run = Callable[[], Any]  # runs to the end; times itself nowhere
+
+
+def _ready(function: Callable[..., Any], *args: Any) -> Run:
+    compiled = jax.jit(function)
+    jax.block_until_ready(compiled(*args))
+    return lambda: jax.block_until_ready(compiled(*args))
+
+
+def read_weights(model: Model) -> Run:
+    """Every weight once: one matrix-vector product a matrix, which does nothing but stream it."""
+    matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
+    vectors = [jnp.ones(w.shape[1], w.dtype) for w in matrices]
+    return _ready(lambda ws, xs: [(w @ x).sum() for w, x in zip(ws, xs, strict=True)], matrices, vectors)
+
+
+def weight_products(model: Model, batch: int) -> Run:
+    """The step's products with weights, in its own orientation, chained through nothing but their shapes."""
+    matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
+    columns = {n: jnp.ones((n, batch), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
+    return _ready(lambda ws, xs: [w @ xs[w.shape[1]] for w in ws], matrices, columns)
+
+
+def attention_products(model: Model, batch: int, context: int) -> Run:
+    """q k^T and p v of every layer over contiguous keys and values, tokens minor and features minor as the cache."""
+    c = model.config
+    group = c.heads // c.kv_heads
+    dtype = model.dtype
+    q = jnp.ones((batch, c.kv_heads, group, c.head_dim), dtype)
+    p = jnp.ones((batch, c.kv_heads, group, context), dtype)
+    keys = [jnp.ones((batch, c.kv_heads, c.head_dim, context), dtype) + i for i in range(c.layers)]
+    values = [jnp.ones((batch, c.kv_heads, context, c.head_dim), dtype) + i for i in range(c.layers)]
+
+    def products(q, p, keys, values):
+        scores = [jnp.einsum("bkgd,bkdc->bkgc", q, k) for k in keys]
+        return scores, [jnp.einsum("bkgc,bkcd->bkgd", p, v) for v in values]
+
+    return _ready(products, q, p, keys, values)
+
+
+def beside_floors(batches: Sequence[int], context: int, repeats: int, name: str) -> list[dict[str, Any]]:
+    """The median decode step of each batch size beside what it cannot be faster than."""
+    length = context + repeats + 2
+    buckets = sorted({*batches, 2048})
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": max(batches), "max_model_len": length}
+    llm = LLM(name, **sizes, token_buckets=buckets, dtype="float32")
+    model, rows = llm.engine.model, []
+    for batch in batches:
+        parts = {
+            "read weights": read_weights(model),
+            "weight products": weight_products(model, batch),
+            "attention products": attention_products(model, batch, context),
+        }
+        llm.engine.reset()
+        params = SamplingParams(temperature=0, max_tokens=length - context, ignore_eos=True)
+        for i in range(batch):
+            prompt = np.random.default_rng(i).integers(1, model.config.vocab_size, context)
+            llm.engine.add(str(i), prompt.tolist(), params)
+        while _prefilling(llm):
+            llm.engine.step()
+        times: dict[str, list[float]] = {"step": [], "host": [], **{name: [] for name in parts}}
+        for _ in range(repeats):
+            result = llm.engine.step()
+            assert result is not None
+            times["step"].append(result.device_seconds)
+            times["host"].append(result.host_seconds)
+            for name, run in parts.items():
+                started = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - started)
+        ms = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+        rows.append({"batch": batch, "context": context, **ms})
+    return rows
+
+
+def _prefilling(llm: LLM) -> bool:
+    state = llm.engine.state
+    return bool(state.waiting) or any(n - c > 1 for n, c in zip(*state.running[1:], strict=True))
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    print("median milliseconds; context", rows[0]["context"])
+    print("batch    step   host   read weights (step/it)   weight products (step/them)   with attention's (step/them)")
+    for r in rows:
+        step, read, weights = r["step"], r["read weights"], r["weight products"]
+        both = weights + r["attention products"]
+        print(f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:9.1f} ({step / read:5.2f})", end="")
+        print(f" {weights:14.1f} ({step / weights:5.2f}) {both:20.1f} ({step / both:5.2f})")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--context", type=int, default=253)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args(argv)
+    for name, value in (("batches", min(args.batches)), ("context", args.context), ("repeats", args.repeats)):
+        if value < 1:
+            parser.error(f"--{name} is {value}; it must be at least 1")
+    try:
+        rows = beside_floors(args.batches, args.context, args.repeats, args.model)
+    except (OSError, ValueError) as error:  # a model that is not there, or lengths that it does not have
+        parser.error(str(error))
+    show(rows)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

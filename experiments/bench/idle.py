@@ -1,0 +1,133 @@
+"""How long a CPU waits for the host between decode steps, as XLA's own trace has it.
+
+    python -m experiments.bench.idle [--sequences 1 64 256] [--lookahead 0 1] [--steps 20] [--json out.json]
+
+The default model decodes greedily; `idle` is the time from the end of one step on XLA's threads to the beginning of the
+next one. It is all that a step's host work costs: schedule, pack, dispatch, transfer and commit, less what is hidden
+behind the step before. `host` is what a `StepResult` tells of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.profiler import ProfileData
+
+from experiments.core.environment import environment
+from pagedjax import LLM, SamplingParams
+from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, load_model
+
+PROMPT = 24  # tokens; their content does not matter
+WARM = 5  # decode steps before the traced ones
+BEGINS, ENDS = "ThunkExecutor::Execute", "ThunkExecutor::Execute (wait for completion)"  # of a program
+CALLERS = "tf_XLAPjRtCpuClient"  # threads that begin programs; others run parts of them, under the same names
+
+
+class Idle(NamedTuple):
+    """Of one setting, over the traced steps, in milliseconds."""
+
+    sequences: int
+    lookahead: int
+    step: float  # median, begin to end
+    idle: float  # median, end to begin
+    longest: float
+    host: float  # median
+
+
+def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> Idle:
+    """Trace `steps` decode steps of so many sequences."""
+    length = PROMPT + WARM + steps + 2 * (lookahead + 1)
+    budget = min(512, sequences * PROMPT)
+    llm = LLM(
+        model,
+        max_num_seqs=sequences,
+        max_model_len=length,
+        max_num_batched_tokens=max(budget, sequences),
+        token_buckets=sorted({sequences, max(budget, sequences)}),
+        lookahead=lookahead,
+    )
+    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=length - PROMPT, ignore_eos=True)
+    draw = np.random.default_rng(0)
+    for i in range(sequences):
+        engine.add(str(i), draw.integers(1, engine.model.config.vocab_size, PROMPT).tolist(), params)
+    while engine.state.waiting or any(n - c > 1 for n, c in zip(*engine.state.running[1:], strict=True)):
+        engine.step()
+    for _ in range(WARM):
+        engine.step()
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level, options.python_tracer_level = 2, 0
+    host = []
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(steps):
+                result = engine.step()
+                assert result is not None, "the requests are long enough for all steps"
+                host.append(1e3 * result.host_seconds)
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        ran = sorted(programs(ProfileData.from_file(os.fspath(file))))
+    longest = sorted((end - begin for begin, end in ran), reverse=True)[:steps]
+    usual = statistics.median(longest) if longest else 0.0  # one step may have waited for another process
+    ran = [(begin, end) for begin, end in ran if end - begin > usual / 10]  # steps, and no tiny helpers
+    if len(ran) < 2:
+        raise RuntimeError(f"the trace has {len(ran)} steps; this version of XLA names them otherwise than {BEGINS!r}")
+    idle = [(after[0] - before[1]) / 1e6 for before, after in pairwise(ran)]
+    step = statistics.median(end - begin for begin, end in ran) / 1e6
+    return Idle(sequences, lookahead, step, statistics.median(idle), max(idle), statistics.median(host))
+
+
+def programs(trace: Any) -> Iterator[tuple[float, float]]:
+    """(begin, end) in nanoseconds of each program that a caller began and whose end it waited for."""
+    for plane in trace.planes:
+        for line in plane.lines:
+            if not (line.name or "").startswith(CALLERS):
+                continue
+            begun = None
+            for event in sorted(line.events, key=lambda event: event.start_ns):
+                if event.name == BEGINS:
+                    begun = event.start_ns
+                elif event.name == ENDS and begun is not None:
+                    yield begun, event.end_ns
+                    begun = None
+
+
+def table(rows: Sequence[Idle]) -> str:
+    lines = ["| sequences | lookahead | step, ms | idle, ms | longest | idle / step | host, ms |"]
+    lines += ["|---:|---:|---:|---:|---:|---:|---:|"]
+    for r in rows:
+        shares = f"{r.idle:.2f} | {r.longest:.2f} | {100 * r.idle / r.step:.1f} % | {r.host:.2f}"
+        lines.append(f"| {r.sequences} | {r.lookahead} | {r.step:.1f} | {shares} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--lookahead", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args(argv)
+    if jax.default_backend() != "cpu":
+        parser.error(f"reads the trace of a CPU, and the default device is a {jax.default_backend()}")
+    if min(*args.sequences, args.steps - 2) < 1 or min(args.lookahead) < 0:
+        parser.error("--sequences must be at least 1, --steps at least 3 and --lookahead at least 0")
+    model = load_model(args.model, dtype="float32")
+    rows = [measure(model, n, ahead, args.steps) for n in args.sequences for ahead in args.lookahead]
+    print(table(rows))
+    if args.json:
+        kept = {"environment": environment(), "steps": args.steps, "rows": [row._asdict() for row in rows]}
+        Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

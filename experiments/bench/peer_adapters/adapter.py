@@ -1,0 +1,46 @@
+"""The conversation between experiments/bench/peers.py and an adapter: one JSON object a line.
+
+    to the adapter    {"model": folder, "options": {...}}          once
+    from it           {"ready": seconds, "version": "1.2.3"}
+    to the adapter    {"requests": [[token ids, count], ...]}      any number of times, until its input ends
+    from it           {"tokens": [[...], ...], "seconds": ...}     greedy, exactly `count` of each, EOS ignored
+
+What goes wrong comes back as {"error": text}. An engine may print what it likes: its output goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+Request = tuple[list[int], int]  # prompt token ids, tokens to generate
+Generate = Callable[[list[Request]], list[list[int]]]
+
+
+def serve(load: Callable[[str, dict[str, Any]], tuple[Generate, str]]) -> None:
+    """Answer until standard input ends. `load(model folder, options)` gives (generate, the engine's version)."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever else is printed
+
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
+        answers.flush()
+
+    try:
+        started = time.perf_counter()
+        first = json.loads(sys.stdin.readline())
+        generate, version = load(first["model"], first["options"])
+        answer(ready=time.perf_counter() - started, version=version)
+        for line in sys.stdin:
+            requests = [(prompt, count) for prompt, count in json.loads(line)["requests"]]
+            started = time.perf_counter()
+            tokens = generate(requests)
+            answer(seconds=time.perf_counter() - started, tokens=[list(map(int, one)) for one in tokens])
+    except Exception as error:
+        traceback.print_exc()
+        answer(error=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")

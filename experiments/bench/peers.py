@@ -1,0 +1,334 @@
+"""This engine beside the ones a user has: the same requests, taking turns, greedy tokens compared before any timing.
+
+    python -m experiments.bench.peers            # configs/peers.yaml: transformers, on this Python
+    python -m experiments.bench.peers my_peers.yaml --file w1.json --json out.json --plot out.svg
+
+Workload W1: 64 requests at time 0, prompts of 16 to 256 and outputs of 16 to 128 random tokens, uniform; EOS ignored.
+Each contender is a process of its own, by the Python that the config names (peer_adapters/), and is stopped (SIGSTOP)
+while another one works. The checkpoint is written out once as a Hugging Face directory, in float32, so that
+all read the same weights. First every contender answers a part of the workload; one that says `exact` and gives other
+tokens than the first contender ends the run. Then rounds: each contender once, in turn. Quoted are medians of the
+rounds and, because a slow minute hits all of a round, medians of the ratios within rounds. On a shared machine a round
+is repeated when its host gave more than 5 % of the processors to others in one of its passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.core import strict
+from experiments.core.environment import cpu_model, git_state, processor_time, stolen_share
+from experiments.core.workloads import Tokens, read_tokens
+
+ROOT = Path(__file__).parents[1]
+ADAPTERS = sorted(file.stem.removeprefix("run_") for file in (ROOT / "bench" / "peer_adapters").glob("run_*.py"))
+STOLEN = 0.05  # a round in which the host gave more of the processors to others is shown, not counted
+EXTRA = 2  # times as many rounds as were asked for, at most, to replace those with such a pass
+COMPARED = 8, 24  # requests whose tokens are compared before anything is timed, and how many of each
+
+Work = list[tuple[list[int], int]]  # prompt token ids, tokens to generate
+Option = int | float | str | bool | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """adapter: a name of ADAPTERS, or the path of a file like those. python: the interpreter; empty is this one's.
+
+    exact: its greedy tokens must be those of the first contender; leave it out for lower precision.
+    """
+
+    adapter: str
+    python: str = ""
+    exact: bool = True
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.adapter not in ADAPTERS and not Path(self.adapter).is_file():
+            raise ValueError(f"adapter is {self.adapter!r}; it must be one of {', '.join(ADAPTERS)}, or a file")
+
+
+@dataclass(frozen=True)
+class Config:
+    """contenders: by the name they are shown under; ratios are to the first."""
+
+    contenders: Mapping[str, Contender]
+    model: str = "smollm2-135m"
+
+    def __post_init__(self) -> None:
+        if not self.contenders:
+            raise ValueError("contenders is empty; name at least one")
+
+
+def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
+    """The workload from a file that a config's `kind: tokens` takes too, or drawn with the same shape."""
+    if file:
+        prompts, counts = read_tokens(Tokens("tokens", file), Path(file).read_text(encoding="utf-8"), vocab)
+        return [(list(prompt), count) for prompt, count in zip(prompts, counts, strict=True)]
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(16, 257, 64), rng.integers(16, 129, 64)
+    return [(rng.integers(17, vocab, p).tolist(), int(n)) for p, n in zip(*lengths, strict=True)]
+
+
+def write_out(model: str, folder: Path) -> Path:
+    """The checkpoint as a Hugging Face directory in `folder`, in float32 unless it is such a directory already."""
+    from safetensors.numpy import save_file
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from pagedjax.text.tokenizer import load_tokenizer
+    from pagedjax.weights.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(model)
+    if checkpoint.format == "huggingface":
+        return checkpoint.path
+    target = folder / checkpoint.path.stem
+    if not (target / "config.json").exists():  # written last
+        target.mkdir(parents=True, exist_ok=True)
+        tensors = {name: np.ascontiguousarray(tensor.read(), np.float32) for name, tensor in checkpoint.tensors.items()}
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        load_tokenizer(checkpoint).backend.save(str(target / "tokenizer.json"))
+        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[checkpoint.config["model_type"]]  # llama.cpp's converter goes by it
+        config = {"architectures": [named], **checkpoint.config, "torch_dtype": "float32"}
+        (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return target
+
+
+class Peer:
+    """A contender's process. It stands still except while it is asked something."""
+
+    def __init__(self, name: str, contender: Contender, model: Path, log: Path) -> None:
+        self.name, self.contender, self.log = name, contender, log
+        adapter = ROOT / "bench" / "peer_adapters" / f"run_{contender.adapter}.py"
+        script = adapter if contender.adapter in ADAPTERS else Path(contender.adapter)
+        python = os.path.expanduser(contender.python) or sys.executable
+        paths = [str(ROOT / "bench" / "peer_adapters"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        with log.open("w", encoding="utf-8") as errors:
+            try:
+                self.process = subprocess.Popen(
+                    [python, str(script)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=environment,
+                    start_new_session=True,  # a group of its own: what it starts is stopped with it
+                )
+            except OSError as error:
+                problem = f"cannot run {python!r} ({error.strerror}); see `python` in the config"
+                raise SystemExit(f"error: {name}: {problem}") from None
+        ready = self._ask({"model": str(model), "options": dict(contender.options)})
+        self.load_seconds, self.version = ready["ready"], ready["version"]
+
+    def generate(self, work: Work) -> tuple[list[list[int]], float]:
+        """(tokens of each request, seconds)."""
+        answer = self._ask({"requests": work})
+        for (_, count), tokens in zip(work, answer["tokens"], strict=True):
+            if len(tokens) != count:
+                raise SystemExit(f"error: {self.name} gave {len(tokens)} tokens where {count} were asked for")
+        return answer["tokens"], answer["seconds"]
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin
+        assert self.process.stdout
+        self._signal(signal.SIGCONT)
+        try:
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        answer = json.loads(line) if line else {"error": "it ended without an answer"}
+        if "error" in answer:
+            raise SystemExit(f"error: {self.name}: {answer['error']}; what it printed is in {self.log}")
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        if self.process.stdin:
+            self.process.stdin.close()  # the end of its input is how it is told
+        try:
+            self.process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+
+
+def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
+    """Share of requests whose tokens are the same."""
+    return sum(list(a) == list(b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
+    """By name, the share of requests whose tokens are the first peer's.
+
+    Raises:
+        SystemExit: one that says it is exact is not.
+    """
+    requests, most = COMPARED
+    part = [(prompt, min(count, most)) for prompt, count in work[:requests]]
+    answers = {peer.name: peer.generate(part)[0] for peer in peers}
+    shares = {name: equal_share(answers[peers[0].name], tokens) for name, tokens in answers.items()}
+    for peer in peers:
+        print(f"  {peer.name:36} {shares[peer.name]:5.0%} of {len(part)} requests give the same tokens", flush=True)
+        if peer.contender.exact and shares[peer.name] < 1:
+            raise SystemExit(
+                f"error: {peer.name} gives other tokens than {peers[0].name}, which is other work; nothing was "
+                "timed. Say `exact: false` if that is expected"
+            )
+    return shares
+
+
+def rounds(peers: Sequence[Peer], work: Work, repeats: int) -> dict[str, list[float]]:
+    """By name, output tokens per second in each counted round."""
+    count = sum(n for _, n in work)
+    rates: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    counted = 0
+    for left in range((1 + EXTRA) * repeats, 0, -1):
+        passes = {peer.name: one_pass(peer, work, count) for peer in peers}
+        if max(stolen for _, stolen in passes.values()) > STOLEN and left > repeats - counted:
+            print("  this round is not counted", flush=True)
+            continue
+        for name, (rate, _) in passes.items():
+            rates[name].append(rate)
+        counted += 1
+        if counted == repeats:
+            break
+    return rates
+
+
+def one_pass(peer: Peer, work: Work, count: int) -> tuple[float, float]:
+    """(output tokens per second, share of the processors that the host gave to others)."""
+    processors = processor_time()
+    _, seconds = peer.generate(work)
+    stolen = stolen_share(processors) or 0.0
+    note = f"  {stolen:.0%} of the processors stolen" if stolen > 0.005 else ""
+    print(f"  {peer.name:36} {count / seconds:7.1f} output tokens/s{note}", flush=True)
+    return count / seconds, stolen
+
+
+def table(rates: Mapping[str, Sequence[float]], first: str) -> list[dict[str, Any]]:
+    """A row a contender: median, least and most tokens/s, and the first one's rate over its, round by round."""
+    rows = []
+    for name, values in rates.items():
+        ratios = [a / b for a, b in zip(rates[first], values, strict=True)]
+        rows.append(
+            {
+                "contender": name,
+                "tokens_per_s": statistics.median(values),
+                "least": min(values),
+                "most": max(values),
+                "ratio": statistics.median(ratios),
+                "ratio_least": min(ratios),
+                "ratio_most": max(ratios),
+            }
+        )
+    return rows
+
+
+def show(rows: Sequence[Mapping[str, Any]], first: str) -> None:
+    print(f"\n{'':36} output tokens/s             {first} is so many times as fast")
+    print(f"{'':36}  median     min     max    median     min     max")
+    for r in rows:
+        print(f"{r['contender']:36} {r['tokens_per_s']:7.1f} {r['least']:7.1f} {r['most']:7.1f}", end="   ")
+        print(f"{r['ratio']:7.2f} {r['ratio_least']:7.2f} {r['ratio_most']:7.2f}")
+
+
+def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Median tokens/s as bars, least and most as whiskers."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.6 + 0.45 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    medians = [r["tokens_per_s"] for r in rows]
+    spread = [[r["tokens_per_s"] - r["least"] for r in rows], [r["most"] - r["tokens_per_s"] for r in rows]]
+    axes.barh([r["contender"] for r in rows], medians, xerr=spread, color=["#2b6cb0"] + ["#a0aec0"] * (len(rows) - 1))
+    axes.invert_yaxis()
+    axes.set_xlabel("output tokens per second: median, with the least and the most")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", default=str(ROOT.parent / "configs" / "peers.yaml"))
+    parser.add_argument("--file", help="a JSON list of requests instead of drawn ones")
+    parser.add_argument("--requests", type=int, help="only so many of them")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", help="names of contenders, the first among them the one to compare with")
+    parser.add_argument("--work", default="build/peers", help="folder for the checkpoint and the contenders' output")
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--plot", help="draw them into this file (.svg, .png)")
+    args = parser.parse_args(argv)
+    if args.repeats < 1 or (args.requests is not None and args.requests < 1):
+        parser.error("--repeats and --requests must be at least 1")
+    try:
+        config = strict.parse(Config, strict.load_file(Path(args.config)), "")
+        contenders = _chosen(config, args.only)
+        folder = Path(args.work)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = write_out(config.model, folder)
+        vocab = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+        work = w1(args.file, vocab)[: args.requests]
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+    peers: list[Peer] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # no contender stays behind, stopped
+    try:
+        for i, (name, contender) in enumerate(contenders.items()):
+            peers.append(Peer(name, contender, model.resolve(), folder / f"peer{i}.log"))
+            print(f"  {name:36} {peers[-1].version}, ready after {peers[-1].load_seconds:.1f} s", flush=True)
+        first = peers[0].name
+        shares = compare(peers, work)
+        rows = table(rounds(peers, work, args.repeats), first)
+    finally:
+        for peer in peers:
+            peer.close()
+    show(rows, first)
+    if args.json:
+        figures = {
+            "date": time.strftime("%Y-%m-%d"),
+            **git_state(ROOT),
+            "cpu": cpu_model(),
+            "requests": len(work),
+            "output_tokens": sum(count for _, count in work),
+            "versions": {peer.name: peer.version for peer in peers},
+            "load_seconds": {peer.name: peer.load_seconds for peer in peers},
+            "same_tokens": shares,
+            "rows": rows,
+        }
+        Path(args.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        plot(rows, Path(args.plot))
+    return 0
+
+
+def _chosen(config: Config, names: Sequence[str] | None) -> dict[str, Contender]:
+    for name in names or ():
+        if name not in config.contenders:
+            raise ValueError(f"--only names {name!r}; the config has {', '.join(map(repr, config.contenders))}")
+    return {name: config.contenders[name] for name in names or config.contenders}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""What smaller weights and a smaller cache cost: perplexity, agreement, bytes and time, beside the model as it is.
+
+    python -m experiments.bench.quality [--model smollm2-135m] [--dtype float32] [--windows 16] [--json out.json]
+
+The text is Python's own documentation, which every Python ships (pydoc_data), cut into windows. The first row is what
+the others are compared with:
+
+    perplexity   exp of the mean negative log-likelihood of every token of a window after its first
+    |difference| mean distance of those log-likelihoods, in nats
+    same best    share of positions where the most likely next token is the same
+    same greedy  share of the greedy tokens after each window that come before the first that differs
+    step         median decode step, as a multiple of the first row's; all engines take turns
+
+Where rows differ from the first in their dtype, that rounding is in their figures too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.core.environment import environment
+from pagedjax import LLM, SamplingParams
+from pagedjax.weights.pretrained import DEFAULT_MODEL
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8 weights": {"weight_dtype": "int8"},
+    "8-bit cache": {"kv_cache_dtype": "float8_e4m3fn"},
+    "both": {"weight_dtype": "int8", "kv_cache_dtype": "float8_e4m3fn"},
+}
+GREEDY_TOKENS = 32
+TOGETHER = 16  # sequences at a time, of the timed steps as well
+
+
+class Reading(NamedTuple):
+    """What a model makes of the windows."""
+
+    logprobs: np.ndarray  # [windows, length - 1] of the tokens that are there
+    best: np.ndarray  # [windows, length - 1] ids
+    greedy: list[tuple[int, ...]]  # after each window
+
+
+class Row(NamedTuple):
+    name: str
+    perplexity: float
+    difference: float
+    same_best: float
+    same_greedy: float
+    weights: int  # bytes
+    cache: int  # bytes a token
+    step: float  # seconds
+
+
+def windows_of(llm: LLM, count: int, length: int) -> list[list[int]]:
+    """The first `count` windows of the text, one after the other.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    text = "\n\n".join(topic for _, topic in sorted(topics.items()))
+    tokens = llm.tokenizer.encode(text[: 8 * count * length])  # a token of English is four letters or so
+    if len(tokens) < count * length:
+        raise ValueError(f"{count} windows of {length} tokens are more than the text has, {len(tokens)}; take fewer")
+    return [list(tokens[i * length : (i + 1) * length]) for i in range(count)]
+
+
+def read(llm: LLM, windows: Sequence[list[int]]) -> Reading:
+    params = SamplingParams(
+        temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True, prompt_logprobs=1, detokenize=False
+    )
+    logprobs, best, greedy = [], [], []
+    for output, window in zip(llm.generate(list(windows), params), windows, strict=True):
+        assert output.prompt_logprobs is not None, "they were asked for"
+        rows = [row for row in output.prompt_logprobs[1:] if row is not None]
+        logprobs.append([row[token].logprob for row, token in zip(rows, window[1:], strict=True)])
+        best.append([next(token for token, entry in row.items() if entry.rank == 1) for row in rows])
+        greedy.append(output.outputs[0].token_ids)
+    return Reading(np.array(logprobs), np.array(best), greedy)
+
+
+def alike(mine: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens come before the first that differs."""
+    return next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), len(mine))
+
+
+def decode_seconds(engines: Sequence[LLM], windows: Sequence[list[int]], steps: int) -> list[float]:
+    """The median decode step of each, all of them taking turns."""
+    params = SamplingParams(temperature=0, max_tokens=steps + 8, ignore_eos=True)
+    for llm in engines:
+        llm.engine.reset()
+        for i, window in enumerate(windows[:TOGETHER]):
+            llm.engine.add(str(i), window, params)
+        while llm.engine.state.waiting or any(n - c > 1 for n, c in zip(*llm.engine.state.running[1:], strict=True)):
+            llm.engine.step()
+    times: list[list[float]] = [[] for _ in engines]
+    for _ in range(steps):
+        for llm, mine in zip(engines, times, strict=True):
+            result = llm.engine.step()
+            assert result is not None, "the requests are long enough"
+            mine.append(result.device_seconds)
+    return [statistics.median(mine) for mine in times]
+
+
+def compare(model: str, dtype: str | None, count: int, length: int, steps: int, names: Sequence[str]) -> list[Row]:
+    size = length + max(GREEDY_TOKENS, steps + 8)
+    sizes: dict[str, Any] = {"max_num_seqs": TOGETHER, "max_model_len": size, "max_num_batched_tokens": 512}
+    blocks = TOGETHER * -(-size // 16)
+    common: dict[str, Any] = {"dtype": dtype, "token_buckets": (TOGETHER, 512), "num_blocks": blocks, **sizes}
+    engines = [LLM(model, **(common | VARIANTS[name])) for name in names]
+    windows = windows_of(engines[0], count, length)
+    readings = [read(llm, windows) for llm in engines]
+    times = decode_seconds(engines, windows, steps)
+    first, rows = readings[0], []
+    for name, llm, reading, seconds in zip(names, engines, readings, times, strict=True):
+        agreed = sum(alike(a, b) for a, b in zip(reading.greedy, first.greedy, strict=True))
+        memory = llm.engine.memory
+        rows.append(
+            Row(
+                name,
+                perplexity=math.exp(-reading.logprobs.mean()),
+                difference=float(np.abs(reading.logprobs - first.logprobs).mean()),
+                same_best=float((reading.best == first.best).mean()),
+                same_greedy=agreed / (GREEDY_TOKENS * count),
+                weights=memory.weights,
+                cache=memory.block_bytes // memory.block_size,
+                step=seconds,
+            )
+        )
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = ["| | perplexity | difference, nats | same best | same greedy | weights, MiB | cache, B a token | step |"]
+    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
+    for r in rows:
+        shares = f"{100 * r.same_best:.1f} % | {100 * r.same_greedy:.0f} %"
+        sizes = f"{r.weights / 2**20:.0f} | {r.cache:,}"
+        step = r.step / rows[0].step
+        lines.append(f"| {r.name} | {r.perplexity:.3f} | {r.difference:.4f} | {shares} | {sizes} | {step:.2f} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="the default is the device's")
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--steps", type=int, default=15, help="decode steps to time")
+    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=tuple(VARIANTS))
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args(argv)
+    if min(args.windows, args.steps, args.length - 1) < 1:
+        parser.error("--windows and --steps must be at least 1, and --length at least 2")
+    try:
+        rows = compare(args.model, args.dtype, args.windows, args.length, args.steps, args.variants)
+    except (OSError, ValueError) as error:  # a model that is not there, or lengths that it or the text does not have
+        parser.error(str(error))
+    print(table(rows))
+    if args.json:
+        sizes = {"windows": args.windows, "length": args.length, "steps": args.steps, "model": args.model}
+        kept = {"environment": environment(), **sizes, "rows": [row._asdict() for row in rows]}
+        Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,381 @@
+"""How a decode step grows with sequences, context, layers and vocabulary: on paper, and on the device at hand.
+
+    python -m experiments.bench.scale [--json out.json]         # prints the section for results/README.md
+    python -m experiments.bench.scale --show out.json             # the same from figures that were kept
+    python -m experiments.bench.scale --layers 1 2 4 --steps 5    # other values, fewer steps
+    python -m experiments.bench.scale --quick                     # a tiny model, only to see that all of it runs
+
+One factor at a time varies around a base shape, a Llama of random weights in float32. The paper knows nothing but the
+model's shape and two rates of the device, of what `bench.floors` runs: reading the base model's weights, and
+multiplying with them. A step takes, on paper, the longer of reading the weights and multiplying with them, then the
+longer of reading keys and values and multiplying with those. Rates are taken beside every point, and the paper has what
+the device did in its best tenth.
+
+Measured is the loop of the engine, schedule -> pack -> step -> commit, with the engine's own functions and compiled
+step. Only the prompts are left out: they are scheduled and committed and never computed, since attention takes the same
+time whatever the cache holds. `step` is the device's part, by the clock. `host` is all else, in processor time: with
+the hashes of filled blocks, without log-probabilities and beams, which nobody asks for here. The sequences are not
+equally long (the mean is the context named), so that in each step a few of them begin a block. A point that lost more
+than 5 % of the processors to others is measured again, twice at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from experiments.bench.floors import read_weights, weight_products
+from experiments.bench.peers import STOLEN
+from experiments.bench.random_llama import random_model
+from experiments.bench.scale_paper import BLOCK, DTYPE, ROOM, Shape, held, paper
+from experiments.bench.scale_report import report
+from experiments.core.environment import environment, load_average, processor_time, stolen_share
+from pagedjax import SamplingParams
+from pagedjax.device import attention, cache, memory
+from pagedjax.device.batch import Batch, SamplingBatch, SequenceData, Shapes, blank_sampling, pack
+from pagedjax.device.models import Model
+from pagedjax.device.sampling import device_tile
+from pagedjax.device.step import make_step
+from pagedjax.engine import results
+from pagedjax.engine.requests import apply_events, prepare
+from pagedjax.host import scheduler
+from pagedjax.host.policies import FCFS
+from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
+from pagedjax.host.types import EMPTY_PLAN
+
+WARM = 2  # steps before the timed ones
+MOST_STEPS = 40  # more would not fit into ROOM
+ATTEMPTS = 3  # at a point, when others take the processors
+PROBE_TOKENS = 512  # columns of the products that give the rate of multiplying
+
+Compute = Callable[[Batch], np.ndarray]
+
+
+class Setup(NamedTuple):
+    """What is measured: the rest of the model, in the words of a Hugging Face config.json, and each factor's values."""
+
+    body: dict[str, Any]
+    base: Shape
+    values: dict[str, tuple[int, ...]]
+
+
+# The base model's 80 MiB are more than a processor's caches hold, as the weights of a real model are.
+FULL = Setup(
+    {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
+    | {"tie_word_embeddings": True},
+    Shape(sequences=16, context=256, layers=4, vocabulary=16384),
+    {
+        "sequences": (1, 4, 16, 64, 256, 1024),
+        "context": (64, 128, 256, 512, 1024, 2048, 4096),
+        "layers": (1, 2, 4, 8, 16, 32),
+        "vocabulary": (1024, 4096, 16384, 65536, 131072),
+    },
+)
+QUICK = Setup(
+    {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"tie_word_embeddings": True},
+    Shape(sequences=2, context=48, layers=1, vocabulary=256),
+    {"sequences": (2, 3), "context": (48, 96), "layers": (1, 2), "vocabulary": (256, 512)},
+)
+
+
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+class Host(NamedTuple):
+    """What the engine's loop carries beside the cache: the scheduler's state, and the tokens of the requests."""
+
+    state: SchedulerState
+    sources: dict[str, SequenceData]
+
+
+class Seconds(NamedTuple):
+    """Of one step."""
+
+    host: float  # of the processor, in the thread that does all of it: others' turns on a busy machine are not in it
+    device: float  # of the clock
+
+
+def shapes_of(shape: Shape) -> Shapes:
+    longest = shape.context + ROOM
+    return Shapes((shape.sequences,), shape.sequences, BLOCK, -(-longest // BLOCK), longest, shape.vocabulary)
+
+
+def prompted(shapes: Shapes, context: int, lead: int) -> Host:
+    """As after the step that computes all prompts. Decode step number `lead` (from 0) has the context, on average."""
+    rows, longest = shapes.max_seqs, shapes.max_model_len
+    config = SchedulerConfig(BLOCK, rows * shapes.table_width, rows * longest, rows, longest)
+    params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True)
+    rng, state, sources = np.random.default_rng(0), scheduler.init(config), {}
+    for i in range(rows):
+        apart = (i + BLOCK // 2) % BLOCK - BLOCK // 2  # -8 to 7, and 0 for the first
+        prompt = rng.integers(0, shapes.vocab_size, context - lead - 1 + apart).tolist()
+        limits = {"vocab_size": shapes.vocab_size, "caching": True, "priority": 0, "user": ""}
+        taken = prepare(state, (f"r{i}",), prompt, params, eos_token_ids=(), **limits)
+        state = scheduler.submit(state, taken.request)
+        sources |= taken.sources
+    state, plan = scheduler.schedule(state, FCFS)
+    state, events = scheduler.commit(state, plan, [0] * rows)
+    apply_events(sources, events)
+    return Host(state, sources)
+
+
+def advance(
+    host: Host, shapes: Shapes, blanks: Mapping[int, SamplingBatch], compute: Compute
+) -> tuple[Host, Seconds, Batch]:
+    """One step of the engine's loop, and what the device was given."""
+    began = time.thread_time()
+    state, plan = scheduler.schedule(host.state, FCFS)
+    batch = pack(plan, host.sources, shapes, blanks)
+    packed, sent = time.thread_time(), time.perf_counter()
+    tokens = compute(batch)
+    arrived, resumed = time.perf_counter(), time.thread_time()
+    hashes = results.filled(plan, host.sources, BLOCK)
+    state, events = scheduler.commit(state, plan, tokens[: len(plan.seqs)].tolist(), hashes)
+    apply_events(host.sources, events)
+    ended = time.thread_time()
+    return Host(state, host.sources), Seconds(packed - began + ended - resumed, arrived - sent), batch
+
+
+class Device:
+    """The compiled step of a shape, its weights and its cache, which every step takes and gives back."""
+
+    def __init__(self, shape: Shape, body: Mapping[str, Any]) -> None:
+        self.model = model_of(shape, body)
+        c, self.shapes = self.model.config, shapes_of(shape)
+        heads = {"head_dim": c.head_dim, "kv_heads": c.kv_heads}
+        sizes = {"block_size": BLOCK, "heads": c.heads, **heads}
+        self.impl = attention.choose(None, jax.devices()[0], dtype=DTYPE, query_dtype=DTYPE, **sizes)
+        size = {"layers": c.layers, "blocks": shape.sequences * self.shapes.table_width, "block_size": BLOCK}
+        self.blanks = {shape.sequences: jax.device_put(blank_sampling(self.shapes, shape.sequences))}
+        batch = pack(EMPTY_PLAN, {}, self.shapes, self.blanks)
+        step = make_step(self.model, attention.attend(self.impl, c.head_dim**-0.5), 0, device_tile())
+        pages = jax.eval_shape(lambda: cache.init(**size, **heads, dtype=DTYPE))
+        self.program = step.lower(self.model.leaves, pages, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]  (a jit)
+        self.pages = cache.init(**size, **heads, dtype=DTYPE)
+
+    def compute(self, batch: Batch) -> np.ndarray:
+        self.pages, output = self.program(self.model.leaves, self.pages, batch)
+        return np.asarray(output.sampled.tokens)
+
+
+def model_of(shape: Shape, body: Mapping[str, Any]) -> Model:
+    return random_model({**body, "num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary}, DTYPE)
+
+
+def timed_steps(device: Device, context: int, steps: int) -> list[Seconds]:
+    host = prompted(device.shapes, context, WARM + steps // 2)
+    times = []
+    for _ in range(WARM + steps):
+        host, seconds, _ = advance(host, device.shapes, device.blanks, device.compute)
+        times.append(seconds)
+    return times[WARM:]
+
+
+def warm_up(shape: Shape) -> None:
+    """The host's code alone: Python itself is faster once it has run a function a few times."""
+    shapes = shapes_of(shape)
+    blanks = {shape.sequences: blank_sampling(shapes, shape.sequences)}
+    host = prompted(shapes, shape.context, WARM + MOST_STEPS // 2)
+    for _ in range(MOST_STEPS):
+        host, *_ = advance(host, shapes, blanks, lambda batch: np.zeros_like(batch.tokens))
+
+
+def measure(shape: Shape, body: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """The steps of a point: all their times, and the compiler's own count of memory."""
+    device = Device(shape, body)
+    attempts: list[tuple[float, list[Seconds]]] = []
+    while not attempts or (attempts[-1][0] > STOLEN and len(attempts) < ATTEMPTS):
+        processors = processor_time()
+        times = timed_steps(device, shape.context, steps)
+        attempts.append((stolen_share(processors) or 0.0, times))
+    stolen, times = min(attempts, key=lambda attempt: attempt[0])
+    stats = device.program.memory_analysis()
+    return {
+        **shape._asdict(),
+        "attention_impl": device.impl,
+        "stolen": stolen,
+        "host_us": [round(1e6 * t.host, 1) for t in times],
+        "step_ms": [round(1e3 * t.device, 4) for t in times],
+        "paper": paper(device.model.config, shape.sequences, shape.context)._asdict(),
+        "compiled": {
+            "arguments": stats.argument_size_in_bytes if stats else None,
+            "activations": memory.activations_peak(device.program),
+        },
+    }
+
+
+class Probe(NamedTuple):
+    """Something the device does, and how many bytes or operations that is."""
+
+    run: Callable[[], Any]
+    amount: int
+
+
+def probes(model: Model) -> dict[str, Probe]:
+    """By the fields of `Rates`."""
+    matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
+    operations = sum(2 * PROBE_TOKENS * w.size for w in matrices)
+    return {
+        "read": Probe(read_weights(model), sum(w.nbytes for w in matrices)),
+        "multiply": Probe(weight_products(model, PROBE_TOKENS), operations),
+    }
+
+
+def probed(probe: Probe, times: int = 3) -> list[float]:
+    """Amounts a second."""
+    rates = []
+    for _ in range(times):
+        began = time.perf_counter()
+        probe.run()
+        rates.append(float(f"{probe.amount / (time.perf_counter() - began):.5g}"))
+    return rates
+
+
+def run(setup: Setup, steps: int) -> dict[str, Any]:
+    """Every point once, the rates of the device beside each of them."""
+    began, own, processors, load = time.perf_counter(), time.process_time(), processor_time(), load_average()
+    model, found = model_of(setup.base, setup.body), {}
+    named = probes(model)
+    warm_up(setup.base)
+    rates: dict[str, list[float]] = {name: [] for name in named}
+    for shape in points(setup):
+        found[shape] = measure(shape, setup.body, steps)
+        for name, probe in named.items():
+            rates[name] += probed(probe)
+        print(f"  {shape}: {statistics.median(found[shape]['step_ms']):.2f} ms", file=sys.stderr, flush=True)
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "where": environment(),
+        "load_average": load,
+        "stolen": stolen_share(processors),
+        "elsewhere": elsewhere(processors, time.process_time() - own),
+        "seconds": round(time.perf_counter() - began, 1),
+        "body": setup.body,
+        "base": setup.base._asdict(),
+        "steps": steps,
+        "rates": rates,
+        "factors": {f: [found[setup.base._replace(**{f: v})] for v in vs] for f, vs in setup.values.items()},
+    }
+
+
+def elsewhere(since: tuple[int, int] | None, own: float) -> float | None:
+    """Of the processor time that this machine used since then, the share beyond the `own` seconds of a process."""
+    now = processor_time()
+    if since is None or now is None:
+        return None
+    used = (now[0] - since[0]) / os.sysconf("SC_CLK_TCK")
+    return round(max(0.0, 1 - own / used), 3) if used else 0.0
+
+
+def points(setup: Setup) -> list[Shape]:
+    """Each once: the base belongs to every factor."""
+    return list(dict.fromkeys(setup.base._replace(**{f: v}) for f, vs in setup.values.items() for v in vs))
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int, free: int | None) -> Setup:
+    """A setup with other values of some factors, ascending, and a rotary table as long as the longest context.
+
+    Args:
+        free: bytes that the device has left; None where it does not tell.
+
+    Raises:
+        ValueError: a value that cannot be measured, or that shows no growth; with the limit and a remedy.
+    """
+    if not 1 <= steps <= MOST_STEPS:
+        raise ValueError(f"--steps is {steps}; a sequence has room for {MOST_STEPS}: choose 1 to {MOST_STEPS}")
+    taken = dict(setup.values)
+    taken.update({f: tuple(sorted(set(vs))) for f, vs in values.items() if vs is not None})
+    for name, several in taken.items():
+        least, most = min(several), max(several)
+        if least < 1:
+            raise ValueError(f"--{name} has {least}; each value must be at least 1: leave it out")
+        if least == most:
+            raise ValueError(f"--{name} has {least} alone; growth takes at least 2 values: add one that differs")
+    least = WARM + steps // 2 + BLOCK // 2 + 2
+    if taken["context"][0] < least:
+        raise ValueError(
+            f"--context has {taken['context'][0]}; with {steps} steps it must be at least {least}: raise it, or lower "
+            "--steps"
+        )
+    longest = max(taken["context"][-1], setup.base.context) + ROOM
+    setup = Setup({**setup.body, "max_position_embeddings": longest}, setup.base, taken)
+    need, largest = max((held(shape, setup.body), shape) for shape in points(setup))
+    if free is not None and need > free:
+        factor = next((f for f in Shape._fields if getattr(largest, f) != getattr(setup.base, f)), "context")
+        raise ValueError(
+            f"--{factor} has {getattr(largest, factor)}, which takes {memory.size(need)}, and {memory.size(free)} are "
+            f"free; lower it, or free some memory"
+        )
+    return setup
+
+
+def kept(path: Path) -> dict[str, Any]:
+    """Figures that `--json` wrote.
+
+    Raises:
+        ValueError: the file cannot be read, or is something else.
+    """
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--show is {path}, which cannot be read: {error}; give a file that --json wrote") from None
+    if not isinstance(figures, dict) or set(figures.get("factors", ())) != set(Shape._fields):
+        raise ValueError(f"--show is {path}, which has no factors {Shape._fields}; give a file that --json wrote")
+    return figures
+
+
+def command(args: argparse.Namespace) -> str:
+    """What to type to have these figures again."""
+    words = ["python -m experiments.bench.scale", *["--quick"] * args.quick]
+    for name in (*Shape._fields, "steps"):
+        value = getattr(args, name)
+        if value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return " ".join(words)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for factor in Shape._fields:
+        parser.add_argument(f"--{factor}", type=int, nargs="+", help="values to measure", metavar="N")
+    parser.add_argument("--steps", type=int, help="decode steps timed at each point (15; 3 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few points")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--show", type=Path, help="measure nothing; print what this file, written by --json, says")
+    args = parser.parse_args(argv)
+    try:
+        if args.show:
+            figures = kept(args.show)
+        else:
+            if args.json and not args.json.absolute().parent.is_dir():
+                raise ValueError(f"--json is {args.json}, in a folder that does not exist; make it first")
+            steps = (3 if args.quick else 15) if args.steps is None else args.steps
+            values = {factor: getattr(args, factor) for factor in Shape._fields}
+            device = memory.read(jax.devices()[0])
+            free = device.free if device.total else None
+            setup = chosen(QUICK if args.quick else FULL, values, steps, free)
+            figures = {"command": command(args), **run(setup, steps)}
+    except ValueError as error:
+        parser.error(str(error))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(report(figures), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""A decode step on paper, for `experiments.bench.scale`: bytes and operations from the shape of a Llama alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pagedjax.device.batch import MAX_LISTED
+from pagedjax.device.models import llama
+
+DTYPE, NUMBER = "float32", 4  # and its bytes; token ids and lengths have as many
+BLOCK = 16
+ROOM = 32  # tokens that a sequence can have beyond the context it is measured at
+
+
+class Shape(NamedTuple):
+    """A decode step: so many sequences, each with one query token, and the mean of their lengths with it."""
+
+    sequences: int
+    context: int
+    layers: int
+    vocabulary: int
+
+
+class Paper(NamedTuple):
+    """Bytes and floating point operations of one decode step, from the model's shape alone."""
+
+    weights: int  # held
+    weights_read: int
+    kv_read: int
+    products: int  # operations with weights
+    attention: int  # operations with keys and values
+    cache: int  # held, with the trash block
+    inputs: int  # the arrays of a `Batch`
+    activations: int  # the most that has to exist at a time
+
+
+def paper(c: Any, sequences: int, context: int) -> Paper:
+    """Of a Llama's configuration, as `llama.from_hf` makes it."""
+    queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    layer = c.hidden * (queries + 2 * keys) + queries * c.hidden + 3 * c.hidden * c.intermediate
+    head = c.vocab_size * c.hidden
+    embedding = 0 if c.tied else head  # of one that is not the head, a row a sequence is read
+    norms = (2 * c.layers + 1) * c.hidden
+    biases = c.layers * (c.qkv_bias * (queries + 2 * keys) + c.out_bias * c.hidden)
+    angles = c.head_dim * c.max_len  # the rotary table, of which a column a sequence is read
+    read = c.layers * layer + head + norms + biases
+    longest = context + ROOM
+    blocks = 1 + sequences * -(-longest // BLOCK)
+    return Paper(
+        weights=NUMBER * (read + embedding + angles),
+        weights_read=NUMBER * (read + (embedding and sequences * c.hidden)),
+        kv_read=NUMBER * 2 * c.layers * keys * context * sequences,
+        products=2 * sequences * (c.layers * layer + head),
+        attention=4 * c.layers * queries * context * sequences,
+        cache=NUMBER * 2 * c.layers * keys * blocks * BLOCK,
+        inputs=batch_bytes(sequences, longest),
+        # in a layer: its input, what gate and up make, and their product; after the last one: the logits
+        activations=NUMBER * sequences * max(c.hidden + 3 * c.intermediate, c.vocab_size),
+    )
+
+
+def batch_bytes(sequences: int, longest: int) -> int:
+    """Of a step with one token a sequence: see `batch.Batch` and `batch.SamplingBatch`."""
+    numbers = 7 + 11  # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
+    row = numbers + -(-longest // BLOCK) + longest + 2 * MAX_LISTED  # block table; history, listed and bias
+    return sequences * (NUMBER * row + 1) + NUMBER  # only_listed is a byte
+
+
+class Rates(NamedTuple):
+    """What the device can do."""
+
+    read: float  # bytes a second
+    multiply: float  # floating point operations a second
+
+
+def roofline(p: Paper, rates: Rates) -> float:
+    """Seconds of a step that loses nothing: products with weights, then attention (Williams et al. 2009)."""
+    weights = max(p.weights_read / rates.read, p.products / rates.multiply)
+    return weights + max(p.kv_read / rates.read, p.attention / rates.multiply)
+
+
+def held(shape: Shape, body: Mapping[str, Any]) -> int:
+    """Bytes of a point, on paper."""
+    c = llama.from_hf({**body, "num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary})
+    p = paper(c, shape.sequences, shape.context)
+    return p.weights + p.cache + p.inputs + p.activations

@@ -1,0 +1,157 @@
+"""What `experiments.bench.scale` measured, as a section of experiments/results/README.md."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.bench.scale_paper import DTYPE, Paper, Rates, roofline
+from pagedjax.device import memory
+
+UNITS = {  # of a factor's growth
+    "sequences": (1, "per sequence"),
+    "context": (1, "per token"),
+    "layers": (1, "per layer"),
+    "vocabulary": (1000, "per 1,000 tokens"),
+}
+
+
+class Line(NamedTuple):
+    """y = start + slope * x."""
+
+    start: float
+    slope: float
+    miss: float  # the largest, as a share of y
+
+
+def line(xs: Sequence[float], ys: Sequence[float]) -> Line:
+    """The line with the least squares of relative errors: the small values count as much as the large ones."""
+    x, y = np.asarray(xs, float), np.asarray(ys, float)
+    columns = np.stack([1 / y, x / y], axis=1)
+    start, slope = np.linalg.lstsq(columns, np.ones(len(y)), rcond=None)[0].tolist()
+    return Line(start, slope, float(np.abs((start + slope * x) / y - 1).max()))
+
+
+def report(figures: Mapping[str, Any]) -> str:
+    """A section for experiments/results/README.md: a table and what it says, for each factor."""
+    rates = Rates(*(float(np.percentile(figures["rates"][name], 90)) for name in Rates._fields))
+    factors = {name: [medians(point, rates) for point in several] for name, several in figures["factors"].items()}
+    parts = [heading(figures), conditions(figures, rates)]
+    for name, several in factors.items():
+        others = ", ".join(f"{other} {value:,}" for other, value in figures["base"].items() if other != name)
+        parts += [f"**{name.capitalize()}** ({others}):", table(name, several), growth(name, several)]
+    return "\n\n".join(parts) + "\n"
+
+
+def medians(point: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
+    """A point with one time of each kind: of the step and the host, and on paper."""
+    on_paper = 1e3 * roofline(Paper(**point["paper"]), rates)
+    return {**point, **{name: statistics.median(point[name]) for name in ("step_ms", "host_us")}, "paper_ms": on_paper}
+
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "products, GFLOP": lambda p: p["paper"]["products"] / 1e9,
+    "attention, GFLOP": lambda p: p["paper"]["attention"] / 1e9,
+    "weights, MiB": lambda p: p["paper"]["weights"] / memory.MIB,
+    "keys and values read, MiB": lambda p: p["paper"]["kv_read"] / memory.MIB,
+    "paper, ms": lambda p: p["paper_ms"],
+    "step, ms": lambda p: p["step_ms"],
+    "step / paper": lambda p: p["step_ms"] / p["paper_ms"],
+    "host, us": lambda p: p["host_us"],
+    "cache, MiB": lambda p: p["paper"]["cache"] / memory.MIB,
+    "activations, MiB": lambda p: p["paper"]["activations"] / memory.MIB,
+    "as compiled, MiB": lambda p: p["compiled"]["activations"] / memory.MIB,
+}
+
+
+def table(factor: str, several: Sequence[Mapping[str, Any]]) -> str:
+    rows = [[f"{p[factor]:,}", *(number(value(p)) for value in COLUMNS.values())] for p in several]
+    lines = ["| " + " | ".join(cells) + " |" for cells in ([factor, *COLUMNS], *rows)]
+    return "\n".join([lines[0], "|" + "---:|" * (1 + len(COLUMNS)), *lines[1:]])
+
+
+def growth(factor: str, several: Sequence[Mapping[str, Any]]) -> str:
+    """What a table says: each quantity as a line over the factor, and how far the line is from the points."""
+    size, unit = UNITS[factor]
+    xs = [p[factor] / size for p in several]
+
+    def along(column: str, name: str, quantity: str) -> str:
+        ys = [COLUMNS[column](p) for p in several]
+        if max(ys) < 1.001 * min(ys):
+            return f"{name} {number(ys[0])} {quantity} everywhere"
+        start, slope, miss = line(xs, ys)
+        sign, off = "-" if slope < 0 else "+", f" ({miss:.0%} off at most)" if miss >= 0.005 else ""
+        return f"{name} {number(start)} {quantity} {sign} {number(abs(slope))} {unit}{off}"
+
+    def between(values: Sequence[float], unit: str = "") -> str:
+        return " to ".join(dict.fromkeys([number(min(values)), number(max(values))])) + unit
+
+    ratios = [COLUMNS["step / paper"](p) for p in several]
+    hosts = [COLUMNS["host, us"](p) for p in several]
+    planned = [p["compiled"]["activations"] / p["paper"]["activations"] for p in several]
+    times = [along("step, ms", "Step", "ms"), along("paper, ms", "on paper", "ms"), f"step / paper {between(ratios)}"]
+    sizes = [along("weights, MiB", "Weights", "MiB"), along("cache, MiB", "cache", "MiB")]
+    sizes += [along("as compiled, MiB", "activations as compiled", "MiB"), f"{between(planned)} times those on paper"]
+    host = [along("host, us", "Host", "us"), between(hosts, " us in all")]
+    return wrapped(*("; ".join(parts) + "." for parts in (times, host, sizes)))
+
+
+def heading(figures: Mapping[str, Any]) -> str:
+    where = figures["where"]
+    commit = (where["commit"] or "unknown")[:7] + (" with changes" if where["dirty"] else "")
+    return f"## cpu/scale: `{figures['command']}`, {figures['date']}, commit {commit}"
+
+
+def conditions(figures: Mapping[str, Any], rates: Rates) -> str:
+    """Where and how it was measured, and how quiet it was."""
+    where, body = figures["where"], figures["body"]
+    every = [p for several in figures["factors"].values() for p in several]
+    spread = [spread_of(p["step_ms"]) for p in every]
+    wrong = max(abs(difference(p)) for p in every)
+    return wrapped(
+        f"{where['cpu']['usable_cores']} cores ({where['cpu']['model']}), {DTYPE}, JAX {where['versions']['jax']},",
+        f"Python {where['python']}, attention {every[0]['attention_impl']!r}; random weights, hidden",
+        f"{body['hidden_size']}, intermediate {body['intermediate_size']}, {body['num_attention_heads']} heads of",
+        f"queries and {body['num_key_value_heads']} of keys, tied embeddings; medians of {figures['steps']} steps.",
+        f"In its best tenth the device read {rates.read / 1e9:.1f} GB/s ({spans(figures['rates']['read'])} in all) and",
+        f"multiplied {rates.multiply / 1e9:.0f} GFLOP/s ({spans(figures['rates']['multiply'])}). The middle half of a",
+        f"point's steps spans {statistics.median(spread):.0%} of their median, {max(spread):.0%} at the worst point;",
+        f"other processes took {figures['elsewhere'] or 0:.0%} of the processor time, and the hypervisor",
+        f"{figures['stolen'] or 0:.1%}, {max(p['stolen'] for p in every):.1%} at the worst point.",
+        "The compiler's count of the step's arguments is the paper's weights, cache and inputs,",
+        "to the byte." if wrong == 0 else f"but for {wrong:,} bytes at most.",
+    )
+
+
+def wrapped(*parts: str) -> str:
+    return textwrap.fill(" ".join(parts), 120, break_on_hyphens=False)
+
+
+def number(value: float) -> str:
+    """Three digits, and all of a larger integer part."""
+    if abs(value) < 5e-6:
+        return "0"
+    value = float(f"{value:.9g}")  # what two versions of numpy say of one line differs in its last bits
+    digits = 2 - math.floor(math.log10(abs(value)))
+    return f"{value:,.{min(max(digits, 0), 5)}f}"
+
+
+def spread_of(times: Sequence[float]) -> float:
+    """The middle half of them, as a share of the median."""
+    low, middle, high = np.percentile(times, [25, 50, 75]).tolist()
+    return (high - low) / middle
+
+
+def spans(rates: Sequence[float]) -> str:
+    return f"{min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f}"
+
+
+def difference(point: Mapping[str, Any]) -> int:
+    """Bytes of arguments that the compiler counts and the paper does not; 0 where a compiler does not tell."""
+    counted, p = point["compiled"]["arguments"], Paper(**point["paper"])
+    return 0 if counted is None else counted - p.weights - p.cache - p.inputs

@@ -1,0 +1,333 @@
+"""What the scheduler costs a step: schedule + commit on the host, no device.
+
+python -m experiments.bench.scheduler
+python -m experiments.bench.scheduler --seqs 64 --blocks 4096 --steps runs/quickstart/.../steps.jsonl
+python -m experiments.bench.scheduler --loads decode tight+all
+
+Each load keeps `--seqs` sequences running. The base ones:
+
+    decode     nothing but decodes
+    arrivals   requests that end and are replaced all the time
+    chunks     long prompts, computed in chunks beside the decodes
+    tight      requests that together need more blocks than there are, so that some are preempted again and again
+
+and what is switched on beside them:
+
+    +hashes    prefix caching, warm: prompts that recur, published outputs, a pool full of idle blocks that get evicted
+    +branches  parallel sampling, four branches a request: forks and copies on write
+    +swap      a swap space; only under `tight` is anything moved there
+    +all       all three
+
+The loads take turns, ROUNDS times each, so that a slow minute of the machine falls on all of them: where the clock is
+in doubt, compare a load with `decode` of the same run. `low` and `high` are the lowest and highest median of a round,
+and `p99` has the garbage collections in it. The limits at 256 sequences and 32,768 blocks of 16 are medians of 200 us
+in pure decoding and 300 us with everything on. With `--steps` the device time of a recorded run is set beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from statistics import mean, median, quantiles
+from time import perf_counter
+from typing import NamedTuple
+
+from experiments.core.workloads import branch_ids
+from pagedjax.host import scheduler
+from pagedjax.host.policies import FCFS
+from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
+from pagedjax.host.types import Finished, Plan, Request
+
+TARGET_US = 200.0  # of pure decoding
+LIMIT_US = 300.0  # of everything
+LONGEST = 1280  # tokens of the longest request below, where they are not a multiple of `room`
+ROUNDS = 10
+BRANCHES = 4
+PROMPTS = 64  # different ones, before they recur
+
+
+class Load(NamedTuple):
+    """A stream of requests that keeps the scheduler busy in one way.
+
+    request: (number of the request, room) -> prompt tokens, max_tokens; `room` is the tokens that each sequence could
+        have if all blocks were dealt out evenly.
+    """
+
+    name: str
+    budget: int  # tokens a step, for each running sequence
+    warm_up: int  # steps until the load is steady
+    request: Callable[[int, int], tuple[int, int]]
+    hashes: bool = False
+    branches: int = 1
+    swap: bool = False
+
+    @property
+    def tight(self) -> bool:
+        return self.request in (_tight, _tight_branches)
+
+
+def _decode(i: int, room: int) -> tuple[int, int]:
+    return 1 + i * 7 % 64, 1 << 30  # different lengths, so that not all cross a block boundary in the same step
+
+
+def _arrivals(i: int, room: int) -> tuple[int, int]:
+    return 1 + i * 7 % 64, 1 + i * 13 % 128
+
+
+def _chunks(i: int, room: int) -> tuple[int, int]:
+    return 512, 257 + i * 13 % 512  # as many prompt tokens come in a step as sequences run
+
+
+def _tight(i: int, room: int) -> tuple[int, int]:
+    """A running sequence has a third of `room` as output, on average over time: with its prompt, a little too much."""
+    return room * 3 // 4, 1 + i * 397 % room
+
+
+def _tight_branches(i: int, room: int) -> tuple[int, int]:
+    """The same for four branches of one prompt, an eighth of which all requests share."""
+    return room * 3, 1 + i * 397 % room
+
+
+LOADS = (
+    Load("decode", 4, 50, _decode),
+    Load("arrivals", 4, 300, _arrivals),
+    Load("chunks", 2, 1500, _chunks),
+    Load("decode+hashes", 4, 50, _decode, hashes=True),
+    Load("decode+branches", 4, 50, _decode, branches=BRANCHES),
+    Load("decode+all", 4, 50, _decode, hashes=True, branches=BRANCHES, swap=True),
+    Load("arrivals+hashes", 4, 2500, _arrivals, hashes=True),  # until the pool is full of what has been computed
+    Load("arrivals+branches", 4, 300, _arrivals, branches=BRANCHES),
+    Load("arrivals+swap", 4, 300, _arrivals, swap=True),
+    Load("arrivals+all", 4, 2500, _arrivals, hashes=True, branches=BRANCHES, swap=True),
+    Load("tight+swap", 4, 3000, _tight, swap=True),
+    Load("tight+all", 4, 3000, _tight_branches, hashes=True, branches=BRANCHES, swap=True),
+)
+
+
+class Stream(NamedTuple):
+    """A load under way: the scheduler's state, and how many requests it was given."""
+
+    load: Load
+    state: SchedulerState
+    requests: int
+
+
+class Step(NamedTuple):
+    """Seconds of the two halves of a step, and what it did."""
+
+    schedule: float
+    commit: float
+    sequences: int
+    tokens: int
+    finished: int
+    preempted: int
+    swapped: int  # of the preempted, those that went to the swap space
+    copies: int
+    found: int  # tokens of admitted sequences that were in the cache or came back from the swap space
+
+
+class Timing(NamedTuple):
+    """Microseconds of a step, and means per step of what it did."""
+
+    load: str
+    median: float
+    low: float  # lowest and highest median of a round
+    high: float
+    p99: float
+    schedule: float  # medians of the two halves
+    commit: float
+    sequences: float
+    tokens: float
+    finished: float
+    preempted: float
+    swapped: float
+    copies: float
+    found: float
+
+
+def start(load: Load, config: SchedulerConfig) -> Stream:
+    """The load before its first step. `config.max_model_len` is the room of a sequence.
+
+    Where blocks are meant to run out, a request may be four times as long, with a swap space of a quarter of the pool.
+    """
+    config = config._replace(
+        max_num_batched_tokens=load.budget * config.max_num_seqs,
+        max_model_len=config.max_model_len * (4 if load.tight else 1),
+        host_blocks=max(1, config.num_blocks // 4) if load.swap else 0,
+    )
+    return Stream(load, scheduler.init(config), 0)
+
+
+def advance(stream: Stream, steps: int) -> tuple[Stream, list[Step]]:
+    """Time `steps` steps. Left out are `submit`, which happens once a request, and hashing, which is the shell's."""
+    timed = []
+    for _ in range(steps):
+        stream = refill(stream)
+        state, hashes, size = stream.state, {}, stream.state.config.block_size
+        begun = perf_counter()
+        state, plan = scheduler.schedule(state, FCFS)
+        scheduled = perf_counter()
+        sampled = [0] * len(plan.seqs)
+        if stream.load.hashes:
+            hashes = filled(plan, size)
+        dispatched = perf_counter()
+        state, events = scheduler.commit(state, plan, sampled, hashes)
+        committed = perf_counter()
+        stream = stream._replace(state=state)
+        ended = sum(isinstance(event, Finished) for event in events)
+        moved = len(plan.preempted), len(plan.swapped), len(plan.copies), sum(plan.cached)
+        timed.append(Step(scheduled - begun, committed - dispatched, len(plan.seqs), plan.num_tokens, ended, *moved))
+    return stream, timed
+
+
+def refill(stream: Stream) -> Stream:
+    """Submit until all sequences can run and a few requests wait."""
+    load, state, number = stream
+    width = load.branches
+    places = sum([1 + len(seq.request.forks) for seq in (*state.running.seqs, *state.waiting)])
+    room = state.config.num_blocks // state.config.max_num_seqs * state.config.block_size
+    while places < state.config.max_num_seqs + 4 * width:
+        prompt, output = load.request(number, room)
+        which = number if load.tight else number % PROMPTS  # a prompt that recurs would make room
+        hashes = prompt_hashes(which, prompt // state.config.block_size) if load.hashes else ()
+        first, *forks = branch_ids(f"r{number}", width)
+        state = scheduler.submit(state, Request(first, prompt, output, forks=tuple(forks), hashes=hashes))
+        places, number = places + width, number + 1
+    return Stream(load, state, number)
+
+
+def prompt_hashes(prompt: int, blocks: int) -> tuple[str, ...]:
+    """Of a prompt by its number; all of them begin with the same eighth."""
+    return tuple([key("all" if j < blocks // 8 else f"p{prompt}", j) for j in range(blocks)])
+
+
+def filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
+    """By request id, the hashes of the blocks of generated tokens that a plan fills. No two branches agree on any."""
+    hashes = {}
+    for seq, begin, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+        full, known = (begin + count) // size, len(seq.hashes)
+        if full > begin // size and full > known:
+            hashes[seq.request_id] = tuple([key(seq.request_id, j) for j in range(known, full)])
+    return hashes
+
+
+@cache
+def _root(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=12).digest()
+
+
+def key(name: str, block: int) -> str:
+    """As long as a real hash (prefix.py), because comparing them is part of the cost."""
+    return (_root(name) + block.to_bytes(4, "big")).hex()
+
+
+def measure(loads: Sequence[Load], config: SchedulerConfig, steps: int) -> list[Timing]:
+    """Time about `steps` steps of each load, in ROUNDS turns after its warm-up."""
+    each = max(2, steps // ROUNDS)
+    streams = [advance(start(load, config), load.warm_up)[0] for load in loads]
+    gc.collect()
+    gc.freeze()  # or a full collection in one load's turn would walk through the states of all others
+    rounds: list[list[list[Step]]] = [[] for _ in loads]
+    for _ in range(ROUNDS):
+        for i, stream in enumerate(streams):
+            streams[i], timed = advance(stream, each)
+            rounds[i].append(timed)
+    gc.unfreeze()
+    return [timing(load.name, found) for load, found in zip(loads, rounds, strict=True)]
+
+
+def timing(name: str, rounds: Sequence[Sequence[Step]]) -> Timing:
+    steps = [step for part in rounds for step in part]
+    totals = [step.schedule + step.commit for step in steps]
+    medians = [median([step.schedule + step.commit for step in part]) for part in rounds]
+    halves = median([step.schedule for step in steps]), median([step.commit for step in steps])
+    times = (median(totals), min(medians), max(medians), quantiles(totals, n=100)[98], *halves)
+    means = [round(float(mean(column)), 2) for column in list(zip(*steps, strict=True))[2:]]
+    return Timing(name, *(round(t * 1e6, 1) for t in times), *means)
+
+
+def sizes(seqs: int, blocks: int, block_size: int, steps: int) -> SchedulerConfig:
+    """A pool in which every sequence can grow to its longest: nothing is preempted, except under `tight`.
+
+    Raises:
+        ValueError: the pool is too small for that; the message says what would do.
+    """
+    need = max(LONGEST, steps + LOADS[0].warm_up + 65)  # in pure decoding every sequence grows by a token a step
+    if seqs * -(-need // block_size) > blocks:
+        raise ValueError(
+            f"--blocks is {blocks}; {seqs} sequences of {need} tokens need {seqs * -(-need // block_size)} blocks of "
+            f"{block_size}: raise --blocks, or lower --seqs or --measure"
+        )
+    return SchedulerConfig(block_size, blocks, seqs, seqs, block_size * (blocks // seqs))
+
+
+def device_seconds(path: Path) -> float:
+    """The median device time of a recorded run's steps.
+
+    Raises:
+        ValueError: a file that is not there, or is no steps.jsonl.
+    """
+    try:
+        return median([float(json.loads(line)["device_seconds"]) for line in path.read_text("utf-8").splitlines()])
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--steps is {path}, which cannot be read as steps.jsonl of a run ({what})") from None
+
+
+def verdict(timings: Sequence[Timing]) -> dict[str, bool]:
+    """By load, whether its median is within its limit: TARGET_US for pure decoding, LIMIT_US for all others."""
+    return {t.load: t.median <= (TARGET_US if t.load == "decode" else LIMIT_US) for t in timings}
+
+
+def table(timings: Sequence[Timing]) -> str:
+    met = verdict(timings)
+    rows = [(*Timing._fields, ""), *((*map(str, t), "" if met[t.load] else "MISSED") for t in timings)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)).rstrip() for row in rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Microseconds that the scheduler (schedule + commit) costs a step.")
+    parser.add_argument("--seqs", type=int, default=256, help="running sequences (256)")
+    parser.add_argument("--blocks", type=int, default=32768, help="cache blocks (32768)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
+    parser.add_argument("--measure", type=int, default=1000, help="steps to measure (1000)")
+    parser.add_argument("--loads", nargs="+", choices=[load.name for load in LOADS], help="only these", metavar="LOAD")
+    parser.add_argument("--steps", type=Path, help="steps.jsonl of a run, to set its device time beside")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    args = parser.parse_args(arguments)
+    if args.seqs < BRANCHES:
+        parser.error(f"--seqs is {args.seqs}; a request of {BRANCHES} branches needs as many")
+    for name in ("blocks", "block_size", "measure"):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    try:
+        config = sizes(args.seqs, args.blocks, args.block_size, args.measure)
+        device = device_seconds(args.steps) if args.steps else None
+    except ValueError as error:
+        parser.error(str(error))
+    loads = [load for load in LOADS if args.loads is None or load.name in args.loads]
+    timings = measure(loads, config, args.measure)
+    met = verdict(timings)
+    if args.json:
+        limits = {"target_us": TARGET_US, "limit_us": LIMIT_US, "met": met}
+        print(json.dumps({"loads_us": [t._asdict() for t in timings], **limits, "device_seconds": device}))
+        return 0
+    print(f"{args.seqs} sequences, {args.blocks} blocks of {args.block_size}; microseconds a step")
+    print(table(timings))
+    print(f"limits of the median: {TARGET_US:.0f} us for decode, {LIMIT_US:.0f} us for all others")
+    if device is not None:
+        share = timings[0].median / 1e6 / device
+        what = f"a median of {device * 1e6:.0f} us per step in {args.steps}"
+        print(f"device: {what}; {timings[0].load} is {share:.1%} of it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

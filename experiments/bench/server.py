@@ -1,0 +1,145 @@
+"""What serving costs: the same requests through `LLM.generate` and over HTTP, in turn, on one machine.
+
+    python -m experiments.bench.server [--requests 64] [--rounds 3] [--json out.json]
+
+The server is `pagedjax serve` in a process of its own, and so is the library; only the one whose turn it is has work.
+Each request is a random prompt (16 to 256 tokens) with 16 to 128 tokens of output, greedy, all sent at once; over HTTP
+whole, and as a stream of server-sent events. A round is a pass of each; ratios are of output tokens/s, round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import require
+from experiments.core.environment import environment
+from pagedjax import LLM, SamplingParams
+from pagedjax.weights.pretrained import DEFAULT_MODEL
+
+WAYS = ("library", "whole", "streamed")
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+ENGINE: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 64, "max_model_len": 512}
+
+
+def requests(count: int, vocabulary: int, seed: int = 0) -> list[tuple[list[int], int]]:
+    """Prompts and output lengths."""
+    draw = np.random.default_rng(seed)
+    sizes = zip(draw.integers(16, 257, count), draw.integers(16, 129, count), strict=True)
+    return [(draw.integers(17, vocabulary, n).tolist(), int(m)) for n, m in sizes]
+
+
+def by_library(llm: LLM, work: Sequence[tuple[list[int], int]]) -> float:
+    """Seconds of a pass."""
+    began = time.perf_counter()
+    llm.reset_prefix_cache()
+    params = [replace(GREEDY, max_tokens=count) for _, count in work]
+    llm.generate([prompt for prompt, _ in work], params, use_tqdm=False)
+    return time.perf_counter() - began
+
+
+async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: bool) -> float:
+    """Seconds of a pass.
+
+    Raises:
+        RuntimeError: an answer that is not as long as it should be.
+    """
+    httpx = require("httpx")
+
+    async def one(prompt: list[int], count: int) -> None:
+        # a salt of its own, so that no pass finds what an earlier one left in the prefix cache
+        body = {"prompt": prompt, "max_tokens": count, "temperature": 0.0, "ignore_eos": True, "stream": stream}
+        body |= {"cache_salt": f"{began}", "stream_options": {"include_usage": True} if stream else None}
+        if stream:
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                lines = [line[6:] async for line in answer.aiter_lines() if line.startswith("data: {")]
+            usage = json.loads(lines[-1])["usage"]
+        else:
+            usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+        if usage["completion_tokens"] != count:
+            raise RuntimeError(f"an answer has {usage['completion_tokens']} tokens, and {count} were asked for")
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
+        began = time.perf_counter()
+        await asyncio.gather(*(one(*request) for request in work))
+        return time.perf_counter() - began
+
+
+def serve(model: str) -> tuple[subprocess.Popen[str], str]:
+    """`pagedjax serve` with the same engine -> its process and url."""
+    options = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", _said(value))]
+    words = [sys.executable, "-m", "pagedjax", "serve", model, "--port", "0", "--log-level", "warning", *options]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if " at http" not in line:
+        raise RuntimeError(f"the server did not start: {line!r}")
+    return process, line.split(" at ")[1].strip().removesuffix("/v1")
+
+
+def _said(value: Any) -> str:
+    """As the command line has it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def measure(model: str, count: int, rounds: int) -> dict[str, list[float]]:
+    """Output tokens/s of each pass, by way."""
+    llm = LLM(model, progress=False, **ENGINE)
+    work = requests(count, llm.tokenizer.vocab_size)
+    tokens, found = sum(n for _, n in work), {way: [] for way in WAYS}
+    process, url = serve(model)
+    try:
+        warm = work[:4]
+        by_library(llm, warm)
+        asyncio.run(over_http(url, warm, stream=True))
+        for i in range(rounds):
+            for way in WAYS if i % 2 else WAYS[::-1]:
+                seconds = (
+                    by_library(llm, work) if way == "library" else asyncio.run(over_http(url, work, way == "streamed"))
+                )
+                found[way].append(tokens / seconds)
+    finally:
+        process.terminate()
+        process.wait(60)
+    return found
+
+
+def table(found: dict[str, list[float]]) -> str:
+    lines = ["| way | output tokens/s (low to high) | of the library's, round by round |", "|---|---:|---:|"]
+    for way, values in found.items():
+        ratios = [a / b for a, b in zip(values, found["library"], strict=True)]
+        rate = f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+        lines.append(f"| {way} | {rate} | {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args(argv)
+    if args.requests < 1 or args.rounds < 1:
+        parser.error("--requests and --rounds must be at least 1")
+    found = measure(args.model, args.requests, args.rounds)
+    print(table(found))
+    if args.json:
+        kept: dict[str, Any] = {"environment": environment(), "requests": args.requests, "output_tokens_per_s": found}
+        Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

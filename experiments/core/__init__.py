@@ -1,0 +1,1 @@
+"""What every experiment is made of: config, workload, engine, driver, metrics and the folders of results."""

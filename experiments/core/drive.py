@@ -1,0 +1,153 @@
+"""Open-loop driving of one engine: requests come when they come, whether or not the engine keeps up."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+from experiments.core.config import Experiment, Point
+from experiments.core.metrics import RequestRecord, StepRecord, request_records, step_records, summarize
+from experiments.core.workloads import WorkItem, Workload, branch_ids, build
+from pagedjax.host.types import StepResult
+from pagedjax.params import SamplingParams
+
+LONGEST_SLEEP = 0.05  # seconds; a sleep is checked against the clock this often, so that an interrupt is felt
+
+
+class Engine(Protocol):
+    """What a run needs of an engine (pagedjax.engine.engine.Engine)."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, forks: Sequence[str] = ()
+    ) -> None: ...
+
+    def step(self) -> StepResult | None: ...
+
+    def reset(self) -> None: ...
+
+
+class Measured(NamedTuple):
+    """One measured run. `failed` is None, or why its numbers must not be used."""
+
+    workload: Workload
+    requests: list[RequestRecord]
+    steps: list[StepRecord]
+    summary: dict[str, Any]
+    failed: str | None
+
+
+def drive(
+    engine: Engine,
+    items: Sequence[WorkItem],
+    sampling: SamplingParams,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[float, list[StepResult]]:
+    """Run `items` to their end: the start (of `clock`) and every step's result.
+
+    A request is added at the first moment between two steps at which its arrival time has passed, with as many
+    branches as `sampling` draws; branch i draws with the request's seed + i.
+
+    Raises:
+        ValueError: the engine refused a request, with its reason; or items are not in order of arrival.
+        RuntimeError: the engine says that it has work but makes no step.
+    """
+    if any(a.arrival > b.arrival for a, b in pairwise(items)):
+        raise ValueError("the workload's items must be in order of arrival")
+    drawn = sampling.drawn()
+    pending = deque((item, dataclasses.replace(drawn, max_tokens=item.max_tokens)) for item in items)
+    results: list[StepResult] = []
+    start = clock()
+    while pending or engine.has_work:
+        while pending and pending[0][0].arrival <= clock() - start:
+            _add(engine, *pending.popleft())
+        result = engine.step() if engine.has_work else None
+        if result is not None:
+            results.append(result)
+        elif pending:
+            wait = start + pending[0][0].arrival - clock()
+            sleep(min(max(wait, 0.0), LONGEST_SLEEP))
+        elif engine.has_work:
+            raise RuntimeError("the engine has work but makes no step: its scheduler is stuck")
+    return start, results
+
+
+def _add(engine: Engine, item: WorkItem, params: SamplingParams) -> None:
+    try:
+        _, *forks = branch_ids(item.request_id, params.n)
+        engine.add(item.request_id, item.prompt_token_ids, params, forks=forks)
+    except ValueError as error:
+        raise ValueError(
+            f"the engine refused {item.request_id} ({len(item.prompt_token_ids)} prompt tokens, at most "
+            f"{item.max_tokens} output tokens): {error}. Bound the workload's lengths, or raise the engine's limit"
+        ) from error
+
+
+def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -> None:
+    """Run the first few requests, shortened and all at once, to have every page and code path touched."""
+    warm = experiment.warmup
+    first = [
+        item._replace(arrival=0.0, max_tokens=min(item.max_tokens, warm.max_tokens)) for item in items[: warm.requests]
+    ]
+    sampling = dataclasses.replace(experiment.sampling, min_tokens=0)
+    drive(engine, first, sampling)
+
+
+def measure(llm: Any, point: Point, repeat: int) -> Measured:
+    """One repeat of a point on an engine of its configuration: warm up, reset, run, fold."""
+    experiment, engine = point.experiment, llm.engine
+    seed = experiment.seed + (repeat if experiment.reseed else 0)
+    workload = build(experiment.workload, point.content, seed, llm.tokenizer.vocab_size, llm.tokenizer.encode)
+    check_lengths(workload.items, engine.config.max_model_len)
+    engine.reset()
+    if experiment.simulate is None:
+        warm_up(engine, experiment, workload.items)
+    engine.reset()  # the warm-up must leave nothing to hit in the prefix cache, and no counter behind a seed
+    gc.collect()  # garbage of the previous run is not this run's cost
+    clock = (engine.clock, engine.sleep) if experiment.simulate else ()
+    start, results = drive(engine, workload.items, experiment.sampling, *clock)
+    requests = request_records(results, workload.items, start, experiment.sampling.drawn().n)
+    steps = step_records(results, start, llm.engine.config.block_size)
+    summary = summarize(requests, steps, engine.config.block_size, experiment.slo)
+    return Measured(workload, requests, steps, summary, why_failed(steps, summary))
+
+
+def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
+    """Refuse what the engine would cut off at its longest length, and a record would then call served.
+
+    A prompt that alone is too long is left to the engine, which refuses it.
+
+    Raises:
+        ValueError: such requests; names the first.
+    """
+    cut = [item for item in items if len(item.prompt_token_ids) < limit < len(item.prompt_token_ids) + item.max_tokens]
+    if cut:
+        first, prompt = cut[0], len(cut[0].prompt_token_ids)
+        raise ValueError(
+            f"{len(cut)} of {len(items)} requests would be cut off at engine.max_model_len, {limit} tokens: "
+            f"{first.request_id} has {prompt} prompt tokens and asks for {first.max_tokens}. Raise the limit, or bound "
+            "the workload's lengths (max of a distribution; max_prompt_tokens and max_output_tokens of a trace), which "
+            "counts what it clips"
+        )
+
+
+def why_failed(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str | None:
+    """None, or the reason why a run's numbers must not be used."""
+    compiled = [step for step in steps if step.compilations]
+    if compiled:
+        where = ", ".join(f"{step.step} ({step.tokens} tokens, {step.sequences} sequences)" for step in compiled[:5])
+        return (
+            f"compiled in the measured run: {summary['compilations']} compilations, in step {where}"
+            f"{' ...' if len(compiled) > 5 else ''}. Times with a compilation in them are not the engine's"
+        )
+    if summary["unfinished"]:
+        return f"{summary['unfinished']} of {summary['requests']} requests did not finish"
+    return None

@@ -1,0 +1,114 @@
+"""Which engine runs when: weights are loaded once, engines are shared, and repeats of different points interleave."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from experiments.core.config import Experiment, Point
+from experiments.simulation.simulate import SimulatedLLM
+
+
+class Run(NamedTuple):
+    point: Point
+    repeat: int
+    order: int  # the point's place in the sweep
+
+
+def engine_key(experiment: Experiment) -> Hashable:
+    """Points with equal keys run on one engine: they differ in workload, sampling or repeats only."""
+    return experiment.model, experiment.simulate, dataclasses.astuple(experiment.engine_config)
+
+
+def weights_key(experiment: Experiment) -> tuple[str, str | None, str | None]:
+    """Points with equal keys share one copy of the weights."""
+    return experiment.model, experiment.engine.dtype, experiment.engine.weight_dtype
+
+
+def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
+    """Every point times its repeats, in the order to measure them, for at most `alive` engines at a time.
+
+    Engines go in groups of `alive`. Within a group, repeat 0 of every point comes before repeat 1 of any, so that a
+    slow minute of the machine does not fall on all repeats of one point; odd repeats walk backwards, so that no point
+    is always the first. No engine is built twice, and points on the same weights stay together.
+
+    An engine that sizes its cache by the free memory (num_blocks is None) is alone in its group: its size must not
+    depend on which others are alive.
+    """
+    models = list(dict.fromkeys(weights_key(point.experiment) for point in points))
+    indexed = sorted(enumerate(points), key=lambda item: models.index(weights_key(item[1].experiment)))
+    by_engine: dict[Hashable, list[tuple[int, Point]]] = {}
+    for order, point in indexed:
+        by_engine.setdefault(engine_key(point.experiment), []).append((order, point))
+    runs: list[Run] = []
+    for group in _groups(list(by_engine.values()), alive):
+        members = [member for engine in group for member in engine]
+        for repeat in range(max(point.experiment.repeats for _, point in members)):
+            walk = members if repeat % 2 == 0 else members[::-1]
+            runs += [Run(point, repeat, order) for order, point in walk if repeat < point.experiment.repeats]
+    return runs
+
+
+def _groups(engines: list[list[tuple[int, Point]]], alive: int) -> list[list[list[tuple[int, Point]]]]:
+    def kind(engine: list[tuple[int, Point]]) -> tuple[Any, bool]:
+        experiment = engine[0][1].experiment
+        return weights_key(experiment), experiment.engine_config.num_blocks is None
+
+    groups = []
+    for (_, by_memory), members in groupby(engines, key=kind):
+        listed, size = list(members), 1 if by_memory else alive
+        groups += [listed[i : i + size] for i in range(0, len(listed), size)]
+    return groups
+
+
+class Engines:
+    """The few engines that are alive. Dropping one frees its cache; the weights stay while they are in use."""
+
+    def __init__(self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]) -> None:
+        """`load_model(model, dtype=..., weight_dtype=...)` gives what `make(model=..., **engine fields)` takes."""
+        self._alive, self._load_model, self._make = alive, load_model, make
+        self._weights: tuple[Any, Any] | None = None  # key and what load_model gave
+        self._engines: OrderedDict[Hashable, Any] = OrderedDict()
+        self._broken: dict[Hashable, str] = {}
+        self.startup_seconds: dict[Hashable, float] = {}
+
+    def get(self, experiment: Experiment) -> Any:
+        """The engine of `experiment`. One that could not be built fails again at once, with the same words; a
+        simulated one, which costs nothing, is tried again, so that it fails alike in any process."""
+        key = engine_key(experiment)
+        if key in self._broken:
+            raise RuntimeError(self._broken[key])
+        if key not in self._engines:
+            began = time.perf_counter()
+            try:
+                self._engines[key] = self._build(experiment)
+            except Exception as error:
+                if experiment.simulate is None:
+                    self._broken[key] = f"{type(error).__name__}: {error}"  # the error itself would keep arrays alive
+                raise
+            self.startup_seconds[key] = time.perf_counter() - began
+        self._engines.move_to_end(key)
+        return self._engines[key]
+
+    def _build(self, experiment: Experiment) -> Any:
+        if experiment.simulate is not None:
+            return SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model)
+        key, config, before = weights_key(experiment), experiment.engine_config, len(self._engines)
+        if self._weights is not None and self._weights[0] != key:
+            self._engines.clear()
+            self._weights = None
+        room = 1 if config.num_blocks is None else self._alive
+        while len(self._engines) >= room:
+            self._engines.popitem(last=False)
+        if len(self._engines) < before:
+            gc.collect()  # before the new cache is made: old and new need not fit together
+        if self._weights is None:
+            _, dtype, weight_dtype = key
+            self._weights = (key, self._load_model(experiment.model, dtype=dtype, weight_dtype=weight_dtype))
+        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        return self._make(model=self._weights[1], **fields)

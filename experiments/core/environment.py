@@ -1,0 +1,134 @@
+"""Where a run ran: the facts without which its numbers cannot be compared."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("jax", "jaxlib", "flax", "numpy", "pagedjax")
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_FLAG_FAMILIES = ("JAX_", "XLA_PYTHON_CLIENT_")
+
+
+def environment(*, device: bool = True) -> dict[str, Any]:
+    """Commit, code, versions, device, processor and flags of this process. Names no machine or user.
+
+    Starts jax's backend, unless the device does not matter.
+    """
+    return {
+        **git_state(Path(__file__).parent),
+        "source": source(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "device": _device() if device else {"platform": None, "kind": None, "count": 0},
+        "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
+        "flags": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in _FLAGS or name.startswith(_FLAG_FAMILIES)
+        },
+    }
+
+
+def code() -> dict[str, str | None]:
+    """By which code a run was made: what has to be the same for its numbers to be compared."""
+    return {"source": source(), "jax": _version("jax")}
+
+
+@functools.cache
+def source() -> str:
+    """A hash of the code that measures, committed or not: 16 digits, as it was when this process first asked.
+
+    In it is every .py file of pagedjax, of pallas_kernels and directly in experiments, and the kernels' tiles. Left out
+    are what only reads runs in folders of its own (studies, peers), and libraries, of which JAX is compared by version.
+    """
+    root = Path(__file__).parents[2]
+    places = ("pagedjax/**/*.py", "pallas_kernels/**/*.py", "pallas_kernels/tiles/*.json", "experiments/*.py")
+    places += ("experiments/core/*.py", "experiments/simulation/*.py", "experiments/analysis/*.py")
+    found = hashlib.sha256()
+    for path in sorted(path for place in places for path in root.glob(place)):
+        found.update(f"{path.relative_to(root).as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]
+
+
+def _device() -> dict[str, Any]:
+    import jax
+
+    first = jax.devices()[0]
+    return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count()}
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """The commit that `folder` is at and whether tracked files differ from it; both None outside a repository."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            command = ["git", "-C", str(folder), *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    changes = git("status", "--porcelain", "--untracked-files=no") if commit else None
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # runs from a checkout that was not installed: the commit says which
+
+
+def cpu_model() -> str:
+    """The processor's marketing name where the system tells it, else its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int | None:
+    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere, and what a container really may use
+    return len(affinity(0)) if affinity else os.cpu_count()
+
+
+def load_average() -> float | None:
+    """Processes that wanted a core over the last minute: above the number of cores, times are not this run's alone."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (OSError, AttributeError):
+        return None
+
+
+def processor_time() -> tuple[int, int] | None:
+    """(used, stolen) by this machine so far, all cores together; None where the system does not tell (not Linux)."""
+    try:
+        numbers = [int(number) for number in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
+        user, nice, system, _, _, irq, softirq, stolen = numbers[:8]
+    except (OSError, ValueError, IndexError):
+        return None
+    return user + nice + system + irq + softirq, stolen
+
+
+def stolen_share(since: tuple[int, int] | None) -> float | None:
+    """Of the processor time this machine asked for since then, the share its host gave to others.
+
+    A virtual machine sees a slow neighbour nowhere else: not in the load average, and only as slowness in its times.
+    """
+    now = processor_time()
+    if since is None or now is None:
+        return None
+    used, stolen = (after - before for after, before in zip(now, since, strict=True))
+    return round(stolen / max(used + stolen, 1), 3)

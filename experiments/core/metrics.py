@@ -1,0 +1,341 @@
+"""What a run amounts to: a pure fold over its step results. Seconds count from the start of the run.
+
+    StepResult*, WorkItem*  ->  RequestRecord*, StepRecord*  ->  summary (a JSON object)
+
+Latencies are measured from a request's *intended* arrival, so that a driver or an engine that falls behind cannot hide
+its delay. A token exists when the step that sampled it has ended (commit included): that is when a user can see it.
+
+Definitions, for one request whose branches (one, unless sampling.n or best_of says more) have token times
+t1 <= ... <= tk each:
+    queue  start of the first step that computes any of the request's tokens - arrival
+    ttft   the earliest t1 - arrival     itl   the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
+    e2e    the latest tk - arrival       tpot  (tk - t1) / (k - 1), one value per branch
+
+Work is what was drawn: output tokens are those of all branches, also of those that `best_of` would then drop. A
+request is done when all its branches are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.core.config import Slo
+from experiments.core.workloads import WorkItem, branch_ids
+from experiments.simulation.cost import work_of
+from pagedjax.host.types import Admitted, Finished, Plan, Sampled, StepResult
+from pagedjax.load_client.summary import spread
+
+
+class BranchRecord(NamedTuple):
+    """What one branch of a request lived through. The first one's id is the request's; `finish_reason` is None for one
+    that did not end."""
+
+    branch_id: str
+    token_times: tuple[float, ...]
+    token_ids: tuple[int, ...]
+    preemptions: int
+    finish_reason: str | None
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        return tuple(b - a for a, b in pairwise(self.token_times))
+
+    @property
+    def tpot(self) -> float | None:
+        return sum(self.gaps) / len(self.gaps) if self.gaps else None
+
+
+class RequestRecord(NamedTuple):
+    """What one request lived through. What it did not get to is None."""
+
+    request_id: str
+    arrival: float
+    prompt_tokens: int
+    max_tokens: int  # of each branch
+    first_scheduled: float | None
+    branches: tuple[BranchRecord, ...]
+
+    @property
+    def queue(self) -> float | None:
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        first = min((branch.token_times[0] for branch in self.branches if branch.token_times), default=None)
+        return None if first is None else first - self.arrival
+
+    @property
+    def e2e(self) -> float | None:
+        """Until the last branch ended; None as long as one has not."""
+        if not self.done:
+            return None
+        last = max((branch.token_times[-1] for branch in self.branches if branch.token_times), default=None)
+        return None if last is None else last - self.arrival
+
+    @property
+    def done(self) -> bool:
+        return all(branch.finish_reason is not None for branch in self.branches)
+
+
+class StepRecord(NamedTuple):
+    """What one step did. `held_tokens` is what the cache's `blocks_used` blocks hold when the step has computed; a
+    block that several sequences share counts once in both, and once for each of them in `blocks_listed`."""
+
+    step: int
+    started: float
+    seconds: float
+    device_seconds: float
+    host_seconds: float
+    sequences: int
+    tokens: int
+    prompt_tokens: int
+    padded_tokens: int
+    sampled: int
+    admitted: int
+    admitted_tokens: int  # known tokens of the admitted sequences
+    hit_tokens: int  # those of them that were found in the cache
+    preempted: int
+    finished: int
+    waiting: int
+    blocks_used: int
+    blocks_listed: int  # places in the block tables of the running sequences: what they would use without sharing
+    num_blocks: int
+    held_tokens: int
+    compilations: int
+    context_tokens: int = 0  # keys and values that attention reads: each sequence's context after the step
+    pairs: int = 0  # (query, key) pairs of causal attention
+
+
+def request_records(
+    results: Sequence[StepResult], items: Sequence[WorkItem], start: float, branches: int = 1
+) -> list[RequestRecord]:
+    """One record for each item, in the order of `items`.
+
+    Args:
+        start: the run's beginning (time.perf_counter).
+        branches: of each request.
+
+    Raises:
+        ValueError: the run speaks of a request that is not among `items`.
+    """
+    scheduled: dict[str, float] = {}
+    names = [branch_ids(item.request_id, branches) for item in items]
+    times: dict[str, list[float]] = {name: [] for request in names for name in request}
+    tokens: dict[str, list[int]] = {name: [] for name in times}
+    preemptions = dict.fromkeys(times, 0)
+    reasons: dict[str, str] = {}
+    for result in results:
+        for seq in result.plan.seqs:
+            if seq.request_id not in times:
+                raise ValueError(f"step {result.plan.step} runs the request {seq.request_id!r}, not in the workload")
+            scheduled.setdefault(seq.request_id, result.started - start)
+        for request_id in result.plan.preempted:
+            preemptions[request_id] += 1
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
+                    times[request_id].append(result.finished - start)
+                    tokens[request_id].append(token)
+            elif isinstance(event, Finished):
+                reasons[event.request_id] = event.reason
+    return [
+        RequestRecord(
+            request_id=item.request_id,
+            arrival=item.arrival,
+            prompt_tokens=len(item.prompt_token_ids),
+            max_tokens=item.max_tokens,
+            first_scheduled=scheduled.get(item.request_id),
+            branches=tuple(
+                BranchRecord(name, tuple(times[name]), tuple(tokens[name]), preemptions[name], reasons.get(name))
+                for name in request
+            ),
+        )
+        for item, request in zip(items, names, strict=True)
+    ]
+
+
+def step_records(results: Sequence[StepResult], start: float, block_size: int) -> list[StepRecord]:
+    """One record for each step.
+
+    A plan holds only the sequences that compute something in its step; others may wait in the cache (their share of the
+    budget was nothing). So what is cached is carried from step to step: set by rows, dropped by preemption and finish.
+    """
+    cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
+    records = []
+    for result in results:
+        plan, work = result.plan, work_of(result.plan, result.padded_tokens)
+        for request_id in plan.preempted:
+            cached.pop(request_id, None)
+        for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+            cached[seq.request_id] = (seq.blocks, before + count)
+        # a decode that waits, where steps are not mixed, may have got a block that no row shows yet
+        listed = max(sum([len(blocks) for blocks, _ in cached.values()]), plan.blocks_used)
+        shared = listed != plan.blocks_used
+        held = _held(cached.values(), block_size) if shared else sum([tokens for _, tokens in cached.values()])
+        entered = [event for event in result.events if isinstance(event, Admitted)]
+        finished = [event for event in result.events if isinstance(event, Finished)]
+        for event in finished:
+            cached.pop(event.request_id, None)
+        records.append(
+            StepRecord(
+                step=plan.step,
+                started=result.started - start,
+                seconds=result.finished - result.started,
+                device_seconds=result.device_seconds,
+                host_seconds=result.host_seconds,
+                sequences=len(plan.seqs),
+                tokens=plan.num_tokens,
+                prompt_tokens=_prompt_tokens(plan),
+                padded_tokens=result.padded_tokens,
+                sampled=sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled)),
+                admitted=len(plan.admitted),
+                admitted_tokens=sum(event.num_tokens for event in entered),
+                hit_tokens=sum(event.num_cached for event in entered),
+                preempted=len(plan.preempted),
+                finished=len(finished),
+                waiting=plan.num_waiting,
+                blocks_used=plan.blocks_used,
+                blocks_listed=listed,
+                num_blocks=plan.num_blocks,
+                held_tokens=held,
+                compilations=result.compilations,
+                context_tokens=work.context,
+                pairs=work.pairs,
+            )
+        )
+    return records
+
+
+def _prompt_tokens(plan: Plan) -> int:
+    rows = zip(plan.seqs, plan.starts, plan.counts, strict=True)
+    return sum([max(0, min(count, seq.request.prompt_len - before)) for seq, before, count in rows])
+
+
+def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int) -> int:
+    """Tokens in the cache, those in shared blocks once."""
+    full: set[int] = set()
+    part: dict[int, int] = {}  # branches share a last block that is not full
+    for blocks, tokens in cached:
+        full.update(blocks[: tokens // block_size])
+        if tokens % block_size:
+            last = blocks[tokens // block_size]
+            part[last] = max(part.get(last, 0), tokens % block_size)
+    return len(full) * block_size + sum(tokens for block, tokens in part.items() if block not in full)
+
+
+def summarize(
+    requests: Sequence[RequestRecord], steps: Sequence[StepRecord], block_size: int, slo: Slo | None = None
+) -> dict[str, Any]:
+    """The summary of a run. Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
+
+    Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios of sums: the share
+    of computed tokens that were padding, and of the slots in used blocks that hold no token. `prefix_hit_share` is the
+    share of the tokens of admitted sequences that were found in the cache.
+
+    `blocks_saved_share` is what sharing saves (Fig. 15 of the PagedAttention paper): 1 - sum(distinct blocks) /
+    sum(entries of block tables), over the running sequences of every step, whether branches share or a prefix that was
+    found. Sequences without a row in a step count with the blocks they hold. A request whose branches have not forked
+    yet is one sequence, so that nothing is called saved before there is somebody to share.
+
+    `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished` (by reason) and
+    `preemptions` count branches.
+    """
+    if not steps:
+        raise ValueError("the run has no steps; there is nothing to summarize")
+    duration = steps[-1].started + steps[-1].seconds
+    done = [request for request in requests if request.done]
+    branches = [branch for request in requests for branch in request.branches]
+    output = sum(len(branch.token_ids) for branch in branches)
+    prompt = sum(request.prompt_tokens for request in done)
+    reasons = [branch.finish_reason for branch in branches if branch.finish_reason is not None]
+    slots = sum(step.blocks_used for step in steps) * block_size
+    peak = max(step.blocks_used for step in steps)
+    return {
+        "duration_s": duration,
+        "requests": len(requests),
+        "branches": len(branches),
+        "unfinished": len(requests) - len(done),
+        "finished": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "requests_per_s": len(done) / duration,
+        "output_tokens_per_s": output / duration,
+        "total_tokens_per_s": (prompt + output) / duration,
+        "steady_output_tokens_per_s": steady_rate(steps),
+        "percentile_method": "linear",
+        "ttft_s": spread(request.ttft for request in requests),
+        "itl_s": spread(gap for branch in branches for gap in branch.gaps),
+        "tpot_s": spread(branch.tpot for branch in branches),
+        "e2e_s": spread(request.e2e for request in requests),
+        "queue_s": spread(request.queue for request in requests),
+        "steps": len(steps),
+        "step_s": spread(step.seconds for step in steps),
+        "device_s": spread(step.device_seconds for step in steps),
+        "host_s": spread(step.host_seconds for step in steps),
+        "between_steps_s": duration - sum(step.seconds for step in steps),
+        "sequences_per_step": spread(float(step.sequences) for step in steps),
+        "tokens_computed": sum(step.tokens for step in steps),
+        "tokens_padded": sum(step.padded_tokens for step in steps),
+        "padding_share": _share(sum(step.tokens for step in steps), sum(step.padded_tokens for step in steps)),
+        "blocks_total": max(step.num_blocks for step in steps),
+        "blocks_used": {"mean": slots / block_size / len(steps), "peak": peak},
+        "slots_used": {"mean": slots / len(steps), "peak": peak * block_size},
+        "fragmentation_share": _share(sum(step.held_tokens for step in steps), slots),
+        "blocks_saved_share": _share(
+            sum(step.blocks_used for step in steps), sum(step.blocks_listed for step in steps)
+        ),
+        "prefix_hit_share": _part(sum(step.hit_tokens for step in steps), sum(step.admitted_tokens for step in steps)),
+        "preemptions": sum(step.preempted for step in steps),
+        "compilations": sum(step.compilations for step in steps),
+        "goodput": goodput(requests, duration, slo or Slo()),
+        "tokens_sha256": tokens_digest(requests),
+    }
+
+
+def steady_rate(steps: Sequence[StepRecord]) -> float | None:
+    """Output tokens/s between the steps after which a tenth and nine tenths of all output tokens exist.
+
+    It leaves out how a run fills and how it drains, which weigh much in a short one. None when no time lies between.
+    """
+    made = np.cumsum([step.sampled for step in steps])
+    first, last = (int(np.searchsorted(made, share * made[-1])) for share in (0.1, 0.9))
+    seconds = steps[last].started + steps[last].seconds - steps[first].started - steps[first].seconds
+    return float(made[last] - made[first]) / seconds if seconds > 0 else None
+
+
+def _part(some: int, of: int) -> float:
+    return some / of if of else 0.0
+
+
+def _share(full: int, of: int) -> float:
+    return 1.0 - full / of if of else 0.0
+
+
+def goodput(requests: Sequence[RequestRecord], duration: float, slo: Slo) -> dict[str, float] | None:
+    """Finished requests that met every target, per second and as a share of all; None without a target.
+
+    Each branch of a request must meet `itl`; one of one output token has no gap and meets any.
+    """
+    if slo.ttft is None and slo.itl is None:
+        return None
+    good = 0
+    for request in requests:
+        if any(branch.finish_reason in (None, "abort") for branch in request.branches) or request.ttft is None:
+            continue
+        in_time = slo.ttft is None or request.ttft <= slo.ttft
+        steady = slo.itl is None or all(b.tpot is None or b.tpot <= slo.itl for b in request.branches)
+        good += in_time and steady
+    return {"requests_per_s": good / duration, "share": good / len(requests)}
+
+
+def tokens_digest(requests: Sequence[RequestRecord]) -> str:
+    """sha256 over every branch's output tokens: runs with equal digests generated the same text."""
+    branches = [branch for request in requests for branch in request.branches]
+    text = json.dumps([[branch.branch_id, list(branch.token_ids)] for branch in branches], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,68 @@
+"""Simulated runs side by side: python -m experiments.run CONFIG --jobs 4 [--backend ray].
+
+joblib starts the processes: `loky` on this machine, `ray` where ray runs. Time is virtual in a simulated run, so that
+neighbours change none of its numbers; measured ones would disturb each other and are refused. The process that asked
+writes every folder itself, one at a time as results come, so that stopping and going on are what they are without; if
+it is killed, its workers write nothing and leave after five idle minutes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Generator, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from experiments import require
+from experiments.core.config import Point
+from experiments.core.engines import Engines, Run
+
+BACKENDS = ("loky", "ray")
+Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run and its summary
+
+
+def check(points: Sequence[Point], jobs: int, backend: str) -> None:
+    """Raise ValueError for what cannot run in `jobs` processes, and ImportError without joblib."""
+    if jobs < 1:
+        raise ValueError(f"--jobs is {jobs}; it must be at least 1")
+    if jobs == 1:
+        return
+    measured = [point.label for point in points if point.experiment.simulate is None]
+    if measured:
+        raise ValueError(
+            f"--jobs is {jobs}, but {len(measured)} of {len(points)} points are measured (such as {measured[0]}), and "
+            "measured runs at one time would disturb each other; use --jobs 1, or give the config a section `simulate`"
+        )
+    require("joblib")
+    if backend == "ray" and importlib.util.find_spec("ray") is None:
+        raise ValueError("--backend is ray, which is not installed: pip install ray, or leave --backend out")
+
+
+def results(
+    runs: Iterable[Run], where: dict[str, Any], *, jobs: int, backend: str = "loky"
+) -> Generator[Result, None, None]:
+    """What `run.one_run` gives for each of `runs`, as they are done. Closing the generator ends the processes."""
+    joblib = require("joblib")
+    if backend == "ray":
+        require("ray.util.joblib").register_ray()
+    warnings.filterwarnings("ignore", "[0-9]+ tasks (which|have been)")  # stopping is no mistake
+    tasks = (joblib.delayed(_one)(run, where) for run in runs)
+    with joblib.parallel_config(backend=backend, n_jobs=jobs):
+        if backend == "loky":
+            yield from joblib.Parallel(return_as="generator_unordered", batch_size=1)(tasks)
+            return
+        with joblib.Parallel(batch_size=1) as parallel:  # ray's results come all at once, so not all are asked for
+            while group := list(islice(tasks, 4 * jobs)):
+                yield from parallel(group)
+
+
+def _one(run: Run, where: dict[str, Any]) -> Result:
+    """One simulated run, in a process of its own."""
+    from experiments.run import one_run
+
+    return one_run(run, Engines(1, _no_device, _no_device), where)
+
+
+def _no_device(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a simulated run builds no engine of a device")

@@ -1,0 +1,180 @@
+"""Run folders: written whole or not at all, read back without pandas.
+
+    <out>/<name>/<first 12 digits of the point's hash>/<repeat>/
+        config.yaml     what ran, resolved: nothing left to choose; small files that it names are copied beside it
+        env.json        where it ran: commit, hash of the code, versions, device, flags
+        requests.jsonl  one line a request, its branches in it    steps.jsonl   one line a step
+        summary.json    what it amounts to; a run exists if and only if this file is in place
+    <out>/<name>/sweep.json, runs.jsonl, report.html    the sweep: its runs in order, their summaries, the report
+
+A run is written beside its place and renamed into it, so a killed sweep leaves no half run behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.core.metrics import BranchRecord, RequestRecord
+
+SCHEMA = 1
+_SUMMARY = "summary.json"
+_STALE = "stale.json"  # what was the summary of a run that another one will replace
+_TEMPORARY = ".writing-"
+
+
+def run_folder(sweep: Path, point: str, repeat: int) -> Path:
+    return sweep / point[:12] / str(repeat)
+
+
+def write_run(folder: Path, files: dict[str, str]) -> None:
+    """Put a run's `files` (name -> text) in place at once. A failed run that lies there is replaced."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.parent / f"{_TEMPORARY}{os.getpid()}-{folder.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    for name, text in files.items():
+        (temporary / name).write_text(text, encoding="utf-8")
+    if folder.exists():  # os.replace does not replace a folder that holds something
+        shutil.rmtree(folder)
+    os.replace(temporary, folder)
+
+
+def set_aside(folders: Sequence[Path]) -> None:
+    """Runs that are to be measured again count as missing from now on; their files stay until new ones are there."""
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            os.replace(folder / _SUMMARY, folder / _STALE)
+
+
+def points(sweep: Path) -> set[str]:
+    """The names of the points' folders that hold a run."""
+    return {path.parent.parent.name for path in sweep.glob(f"*/[0-9]*/{_SUMMARY}")}
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def clean(sweep: Path) -> None:
+    """Remove what a killed process left half written. What a live process is writing stays."""
+    for left in [*sweep.glob(f"{_TEMPORARY}*"), *sweep.glob(f"*/{_TEMPORARY}*")]:
+        pid = left.name.removeprefix(_TEMPORARY).split("-")[0]
+        if pid.isdigit() and _alive(int(pid)):
+            continue
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # this process has not begun to write: the number is an old one, used again
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary of the run in `folder`, or None when there is no run."""
+    try:
+        text = (folder / _SUMMARY).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        summary = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{folder / _SUMMARY} is damaged ({error}); delete the folder {folder} and run again"
+        ) from None
+    if not isinstance(summary, dict) or summary.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{folder / _SUMMARY} is not of this version (schema {SCHEMA}); delete the folder {folder} and run again"
+        )
+    return summary
+
+
+def read_runs(folder: str | PathLike[str]) -> list[dict[str, Any]]:
+    """Summaries of the runs below `folder`, in the order of their sweeps; `run` becomes the path of the run's folder.
+
+    The folder of a sweep, or one that holds sweeps, gives the runs that belong to the sweeps as they now are
+    (runs.jsonl). A folder without any gives every run that lies below it.
+
+    Raises:
+        ValueError: there is none, or one is damaged.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise ValueError(f"there is no folder {root}; `python -m experiments.run CONFIG --out {root}` makes one")
+    runs: list[dict[str, Any]] = []
+    for index in sorted(root.rglob("runs.jsonl")):
+        lines = index.read_text(encoding="utf-8").splitlines()
+        runs += [{**run, "run": str(index.parent / run["run"])} for run in map(json.loads, lines)]
+    if not runs:
+        found = sorted(path.parent for path in root.rglob(_SUMMARY) if not path.parent.name.startswith(_TEMPORARY))
+        runs = [{**(read_summary(path) or {}), "run": str(path)} for path in found]
+    if not runs:
+        raise ValueError(
+            f"{root} holds no runs: a run is a folder with a {_SUMMARY}, such as {root}/<point>/<repeat>/{_SUMMARY}; "
+            "`python -m experiments.run CONFIG` makes them"
+        )
+    return runs
+
+
+def read_requests(folder: Path) -> list[RequestRecord]:
+    """The lines of a run's requests.jsonl.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = folder / "requests.jsonl"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ValueError(f"there is no {path}; a run folder has one, made by `python -m experiments.run`") from None
+    return [_request(json.loads(line)) for line in lines]
+
+
+def _request(row: dict[str, Any]) -> RequestRecord:
+    branches = [
+        BranchRecord(**{**b, "token_times": tuple(b["token_times"]), "token_ids": tuple(b["token_ids"])})
+        for b in row["branches"]
+    ]
+    return RequestRecord(**{**row, "branches": tuple(branches)})
+
+
+def json_text(value: Any) -> str:
+    """JSON a person can read; NaN is refused, because other readers do not take it."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
+def json_lines(values: Iterable[Any]) -> str:
+    return "".join(json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n" for value in values)
+
+
+def yaml_text(value: Any) -> str:
+    """YAML of plain values; tuples become lists."""
+    return yaml.safe_dump(_plain(value), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

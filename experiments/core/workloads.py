@@ -1,0 +1,270 @@
+"""Workloads: who asks for how much, and when. Pure functions of (spec, file content, seed, vocabulary).
+
+Four kinds: `prompts` (real text), `synthetic` (lengths drawn from distributions), `trace` (lengths and arrivals of a
+recorded service) and `tokens` (a JSON list of token ids). The last three need no tokenizer. Random token ids are fair
+for speed, because a dense model's work does not depend on which tokens it reads; they are NOT fair for speculative
+decoding, whose acceptance they distort, nor for prefix caching, which finds nothing to share beyond `shared_prefix`.
+
+Every random choice has its own stream, so that changing the arrivals changes no prompt, and the first k requests of
+`count: n` are the same for every n >= k.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from experiments.core.draws import AT_ONCE, Arrivals, Lengths, clip, draw_arrivals, draw_lengths
+
+FIRST_ORDINARY_TOKEN = 17  # ids below are special in the embedded default (chat marks, padding, file names ...)
+AZURE = (
+    "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace lies beside it) of the Azure Public "
+    "Dataset, CC-BY 4.0, with columns TIMESTAMP,ContextTokens,GeneratedTokens; download it and give its path"
+)
+
+
+class WorkItem(NamedTuple):
+    """One request: `arrival` in seconds after the start of the run, at most `max_tokens` output tokens a branch."""
+
+    request_id: str
+    arrival: float
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+def branch_ids(request_id: str, branches: int) -> tuple[str, ...]:
+    """The ids of a request's branches; the first is the request's own: ("r00003", "r00003.1", "r00003.2")."""
+    return (request_id, *(f"{request_id}.{i}" for i in range(1, branches)))
+
+
+class Workload(NamedTuple):
+    """Requests in order of arrival, and how many drawn or recorded lengths were moved to their limits."""
+
+    items: tuple[WorkItem, ...]
+    clipped_prompts: int = 0
+    clipped_outputs: int = 0
+
+    def describe(self) -> dict[str, Any]:
+        """Counts for the record of a run: requests, tokens, clipped lengths, seconds until the last arrival."""
+        return {
+            "requests": len(self.items),
+            "prompt_tokens": sum(len(item.prompt_token_ids) for item in self.items),
+            "max_output_tokens": sum(item.max_tokens for item in self.items),
+            "clipped_prompts": self.clipped_prompts,
+            "clipped_outputs": self.clipped_outputs,
+            "last_arrival_s": self.items[-1].arrival,
+        }
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts of `file`, one a line (or a paragraph). `count` beyond the file starts over from its top when `cycle`."""
+
+    kind: Literal["prompts"]
+    file: str
+    count: int | None = None  # None: each prompt once
+    cycle: bool = True
+    split: Literal["line", "paragraph"] = "line"
+    max_tokens: int = 32
+    arrivals: Arrivals = AT_ONCE
+
+    def __post_init__(self) -> None:
+        _at_least_one("count", self.count, "null for each prompt once")
+        _at_least_one("max_tokens", self.max_tokens)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Random token ids whose lengths follow distributions.
+
+    shared_prefix: tokens that all prompts begin with, before those of `prompt`, as a system prompt does.
+    """
+
+    kind: Literal["synthetic"]
+    count: int
+    prompt: Lengths
+    output: Lengths
+    arrivals: Arrivals = AT_ONCE
+    shared_prefix: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least_one("count", self.count)
+        if self.shared_prefix < 0:
+            raise ValueError(f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Arrivals and lengths of a recorded service: CSV with TIMESTAMP, ContextTokens, GeneratedTokens; random ids.
+
+    `time_scale` multiplies the recorded gaps: 0.5 doubles the rate, 0 lets everything arrive at once.
+    """
+
+    kind: Literal["trace"]
+    file: str
+    offset: int = 0
+    limit: int | None = None
+    time_scale: float = 1.0
+    max_prompt_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.time_scale < math.inf:
+            raise ValueError(f"time_scale is {self.time_scale!r}; it must be at least 0, and finite")
+        if self.offset < 0:
+            raise ValueError(f"offset is {self.offset!r}; it must be at least 0")
+        _at_least_one("limit", self.limit, "null for the whole file")
+        for name in ("max_prompt_tokens", "max_output_tokens"):
+            _at_least_one(name, getattr(self, name), "null for lengths as recorded")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is read as another name of "max_tokens"."""
+
+    kind: Literal["tokens"]
+    file: str
+    limit: int | None = None
+    arrivals: Arrivals = AT_ONCE
+
+    def __post_init__(self) -> None:
+        _at_least_one("limit", self.limit, "null for the whole file")
+
+
+Spec = Prompts | Synthetic | Trace | Tokens
+Encode = Callable[[str], Sequence[int]]
+
+
+def check(spec: Spec, content: str) -> None:
+    """Read the workload's file, for what can be wrong in it without a vocabulary. Raises ValueError as `build` does."""
+    if isinstance(spec, Trace):
+        read_trace(spec, content)
+    elif isinstance(spec, Prompts):
+        read_prompts(spec, content)
+    elif isinstance(spec, Tokens):
+        read_tokens(spec, content, sys.maxsize)
+
+
+def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) -> Workload:
+    """The requests of `spec`.
+
+    Args:
+        content: the text of `spec.file`; "" for a synthetic workload, which has none.
+        seed: of every random choice.
+        vocab_size: random ids are drawn from [17, vocab_size), below which ids are special.
+        encode: text to token ids; only `prompts` calls it.
+
+    Raises:
+        ValueError: an empty workload, or a line of the file that cannot be read.
+    """
+    lengths, tokens, arrivals, outputs, shared = (np.random.default_rng([seed, stream]) for stream in range(5))
+    if isinstance(spec, Synthetic):
+        prompt_lens, cut_prompts = draw_lengths(spec.prompt, spec.count, lengths)
+        output_lens, cut_outputs = draw_lengths(spec.output, spec.count, outputs)
+        times = draw_arrivals(spec.arrivals, spec.count, arrivals)
+        (prefix,) = random_prompts([spec.shared_prefix], vocab_size, shared)
+        prompts = [prefix + own for own in random_prompts(prompt_lens, vocab_size, tokens)]
+        return Workload(_items(times, prompts, output_lens), cut_prompts, cut_outputs)
+    if isinstance(spec, Trace):
+        times, contexts, generated = read_trace(spec, content)
+        prompt_lens, cut_prompts = clip(contexts, 1, spec.max_prompt_tokens)
+        output_lens, cut_outputs = clip(generated, 1, spec.max_output_tokens)
+        prompts = random_prompts(prompt_lens, vocab_size, tokens)
+        return Workload(_items(times, prompts, output_lens), cut_prompts, cut_outputs)
+    if isinstance(spec, Prompts):
+        prompts = [tuple(encode(text)) for text in read_prompts(spec, content)]
+        output_lens = [spec.max_tokens] * len(prompts)
+    else:
+        prompts, output_lens = read_tokens(spec, content, vocab_size)
+    return Workload(_items(draw_arrivals(spec.arrivals, len(prompts), arrivals), prompts, output_lens))
+
+
+def random_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[tuple[int, ...]]:
+    if vocab_size <= FIRST_ORDINARY_TOKEN:
+        raise ValueError(
+            f"the vocabulary has {vocab_size} tokens; random prompts need more than {FIRST_ORDINARY_TOKEN}, because "
+            "the ids below that are special"
+        )
+    return [tuple(rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=n).tolist()) for n in lens]
+
+
+def read_prompts(spec: Prompts, content: str) -> list[str]:
+    """The texts of a prompts file; blank ones are not prompts."""
+    pieces = content.split("\n\n") if spec.split == "paragraph" else content.splitlines()
+    texts = [piece.strip() for piece in pieces if piece.strip()]
+    if not texts:
+        raise ValueError(f"{spec.file} holds no prompts; write one a {spec.split}")
+    count = len(texts) if spec.count is None else spec.count
+    if count > len(texts) and not spec.cycle:
+        raise ValueError(
+            f"workload.count is {count}, but {spec.file} has {len(texts)} prompts; set workload.cycle: true"
+        )
+    return [texts[i % len(texts)] for i in range(count)]
+
+
+def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[int]]:
+    """Arrival seconds after the first kept request, prompt lengths and output lengths of a trace, by arrival."""
+    reader = csv.DictReader(io.StringIO(content))
+    columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    missing = [name for name in columns if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(f"{spec.file} has no column {', '.join(missing)}. {AZURE}")
+    kept: list[tuple[datetime, int, int]] = []
+    stop = None if spec.limit is None else spec.offset + spec.limit
+    for index, row in enumerate(reader):
+        if index < spec.offset:
+            continue
+        if stop is not None and index >= stop:
+            break
+        try:
+            kept.append((datetime.fromisoformat(row[columns[0]]), int(row[columns[1]]), int(row[columns[2]])))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{spec.file}, line {reader.line_num}: {error}") from None
+    if not kept:
+        raise ValueError(f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})")
+    kept.sort(key=lambda row: row[0])
+    times = [(row[0] - kept[0][0]).total_seconds() * spec.time_scale for row in kept]
+    return times, [row[1] for row in kept], [row[2] for row in kept]
+
+
+def read_tokens(spec: Tokens, content: str, vocab_size: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Prompts and output lengths of a JSON list of requests."""
+    try:
+        entries = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{spec.file} is not JSON: {error}") from None
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(
+            f'{spec.file} must hold a list of {{"prompt": [ids], "max_tokens": count}} with an entry or more'
+        )
+    prompts, outputs = [], []
+    for index, entry in enumerate(entries[: spec.limit]):
+        prompt = entry.get("prompt") if isinstance(entry, dict) else None
+        output = entry.get("max_tokens", entry.get("n")) if isinstance(entry, dict) else None
+        if not isinstance(prompt, list) or not prompt or type(output) is not int or output < 1:
+            raise ValueError(f'{spec.file}, entry {index}: needs "prompt", a list of token ids, and "max_tokens" >= 1')
+        wrong = [t for t in prompt if type(t) is not int or not 0 <= t < vocab_size]
+        if wrong:
+            raise ValueError(f"{spec.file}, entry {index}: token id {wrong[0]!r} is outside [0, {vocab_size})")
+        prompts.append(tuple(prompt))
+        outputs.append(output)
+    return prompts, outputs
+
+
+def _items(times: Sequence[float], prompts: Sequence[tuple[int, ...]], outputs: Sequence[int]) -> tuple[WorkItem, ...]:
+    rows = zip(times, prompts, outputs, strict=True)
+    return tuple(WorkItem(f"r{i:05d}", time, prompt, count) for i, (time, prompt, count) in enumerate(rows))
+
+
+def _at_least_one(name: str, value: int | None, none: str = "") -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be at least 1" + (f", or {none}" if none else ""))

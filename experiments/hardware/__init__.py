@@ -1,0 +1,1 @@
+"""What runs on, or is compiled for, a GPU or a TPU."""

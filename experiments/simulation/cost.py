@@ -1,0 +1,328 @@
+"""How long a step takes, without running it: a roofline of a chip and a model's shape, or a fit to measured steps.
+
+    Work      what a step asks for; pure counts of its plan
+    Roofline  Work -> seconds, from bytes, operations and overheads (Williams et al. 2009)
+    Fitted    Work -> seconds, least squares through the steps of a measured run
+
+A step reads its weights once and multiplies them with its tokens, then reads the keys and values of every context and
+multiplies with those. Each of the two takes the longer of its traffic and its arithmetic:
+
+    launch + max(weights / bandwidth, 2 * numbers * tokens / rate) + max(kv / bandwidth, attention / rate)
+
+Of a mixture of experts it reads those that some token chose, as many as tokens that choose evenly and alone would have
+(Shape.experts_read), and multiplies with those that each token chose. A layer with a window counts as one that sees the
+whole context: for a model with windows, and contexts beyond them, attention is too slow here.
+
+What a kernel loses is two shares of what the chip could do, both 1 unless a config says otherwise: then a time is a
+bound, not a guess. Imports no jax, but for the shape of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedjax.config import one_of
+from pagedjax.host.types import Plan
+
+STEPS = "steps.jsonl"  # of a run folder
+SIMULATED = "simulated"  # how the name of a device begins that is none
+
+
+StepTime = Callable[["Work"], float]
+
+
+class Work(NamedTuple):
+    """What a step asks for. In tokens unless said otherwise."""
+
+    tokens: int  # computed, padding included
+    sequences: int
+    sampled: int  # rows whose logits are wanted
+    context: int  # keys and values read: the context of each sequence after the step, summed
+    pairs: int  # (query, key) pairs of causal attention
+    moved_blocks: int = 0  # between device and host
+
+
+def work_of(plan: Plan, padded: int, *, cached: bool = True) -> Work:
+    """The work of a plan. `cached` is False for an engine without a KV cache, which computes every token again."""
+    moved = len(plan.swap_out) + len(plan.swap_in)
+    if cached and plan.num_tokens == len(plan.seqs):  # decodes alone, as most steps are
+        context = sum(plan.starts) + len(plan.seqs)
+        if context == sum(plan.lengths):
+            return Work(padded, len(plan.seqs), len(plan.seqs), context, context, moved)
+    starts, counts = np.asarray(plan.starts), np.asarray(plan.counts)
+    ends = starts + counts
+    if not cached:
+        padded, starts, counts = padded + int(starts.sum()), np.zeros_like(starts), ends
+    sampled = int((ends == np.asarray(plan.lengths)).sum())
+    pairs = int((counts * starts + counts * (counts + 1) // 2).sum())
+    return Work(padded, len(ends), sampled, int(ends.sum()), pairs, moved)
+
+
+class Shape(NamedTuple):
+    """Of a decoder, as far as its costs depend on it."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    longest: int  # tokens of a request at most
+    gated: bool = True  # three matrices in an MLP, or two
+    tied: bool = False  # the embedding is the head
+    weight_bytes: float = 2  # of a number
+    kv_bytes: float = 2
+    sparse: int = 0  # layers with experts, each an MLP of its own, in place of the MLP
+    experts: int = 0  # of such a layer
+    chosen: int = 0  # of them by each token
+    expert: int = 0  # intermediate size of one
+
+    def layer_numbers(self, experts: float) -> float:
+        """Of the matrices of all layers, with so many experts in those that have some."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        row = (3 if self.gated else 2) * self.hidden  # numbers of an MLP for each of its intermediate ones
+        mixture = self.hidden * self.experts + experts * row * self.expert
+        return self.layers * attention + (self.layers - self.sparse) * row * self.intermediate + self.sparse * mixture
+
+    def experts_read(self, tokens: int) -> float:
+        """Of a layer: how many are chosen by one token or more, expected of tokens that choose evenly and alone."""
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
+
+    @property
+    def head_numbers(self) -> int:
+        return self.hidden * self.vocabulary
+
+    def read_bytes(self, tokens: int) -> float:
+        """Of the weights that a step of so many tokens reads: layers and head."""
+        return self.weight_bytes * (self.layer_numbers(self.experts_read(tokens)) + self.head_numbers)
+
+    def products(self, tokens: int, sampled: int) -> float:
+        """Operations of the products with weights."""
+        return 2 * (self.layer_numbers(self.chosen) * tokens + self.head_numbers * sampled)
+
+    @property
+    def held_bytes(self) -> float:
+        """Of all weights, with an embedding of their own if they have one."""
+        return self.weight_bytes * (self.layer_numbers(self.experts) + (1 if self.tied else 2) * self.head_numbers)
+
+    @property
+    def token_bytes(self) -> float:
+        """Of the keys and values of one token."""
+        return self.kv_bytes * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def shape_of(config: Mapping[str, Any], weight_bytes: float = 2, kv_bytes: float = 2) -> Shape:
+    """From a Hugging Face config.json, read by the family that would load the model: its defaults are the loader's.
+
+    Raises:
+        ValueError: a model that could not be loaded either.
+    """
+    from pagedjax.device.models import FAMILIES  # jax's names come along, but no backend starts
+    from pagedjax.weights.architectures import normalised
+
+    known = normalised(config, "the model's config.json")
+    c = FAMILIES[known["model_type"]].from_hf(known)
+    shape = Shape(
+        layers=c.layers,
+        hidden=c.hidden,
+        heads=c.heads,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        intermediate=c.intermediate,
+        vocabulary=c.vocab_size,
+        longest=c.max_len,
+        gated=c.gated,
+        tied=c.tied,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+    )
+    if c.experts is None:
+        return shape
+    mixed = {"experts": c.experts.count, "chosen": c.experts.chosen, "expert": c.experts.intermediate}
+    return shape._replace(sparse=sum(kind.sparse for kind in c.kinds), **mixed)
+
+
+# Published shapes that the papers' experiments used, from the models' own config.json.
+SHAPES = {
+    "opt-13b": Shape(40, 5120, 40, 40, 128, 20480, 50272, 2048, gated=False, tied=True),
+    "opt-66b": Shape(64, 9216, 72, 72, 128, 36864, 50272, 2048, gated=False, tied=True),
+    "opt-175b": Shape(96, 12288, 96, 96, 128, 49152, 50272, 2048, gated=False, tied=True),
+    "llama-13b": Shape(40, 5120, 40, 40, 128, 13824, 32000, 2048),
+    "llama-3-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 8192),
+    "llama-3-70b": Shape(80, 8192, 64, 8, 128, 28672, 128256, 8192),
+    "mistral-7b": Shape(32, 4096, 32, 8, 128, 14336, 32000, 32768),
+    "yi-34b": Shape(60, 7168, 56, 8, 128, 20480, 64000, 32768),
+    "tinyllama-1.1b": Shape(22, 2048, 32, 4, 64, 5632, 32000, 2048),
+    "gpt2-xl": Shape(48, 1600, 25, 25, 64, 6400, 50257, 1024, gated=False, tied=True),
+    "smollm2-135m": Shape(30, 576, 9, 3, 64, 1536, 49152, 8192, tied=True),
+    "qwen3-0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151936, 40960, tied=True),
+}
+
+
+class Chip(NamedTuple):
+    """What a chip can do, by its data sheet; rates are those of dense 16-bit arithmetic."""
+
+    bandwidth: float  # bytes a second of its own memory
+    rate: float  # operations a second
+    memory: float  # bytes
+    launch: float = 2e-4  # seconds of a step that none of this explains: launches, sampling, the host
+    tile: int = 1  # tokens that a matrix product computes at a time
+    link: float = 25e9  # bytes a second between its memory and the host's
+    transfer: float = 5e-6  # seconds that each copy over the link costs beside its bytes
+
+
+# NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v5e, v5p and v6e; 128 rows is the tile that cuBLAS
+# and the kernels of Hopper use, and the one of the MXU.
+CHIPS = {
+    "a100-40g": Chip(1.555e12, 312e12, 40e9, tile=128),
+    "a100-80g": Chip(2.039e12, 312e12, 80e9, tile=128),
+    "h100": Chip(3.35e12, 989e12, 80e9, tile=128, link=50e9),
+    "h200": Chip(4.8e12, 989e12, 141e9, tile=128, link=50e9),
+    "tpu-v5e": Chip(0.819e12, 197e12, 16e9, tile=128),
+    "tpu-v5p": Chip(2.765e12, 459e12, 95e9, tile=128),
+    "tpu-v6e": Chip(1.64e12, 918e12, 32e9, tile=128),
+}
+
+
+class Roofline(NamedTuple):
+    """Seconds of a step on `chips` chips that share weights and heads without a cost (ideal tensor parallelism)."""
+
+    shape: Shape
+    chip: Chip
+    chips: int = 1
+    bandwidth_share: float = 1.0  # of the bandwidth that kernels reach
+    rate_share: float = 1.0  # of the arithmetic
+    block_size: int = 16
+    batched_moves: bool = True  # blocks that move go in one copy, not in one for each block, layer, keys and values
+
+    def __call__(self, work: Work) -> float:
+        s, chip = self.shape, self.chip
+        bandwidth = self.chips * self.bandwidth_share * chip.bandwidth
+        rate = self.chips * self.rate_share * chip.rate
+        tokens = -(-work.tokens // chip.tile) * chip.tile
+        attention = 4 * s.layers * s.heads * s.head_dim * work.pairs
+        weights = max(s.read_bytes(work.tokens) / bandwidth, s.products(tokens, work.sampled) / rate)
+        return (
+            chip.launch
+            + weights
+            + max(s.token_bytes * work.context / bandwidth, attention / rate)
+            + self.move(work.moved_blocks)
+        )
+
+    def move(self, blocks: int) -> float:
+        """Seconds that blocks need between device and host."""
+        if not blocks:
+            return 0.0
+        copies = 1 if self.batched_moves else 2 * self.shape.layers * blocks
+        bytes_ = blocks * self.block_size * self.shape.token_bytes / self.chips
+        return copies * self.chip.transfer + bytes_ / self.chip.link
+
+
+class Fitted(NamedTuple):
+    """Seconds of a step: those of its padded size, and so much a token of context and a pair."""
+
+    sizes: tuple[int, ...]  # padded tokens that were measured, ascending
+    seconds: tuple[float, ...]  # of each, without attention
+    per_context: float
+    per_pair: float
+    error: float  # median of |predicted - measured| / measured, over the steps it was fitted to
+
+    def __call__(self, work: Work) -> float:
+        base = float(np.interp(work.tokens, self.sizes, self.seconds))
+        if work.tokens > self.sizes[-1]:  # beyond what was measured a step takes as long as its tokens
+            base *= work.tokens / self.sizes[-1]
+        return base + self.per_context * work.context + self.per_pair * work.pairs
+
+
+def fit(steps: Sequence[Mapping[str, Any]]) -> Fitted:
+    """Non-negative least squares through measured steps (rows of steps.jsonl), each weighted by its own time.
+
+    Raises:
+        ValueError: fewer than 8 steps, or steps without what attention read (a run of an earlier version).
+    """
+    from scipy.optimize import nnls
+
+    if len(steps) < 8:
+        raise ValueError(f"the run to fit has {len(steps)} steps; it takes at least 8")
+    if "pairs" not in steps[0]:
+        raise ValueError("the run's steps do not say what attention read (context_tokens, pairs); measure it again")
+    seconds = np.array([step["seconds"] for step in steps])
+    sizes = sorted({step["padded_tokens"] for step in steps})
+    columns = [[step["padded_tokens"] == size for step in steps] for size in sizes]
+    columns += [[step[name] for step in steps] for name in ("context_tokens", "pairs")]
+    matrix = np.array(columns, np.float64).T
+    scale = np.maximum(matrix.max(0), 1)  # else a pair, of which there are millions, is lost in rounding
+    solution = nnls(matrix / scale / seconds[:, None], np.ones(len(steps)))[0] / scale
+    error = float(np.median(np.abs(matrix @ solution - seconds) / seconds))
+    *bases, per_context, per_pair = (float(x) for x in solution)
+    return Fitted(tuple(sizes), tuple(np.maximum.accumulate(bases).tolist()), per_context, per_pair, error)
+
+
+def read_steps(text: str) -> list[dict[str, Any]]:
+    """The lines of a steps.jsonl."""
+    return [json.loads(line) for line in text.splitlines() if line]
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """What stands for the device.
+
+    chip: a name of cost.CHIPS; chips: so many of them share the model, without a cost.
+    fit: the folder of a measured run, in place of a chip: its steps.jsonl says how long steps take.
+    model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its config.json.
+    bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the bound.
+    padded: steps take as long as their bucket; False: as the tokens that are real.
+    kv_cache: False is an engine that computes every token of a sequence in every step.
+    whole_batches: rows are computed until the last of their batch has ended, and all are answered then; it takes the
+        policy `static`.
+    batched_moves: blocks that are swapped go in one copy; False: in one for each block, layer, keys and values.
+    host_s: seconds that the host adds to a step.
+    """
+
+    chip: str | None = None
+    chips: int = 1
+    fit: str | None = None
+    model: str | None = None
+    bandwidth_share: float = 1.0
+    rate_share: float = 1.0
+    padded: bool = True
+    kv_cache: bool = True
+    whole_batches: bool = False
+    batched_moves: bool = True
+    host_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.chip is None) == (self.fit is None):
+            raise ValueError("needs one of chip (a name) and fit (a folder of a measured run)")
+        if self.chip is not None:
+            one_of("chip", self.chip, tuple(CHIPS))
+        if self.model is not None:
+            one_of("model", self.model, tuple(SHAPES))
+        if self.chips < 1:
+            raise ValueError(f"chips is {self.chips}; it must be at least 1")
+        if self.fit is not None:
+            for name in ("chips", "bandwidth_share", "rate_share", "batched_moves"):
+                value = getattr(self, name)
+                if value != getattr(Simulate, name):
+                    raise ValueError(
+                        f"{name} is {value}, and steps that were measured (fit) know nothing of it; leave it out, or "
+                        "name a chip in place of fit"
+                    )
+        for name in ("bandwidth_share", "rate_share"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and at most 1")
+        if self.host_s < 0:
+            raise ValueError(f"host_s is {self.host_s}; it must be at least 0 seconds")
+
+    @property
+    def name(self) -> str:
+        """What a summary calls the device."""
+        if self.chip is None:
+            return f"{SIMULATED}, fitted"
+        return f"{SIMULATED} {self.chip}" + (f" x {self.chips}" if self.chips > 1 else "")

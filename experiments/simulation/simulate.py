@@ -1,0 +1,240 @@
+"""An engine without a device: the same scheduler, policies and requests, and a clock that a model of step times moves.
+
+    simulate: {chip: h200, model: llama-3-8b}      # a roofline, see cost.py
+    simulate: {fit: runs/w1/0123456789ab/0}        # the measured steps of a run
+
+In a config that section is the only difference: the same driver, events, records, summary and report. No token means
+anything, so requests end at their max_tokens and `sampling.ignore_eos` must be true; drawn lengths belong to the
+workload. Time is virtual: nothing sleeps, and a run is the same however busy the machine is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.simulation import cost
+from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
+from pagedjax.config import EngineConfig
+from pagedjax.device.batch import SequenceData, token_buckets
+from pagedjax.engine import results
+from pagedjax.engine.requests import apply_events, prepare
+from pagedjax.host import policies, scheduler
+from pagedjax.host.reservation import table_width
+from pagedjax.host.state import limits
+from pagedjax.host.types import Event, Finished, Plan, StepResult
+from pagedjax.params import SamplingParams
+from pagedjax.text.tokenizer import load_tokenizer
+from pagedjax.weights.checkpoint import open_checkpoint
+
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+
+class WholeBatch(NamedTuple):
+    """A batch that is computed, and answered, until its last member has ended, as engines did before Orca."""
+
+    contexts: tuple[int, ...] = ()  # what members that have ended see in the next step: tokens, growing with the batch
+    held: tuple[Event, ...] = ()  # what nobody has been told yet
+
+
+def after_step(
+    batch: WholeBatch, plan: Plan, events: tuple[Event, ...], *, over: bool
+) -> tuple[WholeBatch, tuple[Event, ...]]:
+    """The batch after one of its steps -> (batch, events that are told now: all of the batch's when it is over)."""
+    held = batch.held + events
+    if over:
+        return WholeBatch(), held
+    ended = {event.request_id for event in events if isinstance(event, Finished)}
+    rows = zip(plan.seqs, plan.starts, plan.counts, strict=True)
+    new = (start + count for seq, start, count in rows if seq.request_id in ended)
+    return WholeBatch(tuple(tokens + 1 for tokens in (*batch.contexts, *new)), held), ()
+
+
+def with_rows(work: Work, contexts: Sequence[int]) -> Work:
+    """The work with rows of one token more, which see so many tokens each."""
+    rows, seen = len(contexts), sum(contexts)
+    return work._replace(
+        sequences=work.sequences + rows,
+        sampled=work.sampled + rows,
+        context=work.context + seen,
+        pairs=work.pairs + seen,
+    )
+
+
+class SimulatedEngine:
+    """What a driver needs of an engine, in virtual time. `now` are the seconds since it was made or reset."""
+
+    def __init__(
+        self, config: EngineConfig, seconds: StepTime, *, vocab_size: int, host_blocks: int = 0, simulate: Simulate
+    ) -> None:
+        """`config` must say max_model_len, num_blocks and token_buckets; see `resolved`.
+
+        Raises:
+            ValueError: whole batches with a policy that lets others join one, or what a simulation would not feel.
+        """
+        refuse_unfelt(config, simulate)
+        if simulate.whole_batches and config.policy != "static":
+            raise ValueError(
+                f"simulate.whole_batches with engine.policy {config.policy!r}, under which others join a batch; "
+                "set engine.policy: static"
+            )
+        self.config, self.now = config, 0.0
+        self._seconds, self._vocab_size, self._simulate = seconds, vocab_size, simulate
+        self._policy, self._limits = policies.find(config.policy), limits(config, host_blocks)
+        self.reset()
+
+    def reset(self) -> None:
+        self.state = scheduler.init(self._limits)
+        self._sources: dict[str, SequenceData] = {}
+        self._batch = WholeBatch()
+        self.now = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.state.waiting or self.state.running.seqs)
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, forks: Sequence[str] = ()
+    ) -> None:
+        """As `Engine.add`. Raises ValueError for what could end before max_tokens, and what can never run."""
+        if not params.ignore_eos or params.stop_token_ids:
+            raise ValueError(
+                "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave stop_token_ids out"
+            )
+        caching = self.config.enable_prefix_caching
+        limits = {"vocab_size": self._vocab_size, "caching": caching, "priority": 0, "user": ""}
+        taken = prepare(self.state, (request_id, *forks), prompt_token_ids, params, eos_token_ids=(), **limits)
+        self.state = scheduler.submit(self.state, taken.request)
+        if caching:  # nobody else asks what tokens are
+            self._sources |= taken.sources
+
+    def step(self) -> StepResult | None:
+        if not self.has_work:
+            return None
+        started = self.now
+        state, plan = scheduler.schedule(self.state, self._policy)
+        ended = self._batch.contexts
+        padded = self._padded(plan.num_tokens + len(ended))
+        work = work_of(plan, padded, cached=self._simulate.kv_cache)
+        seconds = self._seconds(with_rows(work, ended) if ended else work)
+        # no two sequences get the same tokens, so that no content is found that nobody would have computed
+        vocabulary = self._vocab_size
+        sampled = [
+            (seq.arrival * 7919 + length) % vocabulary for seq, length in zip(plan.seqs, plan.lengths, strict=True)
+        ]
+        hashes = results.filled(plan, self._sources, self.config.block_size) if self._sources else scheduler.NO_HASHES
+        self.state, events = scheduler.commit(state, plan, sampled, hashes)
+        if self._sources:
+            apply_events(self._sources, events)
+        if self._simulate.whole_batches:
+            self._batch, events = after_step(self._batch, plan, events, over=not self.state.running.seqs)
+        self.now = started + seconds + self._simulate.host_s
+        return StepResult(plan, events, started, self.now, seconds, padded, 0)
+
+    def _padded(self, tokens: int) -> int:
+        if not self._simulate.padded:
+            return tokens
+        assert self.config.token_buckets is not None
+        return next((size for size in self.config.token_buckets if size >= tokens), tokens)
+
+
+def refuse_unfelt(config: EngineConfig, simulate: Simulate) -> None:
+    """Raise ValueError for options of an engine that would change its times, and change none here."""
+    if config.lookahead:
+        raise ValueError(
+            f"engine.lookahead is {config.lookahead}, and a simulated step hides nothing of the host behind the "
+            "device; set it to 0, and simulate.host_s to what is not hidden"
+        )
+    if config.steps_per_dispatch > 1:
+        raise ValueError(
+            f"engine.steps_per_dispatch is {config.steps_per_dispatch}, and every simulated step is a dispatch; set it "
+            "to 1, and simulate.host_s to a step's share of the host's time"
+        )
+    if config.preemption == "swap" and simulate.fit is not None:
+        raise ValueError(
+            "engine.preemption is 'swap', and the steps that were measured (simulate.fit) do not say what moving a "
+            "block costs; set engine.preemption: recompute, or simulate.chip in place of fit"
+        )
+
+
+def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> EngineConfig:
+    """A configuration with lengths, blocks and buckets chosen as for an engine on a device of so many bytes.
+
+    Raises:
+        ValueError: max_model_len beyond the model's, or blocks that do not fit.
+    """
+    length = config.max_model_len or shape.longest
+    if length > shape.longest:
+        raise ValueError(f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower it")
+    blocks, size = config.num_blocks, config.block_size * shape.token_bytes
+    if memory is None and blocks is None:
+        raise ValueError("a fitted device has no memory to size the cache by; set cache_tokens or engine.num_blocks")
+    if memory is not None:
+        free = memory - shape.held_bytes
+        if blocks is None:
+            useful = config.max_num_seqs * table_width(config, length)
+            blocks = min(useful, int(config.memory_fraction * free / size))
+        if blocks < 1 or blocks * size > free:
+            raise ValueError(
+                f"weights of {shape.held_bytes / 1e9:.1f} GB leave {max(free, 0) / 1e9:.1f} of {memory / 1e9:.1f} GB, "
+                f"room for {max(int(free / size), 0)} blocks of {config.block_size} tokens, and {blocks} are wanted; "
+                "lower num_blocks, or use more or larger chips"
+            )
+    buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens)
+    return dataclasses.replace(config, max_model_len=length, num_blocks=blocks, token_buckets=buckets)
+
+
+class SimulatedLLM:
+    """What `experiments.core.drive.measure` needs of an `LLM`."""
+
+    def __init__(self, simulate: Simulate, config: EngineConfig, model: str) -> None:
+        """`model` is read for its shape if the simulation names none, and for its tokenizer if a workload has text."""
+        shape, memory = _shape(simulate, config, model), None
+        if simulate.fit is not None:
+            steps = cost.read_steps((Path(simulate.fit) / cost.STEPS).read_text(encoding="utf-8"))
+            self.step_time: StepTime = cost.fit(steps)
+        else:
+            assert simulate.chip is not None, "`Simulate` has one of them"
+            chip, memory = CHIPS[simulate.chip], simulate.chips * CHIPS[simulate.chip].memory
+            shares = (simulate.bandwidth_share, simulate.rate_share)
+            self.step_time = Roofline(shape, chip, simulate.chips, *shares, config.block_size, simulate.batched_moves)
+        host_blocks = 0
+        if config.preemption == "swap":
+            host_blocks = int(config.swap_space_gib * 2**30 / (config.block_size * shape.token_bytes))
+        self.engine = SimulatedEngine(
+            resolved(config, shape, memory),
+            self.step_time,
+            vocab_size=shape.vocabulary,
+            host_blocks=host_blocks,
+            simulate=simulate,
+        )
+        self.tokenizer = _Tokenizer(model, shape.vocabulary)
+        self.startup: dict[str, float] = {}
+
+
+class _Tokenizer:
+    """Read when a workload has text, which most simulated ones have not."""
+
+    def __init__(self, model: str, vocab_size: int) -> None:
+        self._model, self._tokenizer, self.vocab_size = model, None, vocab_size
+
+    def encode(self, text: str) -> Sequence[int]:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(open_checkpoint(self._model))
+        return self._tokenizer.encode(text)
+
+
+def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
+    weights = NUMBER_BYTES[config.weight_dtype or config.dtype or "bfloat16"]
+    numbers = NUMBER_BYTES[config.kv_cache_dtype or config.dtype or "bfloat16"]
+    if simulate.model is not None:
+        return SHAPES[simulate.model]._replace(weight_bytes=weights, kv_bytes=numbers)
+    return cost.shape_of(open_checkpoint(model).config, weights, numbers)

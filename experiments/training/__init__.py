@@ -1,0 +1,1 @@
+"""Training a small model, to serve it while it learns."""

@@ -1,0 +1,1 @@
+"""Commands of `pagedjax` that need more than a function of cli.py."""

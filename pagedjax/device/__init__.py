@@ -1,0 +1,1 @@
+"""Arrays: the KV cache, attention, models, sampling and the jitted step. Knows no request and no scheduler."""

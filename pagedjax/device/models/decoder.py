@@ -1,0 +1,290 @@
+"""The decoder that every architecture here is a configuration of: attention and an MLP, each behind a norm.
+
+    x = embed * scale (+ learned positions)
+    x = x + post(attention(norm(x)))        a layer's `LayerKind` says its window, its rotation and its experts
+    x = x + post(mlp(norm(x)))              `post` is a norm in Gemma, and nothing elsewhere
+    logits = cap(head(norm(x)))
+
+A family's file (llama.py, gpt2.py, gemma.py) turns a config.json into a `DecoderConfig` and says which tensors make
+which parameter. Activations are feature-major, see layers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pagedjax.device import cache as kv
+from pagedjax.device.attention import Attend, write
+from pagedjax.device.batch import Batch
+from pagedjax.device.layers import (
+    Buffer,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    matrix,
+    product,
+    rope,
+    rope_frequencies,
+    rope_table,
+)
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions (Su et al. 2021). scaling: the entries of a Hugging Face `rope_scaling`, sorted."""
+
+    theta: float
+    scaling: tuple[tuple[str, Any], ...] | None = None
+
+    def frequencies(self, head_dim: int) -> list[float]:
+        return rope_frequencies(head_dim, self.theta, dict(self.scaling) if self.scaling else None)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What may differ between the layers of one model.
+
+    window: a query sees the last `window` tokens up to itself; None is all.
+    rope: which of the model's rotations it uses.
+    sparse: its MLP is a mixture of experts.
+    """
+
+    window: int | None = None
+    rope: int = 0
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts (Shazeer et al. 2017): each token goes through `chosen` of `count` MLPs of size F.
+
+    normalised: the weights of the chosen ones add up to 1; else they are their shares among all.
+    """
+
+    count: int
+    chosen: int
+    intermediate: int
+    normalised: bool
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape of a model. hidden = H, intermediate = F; letters otherwise as in pagedjax/host/types.py.
+
+    kinds: one for each layer. ropes: () with learned positions.
+    norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias (GPT-2).
+    gated: the MLP is activation(gate) * up, else activation(up).
+    int8: matrices are kept in 8 bits, see weights/int8.py.
+    attn_scale: factor on q k^T. attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
+    """
+
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_len: int
+    tied: bool
+    eps: float
+    kinds: tuple[LayerKind, ...]
+    ropes: tuple[Rope, ...]
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    activation: Activation = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    embed_scale: float = 1.0
+    attn_scale: float = 0.0
+    attn_cap: float | None = None
+    logit_cap: float | None = None
+    experts: Experts | None = None
+    int8: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.attn_scale:
+            object.__setattr__(self, "attn_scale", self.head_dim**-0.5)
+
+    @property
+    def layers(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
+    size = c.hidden if size is None else size
+    if c.norm == "layer":
+        return LayerNorm(size, eps=c.eps, dtype=dtype)
+    return RMSNorm(size, eps=c.eps, dtype=dtype, plus_one=c.norm == "rms_plus_one")
+
+
+class Attention(nnx.Module):
+    def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
+        self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, dtype=dtype, int8=c.int8)
+        self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, dtype=dtype, int8=c.int8)
+        self.q_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
+        self.k_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
+        self.config, self.kind = c, kind
+
+    def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
+        """x [H, T], angles [R, 2, D / 2, T] -> (y [H, T], k_pages, v_pages)."""
+        c, t = self.config, x.shape[1]
+        heads = self.qkv(x).reshape(c.heads + 2 * c.kv_heads, c.head_dim, t)
+        q, k, v = heads[: c.heads], heads[c.heads : c.heads + c.kv_heads], heads[c.heads + c.kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if c.ropes:
+            q, k = (rope(a, angles[self.kind.rope]) for a in (q, k))
+        q, k, v = (a.transpose(2, 0, 1) for a in (q, k, v))
+        k_pages, v_pages = write(attend, k_pages, v_pages, k, v, batch)
+        where = batch.block_tables, batch.seq_lens, batch.cu_q_lens
+        y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=c.attn_cap).reshape(t, -1)
+        wide = y.dtype == jnp.float32  # of a transposed operand in 16 bit, XLA on a CPU widens the weight
+        y = self.out(jax.lax.optimization_barrier(y.T)) if wide else self.out(y, rows=True)
+        return y, k_pages, v_pages
+
+
+class MLP(nnx.Module):
+    """activation(gate) * up or activation(up), and down; gate and up are one product."""
+
+    def __init__(self, c: DecoderConfig, dtype: str):
+        self.up = Linear(c.hidden, (1 + c.gated) * c.intermediate, bias=c.mlp_bias, dtype=dtype, int8=c.int8)
+        self.down = Linear(c.intermediate, c.hidden, bias=c.mlp_bias, dtype=dtype, int8=c.int8)
+        self.activation, self.gated = c.activation, c.gated
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(_activated(self.up(x), self.activation, self.gated, axis=0))
+
+
+class SparseMLP(nnx.Module):
+    """A mixture of gated MLPs. Tokens are sorted by expert, so each expert's weights meet their tokens once."""
+
+    def __init__(self, c: DecoderConfig, dtype: str):
+        assert c.experts is not None
+        e = c.experts
+        self.router = Linear(c.hidden, e.count, dtype=dtype)
+        # of each expert: gate, up
+        self.up, self.up_scales = matrix(e.count * 2 * e.intermediate, c.hidden, dtype, c.int8)
+        self.down, self.down_scales = matrix(e.count * c.hidden, e.intermediate, dtype, c.int8)
+        self.config = c
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [H, T] -> [H, T]."""
+        c, t = self.config, x.shape[1]
+        assert c.experts is not None
+        e = c.experts
+        shares = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=0)
+        weights, chosen = jax.lax.top_k(shares.T, e.chosen)  # [T, chosen]
+        if e.normalised:
+            weights = weights / weights.sum(-1, keepdims=True)
+        order = jnp.argsort(chosen.reshape(-1), stable=True)  # of the T * chosen pairs, by expert
+        sizes = (chosen.reshape(-1)[:, None] == jnp.arange(e.count)).sum(0)
+        rows = x.T[order // e.chosen]
+        expert = chosen.reshape(-1)[order]
+
+        def through(weight: nnx.Param, scales: nnx.Param | None, rows: jax.Array) -> jax.Array:
+            """Each row times the matrix of its expert."""
+            each = weight[...].astype(rows.dtype).reshape(e.count, -1, rows.shape[1]).swapaxes(1, 2)
+            y = jax.lax.ragged_dot(rows, each, sizes)
+            return y if scales is None else (y * scales[...].reshape(e.count, -1)[expert]).astype(y.dtype)
+
+        rows = through(self.up, self.up_scales, rows)
+        rows = through(self.down, self.down_scales, _activated(rows, c.activation, True, axis=1))
+        pairs = jnp.zeros_like(rows).at[order].set(rows).reshape(t, e.chosen, c.hidden)
+        return jnp.einsum("tch,tc->ht", pairs, weights.astype(x.dtype))
+
+
+def _activated(y: jax.Array, activation: str, gated: bool, *, axis: int) -> jax.Array:
+    """In float32, rounded once: in 16 bit every operation of an activation would be, which a CPU feels."""
+    dtype, y = y.dtype, y.astype(jnp.float32)
+    if not gated:
+        return ACTIVATIONS[activation](y).astype(dtype)
+    gate, up = jnp.split(y, 2, axis=axis)
+    return (ACTIVATIONS[activation](gate) * up).astype(dtype)
+
+
+class Block(nnx.Module):
+    def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
+        self.attn_norm = _norm(c, dtype)
+        self.attn = Attention(c, kind, dtype)
+        self.attn_post = _norm(c, dtype) if c.post_norms else None
+        self.mlp_norm = _norm(c, dtype)
+        self.mlp = SparseMLP(c, dtype) if kind.sparse else MLP(c, dtype)
+        self.mlp_post = _norm(c, dtype) if c.post_norms else None
+
+    def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
+        """x [H, T] -> (x [H, T], k_pages, v_pages)."""
+        y, k_pages, v_pages = self.attn(self.attn_norm(x), k_pages, v_pages, batch, angles, attend)
+        x = x + (y if self.attn_post is None else self.attn_post(y))
+        y = self.mlp(self.mlp_norm(x))
+        return x + (y if self.mlp_post is None else self.mlp_post(y)), k_pages, v_pages
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _run_block(graphdef: nnx.GraphDef, state, attend: Attend, *args):
+    """A block as a function of arrays: blocks of a kind are alike, so JAX traces and lowers one; XLA inlines all."""
+    return nnx.merge(graphdef, state)(*args, attend)
+
+
+class Decoder(nnx.Module):
+    """hidden(batch) and logits(hidden): two calls, because only rows that sample need logits."""
+
+    def __init__(self, c: DecoderConfig, dtype: str):
+        self.embed, self.embed_scales = matrix(c.vocab_size, c.hidden, dtype, c.int8)
+        self.positions = None if c.ropes else nnx.Param(jnp.zeros((c.max_len, c.hidden), dtype))
+        self.blocks = nnx.List([Block(c, kind, dtype) for kind in c.kinds])
+        self.norm = _norm(c, dtype)
+        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.head_dim // 2, c.max_len)))  # `angle_tables`
+        self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype, int8=c.int8)
+        self.config, self.dtype = c, dtype
+
+    def hidden(self, cache: kv.KVCache, batch: Batch, attend: Attend) -> tuple[kv.KVCache, jax.Array]:
+        """Run the T tokens of the batch -> (cache, [H, T] after the final norm)."""
+        x = self.embed[...][batch.tokens].astype(self.dtype)
+        if self.embed_scales is not None:
+            x = (x * self.embed_scales[...][batch.tokens][:, None]).astype(self.dtype)
+        if self.config.embed_scale != 1:
+            x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+        if self.positions is not None:
+            x = x + self.positions[...][batch.positions]
+        x = x.T
+        angles = self.angles[...].at[:, :, :, batch.positions].get(mode="promise_in_bounds")
+        k_all, v_all = [], []
+        for block, k_pages, v_pages in zip(self.blocks, cache.k, cache.v, strict=True):
+            x, k_pages, v_pages = _run_block(*nnx.split(block), attend, x, k_pages, v_pages, batch, angles)
+            k_all.append(k_pages)
+            v_all.append(v_pages)
+        return kv.KVCache(tuple(k_all), tuple(v_all)), self.norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[H, R] -> [V, R] float32."""
+        y = product(self.embed, self.embed_scales, hidden) if self.head is None else self.head(hidden)
+        y, cap = y.astype(jnp.float32), self.config.logit_cap
+        return y if cap is None else cap * jnp.tanh(y / cap)
+
+
+def angle_tables(c: DecoderConfig) -> np.ndarray:
+    """[R, 2, D / 2, max_len] float32: the `rope_table` of each rotation."""
+    tables = [rope_table(one.frequencies(c.head_dim), c.max_len) for one in c.ropes]
+    return np.stack(tables) if tables else np.zeros((0, 2, c.head_dim // 2, c.max_len), np.float32)

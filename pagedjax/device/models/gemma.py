@@ -1,0 +1,87 @@
+"""Gemma 2 and 3: norms before and after, 1 + weight in each, scaled embeddings, GELU, windows in most layers.
+
+Gemma 2 caps scores and logits; Gemma 3 has norms of q and k in their place, and other rotary positions in its layers
+with windows (as text alone; images are not read).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
+from pagedjax.device.models.llama import SLIDING, attention_table, frozen, mlp_table, norm_table
+from pagedjax.weights.load import ParamSource
+
+IGNORED = ()
+
+
+def from_hf(config: dict[str, Any]) -> DecoderConfig:
+    """From the keys of a Hugging Face config.json.
+
+    Raises:
+        ValueError: a key this file cannot honour, or a required key that is missing.
+    """
+    try:
+        third = config["model_type"] == "gemma3_text"
+        act = config.get("hidden_activation") or "gelu_pytorch_tanh"
+        if act != "gelu_pytorch_tanh":
+            raise ValueError(f"hidden_activation is {act!r}; Gemma uses 'gelu_pytorch_tanh'")
+        if config.get("attention_bias") or config.get("use_bidirectional_attention"):
+            raise ValueError("attention_bias or use_bidirectional_attention is true; Gemma here has neither")
+        types = config.get("layer_types") or _types(config["num_hidden_layers"], 6 if third else 2)
+        ropes, kinds = _ropes(config), []
+        for name in types:
+            window = config["sliding_window"] if name == SLIDING else None
+            kinds.append(LayerKind(window=window, rope=len(ropes) - 1 if name == SLIDING else 0))
+        return DecoderConfig(
+            vocab_size=config["vocab_size"],
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            heads=config["num_attention_heads"],
+            kv_heads=config["num_key_value_heads"],
+            head_dim=config.get("head_dim") or 256,
+            max_len=config["max_position_embeddings"],
+            tied=config.get("tie_word_embeddings", True),
+            eps=config.get("rms_norm_eps", 1e-6),
+            kinds=tuple(kinds),
+            ropes=ropes,
+            norm="rms_plus_one",
+            activation="gelu_tanh",
+            qk_norm=third,
+            post_norms=True,
+            embed_scale=config["hidden_size"] ** 0.5,
+            attn_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+            attn_cap=config.get("attn_logit_softcapping"),
+            logit_cap=config.get("final_logit_softcapping"),
+        )
+    except KeyError as missing:
+        raise ValueError(f"the model's configuration has no {missing}; it is needed to build a Gemma") from None
+
+
+def _types(layers: int, every: int) -> list[str]:
+    """Each `every`-th layer sees all, the others have a window."""
+    return [SLIDING if (i + 1) % every else "full_attention" for i in range(layers)]
+
+
+def _ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """That of layers that see all, and the other one if it is different."""
+    far = Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling")))
+    near = config.get("rope_local_base_freq")
+    return (far,) if near is None else (far, Rope(near))
+
+
+def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
+    """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
+    norms = {
+        "attn_norm": "input_layernorm",
+        "attn_post": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post": "post_feedforward_layernorm",
+    }
+    table = [ParamSource(("embed",), ("model.embed_tokens.weight",), (c.vocab_size, c.hidden))]
+    for i in range(c.layers):
+        table += attention_table(c, i) + norm_table(c, i, norms) + mlp_table(c, i)
+    table.append(ParamSource(("norm", "weight"), ("model.norm.weight",), (c.hidden,)))
+    if not c.tied:
+        table.append(ParamSource(("head", "weight"), ("lm_head.weight",), (c.vocab_size, c.hidden)))
+    return tuple(table)

@@ -1,0 +1,150 @@
+"""The Llama family: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
+
+Llama 2 and 3, TinyLlama and SmolLM2; Mistral and Qwen2 (a window in some layers, biases of q, k and v); Qwen3 (norms of
+q and k); Mixtral and Qwen3-MoE (experts in place of the MLP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, Rope
+from pagedjax.weights.load import ParamSource
+
+IGNORED = ()  # patterns of tensors that are no parameters of the model
+SLIDING = "sliding_attention"
+
+
+def from_hf(config: dict[str, Any]) -> DecoderConfig:
+    """From the keys of a Hugging Face config.json.
+
+    Raises:
+        ValueError: a key this file cannot honour, or a required key that is missing.
+    """
+    try:
+        kind = config.get("model_type", "llama")
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        act = config.get("hidden_act", "silu")
+        if act != "silu":
+            raise ValueError(f"hidden_act is {act!r}; the Llama family uses 'silu'")
+        if config.get("mlp_bias"):
+            raise ValueError("mlp_bias is true; the Llama family here has no bias in its MLP")
+        bias = bool(config.get("attention_bias", False))
+        kv_heads = config.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        return DecoderConfig(
+            vocab_size=config["vocab_size"],
+            hidden=hidden,
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            eps=config.get("rms_norm_eps", 1e-6),
+            ropes=(Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling"))),),
+            max_len=config.get("max_position_embeddings", 2048),
+            tied=config.get("tie_word_embeddings", False),
+            qkv_bias=bool(config.get("qkv_bias", bias or kind == "qwen2")),
+            out_bias=bias,
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            kinds=tuple(_kinds(config, kind)),
+            experts=_experts(config, kind),
+        )
+    except KeyError as missing:
+        raise ValueError(f"the model's configuration has no {missing}; it is needed to build a {kind}") from None
+
+
+def frozen(scaling: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
+    """A rope_scaling that can be hashed."""
+    if not scaling:
+        return None
+    return tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in scaling.items()))
+
+
+def _kinds(config: dict[str, Any], kind: str) -> Iterator[LayerKind]:
+    """Which layers have a window, and which have experts."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    if kind not in ("mistral", "mixtral") and not config.get("use_sliding_window", False):
+        window = None
+    first = config.get("max_window_layers", 0) if kind.startswith("qwen") else 0
+    types = config.get("layer_types") or [SLIDING if i >= first else "full_attention" for i in range(layers)]
+    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    for i, name in enumerate(types):
+        sparse = kind == "mixtral" or (kind == "qwen3_moe" and i not in dense and (i + 1) % every == 0)
+        yield LayerKind(window=window if name == SLIDING else None, sparse=sparse)
+
+
+def _experts(config: dict[str, Any], kind: str) -> Experts | None:
+    if kind == "mixtral":
+        return Experts(config["num_local_experts"], config["num_experts_per_tok"], config["intermediate_size"], True)
+    if kind == "qwen3_moe":
+        normalised = bool(config.get("norm_topk_prob", False))
+        sizes = config["num_experts"], config["num_experts_per_tok"], config["moe_intermediate_size"]
+        return Experts(*sizes, normalised)
+    return None
+
+
+def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
+    """Where each parameter comes from: Hugging Face tensor names, fused along the output axis."""
+    table = [ParamSource(("embed",), ("model.embed_tokens.weight",), (c.vocab_size, c.hidden))]
+    for i, kind in enumerate(c.kinds):
+        norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+        table += attention_table(c, i) + norm_table(c, i, norms)
+        table += _experts_table(c, i) if kind.sparse else mlp_table(c, i)
+    table.append(ParamSource(("norm", "weight"), ("model.norm.weight",), (c.hidden,)))
+    if not c.tied:
+        table.append(ParamSource(("head", "weight"), ("lm_head.weight",), (c.vocab_size, c.hidden)))
+    return tuple(table)
+
+
+def attention_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
+    """q, k and v in one, the output, their biases, and the norms of q and k."""
+    theirs, ours = f"model.layers.{layer}.self_attn.", ("blocks", str(layer), "attn")
+    wide, parts = c.heads * c.head_dim, tuple(f"{theirs}{p}_proj" for p in "qkv")
+    table = [
+        ParamSource((*ours, "qkv", "weight"), tuple(p + ".weight" for p in parts), (c.qkv_rows, c.hidden)),
+        ParamSource((*ours, "out", "weight"), (f"{theirs}o_proj.weight",), (c.hidden, wide)),
+    ]
+    if c.qkv_bias:
+        table.append(ParamSource((*ours, "qkv", "bias"), tuple(p + ".bias" for p in parts), (c.qkv_rows,)))
+    if c.out_bias:
+        table.append(ParamSource((*ours, "out", "bias"), (f"{theirs}o_proj.bias",), (c.hidden,)))
+    if c.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            table.append(ParamSource((*ours, name, "weight"), (f"{theirs}{name}.weight",), (c.head_dim,)))
+    return table
+
+
+def norm_table(c: DecoderConfig, layer: int, names: dict[str, str]) -> list[ParamSource]:
+    """names: ours -> theirs."""
+    return [
+        ParamSource(("blocks", str(layer), ours, "weight"), (f"model.layers.{layer}.{theirs}.weight",), (c.hidden,))
+        for ours, theirs in names.items()
+    ]
+
+
+def mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
+    theirs, ours = f"model.layers.{layer}.mlp.", ("blocks", str(layer), "mlp")
+    up = tuple(f"{theirs}{p}_proj.weight" for p in ("gate", "up"))
+    return [
+        ParamSource((*ours, "up", "weight"), up, (2 * c.intermediate, c.hidden)),
+        ParamSource((*ours, "down", "weight"), (f"{theirs}down_proj.weight",), (c.hidden, c.intermediate)),
+    ]
+
+
+def _experts_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
+    """Mixtral and Qwen3-MoE name the same things differently."""
+    assert c.experts is not None
+    e, ours = c.experts, ("blocks", str(layer), "mlp")
+    mixtral = not c.qk_norm
+    theirs = f"model.layers.{layer}.{'block_sparse_moe' if mixtral else 'mlp'}."
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    each = [f"{theirs}experts.{i}." for i in range(e.count)]
+    ups = tuple(f"{expert}{name}.weight" for expert in each for name in (gate, up))
+    downs = tuple(f"{expert}{down}.weight" for expert in each)
+    return [
+        ParamSource((*ours, "router", "weight"), (f"{theirs}gate.weight",), (e.count, c.hidden)),
+        ParamSource((*ours, "up"), ups, (e.count * 2 * e.intermediate, c.hidden)),
+        ParamSource((*ours, "down"), downs, (e.count * c.hidden, e.intermediate)),
+    ]

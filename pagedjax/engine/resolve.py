@@ -1,0 +1,103 @@
+"""What the user left open is chosen here, once, with the model and the device in view."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pagedjax.config import EngineConfig, Resolved
+from pagedjax.device import attention, cache, memory
+from pagedjax.device.batch import Shapes, token_buckets
+from pagedjax.device.models import Model
+from pagedjax.host.reservation import table_width
+
+
+def resolve(
+    config: EngineConfig, model: Model, found: memory.DeviceMemory | None = None, activations: int = 0
+) -> Resolved:
+    """Choose, once, what the user left open.
+
+    Args:
+        found: the device's memory; None reads it now.
+        activations: bytes that a step needs beside weights and cache, once that is known.
+
+    Raises:
+        ValueError: another weight_dtype than the model has, max_model_len beyond the model's own limit, a cache that
+            does not fit, or an attention_impl that cannot serve here.
+    """
+    m, device = model.config, jax.devices()[0]
+    found = found or memory.read(device)
+    dtype = config.dtype or model.dtype
+    if config.weight_dtype not in (None, model.weight_dtype):
+        wanted, has = config.weight_dtype, model.weight_dtype
+        raise ValueError(f"weight_dtype is {wanted!r}, but the model was loaded with {has!r}; load it again")
+    length = config.max_model_len or m.max_len
+    if length > m.max_len:
+        raise ValueError(f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it")
+    kept = config.kv_cache_dtype or dtype
+    size = cache.block_bytes(**block_shape(config.block_size, model, kept))
+    blocks = config.num_blocks
+    if blocks is None:
+        useful = config.max_num_seqs * table_width(config, length)
+        blocks = min(useful, memory.blocks_that_fit(size, config.memory_fraction, found, activations))
+    memory.check_fit(blocks, size, found, activations)
+    smallest = smallest_step(device.platform, dtype)
+    buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens, smallest=smallest)
+    if buckets[0] < smallest:
+        raise ValueError(
+            f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is {smallest} tokens"
+        )
+    sizes = {"block_size": config.block_size, "head_dim": m.head_dim, "kv_heads": m.kv_heads, "heads": m.heads}
+    impl = attention.choose(config.attention_impl, device, dtype=kept, query_dtype=dtype, **sizes)
+    values = dataclasses.asdict(config) | {
+        "dtype": dtype,
+        "weight_dtype": model.weight_dtype,
+        "kv_cache_dtype": kept,
+        "max_model_len": length,
+        "num_blocks": blocks,
+        "attention_impl": impl,
+        "token_buckets": buckets,
+    }
+    return Resolved(**values)
+
+
+def block_shape(block_size: int, model: Model, dtype: str, impl: str | None = None) -> dict[str, Any]:
+    """What a cache's blocks look like, for `cache`; dtype is that of the keys and values in them.
+
+    Args:
+        impl: what reads them; None gives what has as many bytes.
+    """
+    m = model.config
+    heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim, "row": attention.page_row(impl, m.head_dim)}
+    return {"layers": m.layers, "block_size": block_size, **heads, "dtype": dtype}
+
+
+def host_blocks(c: Resolved, model: Model) -> int:
+    """Blocks of the swap space; 0 when nothing is swapped.
+
+    Raises:
+        ValueError: swapping without room for one block.
+    """
+    if c.preemption != "swap":
+        return 0
+    size = cache.block_bytes(**block_shape(c.block_size, model, c.kv_cache_dtype))
+    blocks = memory.host_blocks(c.swap_space_gib, size)
+    if blocks < 1:
+        raise ValueError(
+            f"preemption is 'swap', but swap_space_gib {c.swap_space_gib} does not hold one block of {size} bytes; "
+            "raise it, or use preemption='recompute'"
+        )
+    return blocks
+
+
+def smallest_step(platform: str, dtype: str) -> int:
+    """2 where a one-row product would convert the whole weight, every step: in 16 bit on a CPU. Else 1."""
+    return 2 if platform == "cpu" and dtype != "float32" else 1
+
+
+def shapes(c: Resolved, model: Model) -> Shapes:
+    rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
+    width = table_width(c, c.max_model_len)
+    return Shapes(c.token_buckets, rows, c.block_size, width, c.max_model_len, model.config.vocab_size)

@@ -1,0 +1,105 @@
+"""What a step's outputs mean: log-probabilities that were asked for, filled blocks, and how beam searches go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pagedjax.device.batch import SequenceData
+from pagedjax.device.step import StepOutput
+from pagedjax.engine import block_hashes
+from pagedjax.engine.lookahead import SentStep
+from pagedjax.host import beams
+from pagedjax.host.beams import Search
+from pagedjax.host.types import BeamResult, Choice, Plan, TokenLogprobs
+
+
+def filled(plan: Plan, sources: Mapping[str, SequenceData], size: int) -> dict[str, tuple[str, ...]]:
+    """By request id, the hashes of the blocks of generated tokens that a plan fills."""
+    hashes = {}
+    for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+        full, known = (start + count) // size, len(seq.hashes)
+        if full > start // size and full > known:
+            source = sources[seq.request.request_id]
+            if source.root is not None:
+                parent = seq.hashes[-1] if known else source.root
+                hashes[seq.request.request_id] = block_hashes.chain(
+                    parent, source.tokens[known * size : full * size], size
+                )
+    return hashes
+
+
+def choose(
+    plan: Plan, searches: Mapping[int, Search], output: StepOutput
+) -> tuple[dict[int, Search], dict[str, Choice], tuple[BeamResult, ...]]:
+    """Let beam searches go on whose beams have all been computed.
+
+    Args:
+        searches: by the group of their beams.
+
+    Returns:
+        (searches, how beams go on, by the id of the first of them, results of the searches that ended)
+    """
+    after, choices, ended = dict(searches), {}, []
+    for group, search in searches.items() if plan.preempted else ():
+        if not set(search.names).isdisjoint(plan.preempted):  # its beams will offer again what they offered
+            after[group] = search._replace(offers=())
+    rows = [i for i, seq in enumerate(plan.seqs) if seq.request.beams] if searches else []
+    host = jax.device_get(output.sampled) if rows else None
+    for i in rows:
+        group = plan.seqs[i].group
+        if group is None or plan.starts[i] + plan.counts[i] < plan.lengths[i]:
+            continue
+        search = after[group]
+        _, _, ids, logprobs = _pick(host, i, beams.candidates(search.params, len(search.stops)))
+        search = beams.offer(search, plan.seqs[i].request_id, ids, logprobs)
+        if search.complete:
+            search, choice = beams.advance(search)
+            if choice:
+                choices[search.names[0]] = choice
+            else:
+                ended.append(BeamResult(search.names[0], search.finished))
+        after[group] = search
+    return after, choices, tuple(ended)
+
+
+def logprobs(
+    plan: Plan, sources: Mapping[str, SequenceData], flight: SentStep, rows: Sequence[int]
+) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities that the rows of this step asked for, prompt tokens before the sampled one.
+
+    Args:
+        rows: where the plan's rows are in the flight.
+    """
+    output = flight.output
+    wanted = [(i, seq.request.request_id) for i, seq in enumerate(plan.seqs)]
+    wanted = [(i, r, sources[r].params) for i, r in wanted if r in sources and not plan.seqs[i].request.beams]
+    found: list[TokenLogprobs] = []
+    if any(p.prompt_logprobs is not None for _, _, p in wanted):
+        host = jax.device_get(output.prompt)
+        offsets = np.concatenate([[0], np.cumsum(flight.plan.counts)])
+        for i, request_id, params in wanted:
+            source, start = sources[request_id], plan.starts[i]
+            if params.prompt_logprobs is None:
+                continue
+            for j in range(start, min(start + plan.counts[i], source.prompt_len - 1)):
+                token, at = int(source.tokens[j + 1]), int(offsets[rows[i]]) + j - start
+                found.append(TokenLogprobs(request_id, True, j + 1, token, *_pick(host, at, params.prompt_logprobs)))
+    if any(p.logprobs is not None for _, _, p in wanted):
+        host = jax.device_get(output.sampled)
+        for i, request_id, params in wanted:
+            source = sources[request_id]
+            if params.logprobs is not None and plan.starts[i] + plan.counts[i] == plan.lengths[i]:
+                at = source.length - source.prompt_len
+                token = int(host.tokens[rows[i]])
+                found.append(TokenLogprobs(request_id, False, at, token, *_pick(host, rows[i], params.logprobs)))
+    return tuple(found)
+
+
+def _pick(host: Any, i: int, top: int) -> tuple[float, int, tuple[int, ...], tuple[float, ...]]:
+    ids, logprobs = host.top_ids[i, :top], host.top_logprobs[i, :top]
+    there = ids >= 0  # a vocabulary may be smaller than what is asked for
+    return float(host.logprobs[i]), int(host.ranks[i]), tuple(ids[there].tolist()), tuple(logprobs[there].tolist())

@@ -1,0 +1,1 @@
+"""The scheduler and its state: plain immutable Python. Imports no jax and no numpy."""

@@ -1,0 +1,127 @@
+"""Branches of one request: how they begin, how beams go on from each other, and what must not be written in place.
+
+All of it is counting: a branch that begins, or a beam that goes on from a sibling, becomes one more owner of blocks
+that exist. Content is copied only when somebody is about to write where others look (`shared`), one block at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from pagedjax.host import blocks
+from pagedjax.host.blocks import BlockPool
+from pagedjax.host.types import Beamed, Choice, Event, Forked, Running, Seq
+
+
+def width(seq: Seq) -> int:
+    """Places that a sequence takes, or will when its branches fork."""
+    return 1 + len(seq.request.forks)
+
+
+def together(seq: Seq) -> bool:
+    """Whether it enters and leaves only with its siblings: beams cannot go on without each other."""
+    return seq.request.beams and not seq.request.forks
+
+
+def fork(
+    pool: BlockPool, seqs: tuple[Seq, ...], grouped: Sequence[int], samples: Sequence[bool], size: int
+) -> tuple[BlockPool, tuple[Seq, ...], tuple[Seq, ...]]:
+    """Begin the branches of the rows whose prompt is computed -> (pool, rows, new sequences).
+
+    A branch has all of the prompt but its last token, which it computes again, to sample with its own seed.
+    """
+    ready = [i for i in grouped if seqs[i].request.forks and samples[i]]
+    if not ready:
+        return pool, seqs, ()
+    changed, forks = list(seqs), []
+    for i in ready:
+        seq = seqs[i]
+        request = seq.request._replace(forks=())
+        changed[i] = seq._replace(request=request)
+        table = seq.blocks[: blocks.needed(request.prompt_len - 1, size)]
+        for k, name in enumerate(seq.request.forks, 1):
+            branch = changed[i]._replace(request=request._replace(request_id=name), arrival=seq.arrival + k)
+            forks.append(branch._replace(length=request.prompt_len, computed=request.prompt_len - 1, blocks=table))
+            pool = blocks.share(pool, table)
+    return pool, tuple(changed), tuple(forks)
+
+
+def forked(step: int, forks: Sequence[Seq]) -> list[Event]:
+    by_group: dict[int | None, list[Seq]] = {}
+    for seq in forks:
+        by_group.setdefault(seq.group, []).append(seq)
+    return [Forked(step, tuple([seq.request_id for seq in group])) for group in by_group.values()]
+
+
+def advance(
+    pool: BlockPool, active: Running, choices: Mapping[str, Choice], step: int
+) -> tuple[BlockPool, Running, list[Event]]:
+    """Let the beams of some requests go on, each from its parent's blocks with a new token.
+
+    Args:
+        choices: by the id of a request's first beam.
+
+    Raises:
+        ValueError: not a beam, a beam that has not caught up, another number of beams, or a beam at its limit.
+    """
+    events: list[Event] = []
+    for name, choice in choices.items():
+        first = next((seq for seq in active.seqs if seq.request_id == name), None)
+        if first is None or not first.request.beams:
+            raise ValueError(f"{name!r} is not the first beam of a running request")
+        old = sorted(
+            (i for i, seq in enumerate(active.seqs) if seq.group == first.group), key=lambda i: active.seqs[i].arrival
+        )
+        names = (*(active.seqs[i].request_id for i in old), *first.request.forks)
+        at = {active.seqs[i].request_id: i for i in old}
+        length, computed = active.lengths[old[0]], active.computed[old[0]]
+        if any((active.lengths[i], active.computed[i]) != (length, length) for i in old):
+            raise ValueError(f"a beam of {name!r} has tokens left to compute; all of them go on together")
+        if not len(names) == len(choice.parents) == len(choice.token_ids) or not set(choice.parents) <= set(at):
+            raise ValueError(f"{len(names)} beams of {name!r} cannot go on from {choice.parents}")
+        if length + 1 >= first.limit:
+            raise ValueError(f"the beams of {name!r} would reach their limit of {first.limit} tokens; they end instead")
+
+        children = Counter(choice.parents)
+        for parent, number in children.items():
+            pool = blocks.share(pool, active.seqs[at[parent]].blocks * (number - 1))
+        for parent, i in at.items():
+            pool = pool if parent in children else blocks.release(pool, active.seqs[i].blocks[::-1])
+        request = first.request._replace(forks=())
+        beams = tuple(
+            active.seqs[at[parent]]._replace(request=request._replace(request_id=mine), arrival=first.arrival + k)
+            for k, (mine, parent) in enumerate(zip(names, choice.parents, strict=True))
+        )
+        gone = set(old)
+        rest = active.pick([i for i in range(len(active.seqs)) if i not in gone])
+        count = len(names)
+        active = rest.joined(Running(beams, (length + 1,) * count, (computed,) * count))
+        events.append(Beamed(step, names, *choice))
+    return pool, active, events
+
+
+def arrivals(active: Running, forks: Sequence[Seq], choices: Mapping[str, Choice]) -> frozenset[int]:
+    """Of everybody who writes behind shared blocks in the next step: new branches, those they left, and beams."""
+    if not (forks or choices):
+        return frozenset()
+    groups = {seq.group for seq in forks} | {seq.group for seq in active.seqs if seq.request_id in choices}
+    return frozenset([seq.arrival for seq in active.seqs if seq.group in groups])
+
+
+def shared(pool: BlockPool, active: Running, forked: frozenset[int], size: int) -> list[int]:
+    """Indices of the branches that would write to a block that others have, or may find. The last to leave keeps it.
+
+    Only the first token after a fork can go to such a block: then the branch has its own.
+    """
+    copying: list[int] = []
+    left: dict[int, int] = {}
+    for i, seq in enumerate(active.seqs) if forked else ():
+        if seq.arrival not in forked or not active.computed[i] < len(seq.blocks) * size:
+            continue
+        block = seq.blocks[active.computed[i] // size]
+        owners = left.setdefault(block, pool.owners[block])
+        if owners > 1 or block in pool.hashes:
+            copying.append(i)
+            left[block] = owners - 1
+    return copying

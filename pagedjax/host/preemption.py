@@ -1,0 +1,102 @@
+"""Making room for the next token of everybody who runs; when there is none, somebody has to stop."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pagedjax.host import blocks, branches
+from pagedjax.host.policies import Policy
+from pagedjax.host.state import SchedulerState
+from pagedjax.host.types import Running, Seq, current
+
+Pairs = tuple[tuple[int, int], ...]  # of block ids
+
+
+class Room(NamedTuple):
+    """What became of it: block ids in pairs of (from, to), and request ids."""
+
+    copies: Pairs
+    preempted: tuple[str, ...]
+    swapped: tuple[str, ...]  # those of them whose content moves to the host
+    swap_out: Pairs
+
+
+def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Room]:
+    """A block for each decode whose last one is full, and for each that may not write to its own; victims make room."""
+    size, preempted, swapped, moved = state.config.block_size, [], [], []
+    full, shared = _full(state.running, size), branches.shared(state.pool, state.running, state.forked, size)
+    while len(full) + len(shared) > state.pool.num_free:
+        candidates = current(*state.running)
+        victims = _victims(candidates, policy.preempt(candidates))
+        state, pairs = _stop(state, policy, candidates, victims)
+        moved += pairs
+        preempted += [victim.request_id for victim in victims]
+        swapped += [victim.request_id for victim in victims] if pairs else []
+        full, shared = _full(state.running, size), branches.shared(state.pool, state.running, state.forked, size)
+    facts = tuple(preempted), tuple(swapped), tuple(moved)
+    if not (full or shared):
+        return state, Room((), *facts)
+    taken = blocks.allocate(state.pool, len(full) + len(shared))
+    assert taken is not None, "the loop above made room"
+    (pool, ids), active = taken, state.running
+    seqs, copies = list(active.seqs), []
+    for i, block in zip(full, ids, strict=False):
+        seqs[i] = _given(active, i, (*seqs[i].blocks, block))
+    for i, block in zip(shared, ids[len(full) :], strict=True):
+        table, at = seqs[i].blocks, active.computed[i] // size
+        copies.append((table[at], block))
+        seqs[i] = _given(active, i, (*table[:at], block, *table[at + 1 :]))
+    pool = blocks.release(pool, [source for source, _ in copies]) if copies else pool
+    return state._replace(pool=pool, running=active._replace(seqs=tuple(seqs))), Room(tuple(copies), *facts)
+
+
+def _full(active: Running, size: int) -> list[int]:
+    """Indices of the sequences whose next token lies past their last block."""
+    edge = [i for i, computed in enumerate(active.computed) if computed % size == 0]
+    edge = [i for i in edge if active.computed[i] == len(active.seqs[i].blocks) * size]
+    return [i for i in edge if active.computed[i] < active.lengths[i]]  # a beam that waits for siblings writes nothing
+
+
+def _given(active: Running, i: int, table: tuple[int, ...]) -> Seq:
+    request, arrival, limit, _, _, _, hashes, group = active.seqs[i]
+    return Seq(request, arrival, limit, active.lengths[i], active.computed[i], table, hashes, group)
+
+
+def _victims(candidates: Sequence[Seq], victim: Seq) -> list[Seq]:
+    """The victim and its group, in order of arrival; the victim alone if nobody else runs, so that one advances.
+
+    Beams are never split that way: `submit` sees to it that those of one request fit when they run alone.
+    """
+    group = [seq for seq in candidates if seq.group == victim.group] if victim.group is not None else [victim]
+    return sorted(group, key=lambda seq: seq.arrival) if len(group) < len(candidates) else [victim]
+
+
+def _stop(
+    state: SchedulerState, policy: Policy, candidates: Sequence[Seq], victims: Sequence[Seq]
+) -> tuple[SchedulerState, Pairs]:
+    """Take victims from the running -> (state, blocks to move out: none if they have to be computed again)."""
+    pool = state.pool
+    for victim in victims:
+        pool = blocks.release(pool, victim.blocks[::-1])
+    gone = {victim.arrival for victim in victims}
+    active = state.running.pick([i for i, seq in enumerate(candidates) if seq.arrival not in gone])
+    state = state._replace(pool=pool, running=active)
+
+    # a beam that waits for its siblings computes its last token again, because what it offered is forgotten
+    victims = [victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims]
+    tables = [victim.blocks[: blocks.needed(victim.computed, state.config.block_size)] for victim in victims]
+    held = tuple(dict.fromkeys(block for table in tables for block in table))
+    swaps = state.host is not None and all(tables) and policy.swap(victims)
+    taken = blocks.allocate(state.host, len(held)) if state.host is not None and swaps else None
+    if taken is None:
+        back = [victim._replace(computed=0, blocks=()) for victim in victims]
+        return state._replace(waiting=(*back, *state.waiting)), ()
+    host, ids = taken
+    place = dict(zip(held, ids, strict=True))
+    moved = [tuple([place[block] for block in table]) for table in tables]
+    again = Counter(block for table in moved for block in table) - Counter(ids)
+    out = [victim._replace(blocks=table) for victim, table in zip(victims, moved, strict=True)]
+    host = blocks.share(host, again.elements())
+    return state._replace(host=host, waiting=(*out, *state.waiting)), tuple(place.items())

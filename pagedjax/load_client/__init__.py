@@ -1,0 +1,1 @@
+"""A load client for OpenAI-compatible servers: `pagedjax bench serve`. Imports nothing else of pagedjax."""

@@ -1,0 +1,116 @@
+"""`pagedjax bench serve`: its options, and what it prints and writes of a measurement."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pagedjax.load_client.client import Target, measure
+
+GIVEN_BY_A_TRACE = ("arrivals", "rate", "burstiness", "prompt_tokens", "output_tokens")
+
+
+def options(words: argparse.ArgumentParser) -> None:
+    """Declare the options of `bench serve`."""
+    add = words.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="the server's address, with or without /v1")
+    add("--model", help="its name there; the default is the first that the server lists")
+    add("--endpoint", choices=("completions", "chat"), help="completions (the default) sends token ids, chat words")
+    add("--rate", type=float, help="requests a second")
+    add("--arrivals", choices=("poisson", "gamma", "uniform", "at-once"), help="the default is poisson")
+    add("--burstiness", type=float, help="of gamma arrivals: below 1 bursts, 1 is Poisson (the default)")
+    add("--requests", "--limit", type=int, help="how many; the default is 100, or every line of the file")
+    lengths = '"128", "16:256" or "lognormal:6.63,0.99"'
+    add("--prompt-tokens", metavar="LENGTHS", help=f"{lengths}; the default is 128")
+    add("--output-tokens", metavar="LENGTHS", help="at most, likewise; the default is 64. See --ignore-eos")
+    add("--max-prompt-tokens", type=int, help="clip longer ones to this")
+    add("--max-output-tokens", type=int, help="clip longer ones to this")
+    add("--trace", metavar="CSV", help="arrivals and lengths: TIMESTAMP,ContextTokens,GeneratedTokens")
+    add("--time-scale", type=float, help="multiplies a trace's gaps: 0.5 doubles its rate")
+    add("--prompts", metavar="FILE", help="texts, one a line; from its top again if more are asked for")
+    add("--vocab", type=int, help="random token ids are below this; the default, 32000, suits most models")
+    add("--seed", type=int, help="the same seed sends the same requests at the same times; the default is 0")
+    add("--ignore-eos", action="store_true", help="ask for all output tokens, for servers that know ignore_eos")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
+    add("--ttft-target", type=float, help="seconds until the first token, for goodput")
+    add("--itl-target", type=float, help="seconds per later token (TPOT), for goodput")
+    add("--max-concurrency", type=int, help="requests under way at most; others wait, and their latencies tell")
+    add("--timeout", type=float, default=600.0, help="seconds from a request's arrival to its end; the default is 600")
+    add("--warmup", type=int, default=0, help="requests to send before, unmeasured")
+    add("--api-key-file", help="a file with nothing but the key")
+    add("--json", metavar="FILE", help="write the summary and every request there")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, print a table, write the JSON. 0: all completed; 1: some failed; a ValueError: nothing was measured."""
+    from pagedjax.load_client import plan, summary
+
+    names = plan.Load.__dataclass_fields__
+    given = {name: value for name, value in vars(args).items() if name in names and value is not None}
+    clash = {"trace": GIVEN_BY_A_TRACE, "prompts": ("prompt_tokens", "max_prompt_tokens", "vocab")}
+    for file, others in clash.items():
+        if file in given and (both := [name for name in others if name in given]):
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in both)
+            raise ValueError(f"--{file} says what {named} would say; leave one of them out")
+    if "time_scale" in given and "trace" not in given:
+        raise ValueError("--time-scale is of a --trace, and there is none; use --rate")
+    for name in ("ttft_target", "itl_target"):
+        if (value := getattr(args, name)) is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be above 0 seconds")
+    if args.warmup < 0:
+        raise ValueError(f"--warmup is {args.warmup}; it must be at least 0")
+    load = plan.Load(**given)
+    target = Target(
+        url=args.url,
+        model=args.model,
+        timeout=args.timeout,
+        max_concurrency=args.max_concurrency,
+        ignore_eos=args.ignore_eos,
+        temperature=args.temperature,
+        api_key=_key(args.api_key_file),
+    )
+    if args.json and not Path(args.json).absolute().parent.is_dir():  # told before minutes of measuring
+        raise ValueError(f"--json is {args.json!r}, and its folder does not exist; make it first")
+    file = load.trace or load.prompts
+    content = _text(file) if file else ""
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    running = measure(load, target, content, warmup=args.warmup, progress=sys.stderr.isatty())
+    model, planned, seen, lag = asyncio.run(running)
+    result = summary.summarize(seen, ttft=args.ttft_target, itl=args.itl_target, lag=lag)
+    if args.json:
+        record = {
+            "began": began,
+            "load": asdict(load),
+            "target": {name: value for name, value in asdict(target).items() if name != "api_key"} | {"model": model},
+            "warmup": args.warmup,
+            "clipped_prompts": planned.clipped_prompts,
+            "clipped_outputs": planned.clipped_outputs,
+            "summary": result,
+            "requests": [
+                {**one._asdict(), "max_tokens": item.max_tokens} for one, item in zip(seen, planned.items, strict=True)
+            ],
+        }
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    print(f"model {model} at {target.url}\n{summary.table(result)}")
+    return 1 if result["failed"] else 0
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+
+
+def _key(file: str | None) -> str | None:
+    if file is None:
+        return None
+    key = _text(file).strip()
+    if not key or not key.isascii() or len(key.split()) != 1:
+        raise ValueError(f"{file} must hold the API key and nothing else; it holds {len(key.split())} words")
+    return key

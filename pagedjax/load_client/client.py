@@ -1,0 +1,259 @@
+"""An open-loop load client for any OpenAI-compatible server.
+
+Requests are sent when their time has come, whether or not earlier ones were answered, because users do not wait for
+each other either. load_plan.py says what is asked and when, load_stream.py reads what is answered, load_summary.py says
+what comes of it; here is what talks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pagedjax.load_client.stream import Events, Reading, message_of
+
+if TYPE_CHECKING:
+    import httpx
+
+    from pagedjax.load_client.plan import Load, Planned
+    from pagedjax.load_client.summary import Timed
+
+TICK = 0.02  # seconds between looks at whether the client itself gets to run
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whom to ask, and how. `timeout` is seconds from a request's intended arrival to its end; `api_key` is a secret.
+
+    Raises:
+        ValueError: an address or a number that cannot be used.
+    """
+
+    url: str
+    model: str | None = None  # None: the first that the server lists
+    timeout: float = 600.0
+    max_concurrency: int | None = None
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    api_key: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", self.url):
+            raise ValueError(f"url is {self.url!r}; it must be like http://127.0.0.1:8000")
+        if not 0 < self.timeout < float("inf"):
+            raise ValueError(f"timeout is {self.timeout}; it must be above 0 seconds")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ValueError(f"max_concurrency is {self.max_concurrency}; it must be at least 1")
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature is {self.temperature}; it must be between 0 (greedy) and 2")
+
+    @property
+    def base(self) -> str:
+        """With /v1 at its end, whether or not it was given."""
+        return self.url.rstrip("/").removesuffix("/v1") + "/v1"
+
+
+@asynccontextmanager
+async def connected(target: Target) -> AsyncIterator[httpx.AsyncClient]:
+    """A client that opens as many connections as it needs, and whose own timeouts and proxies are off."""
+    import httpx
+
+    headers = {"Content-Type": "application/json"}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    # None kept: with each answer httpcore looks at all connections for each one that is idle, which at 1000 of them
+    # takes longer than the answers
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(headers=headers, timeout=None, limits=limits, trust_env=False) as client:
+        yield client
+
+
+async def model_of(client: httpx.AsyncClient, target: Target) -> str:
+    """The model to name in requests: the target's, if the server has it, or the first one listed.
+
+    Raises:
+        ValueError: no server answers, or it does not have the model; says which it has.
+    """
+    import httpx
+
+    url = f"{target.base}/models"
+    try:
+        async with asyncio.timeout(min(30.0, target.timeout)):
+            response = await client.get(url)
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+        why = str(error) or type(error).__name__
+        raise ValueError(f"no server answers at {target.url}: {why}; start one, or give another --url") from None
+    if response.status_code in (401, 403):
+        raise ValueError(f"{url} answers {response.status_code}: {_said(response)}; give --api-key-file")
+    try:
+        entries = response.json()["data"] if response.status_code == 200 else []
+        names = [str(entry["id"]) for entry in entries]
+    except (ValueError, TypeError, KeyError):
+        names = []
+    if target.model is not None and (target.model in names or not names):
+        return target.model  # a server that lists nothing may serve it
+    if target.model is not None:
+        raise ValueError(f"the server has no model {target.model!r}; it has {', '.join(names)}")
+    if not names:
+        raise ValueError(f"{url} lists no models (status {response.status_code}); name one with --model")
+    return names[0]
+
+
+def body_of(load: Load, target: Target, model: str, planned: Planned) -> bytes:
+    """The JSON of one request."""
+    chat = load.endpoint == "chat"
+    prompt: Any = [{"role": "user", "content": planned.prompt}] if chat else planned.prompt
+    body = {
+        "model": model,
+        "messages" if chat else "prompt": prompt,
+        "max_tokens": planned.max_tokens,
+        "temperature": target.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **({"ignore_eos": True} if target.ignore_eos else {}),
+    }
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+async def ask(
+    client: httpx.AsyncClient,
+    url: str,
+    body: bytes,
+    arrival: float,
+    *,
+    now: Callable[[], float],
+    gate: Any,
+    timeout: float,
+) -> Timed:
+    """Send one request at its arrival and read its answer. Failures are in the result; none is raised.
+
+    Args:
+        now: seconds since the start of the run.
+        gate: held while the request is under way.
+        timeout: seconds after the arrival, waiting at the gate included.
+    """
+    import httpx
+
+    from pagedjax.load_client.summary import Timed
+
+    await asyncio.sleep(max(0.0, arrival - now()))
+    due, sent, error, detail = now(), None, None, ""
+    events, reading = Events(), Reading()
+    try:
+        async with asyncio.timeout(max(0.0, arrival + timeout - due)), gate:
+            sent = now()
+            async with client.stream("POST", url, content=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    error, detail = f"status {response.status_code}", _said(response)
+                else:
+                    async for chunk in response.aiter_bytes():
+                        at = now()
+                        for data in events.push(chunk):
+                            reading.take(data, at)
+    except TimeoutError:
+        error, detail = "timeout", f"not complete {timeout} s after its arrival"
+    except (httpx.HTTPError, OSError) as problem:
+        error, detail = "connection", str(problem) or type(problem).__name__
+    except (ValueError, RecursionError) as problem:  # JSON may be nested too deeply
+        error, detail = "stream", f"not understood: {problem}"
+    if reading.error is not None:
+        error, detail = "stream", reading.error
+    elif reading.closed is not None:
+        error, detail = None, ""  # all was there before anything went wrong
+    elif error is None:
+        error, detail = "connection", "the stream ended without a finish_reason"
+    return Timed(
+        arrival=arrival,
+        due=due,
+        sent=sent,
+        chunks=tuple(reading.chunks),
+        ended=now() if error is not None or reading.closed is None else reading.closed,
+        prompt_tokens=reading.count("prompt_tokens"),
+        output_tokens=reading.count("completion_tokens"),
+        cached_tokens=reading.cached,
+        finish_reason=reading.finish_reason,
+        error=error,
+        detail=detail[:500],
+    )
+
+
+def _said(response: httpx.Response) -> str:
+    try:
+        return message_of(response.json())
+    except ValueError:
+        return response.text
+
+
+async def send(
+    client: httpx.AsyncClient, load: Load, target: Target, model: str, items: Sequence[Planned], ended: Callable = print
+) -> tuple[list[Timed], float]:
+    """Send requests at their arrivals -> what each lived through, and the client's worst lag in seconds.
+
+    It takes until the last arrival + target.timeout at most. `ended` is called with each result.
+    """
+    url = f"{target.base}/{'chat/completions' if load.endpoint == 'chat' else 'completions'}"
+    bodies = [body_of(load, target, model, item) for item in items]  # now, so that nothing is built while it measures
+    gate = nullcontext() if target.max_concurrency is None else asyncio.Semaphore(target.max_concurrency)
+    start = time.perf_counter()
+
+    def now() -> float:
+        return time.perf_counter() - start
+
+    async def one(body: bytes, arrival: float) -> Timed:
+        timed = await ask(client, url, body, arrival, now=now, gate=gate, timeout=target.timeout)
+        ended(timed)
+        return timed
+
+    worst = [0.0]
+    watch = asyncio.create_task(_watch(worst))
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(body, item.arrival)) for body, item in zip(bodies, items, strict=True)]
+    finally:
+        watch.cancel()
+    return [task.result() for task in tasks], worst[0]
+
+
+async def _watch(worst: list[float]) -> None:
+    """Keep in worst[0] for how long a task of this process had to wait for its turn."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(TICK)
+        worst[0] = max(worst[0], time.perf_counter() - before - TICK)
+
+
+async def measure(
+    load: Load, target: Target, content: str = "", *, warmup: int = 0, progress: bool = False
+) -> tuple[str, Any, list[Timed], float]:
+    """Run a load -> (the model's name, the plan, what each request lived through, the client's worst lag in seconds).
+
+    Args:
+        content: of the load's file.
+        warmup: requests that are sent before, all at once, and not measured.
+
+    Raises:
+        ValueError: nothing could be measured: no server, no such model, or a warm-up request failed.
+    """
+    from tqdm import tqdm
+
+    from pagedjax.load_client import plan
+
+    planned = plan.plan(load, content)
+    async with connected(target) as client:
+        model = await model_of(client, target)
+        if warmup:
+            items = plan.warm_up(load, warmup).items
+            seen, _ = await send(client, load, target, model, items, lambda timed: None)
+            if failed := [timed for timed in seen if timed.error is not None]:
+                what = f"{len(failed)} of {warmup} warm-up requests failed ({failed[0].error}: {failed[0].detail})"
+                raise ValueError(f"{what}; nothing was measured")
+        with tqdm(total=len(planned.items), desc="requests", disable=not progress, leave=False) as bar:
+            seen, lag = await send(client, load, target, model, planned.items, lambda timed: bar.update())
+    return model, planned, seen, lag

@@ -1,0 +1,160 @@
+"""Requests under way, as text: what an engine's steps mean for the branches of each. Shared by `LLM` and the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from pagedjax.engine.engine import Engine
+from pagedjax.engine.interrupts import undisturbed
+from pagedjax.host.types import Admitted, Event, Finished, FinishReason, Sampled, StepResult
+from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.text.outputs import BeamOutputBuilder, CompletionOutput, OutputBuilder, RequestOutput
+from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
+
+Params = SamplingParams | BeamSearchParams
+Branches = dict[
+    str, OutputBuilder | BeamOutputBuilder
+]  # by the id the engine knows them by; of a beam search, the first
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to complete. `prompt` is its text, None if token ids were given."""
+
+    prompt_token_ids: Sequence[int]
+    params: Params
+    prompt: str | None = None
+    priority: int = 0
+    user: str = ""
+
+
+class TextDelta(NamedTuple):
+    """What a step brought to a branch: a token, and the text that is final with it, often none."""
+
+    name: str
+    token_id: int
+    text: str
+
+
+class SessionStep(NamedTuple):
+    """A step, folded into the branches that it served."""
+
+    result: StepResult
+    pieces: tuple[TextDelta, ...]
+    ended: tuple[str, ...]  # names of branches; of a beam search, the first
+    events: tuple[Event, ...]  # the step's, and those of stop strings, which end a branch after it
+    tokens: int  # of all branches, and of beam searches that ended
+
+
+class Session:
+    """The requests of one engine that have not ended."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self._eos = frozenset(eos_token_ids)
+        self._asked = 0
+        self.branches: Branches = {}
+
+    def add(self, asks: Sequence[GenerationRequest]) -> list[Branches]:
+        """Queue every request, or none -> the branches of each.
+
+        Raises:
+            ValueError: a request that can never run (see `Engine.add`), or a stop string without a tokenizer.
+        """
+        for params in (ask.params for ask in asks):
+            if isinstance(self.tokenizer, NoTokenizer) and isinstance(params, SamplingParams) and params.stop:
+                what = f"stop is {params.stop!r}, but this model has no tokenizer and no text"
+                raise ValueError(f"{what}; use stop_token_ids")
+        requests: list[Branches] = []
+        try:
+            for ask in asks:
+                params = ask.params if isinstance(ask.params, BeamSearchParams) else ask.params.drawn()
+                width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+                first, *forks = names = [f"{self._asked + i}" for i in range(width)]
+                order = {"priority": ask.priority, "user": ask.user}
+                self.engine.add(first, ask.prompt_token_ids, params, forks=forks, **order)
+                self._asked += width
+                requests.append(self._assemblies(names, ask.prompt_token_ids, params))
+        except BaseException:
+            for branches in requests:
+                self.abandon(branches)
+            raise
+        for branches in requests:
+            self.branches |= branches
+        return requests
+
+    def _assemblies(self, names: Sequence[str], tokens: Sequence[int], params: Params) -> Branches:
+        parts = self.tokenizer, tokens, self._eos
+        if isinstance(params, BeamSearchParams):
+            return {names[0]: BeamOutputBuilder(params, *parts)}
+        return {name: OutputBuilder(i, params, *parts) for i, name in enumerate(names)}
+
+    @undisturbed()
+    def step(self) -> SessionStep:
+        """Run one step. There must be a request under way. Ctrl-C waits for its end; pressed again, it does not."""
+        result = self.engine.step()
+        assert result is not None, "branches are under way, so the engine has work"
+        branches, events = self.branches, list(result.events)
+        for entry in result.logprobs:
+            if isinstance(branch := branches.get(entry.request_id), OutputBuilder):
+                branch.take(entry)
+        reasons: dict[str, FinishReason] = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
+        pieces, ended, searched = [], [], 0
+        for event in result.events:
+            if isinstance(event, Admitted) and event.request_id in branches:
+                branch = branches[event.request_id]
+                branch.num_cached = event.num_cached if branch.num_cached is None else branch.num_cached
+            if not isinstance(event, Sampled):
+                continue
+            for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                branch = branches.get(name)
+                if not isinstance(branch, OutputBuilder):
+                    continue
+                pieces.append(TextDelta(name, token, branch.push(token, reasons.get(name))))
+                if branch.finish_reason is not None:
+                    del branches[name]
+                    ended.append(name)
+                    if name not in reasons:  # a stop string: the scheduler has to be told
+                        events += self.engine.cancel(name, "stop")
+        for name, sequences in result.beams:
+            branch = branches.pop(name, None)
+            if isinstance(branch, BeamOutputBuilder):
+                branch.end(sequences)
+                searched += sum(len(one.token_ids) for one in sequences)
+                ended.append(name)
+        return SessionStep(result, tuple(pieces), tuple(ended), tuple(events), len(pieces) + searched)
+
+    def abandon(self, branches: Branches) -> tuple[Event, ...]:
+        """End those of a request that are still under way."""
+        events: tuple[Event, ...] = ()
+        for name, branch in branches.items():
+            if branch.finish_reason is None:
+                self.branches.pop(name, None)
+                events += self.engine.cancel(name)
+        return events
+
+
+def output_of(request_id: str, ask: GenerationRequest, branches: Mapping[str, Any]) -> RequestOutput:
+    """What a user gets of a request that has ended."""
+    leader, *_ = several = list(branches.values())
+    return RequestOutput(
+        request_id=request_id,
+        prompt=ask.prompt,
+        prompt_token_ids=tuple(ask.prompt_token_ids),
+        outputs=leader.completions() if isinstance(leader, BeamOutputBuilder) else _best(several, ask.params),
+        prompt_logprobs=leader.prompt_positions() if isinstance(leader, OutputBuilder) else None,
+        num_cached_tokens=leader.num_cached or 0,
+    )
+
+
+def _best(branches: Sequence[Any], params: Any) -> tuple[CompletionOutput, ...]:
+    """All branches; or of `best_of`, the n of the largest summed log-probability, the best first."""
+    if params.drawn().n > params.n:
+        branches = sorted(branches, key=lambda branch: -branch.cumulative)[: params.n]
+    outputs = (branch.completion() for branch in branches)
+    shown = params.logprobs is not None
+    return tuple(
+        replace(output, index=i, logprobs=output.logprobs if shown else None) for i, output in enumerate(outputs)
+    )

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizers, streaming detokenization, and the outputs that a user gets. Knows no engine."""

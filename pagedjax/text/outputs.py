@@ -1,0 +1,154 @@
+"""What a user gets back, under vLLM's names, and how it is put together token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from pagedjax.host.types import FinishReason, Hypothesis, TokenLogprobs
+from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.text.tokenizer import Detokenizer, StopChecker, Tokenizer
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One candidate at one position. `rank` is 1 for the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PositionLogprobs = dict[int, Logprob]  # token id -> candidate: the chosen token and the most likely ones
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One branch of a request. `token_ids` ends with the stop token, if one ended it; `text` does not show it."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None  # the stop string or stop token; None for EOS and for other reasons
+    cumulative_logprob: float | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    score: float | None = None  # of a beam: cumulative_logprob / len(token_ids) ** length_penalty
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    request_id: str
+    prompt: str | None  # None if token ids were given
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None  # the first is None: nothing predicts it
+    finished: bool = True
+    num_cached_tokens: int = 0  # of the prompt, found in the cache when the request was first admitted
+
+
+@dataclass
+class OutputBuilder:
+    """One branch while it is being generated."""
+
+    index: int
+    params: SamplingParams
+    tokenizer: Tokenizer
+    prompt: Sequence[int]
+    eos: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
+    cumulative: float = 0.0
+    num_cached: int | None = None  # tokens found in the cache at its first admission
+
+    def __post_init__(self) -> None:
+        p = self.params
+        self._detokenizer = Detokenizer(self.tokenizer, self.prompt, skip_special_tokens=p.skip_special_tokens)
+        self._stop = StopChecker(
+            p.stop, min_tokens=p.min_tokens, include_stop_str_in_output=p.include_stop_str_in_output
+        )
+
+    def push(self, token_id: int, reason: FinishReason | None) -> str:
+        """Take the next token and, if the scheduler ended the request with it, why -> new text that is final.
+
+        Sets `finish_reason` when the branch has ended, which a stop string can bring about before the scheduler.
+        """
+        self.token_ids.append(token_id)
+        by_token = reason == "stop"
+        if by_token and token_id not in self.eos:
+            self.stop_reason = token_id
+        shown = not by_token or self.params.include_stop_str_in_output
+        piece = self._detokenizer.push(token_id) if shown and self.params.detokenize else ""
+        new, matched = self._stop.push(piece)
+        if reason is not None and not matched:
+            rest, matched = self._stop.finish(self._detokenizer.flush())
+            new += rest
+        self.text += new
+        if matched and not by_token:
+            reason, self.stop_reason = "stop", self._stop.matched
+        self.finish_reason = reason
+        return new
+
+    def take(self, entry: TokenLogprobs) -> None:
+        if entry.prompt:
+            self.prompt_logprobs[entry.position] = self._candidates(entry)
+        else:
+            self.logprobs[entry.position] = self._candidates(entry)
+            self.cumulative += entry.logprob
+
+    def _candidates(self, entry: TokenLogprobs) -> PositionLogprobs:
+        chosen = Logprob(entry.logprob, entry.rank, self.tokenizer.decode_token(entry.token_id))
+        best = {
+            token: Logprob(logprob, rank, self.tokenizer.decode_token(token))
+            for rank, (token, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1)
+        }
+        return {entry.token_id: chosen} | best
+
+    def completion(self) -> CompletionOutput:
+        wanted = self.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason or "abort",
+            stop_reason=self.stop_reason,
+            cumulative_logprob=self.cumulative if wanted else None,
+            logprobs=tuple(self.logprobs[i] for i in range(len(self.token_ids))) if wanted else None,
+        )
+
+    def prompt_positions(self) -> tuple[PositionLogprobs | None, ...] | None:
+        if self.params.prompt_logprobs is None:
+            return None
+        return (None, *(self.prompt_logprobs[i] for i in range(1, len(self.prompt))))
+
+
+@dataclass
+class BeamOutputBuilder:
+    """A beam search under way. There is nothing to show before it has ended."""
+
+    params: BeamSearchParams
+    tokenizer: Tokenizer
+    prompt: Sequence[int]
+    eos: frozenset[int]
+    finish_reason: FinishReason | None = None
+    num_cached: int | None = None
+    sequences: tuple[Hypothesis, ...] = ()
+
+    def end(self, sequences: tuple[Hypothesis, ...]) -> None:
+        self.sequences, self.finish_reason = sequences, sequences[0].reason
+
+    def completions(self) -> tuple[CompletionOutput, ...]:
+        """The n best, the best first."""
+        row = replace(self.params.row(0), logprobs=None)
+        outputs = []
+        for i, (token_ids, total, score, reason) in enumerate(self.sequences[: self.params.n]):
+            branch = OutputBuilder(i, row, self.tokenizer, self.prompt, self.eos)
+            for token in token_ids[:-1]:
+                branch.push(token, None)
+            branch.push(token_ids[-1], reason)
+            outputs.append(replace(branch.completion(), cumulative_logprob=total, score=score))
+        return tuple(outputs)

@@ -1,0 +1,104 @@
+"""A model with its tokenizer: from a checkpoint (`load_model`), or from parameters in memory (`from_params`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pagedjax.config import one_of
+from pagedjax.device import models
+from pagedjax.device.models import Model
+from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from pagedjax.weights.architectures import normalised
+from pagedjax.weights.checkpoint import Checkpoint, open_checkpoint
+from pagedjax.weights.trained import model_of
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Weights and tokenizer, for several engines to share: LLM(model=loaded, block_size=...)."""
+
+    name: str
+    model: Model
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    seconds: float  # that loading took
+
+
+def load_model(
+    model: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    weight_dtype: str | None = None,
+    progress: bool = False,
+) -> LoadedModel:
+    """Open a directory, a .gguf file, a hub id or an embedded model by name.
+
+    Args:
+        dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
+        weight_dtype: "int8" keeps matrices in 8 bits, with a scale a row; None, or dtype, as they are.
+
+    Raises:
+        ValueError, FileNotFoundError: what is wrong with which file, and what would be right.
+    """
+    started = time.perf_counter()
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
+    one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
+    checkpoint = open_checkpoint(model)
+    loaded = models.load(checkpoint, dtype, int8=weight_dtype == "int8", progress=progress)
+    tokenizer = load_tokenizer(checkpoint)
+    eos = tuple(sorted({*checkpoint.eos_token_ids, *tokenizer.eos_token_ids}))
+    return LoadedModel(str(model), loaded, tokenizer, eos, time.perf_counter() - started)
+
+
+def from_params(
+    params: Any,
+    config: Mapping[str, Any] | DecoderConfig,
+    *,
+    tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+    dtype: str | None = None,
+    weight_dtype: str | None = None,
+) -> LoadedModel:
+    """A model of parameters in memory, as a trainer holds them. They are copied: what is donated later does no harm.
+
+    Args:
+        params: an nnx module of `pagedjax.device.models`, its state, or nested mappings of arrays by the same names.
+        config: what the model's config.json says, or the module's own configuration. Only the former tells of
+            tokens that end a text.
+        tokenizer: a folder with a tokenizer.json, what else `load_model` opens, or one that is loaded. Without it token
+            ids are all that goes in and comes out.
+        dtype: None keeps that of the parameters.
+        weight_dtype: as in `load_model`.
+
+    Raises:
+        ValueError: parameters that do not fit the configuration, all of them named; a config or tokenizer that is
+            wrong, as `load_model`.
+    """
+    started = time.perf_counter()
+    hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config")
+    own = config if isinstance(config, DecoderConfig) else models.FAMILIES[hf["model_type"]].from_hf(hf)
+    model = model_of(params, own, dtype, int8=weight_dtype == "int8")
+    one_of("weight_dtype", weight_dtype, (None, "int8", model.dtype))
+    found = _tokenizer(tokenizer)
+    eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *found.eos_token_ids}
+    return LoadedModel("params", model, found, tuple(sorted(eos)), time.perf_counter() - started)
+
+
+def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
+    if given is None:
+        return NoTokenizer()
+    if isinstance(given, Tokenizer):
+        return given
+    path = Path(given).expanduser()
+    return load_tokenizer(Checkpoint(path, "huggingface", {}, {}) if path.is_dir() else open_checkpoint(given))

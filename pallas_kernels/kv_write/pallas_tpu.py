@@ -1,0 +1,152 @@
+"""New keys and values into their pages, in place, on a TPU: Pallas, Mosaic TPU.
+
+XLA's scatter into pages is not in place there: inside a step it asks for another layout of the whole array, and copies
+it in and out, every layer. And a token's numbers are less than the 8 rows that a TPU moves at least. So whole *pieces*
+are moved, 8 rows of a page of every head: each piece that gets new tokens is read, filled and written back.
+
+    k [T, K, D]   -> new [I, K, 8, L]     by XLA: for piece i the tokens of its slots, whatever there is for the others
+    grid          a block of pieces at a time: all are read, then filled, then written, and awaited
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention.pallas_tpu.kernel import pinned
+
+ROWS = 8  # of a piece; smaller pages are moved whole
+AT_ONCE = 16  # pieces
+
+
+class Pieces(NamedTuple):
+    """Which pieces get tokens, for scalar memory: I of them, the first `total` are real."""
+
+    total: jax.Array  # [1]
+    piece: jax.Array  # [I] counted through all pages
+    begin: jax.Array  # [I] its slots begin : end get tokens
+    end: jax.Array  # [I]
+
+
+def write(k_pages, v_pages, k, v, slots, *, rows: int, vmem_limit: int, interpret: Any = False):
+    """Put the keys and values of T tokens into their slots; the pages are given away and returned.
+
+    Args:
+        k_pages, v_pages: [P, K, S D / L, L].
+        k, v: [T, K, D].
+        slots: [T] int32, page * S + offset. Tokens of one sequence follow one another and so do their slots; all
+            padding is at the end, in one slot.
+        rows: sequences in the call, which bounds the pieces that are begun.
+        vmem_limit: bytes that the compiler may use.
+        interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
+    """
+    t, _, d = k.shape
+    _, heads, height, lanes = k_pages.shape
+    size = min(ROWS, height)
+    slots_of = size * (lanes // d)  # a piece's
+    chosen, source = pieces(slots, slots_of, min(t, t // slots_of + 2 * rows + 1))
+
+    def laid_out(x):
+        """[T, K, D] -> [I, K, size, L]."""
+        taken = x.astype(k_pages.dtype).at[source].get(mode="promise_in_bounds")
+        taken = taken.reshape(-1, size, lanes // d, heads, d).transpose(0, 3, 1, 2, 4)
+        return taken.reshape(-1, heads, size, lanes)
+
+    each = 6 * heads * size * lanes * k_pages.dtype.itemsize  # new and old, keys and values, the new twice
+    units = max(1, min(AT_ONCE, len(chosen.piece), vmem_limit // 2 // each))
+    padding = ((0, -len(chosen.piece) % units), (0, 0), (0, 0), (0, 0))
+    new_k, new_v = (jnp.pad(laid_out(x), padding) for x in (k, v))
+    block = pl.BlockSpec((units, heads, size, lanes), lambda i, *_: (i, 0, 0, 0))
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    scalars, out = len(chosen), jax.ShapeDtypeStruct if interpret else pltpu.HBM
+    call = pl.pallas_call(
+        partial(_kernel, d),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=scalars,
+            grid=(len(new_k) // units,),
+            in_specs=[block, block, in_hbm, in_hbm],
+            out_specs=[in_hbm, in_hbm],
+            scratch_shapes=[
+                pltpu.VMEM((units, heads, size, lanes), k_pages.dtype),
+                pltpu.VMEM((units, heads, size, lanes), k_pages.dtype),
+                pltpu.SemaphoreType.DMA((units,)),
+            ],
+        ),
+        out_shape=[out(a.shape, a.dtype) for a in (k_pages, v_pages)],
+        input_output_aliases={scalars + 2: 0, scalars + 3: 1},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit),
+        interpret=interpret,
+        name="paged_attention_write",
+    )
+    return tuple(call(*chosen, new_k, new_v, *pinned(k_pages, v_pages, interpret=interpret)))
+
+
+def pieces(slots: jax.Array, slots_of: int, size: int) -> tuple[Pieces, jax.Array]:
+    """Which pieces of `slots_of` slots get tokens -> (at most `size` of them, [size * slots_of] a token for each slot).
+
+    A slot that gets none has some token all the same.
+    """
+    t = len(slots)
+    piece = slots // slots_of
+    first = jnp.concatenate([jnp.ones(1, bool), piece[1:] != piece[:-1]])  # of the tokens of its piece
+    number = jnp.cumsum(first, dtype=jnp.int32) - 1
+    token = jnp.arange(t, dtype=jnp.int32)
+    begins = jnp.full(size, t, jnp.int32).at[jnp.where(first, number, size)].set(token, mode="drop")
+    ends = jnp.concatenate([begins[1:], jnp.full(1, t, jnp.int32)])
+    at = jnp.minimum(begins, t - 1)
+    begin = slots[at] % slots_of
+    end = jnp.minimum(begin + ends - begins, slots_of)  # padding tokens share a slot
+    source = (begins - begin)[:, None] + jnp.arange(slots_of)
+    return Pieces(number[-1:] + 1, piece[at], begin, end), jnp.clip(source, 0, t - 1).reshape(-1)
+
+
+def wait(copies: list[Any], phase: str) -> None:
+    """Until they are done. phase: "read" or "finish", for tests that leave one out."""
+    for copy in copies:
+        copy.wait()
+
+
+def _kernel(d: int, total, piece, begin, end, new_k, new_v, _k, _v, k_pages, v_pages, old_k, old_v, moved) -> None:
+    """A block of pieces. Pages are read from where they are written to: input and output are one array."""
+    units, _, size, lanes = old_k.shape
+    start = pl.program_id(0) * units
+    count = lax.clamp(0, total[0] - start, units)
+    both = (k_pages, old_k, new_k), (v_pages, old_v, new_v)
+
+    def place(pages, i):
+        per = pages.shape[2] // size
+        row = pl.multiple_of(lax.rem(piece[start + i], jnp.int32(per)) * size, size)
+        return pages.at[piece[start + i] // per, :, pl.ds(row, size)]
+
+    def reads(i):
+        return [pltpu.make_async_copy(place(pages, i), old.at[i], moved.at[i]) for pages, old, _ in both]
+
+    def writes(i):
+        return [pltpu.make_async_copy(old.at[i], place(pages, i), moved.at[i]) for pages, old, _ in both]
+
+    def read(i, _):
+        for copy in reads(i):
+            copy.start()
+
+    def fill(i, _):
+        wait(reads(i), "read")
+        row, lane = (lax.broadcasted_iota(jnp.int32, (size, lanes), axis) for axis in (0, 1))
+        slot = row * (lanes // d) + lane // d
+        mine = (slot >= begin[start + i]) & (slot < end[start + i])
+        for _, old, new in both:
+            chosen = jnp.where(mine, new[i].astype(jnp.float32), old[i].astype(jnp.float32))
+            old[i] = chosen.astype(old.dtype)
+        for copy in writes(i):
+            copy.start()
+
+    def finish(i, _):
+        wait(writes(i), "finish")
+
+    for act in (read, fill, finish):
+        lax.fori_loop(0, count, act, None)

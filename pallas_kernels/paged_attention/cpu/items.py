@@ -1,0 +1,246 @@
+"""Items of the CPU kernel's work: `attend` is one of a decode, `attend_tile` one of a chunk.
+
+    attend    scores of a span of what a decode sees into a scratch, their softmax, the weighted sum of the values.
+    attend_tile   an online softmax (FlashAttention, Dao et al. 2022) over steps of STEP context tokens, as two small
+              matrix products whose sums stay in registers.
+
+A tile's queries are the row's (token, query head) pairs of one key head in order, so that any number of query heads
+fills vectors: scores are held [token, query], 16 queries a vector, and their softmax needs no sums across lanes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pallas_kernels.paged_attention.cpu.memory import (
+    compiled,
+    linked,
+    load_float,
+    load_int,
+    load_word,
+    store_float,
+    store_int,
+    store_word,
+)
+from pallas_kernels.paged_attention.cpu.vectors import (
+    FULL,
+    KEYS_AT_ONCE,
+    LANES,
+    QUERIES_AT_ONCE,
+    TOGETHER,
+    bend,
+    clear,
+    copy,
+    exponentials,
+    largest,
+    prefetch,
+    scale,
+    score_16,
+    score_32,
+    score_48,
+    score_one,
+    scores_together,
+    soften,
+    transpose,
+    weigh_one,
+    weigh_tile,
+    weigh_together,
+)
+
+SPAN = 256  # context tokens of a decode's item, from the first that it sees
+STEP = 64  # context tokens that a chunk's item takes at a time; above LANES, so that windows begin in the first step
+
+attend, _define_attend = linked("attend", 15)
+attend_tile, _define_attend_tile = linked("attend_tile", 17)
+
+# --- a decode ---------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def _softmax(scores, count, cap):
+    """scores [count] -> exp(scores - their largest), in place; (largest, sum). Writes up to the next 16."""
+    end = -(-count // FULL) * FULL
+    if cap > 0:
+        bend(scores, end // FULL, FULL, cap)
+    for i in range(count, end):
+        store_float(scores + 4 * i, np.float32(-np.inf))
+    top = np.float32(-np.inf)
+    for i in range(0, end, FULL):
+        top = max(top, largest(scores + 4 * i))
+    norm = np.float32(0)
+    for i in range(0, end, FULL):
+        norm += exponentials(scores + 4 * i, top)
+    return top, norm
+
+
+@compiled
+def _fetch(address, size):
+    for at in range(0, size, 64):
+        prefetch(address + at)
+
+
+def attend_item(size, q, k, v, page_bytes, table, first, stop, cap, group, d, s, scores, out, stats):
+    """G queries over the context tokens first : stop of one key head.
+
+    q, out: [G, D] float32; out is the sum of the values, weighted by exp(score - the largest score).
+    k, v: addresses of this head in page 0; table: [M] int32 pages of the row. cap: address of the soft cap, or of 0.
+    scores: [G, SPAN] float32, scratch. stats: [G, 2] float32, (largest score, sum of the weights).
+    """
+    _define_attend()
+    row = size * d
+    at = first
+    while at < stop:
+        offset = at % s
+        run = min(s - offset, stop - at)
+        base = k + load_int(table + 4 * (at // s)) * page_bytes + offset * row
+        ahead = v + load_int(table + 4 * (first // s)) * page_bytes + first % s * row
+        if at + run < stop:
+            ahead = k + load_int(table + 4 * (at // s + 1)) * page_bytes
+        to = scores + 4 * (at - first)
+        i = 0
+        while i + TOGETHER <= run:
+            _fetch(ahead + i * row, TOGETHER * row)
+            for g in range(group):
+                scores_together(size, q + 4 * g * d, base + i * row, d, to + 4 * (g * SPAN + i))
+            i += TOGETHER
+        while i < run:
+            for g in range(group):
+                score_one(size, q + 4 * g * d, base + i * row, d, to + 4 * (g * SPAN + i))
+            i += 1
+        at += run
+
+    for g in range(group):
+        top, norm = _softmax(scores + 4 * g * SPAN, stop - first, load_float(cap))
+        store_float(stats + 8 * g, top)
+        store_float(stats + 8 * g + 4, norm)
+        clear(out + 4 * g * d, d)
+
+    at = first
+    while at < stop:
+        offset = at % s
+        run = min(s - offset, stop - at)
+        base = v + load_int(table + 4 * (at // s)) * page_bytes + offset * row
+        ahead = base
+        if at + run < stop:
+            ahead = v + load_int(table + 4 * (at // s + 1)) * page_bytes
+        to = scores + 4 * (at - first)
+        i = 0
+        while i + TOGETHER <= run:
+            _fetch(ahead + i * row, TOGETHER * row)
+            for g in range(group):
+                weigh_together(size, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
+            i += TOGETHER
+        while i < run:
+            for g in range(group):
+                weigh_one(size, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
+            i += 1
+        at += run
+
+
+# --- a chunk ----------------------------------------------------------------------------------------------------------
+
+NEVER = np.float32(-1e30)  # the largest score of none: finite, so that exp(NEVER - NEVER) is a number
+
+
+@compiled
+def _take(size, pages, page_bytes, table, first, count, d, s, out):
+    """out [count, D] float32 = what one key head has of the context tokens from `first`."""
+    at, stop = first, first + count
+    while at < stop:
+        offset = at % s
+        run = min(s - offset, stop - at)
+        page = pages + load_int(table + 4 * (at // s)) * page_bytes
+        copy(size, page + size * d * offset, out + 4 * d * (at - first), run * d)
+        at += run
+
+
+@compiled
+def _score(q, k, d, count, lanes, out):
+    """out [count, LANES] = k [count, D] . q [D, LANES]. Writes up to the next KEYS_AT_ONCE."""
+    for i in range(0, count, KEYS_AT_ONCE):
+        keys, to = k + 4 * d * i, out + 4 * LANES * i
+        if lanes <= 16:
+            score_16(q, keys, d, to)
+        elif lanes <= 32:
+            score_32(q, keys, d, to)
+        else:
+            score_48(q, keys, d, to)
+
+
+@compiled
+def _turn(q, d, lanes, out):
+    """q [lanes, D] -> out [D, LANES]. Reads and writes up to the next 16 of both."""
+    for lane in range(0, lanes, FULL):
+        for i in range(0, d, FULL):
+            transpose(q + 4 * (d * lane + i), d, out + 4 * (LANES * i + lane))
+
+
+@compiled
+def _hide(scores, visible, window, number):
+    """Minus infinity for what lies before the windows, in the first step."""
+    for lane in range(number):
+        for token in range(load_int(visible + 4 * lane) - window):
+            store_float(scores + 4 * (LANES * token + lane), np.float32(-np.inf))
+
+
+def attend_tile_item(
+    size, q, k, v, page_bytes, table, first, number, before, window, cap, token_bytes, group, d, s, scratch, out
+):
+    """Queries first : first + number of a row's for one key head, at most LANES, over the context that they see.
+
+    q, out: addresses of this head's first query of the row, float32. before: context tokens before the row's first.
+    window: how many tokens up to itself a query sees. k, v, table, cap: as in `attend_item`.
+    scratch: `scratch_bytes` bytes.
+    """
+    _define_attend_tile()
+    scratch += -scratch % 64  # no vector across two cache lines
+    visible, top, norm, keep = scratch, scratch + 4 * LANES, scratch + 8 * LANES, scratch + 12 * LANES
+    places = scratch + 16 * LANES  # [LANES] words: where a query and its result lie, from the row's first
+    weights = places + 8 * LANES  # [STEP, LANES]
+    turned = weights + 4 * STEP * LANES  # [D, LANES], D up to the next 16
+    tokens = turned + 4 * LANES * (d + FULL)  # [STEP, D]: keys, then values
+    sums = tokens + 4 * d * STEP  # [LANES, D]; before that, the queries
+    token, head = first // group, first % group  # counted on below: divisions are slow
+    begin = max(before + token + 1 - window, 0)  # the first token that any of the queries sees
+    for lane in range(LANES):
+        store_word(places + 8 * lane, token * token_bytes + head * 4 * d)
+        store_int(visible + 4 * lane, np.int32(before + token + 1 - begin))
+        store_float(top + 4 * lane, NEVER)
+        store_float(norm + 4 * lane, np.float32(0))
+        copy(4, q + load_word(places + 8 * lane), sums + 4 * d * lane, d)
+        if lane + 1 < number:  # the last one again fills the vector
+            head += 1
+            if head == group:
+                token, head = token + 1, 0
+    _turn(sums, d, number, turned)
+    clear(sums, LANES * d)
+
+    stop = before + token + 1
+    for start in range(begin, stop, STEP):
+        count = min(STEP, stop - start)
+        _take(size, k, page_bytes, table, start, count, d, s, tokens)
+        _score(turned, tokens, d, count, number, weights)
+        if load_float(cap) > 0:
+            for lane in range(0, number, FULL):
+                bend(weights + 4 * lane, count, LANES, load_float(cap))
+        if start == begin:
+            _hide(weights, visible, window, number)
+        for lane in range(0, number, FULL):
+            at = 4 * lane
+            soften(weights + at, count, visible + at, top + at, norm + at, keep + at)
+        for lane in range(LANES):
+            store_int(visible + 4 * lane, np.int32(load_int(visible + 4 * lane) - STEP))
+        _take(size, v, page_bytes, table, start, count, d, s, tokens)
+        for lane in range(0, number, QUERIES_AT_ONCE):
+            weigh_tile(weights + 4 * lane, tokens, d, count, keep + 4 * lane, sums + 4 * d * lane)
+
+    for lane in range(number):
+        scale(sums + 4 * d * lane, np.float32(1) / load_float(norm + 4 * lane), d)
+        copy(4, sums + 4 * d * lane, out + load_word(places + 8 * lane), d)
+
+
+@compiled
+def scratch_bytes(group, d):
+    """Bytes that an item of either sort works in."""
+    tile = 6 * LANES + STEP * LANES + LANES * (d + FULL) + STEP * d + LANES * d + 2 * FULL
+    return 4 * max(group * SPAN, tile)

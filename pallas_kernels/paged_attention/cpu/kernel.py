@@ -1,0 +1,344 @@
+"""Ragged paged attention that reads pages where they lie: numba code behind XLA's FFI.
+
+    handler   XLA calls it with a call frame. It lists the work, asks XLA's own thread pool for helpers, works, waits
+              for what helpers have begun, and merges decodes of more than one span.
+    work      takes items until none is left: of a row with one query token (a decode) an item is (span of SPAN tokens
+              that it sees, key head), of a row with more (a chunk) it is (tile of LANES queries, key head). Helpers and
+              the handler's own thread run the same loop, so a long context is shared out and a short one is nobody's
+              wait.
+
+Nothing waits for a helper that has not begun: the handler's thread would do all items alone. So it cannot deadlock,
+however many engines share the pool. A helper that begins too late finds no item; what it looks at is the job, which
+lives in memory of its own until the last of them lets go of it.
+
+Head sizes are multiples of 8; all else is read from the call frame, so that one program serves every shape, of float32,
+bfloat16 and float8_e4m3fn pages, with and without a window and a soft cap. Object code of the handler, the work and the
+two sorts of items (`cpu_items`) is linked by name. `cpu_objects` keeps it on disk, and with that nothing here is
+imported.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from pallas_kernels.paged_attention.cpu import items as work_items
+from pallas_kernels.paged_attention.cpu.items import LANES, SPAN, attend, attend_tile, scratch_bytes
+from pallas_kernels.paged_attention.cpu.memory import (
+    OPTIONS,
+    address_of,
+    call,
+    compiled,
+    fetch_add,
+    free,
+    linked,
+    load_float,
+    load_int,
+    load_word,
+    malloc,
+    sched_yield,
+    store_float,
+    store_int,
+    store_word,
+)
+from pallas_kernels.paged_attention.cpu.object_files import SYMBOLS
+from pallas_kernels.paged_attention.cpu.vectors import clear, scale, weigh_one
+
+work, _define_work = linked("work", 1)
+handler, _define_handler = linked("handler", 1, types.intp)
+_address_of_work = address_of(work)
+
+# --- a job: all items of a call, shared by the threads ----------------------------------------------------------------
+
+# Words of a job, a block of memory: counters that the threads share, then what stays as the handler wrote it.
+HOLDERS, NEXT, DONE, ITEMS = 0, 8, 16, 24
+Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = 32, 40, 48, 56, 64, 72, 80  # addresses of arguments and result
+ROWS, WIDTH, HEADS, GROUP, DIM, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
+SIZE = 136  # of a number in the pages
+WINDOW, CAP = 144, 152  # NO_WINDOW where there is none; a float32, 0 where there is none
+STATS, PARTS = 160, 168  # addresses within the job: [units, K, G, 2] and [units, K, G, D] float32, used by decodes
+STARTS = 176  # [B + 1] units of all rows before this one: spans of a decode, tiles of a chunk
+NO_WINDOW = 1 << 31  # longer than any context
+
+
+@compiled
+def _units(length, window, count, group):
+    """Of a row: spans of what it sees where it has one query token, tiles of its queries where it has more."""
+    return -(-min(length, window) // SPAN) if count == 1 else -(-count * group // LANES)
+
+
+@compiled
+def _row(job, row):
+    """(first query token, number of query tokens, context length)."""
+    offsets = load_word(job + OFFSETS) + 4 * row
+    first = load_int(offsets)
+    return first, load_int(offsets + 4) - first, load_int(load_word(job + LENGTHS) + 4 * row)
+
+
+@compiled
+def _merge(job):
+    """Decodes of several spans: the online softmax of their parts, in the order of the context."""
+    queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + DIM)
+    window = load_word(job + WINDOW)
+    for row in range(load_word(job + ROWS)):
+        first, count, length = _row(job, row)
+        if count != 1 or 0 < min(length, window) <= SPAN:
+            continue
+        start, end = load_word(job + STARTS + 8 * row), load_word(job + STARTS + 8 * (row + 1))
+        for query in range(queries):
+            out = load_word(job + OUT) + 4 * d * (first * queries + query)
+            clear(out, d)
+            top, norm = np.float32(-np.inf), np.float32(0)
+            for unit in range(start, end):
+                top = max(top, load_float(load_word(job + STATS) + 8 * (unit * queries + query)))
+            for unit in range(start, end):
+                stats = load_word(job + STATS) + 8 * (unit * queries + query)
+                share = np.float32(math.exp(load_float(stats) - top))
+                norm += share * load_float(stats + 4)
+                part = load_word(job + PARTS) + 4 * d * (unit * queries + query)
+                store_float(stats, share)
+                weigh_one(4, stats, part, d, out)
+            if end > start:
+                scale(out, np.float32(1) / norm, d)
+
+
+@compiled
+def _let_go(job):
+    if fetch_add(job + HOLDERS, -1) == 1:
+        free(job)
+
+
+def _work(job):
+    """Take items until none is left, then let go of the job."""
+    _define_work()
+    heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + DIM), load_word(job + BLOCK)
+    size, window, cap = load_word(job + SIZE), load_word(job + WINDOW), job + CAP
+    head_bytes = size * s * d
+    page_bytes = head_bytes * heads
+    token_bytes = 4 * heads * group * d
+    room = 0
+    row = 0
+    while True:
+        item = fetch_add(job + NEXT, 1)
+        if item >= load_word(job + ITEMS):
+            break
+        if room == 0:
+            room = malloc(scratch_bytes(group, d))
+        unit, head = item // heads, item % heads
+        while load_word(job + STARTS + 8 * (row + 1)) <= unit:
+            row += 1
+        first, count, length = _row(job, row)
+        index = unit - load_word(job + STARTS + 8 * row)
+        at = first * token_bytes + 4 * group * d * head
+        q, out = load_word(job + Q) + at, load_word(job + OUT) + at
+        k, v = load_word(job + KEYS) + head_bytes * head, load_word(job + VALUES) + head_bytes * head
+        table = load_word(job + TABLES) + 4 * load_word(job + WIDTH) * row
+        if count > 1:
+            begin = LANES * index
+            lanes = min(LANES, group * count - begin)
+            before = length - count
+            attend_tile(
+                size, q, k, v, page_bytes, table, begin, lanes, before, window, cap, token_bytes, group, d, s, room, out
+            )
+        else:
+            stats = load_word(job + STATS) + 8 * group * item
+            seen = min(length, window)
+            part = out if seen <= SPAN else load_word(job + PARTS) + 4 * group * d * item
+            begin = length - seen + SPAN * index
+            stop = min(begin + SPAN, length)
+            attend(size, q, k, v, page_bytes, table, begin, stop, cap, group, d, s, room, part, stats)
+            if seen <= SPAN:
+                for g in range(group):
+                    scale(out + 4 * g * d, np.float32(1) / load_float(stats + 8 * g + 4), d)
+        fetch_add(job + DONE, 1)
+    if room != 0:
+        free(room)
+    _let_go(job)
+
+
+# --- XLA's side (xla/ffi/api/c_api.h, version 0.3): byte offsets in its structs on machines of 64 bits ----------------
+
+FFI_MAJOR, FFI_MINOR = 0, 3
+FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
+EXTENSION_TYPE, EXTENSION_METADATA, METADATA = 8, 1, 24  # the type's offset, its value for metadata, and theirs
+METADATA_MAJOR, METADATA_MINOR, METADATA_TRAITS, METADATA_STATE = 24, 28, 32, 40
+BUFFER_TYPE, BUFFER_DATA, BUFFER_DIMS = 16, 24, 40
+BUFFER_IS_FLOAT32, BUFFER_IS_BFLOAT16 = 11, 16
+API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
+ARGUMENT_BYTES = 40  # the longest of the argument structs below
+
+
+@compiled
+def _describe(extension):
+    """Answer XLA's question which version of its interface this was written for."""
+    metadata = load_word(extension + METADATA)
+    store_int(metadata + METADATA_MAJOR, np.int32(FFI_MAJOR))
+    store_int(metadata + METADATA_MINOR, np.int32(FFI_MINOR))
+    store_int(metadata + METADATA_TRAITS, np.int32(0))
+    store_word(metadata + METADATA_STATE, 0)
+
+
+@compiled
+def _argument(frame, index):
+    return load_word(load_word(frame + FRAME_ARGUMENTS) + 8 * index)
+
+
+@compiled
+def _dim(buffer, axis):
+    return load_word(load_word(buffer + BUFFER_DIMS) + 8 * axis)
+
+
+@compiled
+def _threads(frame):
+    """How many threads XLA's pool has; 1 when there is none."""
+    api = load_word(frame + FRAME_API)
+    request, answer = malloc(ARGUMENT_BYTES), malloc(8)
+    store_word(request, 32)  # the struct's size; then: extensions, context, where the answer goes
+    store_word(request + 8, 0)
+    store_word(request + 16, load_word(frame + FRAME_CONTEXT))
+    store_word(request + 24, answer)
+    store_word(answer, 1)
+    error = call(load_word(api + API_NUM_THREADS), request)
+    threads = 1 if error != 0 else load_word(answer)
+    if error != 0:
+        _destroy(api, error)
+    free(request)
+    free(answer)
+    return threads
+
+
+@compiled
+def _destroy(api, error):
+    request = malloc(ARGUMENT_BYTES)
+    store_word(request, 24)
+    store_word(request + 8, 0)
+    store_word(request + 16, error)
+    call(load_word(api + API_ERROR_DESTROY), request)
+    free(request)
+
+
+@compiled
+def _ask_for_help(frame, job, helpers):
+    api = load_word(frame + FRAME_API)
+    request = malloc(ARGUMENT_BYTES)
+    store_word(request, 40)  # the struct's size; then: extensions, context, task, its argument
+    store_word(request + 8, 0)
+    store_word(request + 16, load_word(frame + FRAME_CONTEXT))
+    store_word(request + 24, _address_of_work())
+    store_word(request + 32, job)
+    for _ in range(helpers):
+        fetch_add(job + HOLDERS, 1)
+        error = call(load_word(api + API_SCHEDULE), request)
+        if error != 0:
+            _destroy(api, error)
+            _let_go(job)
+    free(request)
+
+
+@compiled
+def _job(frame):
+    """List the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1]."""
+    q, keys, tables = _argument(frame, 0), _argument(frame, 1), _argument(frame, 3)
+    lengths, offsets = _argument(frame, 4), _argument(frame, 5)
+    rows, heads, group, d = _dim(lengths, 0), _dim(q, 1), _dim(q, 2), _dim(q, 3)
+    length, offset = load_word(lengths + BUFFER_DATA), load_word(offsets + BUFFER_DATA)
+    window = load_int(load_word(_argument(frame, 6) + BUFFER_DATA))
+    window = window if window > 0 else NO_WINDOW
+    units, several = 0, False
+    for row in range(rows):
+        count = load_int(offset + 4 * (row + 1)) - load_int(offset + 4 * row)
+        units += _units(load_int(length + 4 * row), window, count, group)
+        several = several or (count == 1 and min(load_int(length + 4 * row), window) > SPAN)
+    stats = STARTS + 8 * (rows + 1)
+    parts = stats + 8 * units * heads * group
+    job = malloc(parts + (4 * units * heads * group * d if several else 0))
+    store_word(job + HOLDERS, 2)  # the handler and its own call of the work
+    store_word(job + NEXT, 0)
+    store_word(job + DONE, 0)
+    store_word(job + ITEMS, units * heads)
+    for index in range(6):
+        store_word(job + Q + 8 * index, load_word(_argument(frame, index) + BUFFER_DATA))
+    store_word(job + OUT, load_word(load_word(load_word(frame + FRAME_RESULTS)) + BUFFER_DATA))
+    store_word(job + ROWS, rows)
+    store_word(job + WIDTH, _dim(tables, 1))
+    store_word(job + HEADS, heads)
+    store_word(job + GROUP, group)
+    store_word(job + DIM, d)
+    store_word(job + BLOCK, _dim(keys, 2))
+    kind = load_int(keys + BUFFER_TYPE)
+    store_word(job + SIZE, 4 if kind == BUFFER_IS_FLOAT32 else 2 if kind == BUFFER_IS_BFLOAT16 else 1)
+    store_word(job + WINDOW, window)
+    store_float(job + CAP, load_float(load_word(_argument(frame, 7) + BUFFER_DATA)))
+    store_word(job + STATS, job + stats)
+    store_word(job + PARTS, job + parts)
+    units = 0
+    for row in range(rows):
+        store_word(job + STARTS + 8 * row, units)
+        _, count, context = _row(job, row)
+        units += _units(context, window, count, group)
+    store_word(job + STARTS + 8 * rows, units)
+    return job
+
+
+@compiled
+def _clear_padding(frame, job):
+    """XLA hands out the result as it was left by others: zeros for the tokens that are no row's."""
+    used = load_int(load_word(job + OFFSETS) + 4 * load_word(job + ROWS))
+    size = load_word(job + HEADS) * load_word(job + GROUP) * load_word(job + DIM)
+    clear(load_word(job + OUT) + 4 * size * used, size * (_dim(_argument(frame, 0), 0) - used))
+
+
+def _handle(frame):
+    _define_handler()
+    extension = load_word(frame + FRAME_EXTENSION)
+    if extension != 0 and load_int(extension + EXTENSION_TYPE) == EXTENSION_METADATA:
+        _describe(extension)
+        return 0
+    job = _job(frame)
+    items = load_word(job + ITEMS)
+    _ask_for_help(frame, job, min(_threads(frame), items) - 1)
+    _clear_padding(frame, job)
+    work(job)
+    while fetch_add(job + DONE, 0) < items:
+        sched_yield()
+    _merge(job)
+    _let_go(job)
+    return 0
+
+
+# --- compilation ------------------------------------------------------------------------------------------------------
+
+DECLARED = re.compile(r"^declare .*?@\"?([^\s\"(]+)", re.MULTILINE)  # names, in LLVM's text
+
+
+def compile_handler() -> tuple[int, list[bytes]]:
+    """The address of XLA's handler, and its object code: none where it is of no use to other processes."""
+    parts = (
+        (attend, work_items.attend_item),
+        (attend_tile, work_items.attend_tile_item),
+        (work, _work),
+        (handler, _handle),
+    )
+    for part, function in parts:
+        (made,) = njit(part.sig, **OPTIONS)(function).overloads.values()
+        _kept.append(made.library)
+    known = {*SYMBOLS, *(part.symbol for part, _ in parts)}
+    return _kept[-1].get_pointer_to_function(handler.symbol), _objects(_kept, known)
+
+
+def _objects(libraries, known) -> list[bytes]:
+    """Object code of libraries; none where they need other symbols than the known, or this numba does not give it."""
+    declared = (name for library in libraries for name in DECLARED.findall(library.get_llvm_str()))
+    if any(name not in known and not name.startswith("llvm.") for name in declared):
+        return []
+    try:
+        return [library.serialize_using_object_code()[2][0] for library in libraries]
+    except AttributeError:
+        return []
+
+
+_kept: list[Any] = []  # XLA holds bare addresses

@@ -1,0 +1,118 @@
+"""Memory, threads and links between the parts of the CPU kernel: what `cpu_items` and `cpu_kernel` are written in.
+
+Addresses are plain integers: numba's arrays would check each index for a negative one, and loops with that do not
+vectorise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pallas_kernels.paged_attention.cpu.object_files import symbol
+
+# Only other compiled code calls these functions. Wrappers for Python would double the time to compile them, and refer,
+# as errors would (of a division by zero), to functions that a process has from numba alone.
+OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+compiled: Any = njit(**OPTIONS)
+instruction: Any = intrinsic  # as a type checker sees it: what it makes is called without the first argument
+FLOAT, INT32, WORD = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+
+malloc = types.ExternalFunction("malloc", types.intp(types.intp))
+free = types.ExternalFunction("free", types.void(types.intp))
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+def pointer(builder, address, pointee):
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def _access(numba_type, llvm_type):
+    """(load, store) of a scalar at an address."""
+
+    @instruction
+    def load(typing, address):
+        def generate(context, builder, signature, args):
+            return builder.load(pointer(builder, args[0], llvm_type))
+
+        return numba_type(types.intp), generate
+
+    @instruction
+    def store(typing, address, value):
+        def generate(context, builder, signature, args):
+            builder.store(args[1], pointer(builder, args[0], llvm_type))
+            return context.get_dummy_value()
+
+        return types.void(types.intp, numba_type), generate
+
+    return load, store
+
+
+load_float, store_float = _access(types.float32, FLOAT)
+load_int, store_int = _access(types.int32, INT32)
+load_word, store_word = _access(types.intp, WORD)
+
+
+@instruction
+def fetch_add(typing, address, value):
+    """Atomic: add to a word and return what it was. Orders all memory accesses around it."""
+
+    def generate(context, builder, signature, args):
+        return builder.atomic_rmw("add", pointer(builder, args[0], WORD), args[1], "seq_cst")
+
+    return types.intp(types.intp, types.intp), generate
+
+
+@instruction
+def call(typing, function, argument):
+    """Call the C function at an address: word -> word."""
+
+    def generate(context, builder, signature, args):
+        return builder.call(pointer(builder, args[0], ir.FunctionType(WORD, [WORD])), [args[1]])
+
+    return types.intp(types.intp, types.intp), generate
+
+
+def linked(name, words, result: Any = types.void):
+    """A C function of so many words, with object code of its own: (what others call, what makes it).
+
+    numba optimises a function again in each that calls it, so whatever calls this one is linked to it by name. It is
+    made of the compiled function that begins with a call of the second.
+    """
+    arguments = [types.intp] * words
+    returned = ir.VoidType() if result == types.void else WORD
+
+    @instruction
+    def define(typing):
+        def generate(context, builder, signature, args):
+            function = ir.Function(builder.module, ir.FunctionType(returned, [WORD] * words), symbol(name))
+            inside, native = ir.IRBuilder(function.append_basic_block()), builder.function
+            convention = context.call_conv
+            _, value = convention.call_function(inside, native, result, arguments, function.args, attrs=("noinline",))
+            if result == types.void:
+                inside.ret_void()
+            else:
+                inside.ret(value)
+            return context.get_dummy_value()
+
+        return types.void(), generate
+
+    return types.ExternalFunction(symbol(name), result(*arguments)), define
+
+
+def address_of(part):
+    """An instruction that gives the address of a linked function of one word."""
+
+    @instruction
+    def address(typing):
+        def generate(context, builder, signature, args):
+            kind = ir.FunctionType(ir.VoidType(), [WORD])
+            return builder.ptrtoint(cgutils.get_or_insert_function(builder.module, kind, part.symbol), WORD)
+
+        return types.intp(), generate
+
+    return address

@@ -1,0 +1,1 @@
+"""Paged attention on Hopper GPUs: Pallas, compiled by Mosaic GPU."""

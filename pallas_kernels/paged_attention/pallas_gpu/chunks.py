@@ -1,0 +1,196 @@
+"""Attention of prompt chunks over pages, causal within each row: Pallas, Mosaic GPU, Hopper.
+
+    item       consecutive tokens of one row, for one key head: GROUPS runs of as many as 64 rows of WGMMA hold
+    grid       (key head, item), as many items as the batch can need; those it does not need end at once
+    producer   a warpgroup that copies the item's queries, and the pages of its context into a ring of tiles
+    consumers  GROUPS warpgroups that share the tiles, a run of tokens each: online softmax (FlashAttention, Dao et al.
+               2022); row g * tokens + i of a product is query head g of the run's token i
+
+Queries and results stay where they are, [T, N, D]. A run at its row's end is stored in pieces of powers of two, and so
+never over another row's tokens. Only tiles that the item sees are read; those that it does not see whole are masked.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.pallas_gpu.pages import (
+    Ring,
+    barrier_of_pages,
+    capped,
+    numbered,
+    produce,
+    product,
+    swizzled,
+)
+from pallas_kernels.tiles import Tiles
+
+GROUPS = 2
+LANES = 64  # rows of a WGMMA
+WGMMA = plgpu.Layout.WGMMA
+
+
+def shared_bytes(d: int, itemsize: int, tiles: Tiles) -> int:
+    """Shared memory of one block of threads, barriers and the compiler's own scratch aside."""
+    return itemsize * (2 * tiles.chunk_stages * tiles.chunk_tile * d + GROUPS * LANES * (2 * d + tiles.chunk_tile))
+
+
+def chunks(
+    q, k_pages, v_pages, block_tables, seq_lens, first, q_lens, *, scale, window, soft_cap, tiles: Tiles
+) -> jax.Array:
+    """Row b's tokens are first[b] : first[b] + q_lens[b] of q [T, N, D], the last of its context of seq_lens[b] tokens.
+
+    Returns [T, N, D]: zeros after the last row's tokens, anything before the first one's and between two rows.
+    """
+    t, n, d = q.shape
+    _, heads, s, _ = k_pages.shape
+    b, dtype, group, wanted = len(seq_lens), k_pages.dtype, n // heads, q.dtype
+    tile, stages = tiles.chunk_tile, tiles.chunk_stages
+    tokens = LANES // group  # of a run
+    total = max(t, tokens)  # a run is loaded whole
+    q = jnp.pad(q.astype(dtype), ((0, total - t), (0, 0), (0, 0)))
+
+    end = first[-1] + q_lens[-1]
+    firsts, counts = jnp.append(first, end), jnp.append(q_lens, total - end)  # what follows is a row without a context
+    seq_lens = jnp.append(seq_lens, 0)
+    items_of = -(-counts // (GROUPS * tokens))
+    ends = jnp.cumsum(items_of)
+    items = -(-total // (GROUPS * tokens)) + min(b, t // 2) + 1  # rows of two tokens or more, each with one item begun
+    item = jnp.arange(items, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, item, side="right"), b).astype(jnp.int32)
+    offset = (item - (ends - items_of)[row]) * GROUPS * tokens  # of the item's first token in its row
+    number = jnp.clip(jnp.where(item < ends[-1], counts[row] - offset, 0), 0, GROUPS * tokens)  # of its tokens
+    position = (seq_lens - counts)[row] + offset  # of its first token in the row's context
+    length = jnp.where(number > 0, jnp.clip(position + number, 0, seq_lens[row]), 0)  # context it sees
+    row_of_table = jnp.minimum(row, b - 1)
+    of_items = [a.astype(jnp.int32) for a in (row_of_table, firsts[row] + offset, number, position, length)]
+
+    def body(q_ref, k_ref, v_ref, tables, rows, begins, numbers, positions, lengths, o_ref, *scratch):
+        io_s, q_s, k_s, v_s, p_s, q_full, k_full, v_full, k_free, v_free, clean = scratch
+        head, item, me = (lax.axis_index(name) for name in ("head", "item", "warpgroup"))
+        length = lengths[item]
+        begin = jnp.int32(0) if window is None else lax.max(positions[item] + 1 - window, 0) // tile
+        count = lax.max(pl.cdiv(length, tile) - begin, 0)
+
+        def run_of(me):
+            """The run's first token in q, and the token at which it is loaded: a run is not loaded past the end."""
+            mine = begins[item] + me * tokens
+            return mine, lax.min(mine, total - tokens)
+
+        @pl.when((me == GROUPS) & (numbers[item] > 0))
+        def fetch_all():
+            plgpu.set_max_registers(40, action="decrease")
+            for run in range(GROUPS):
+                _, start = run_of(run)
+                for g in range(group):
+                    queries = q_ref.at[pl.ds(start, tokens), head * group + g]
+                    plgpu.copy_gmem_to_smem(queries, io_s.at[run, pl.ds(g * tokens, tokens)], q_full.at[run])
+            rings = Ring(k_ref, k_s, k_full, k_free), Ring(v_ref, v_s, v_full, v_free)
+            produce(rings, head, tables, rows[item], begin, count, length)
+
+        @pl.when((me < GROUPS) & (numbers[item] > 0))
+        def consume():
+            plgpu.set_max_registers(232, action="increase")
+            mine, loaded = run_of(me)
+            nearest = positions[item] + me * tokens  # the run's first token in its context
+            queries, weights, io = q_s.at[me], p_s.at[me], io_s.at[me]
+            plgpu.barrier_wait(q_full.at[me])
+            queries[...] = plgpu.layout_cast(io[...], WGMMA)  # from rows as they lie to tiles that WGMMA reads
+            plgpu.commit_smem()
+
+            def attend(i, carry):
+                o, top, norm = carry
+                slot, start = lax.rem(i, jnp.int32(stages)), (begin + i) * tile
+                last_use = i + stages >= count
+
+                plgpu.barrier_wait(k_full.at[slot])
+                x = product((LANES, tile), queries, k_s.at[slot].transpose((1, 0)))
+                pl.when(~last_use)(lambda: plgpu.barrier_arrive(k_free.at[slot]))
+
+                def masked(x):
+                    token = lax.rem(numbered((LANES, tile), 0), jnp.int32(tokens))
+                    query = token + (nearest + loaded - mine)
+                    key = numbered((LANES, tile), 1) + start
+                    seen = (key <= query) & (key < length)
+                    if window is not None:
+                        seen &= key > query - window
+                    return jnp.where(seen, x, -jnp.inf)
+
+                partly = start + tile - 1 > nearest
+                if window is not None:
+                    partly |= start <= nearest + tokens - 1 - window
+                x = lax.cond(partly, masked, lambda x: x, capped(x, scale, soft_cap))
+                new = jnp.maximum(top, x.max(axis=1))
+                base = jnp.where(new == -jnp.inf, 0.0, new)  # of a query that has seen nothing yet
+                kept = jnp.exp2(top - base)
+                p = jnp.exp2(x - lax.broadcast_in_dim(base, x.shape, [0]))
+                norm = norm * kept + p.sum(axis=1)
+                weights[...] = p.astype(dtype)
+                plgpu.commit_smem()
+
+                plgpu.barrier_wait(v_full.at[slot])
+
+                @pl.when(start + tile > length)  # a weight of 0 does not hide a NaN; one warpgroup for all
+                def clear():
+                    @pl.when(me == 0)
+                    def write():
+                        at = numbered((tile, d), 0) + start
+                        v_s[slot] = jnp.where(at < length, v_s[slot], jnp.zeros((), dtype))
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(clean)
+
+                    plgpu.barrier_wait(clean)
+
+                y = product((LANES, d), weights, v_s.at[slot])
+                pl.when(~last_use)(lambda: plgpu.barrier_arrive(v_free.at[slot]))
+                return o * lax.broadcast_in_dim(kept, o.shape, [0]) + y, new, norm
+
+            o = plgpu.layout_cast(jnp.full((LANES, d), 0.0, jnp.float32), WGMMA)
+            top = plgpu.layout_cast(jnp.full((LANES,), -jnp.inf, jnp.float32), WGMMA.reduce(1))
+            norm = plgpu.layout_cast(jnp.full((LANES,), 0.0, jnp.float32), WGMMA.reduce(1))
+            o, _, norm = lax.fori_loop(0, count, attend, (o, top, norm))
+            o = o * lax.broadcast_in_dim(1.0 / jnp.where(norm > 0, norm, 1.0), o.shape, [0])
+            io[...] = o.astype(dtype)
+            plgpu.commit_smem()
+            own = lax.clamp(0, numbers[item] - me * tokens, tokens)
+
+            def store(g, _):
+                for size in (2**bit for bit in reversed(range(tokens.bit_length()))):
+                    before = own // (2 * size) * (2 * size)  # stored in larger pieces
+
+                    @pl.when(own - before >= size)
+                    def piece(size=size, before=before):
+                        piece = io.at[pl.ds(g * tokens + mine - loaded + before, size)]
+                        plgpu.copy_smem_to_gmem(piece, o_ref.at[pl.ds(mine + before, size), head * group + g])
+
+            lax.fori_loop(0, group, store, None)
+            plgpu.wait_smem_to_gmem(0)
+
+    ring, runs = swizzled((stages, tile, d), dtype), (GROUPS, LANES, d)
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((total, n, d), dtype),
+        scratch_types=(
+            plgpu.SMEM(runs, dtype),
+            swizzled(runs, dtype),
+            ring,
+            ring,
+            swizzled((GROUPS, LANES, tile), dtype),
+            plgpu.Barrier(num_arrivals=group, num_barriers=GROUPS),
+            barrier_of_pages(tile, s, stages),
+            barrier_of_pages(tile, s, stages),
+            plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+            plgpu.Barrier(),
+        ),
+        grid=(heads, items),
+        grid_names=("head", "item"),
+        num_threads=GROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return kernel(q, k_pages, v_pages, block_tables, *of_items)[:t].astype(wanted)

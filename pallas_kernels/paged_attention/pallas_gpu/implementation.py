@@ -1,0 +1,95 @@
+"""Paged attention on NVIDIA GPUs of the Hopper generation (sm_90a): two kernels in Pallas, by Mosaic GPU.
+
+A row with one query token goes to `gpu_decode`, a row with more to `gpu_chunks`; every call runs both, because which
+rows are which is known only to the device. Both read pages where they lie, multiply in 16 bit and add in float32.
+
+Neither has run on a GPU yet. What is known of them comes from the compiler and from interpretation on a CPU: what they
+compute, that they have no races, and that they compile for Hopper without spilling registers (`pallas_kernels.aot`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.tiles import Tiles
+
+JAX_NEEDED = (0, 11)  # older ones cannot transpose a swizzled tile
+DTYPES = ("bfloat16", "float16")
+HEAD_SIZES = (64, 128)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+MAX_GROUP = 16  # query heads of a key head
+
+
+def paged_attention(
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    tiles: Tiles | None = None,
+) -> jax.Array:
+    """See `api.paged_attention`; NaN in what no context reaches, in pages or in slots, does not spread.
+
+    Args:
+        window: a query sees the last `window` tokens up to itself; None is all.
+        soft_cap: scores x become soft_cap * tanh(x / soft_cap) before the softmax (Gemma 2).
+        tiles: sizes of the kernels; None takes those of the device.
+
+    Raises:
+        ValueError: what `unsupported` names.
+    """
+    t, n, d = q.shape
+    _, heads, s, _ = k_pages.shape
+    wrong = unsupported(str(k_pages.dtype), d, s, n // heads)
+    if not wrong and v_pages.dtype != k_pages.dtype:
+        wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
+    if wrong:
+        raise ValueError(f"impl 'pallas_gpu' {wrong}; impl 'xla' has no such limit")
+
+    from pallas_kernels.paged_attention.pallas_gpu import chunks, decode  # they import Mosaic GPU
+
+    tiles = tiles or Tiles.of(jax.devices()[0].device_kind)
+    pages, options = (k_pages, v_pages, block_tables), {"scale": scale, "window": window, "soft_cap": soft_cap}
+    first, q_lens = cu_q_lens[:-1], jnp.diff(cu_q_lens)
+    single = q_lens == 1
+    rows = q[jnp.minimum(first, t - 1)]
+    decoded = decode.decode(rows, *pages, jnp.where(single, seq_lens, 0), tiles=tiles, **options)
+    out = jnp.zeros_like(q)
+    if t > 1:  # a chunk has two tokens
+        chunk_lens = jnp.where(single, 0, q_lens)
+        out = chunks.chunks(q, *pages, seq_lens, first, chunk_lens, tiles=tiles, **options)
+    return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
+
+
+def unsupported(dtype: str, head_size: int, block_size: int, group: int) -> str:
+    """What the kernels cannot take, as the rest of a sentence; empty when they can."""
+    if jax.__version_info__ < JAX_NEEDED:
+        needed = ".".join(map(str, JAX_NEEDED))
+        return f"needs JAX {needed} or newer, which needs Python 3.12, and this is JAX {jax.__version__}"
+    if dtype not in DTYPES:
+        return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
+    if head_size not in HEAD_SIZES:
+        return f"needs a head size of {' or '.join(map(str, HEAD_SIZES))}, and it is {head_size}"
+    if block_size not in BLOCK_SIZES:
+        return f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
+    if group > MAX_GROUP:
+        return f"takes at most {MAX_GROUP} query heads for each key head, and there are {group}"
+    return ""
+
+
+def obstacle(device: Any) -> str:
+    """What keeps a device from running the kernels, as the rest of a sentence; empty when nothing does."""
+    if device.platform != "gpu":
+        return f"runs on platform 'gpu' and not on {device.platform!r}"
+    capability = str(getattr(device, "compute_capability", ""))
+    if not capability.startswith("9."):
+        return f"is compiled for Hopper GPUs (compute capability 9.0), and {device.device_kind} has {capability}"
+    return ""

@@ -1,0 +1,1 @@
+"""Paged attention on TPUs: Pallas, compiled by Mosaic TPU."""

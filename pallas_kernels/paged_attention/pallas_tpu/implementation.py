@@ -1,0 +1,294 @@
+"""Paged attention on TPUs: one Pallas kernel (`tpu_kernel`) that Mosaic compiles twice, for decodes and for chunks.
+
+A row with one query token is a tile of its own. All others are cut at multiples of the tile's size, counted from the
+call's first token, so that a tile may hold the end of one row and the beginning of the next and has an item for each:
+queries need no gathering then. Every call runs both, because which rows are which is known only to the device.
+
+Pages are read as rows of 128 numbers, [P, K, S * D / 128, 128] where D is below 128: the same bytes in the same order,
+and what a TPU stores without padding. A cache that is kept that way is taken as it is; any other is copied, which on a
+TPU is a pass over all of it.
+
+No TPU has run this yet. What is known of it comes from the compiler (`pallas_kernels.aot`) and from interpretation on a
+CPU: what it computes, that nothing is read before it has arrived, and that it compiles for TPUs from v4 to 7x.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_write import pallas_tpu as kv_write_tpu
+from pallas_kernels.paged_attention.pallas_tpu.kernel import LANES, Scores, Sizes, Work, attend, vmem_bytes
+from pallas_kernels.tiles import TpuTiles
+
+DTYPES = ("bfloat16", "float32")
+HEAD_SIZES = (64, 128, 256)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+MAX_GROUP = 32  # query heads of a key head
+MIN_TOKENS = 16  # query tokens of a chunk's tile: a register of 16-bit numbers has 16 rows
+SMEM = 2**20 - 2**17  # bytes of scalar memory for block tables and items; the compiler keeps some for itself
+
+
+def paged_attention(
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    tiles: TpuTiles | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """See `api.paged_attention`; NaN in what no context reaches, in pages or in slots, does not spread.
+
+    Args:
+        k_pages, v_pages: [P, K, S, D], or the same numbers in rows of several tokens (`row_size`).
+        tiles: sizes of the kernels; None takes those of the device.
+        interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
+
+    Raises:
+        ValueError: what `unsupported` and `too_much` name.
+    """
+    t, n, d = q.shape
+    heads, s = k_pages.shape[1], k_pages.shape[2] * k_pages.shape[3] // d
+    b, width = block_tables.shape
+    wrong = unsupported(str(k_pages.dtype), d, s, n // heads, interpret=bool(interpret)) or too_much(b, width)
+    if not wrong and v_pages.dtype != k_pages.dtype:
+        wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
+    if wrong:
+        raise ValueError(f"impl 'pallas_tpu' {wrong}; impl 'xla' has no such limit")
+    lanes = row_size(d)
+    k_pages, v_pages = (a.reshape(a.shape[0], heads, -1, lanes) for a in (k_pages, v_pages))
+    shape = Shape(heads, n // heads, d, s, k_pages.dtype.itemsize, q.dtype.itemsize)
+    scores, tiles = Scores(scale, window, soft_cap), tiles or TpuTiles.of(device_kind())
+    call = Call(k_pages, v_pages, block_tables, shape, scores, tiles, interpret)
+
+    q_lens, first = jnp.diff(cu_q_lens), cu_q_lens[:-1]
+    single = (q_lens == 1) & (seq_lens > 0)
+    decoded = decode(call, q[jnp.minimum(first, t - 1)], jnp.where(single, seq_lens, 0))
+    out = jnp.zeros_like(q)
+    if t > 1:  # a chunk has two tokens
+        out = chunks(call, q, seq_lens, cu_q_lens, (q_lens > 1) & (seq_lens >= q_lens))
+    return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
+
+
+class Call(NamedTuple):
+    """What decodes and chunks of a call have in common."""
+
+    k_pages: jax.Array  # [P, K, S D / L, L]
+    v_pages: jax.Array
+    block_tables: jax.Array  # [B, M]
+    shape: Shape
+    scores: Scores
+    tiles: TpuTiles
+    interpret: Any
+
+    def __call__(self, q: jax.Array, work: Work, sizes: Sizes) -> jax.Array:
+        options = {"vmem_limit": self.tiles.vmem_limit, "interpret": self.interpret}
+        tables, width = self.block_tables.reshape(-1), self.block_tables.shape[1]
+        return attend(q, self.k_pages, self.v_pages, tables, work, sizes, self.scores, width=width, **options)
+
+
+def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
+    """q [B, N, D], one token a row, the last of its context -> [B, N, D]; anything where seq_lens [B] is 0."""
+    (b, n, d), shape = q.shape, call.shape
+    sizes = decode_sizes(shape, call.tiles)
+    tiles = decode_tiles(q.reshape(b, shape.heads, shape.group, d), sizes)
+    out = call(tiles, decode_work(seq_lens, sizes, call.scores.window), sizes)
+    return out.reshape(-1, *out.shape[2:])[:b, :, : shape.group, :d].reshape(b, n, d)
+
+
+def chunks(call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, chosen: jax.Array) -> jax.Array:
+    """q [T, N, D] -> [T, N, D] of the rows of the batch that are `chosen` [B]; zeros for all other tokens."""
+    (t, n, d), shape = q.shape, call.shape
+    sizes = chunk_sizes(shape, call.tiles)
+    work = chunk_work(chosen, seq_lens, cu_q_lens, t, sizes, call.scores.window)
+    out = call(chunk_tiles(q.reshape(t, shape.heads, shape.group, d), sizes), work, sizes)
+    return chunk_results(out, t, n, d, sizes.tokens)
+
+
+class Shape(NamedTuple):
+    """What the sizes of a kernel follow from."""
+
+    heads: int  # of keys
+    group: int  # query heads of each
+    d: int
+    s: int
+    itemsize: int  # of pages
+    query_itemsize: int
+
+    @property
+    def streams(self) -> int:
+        return row_size(self.d) // self.d
+
+
+def write(k_pages, v_pages, k, v, slots, *, rows: int, tiles: TpuTiles | None = None, interpret: Any = False):
+    """Put new keys and values into their pages, in place -> (k_pages, v_pages). See `tpu_write.write`."""
+    limit = (tiles or TpuTiles.of(device_kind())).vmem_limit
+    return kv_write_tpu.write(k_pages, v_pages, k, v, slots, rows=rows, vmem_limit=limit, interpret=interpret)
+
+
+def device_kind() -> str:
+    """What JAX calls the device that is compiled for: the mesh's, where one is set, which need not be here."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+def row_size(head_size: int) -> int:
+    """Numbers in a row of a page as the kernel reads it: L."""
+    return max(LANES, head_size)
+
+
+# --- queries as tiles -------------------------------------------------------------------------------------------------
+
+
+def streams_of(q: jax.Array, streams: int) -> jax.Array:
+    """[..., R, D] -> [..., streams * R, streams * D]: each stream's queries in its own lanes, zeros beside them."""
+    *front, rows, d = q.shape
+    eye = jnp.eye(streams, dtype=q.dtype)
+    return jnp.einsum("...rd,xy->...xryd", q, eye).reshape(*front, streams * rows, streams * d)
+
+
+def decode_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
+    """[B, K, G, D] -> [blocks, U, K, R, L], rows padded to the 8 that a register holds."""
+    b, _, group, _ = q.shape
+    padded = jnp.pad(q, ((0, -b % sizes.units), (0, 0), (0, -group % 8), (0, 0)))
+    wide = streams_of(padded, sizes.streams)
+    return wide.reshape(-1, sizes.units, *wide.shape[1:])
+
+
+def chunk_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
+    """[T, K, G, D] -> [tiles, 1, K, R, L], R in the order (stream, query head, token)."""
+    t, heads, group, d = q.shape
+    padded = jnp.pad(q, ((0, -t % sizes.tokens), (0, 0), (0, 0), (0, 0)))
+    tiled = padded.reshape(-1, sizes.tokens, heads, group, d).transpose(0, 2, 3, 1, 4)
+    return streams_of(tiled.reshape(-1, heads, group * sizes.tokens, d), sizes.streams)[:, None]
+
+
+def chunk_results(out: jax.Array, t: int, n: int, d: int, tokens: int) -> jax.Array:
+    """[tiles, 1, K, G * tokens, L] -> [T, N, D]."""
+    tiles, _, heads, _, lanes = out.shape
+    tiled = out.reshape(tiles, heads, n // heads, tokens, lanes)[..., :d].transpose(0, 3, 1, 2, 4)
+    return tiled.reshape(-1, n, d)[:t]
+
+
+# --- sizes and items --------------------------------------------------------------------------------------------------
+
+
+def decode_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
+    """As many context tokens a step as `decode_step` bytes of keys and values hold, a power of two within bounds."""
+    tokens = tiles.decode_step // (2 * shape.heads * shape.d * shape.itemsize)
+    span = max(tiles.shortest_span, min(tiles.longest_span, 1 << max(0, tokens.bit_length() - 1)))
+    sizes = Sizes(tiles.decode_units, 1, shape.streams, shape.s, max(span, shape.s), tiles.decode_stages)
+    return fitted(shape, sizes, tiles.vmem_limit)
+
+
+def chunk_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
+    """Tiles of `chunk_rows` rows for each key head."""
+    tokens = max(MIN_TOKENS, 1 << (tiles.chunk_rows // shape.group).bit_length() - 1)
+    sizes = Sizes(1, tokens, shape.streams, shape.s, max(tiles.chunk_span, shape.s), tiles.chunk_stages)
+    return fitted(shape, sizes, tiles.vmem_limit)
+
+
+def fitted(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
+    """Where there are many key heads, half of what takes VMEM until it fits; what never does the compiler refuses."""
+    span, tokens = max(LANES, shape.s), min(sizes.tokens, MIN_TOKENS)
+    for field, least in (("span", 2 * span), ("units", 1), ("tokens", 2 * tokens), ("span", span), ("tokens", tokens)):
+        while vmem(shape, sizes) > limit and getattr(sizes, field) > least:
+            sizes = sizes._replace(**{field: getattr(sizes, field) // 2})
+    return sizes
+
+
+def vmem(shape: Shape, sizes: Sizes) -> int:
+    """Bytes of VMEM that a kernel needs: its ring, its running sums, queries and results."""
+    rows = -(-shape.group // 8) * 8 if sizes.tokens == 1 else shape.group * sizes.tokens
+    q_shape = (1, sizes.units, shape.heads, sizes.streams * rows, row_size(shape.d))
+    return vmem_bytes(q_shape, shape.query_itemsize, shape.itemsize, sizes)
+
+
+def _items(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Row b has counts[b] items -> (row, index within the row, valid) of `size` items."""
+    end = jnp.cumsum(counts)
+    item = jnp.arange(size, dtype=jnp.int32)
+    row = jnp.minimum((item[:, None] >= end).sum(1, dtype=jnp.int32), counts.shape[0] - 1)
+    return row, item - (end - counts)[row], item < end[-1]
+
+
+def _work(blocks: int, block, valid, unit, row, begin, end, base, span: int, window: int | None) -> Work:
+    first = (valid & (block < jnp.arange(blocks + 1)[:, None])).sum(1, dtype=jnp.int32)
+    start = jnp.zeros_like(base)
+    if window is not None:
+        start = jnp.maximum(base + begin + 1 - window, 0) // span
+    stop = (base + end + span - 1) // span
+    return Work(first, unit, row, begin, end, base, start, stop)
+
+
+def decode_work(seq_lens: jax.Array, sizes: Sizes, window: int | None) -> Work:
+    """An item for each row of the batch that has a context; row b is tile b."""
+    b = len(seq_lens)
+    row, _, valid = _items((seq_lens > 0).astype(jnp.int32), b)
+    zero = jnp.zeros_like(row)
+    where = row // sizes.units, valid, row % sizes.units, row
+    return _work(-(-b // sizes.units), *where, zero, zero + 1, seq_lens[row] - 1, sizes.span, window)
+
+
+def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | None) -> Work:
+    """An item for each tile that a `chosen` row of the batch has query tokens in."""
+    tokens, tiles = sizes.tokens, -(-t // sizes.tokens)
+    first, past = cu_q_lens[:-1], cu_q_lens[1:]
+    counts = jnp.where(chosen, (past - 1) // tokens - first // tokens + 1, 0)
+    row, index, valid = _items(counts, tiles + min(len(seq_lens), t // 2))
+    tile = first[row] // tokens + index
+    begin = jnp.maximum(first[row] - tile * tokens, 0)
+    end = jnp.minimum(past[row] - tile * tokens, tokens)
+    base = seq_lens[row] - past[row] + tile * tokens
+    return _work(tiles, tile, valid, jnp.zeros_like(row), row, begin, end, base, sizes.span, window)
+
+
+# --- who is refused ---------------------------------------------------------------------------------------------------
+
+
+def unsupported(dtype: str, head_size: int, block_size: int, group: int, *, interpret: bool = False) -> str:
+    """What the kernel cannot take, as the rest of a sentence; empty when it can.
+
+    Args:
+        interpret: only what the kernel's logic needs, and not what a TPU does.
+    """
+    if dtype not in DTYPES:
+        return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
+    if interpret:
+        whole = (head_size % LANES == 0 or LANES % head_size == 0) and block_size * head_size % LANES == 0
+        return "" if whole else f"needs pages of whole rows of {LANES}, and they are [{block_size}, {head_size}]"
+    if head_size not in HEAD_SIZES:
+        return f"needs a head size of {', '.join(map(str, HEAD_SIZES))}, and it is {head_size}"
+    if block_size not in BLOCK_SIZES:
+        return f"needs blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, and they have {block_size}"
+    if group > MAX_GROUP:
+        return f"takes at most {MAX_GROUP} query heads for each key head, and there are {group}"
+    return ""
+
+
+def too_much(rows: int, width: int) -> str:
+    """What does not fit scalar memory, as the rest of a sentence; empty when all does."""
+    needed = 4 * rows * width
+    if needed <= SMEM:
+        return ""
+    return (
+        f"keeps block tables in {SMEM:,} bytes of scalar memory, and {rows} rows of {width} blocks take {needed:,}; "
+        "lower max_num_seqs or max_model_len, or raise block_size"
+    )
+
+
+def obstacle(device: Any) -> str:
+    """What keeps a device from running the kernel, as the rest of a sentence; empty when nothing does."""
+    if device.platform != "tpu":
+        return f"runs on platform 'tpu' and not on {device.platform!r}"
+    if not TpuTiles.names(device.device_kind):
+        return f"has no tile sizes for {device.device_kind!r}; add a file to pallas_kernels/tiles"
+    return ""

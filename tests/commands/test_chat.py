@@ -1,0 +1,298 @@
+"""The terminal chat: commands apart from the engine, and conversations through a real one, fed as a pipe would."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax import SamplingParams, cli
+from pagedjax.commands.chat import COMMANDS, Conversation, Exchange, Stats, _read, answer, chat, too_long, turn
+from pagedjax.host import scheduler
+from pagedjax.session import Session
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+TALK = Conversation("be brief", (Exchange("one", "two"), Exchange("three", "four")))
+
+
+@pytest.fixture
+def llm(tiny_llm):
+    """Nothing may be left behind, whatever the test did."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield tiny_llm
+    assert signal.getsignal(signal.SIGINT) is handler
+    scheduler.check(tiny_llm.engine.state)
+    assert not tiny_llm.engine.has_work
+    assert tiny_llm.engine.state.pool.num_free == tiny_llm.engine.config.num_blocks
+
+
+def talk(llm, *lines: str, params=GREEDY, **options):
+    """(the conversation, what was shown, what was noted) of a session of these lines."""
+    shown, notes = [], []
+    end = chat(llm, params, lines=iter(lines), show=shown.append, note=notes.append, **options)
+    return end, "".join(shown), notes
+
+
+# commands, without an engine -----------------------------------------------------------------------------------------
+
+
+def test_what_is_said_goes_to_the_model_and_changes_nothing_until_it_has_answered():
+    assert turn(TALK, "  hello there\n") == (TALK, "", "answer", "hello there")
+    assert turn(TALK, "//etc/hosts is a file") == (TALK, "", "answer", "/etc/hosts is a file")
+    assert turn(TALK, " \n") == (TALK, "", "nothing", "")
+
+
+def test_messages_are_the_system_text_the_turns_and_the_new_line():
+    assert TALK.messages("five") == [
+        {"role": role, "content": content}
+        for role, content in (
+            ("system", "be brief"),
+            ("user", "one"),
+            ("assistant", "two"),
+            ("user", "three"),
+            ("assistant", "four"),
+            ("user", "five"),
+        )
+    ]
+    assert Conversation().messages() == []
+
+
+def test_turns_can_be_dropped_one_by_one_and_all_at_once():
+    once, note, do, _ = turn(TALK, "/undo")
+    assert (once.turns, do) == (TALK.turns[:1], "nothing")
+    assert "three" in note
+    assert turn(turn(once, "/undo").conversation, "/undo").note == "there is no turn to drop"
+    assert turn(TALK, "/reset").conversation == Conversation("be brief")
+
+
+def test_the_system_text_is_set_shown_and_removed():
+    assert turn(TALK, "/system be  long ").conversation == replace(TALK, system="be  long")
+    assert turn(TALK, "/system") == (TALK, "system text: be brief", "nothing", "")
+    assert turn(TALK, "/system off").conversation == replace(TALK, system=None)
+
+
+def test_stats_tell_of_the_last_answer():
+    assert turn(TALK, "/stats").note == "there is no answer yet"
+    stats = Stats(prompt_tokens=40, cached_tokens=32, tokens=5, first_token=0.5, seconds=1.5, compilations=0)
+    assert stats.tokens_per_s == 4.0
+    note = turn(replace(TALK, stats=stats), "/stats").note
+    assert note == (
+        "5 tokens in 1.500 s: the first after 0.500 s, then 4.0 tokens/s\nprompt of 40 tokens, 32 of them in the cache"
+    )
+    assert "2 programs were compiled" in stats._replace(compilations=2).text()
+    assert stats._replace(tokens=1).tokens_per_s is None
+    assert "the first none" in stats._replace(tokens=0, first_token=None).text()
+
+
+@pytest.mark.parametrize(
+    ("line", "note"),
+    [
+        ("/quti", "did you mean /quit?"),
+        ("/", "there is no command /"),
+        ("/what now", "/help lists the commands"),
+        ("/undo 2", "/undo takes nothing after it, but there is '2'"),
+        ("/save", "/save needs a file"),
+    ],
+)
+def test_a_mistaken_command_is_told_and_does_nothing(line, note):
+    reply = turn(TALK, line)
+    assert (reply.conversation, reply.do) == (TALK, "nothing")
+    assert note in reply.note
+
+
+def test_help_lists_every_command():
+    assert all(name in turn(TALK, "/help").note for name in COMMANDS)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.one_of(st.text(), st.sampled_from(sorted(COMMANDS)), st.text().map(lambda t: f"/system {t}"))))
+def test_any_line_leads_somewhere(lines):
+    conversation = TALK
+    for line in lines:
+        reply = turn(conversation, line)
+        assert reply.do in ("nothing", "answer", "save", "quit")
+        assert bool(reply.what) == (reply.do in ("answer", "save"))
+        assert reply.do == "answer" or reply.note or reply.do in ("save", "quit") or not line.strip()
+        assert reply.conversation.turns in (TALK.turns, TALK.turns[:1], ())
+        conversation = reply.conversation
+
+
+def test_a_conversation_without_room_for_an_answer_names_the_limit_and_the_remedies():
+    assert too_long(511, 512, 3) is None
+    text = too_long(512, 512, 3)
+    assert text is not None
+    for part in ("512 tokens", "max_model_len is 512", "/undo", "/reset", "--max-model-len"):
+        assert part in text
+    assert "/undo" not in (too_long(512, 512, 0) or "")
+
+
+# through an engine ---------------------------------------------------------------------------------------------------
+
+
+def test_each_turn_is_what_the_library_answers_and_finds_the_turns_before_it_in_the_cache(llm):
+    llm.reset_prefix_cache()
+    lines = ["the cat", "the other cat", "hears the rain"]
+    # letters that no merge joins: a text of them has the tokens that were generated, so that they are found again
+    letters = tuple(token for letter in "qxz" for token in llm.tokenizer.encode(letter)[-1:])
+    params = replace(GREEDY, allowed_token_ids=letters)
+    messages, wanted, cached = [], [], []
+    for line in lines:
+        messages.append({"role": "user", "content": line})
+        (output,) = llm.chat(messages, replace(params, enable_prefix_caching=False), use_tqdm=False)
+        wanted.append(output.outputs[0].text)
+        messages.append({"role": "assistant", "content": wanted[-1]})
+    conversation = Conversation()
+    for i, line in enumerate(lines):  # one chat each, to see what each found
+        end, shown, notes = talk(llm, *lines[: i + 1], params=params)
+        llm.reset_prefix_cache()
+        assert notes == ["[the answer ends at --max-tokens 8]"] * (i + 1)
+        assert shown == "".join(f"{text}\n" for text in wanted[: i + 1])
+        assert end.turns == (*conversation.turns, Exchange(line, wanted[i]))
+        conversation = end
+        assert end.stats is not None
+        cached.append(end.stats.cached_tokens)
+        assert end.stats.tokens == 8
+    assert conversation.messages() == messages
+    before = [0, *(len(llm.tokenizer.apply_chat_template(messages[: 2 * i], False)) for i in (1, 2))]
+    computed = [max(0, tokens - 3) for tokens in before]  # not the answer's last token and the two marks behind it
+    assert cached == [tokens // 16 * 16 for tokens in computed]
+
+
+def test_the_system_text_counts_from_the_next_line_on(llm):
+    end, shown, notes = talk(llm, "/system she sells sea shells", "the cat", system="the rain")
+    messages = [{"role": "system", "content": "she sells sea shells"}, {"role": "user", "content": "the cat"}]
+    (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert shown == output.outputs[0].text + "\n"
+    assert end.system == "she sells sea shells"
+    assert "is set" in notes[0]
+
+
+def test_undo_makes_the_conversation_go_on_as_if_the_turn_had_not_been(llm):
+    once, _, _ = talk(llm, "the cat", "the house")
+    again, _, _ = talk(llm, "the cat", "the rain", "/undo", "the house", "/quit", "never read")
+    assert again.turns == once.turns
+
+
+def test_a_line_that_does_not_fit_is_refused_and_the_conversation_goes_on_once_there_is_room(llm):
+    long = "the cat and the other cat are in the house " * 25
+    end, shown, notes = talk(llm, long, long, "/undo", "the cat")
+    assert len(end.turns) == 1
+    (refusal,) = [note for note in notes if "max_model_len is 512" in note]
+    assert refusal.endswith("The line was not taken into the conversation")
+    assert "/undo drops the last turn" in refusal
+    assert end.turns[0].user == "the cat"
+    assert shown.count("\n") >= 2
+
+
+def test_an_answer_that_meets_the_models_limit_says_so(llm):
+    end, _, notes = talk(llm, "the cat and the other cat " * 10, params=replace(GREEDY, max_tokens=2000))
+    assert notes == ["[the answer ends at max_model_len (512): /undo or /reset makes room]"]
+    assert end.stats is not None
+    assert end.stats.prompt_tokens + end.stats.tokens == 512
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(llm):
+    said, notes = [], []
+
+    def show(piece: str) -> None:
+        said.append(piece)
+        if len(said) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    params = replace(GREEDY, max_tokens=400)
+    end = chat(llm, params, lines=iter(["the cat", "the rain"]), show=show, note=notes.append)
+    assert notes[0] == "[stopped]"
+    stopped, whole = end.turns
+    assert stopped == Exchange("the cat", "".join(said[:3]))
+    (output,) = llm.chat([{"role": "user", "content": "the cat"}], params, use_tqdm=False)
+    assert output.outputs[0].text.startswith(stopped.assistant)
+    assert whole.user == "the rain"
+    assert end.stats is not None
+    assert end.stats.tokens > 3  # the second answer was not stopped
+
+
+def test_ctrl_c_pressed_twice_leaves_at_once_without_leaving_anything_behind(llm):
+    def show(piece: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        chat(llm, GREEDY, lines=iter(["the cat"]), show=show, note=lambda text: None)
+
+
+def test_an_answer_stopped_before_its_first_token_is_empty(llm):
+    requests = Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
+    said = answer(requests, [5, 6, 7], GREEDY, show=pytest.fail, stopped=lambda: True)
+    assert (said.text, said.ended, said.stats.tokens, said.stats.first_token) == ("", "abort", 0, None)
+
+
+def test_a_model_without_a_chat_template_cannot_chat_and_says_so(llm, monkeypatch):
+    monkeypatch.setattr(llm, "tokenizer", replace(llm.tokenizer, chat_template=None))
+    with pytest.raises(ValueError, match="has no chat template, so it cannot chat; `pagedjax generate`"):
+        talk(llm, "hello")
+
+
+def test_a_template_that_refuses_the_system_text_is_told_at_the_start_or_at_the_line(llm, monkeypatch):
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}the cat"
+    monkeypatch.setattr(llm, "tokenizer", replace(llm.tokenizer, chat_template=refuses))
+    with pytest.raises(ValueError, match="refuses these messages: no system"):
+        talk(llm, "hello", system="be brief")
+    end, _, notes = talk(llm, "/system be brief", "hello", "/system off", "hello")
+    assert "no system" in notes[1]
+    assert len(end.turns) == 1
+
+
+def test_a_conversation_is_saved_as_messages(llm, tmp_path):
+    file = tmp_path / "talk.json"
+    end, _, notes = talk(llm, "the cat", f"/save {file}", f"/save {tmp_path / 'nowhere' / 'x.json'}")
+    assert json.loads(file.read_text("utf-8")) == end.messages()
+    assert notes[1] == f"2 messages saved to {file}"
+    assert notes[2].startswith("not saved: ")
+
+
+# as a command --------------------------------------------------------------------------------------------------------
+
+SMALL = ("--max-model-len", "64", "--max-tokens", "4", "--temperature", "0")
+
+
+def test_the_command_reads_lines_of_a_pipe_and_prints_the_answers_alone(tiny_folder, tiny_llm, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n\n/stats\nthe rain"))
+    assert cli.main(["chat", "--model", str(tiny_folder), *SMALL]) == 0
+    out, err = capsys.readouterr()
+    end, shown, _ = talk(tiny_llm, "the cat", "the rain", params=SamplingParams(temperature=0, max_tokens=4))
+    assert out == shown
+    assert "tokens in" in err
+    assert "in the cache" in err
+    assert ">" not in out
+    assert len(end.turns) == 2
+
+
+def test_mistakes_of_the_command_are_one_line(tiny_folder, capsys):
+    assert cli.main(["chat", "--model", str(tiny_folder), "--top-p", "2"]) == 2
+    assert "top_p is 2.0" in capsys.readouterr().err
+
+
+def test_at_a_terminal_ctrl_c_gives_a_new_line_and_ctrl_d_ends(monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    typed = iter(["hello", KeyboardInterrupt(), "again", EOFError()])
+
+    def ask(prompt: str) -> str:
+        word = next(typed)
+        if isinstance(word, BaseException):
+            raise word
+        return word
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("sys.stdout", Terminal())
+    monkeypatch.setattr("builtins.input", ask)
+    assert list(_read()) == ["hello", "again"]
+    assert "Ctrl-D or /quit leaves" in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""A cache in another dtype than the model's: smaller blocks, the same transitions, and numbers that are near."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.device import attention, cache
+from tests.engine import test_swapping
+from tests.engine.test_swapping import DRAWN, GREEDY, PROMPTS
+
+KINDS = "float32", "bfloat16", "float16", "float8_e4m3fn"
+
+
+def make(tiny, **config):
+    sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
+    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 200} | config))
+
+
+def prompt_logprobs(llm) -> np.ndarray:
+    """Of every prompt's tokens but the first."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate(list(PROMPTS.values()), params, use_tqdm=False)
+    assert all(output.prompt_logprobs for output in outputs)
+    return np.array([next(iter(row.values())).logprob for output in outputs for row in output.prompt_logprobs[1:]])
+
+
+@pytest.mark.parametrize("impl", ["cpu", "xla"])
+@pytest.mark.parametrize(("kind", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("float8_e4m3fn", 0.3)])
+def test_log_probabilities_differ_by_no_more_than_the_rounding_explains(tiny, kind, error, impl):
+    if (kind, impl) == ("float16", "cpu"):
+        with pytest.raises(ValueError, match="reads pages of float32, bfloat16, float8_e4m3fn and not of float16"):
+            make(tiny, kv_cache_dtype=kind, attention_impl=impl)
+        return
+    exact, rounded = (prompt_logprobs(make(tiny, kv_cache_dtype=k, attention_impl=impl)) for k in ("float32", kind))
+    assert 0 < np.abs(exact - rounded).max() < error
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_preemption_changes_no_token_in_8_bits_either(tiny, params):
+    """Keys and values are rounded once, when they are written; whoever reads them, whenever, reads the same."""
+    few = {"num_blocks": 10, "kv_cache_dtype": "float8_e4m3fn"}
+    roomy = test_swapping.run(make(tiny, kv_cache_dtype="float8_e4m3fn"), params)[0]
+    assert test_swapping.run(make(tiny, **few), params)[0] == roomy
+    swapping = make(tiny, **few, preemption="swap", swap_space_gib=0.001)
+    assert test_swapping.run(swapping, params)[0] == roomy
+
+
+def test_the_cache_holds_as_many_more_tokens_as_its_numbers_are_smaller(tiny):
+    for kind in KINDS:
+        llm = make(tiny, kv_cache_dtype=kind, attention_impl="xla")
+        leaves = jax.tree.leaves(llm.engine._cache)
+        size = jnp.dtype(kind).itemsize
+        assert sum(a.nbytes for a in leaves) == 201 * llm.engine.memory.block_bytes
+        assert llm.engine.memory.block_bytes == 2 * 2 * 8 * 2 * 16 * size  # keys and values, L, S, K, D
+        assert llm.engine.config.kv_cache_dtype == kind
+        assert llm.engine.config.dtype == "float32"
+
+
+def test_without_a_word_the_cache_is_in_the_dtype_of_the_model(tiny_folder):
+    config = LLM(tiny_folder, dtype="bfloat16", num_blocks=8, max_num_batched_tokens=8, progress=False).engine.config
+    assert config.kv_cache_dtype == "bfloat16"
+
+
+def test_what_8_bits_cannot_hold_becomes_the_largest_number_and_not_nan():
+    kv = cache.init(layers=1, blocks=1, block_size=2, kv_heads=1, head_dim=4, dtype="float8_e4m3fn")
+    values = np.array([[[1e6, -1e6, 3.3, np.nan]]], np.float32)
+    pages = cache.write(kv.k[0], kv.v[0], values, values, np.array([2]))[0]
+    stored = jax.lax.bitcast_convert_type(pages, jnp.float8_e4m3fn)[1, 0, 0].astype(np.float32)
+    np.testing.assert_array_equal(stored, [448, -448, 3.25, np.nan])
+
+
+def test_the_gpu_kernels_are_refused_a_cache_of_another_dtype_than_the_queries(monkeypatch):
+    monkeypatch.setattr(attention.gpu, "obstacle", lambda device: "")
+    monkeypatch.setattr(attention.gpu, "unsupported", lambda *sizes: "")
+    sizes = {"head_dim": 64, "block_size": 64, "kv_heads": 8, "heads": 8}
+    with pytest.raises(ValueError, match="of the queries' dtype, and they are float16 and bfloat16; 'xla'"):
+        attention.choose("pallas_gpu", None, dtype="float16", query_dtype="bfloat16", **sizes)
+
+
+def test_an_unknown_dtype_is_refused_with_those_that_are_known(tiny):
+    with pytest.raises(ValueError, match=r"kv_cache_dtype is 'float8'; it must be one of 'float32', .* \(did you mean"):
+        make(tiny, kv_cache_dtype="float8")

@@ -1,0 +1,294 @@
+"""The Llama family against a plain numpy implementation, and live against transformers (marker `oracle`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from pagedjax import load_model
+from pagedjax.device import attention, cache
+from pagedjax.device.batch import Batch
+from pagedjax.device.layers import rope_frequencies
+from pagedjax.device.models import Decoder, Model, llama
+from pagedjax.device.models.decoder import Rope
+from pagedjax.weights import open_checkpoint
+from tests.weights.tiny import llama3_scaling, tiny_llama
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped heads, tied": {},
+    "one key head, untied, wide heads": {"kv_heads": 1, "head_dim": 32, "tied": False, "seed": 1},
+    "every head its own, llama3 rope": {
+        "heads": 3,
+        "hidden": 96,
+        "kv_heads": 3,
+        "rope_theta": 500000.0,
+        "rope_scaling": llama3_scaling(),
+        "seed": 2,
+    },
+    "four biases, linear rope": {
+        "qkv_bias": True,
+        "o_bias": True,
+        "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+        "seed": 3,
+    },
+    "biases of q, k and v alone": {"qkv_bias": True, "layers": 1, "seed": 4},
+}
+LENGTHS = (70, 9, 33, 1)
+PROMPTS = [np.random.default_rng(i).integers(0, 320, n) for i, n in enumerate(LENGTHS)]
+# Steps of (sequence, tokens): chunks of several prompts, decodes beside them, one chunk of more than 64 tokens.
+CHUNKED = [[(0, 11), (1, 9)], [(0, 1), (2, 20), (3, 1)], [(2, 12), (0, 57)], [(2, 1), (0, 1)]]
+WHOLE = [[(0, 70)], [(1, 9), (2, 33), (3, 1)]]
+T, S, M = 72, 8, 10
+
+
+def all_logits(
+    model: Model, steps: Sequence[Sequence[tuple[int, int]]], prompts=PROMPTS, t: int = T
+) -> list[np.ndarray]:
+    """The logits after every token of the prompts, computed through the cache in these steps."""
+    c = model.config
+    sizes = {"layers": c.layers, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
+    kv = cache.init(**sizes, blocks=len(prompts) * M, block_size=S, dtype=model.dtype)
+    tables = np.random.default_rng(0).permutation(len(prompts) * M).reshape(-1, M).astype(np.int32) + 1
+    done, found = [0] * len(prompts), [[] for _ in prompts]
+    run = partial(_run, model.graphdef)
+    for step in steps:
+        kv, logits = run(model.params, kv, lay_out(step, done, prompts, tables, t))
+        at = 0
+        for row, count in step:
+            found[row].append(np.asarray(logits[at : at + count], np.float32))
+            done[row], at = done[row] + count, at + count
+    assert done == [len(prompt) for prompt in prompts]
+    return [np.concatenate(parts) for parts in found]
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(graphdef, params, kv, batch):
+    model = nnx.merge(graphdef, params)
+    kv, hidden = model.hidden(kv, batch, attention.attend("xla", model.config.attn_scale))
+    return kv, model.logits(hidden).T
+
+
+def lay_out(step, done, prompts, tables, t: int) -> Batch:
+    tokens, positions, slots = np.zeros((3, t), np.int32)
+    block_tables, seq_lens = np.zeros((len(prompts), M), np.int32), np.zeros(len(prompts), np.int32)
+    cu_q_lens, at = np.zeros(len(prompts) + 1, np.int32), 0
+    for i, (row, count) in enumerate(step):
+        here, where = slice(at, at + count), done[row] + np.arange(count)
+        tokens[here], positions[here] = prompts[row][where], where
+        slots[here] = tables[row][where // S] * S + where % S
+        block_tables[i], seq_lens[i] = tables[row], done[row] + count
+        at += count
+        cu_q_lens[i + 1 :] = at
+    unused = np.zeros(0, np.int32)
+    return Batch(tokens, positions, slots, block_tables, seq_lens, cu_q_lens, unused, unused, None)  # type: ignore[arg-type]
+
+
+# --- the definition in numpy ------------------------------------------------------------------------------------------
+
+
+def plain_llama(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """[n, V] logits in float64: no cache, no batch, the tensors by their Hugging Face names."""
+    checkpoint = open_checkpoint(folder)
+    c = checkpoint.config
+    w = {name: tensor.read().astype(np.float64) for name, tensor in checkpoint.tensors.items()}
+    linear = lambda x, name: x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)  # noqa: E731
+    norm = lambda x, name: x / np.sqrt((x * x).mean(-1, keepdims=True) + c["rms_norm_eps"]) * w[f"{name}.weight"]  # noqa: E731
+    x = w["model.embed_tokens.weight"][tokens]
+    for i in range(c["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        y = norm(x, f"{layer}.input_layernorm")
+        q, k, v = (linear(y, f"{layer}.self_attn.{p}_proj") for p in "qkv")
+        x = x + linear(plain_attention(q, k, v, c), f"{layer}.self_attn.o_proj")
+        y = norm(x, f"{layer}.post_attention_layernorm")
+        gate = linear(y, f"{layer}.mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
+    head = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
+    return norm(x, "model.norm") @ w[f"{head}.weight"].T
+
+
+def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:
+    n, size, group = len(q), c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
+    q, k, v = (a.reshape(n, -1, size) for a in (q, k, v))
+    q, k = plain_rope(q, c), plain_rope(k, c)
+    out = np.zeros_like(q)
+    for head in range(q.shape[1]):
+        scores = q[:, head] @ k[:, head // group].T / np.sqrt(size)
+        scores[np.triu_indices(n, 1)] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, head // group]
+    return out.reshape(n, -1)
+
+
+def plain_rope(x: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:
+    """Su et al. 2021 on halves: each pair as a complex number, turned by position times frequency."""
+    half = c["head_dim"] // 2
+    wavelengths = 2 * np.pi * c["rope_theta"] ** (np.arange(half) / half)
+    scaling = c["rope_scaling"] or {}
+    if scaling.get("rope_type") == "linear":
+        wavelengths = wavelengths * scaling["factor"]
+    if scaling.get("rope_type") == "llama3":  # long waves stretched, short ones kept, a ramp in frequency between
+        turns = scaling["original_max_position_embeddings"] / wavelengths
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        wavelengths = 1 / (kept / wavelengths + (1 - kept) / (wavelengths * scaling["factor"]))
+    turned = np.exp(2j * np.pi * np.arange(len(x))[:, None] / wavelengths)[:, None]
+    z = (x[..., :half] + 1j * x[..., half:]) * turned
+    return np.concatenate([z.real, z.imag], axis=-1)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def folder(request, tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama") / "model", **SHAPES[request.param])
+
+
+def test_ragged_chunks_through_the_cache_give_the_logits_of_plain_numpy(folder):
+    found = all_logits(load_model(folder).model, CHUNKED)
+    for got, prompt in zip(found, PROMPTS, strict=True):
+        want = plain_llama(folder, prompt)
+        assert np.ptp(want) > 5, "the logits hardly differ: the comparison is blind"
+        np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.oracle
+def test_ragged_chunks_through_the_cache_give_the_logits_of_transformers(folder):
+    import torch
+    from transformers import LlamaForCausalLM
+
+    if json.loads((folder / "config.json").read_text()).get("qkv_bias"):
+        pytest.skip("transformers' Llama has four biases or none")
+    theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for got, prompt in zip(all_logits(load_model(folder).model, CHUNKED), PROMPTS, strict=True):
+        with torch.no_grad():
+            want = theirs(torch.from_numpy(prompt)[None]).logits[0].numpy()
+        np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
+
+
+def test_how_prompts_are_cut_into_steps_does_not_matter(tiny):
+    chunked, whole = all_logits(tiny.model, CHUNKED), all_logits(tiny.model, WHOLE)
+    for a, b in zip(chunked, whole, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_token_changes_no_logits_before_it_and_all_after_it(tiny):
+    before = all_logits(tiny.model, CHUNKED)
+    for changed in (0, 5, 11, 12, 40, 69):
+        prompt = PROMPTS[0].copy()
+        prompt[changed] = (prompt[changed] + 1) % 320
+        after = all_logits(tiny.model, CHUNKED, [prompt, *PROMPTS[1:]])
+        np.testing.assert_array_equal(after[0][:changed], before[0][:changed])
+        assert (after[0][changed:] != before[0][changed:]).any(-1).all()
+        for other in (1, 2, 3):
+            np.testing.assert_array_equal(after[other], before[other])
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
+def test_half_precision_is_as_near_as_its_bits(tiny, tiny_folder, dtype, bits):
+    model = load_model(tiny_folder, dtype=dtype).model
+    assert {str(a.dtype) for a in jax.tree.leaves(nnx.filter_state(model.params, nnx.Param))} == {dtype}
+    for got, want in zip(all_logits(model, CHUNKED), all_logits(tiny.model, CHUNKED), strict=True):
+        error = np.sqrt(np.mean((got - want) ** 2)) / np.sqrt(np.mean(want**2))
+        assert 2.0 ** -(bits + 6) < error < 4 * 2.0**-bits
+
+
+# --- shapes of real models, without their weights ---------------------------------------------------------------------
+
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+TINYLLAMA = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(SMOLLM2, 134_515_008), (TINYLLAMA, 1_100_048_384), (LLAMA3_8B, 8_030_261_248)],
+    ids=["SmolLM2-135M", "TinyLlama-1.1B", "Llama-3-8B"],
+)
+def test_real_models_have_their_published_number_of_parameters(config, parameters):
+    c = llama.from_hf(config)
+    table = llama.param_table(c)
+    assert sum(int(np.prod(entry.shape)) for entry in table) == parameters
+    _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
+    modules = jax.tree_util.tree_flatten_with_path(params)[0]
+    shapes = {
+        ".".join(str(getattr(key, "key", key)) for key in path if hasattr(key, "key")): leaf.shape
+        for path, leaf in modules
+    }
+    assert shapes == {".".join(entry.path): entry.shape for entry in table}
+
+
+def test_the_table_names_every_tensor_of_a_checkpoint_once(folder):
+    config = open_checkpoint(folder)
+    names = [name for entry in llama.param_table(llama.from_hf(config.config)) for name in entry.sources]
+    assert sorted(names) == sorted(config.tensors)
+
+
+def test_what_a_config_leaves_out_takes_its_default():
+    sparse = {key: value for key, value in TINYLLAMA.items() if key not in ("num_key_value_heads", "rms_norm_eps")}
+    c = llama.from_hf(sparse)
+    assert (c.kv_heads, c.head_dim, c.eps, c.ropes) == (32, 64, 1e-6, (Rope(10000.0, None),))
+    assert (c.tied, c.qkv_bias, c.out_bias) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; the Llama family uses 'silu'"),
+        ({"mlp_bias": True}, "mlp_bias is true"),
+        ({"num_key_value_heads": 5}, "num_attention_heads 32 is not a multiple of num_key_value_heads 5"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_a_config_this_file_cannot_honour_is_refused(change, message):
+    config = {key: value for key, value in (TINYLLAMA | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        llama.from_hf(config)
+
+
+def test_an_unknown_rope_scaling_is_refused():
+    with pytest.raises(ValueError, match="rope scaling 'yarn' is not supported; default, linear, llama3 and freqs are"):
+        rope_frequencies(16, 1e4, {"rope_type": "yarn", "factor": 4.0})
+
+
+def test_explicit_divisors_are_those_of_the_scaling_they_spell_out():
+    """A GGUF file carries "llama3" scaling as one divisor a frequency."""
+    plain, scaled = (np.array(rope_frequencies(16, 1e4, s)) for s in (None, llama3_scaling()))
+    assert len(set((plain / scaled).round(6))) >= 3, "kept, blended and stretched frequencies"
+    spelled = rope_frequencies(16, 1e4, {"rope_type": "freqs", "factors": (plain / scaled).tolist()})
+    np.testing.assert_allclose(spelled, scaled, rtol=1e-12)

@@ -1,0 +1,277 @@
+"""How the engine sizes its cache, and what it chooses when nothing was said."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from pagedjax import EngineConfig
+from pagedjax.device import cache, memory
+from pagedjax.engine.resolve import resolve
+
+SMOLLM2 = {"layers": 30, "kv_heads": 3, "head_dim": 64}
+TINYLLAMA = {"layers": 22, "kv_heads": 4, "head_dim": 64}
+
+
+def test_bytes_of_a_block_are_those_of_the_lectures():
+    assert cache.block_bytes(**SMOLLM2, block_size=1, dtype="float32") == 46_080
+    assert cache.block_bytes(**TINYLLAMA, block_size=1, dtype="bfloat16") == 22 * 1024
+    assert cache.block_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16") / 2**20 == 0.34375
+
+
+def test_an_allocated_cache_has_the_bytes_it_was_counted_with():
+    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 16, "block_size": 8, "dtype": "float32"}
+    arrays = jax.tree.leaves(cache.init(blocks=5, **sizes))
+    assert sum(a.nbytes for a in arrays) == 6 * cache.block_bytes(**sizes)  # the trash block is the sixth
+
+
+GIB = 2**30
+
+
+def device(free: int, limit: int | None = None, total: int = 2**50) -> memory.DeviceMemory:
+    return memory.DeviceMemory("a device", total, free, limit)
+
+
+def test_the_lectures_case_of_tinyllama_in_16_bit():
+    block = cache.block_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16")
+    assert block == 2 * 22 * 16 * 4 * 64 * 2 == 0.34375 * 2**20
+    assert memory.whole_blocks(10.86 * GIB, block) == 32_350
+    assert memory.host_blocks(4.0, block) == 11_915
+    # of this engine's blocks one is the trash block, which requests do not own
+    found = device(free=int(10.86 * GIB))
+    assert memory.blocks_that_fit(block, 1.0, found) == 32_349
+
+    report = memory.report(
+        found,
+        weights=2_200_000_000,
+        activations=0,
+        num_blocks=32_349,
+        block_size=16,
+        block_bytes=block,
+        max_model_len=2048,
+        swap_space_gib=4.0,
+    )
+    assert (report.device_blocks, report.host_blocks) == (32_349, 11_915)
+    assert report.cache == 32_350 * block
+    assert 0 <= report.left < block
+    assert report.tokens == 32_349 * 16
+    assert report.sequences == 252  # of 128 blocks each
+
+
+def test_swap_space_of_nothing_holds_no_block():
+    assert memory.host_blocks(0, 100) == memory.host_blocks(99 / GIB, 100) == 0
+    assert memory.host_blocks(100 / GIB, 100) == 1
+
+
+def test_blocks_fill_the_fraction_and_leave_room_for_a_step_and_the_trash_block():
+    assert memory.blocks_that_fit(100, 0.5, device(1000)) == 4
+    assert memory.blocks_that_fit(100, 0.5, device(1000), activations=1) == 3
+    assert memory.blocks_that_fit(100, 0.5, device(1000), activations=300) == 1
+    for found, activations in ((device(300), 0), (device(1000), 301), (device(1000), 9999)):
+        with pytest.raises(ValueError, match="raise memory_fraction or lower block_size or max_num_batched_tokens"):
+            memory.blocks_that_fit(100, 0.5, found, activations)
+
+
+def test_a_default_cache_stays_below_the_devices_limit():
+    found = device(2**49, memory.CPU_LIMIT)
+    blocks = memory.CPU_LIMIT // 2**20 - 1
+    assert memory.blocks_that_fit(2**20, 0.5, found) == blocks
+    assert memory.blocks_that_fit(2**20, 0.5, found, activations=2**40) == blocks  # a step's share is beside it
+
+
+def test_a_device_that_does_not_tell_needs_a_number_of_blocks():
+    found = device(0, total=0)
+    with pytest.raises(ValueError, match="a device does not say how much memory it has; set num_blocks"):
+        memory.blocks_that_fit(100, 0.5, found)
+    memory.check_fit(10**9, 100, found)
+
+
+def test_a_number_of_blocks_that_does_not_fit_is_refused_with_one_that_does():
+    memory.check_fit(9, 100, device(1000))
+    with pytest.raises(
+        ValueError, match=r"^num_blocks is 10: .*a device has 0\.00 MiB free; lower num_blocks to at most 9"
+    ):
+        memory.check_fit(10, 100, device(1000))
+    with pytest.raises(ValueError, match="lower num_blocks to at most 4"):
+        memory.check_fit(9, 100, device(1000), activations=500)
+    with pytest.raises(ValueError, match="free; free some memory, or lower max_num_batched_tokens"):
+        memory.check_fit(1, 100, device(1000), activations=900)
+
+
+def report_of(found: memory.DeviceMemory, **values) -> memory.MemoryReport:
+    sizes = {"weights": 2 * GIB, "activations": GIB // 2, "num_blocks": 1023, "block_size": 16, "block_bytes": 2**20}
+    return memory.report(found, **{**sizes, "max_model_len": 100, "swap_space_gib": 0.5, **values})
+
+
+def test_a_report_adds_up():
+    r = report_of(device(free=10 * GIB, total=16 * GIB))
+    assert r.total == r.weights + r.other + r.free
+    assert r.free == r.activations + r.cache + r.left
+    assert (r.other, r.cache, r.left) == (4 * GIB, 1 * GIB, 8.5 * GIB)
+    assert (r.device_blocks, r.host_blocks, r.tokens) == (1023, 512, 1023 * 16)
+    assert r.sequences == 1023 // 7  # 100 tokens take 7 blocks of 16
+    assert report_of(device(free=15 * GIB, total=16 * GIB)).other == 0  # weights that are a mapped file
+
+
+def test_a_report_prints_as_a_table():
+    assert str(report_of(device(free=10 * GIB, total=16 * GIB))).splitlines() == [
+        "memory of a device",
+        "  device             16.00 GiB  10.00 GiB free before the cache",
+        "  weights             2.00 GiB",
+        "  activations peak  512.00 MiB  of the largest step, as compiled",
+        "  other               4.00 GiB  in use before the cache and not weights; inputs of steps",
+        "  KV cache            1.00 GiB  with its trash block; 8.50 GiB left",
+        "  device blocks          1,023  of 16 tokens, 1 MiB each",
+        "  host blocks              512  512.00 MiB of swap space",
+        "  tokens                16,368  in the device blocks",
+        "  sequences                146  of 100 tokens at once",
+    ]
+    unknown = str(report_of(device(free=0, total=0)))
+    assert "unknown" in unknown
+    assert not any(word in unknown for word in ("other", "left", "free"))
+
+
+def test_memory_is_read_from_the_system():
+    found = memory.read(jax.devices("cpu")[0])
+    assert 2**26 < found.free < found.total < 2**50
+    assert found.cache_limit == memory.CPU_LIMIT
+
+
+def group(folder, limit, used, idle, files=("memory.max", "memory.current"), field="inactive_file"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in zip(files, (limit, used), strict=True):
+        (folder / file).write_text(f"{text}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{field} {idle}\n")
+
+
+def test_memory_of_a_container_is_what_its_control_groups_leave(tmp_path, monkeypatch):
+    """/proc/meminfo shows the whole host there."""
+    groups, own = tmp_path / "cgroup", tmp_path / "own"
+    monkeypatch.setattr(memory, "GROUPS", groups)
+    monkeypatch.setattr(memory, "OWN_GROUPS", own)
+    whole = memory._system()
+    assert list(memory._limits()) == [], "no control groups, as on other systems"
+    own.write_text("3:memory:/docker/a1\n0::/user.slice/my:job\n")
+    group(groups, "max", 7, 0)
+    assert list(memory._limits()) == []
+    group(groups / "user.slice/my:job", 2**26, 2**24, 2**20)
+    assert list(memory._limits()) == [(2**26, 2**26 - 2**24 + 2**20)]
+    assert memory._system() == (2**26, 2**26 - 2**24 + 2**20) < whole
+    group(groups / "user.slice", 2**26, 2**25, 0)
+    assert memory._system() == (2**26, 2**25), "what a group may have is also what those around it leave"
+    older = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    group(groups / "memory/docker/a1", 2**25, 2**26, 2**21, older, "total_inactive_file")
+    assert memory._system() == (2**25, 0)
+    assert memory.read(jax.devices("cpu")[0]).free == 0
+
+
+class FakeGpu:
+    platform = "gpu"
+
+    def __init__(self, stats):
+        self.memory_stats = lambda: stats
+
+    def __str__(self):
+        return "gpu:0"
+
+
+def test_memory_of_an_accelerator_is_what_jax_may_still_take():
+    assert memory.read(FakeGpu({"bytes_limit": 100, "bytes_in_use": 30})) == ("gpu:0", 100, 70, None)
+    assert memory.read(FakeGpu(None)) == ("gpu:0", 0, 0, None)
+
+
+def nbytes(tree) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(tree))
+
+
+def test_an_engine_reports_its_arrays_and_its_largest_step(tiny_llm):
+    engine, report = tiny_llm.engine, tiny_llm.engine.memory
+    assert report.weights == nbytes(engine.model.params)
+    assert report.cache == nbytes(engine._cache) == 257 * report.block_bytes
+    assert (report.device_blocks, report.tokens, report.sequences) == (256, 4096, 8)
+    assert report.host_blocks == 0, "there is a swap space only for those who swap"
+    peaks = {key.tokens: memory.activations_peak(step) for key, step in engine._steps.items()}
+    assert report.activations == peaks[64] > peaks[8] > 0
+    # at least the logits of its eight rows
+    assert report.activations >= 8 * engine.model.config.vocab_size * 4
+
+
+SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "token_buckets": (8,), "max_model_len": 64}
+
+
+def limited(monkeypatch, free: int) -> None:
+    monkeypatch.setattr(memory, "_system", lambda: (2**40, free))
+
+
+def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tiny, monkeypatch):
+    from pagedjax import LLM
+
+    engine = LLM(tiny, progress=False, **SMALL).engine
+    compiled, peak, block = engine.startup["compilations"], engine.memory.activations, engine.memory.block_bytes
+    assert engine.config.num_blocks == 8  # all that two sequences of 64 tokens can use: the step had room anyway
+    inputs = nbytes(engine._blanks[8]) + nbytes(engine._blank(8))  # those that stay there, and a step's own
+    limited(monkeypatch, peak + inputs + 5 * block)
+    engine = LLM(tiny, progress=False, memory_fraction=1.0, **SMALL).engine
+    assert engine.config.num_blocks == engine.memory.device_blocks == 4
+    assert engine.memory.activations == peak  # the number of blocks does not change what a step needs
+    assert engine.memory.left == 0
+    assert nbytes(engine._cache) == 5 * block
+    # The measured program was for a larger cache. (The program that copies blocks may be known from another engine.)
+    assert engine.startup["compilations"] > compiled
+
+
+def test_an_engine_that_cannot_fit_says_so_before_it_takes_memory(tiny, monkeypatch):
+    from pagedjax import LLM
+
+    limited(monkeypatch, 10 * 2**20)
+    with pytest.raises(
+        ValueError, match=r"^num_blocks is 1000000: .*the system has 10\.00 MiB free; lower num_blocks to"
+    ):
+        LLM(tiny, progress=False, num_blocks=10**6, **SMALL)
+    limited(monkeypatch, 2**17)  # enough for the cache and not for a step beside it
+    with pytest.raises(ValueError, match="free; free some memory, or lower max_num_batched_tokens"):
+        LLM(tiny, progress=False, num_blocks=1, attention_impl="xla", **SMALL)
+    with pytest.raises(ValueError, match="raise memory_fraction or lower block_size or max_num_batched_tokens"):
+        LLM(tiny, progress=False, attention_impl="xla", **SMALL)
+
+
+def test_the_report_is_printed_with_the_progress_and_beside_the_output(tiny, capsys):
+    from pagedjax import LLM
+
+    llm = LLM(tiny, num_blocks=8, **SMALL)
+    printed = capsys.readouterr()
+    assert str(llm.engine.memory) in printed.err
+    assert printed.out == ""
+    LLM(tiny, num_blocks=8, progress=False, **SMALL)
+    assert "memory of" not in capsys.readouterr().err
+
+
+def test_resolve_leaves_nothing_open(tiny):
+    resolved = resolve(EngineConfig(max_num_batched_tokens=100, max_num_seqs=4, block_size=16), tiny.model)
+    assert resolved.num_blocks == 4 * 32  # four sequences of the model's 512 tokens; memory would hold more
+    assert resolved.max_model_len == 512
+    assert resolved.token_buckets == (1, 2, 4, 8, 16, 32, 64, 100)
+    assert (resolved.dtype, resolved.attention_impl) == ("float32", "cpu")
+
+
+def test_resolve_refuses_more_tokens_than_the_model_was_made_for(tiny):
+    with pytest.raises(ValueError, match="max_model_len is 513, but the model was made for 512"):
+        resolve(EngineConfig(max_model_len=513), tiny.model)
+
+
+def test_no_product_of_one_row_in_16_bit_on_a_cpu(tiny_folder):
+    from pagedjax import load_model
+
+    model = load_model(tiny_folder, dtype="bfloat16").model
+    assert resolve(EngineConfig(max_num_batched_tokens=8), model).token_buckets == (2, 4, 8)
+    assert resolve(EngineConfig(max_num_batched_tokens=1, max_num_seqs=1), model).token_buckets == (2,)
+    with pytest.raises(ValueError, match="the smallest step is 2 tokens"):
+        resolve(EngineConfig(max_num_batched_tokens=8, token_buckets=(1, 8)), model)
+
+
+def test_a_lone_sequence_in_16_bit_gets_a_second_row_of_logits_on_a_cpu(tiny_folder):
+    from pagedjax import LLM
+
+    llm = LLM(tiny_folder, dtype="bfloat16", max_num_seqs=1, max_num_batched_tokens=4, num_blocks=8, progress=False)
+    assert [llm.engine._shapes.rows(t) for t in llm.engine.config.token_buckets] == [2, 2]
+    assert len(llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids) > 0

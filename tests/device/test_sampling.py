@@ -1,0 +1,533 @@
+"""From logits to tokens: every rule against its published definition, in plain numpy and float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from pagedjax.device import sampling
+from pagedjax.device.batch import MAX_LISTED, MAX_TOP, SamplingBatch, Shapes, blank_sampling
+from pagedjax.device.sampling import prompt_logprobs, sample
+
+B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
+ENGINE_SEED = 11
+TILE = 5  # no divisor of B
+sampled = jax.jit(lambda rows, s, seed: sample(rows.T, s, seed, TILE))  # the tests think in rows
+at_once = jax.jit(lambda rows, s, seed: sample(rows.T, s, seed))
+Row = dict[str, Any]  # the rules of a row by their names in SamplingParams, and "history", "prompt_len", "position"
+
+
+def batch(rows: list[Row], vocab: int = V) -> SamplingBatch:
+    """The arrays of hand-written rows; what a row leaves out is off."""
+    b = len(rows)
+    blank = blank_sampling(Shapes((b,), b, 1, ROOM, ROOM, vocab), b)
+    names = {
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "min_p": "min_p",
+        "presence": "presence_penalty",
+        "frequency": "frequency_penalty",
+        "repetition": "repetition_penalty",
+        "num_top": "logprobs",
+        "seed": "seed",
+        "position": "position",
+        "prompt_len": "prompt_len",
+    }
+    for i, row in enumerate(rows):
+        for column, name in names.items():
+            if name in row:
+                getattr(blank, column)[i] = row[name]
+        blank.history[i, : len(row.get("history", ()))] = row.get("history", ())
+        bias, allowed = row.get("logit_bias", {}), row.get("allowed_token_ids")
+        listed = bias if allowed is None else {t: bias.get(t, 0.0) for t in allowed}
+        listed = listed | dict.fromkeys(row.get("suppressed", ()), -np.inf)
+        blank.listed[i, : len(listed)], blank.bias[i, : len(listed)] = list(listed), list(listed.values())
+        blank.only_listed[i] = allowed is not None
+    return blank
+
+
+def draw(logits: np.ndarray, rows: list[Row], seed: int = ENGINE_SEED) -> np.ndarray:
+    return np.asarray(sampled(jnp.asarray(logits), batch(rows, logits.shape[1]), jnp.uint32(seed)).tokens)
+
+
+def adjusted(logits: np.ndarray, row: Row) -> np.ndarray:
+    """The logits of one row after allowed tokens, bias, suppressed stops and penalties."""
+    x = logits.astype(np.float64)
+    if "allowed_token_ids" in row:
+        x[np.setdiff1d(np.arange(len(x)), row["allowed_token_ids"])] = -np.inf
+    for token, bias in row.get("logit_bias", {}).items():
+        x[token] += bias
+    x[list(row.get("suppressed", ()))] = -np.inf
+    history = np.array(row.get("history", ()), int)
+    factor = row.get("repetition_penalty", 1.0)
+    for token in set(history.tolist()):  # Keskar et al. 2019, prompt and output
+        x[token] = x[token] / factor if x[token] > 0 else x[token] * factor
+    for token in history[row.get("prompt_len", 0) :]:  # OpenAI: once for each time a token was generated ...
+        x[token] -= row.get("frequency_penalty", 0.0)
+    for token in set(history[row.get("prompt_len", 0) :].tolist()):  # ... and once for having been generated
+        x[token] -= row.get("presence_penalty", 0.0)
+    return x
+
+
+def distribution(logits: np.ndarray, row: Row) -> np.ndarray:
+    """The probabilities one row samples from: temperature, then min_p, then top_k, then top_p, by sorting."""
+    x = adjusted(logits, row) / row["temperature"]
+    p = np.exp(x - x.max())
+    p /= p.sum()
+    p = np.where(p >= row.get("min_p", 0.0) * p.max(), p, 0.0)
+    if row.get("top_k", 0) > 0:
+        p = np.where(p >= np.sort(p)[::-1][min(row["top_k"], len(p)) - 1], p, 0.0)
+    p /= p.sum()
+    if row.get("top_p", 1.0) < 1.0:
+        best = np.sort(p)[::-1]
+        p = np.where(p >= best[np.searchsorted(np.cumsum(best), row["top_p"])], p, 0.0)
+    return p / p.sum()
+
+
+def uniform(row: Row, seed: int = ENGINE_SEED) -> float:
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row.get("seed", 0)), row.get("position", 0))
+    return float(jax.random.uniform(key))
+
+
+def assert_draws(logits: np.ndarray, rows: list[Row], positions: int = 24) -> None:
+    """Every row at several positions takes the token at which its cumulative distribution passes its uniform number."""
+    checked = 0
+    expected = [distribution(x, row) for x, row in zip(logits, rows, strict=True)]
+    for position in range(positions):
+        rows = [row | {"position": position} for row in rows]
+        tokens = draw(logits, rows)
+        for p, row, token in zip(expected, rows, tokens, strict=True):
+            ends, u = np.cumsum(p), uniform(row)
+            assert p[token] > 0, f"token {token} cannot be drawn with {row}"
+            if np.abs(ends - u).min() > 1e-5:  # float32 sums may fall on the other side of a border so near
+                assert token == np.searchsorted(ends, u), row
+                checked += 1
+    assert checked > 0.9 * positions * len(rows)
+
+
+def random_logits(seed: int, b: int = B, v: int = V) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((b, v)) * 3).astype(np.float32)
+
+
+def random_history(rng: np.random.Generator) -> Row:
+    """Some 20 known tokens, many of them repeated."""
+    length = int(rng.integers(2, ROOM + 1))
+    return {"history": rng.integers(0, 12, length).tolist(), "prompt_len": int(rng.integers(1, length + 1))}
+
+
+# --- one rule at a time -----------------------------------------------------------------------------------------------
+
+
+def test_temperature_zero_is_the_best_token_and_the_first_of_equals():
+    logits = random_logits(0)
+    logits[3] = 0.0
+    logits[4, [50, 60]] = 99.0
+    tokens = draw(logits, [{"seed": i} for i in range(B)])
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    assert tokens.dtype == np.int32
+    mixed = draw(logits, [{"seed": i, "temperature": float(i % 2)} for i in range(B)])
+    assert mixed[::2].tolist() == logits.argmax(-1)[::2].tolist()
+    assert mixed[1::2].tolist() != logits.argmax(-1)[1::2].tolist()
+
+
+@pytest.mark.parametrize("v", [1, 127, 128, 129, 1000])
+def test_the_best_of_any_vocabulary_is_numpys_argmax(v):
+    rng = np.random.default_rng(v)
+    logits = rng.integers(-3, 3, (5, v)).astype(np.float32)  # many equals
+    logits[3], logits[4, : v // 2] = -np.inf, -np.inf
+    np.testing.assert_array_equal(sampling._best(jnp.asarray(logits.T)), logits.argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {},
+        {"temperature": 0.3},
+        {"temperature": 2.0},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": V},
+        {"top_k": V + 50},
+        {"top_p": 0.95},
+        {"top_p": 0.5},
+        {"top_p": 1e-6},
+        {"min_p": 0.05},
+        {"min_p": 1.0},
+        {"allowed_token_ids": (3, 7, 299)},
+        {"logit_bias": {5: 4.0, 299: 6.5, 0: -100.0}},
+        {"suppressed": (1, 2)},
+    ],
+)
+def test_a_rule_alone_draws_from_its_definition(rule):
+    assert_draws(random_logits(1), [{"temperature": 1.0, "seed": i} | rule for i in range(B)])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"repetition_penalty": 1.8},
+        {"repetition_penalty": 0.6},
+        {"presence_penalty": 1.5},
+        {"presence_penalty": -1.0},
+        {"frequency_penalty": 0.7},
+        {"frequency_penalty": -0.3},
+    ],
+)
+def test_a_penalty_alone_draws_from_its_definition(rule):
+    rng = np.random.default_rng(2)
+    rows = [{"temperature": 1.0, "seed": i} | rule | random_history(rng) for i in range(B)]
+    assert_draws(random_logits(2)[:, :40], rows)
+
+
+def test_penalties_reach_greedy_rows():
+    rng = np.random.default_rng(3)
+    rule = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5}
+    rows, logits = [rule | random_history(rng) for _ in range(B)], random_logits(3)[:, :40]
+    expected = [adjusted(x, row).argmax() for x, row in zip(logits, rows, strict=True)]
+    assert draw(logits, rows).tolist() == expected
+    assert expected != logits.argmax(-1).tolist()
+
+
+def test_presence_and_frequency_count_the_output_alone_and_repetition_the_prompt_too():
+    logits = np.array([[2.0, 1.9, 0.0]] * 4, np.float32)
+    prompt_only = {"history": [0, 0, 0], "prompt_len": 3}
+    with_output = {"history": [0, 0, 0], "prompt_len": 2}
+    rows = [
+        prompt_only | {"presence_penalty": 1.0, "frequency_penalty": 1.0},
+        with_output | {"presence_penalty": 0.2},
+        with_output | {"frequency_penalty": 0.2},
+        prompt_only | {"repetition_penalty": 1.1},
+    ]
+    assert draw(logits, rows).tolist() == [0, 1, 1, 1]
+
+
+# --- rules together ---------------------------------------------------------------------------------------------------
+
+
+def test_all_rules_together_draw_from_the_published_order():
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        rows = []
+        for i in range(B):
+            row = {"temperature": float(rng.uniform(0.3, 2)), "seed": int(rng.integers(2**32))} | random_history(rng)
+            some = {
+                "top_k": int(rng.integers(1, 30)),
+                "top_p": float(rng.uniform(0.3, 1)),
+                "min_p": float(rng.uniform(0, 0.2)),
+                "presence_penalty": float(rng.uniform(-2, 2)),
+                "frequency_penalty": float(rng.uniform(-2, 2)),
+                "repetition_penalty": float(rng.uniform(0.5, 2)),
+                "logit_bias": {int(t): float(rng.uniform(-5, 5)) for t in rng.integers(0, 40, 6)},
+                "allowed_token_ids": tuple(rng.permutation(40)[:25].tolist()),
+                "suppressed": (int(rng.integers(40)),),
+            }
+            rows.append(row | {name: value for name, value in some.items() if rng.random() < 0.5 or i == 0})
+        assert_draws(random_logits(seed)[:, :40], rows, positions=12)
+
+
+@pytest.mark.parametrize(
+    ("row", "logits", "possible"),
+    [
+        # bias first: it makes the logit negative, so that the repetition penalty multiplies
+        ({"logit_bias": {0: -2.0}, "repetition_penalty": 2.0, "history": [0], "top_k": 2}, [1, -1.5, -3, -9], {1, 0}),
+        # temperature before min_p: at temperature 2 the second token has 0.37 of the best one's probability, not 0.14
+        ({"temperature": 2.0, "min_p": 0.3}, [2, 0, -9, -9], {0, 1}),
+        # top_k before top_p: among the two that stay, the first holds 0.62, enough for 0.6; of all three it is 0.45
+        ({"top_k": 2, "top_p": 0.6}, [1.0, 0.5, 0.3, -9], {0}),
+        # a bias cannot bring back a stop token that min_tokens forbids
+        ({"logit_bias": {0: 100.0}, "suppressed": (0,), "top_k": 1}, [5, 1, 0, -1], {1}),
+        # nor a token that is not allowed
+        ({"logit_bias": {0: 100.0}, "allowed_token_ids": (2, 3), "top_k": 1}, [5, 1, 0, -1], {2}),
+    ],
+)
+def test_the_order_of_the_rules_shows(row, logits, possible):
+    rows = [{"temperature": 1.0, "seed": i} | row for i in range(64)]
+    assert set(draw(np.array([logits] * 64, np.float32), rows).tolist()) == possible
+    assert {int(t) for t in np.flatnonzero(distribution(np.array(logits, np.float32), rows[0]))} == possible
+
+
+# --- distributions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vary", ["position", "seed"])
+def test_drawn_tokens_follow_the_distribution(vary):
+    """Chi-square over 8,192 draws of one row at many positions, and of one position with many seeds."""
+    rule = {"temperature": 0.8, "top_p": 0.95, "top_k": 30}
+    logits = random_logits(5, b=1, v=50)
+    tokens = draw(np.repeat(logits, 8192, axis=0), [rule | {vary: i} for i in range(8192)])
+    p = distribution(logits[0], rule)
+    counts = np.bincount(tokens, minlength=50)
+    assert not counts[p == 0].any()
+    often = p * 8192 >= 5
+    observed, expected = np.append(counts[often], counts[~often].sum()), np.append(p[often], p[~often].sum()) * 8192
+    assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
+
+
+def test_neighbouring_positions_and_seeds_are_independent():
+    for vary in ("position", "seed"):
+        tokens = draw(np.zeros((8192, 8), np.float32), [{"temperature": 1.0, vary: i} for i in range(8192)])
+        pairs = np.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64)
+        assert stats.chisquare(pairs).pvalue > 1e-3
+
+
+# --- what a token depends on ------------------------------------------------------------------------------------------
+
+
+def test_the_random_number_is_a_function_of_engine_seed_request_seed_and_position():
+    rows = [{"temperature": 1.0, "seed": s, "position": p} for s in (0, 1, 2**32 - 1) for p in (0, 1, 4095)]
+    tokens = {seed: draw(np.zeros((9, 4096), np.float32), rows, seed) for seed in (0, 1)}
+    for seed, found in tokens.items():
+        assert found.tolist() == [int(uniform(row, seed) * 4096) for row in rows]
+    assert len({*tokens[0].tolist(), *tokens[1].tolist()}) == 18
+
+
+def test_a_row_does_not_depend_on_the_other_rows_nor_on_how_many_there_are():
+    rng = np.random.default_rng(7)
+    logits, mine = random_logits(7), {"temperature": 0.9, "top_p": 0.9, "seed": 3, "position": 5}
+    busy = {
+        "temperature": 1.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.3,
+        "logit_bias": {1: 9.0},
+        "allowed_token_ids": (1, 2, 3),
+        "logprobs": 5,
+        **random_history(rng),
+    }
+    alone = draw(logits[:1], [mine])[0]
+    assert draw(logits, [mine, *[{}] * 15])[0] == alone  # among padding rows
+    assert draw(logits, [mine, *[busy] * 15])[0] == alone
+    assert draw(np.roll(logits, 4, axis=0), [*[busy] * 4, mine, *[{}] * 11])[4] == alone
+    plain = {"temperature": 0.9, "seed": 3, "position": 5}  # when no other row switches a feature on either
+    assert (
+        draw(logits, [plain, *[busy] * 15])[0] == draw(logits, [plain, *[{}] * 15])[0] == draw(logits[:1], [plain])[0]
+    )
+
+
+# --- extremes ---------------------------------------------------------------------------------------------------------
+
+EXTREMES = {
+    "one far ahead": np.r_[0.0, np.full(V - 1, -1e30)],
+    "all but one forbidden": np.r_[np.full(V - 1, -np.inf), 0.0],
+    "half forbidden": np.where(np.arange(V) % 2, -np.inf, np.linspace(-3, 3, V)),
+    "all equal": np.full(V, 7.0),
+    "all equal and huge": np.full(V, 1e30),
+    "huge range": np.linspace(-1e30, 1e30, V),
+    "steps below float32's smallest weight": np.linspace(-300, 0, V),
+    "pieces of zeros": np.where((np.arange(V) // 128) % 2, 0.0, -np.inf),
+    "two equal": np.r_[np.full(V - 2, -50.0), 3.0, 3.0],
+}
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-6, 0.5, 2.0])
+def test_extreme_logits_never_give_a_token_without_probability(temperature):
+    logits = np.array([*EXTREMES.values()], np.float32)
+    for rule in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.2}, {"top_k": 5, "top_p": 1e-9}):
+        for position in range(5):
+            row = {"temperature": temperature, "position": position} | rule
+            tokens = draw(logits, [row] * len(logits))
+            for name, x, token in zip(EXTREMES, logits, tokens, strict=True):
+                assert 0 <= token < V
+                assert distribution(x, row)[token] > 0, f"{name}: {token} with {row}"
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-38])
+def test_a_temperature_that_float32_hardly_holds_is_greedy(temperature):
+    logits = random_logits(8) * 10
+    assert draw(logits, [{"temperature": temperature}] * B).tolist() == logits.argmax(-1).tolist()
+
+
+def test_rounding_of_running_sums_leads_to_no_weightless_token():
+    """Running sums of pieces and of tokens are rounded apart, so a target may lie before or behind its piece."""
+    weights = jnp.array([[0.0, 0.0, 0.5, 0.0, 0.25, 0.0]] * 6)
+    target = jnp.array([-1e-6, 0.0, 0.49, 0.5, 0.7499, 0.7500001])
+    ends = jnp.cumsum(weights, axis=-1)
+    assert sampling._first_above(ends, target, weights).tolist() == [2, 2, 2, 4, 4, 4]
+    crooked = ends.at[:, 3].add(1e-3)  # a sum that is no running sum by the last bit, at a token without weight
+    assert sampling._first_above(crooked, jnp.full(6, 0.5005), weights).tolist() == [4] * 6
+
+
+def cuts(weights: np.ndarray, k: int = 0, p: float = 1.0) -> np.ndarray:
+    rows = [{"temperature": 1.0, "top_k": k, "top_p": p}] * len(weights)
+    return np.asarray(jax.jit(sampling._top)(jnp.asarray(weights, jnp.float32), batch(rows, weights.shape[1])))
+
+
+def hard_weights() -> np.ndarray:
+    rng = np.random.default_rng(9)
+    rows = [
+        rng.random(V),
+        rng.random(V) ** 40,
+        np.ones(V),
+        np.where(np.arange(V) < 150, 1.0, 0.5),  # ties on both sides of most thresholds
+        np.round(rng.random(V), 1),
+        np.geomspace(1, 1e-37, V),
+        np.where(np.arange(V) < 3, 1.0, 0.0),
+        np.r_[1.0, np.full(V - 1, 1e-7)],
+        1.0 - np.arange(V) * 2.0**-24,  # neighbouring floats
+    ]
+    return np.array([row / row.max() for row in rows], np.float32)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 10, 149, 150, 151, 299, 300, 301])
+def test_top_k_keeps_what_sorting_keeps_and_all_that_tie_with_it(k):
+    weights = hard_weights()
+    threshold = np.sort(weights, axis=-1)[:, ::-1][:, [min(k, V) - 1]]
+    np.testing.assert_array_equal(cuts(weights, k=k), np.where(weights >= threshold, weights, 0.0))
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 0.9999999])
+def test_top_p_keeps_the_smallest_set_of_the_best_that_holds_p(p):
+    for row, kept in zip(hard_weights(), cuts(hard_weights(), p=p), strict=True):
+        least, total = kept[kept > 0].min(), row.sum(dtype=np.float64)
+        np.testing.assert_array_equal(kept, np.where(row >= least, row, 0.0))
+        sum_of = lambda keep: row[keep].sum(dtype=np.float64) / total  # noqa: B023, E731
+        assert sum_of(row >= least) >= p - 1e-6
+        assert sum_of(row > least) < p + 1e-6
+
+
+def test_exactly_top_p_is_enough():
+    weights = np.array([[1.0, 0.5, 0.25, 0.125, 0.125]], np.float32)
+    assert [(cuts(weights, p=p) > 0).sum() for p in (0.5, 0.75, 0.875, 0.876)] == [1, 2, 3, 5]
+
+
+def test_top_p_measures_what_top_k_left():
+    weights = np.array([[1.0, 0.9, 0.8, 0.7, 0.6]], np.float32)
+    assert (cuts(weights, k=3, p=0.70) > 0).sum() == 2  # the best two hold 1.9 of 2.7, which is 0.704
+    assert (cuts(weights, k=3, p=0.71) > 0).sum() == 3
+
+
+# --- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def assert_logprobs(logits, tokens, logprobs, ranks, top_ids, top_logprobs) -> None:
+    want, rows = log_softmax(logits), np.arange(len(logits))
+    chosen = want[rows, tokens]
+    np.testing.assert_allclose(logprobs, chosen, atol=2e-5)
+    np.testing.assert_array_equal(ranks, 1 + (logits > logits[rows, tokens][:, None]).sum(-1))
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :MAX_TOP]
+    np.testing.assert_array_equal(np.asarray(top_ids)[:, : order.shape[1]], order)
+    np.testing.assert_allclose(
+        np.asarray(top_logprobs)[:, : order.shape[1]], np.take_along_axis(want, order, axis=-1), atol=2e-5
+    )
+
+
+def test_log_probabilities_are_the_models_own_whatever_the_rules():
+    logits, rng = random_logits(10), np.random.default_rng(10)
+    rule = {"temperature": 1.7, "top_k": 40, "logit_bias": {5: 20.0}, "presence_penalty": 2.0, "logprobs": 20}
+    rows = [rule | {"seed": i} | random_history(rng) for i in range(B)]
+    out = sampled(jnp.asarray(logits), batch(rows), jnp.uint32(0))
+    assert_logprobs(logits, np.asarray(out.tokens), *out[1:])
+    assert 5 in out.tokens
+
+
+def test_log_probabilities_come_for_all_rows_or_for_none():
+    logits = random_logits(11)
+    none = sampled(jnp.asarray(logits), batch([{}] * B), jnp.uint32(0))
+    assert not any(np.asarray(a).any() for a in none[1:])
+    one = sampled(jnp.asarray(logits), batch([{}] * (B - 1) + [{"logprobs": 0}]), jnp.uint32(0))
+    assert_logprobs(logits, np.asarray(one.tokens), *one[1:])
+
+
+def test_a_vocabulary_below_twenty_has_fewer_best_tokens():
+    logits = random_logits(12, b=3, v=12)
+    out = sampled(jnp.asarray(logits), batch([{"logprobs": 20}] * 3, 12), jnp.uint32(0))
+    assert_logprobs(logits, np.asarray(out.tokens), *out[1:])
+    assert out.top_ids.shape == (3, MAX_TOP)
+    assert (np.asarray(out.top_ids)[:, 12:] == -1).all()
+    assert np.isneginf(np.asarray(out.top_logprobs)[:, 12:]).all()
+
+
+def test_nobody_draws_a_token_past_the_vocabulary_also_from_nan():
+    logits = random_logits(13)
+    logits[2] = np.nan
+    tokens = draw(logits, [{"temperature": 1.0, "seed": i} for i in range(B)])
+    assert (tokens < V).all()
+    assert (tokens >= 0).all()
+
+
+@pytest.mark.parametrize("b", [1, TILE, TILE + 1, 2 * TILE, B])
+def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
+    rules = ({"temperature": 0.9}, {}, {"temperature": 1.0, "top_p": 0.7}, {"logit_bias": {3: 9.0}})
+    rows = [{"seed": i, "position": i, "logprobs": i % 4, **rules[i % 4], "history": [1, 2]} for i in range(b)]
+    arguments = jnp.asarray(random_logits(21, b=b)), batch(rows), jnp.uint32(ENGINE_SEED)
+    few, all_rows = sampled(*arguments), at_once(*arguments)
+    for name in ("tokens", "ranks", "top_ids"):
+        np.testing.assert_array_equal(getattr(few, name), getattr(all_rows, name))
+    for name in ("logprobs", "top_logprobs"):
+        np.testing.assert_allclose(getattr(few, name), getattr(all_rows, name), atol=1e-5)
+
+
+def test_a_few_rows_at_a_time_take_a_few_rows_of_memory():
+    """And no copy of the logits on the way: what one hands on as it came, XLA copies."""
+    b, v = 64, 4096
+    shapes = Shapes((b,), b, 1, ROOM, ROOM, v)
+    arguments = jax.ShapeDtypeStruct((v, b), jnp.float32), blank_sampling(shapes, b), jnp.uint32(0)
+    taken = [
+        jax.jit(sample, static_argnums=3).lower(*arguments, tile).compile().memory_analysis().temp_size_in_bytes
+        for tile in (None, 8)
+    ]
+    assert taken[0] > 3 * b * v * 4
+    assert taken[1] < b * v * 4
+
+
+@pytest.mark.parametrize("t", [1, 5, 63, 64, 65, 130])
+def test_prompt_log_probabilities_of_any_number_of_tokens(t):
+    rng = np.random.default_rng(t)
+    head, hidden = rng.standard_normal((V, 8), np.float32), rng.standard_normal((8, t), np.float32)
+    targets = rng.integers(0, V, t).astype(np.int32)
+    targets[rng.random(t) < 0.3] = -1
+    targets[-1] = 7
+    out = jax.jit(lambda h, x: prompt_logprobs(lambda y: head @ y, h, x, TILE))(hidden, targets)
+    logits = (head @ hidden).T
+    wanted = targets >= 0
+    assert_logprobs(logits[wanted], targets[wanted], *(np.asarray(a)[wanted] for a in out))
+    assert all(len(a) == t for a in out)
+
+
+def test_prompt_log_probabilities_cost_nothing_where_no_token_wants_them():
+    out = prompt_logprobs(lambda h: jnp.full((V, h.shape[1]), jnp.nan), jnp.ones((8, 70)), jnp.full(70, -1))
+    assert not any(np.asarray(a).any() for a in out)
+
+
+# --- against the reference implementations ----------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_k", 7), ("top_p", 0.8), ("min_p", 0.1), ("repetition_penalty", 1.7), ("temperature", 0.6)],
+)
+def test_the_definitions_in_numpy_are_transformers(name, value):
+    import torch
+    from transformers.generation import logits_process as hf
+
+    processors = {
+        "top_k": hf.TopKLogitsWarper,
+        "top_p": hf.TopPLogitsWarper,
+        "min_p": hf.MinPLogitsWarper,
+        "repetition_penalty": hf.RepetitionPenaltyLogitsProcessor,
+        "temperature": hf.TemperatureLogitsWarper,
+    }
+    logits, history = random_logits(13), np.random.default_rng(13).integers(0, V, (B, ROOM))
+    theirs = processors[name](value)(torch.from_numpy(history), torch.from_numpy(logits.copy())).softmax(-1).numpy()
+    for x, seen, expected in zip(logits, history, theirs, strict=True):
+        row = {"temperature": 1.0, "history": seen.tolist(), "prompt_len": ROOM, name: value}
+        np.testing.assert_allclose(distribution(x, row), expected, atol=1e-6)
+
+
+def test_the_list_of_a_row_holds_as_many_tokens_as_it_may():
+    allowed = tuple(range(0, 2 * MAX_LISTED, 2))
+    logits = random_logits(14, b=2, v=2 * MAX_LISTED)
+    tokens = draw(logits, [{"allowed_token_ids": allowed}, {}])
+    assert tokens.tolist() == [2 * logits[0, ::2].argmax(), logits[1].argmax()]

@@ -1,0 +1,377 @@
+"""Beam search: the choice of beams against one that looks at everything, and against transformers; blocks as forks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax.host import beams, event_log, scheduler
+from pagedjax.host.policies import FCFS
+from pagedjax.host.types import Beamed, Choice, Finished, Forked, Hypothesis, Preempted, Request
+
+PROMPTS = {n: np.random.default_rng(n).integers(3, 320, n).tolist() for n in (1, 8, 21, 40)}
+
+
+def make(tiny, **config) -> LLM:
+    sizes = {"block_size": 8, "max_num_seqs": 16, "max_num_batched_tokens": 64, "token_buckets": (64,)}
+    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 256} | config))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny):
+    return make(tiny)
+
+
+def search(llm, prompts, params) -> list[list[Hypothesis]]:
+    """By prompt, the sequences that `generate` gives."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
+    return [
+        [Hypothesis(o.token_ids, o.cumulative_logprob, o.score, o.finish_reason) for o in out.outputs]
+        for out in outputs
+    ]
+
+
+# --- the fold ---------------------------------------------------------------------------------------------------------
+
+
+def table(seed: int, vocab: int, length: int):
+    """A made-up language model: the log-probabilities after every sequence of fewer than `length` tokens."""
+    rng = np.random.default_rng(seed)
+    rows = {}
+    for m in range(length):
+        for tokens in itertools.product(range(vocab), repeat=m):
+            logits = rng.standard_normal(vocab) * 2
+            rows[tokens] = (logits - math.log(np.exp(logits).sum())).tolist()
+    return rows
+
+
+def best(row: list[float], number: int):
+    order = sorted(range(len(row)), key=lambda token: -row[token])[:number]
+    return tuple(order), tuple(row[token] for token in order)
+
+
+def run(params: BeamSearchParams, stops: frozenset[int], rows) -> tuple[Hypothesis, ...]:
+    names = tuple(f"b{i}" for i in range(params.beam_width))
+    state, choice = beams.start(params, stops, names), Choice(names[:1], ())
+    while choice is not None:
+        for name, beam in zip(names, state.beams, strict=False):
+            state = beams.offer(state, name, *best(rows[beam.token_ids], beams.candidates(params, len(stops))))
+        assert state.complete
+        state, choice = beams.advance(state)
+    return state.finished
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    seed=st.integers(0, 1000),
+    stops=st.sets(st.integers(0, 3), max_size=2),
+    penalty=st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0]),
+    length=st.integers(1, 4),
+)
+def test_a_beam_that_is_wide_enough_finds_the_best_of_all_sequences(seed, stops, penalty, length):
+    rows = table(seed, 4, length)
+    every = []
+    for m in range(1, length + 1):
+        for tokens in itertools.product(range(4), repeat=m):
+            if set(tokens[:-1]) & stops or not (m == length or tokens[-1] in stops):
+                continue
+            total = sum(rows[tokens[:i]][token] for i, token in enumerate(tokens))
+            every.append((total / m**penalty, tokens))
+    found = run(BeamSearchParams(4**length, length, penalty, "never"), frozenset(stops), rows)
+    wanted = sorted(every, reverse=True)[: 4**length]
+    if penalty < 0:  # then the rule of "never" guesses, as transformers' does
+        assert found[0].score <= wanted[0][0] + 1e-9
+        return
+    assert found[0].token_ids == wanted[0][1]
+    assert [one.score for one in found] == pytest.approx([score for score, _ in wanted][: len(found)])
+
+
+def test_the_search_ends_as_early_stopping_says():
+    """Token 0 stops. Two beams; the second finished sequence is poor, and a running beam would beat it later."""
+    logs = lambda *p: [math.log(x) for x in p]  # noqa: E731
+    rows = {(): logs(0.5, 0.4, 0.1)}
+    for m in range(1, 5):
+        for tokens in itertools.product((1, 2), repeat=m):
+            rows[tokens] = logs(0.3, 0.6, 0.1)
+    stops = frozenset({0})
+
+    def lengths(early):
+        found = run(BeamSearchParams(2, 5, 1.0, early), stops, rows)
+        assert found == tuple(sorted(found, key=lambda one: -one.score))
+        return [len(one.token_ids) for one in found]
+
+    assert lengths(True) == [1, 2] or lengths(True) == [2, 1]  # as soon as there are two
+    assert max(lengths("never")) == 5  # the long ones have the better mean
+    assert max(lengths(False)) >= 2
+
+
+# --- against transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("early", [False, True, "never"])
+def test_sequences_and_scores_equal_those_of_transformers(tiny_folder, llm, early):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    rng = np.random.default_rng(7)
+    cases = []
+    for _ in range(12):
+        prompt = rng.integers(3, 320, int(rng.integers(1, 40))).tolist()
+        width, stops = int(rng.integers(2, 7)), tuple({*rng.integers(0, 320, int(rng.integers(0, 12))).tolist()})
+        penalty, length = float(rng.choice([0.0, 1.0, 2.0, -0.5])), int(rng.integers(1, 24))
+        params = BeamSearchParams(width, length, penalty, early, stop_token_ids=stops)
+        cases.append((prompt, params))
+    mine = search(llm, [prompt for prompt, _ in cases], [params for _, params in cases])  # all in the same steps
+    reasons = set()
+    for (prompt, p), found in zip(cases, mine, strict=True):
+        eos = list(dict.fromkeys((*llm.model.eos_token_ids, *p.stop_token_ids)))
+        out = theirs.generate(
+            torch.tensor([prompt]),
+            num_beams=p.beam_width,
+            num_return_sequences=p.beam_width,
+            max_new_tokens=p.max_tokens,
+            length_penalty=p.length_penalty,
+            early_stopping=p.early_stopping,
+            do_sample=False,
+            eos_token_id=eos,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        assert [one.score for one in found] == pytest.approx(out.sequences_scores.tolist(), abs=1e-4)
+        for one, row in zip(found, out.sequences[:, len(prompt) :].tolist(), strict=True):
+            assert list(one.token_ids) == row[: len(one.token_ids)]
+            assert set(row[len(one.token_ids) :]) <= {0}
+            reasons.add(one.reason)
+    assert reasons == {"stop", "length"}
+
+
+@pytest.mark.oracle
+def test_the_embedded_model_finds_what_transformers_finds(smollm2):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from pagedjax.weights.checkpoint import open_checkpoint
+
+    path = Path(open_checkpoint("smollm2-135m").path)
+    theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    llm = LLM(smollm2, progress=False, max_num_seqs=16, max_num_batched_tokens=64, token_buckets=(64,), num_blocks=256)
+    for text in ("The capital of France is", "Once upon a time", "def fibonacci(n):"):
+        ids = llm.tokenizer.encode(text)
+        (found,) = search(llm, [ids], BeamSearchParams(4, 24))
+        out = theirs.generate(
+            torch.tensor([ids]),
+            num_beams=4,
+            num_return_sequences=4,
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=list(llm.model.eos_token_ids),
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        assert [one.score for one in found] == pytest.approx(out.sequences_scores.tolist(), abs=1e-4)
+        assert list(found[0].token_ids) == out.sequences[0, len(ids) :].tolist()[: len(found[0].token_ids)]
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def golden(llm):
+    params = BeamSearchParams(4, 16, ignore_eos=True)
+    return {n: search(llm, [prompt], params)[0] for n, prompt in PROMPTS.items()}
+
+
+def test_sequences_come_best_first_and_mostly_beat_greedy_decoding(llm, golden):
+    better = 0
+    for n, prompt in PROMPTS.items():
+        greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+        (out,) = llm.generate([prompt], greedy, use_tqdm=False)
+        better += golden[n][0].cumulative_logprob > out.outputs[0].cumulative_logprob + 1e-4
+        assert [one.score for one in golden[n]] == sorted((one.score for one in golden[n]), reverse=True)
+    assert better >= 3
+
+
+def test_one_beam_is_greedy_decoding(llm):
+    for prompt in PROMPTS.values():
+        greedy = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
+        (out,) = llm.generate([prompt], greedy, use_tqdm=False)
+        ((one,),) = search(llm, [prompt], BeamSearchParams(1, 12))
+        assert one.token_ids == out.outputs[0].token_ids
+        assert one.cumulative_logprob == pytest.approx(out.outputs[0].cumulative_logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"block_size": 1, "num_blocks": 512},
+        {"block_size": 32, "num_blocks": 64},
+        {"enable_prefix_caching": False},
+        {"num_blocks": 28},  # beams are preempted and computed again
+        {"num_blocks": 28, "enable_prefix_caching": False},
+        {"num_blocks": 28, "preemption": "swap", "swap_space_gib": 0.01},
+        {"num_blocks": 28, "max_num_batched_tokens": 24, "token_buckets": (24,)},  # they catch up at different times
+    ],
+    ids=lambda config: " ".join(f"{name}={value}" for name, value in config.items()),
+)
+def test_neighbours_block_size_caching_and_preemption_change_nothing(tiny, golden, config):
+    """Beams beside greedy, sampled and parallel requests, in the same steps."""
+    llm = make(tiny, **config)
+    prompts = [PROMPTS[n] for n in (21, 40, 8, 21, 40, 1)]
+    params = [
+        BeamSearchParams(4, 16, ignore_eos=True),
+        BeamSearchParams(4, 16, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=16, ignore_eos=True),
+        SamplingParams(n=3, seed=3, max_tokens=20, ignore_eos=True),
+        SamplingParams(seed=5, max_tokens=20, ignore_eos=True),
+        BeamSearchParams(4, 16, ignore_eos=True),
+    ]
+    events = []
+    step = llm.engine.step
+
+    def watched():
+        result = step()
+        scheduler.check(llm.engine.state)
+        events.extend(result.events)
+        return result
+
+    llm.engine.step = watched  # type: ignore[method-assign]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for i, n in ((0, 21), (1, 40), (5, 1)):
+        mine = outputs[i].outputs
+        assert [one.token_ids for one in mine] == [one.token_ids for one in golden[n]]
+        assert [one.score for one in mine] == pytest.approx([one.score for one in golden[n]], abs=1e-5)
+    alone = make(tiny)
+    for i in (2, 3, 4):
+        (out,) = alone.generate(prompts[i : i + 1], params[i], use_tqdm=False)
+        assert [o.token_ids for o in out.outputs] == [o.token_ids for o in outputs[i].outputs]
+    assert any(isinstance(event, Beamed) for event in events)
+    assert not any(isinstance(event, Forked) and "0" in event.request_ids for event in events)
+    if config.get("num_blocks") == 28:
+        assert any(isinstance(event, Preempted) for event in events)
+    assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
+    assert not llm.engine._sources
+    assert not llm.engine._searches
+
+
+def test_beams_share_the_prompt_and_copy_only_what_they_write_to(tiny):
+    llm = make(tiny, enable_prefix_caching=False)
+    llm.engine.add("a", PROMPTS[40], BeamSearchParams(4, 16, ignore_eos=True), forks=["b", "c", "d"])
+    while llm.engine.has_work:
+        result = llm.engine.step()
+        tables = [seq.blocks for seq in scheduler.running(llm.engine.state)]
+        if tables:
+            assert len({table[:5] for table in tables}) == 1, "40 tokens are 5 full blocks"
+            assert result.plan.blocks_used <= 5 + 4 * 3
+        assert len(result.plan.copies) <= 4
+    ends = [event for event in result.events if isinstance(event, Finished)]
+    assert [(event.request_id, event.reason) for event in ends] == [(name, "length") for name in "abcd"]
+    assert [name for name, _ in result.beams] == ["a"]
+    assert len(result.beams[0].sequences) == 4
+
+
+def test_n_asks_for_the_best_few_and_text_belongs_to_the_tokens(llm, golden):
+    (out,) = llm.generate([PROMPTS[21]], BeamSearchParams(4, 16, n=2, ignore_eos=True), use_tqdm=False)
+    assert [one.token_ids for one in out.outputs] == [one.token_ids for one in golden[21][:2]]
+    assert [one.index for one in out.outputs] == [0, 1]
+    assert out.outputs[0].text == llm.tokenizer.decode(list(out.outputs[0].token_ids))
+
+
+def test_a_stop_token_ends_a_sequence_and_is_not_shown(llm, golden):
+    stops = {one.token_ids[i] for one in golden[21] for i in (2, 3, 4)}
+    params = BeamSearchParams(4, 16, length_penalty=0.0, stop_token_ids=tuple(stops))  # short ones are better
+    (out,) = llm.generate([PROMPTS[21]], params, use_tqdm=False)
+    ended = [one for one in out.outputs if one.finish_reason == "stop"]
+    assert ended
+    for one in ended:
+        assert one.token_ids[-1] in {*stops, *llm.model.eos_token_ids}
+        assert stops.isdisjoint(one.token_ids[:-1])
+        assert one.stop_reason in {*stops, None}
+        assert one.text == llm.tokenizer.decode(list(one.token_ids[:-1]))
+
+
+def test_a_run_with_beams_replays(tiny, tmp_path):
+    llm = make(tiny, num_blocks=28)
+    llm.engine.record(tmp_path / "run.jsonl")
+    params = [BeamSearchParams(4, 16, ignore_eos=True), SamplingParams(n=2, seed=1, ignore_eos=True)] * 2
+    llm.generate([PROMPTS[n] for n in (21, 40, 8, 40)], params, use_tqdm=False)
+    llm.engine.record(None)
+    report = event_log.verify(tmp_path / "run.jsonl")
+    assert report.identical
+    assert report.preemptions
+
+
+def test_a_search_can_be_cancelled_by_any_of_its_names(tiny):
+    llm = make(tiny)
+    for steps in (0, 1, 5):
+        llm.engine.add("a", PROMPTS[8], BeamSearchParams(3, 16), forks=["b", "c"])
+        for _ in range(steps):
+            llm.engine.step()
+        events = llm.engine.cancel("b")
+        assert {event.request_id for event in events} == {"a", "b", "c"}
+        assert not llm.engine.has_work
+        assert not llm.engine._searches
+        assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_searched_is_refused_with_the_numbers(tiny, llm):
+    for bad, message in (
+        ({"beam_width": 0}, "beam_width is 0; it must be an integer of at least 1"),
+        ({"beam_width": 2, "n": 3}, r"n is 3; it must be None, or an integer from 1 to beam_width \(2\)"),
+        ({"beam_width": 2, "length_penalty": float("nan")}, "length_penalty is nan; it must be a finite number"),
+        ({"beam_width": 2, "length_penalty": 2000.0}, r"length_penalty is 2000.0; it must be between -10 and 10"),
+        ({"beam_width": 2, "length_penalty": -1e308}, r"length_penalty is -1e\+308; it must be between -10 and 10"),
+        ({"beam_width": 2, "early_stopping": "ever"}, "early_stopping is 'ever'; it must be False, True or 'never'"),
+        ({"beam_width": 2, "early_stopping": 1}, "early_stopping is 1; it must be False, True or 'never'"),
+        ({"beam_width": 2, "max_tokens": 0}, "max_tokens is 0"),
+        ({"beam_width": 2, "stop_token_ids": (-1,)}, "stop_token_ids holds -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BeamSearchParams(**bad)
+    with pytest.raises(ValueError, match=r"has beam_width 19 and 2 stop tokens; .*at most 20; lower beam_width to 18"):
+        llm.generate([[5]], BeamSearchParams(19), use_tqdm=False)
+    with pytest.raises(ValueError, match="has 17 branches, but at most 16 sequences run at a time; lower n or beam_"):
+        llm.generate([[5]], BeamSearchParams(17), use_tqdm=False)
+    with pytest.raises(ValueError, match="beam_width 3 and 1 forks; each beam beside the first needs an id"):
+        llm.engine.add("a", [5], BeamSearchParams(3), forks=["b"])
+    with pytest.raises(ValueError, match="beam search; a stream has one branch, use generate"):
+        next(llm.stream([5], BeamSearchParams(3)))  # type: ignore[arg-type]
+    small = make(tiny, num_blocks=11)
+    with pytest.raises(ValueError, match=r"can grow to 24 tokens in each of 4 beams, which is 12 blocks of 8, but the"):
+        small.generate([PROMPTS[8]], BeamSearchParams(4), use_tqdm=False)
+    assert len(small.generate([PROMPTS[8]], BeamSearchParams(3), use_tqdm=False)[0].outputs) == 3
+
+
+def test_a_choice_that_does_not_fit_the_beams_is_refused():
+    config = scheduler.SchedulerConfig(4, 20, 16, 4, 20)
+    start = scheduler.submit(scheduler.init(config), Request("a", 5, 9, forks=("b",), beams=True))
+    state, plan = scheduler.schedule(start, FCFS)
+    for choices, message in (
+        ({"x": Choice(("a", "a"), (1, 2))}, "'x' is not the first beam of a running request"),
+        ({"a": Choice(("a",), (1,))}, "2 beams of 'a' cannot go on from"),
+        ({"a": Choice(("a", "b"), (1, 2))}, "2 beams of 'a' cannot go on from"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scheduler.commit(state, plan, [0], {}, choices)
+    small = scheduler.submit(scheduler.init(config._replace(max_num_batched_tokens=4)), Request("a", 5, 9, beams=True))
+    state, plan = scheduler.schedule(small, FCFS)
+    with pytest.raises(ValueError, match="a beam of 'a' has tokens left to compute; all of them go on together"):
+        scheduler.commit(state, plan, [0], {}, {"a": Choice(("a",), (1,))})
+    short = scheduler.submit(scheduler.init(config), Request("a", 5, 1, beams=True))
+    state, plan = scheduler.schedule(short, FCFS)
+    with pytest.raises(ValueError, match="the beams of 'a' would reach their limit of 6 tokens; they end instead"):
+        scheduler.commit(state, plan, [0], {}, {"a": Choice(("a",), (1,))})

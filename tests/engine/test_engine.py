@@ -1,0 +1,249 @@
+"""The engine's shell on a tiny model: nothing around a request changes its tokens, and no block is ever lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from experiments.bench.random_llama import random_model
+from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax.config import EngineConfig
+from pagedjax.engine import compilations
+from pagedjax.engine.engine import COPIES, Engine
+from pagedjax.host import event_log, scheduler
+from pagedjax.host.types import Finished, Preempted, Sampled, StepResult
+
+LENGTHS = (3, 17, 40, 1, 64, 9)
+PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate(LENGTHS)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
+
+
+def make(tiny, **config):
+    config = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 128} | config
+    return LLM(tiny, progress=False, **config).engine
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    return make(tiny)
+
+
+def run(engine, requests) -> tuple[dict[str, list[int]], list[StepResult]]:
+    """Requests {id: (prompt, params)} to their end -> (tokens by id, results); checks the invariants at each step."""
+    for request_id, (prompt, params) in requests.items():
+        engine.add(request_id, prompt, params)
+    tokens: dict[str, list[int]] = {request_id: [] for request_id in requests}
+    results = []
+    while engine.has_work:
+        result = engine.step()
+        scheduler.check(engine.state)
+        assert len(results) < 2000, "no progress"
+        results.append(result)
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
+                    tokens[request_id].append(token)
+    assert engine.state.pool.num_free == engine.config.num_blocks
+    return tokens, results
+
+
+def count(results, kind) -> int:
+    return sum(isinstance(event, kind) for result in results for event in result.events)
+
+
+@pytest.fixture(scope="module")
+def expected(engine):
+    """Each request alone, greedy and drawn."""
+    alone = {}
+    for (i, prompt), (name, params) in itertools.product(enumerate(PROMPTS), (("g", GREEDY), ("d", DRAWN))):
+        alone |= run(engine, {f"{name}{i}": (prompt, params)})[0]
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(alone), "the model must not say the same always"
+    return alone
+
+
+def everyone() -> dict:
+    greedy = {f"g{i}": (prompt, GREEDY) for i, prompt in enumerate(PROMPTS)}
+    return greedy | {f"d{i}": (prompt, DRAWN) for i, prompt in enumerate(PROMPTS)}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"block_size": 1, "num_blocks": 600},
+        {"block_size": 8, "max_num_batched_tokens": 16, "token_buckets": (16,)},
+        {"block_size": 64},
+        {"block_size": 16, "max_num_batched_tokens": 512, "token_buckets": (8, 512)},
+        {"block_size": 16, "attention_impl": "reference"},
+    ],
+    ids=str,
+)
+def test_block_size_budget_and_batch_mates_change_no_token(tiny, expected, config):
+    engine = make(tiny, **config)
+    assert run(engine, everyone())[0] == expected
+    backwards = dict(reversed(everyone().items()))
+    assert run(engine, backwards)[0] == expected
+
+
+def test_preemption_changes_no_token(tiny, expected):
+    engine = make(tiny, block_size=8, num_blocks=14)
+    tokens, results = run(engine, everyone())
+    assert count(results, Preempted) > 3
+    assert count(results, Finished) == len(expected)
+    assert tokens == expected
+
+
+def test_a_reused_block_never_shows_its_old_content(tiny):
+    fresh = run(make(tiny, num_blocks=8), {"b": (PROMPTS[2], GREEDY)})[0]
+    engine = make(tiny, num_blocks=8)
+    run(engine, {"a": (PROMPTS[4], DRAWN)})
+    assert run(engine, {"b": (PROMPTS[2], GREEDY)})[0] == fresh
+
+
+def test_a_request_can_be_cancelled_at_any_time(engine, expected):
+    stages = {"waiting": 0, "in its prompt": 1, "while decoding": 4}
+    for steps in stages.values():
+        for request_id, (prompt, params) in everyone().items():
+            engine.add(request_id, prompt, params)
+        for _ in range(steps):
+            engine.step()
+        (event,) = engine.cancel("g4")
+        assert (event.request_id, event.reason) == ("g4", "abort")
+        assert engine.cancel("g4") == ()
+        scheduler.check(engine.state)
+        while engine.has_work:
+            for done in engine.step().events:
+                assert getattr(done, "request_id", None) != "g4"
+        assert engine.state.pool.num_free == engine.config.num_blocks
+    assert run(engine, {"g4": (PROMPTS[4], GREEDY)})[0]["g4"] == expected["g4"]
+
+
+def test_nothing_compiles_after_start_up(engine):
+    features = [
+        {"temperature": 0.0},
+        {"temperature": 1.3, "top_k": 5, "min_p": 0.1},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+        {"logit_bias": {5: 3.0}, "min_tokens": 3},
+        {"allowed_token_ids": (5, 6, 7)},
+        {"logprobs": 5, "prompt_logprobs": 2},
+    ]
+    before = compilations.compilations()
+    requests = {
+        f"{i}-{j}": (prompt, SamplingParams(max_tokens=6, seed=i, **feature))
+        for (i, feature), (j, prompt) in itertools.product(enumerate(features), enumerate(PROMPTS[:3]))
+    }
+    _, results = run(engine, requests)
+    assert compilations.compilations() == before
+    assert all(result.compilations == 0 for result in results)
+
+
+def test_a_step_reports_its_times_and_its_padding(engine):
+    engine.reset_prefix_cache()
+    _, results = run(engine, {"a": (PROMPTS[2], GREEDY)})
+    for earlier, later in itertools.pairwise(results):
+        assert earlier.started < earlier.finished <= later.started
+    for result in results:
+        assert 0 < result.device_seconds < result.finished - result.started
+        assert result.plan.num_tokens <= result.padded_tokens == 64
+    assert [result.plan.num_tokens for result in results] == [40] + [1] * 23
+
+
+def test_an_idle_engine_has_nothing_to_do(engine):
+    assert not engine.has_work
+    assert engine.step() is None
+
+
+def test_reset_forgets_requests_and_cache(engine, expected):
+    engine.add("a", PROMPTS[0], GREEDY)
+    engine.step()
+    engine.reset()
+    assert not engine.has_work
+    assert run(engine, {"g0": (PROMPTS[0], GREEDY)})[0]["g0"] == expected["g0"]
+
+
+def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
+    engine = make(tiny, block_size=8, num_blocks=14)
+    run(engine, {"before": (PROMPTS[0], GREEDY)})  # an engine that has worked starts its log at step 0 all the same
+    engine.record(tmp_path / "run.jsonl")
+    for request_id, (prompt, params) in everyone().items():
+        engine.add(request_id, prompt, params)
+    engine.step()
+    with pytest.raises(ValueError, match="recording must start while no request is under way"):
+        engine.record(tmp_path / "late.jsonl")
+    engine.cancel("d1")
+    while engine.has_work:
+        engine.step()
+    engine.record(None)
+    report = event_log.verify(tmp_path / "run.jsonl")
+    assert report.identical
+    assert report.preemptions > 0
+
+
+def test_a_refused_request_leaves_the_engine_as_it_was(engine):
+    state = engine.state
+    for prompt, params, message in (
+        ([], GREEDY, "empty prompt"),
+        ([5] * 512, GREEDY, "max_model_len is 512"),
+        ([999], GREEDY, "token id 999"),
+        ([5, 2**64], GREEDY, f"token id {2**64}; the vocabulary is 0 to 319"),
+        ([5.0, 6.5], GREEDY, "token id 5.0; the vocabulary is 0 to 319, in integers"),
+        ([5], SamplingParams(allowed_token_ids=tuple(range(300)) * 4), "the limit is 1024"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.add("x", prompt, params)
+        assert engine.state is state
+    engine.add("x", [5], GREEDY)
+    with pytest.raises(ValueError, match="request id 'x' is in use"):
+        engine.add("x", [5], GREEDY)
+    engine.cancel("x")
+
+
+def test_output_is_cut_off_at_the_models_limit(tiny):
+    engine = make(tiny, max_model_len=32)
+    tokens, results = run(engine, {"a": ([5] * 20, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))})
+    assert len(tokens["a"]) == 12
+    (end,) = [event for event in results[-1].events if isinstance(event, Finished)]
+    assert end.reason == "length"
+
+
+def test_many_copies_in_a_step_go_in_groups(tiny, monkeypatch):
+    """20 branches write behind the block that they share, all in one step: more than are copied at a time."""
+    prompt, n = PROMPTS[1][:11], 20
+    engine = make(tiny, max_num_seqs=32, num_blocks=200)
+    names = [f"{i}" for i in range(n)]
+    calls = []
+    monkeypatch.setattr(engine, "_copy", lambda *args, copy=engine._copy: calls.append(args[1:]) or copy(*args))
+    engine.add(names[0], prompt, DRAWN, forks=names[1:])
+    tokens: dict[str, list[int]] = {}
+    most = 0
+    while engine.has_work:
+        result = engine.step()
+        most = max(most, len(result.plan.copies))
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                    tokens.setdefault(name, []).append(token)
+    assert most > 2 * COPIES
+    assert len(calls) >= 3
+    for i in (0, 7, 8, 19):  # as requests of their own, with the seeds of branches
+        params = dataclasses.replace(DRAWN, seed=DRAWN.seed + i)
+        assert run(engine, {"alone": (prompt, params)})[0]["alone"] == tokens[names[i]]
+
+
+def test_log_probabilities_of_a_vocabulary_below_twenty_are_its_own():
+    """What pads them to twenty must not pass for token 0, and a beam cannot rank more than there are."""
+    body = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 64}
+    model = random_model({**body, **sizes, "tie_word_embeddings": False}, "float32")
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=8, token_buckets=(8,), num_blocks=16)
+    engine = Engine(model, config)
+    engine.add("a", [1, 2, 3], SamplingParams(temperature=1.0, seed=2, max_tokens=6, logprobs=10, ignore_eos=True))
+    while engine.has_work:
+        for entry in engine.step().logprobs:
+            assert sorted(entry.top_ids) == [0, 1, 2, 3]
+            assert np.isclose(np.exp(entry.top_logprobs).sum(), 1)
+    with pytest.raises(ValueError, match=r"has beam_width 5 and 0 stop tokens; .*at most 4; lower beam_width to 4"):
+        engine.add("b", [1], BeamSearchParams(5), forks=list("cdef"))

@@ -1,0 +1,314 @@
+"""A step that fails, or is interrupted, has not been: nothing is lost, and no content is found that is not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax.device import cache
+from pagedjax.engine import results
+from pagedjax.engine.interrupts import undisturbed
+from pagedjax.host import event_log, scheduler
+from pagedjax.host.types import Preempted, Sampled
+from pagedjax.viewer import run as viewer
+
+PROMPTS = {f"r{n}": np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
+DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True)
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
+MODES = {
+    "plain": {},
+    "scarce": {"num_blocks": 14},
+    "swap": {"num_blocks": 14, "preemption": "swap", "swap_space_gib": 0.001},
+    "ahead": {"lookahead": 2},
+    "dispatch": {"steps_per_dispatch": 3},
+}
+
+
+def make(tiny, **config):
+    sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64)}
+    return LLM(tiny, progress=False, **(sizes | {"num_blocks": 100} | config))
+
+
+class Breaks(Exception):
+    pass
+
+
+def run(engine, monkeypatch, broken=()):
+    """All requests to their end -> (tokens by id, beams, preemptions).
+
+    Args:
+        broken: after how many steps one fails -> (whose function raises, its name, whether after it has run).
+    """
+    for i, (name, prompt) in enumerate(PROMPTS.items()):
+        engine.add(name, prompt, DRAWN, forks=[f"{name}/1", f"{name}/2"] if i == 1 else ())
+    engine.add("beams", PROMPTS["r17"][:11], BEAMS, forks=["beams/1", "beams/2"])
+    tokens: dict[str, list[int]] = {}
+    found, done, preempted, left = [], 0, 0, dict(broken)
+    while engine.has_work:
+        place = left.pop(done, None)
+        if place:
+            holder, name, late = place
+            whole = getattr(holder, name)
+
+            def breaks(*args, whole=whole, late=late, **kwargs):
+                if late:
+                    whole(*args, **kwargs)
+                raise Breaks
+
+            with monkeypatch.context() as patched:
+                patched.setattr(holder, name, breaks)
+                with pytest.raises(Breaks):
+                    engine.step()
+            scheduler.check(engine.state)
+            assert not engine.state.running.seqs
+            continue
+        result = engine.step()
+        scheduler.check(engine.state)
+        done += 1
+        assert done < 500, "no progress"
+        found += result.beams
+        preempted += sum(isinstance(event, Preempted) for event in result.events)
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                    tokens.setdefault(name, []).append(token)
+    assert not left, "some step was never reached"
+    assert engine.state.pool.num_free == engine.config.num_blocks
+    return tokens, [(b.request_id, [s.token_ids for s in b.sequences]) for b in found], preempted
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_ran_is_computed_again_and_says_the_same(tiny, monkeypatch, tmp_path, mode):
+    expected = run(make(tiny).engine, monkeypatch)
+    engine = make(tiny, **MODES[mode]).engine
+    engine.record(tmp_path / "run.jsonl")
+    broken = {
+        0: (engine, "_send", True),  # the device has it, and the shell does not know
+        2: (results, "filled", False),
+        5: (scheduler, "schedule", False),
+        9: (results, "choose", True),
+        14: (scheduler, "commit", True),
+        15: (results, "logprobs", False),
+    }
+    if mode in ("ahead", "dispatch"):  # not every step is sent in its own turn
+        del broken[0]
+    tokens, beams, preempted = run(engine, monkeypatch, broken)
+    engine.record(None)
+    assert (tokens, beams) == expected[:2]
+    assert preempted > 2 or "num_blocks" not in MODES[mode]
+    assert event_log.verify(tmp_path / "run.jsonl").identical
+    text = (tmp_path / "run.jsonl").read_text()
+    assert text.count('{"restart":{}}') == len(broken)
+    assert text.count('{"schedule"') == text.count('{"commit"')
+
+
+def test_content_that_a_failed_step_overwrote_is_not_found(tiny, monkeypatch):
+    """The step evicts what was cached, runs, and fails: the state from before it would still promise that content."""
+    llm = make(tiny, num_blocks=8)
+    prompt, tail, other = PROMPTS["r24"], [7, 8, 9], PROMPTS["r40"][:39]
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (alone,) = llm.generate([prompt + tail], greedy, use_tqdm=False)
+    assert alone.num_cached_tokens == 0
+    (again,) = llm.generate([prompt + tail], greedy, use_tqdm=False)
+    assert again.num_cached_tokens == 24, "it is cached, and this test shows something"
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(results, "filled", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([other], greedy, use_tqdm=False)
+    assert not llm.engine.has_work
+    (after,) = llm.generate([prompt + tail], greedy, use_tqdm=False)
+    assert after.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert after.num_cached_tokens == 0
+
+
+def test_ctrl_c_while_an_outcome_is_taken_in_keeps_it_for_the_next_call(tiny, monkeypatch, interruptible):
+    """Of an engine, whose caller goes on; `LLM` gives up what it was asked for."""
+    expected, *_ = run(make(tiny).engine, monkeypatch)
+    engine = make(tiny).engine
+    take_in, calls = engine._take_in, []
+
+    def pressed(events):
+        calls.append(events)
+        if len(calls) % 4 == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        take_in(events)
+
+    monkeypatch.setattr(engine, "_take_in", pressed)
+    step, interrupts = engine.step, []
+
+    def goes_on():
+        try:
+            return step()
+        except KeyboardInterrupt:
+            interrupts.append(engine.state.step)
+            return step()
+
+    monkeypatch.setattr(engine, "step", goes_on)
+    tokens, *_ = run(engine, monkeypatch)
+    assert len(interrupts) > 3
+    assert tokens == expected
+
+
+def test_ctrl_c_in_the_last_step_leaves_its_result_to_be_fetched(tiny, monkeypatch, interruptible):
+    engine = make(tiny).engine
+    monkeypatch.setattr(engine, "_take_in", lambda events, whole=engine._take_in: press_and(whole, events))
+    engine.add("a", PROMPTS["r9"], SamplingParams(temperature=0, max_tokens=1))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not engine.state.running.seqs
+    assert engine.has_work, "a loop over has_work gets it"
+    assert [type(event).__name__ for event in engine.step().events] == ["Admitted", "Sampled", "Finished"]
+    assert not engine.has_work
+    assert engine.step() is None
+
+
+def press_and(whole, events):
+    os.kill(os.getpid(), signal.SIGINT)
+    whole(events)
+
+
+def test_ctrl_c_costs_a_stream_beside_it_nothing(tiny, interruptible):
+    """Both are served by the same steps: the one that was interrupted must have reached the other."""
+    llm, prompt = make(tiny), "she sells sea shells"
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = "".join(llm.stream(prompt, params))
+    stream = llm.stream(prompt, params)
+    said = next(stream)
+    while True:
+        step = llm.engine.step
+        count = []
+
+        def pressed(step=step, count=count):
+            count.append(1)
+            if len(count) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            return step()
+
+        llm.engine.step = pressed
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([PROMPTS["r9"]], params, use_tqdm=False)
+        finally:
+            llm.engine.step = step
+        piece = next(stream, None)
+        if piece is None:
+            break
+        said += piece
+    assert said == expected
+    assert not llm.engine.has_work
+
+
+class Full:
+    """A disk that takes a few lines more."""
+
+    name = "run.jsonl"
+
+    def __init__(self, lines: int) -> None:
+        self.lines = lines
+
+    def write(self, text: str) -> None:
+        self.lines -= 1
+        if self.lines < 0:
+            raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(tiny, monkeypatch, tmp_path):
+    expected, *_ = run(make(tiny).engine, monkeypatch)
+    engine = make(tiny).engine
+    engine.record(tmp_path / "run.jsonl")
+    monkeypatch.setattr(engine._recorder, "_file", Full(14))
+    with pytest.warns(RuntimeWarning, match="run.jsonl is not written any further: .*No space left on device"):
+        tokens, *_ = run(engine, monkeypatch)
+    assert tokens == expected
+    engine.record(None)
+
+
+def test_a_cache_that_could_not_be_made_anew_is_made_by_the_next_step(tiny, monkeypatch):
+    expected, *_ = run(make(tiny).engine, monkeypatch)
+    engine = make(tiny).engine
+    engine.add("early", PROMPTS["r3"], DRAWN)
+    with monkeypatch.context() as patched:
+        patched.setattr(results, "filled", lambda *_: 1 / 0)
+        patched.setattr(cache, "init", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.cancel("early")
+    engine.reset_prefix_cache()
+    found, *_ = run(engine, monkeypatch)
+    assert set(found) == set(expected)
+    assert engine._cache is not None
+
+
+def test_a_viewer_shows_who_went_back_to_the_queue(tiny, monkeypatch, tmp_path):
+    engine = make(tiny).engine
+    engine.record(tmp_path / "run.jsonl")
+    run(engine, monkeypatch, {3: (results, "filled", False)})
+    engine.record(None)
+    frames = viewer.read(tmp_path / "run.jsonl").frames
+    stopped = [entry for frame in frames for entry in frame.get("before", ()) if entry[0] == "preempted"]
+    assert len(stopped) >= len(PROMPTS)
+    assert not any(swapped for *_, swapped in stopped)
+
+
+@pytest.fixture
+def interruptible():
+    """As at a terminal: what a shell runs in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_waits_for_the_end_of_what_belongs_together(interruptible):
+    steps = []
+
+    @undisturbed()
+    def together():
+        os.kill(os.getpid(), signal.SIGINT)
+        steps.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        together()
+    assert steps == ["whole"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_pressed_again_it_interrupts_at_once(interruptible):
+    steps = []
+
+    @undisturbed()
+    def together():
+        for step in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            steps.append(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        together()
+    assert steps == [0], "the second one did not wait"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_and_handlers_that_python_did_not_set_are_left_alone(monkeypatch):
+    ran = []
+
+    def body():
+        with undisturbed():
+            ran.append(threading.current_thread())
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    monkeypatch.setattr(signal, "getsignal", lambda _: None)
+    body()
+    assert len(ran) == 2

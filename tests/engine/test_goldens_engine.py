@@ -1,0 +1,178 @@
+"""The engine on SmolLM2 against tests/goldens/greedy.json, which transformers made on torch (see make_greedy.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.host.types import Preempted
+from tests.engine.poison import poisoned
+
+GOLDENS = json.loads((Path(__file__).parents[1] / "goldens" / "greedy.json").read_text())["prompts"]
+SHORT = [g for g in GOLDENS if len(g["prompt_token_ids"]) <= 100]
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=0)
+# The sampled request of the issue, among and apart from others.
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=16, ignore_eos=True)
+
+
+def engine(model, **config) -> LLM:
+    """Few buckets, because each costs seconds to compile: single tokens, and full steps."""
+    config.setdefault("token_buckets", tuple(sorted({min(32, config["max_num_batched_tokens"]), *_full(config)})))
+    return LLM(model, progress=False, max_model_len=512, **config)
+
+
+def _full(config) -> tuple[int, ...]:
+    budget = config["max_num_batched_tokens"]
+    return (64, budget) if budget > 64 else (budget,)
+
+
+def differing(llm: LLM, goldens, tokens: int = 64) -> list[str]:
+    """Names of the prompts whose continuation is another than transformers'."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    outputs = llm.generate([g["prompt_token_ids"] for g in goldens], params, use_tqdm=False)
+    pairs = zip(outputs, goldens, strict=True)
+    return [g["name"] for out, g in pairs if list(out.outputs[0].token_ids) != g["token_ids"][:tokens]]
+
+
+def preemptions(llm: LLM, prompts, params) -> tuple[int, dict[str, list[int]]]:
+    """Run prompts on the engine itself -> (preemptions, tokens by prompt index)."""
+    count, tokens = 0, {str(i): [] for i in range(len(prompts))}
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        llm.engine.add(str(i), prompt, p)
+    while llm.engine.has_work:
+        result = llm.engine.step()
+        assert result is not None
+        count += sum(isinstance(e, Preempted) for e in result.events)
+        for event in result.events:
+            for request_id, token in zip(*event[1:3], strict=True) if type(event).__name__ == "Sampled" else ():
+                tokens[request_id].append(token)
+    return count, tokens
+
+
+def test_greedy_tokens_and_their_log_probabilities_are_transformers(smollm2):
+    llm = engine(smollm2, block_size=16, max_num_batched_tokens=2048, token_buckets=(32, 2048))
+    outputs = llm.generate([g["prompt_token_ids"] for g in GOLDENS], GREEDY, use_tqdm=False)
+    for out, golden in zip(outputs, GOLDENS, strict=True):
+        assert list(out.outputs[0].token_ids) == golden["token_ids"], golden["name"]
+        assert out.outputs[0].text == llm.tokenizer.decode(golden["token_ids"]), golden["name"]
+        found = [
+            entry[token].logprob for token, entry in zip(golden["token_ids"], out.outputs[0].logprobs, strict=True)
+        ]
+        assert found == pytest.approx(golden["logprobs"], abs=1e-3), golden["name"]
+
+
+def test_prompt_log_probabilities_are_stitched_from_chunks(smollm2):
+    """Chunks of at most 32 tokens cut the longer prompts into several."""
+    llm = engine(smollm2, block_size=8, max_num_batched_tokens=32, max_num_seqs=4, token_buckets=(32,))
+    goldens = [g for g in GOLDENS if "prompt_logprobs" in g]
+    assert max(len(g["prompt_token_ids"]) for g in goldens) > 64
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([g["prompt_token_ids"] for g in goldens], params, use_tqdm=False)
+    for out, golden in zip(outputs, goldens, strict=True):
+        assert out.prompt_logprobs is not None
+        assert out.prompt_logprobs[0] is None
+        pairs = zip(golden["prompt_token_ids"][1:], out.prompt_logprobs[1:], strict=True)
+        found = [entry[token].logprob for token, entry in pairs if entry is not None]
+        expected = [p for p in golden["prompt_logprobs"] if p is not None]
+        assert found == pytest.approx(expected, abs=1e-3), golden["name"]
+
+
+def test_a_pool_so_small_that_requests_are_preempted_changes_no_token(smollm2):
+    llm = engine(smollm2, block_size=8, max_num_batched_tokens=64, num_blocks=20, token_buckets=(16, 64))
+    goldens = SHORT[:8]
+    params = [SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)] * len(goldens)
+    count, tokens = preemptions(llm, [g["prompt_token_ids"] for g in goldens], params)
+    assert count > 0
+    assert all(tokens[str(i)] == g["token_ids"][:32] for i, g in enumerate(goldens))
+
+
+def test_a_seeded_request_does_not_feel_its_surroundings(smollm2):
+    prompt = GOLDENS[0]["prompt_token_ids"]
+    others = [g["prompt_token_ids"] for g in SHORT[1:16]]
+    wide = engine(smollm2, block_size=16, max_num_batched_tokens=64, token_buckets=(16, 64))
+    alone = wide.generate([prompt], SAMPLED, use_tqdm=False)[0].outputs[0].token_ids
+    mates = [SamplingParams(temperature=1.0, seed=i, max_tokens=4 + i) for i in range(len(others))]
+    among = wide.generate([*others[:9], prompt, *others[9:]], [*mates[:9], SAMPLED, *mates[9:]], use_tqdm=False)
+    assert among[9].outputs[0].token_ids == alone
+    last = wide.generate([*others[::-1], prompt], [*mates, SAMPLED], use_tqdm=False)
+    assert last[-1].outputs[0].token_ids == alone
+
+    narrow = engine(
+        smollm2, block_size=8, max_num_batched_tokens=16, max_num_seqs=8, num_blocks=10, token_buckets=(16,)
+    )
+    assert narrow.generate([prompt], SAMPLED, use_tqdm=False)[0].outputs[0].token_ids == alone
+    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 3 + [SAMPLED]
+    count, tokens = preemptions(narrow, [*others[:3], prompt], params)
+    assert count > 0, "the pool was meant to be too small"
+    assert tokens["3"] == list(alone)
+
+
+def eventful(llm: LLM, log: Path) -> tuple[list[str], list[tuple[str, str, tuple[int, ...]]]]:
+    """Two streams, one of them given up half-way, beside requests of which every other has a stop string, recorded."""
+    llm.engine.reset()
+    llm.engine.record(log)
+    greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    given_up, kept = (llm.stream(g["prompt_token_ids"], greedy) for g in SHORT[:2])
+    pieces = [next(stream) for _ in range(4) for stream in (given_up, kept)]
+    given_up.close()
+    params = [SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, stop=[" the"] * (i % 2)) for i in range(8)]
+    outputs = llm.generate([g["prompt_token_ids"] for g in SHORT[2:10]], params, use_tqdm=False)
+    pieces.append("".join(kept))
+    llm.engine.record(None)
+    best = [output.outputs[0] for output in outputs]
+    return pieces, [(one.finish_reason, one.text, tuple(one.token_ids)) for one in best]
+
+
+@pytest.mark.slow
+def test_waiting_looking_ahead_and_several_steps_a_dispatch_leave_the_same_log(smollm2, tmp_path):
+    """With preemption, a cancellation and stop strings in the mix."""
+    said = {}
+    for lookahead, steps in ((0, 1), (1, 1), (0, 4), (2, 4)):
+        options = {"block_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 16, "num_blocks": 20}
+        llm = engine(smollm2, **options, lookahead=lookahead, steps_per_dispatch=steps, token_buckets=(16, 64))
+        log = tmp_path / f"{lookahead} {steps}.jsonl"
+        said[lookahead, steps] = eventful(llm, log), log.read_bytes()
+    (_, outputs), log = said[0, 1]
+    for what in (b'"Preempted"', b'"abort"', b'"stop"'):
+        assert what in log
+    reasons = [reason for reason, _, _ in outputs]
+    assert reasons[::2] == ["length"] * 4
+    assert "stop" in reasons[1::2]
+    assert [list(ids) for _, _, ids in outputs[::2]] == [g["token_ids"][:32] for g in SHORT[2:10:2]]
+    assert all(other == said[0, 1] for other in said.values())
+
+
+@pytest.mark.slow
+def test_no_golden_reads_what_an_earlier_owner_left(smollm2):
+    """Free blocks hold NaN; the pool is so small that every block changes hands, and nothing is kept for others."""
+    llm = engine(smollm2, block_size=16, max_num_batched_tokens=512, num_blocks=60, enable_prefix_caching=False)
+    spoilt = poisoned(llm.engine)
+    assert differing(llm, GOLDENS) == []
+    assert max(spoilt) == 60
+    assert min(spoilt) < 5
+
+
+# Each budget is in here, and each block size but 16, which the default run has; the rest of the grid takes minutes more
+# and is for changes of kernels.
+SAMPLE_OF_GRID = {(1, 16), (8, 2048), (64, 64)}
+
+
+@pytest.mark.parametrize(
+    ("block_size", "budget"),
+    [
+        pytest.param(
+            size, budget, marks=pytest.mark.slow if (size, budget) in SAMPLE_OF_GRID else pytest.mark.exhaustive
+        )
+        for size in (1, 8, 16, 64)
+        for budget in (16, 64, 2048)
+    ],
+)
+def test_block_size_and_budget_change_no_token(smollm2, block_size, budget):
+    llm = engine(smollm2, block_size=block_size, max_num_batched_tokens=budget, num_blocks=2048 // block_size)
+    goldens = GOLDENS if budget > 16 else SHORT
+    assert differing(llm, goldens) == []
+    one_by_one = [name for g in SHORT[:6] for name in differing(llm, [g], tokens=24)]
+    assert one_by_one == []

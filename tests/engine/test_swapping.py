@@ -1,0 +1,163 @@
+"""Preemption by swapping: content leaves for host memory and comes back as it was, and no token changes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.config import EngineConfig
+from pagedjax.device import cache
+from pagedjax.device.host_swap import SwapSpace
+from pagedjax.engine import engine
+from pagedjax.host import event_log, scheduler
+from pagedjax.host.policies import FCFS
+from pagedjax.host.types import Admitted, Preempted, Request, Resumed, Sampled
+
+PROMPTS = {str(n): np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=24, ignore_eos=True)
+
+
+def make(tiny, **config):
+    sizes = {"block_size": 8, "max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (64,)}
+    swap = {"num_blocks": 10, "preemption": "swap", "swap_space_gib": 0.001}
+    return LLM(tiny, progress=False, **(sizes | swap | config))
+
+
+def run(llm, params, forks=()):
+    """Every prompt to its end -> (tokens by id, events, tokens computed)."""
+    for name, prompt in PROMPTS.items():
+        llm.engine.add(name, prompt, params, forks=[f"{name}{fork}" for fork in forks])
+    tokens: dict[str, list[int]] = {}
+    events, computed = [], 0
+    while llm.engine.has_work:
+        result = llm.engine.step()
+        scheduler.check(llm.engine.state)
+        events += result.events
+        computed += result.plan.num_tokens
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                    tokens.setdefault(name, []).append(token)
+    assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
+    return tokens, events, computed
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("forks", [(), ("b", "c")], ids=["alone", "in groups"])
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "cold"])
+def test_no_token_differs_from_recomputation_and_from_a_pool_that_holds_all(tiny, params, forks, caching):
+    roomy = run(make(tiny, num_blocks=200, enable_prefix_caching=caching), params, forks)
+    again = run(make(tiny, preemption="recompute", enable_prefix_caching=caching), params, forks)
+    swapping = make(tiny, enable_prefix_caching=caching)
+    swapped = run(swapping, params, forks)
+    assert roomy[0] == again[0] == swapped[0]
+    assert not any(isinstance(event, Preempted) for event in roomy[1])
+    gone = [event.request_id for event in swapped[1] if isinstance(event, Preempted)]
+    assert len(gone) >= 3
+    assert all(event.swapped for event in swapped[1] if isinstance(event, Preempted))
+    assert sorted(gone) == sorted(event.request_id for event in swapped[1] if isinstance(event, Resumed))
+    assert len([event for event in swapped[1] if isinstance(event, Admitted)]) == len(PROMPTS)
+    assert swapping.engine.state.host.num_free == swapping.engine.state.config.host_blocks
+
+
+def test_a_swapped_request_computes_nothing_again(tiny):
+    once = sum(map(len, PROMPTS.values())) + 23 * len(PROMPTS)
+    assert run(make(tiny, enable_prefix_caching=False), GREEDY)[2] == once
+    assert run(make(tiny, preemption="recompute", enable_prefix_caching=False), GREEDY)[2] > once
+
+
+def test_content_that_finds_no_room_on_the_host_is_computed_again(tiny):
+    size = make(tiny).engine.memory.block_bytes
+    small = make(tiny, swap_space_gib=5.5 * size / 2**30)
+    assert small.engine.state.config.host_blocks == 5
+    tokens, events, _ = run(small, GREEDY)
+    assert tokens == run(make(tiny, num_blocks=200), GREEDY)[0]
+    assert {event.swapped for event in events if isinstance(event, Preempted)} == {True, False}
+
+
+def test_a_run_that_swaps_replays(tiny, tmp_path):
+    llm = make(tiny)
+    llm.engine.record(tmp_path / "run.jsonl")
+    run(llm, DRAWN, ("b",))
+    llm.engine.record(None)
+    report = event_log.verify(tmp_path / "run.jsonl")
+    assert report.identical
+    assert report.preemptions >= 3
+
+
+def test_a_request_can_be_cancelled_while_it_is_away(tiny):
+    llm = make(tiny)
+    for name, prompt in PROMPTS.items():
+        llm.engine.add(name, prompt, GREEDY)
+    away = []
+    while not away:
+        llm.engine.step()
+        away = [seq.request_id for seq in llm.engine.state.waiting if seq.blocks]
+    (event,) = llm.engine.cancel(away[0])
+    assert (event.request_id, event.reason) == (away[0], "abort")
+    scheduler.check(llm.engine.state)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert llm.engine.state.host.num_free == llm.engine.state.config.host_blocks
+
+
+@pytest.mark.parametrize("pinned", [False, True], ids=["", "through pinned memory"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_go_out_and_come_back_bit_by_bit_in_batches(dtype, pinned):
+    kv = cache.init(layers=2, blocks=9, block_size=4, kv_heads=2, head_dim=3, dtype=dtype)
+    leaves, tree = jax.tree.flatten(kv)
+    rng = np.random.default_rng(0)
+    leaves = [jnp.asarray(rng.standard_normal(leaf.shape), dtype) for leaf in leaves]
+    before = [np.asarray(leaf).copy() for leaf in leaves]
+    space = SwapSpace(kv, 7, batch=3, pinned=pinned)
+    device, host, target = (3, 1, 9, 4, 7), (2, 7, 1, 5, 3), (5, 9, 1, 2, 8)
+    kv = jax.tree.unflatten(tree, leaves)
+    space.out(kv, list(zip(device, host, strict=True)))
+    blank = jax.tree.map(jnp.zeros_like, kv)
+    after = space.back(blank, list(zip(host, target, strict=True)))
+    for old, new in zip(before, jax.tree.leaves(after), strict=True):
+        for source, place in zip(device, target, strict=True):
+            np.testing.assert_array_equal(np.asarray(new)[place], old[source])
+        assert not np.asarray(new)[[3, 4, 6, 7]].any()
+
+
+def test_swap_space_that_holds_no_block_is_refused(tiny):
+    with pytest.raises(ValueError, match=r"preemption is 'swap', but swap_space_gib 0 does not hold one block of \d+"):
+        make(tiny, swap_space_gib=0)
+    with pytest.raises(ValueError, match=r"preemption is 'swop'; it must be one of 'recompute', 'swap' \(did you mean"):
+        EngineConfig(preemption="swop")  # type: ignore[arg-type]
+
+
+def test_a_policy_says_who_is_swapped_and_who_computes_again():
+    """Here only sequences that hold three blocks are worth moving."""
+    picky = FCFS._replace(name="picky", swap=lambda victims: len(victims[0].blocks) >= 3)
+    state = scheduler.init(scheduler.SchedulerConfig(2, 6, 16, 4, 12, host_blocks=9))
+    for name, prompt in (("a", 3), ("b", 1), ("c", 3)):
+        state = scheduler.submit(state, Request(name, prompt, 8))
+    swapped: dict[str, list[bool]] = {}
+    held: dict[str, int] = {}
+    while state.waiting or state.running.seqs:
+        held |= {seq.request_id: len(seq.blocks) for seq in state.running.seqs}
+        state, plan = scheduler.schedule(state, picky)
+        for name in plan.preempted:
+            swapped.setdefault(name, []).append(name in plan.swapped)
+            assert (name in plan.swapped) == (held[name] >= 3)
+        state, _ = scheduler.commit(state, plan, [0] * len(plan.seqs))
+        scheduler.check(state)
+    assert {True, False} <= {one for several in swapped.values() for one in several}
+
+
+def test_moving_a_block_does_not_move_as_many_as_a_table_may_have(tiny, monkeypatch):
+    made = []
+    monkeypatch.setattr(engine, "SwapSpace", lambda cache, blocks, batch: made.append(batch))
+    one = make(tiny).engine
+    assert made == [one._shapes.table_width], "as many as there may be"
+    monkeypatch.setattr(engine, "MOVED", 3 * one.memory.block_bytes + 1)
+    make(tiny)
+    monkeypatch.setattr(engine, "MOVED", 1)
+    make(tiny)
+    assert made[1:] == [3, 1]

@@ -1,0 +1,223 @@
+"""bench_peers: contenders are real processes; one here is this engine, the others a few lines of Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments.bench import peers
+from tests.weights.tiny import tiny_llama
+
+ROOT = Path(peers.__file__).parents[2]
+COUNTING = """
+import time
+from adapter import serve
+
+def load(model, options):
+    if "broken" in options:
+        raise RuntimeError("no such engine")
+    print("loading", model)                 # an engine may print: it must not reach the conversation
+    def generate(requests):
+        time.sleep(options.get("seconds", 0))
+        return [[(sum(prompt) + i + options.get("other", 0)) % 50 for i in range(count - options.get("short", 0))]
+                for prompt, count in requests]
+    return generate, "1.0"
+
+serve(load)
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a config of contenders that all run COUNTING, with the options given by name."""
+    adapter = tmp_path / "counting.py"
+    adapter.write_text(COUNTING)
+    model = str(tiny_llama(tmp_path / "llama", tied=True))
+
+    def write(**contenders: dict) -> list[str]:
+        entries = {
+            name: {"adapter": str(adapter), "exact": options.pop("exact", True), "options": options}
+            for name, options in contenders.items()
+        }
+        file = tmp_path / "peers.yaml"
+        file.write_text(yaml.safe_dump({"model": model, "contenders": entries}, sort_keys=False))
+        return [str(file), "--work", str(tmp_path / "work"), "--requests", "4", "--repeats", "3"]
+
+    return write
+
+
+def test_ratios_are_taken_within_rounds(config, tmp_path, capsys):
+    out, drawn = tmp_path / "out.json", tmp_path / "out.svg"
+    arguments = config(quick={"seconds": 0.05}, slow={"seconds": 0.2})
+    assert peers.main([*arguments, "--json", str(out), "--plot", str(drawn)]) == 0
+    found = json.loads(out.read_text())
+    quick, slow = found["rows"]
+    assert (quick["contender"], quick["ratio"]) == ("quick", 1.0)
+    assert 2 < slow["ratio_least"] <= slow["ratio"] <= slow["ratio_most"] < 6
+    assert slow["least"] <= slow["tokens_per_s"] <= slow["most"] < quick["least"]
+    assert found["same_tokens"] == {"quick": 1.0, "slow": 1.0}
+    assert "<svg" in drawn.read_text()
+    assert "quick is so many times as fast" in capsys.readouterr().out
+
+
+def test_a_table_of_known_rates():
+    rows = peers.table({"ours": [100.0, 50.0, 80.0], "theirs": [50.0, 20.0, 100.0]}, "ours")
+    assert [row["tokens_per_s"] for row in rows] == [80.0, 50.0]
+    assert (rows[1]["ratio_least"], rows[1]["ratio"], rows[1]["ratio_most"]) == (0.8, 2.0, 2.5)
+
+
+def test_a_round_that_lost_processors_is_repeated_by_all(monkeypatch, capsys):
+    """Ratios are of passes in one round; when time runs out, rounds count as they are."""
+    from types import SimpleNamespace
+
+    lost = iter([0.0, 0.2, 0.0, 0.0, 0.3, 0.0] + [0.5] * 20)
+    rate = iter(range(1, 100))
+    monkeypatch.setattr(peers, "one_pass", lambda *_: (float(next(rate)), next(lost)))
+    engines = [SimpleNamespace(name=name) for name in ("a", "b")]
+    assert peers.rounds(engines, [([1], 1)], 1) == {"a": [3.0], "b": [4.0]}  # type: ignore[arg-type]
+    assert peers.rounds(engines, [([1], 1)], 1) == {"a": [9.0], "b": [10.0]}  # type: ignore[arg-type]
+    assert capsys.readouterr().out.count("not counted") == 3
+
+
+@pytest.mark.parametrize("words", [["--repeats", "0"], ["--requests", "-1"]])
+def test_numbers_that_make_no_sense_are_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        peers.main(words)
+    assert "--repeats and --requests must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[{}]", 'entry 0: needs "prompt"'), ("[1]", "entry 0: needs"), ("{", "is not JSON")]
+)
+def test_a_file_that_is_no_workload_is_named(config, tmp_path, capsys, text, message):
+    (tmp_path / "odd.json").write_text(text)
+    assert peers.main([*config(first={}), "--file", str(tmp_path / "odd.json")]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {tmp_path / 'odd.json'}" in said
+    assert message in said
+
+
+def test_a_file_of_requests_is_read_as_an_experiment_reads_it(tmp_path):
+    """configs/w1.yaml names it with `kind: tokens`; both names of an output's length are taken."""
+    file = tmp_path / "w1.json"
+    file.write_text(json.dumps([{"prompt": [3, 4], "max_tokens": 5}, {"prompt": [6], "n": 2}]))
+    assert peers.w1(str(file), 100) == [([3, 4], 5), ([6], 2)]
+
+
+def test_one_that_says_it_is_exact_and_is_not_ends_the_run(config):
+    with pytest.raises(SystemExit, match="second gives other tokens than first"):
+        peers.main(config(first={}, second={"other": 1}))
+
+
+def test_one_that_does_not_say_so_is_timed(config, capsys):
+    assert peers.main(config(first={}, second={"other": 1, "exact": False})) == 0
+    assert "second                                  0% of 4 requests" in capsys.readouterr().out
+
+
+def test_too_few_tokens_are_an_error(config):
+    with pytest.raises(SystemExit, match="first gave 23 tokens where 24 were asked for"):
+        peers.main(config(first={"short": 1}))
+
+
+def test_an_engine_that_cannot_start_is_named_with_its_reason_and_its_log(config):
+    with pytest.raises(SystemExit, match=r"second: RuntimeError: no such engine; what it printed is in .*peer1\.log"):
+        peers.main(config(first={}, second={"broken": True}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"adapter": "vlm"}, "contenders.first.adapter is 'vlm'; it must be one of llama_cpp, openvino, pagedjax"),
+        ({"pyhton": "python"}, "'pyhton'; did you mean 'python'?"),
+        ({"exact": "yes"}, "contenders.first.exact is 'yes'; it must be true or false"),
+    ],
+)
+def test_what_is_wrong_in_a_config_is_named(tmp_path, capsys, change, message):
+    file = tmp_path / "peers.yaml"
+    file.write_text(yaml.safe_dump({"contenders": {"first": {"adapter": "pagedjax"} | change}}))
+    assert peers.main([str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_python_that_is_not_there_is_named(config, tmp_path):
+    file = Path(config(first={})[0])
+    entries = yaml.safe_load(file.read_text())
+    entries["contenders"]["first"]["python"] = "no-such-python"
+    file.write_text(yaml.safe_dump(entries))
+    with pytest.raises(SystemExit, match="first: cannot run 'no-such-python'"):
+        peers.main([str(file), "--work", str(tmp_path / "work")])
+
+
+def test_only_takes_names_of_the_config(config, capsys):
+    assert peers.main([*config(first={}, second={}), "--only", "third"]) == 2
+    assert "--only names 'third'; the config has 'first', 'second'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_nobody_stays_behind_when_it_is_told_to_end(config, tmp_path):
+    command = [sys.executable, "-m", "experiments.bench.peers", *config(first={"seconds": 60}, second={})]
+    run = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    try:
+        assert run.stdout
+        assert "ready" in run.stdout.readline()
+        assert "ready" in run.stdout.readline()
+        adapter = str(tmp_path / "counting.py")
+        assert len(_processes(adapter)) == 2
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 128 + signal.SIGTERM
+        end = time.monotonic() + 10
+        while _processes(adapter) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not _processes(adapter)
+    finally:
+        run.kill()
+        run.wait()
+
+
+def _processes(word: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if word in words and "-m" not in words:
+            found.append(entry.parent.name)
+    return found
+
+
+def test_the_checkpoint_is_written_out_as_everybody_reads_it(tmp_path):
+    from pagedjax.weights.checkpoint import open_checkpoint
+
+    folder = peers.write_out("smollm2-135m", tmp_path)
+    ours, theirs = open_checkpoint("smollm2-135m"), open_checkpoint(folder)
+    assert set(ours.tensors) == set(theirs.tensors)
+    name = "model.layers.3.mlp.down_proj.weight"
+    assert (ours.tensors[name].read() == theirs.tensors[name].read()).all()
+    assert peers.write_out(str(folder), tmp_path / "elsewhere") == folder  # it is one already
+
+
+def test_this_engine_is_a_contender(tmp_path, capsys):
+    """Twice, with another block size: real processes, real tokens."""
+    options = {"max_model_len": 160, "max_num_seqs": 4, "num_blocks": 200, "token_buckets": [8, 64]}
+    options["max_num_batched_tokens"] = 64
+    contenders = {
+        f"blocks of {size}": {"adapter": "pagedjax", "options": {**options, "block_size": size}} for size in (4, 16)
+    }
+    file, work = tmp_path / "peers.yaml", tmp_path / "work.json"
+    model = tiny_llama(tmp_path / "llama", tied=True)
+    file.write_text(yaml.safe_dump({"model": str(model), "contenders": contenders}))
+    work.write_text(json.dumps([{"prompt": [5, 6, 7 + i], "n": 5} for i in range(3)]))
+    arguments = [str(file), "--file", str(work), "--repeats", "1", "--work", str(tmp_path)]
+    assert peers.main(arguments) == 0, capsys.readouterr().err
+    assert "blocks of 16                          100% of 3 requests" in capsys.readouterr().out

@@ -1,0 +1,41 @@
+"""The benchmark of random weights, at a size where it is a test."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.bench import random_llama
+
+
+def test_engines_run_on_random_weights(tmp_path, capsys):
+    out = tmp_path / "figures.json"
+    sizes = ["--seqs", "3", "--context", "20", "--tokens", "4", "--budget", "16", "--dtype", "float32"]
+    arguments = ["--shape", "small", "--impls", "xla", "pallas_gpu", *sizes, "--json", str(out), "--bandwidth", "1e10"]
+    assert random_llama.main(arguments) == 1, "there is no GPU, and that is said"
+    runs = json.loads(out.read_text())["runs"]
+    assert runs["xla"]["decode_step"] > 0
+    assert runs["xla"]["compilations"] == 0
+    assert "runs on platform 'gpu' and not on 'cpu'" in runs["pallas_gpu"]["error"]
+    assert "xla" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--dtype", "foo"], "invalid choice: 'foo'"),
+        (["--tokens", "1"], "--tokens is 1; it must be at least 2"),
+        (["--seqs", "0"], "--seqs is 0; it must be at least 1"),
+    ],
+)
+def test_what_gives_no_number_is_refused(wrong, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        random_llama.main(wrong)
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_without_a_whole_decode_says_so(capsys):
+    sizes = ["--seqs", "3", "--context", "20", "--tokens", "2", "--budget", "16", "--dtype", "float32"]
+    assert random_llama.main(["--shape", "small", "--impls", "xla", *sizes]) == 1
+    assert "no step decoded all 3 sequences and nothing else; raise --tokens or --budget" in capsys.readouterr().err

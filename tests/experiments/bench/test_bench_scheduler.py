@@ -1,0 +1,91 @@
+"""The loads of the scheduler's benchmark do what their names say; how fast is not a test's business."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.bench import scheduler as bench_scheduler
+from experiments.bench.scheduler import LOADS, Step, Stream, advance, sizes, start, timing
+from pagedjax.host import scheduler
+
+SEQS = 16
+Ran = dict[str, tuple[Stream, list[Step]]]
+
+
+@pytest.fixture(scope="module")
+def ran() -> Ran:
+    """Each load through its warm-up and 200 steps more, with SEQS sequences and as many blocks as they need."""
+    config = sizes(seqs=SEQS, blocks=80 * SEQS, block_size=16, steps=200)
+    return {load.name: advance(start(load, config), load.warm_up + 200) for load in LOADS}
+
+
+def total(ran: Ran, load: str, column: str) -> int:
+    return sum(getattr(step, column) for step in ran[load][1])
+
+
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: load.name)
+def test_a_load_keeps_the_scheduler_busy_and_whole(ran: Ran, load: bench_scheduler.Load) -> None:
+    stream, steps = ran[load.name]
+    scheduler.check(stream.state)
+    assert all(step.schedule > 0 and step.commit > 0 for step in steps)
+    assert total(ran, load.name, "sequences") > 0.7 * SEQS * len(steps)
+    assert (total(ran, load.name, "finished") == 0) == load.name.startswith("decode")
+    assert (total(ran, load.name, "preempted") > 0) == load.name.startswith("tight")
+    assert (stream.state.host is not None) == load.swap
+
+
+def test_what_is_switched_on_is_used(ran: Ran) -> None:
+    assert total(ran, "arrivals", "found") == total(ran, "arrivals", "copies") == 0
+    assert total(ran, "chunks", "tokens") > 1.5 * total(ran, "chunks", "sequences")
+    assert total(ran, "arrivals+branches", "copies") > 0
+    assert total(ran, "tight+swap", "swapped") > 0
+    for column in ("found", "copies"):
+        assert total(ran, "arrivals+all", column) > 0
+    for column in ("found", "copies", "swapped"):
+        assert total(ran, "tight+all", column) > 0
+    pool = ran["arrivals+hashes"][0].state.pool
+    assert total(ran, "arrivals+hashes", "found") > 0
+    assert pool.oldest > 0, "blocks have been evicted"
+    assert len(pool.idle) > pool.num_blocks // 2
+    groups = ran["decode+all"][0].state
+    assert {seq.group is not None for seq in groups.running.seqs} == {True}
+    assert all(len(seq.hashes) >= seq.computed // 16 - 1 for seq in groups.running.seqs), "outputs are published"
+
+
+def test_medians_are_of_a_step_and_the_spread_is_of_rounds() -> None:
+    def step(schedule: float, commit: float) -> Step:
+        return Step(schedule * 1e-6, commit * 1e-6, 4, 5, 1, 0, 0, 0, 0)
+
+    rounds = [[step(10, 20), step(30, 40), step(10, 20)], [step(50, 50)] * 3]
+    found = timing("x", rounds)
+    assert (found.median, found.low, found.high) == (85.0, 30.0, 100.0)
+    assert (found.schedule, found.commit) == (40.0, 45.0)
+    assert (found.sequences, found.tokens, found.finished) == (4, 5, 1)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    small = ["--seqs", "4", "--blocks", "320", "--measure", "20"]
+    assert bench_scheduler.main([*small, "--loads", "decode", "decode+all", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [load["load"] for load in result["loads_us"]] == ["decode", "decode+all"]
+    assert result["met"] == {"decode": True, "decode+all": True}, "4 sequences are no work at all"
+    assert bench_scheduler.main([*small, "--loads", "decode"]) == 0
+    assert "4 sequences, 320 blocks of 16; microseconds a step" in capsys.readouterr().out
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for wrong, message in (
+        (["--blocks", "100"], "raise --blocks, or lower --seqs or --measure"),
+        (["--seqs", "2"], "a request of 4 branches needs as many"),
+        (["--seqs", "0"], "a request of 4 branches needs as many"),
+        (["--block-size", "0"], "--block-size is 0; it must be at least 1"),
+        (["--measure", "0"], "--measure is 0; it must be at least 1"),
+        (["--steps", str(tmp_path / "no.jsonl")], "no.jsonl, which cannot be read as steps.jsonl of a run"),
+        (["--steps", str(empty)], "which cannot be read as steps.jsonl of a run"),
+        (["--loads", "nothing"], "invalid choice: 'nothing'"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            bench_scheduler.main(wrong)
+        assert message in capsys.readouterr().err

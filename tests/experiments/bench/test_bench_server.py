@@ -1,0 +1,34 @@
+"""What serving costs, at a size where it is a test."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.bench import server
+
+
+def test_a_pass_of_each_way_makes_the_tokens_that_were_asked_for(tiny_folder, tmp_path, capsys, monkeypatch):
+    small = {"max_num_batched_tokens": 64, "token_buckets": (64,), "max_num_seqs": 8}  # fewer programs to compile
+    monkeypatch.setattr(server, "ENGINE", server.ENGINE | small)
+    out = tmp_path / "out.json"
+    server.main(["--model", str(tiny_folder), "--requests", "5", "--rounds", "2", "--json", str(out)])
+    found = json.loads(out.read_text())["output_tokens_per_s"]
+    assert {way: len(values) for way, values in found.items()} == dict.fromkeys(server.WAYS, 2)
+    assert all(value > 0 for values in found.values() for value in values)
+    assert "| library |" in capsys.readouterr().out
+
+
+def test_ratios_are_taken_round_by_round():
+    text = server.table({"library": [10.0, 20.0], "whole": [9.0, 10.0], "streamed": [10.0, 20.0]})
+    assert "| whole | 10 (9 to 10) | 0.700 (0.500 to 0.900) |" in text
+
+
+def test_requests_repeat_and_stay_within_their_limits():
+    first, again = (server.requests(30, 320) for _ in range(2))
+    assert first == again
+    assert all(16 <= len(prompt) <= 256 and 16 <= count <= 128 for prompt, count in first)
+    assert all(17 <= token < 320 for prompt, _ in first for token in prompt)
+    with pytest.raises(SystemExit):
+        server.main(["--requests", "0"])

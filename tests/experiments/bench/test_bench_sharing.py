@@ -1,0 +1,124 @@
+"""What branches share, on the scheduler alone: exactly what counting by hand gives, and near the paper's values."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.bench import sharing
+from experiments.bench.sharing import ALPACA, SHAREGPT, Ask, draw, simulate
+from experiments.core.draws import Poisson
+
+
+def by_hand(asks: list[Ask], size: int) -> tuple[int, int]:
+    """Table entries and distinct blocks, summed over steps: of one sequence after the other, without a scheduler.
+
+    The first branch runs from its step 0 on, the others from step 1; in its k-th step a branch has ceil((prompt + k) /
+    size) blocks. While several run, all but one do not pay for the prompt's blocks before the one that they write to.
+    """
+    listed = saved = 0
+    for ask in asks:
+        for output in ask.outputs:
+            listed += sum(-(-(ask.prompt + k) // size) for k in range(output))
+        ends = [ask.outputs[0] - 1, *ask.outputs[1:]]
+        together = sum(max(0, sum(end >= step for end in ends) - 1) for step in range(1, max(ends) + 1))
+        saved += together * ((ask.prompt - 1) // size)
+    return listed, listed - saved
+
+
+asks_of_any_shape = st.lists(
+    st.builds(
+        Ask,
+        st.integers(1, 40),
+        st.lists(st.integers(1, 30), min_size=1, max_size=6).map(tuple),
+        st.integers(0, 20).map(float),
+    ),
+    min_size=1,
+    max_size=8,
+).map(lambda asks: sorted(asks, key=lambda ask: ask.arrival))
+
+
+@settings(deadline=None, max_examples=60)
+@given(asks_of_any_shape, st.sampled_from([1, 4, 16]))
+def test_the_scheduler_shares_exactly_what_can_be_counted_by_hand(asks: list[Ask], size: int) -> None:
+    found = simulate(asks, size)
+    assert (found.listed, found.used) == by_hand(asks, size)
+    assert found.preemptions == 0
+
+
+def test_a_request_of_two_branches_by_hand() -> None:
+    # Prompt 20 in blocks of 16. The first branch: steps 0 to 2, the second: steps 1 to 3, two blocks each, one shared.
+    found = simulate([Ask(20, (3, 3), 0.0)], 16)
+    assert (found.listed, found.used, found.steps) == (2 + 4 + 4 + 2, 2 + 3 + 3 + 2, 4)
+    assert simulate([Ask(15, (3, 3), 0.0)], 16).share == 0, "the only block is partial, and is copied"
+
+
+@pytest.fixture(scope="module")
+def shares() -> dict[tuple[str, int, str], float]:
+    """Per cent saved, by data set, branches and kind of lengths."""
+    rows = {}
+    for data, requests in ((ALPACA, 1200), (SHAREGPT, 200)):
+        for lengths in ("same", "own"):
+            for n in (2, 4, 6):
+                listed, used = by_hand(draw(data, requests, n, lengths, seed=1), 16)
+                rows[data.name, n, lengths] = 100 * (1 - used / listed)
+    return rows
+
+
+def test_the_papers_values_lie_between_the_two_kinds_of_lengths(shares: dict[tuple[str, int, str], float]) -> None:
+    for n, paper in ALPACA.paper.items():
+        assert paper is not None
+        assert shares["alpaca", n, "own"] < paper < shares["alpaca", n, "same"]
+        assert shares["alpaca", n, "same"] < 1.6 * paper
+    low, high = SHAREGPT.paper[2], SHAREGPT.paper[6]
+    assert low is not None
+    assert high is not None
+    assert shares["sharegpt", 2, "same"] == pytest.approx(low, rel=0.25)
+    assert shares["sharegpt", 6, "same"] == pytest.approx(high, rel=0.25)
+    assert shares["sharegpt", 4, "own"] > shares["alpaca", 4, "own"], "longer prompts share more"
+
+
+def test_branches_of_one_length_save_n_minus_1_of_n(shares: dict[tuple[str, int, str], float]) -> None:
+    for data in (ALPACA, SHAREGPT):
+        constants = [shares[data.name, n, "same"] * n / (n - 1) for n in (2, 4, 6)]
+        assert constants == pytest.approx([constants[0]] * 3, rel=0.02)
+        # The paper's own values follow the law as far as they are printed.
+        paper = [value * n / (n - 1) for n, value in data.paper.items() if value is not None]
+        assert max(paper) < 1.14 * min(paper)
+
+
+def test_when_requests_come_does_not_matter() -> None:
+    at_once = draw(ALPACA, 40, 3, "own", seed=2)
+    spread = draw(ALPACA, 40, 3, "own", seed=2, arrivals=Poisson("poisson", 0.5))
+    assert [ask[:2] for ask in at_once] == [ask[:2] for ask in spread]
+    assert spread[-1].arrival > 40
+    a, b = simulate(at_once, 16), simulate(spread, 16)
+    assert (a.listed, a.used) == (b.listed, b.used)
+    assert a.steps < b.steps
+
+
+def test_lengths_are_drawn_as_they_are_said_to_be() -> None:
+    same, own = (draw(SHAREGPT, 400, 4, lengths, seed=3) for lengths in ("same", "own"))
+    assert all(len(set(ask.outputs)) == 1 and len(ask.outputs) == 4 for ask in same)
+    assert [ask.prompt for ask in same] == [ask.prompt for ask in own]
+    assert len({ask.outputs for ask in own}) == 400
+    assert sum(len(set(ask.outputs)) == 4 for ask in own) > 380
+    mean = sum(sum(ask.outputs) for ask in own) / 1600
+    assert mean == pytest.approx(SHAREGPT.output, rel=0.1)
+
+
+def test_the_command_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sharing.main(["--requests", "4", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    expected = [(name, n) for name in ("alpaca", "sharegpt") for _ in ("same", "own") for n in (2, 4, 6)]
+    assert [(row["dataset"], row["n"]) for row in rows] == expected
+    assert all(0 <= row["saved"] < 100 and row["error"] >= 0 for row in rows)
+    assert sharing.main(["--requests", "4"]) == 0
+    assert "saved %" in capsys.readouterr().out
+    for rate in ("0", "nan", "inf"):
+        with pytest.raises(SystemExit, match="2"):
+            sharing.main(["--rate", rate])
+        assert "it must be above 0 requests a second" in capsys.readouterr().err

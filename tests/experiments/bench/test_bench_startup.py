@@ -1,0 +1,45 @@
+"""Start-up by stage, in processes of their own, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from experiments.bench import startup
+
+
+def test_stages_sum_to_the_whole_and_a_warm_process_compiles_nothing(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "startup.json"
+    words = ["--model", str(tiny_folder), "--kinds", "LLM(lazy)", "--repeats", "1", "--json", str(out)]
+    assert startup.main(words) == 0
+    runs = json.loads(out.read_text())["runs"]
+    assert set(runs) == {"LLM(lazy), cold", "LLM(lazy), warm"}
+    (cold,), (warm,) = runs.values()
+    for run in (cold, warm):
+        assert all(run[stage] > 0 for stage in startup.STAGES if stage != "warmup")
+        assert sum(run[stage] for stage in startup.STAGES) == pytest.approx(run["total"])
+    assert cold["cached"] == 0
+    assert warm["cached"] == warm["programs"] == cold["programs"] > 0
+    assert "LLM(lazy), warm" in capsys.readouterr().out
+
+
+def test_a_process_that_fails_is_an_error_with_its_reason(tmp_path, capsys):
+    assert startup.main(["--model", str(tmp_path), "--repeats", "1"]) == 1
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_no_repeats_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        startup.main(["--repeats", "0"])
+    assert "--repeats is 0; it must be at least 1" in capsys.readouterr().err
+
+
+def test_a_process_that_lost_its_processors_does_not_count():
+    def run(total, stolen):
+        return dict.fromkeys((*startup.STAGES, "total"), total) | {"stolen": stolen, "programs": 1, "cached": 0}
+
+    lucky, unlucky = run(1.0, 0.01), run(9.0, 0.5)
+    assert startup.counted([lucky, unlucky]) == [lucky]
+    assert startup.counted([unlucky]) == [unlucky]
+    assert "9.00" not in startup.table({"LLM(), cold": [lucky, unlucky]})

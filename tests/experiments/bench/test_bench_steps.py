@@ -1,0 +1,54 @@
+"""What measures a decode step, at a size where it is a test: beside its floors, and what lies between two of them."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.bench import floors, idle
+
+
+def test_a_step_is_set_beside_its_floors(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "floors.json"
+    sizes = ["--batches", "1", "3", "--context", "20", "--repeats", "3"]
+    floors.main(["--model", str(tiny_folder), *sizes, "--json", str(out)])
+    rows = json.loads(out.read_text())
+    assert [row["batch"] for row in rows] == [1, 3]
+    names = ("step", "host", "read weights", "weight products", "attention products")
+    assert all(row[name] > 0 for row in rows for name in names)
+    assert "with attention's" in capsys.readouterr().out
+
+
+def test_idle_time_is_read_from_the_trace(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "idle.json"
+    for _ in range(3):  # other processes come between the clocks of the trace and of the engine
+        idle.main(["--model", str(tiny_folder), "--sequences", "8", "--steps", "6", "--json", str(out)])
+        plain, ahead = json.loads(out.read_text())["rows"]
+        if plain["idle"] > plain["host"]:
+            break
+    assert (plain["sequences"], plain["lookahead"], ahead["lookahead"]) == (8, 0, 1)
+    for row in (plain, ahead):
+        assert row["idle"] <= row["longest"]
+        assert row["step"] > 0
+    assert plain["idle"] > plain["host"] > 0, "without lookahead the device waits for all that the host does"
+    assert "idle / step" in capsys.readouterr().out
+
+
+def test_programs_are_what_callers_begin_and_wait_for():
+    event = namedtuple("event", "name start_ns end_ns")
+    caller = [event(idle.BEGINS, 5, 6), event(idle.ENDS, 6, 9), event("something else", 9, 10)]
+    caller += [event(idle.BEGINS, 20, 21), event(idle.ENDS, 22, 30), event(idle.ENDS, 31, 40)]
+    lines = [SimpleNamespace(name=f"{idle.CALLERS}/1", events=caller[::-1])]
+    lines += [SimpleNamespace(name="a helper", events=[event(idle.BEGINS, 1, 2), event(idle.ENDS, 3, 4)])]
+    trace = SimpleNamespace(planes=[SimpleNamespace(lines=lines)])
+    assert list(idle.programs(trace)) == [(5, 9), (20, 30)]
+
+
+@pytest.mark.parametrize("wrong", [["--steps", "2"], ["--sequences", "0"], ["--lookahead", "-1"]])
+def test_what_cannot_be_traced_is_refused(wrong, capsys):
+    with pytest.raises(SystemExit):
+        idle.main(wrong)
+    assert "must be at least" in capsys.readouterr().err

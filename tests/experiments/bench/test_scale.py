@@ -1,0 +1,255 @@
+"""Counts on paper against arrays and the compiler's own counts; the command at a size where it is a test. No times."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.bench import scale, scale_paper, scale_report
+from experiments.bench.scale import FULL, QUICK, WARM, Setup, chosen
+from experiments.bench.scale_paper import BLOCK, ROOM, Paper, Rates, Shape, paper
+from experiments.bench.scale_report import line
+from pagedjax.device import cache
+from pagedjax.device.batch import blank_sampling, pack
+from pagedjax.device.models import llama
+from pagedjax.host.types import EMPTY_PLAN
+
+README = Path(scale.__file__).parents[1] / "results" / "README.md"
+KEPT = Path(scale.__file__).parents[1] / "results" / "cpu" / "scale" / "scale.json"
+ODD = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def size(tree) -> int:
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
+
+
+def config():
+    return llama.from_hf(ODD | {"num_hidden_layers": 3, "vocab_size": 320})
+
+
+# --- on paper ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_are_those_of_the_parameters(tied: bool, bias: bool):
+    body = ODD | {"tie_word_embeddings": tied, "attention_bias": bias, "max_position_embeddings": 100}
+    model = scale.model_of(Shape(5, 30, 3, 320), body)
+    p = paper(model.config, sequences=5, context=30)
+    assert p.weights == size(model.params)
+    read = size(model.params) - size(model.params["angles"])
+    assert p.weights_read == read - (0 if tied else (320 - 5) * 48 * 4), "of an embedding, the rows of five tokens"
+
+
+def test_products_are_those_that_the_compiler_counts():
+    model = scale.model_of(Shape(8, 30, 3, 320), ODD | {"tie_word_embeddings": True})
+
+    def products(params) -> float:
+        flat, tree = jax.tree.flatten(params)
+        run = lambda *ws: [w @ jnp.ones((w.shape[1], 8)) for w in jax.tree.leaves(tree.unflatten(ws)) if w.ndim == 2]  # noqa: E731
+        return jax.jit(run).lower(*flat).cost_analysis()["flops"]
+
+    assert paper(model.config, sequences=8, context=30).products == products(model.params)
+
+
+def test_attention_is_what_the_compiler_counts_over_contiguous_keys():
+    c, b, n = config(), 5, 30
+    group = c.heads // c.kv_heads
+
+    def both(q, k, v):
+        scores = jnp.einsum("bkgd,bknd->bkgn", q, k)
+        return jnp.einsum("bkgn,bknd->bkgd", scores, v)
+
+    q = jnp.ones((b, c.kv_heads, group, c.head_dim))
+    keys = jnp.ones((b, c.kv_heads, n, c.head_dim))
+    counted = jax.jit(both).lower(q, keys, keys).cost_analysis()["flops"]
+    p = paper(c, sequences=b, context=n)
+    assert p.attention == c.layers * counted
+    assert p.kv_read == c.layers * size((keys, keys))
+
+
+@pytest.mark.parametrize(("sequences", "context"), [(1, 40), (5, 30), (7, 64)])
+def test_cache_and_inputs_are_those_of_the_arrays(sequences: int, context: int):
+    c, shapes = config(), scale.shapes_of(Shape(sequences, context, 3, 320))
+    pages = cache.init(
+        layers=3,
+        blocks=sequences * math.ceil((context + ROOM) / BLOCK),
+        block_size=BLOCK,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        dtype="float32",
+    )
+    batch = pack(EMPTY_PLAN, {}, shapes, {sequences: blank_sampling(shapes, sequences)})
+    p = paper(c, sequences, context)
+    assert p.cache == size(pages)
+    assert p.inputs == size(batch)
+
+
+def test_a_step_is_bound_by_the_slower_of_two_in_each_part():
+    p = Paper(0, weights_read=100, kv_read=30, products=1000, attention=60, cache=0, inputs=0, activations=0)
+    assert scale_paper.roofline(p, Rates(read=10.0, multiply=1000.0)) == 10 + 3
+    assert scale_paper.roofline(p, Rates(read=10.0, multiply=10.0)) == 100 + 6
+    assert scale_paper.roofline(p, Rates(read=10.0, multiply=50.0)) == 20 + 3
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("sequences", "steps"), [(1, 1), (16, 5), (20, scale.MOST_STEPS)])
+def test_each_step_decodes_every_sequence_and_the_middle_one_has_the_context(sequences: int, steps: int):
+    context, lead = 64, WARM + steps // 2
+    shapes = scale.shapes_of(Shape(sequences, context, 1, 50))
+    blanks = {sequences: blank_sampling(shapes, sequences)}
+    host, lengths, tokens = scale.prompted(shapes, context, lead), [], []
+    for i in range(WARM + steps):
+        host, _, batch = scale.advance(host, shapes, blanks, lambda batch, i=i: batch.tokens * 0 + i)
+        assert batch.cu_q_lens.tolist() == list(range(sequences + 1)), "one token of each"
+        lengths.append(batch.seq_lens)
+        tokens.append(batch.tokens)
+    assert len(host.state.running.seqs) == sequences, "nobody has ended"
+    assert lengths[lead][0] == context
+    assert lengths[lead].mean() == pytest.approx(context, abs=0.5)
+    assert lengths[-1].max() < context + ROOM
+    assert tokens[-1].tolist() == [WARM + steps - 2] * sequences, "a step computes what the one before it sampled"
+    assert all(len(seq.hashes) >= (context - lead) // BLOCK - 1 for seq in host.state.running.seqs)
+
+
+def test_not_all_sequences_begin_a_block_in_the_same_step():
+    shapes = scale.shapes_of(Shape(16, 64, 1, 50))
+    host = scale.prompted(shapes, 64, 5)
+    assert sorted(length % BLOCK for length in host.state.running.lengths) == list(range(BLOCK))
+
+
+# --- what is made of it -----------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_found_and_its_miss_is_relative():
+    found = line([1, 4, 16, 1024], [12, 18, 42, 2058])
+    assert found == pytest.approx((10, 2, 0), abs=1e-6)
+    assert line([1, 2, 4], [1, 1, 2]).miss == pytest.approx(0.18, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.0, "0"),
+        (4.125, "4.12"),
+        (4.125 + 1e-14, "4.12"),
+        (0.01234, "0.0123"),
+        (1.0, "1.00"),
+        (99.95, "100.0"),
+        (123.4, "123"),
+        (12345.6, "12,346"),
+    ],
+)
+def test_numbers_have_three_digits(value: float, said: str):
+    assert scale_report.number(value) == said
+
+
+def test_points_are_measured_once_and_the_base_is_in_every_factor():
+    shapes = scale.points(FULL)
+    assert len(shapes) == len(set(shapes)) == sum(map(len, FULL.values.values())) - 3
+    for setup in (FULL, QUICK):
+        assert all(getattr(setup.base, factor) in values for factor, values in setup.values.items())
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> SimpleNamespace:
+    """The whole command, with the least that every factor takes."""
+    out, said = tmp_path_factory.mktemp("scale") / "scale.json", io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert scale.main(["--quick", "--steps", "2", "--json", str(out)]) == 0
+    return SimpleNamespace(figures=json.loads(out.read_text()), text=said.getvalue(), file=out)
+
+
+def test_the_command_measures_every_point(quick):
+    figures = quick.figures
+    assert figures["command"] == "python -m experiments.bench.scale --quick --steps 2"
+    assert {name: [p[name] for p in several] for name, several in figures["factors"].items()} == {
+        name: list(values) for name, values in QUICK.values.items()
+    }
+    assert set(figures["where"]) >= {"commit", "python", "versions", "cpu"}
+    assert {"stolen", "elsewhere", "load_average", "date"} <= set(figures)
+    for point in [p for several in figures["factors"].values() for p in several]:
+        assert len(point["step_ms"]) == len(point["host_us"]) == 2
+        assert min(*point["step_ms"], *point["host_us"]) > 0
+        assert scale_report.difference(point) == 0, "the compiler's arguments are weights, cache and inputs"
+        assert point["compiled"]["activations"] >= point["paper"]["activations"]
+
+
+def test_the_text_has_a_table_and_a_sentence_for_each_factor(quick):
+    heading, *_ = quick.text.splitlines()
+    assert heading.startswith("## cpu/scale: `python -m experiments.bench.scale --quick --steps 2`, 20")
+    for name, values in QUICK.values.items():
+        rows = [text for text in quick.text.splitlines() if text.startswith(f"| {values[-1]} |")]
+        assert any(len(row.split("|")) == 3 + len(scale_report.COLUMNS) for row in rows)
+        assert f"**{name.capitalize()}** (" in quick.text
+        assert scale_report.UNITS[name][1] in quick.text
+    assert "weights, cache and inputs, to the byte." in " ".join(quick.text.split())
+
+
+def test_kept_figures_say_the_same_again(quick, capsys):
+    assert scale.main(["--show", str(quick.file)]) == 0
+    assert capsys.readouterr().out == quick.text
+
+
+def test_the_documented_tables_are_those_of_the_kept_figures():
+    _, _, rest = README.read_text(encoding="utf-8").partition("<!-- scale -->\n")
+    text, _, _ = rest.partition("<!-- end -->")
+    assert text == scale_report.report(scale.kept(KEPT)), (
+        "paste what `python -m experiments.bench.scale --show` prints of the file"
+    )
+
+
+# --- bad arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "--steps is 0; a sequence has room for 40: choose 1 to 40"),
+        (["--steps", "41"], "--steps is 41; a sequence has room for 40: choose 1 to 40"),
+        (["--layers", "0", "2"], "--layers has 0; each value must be at least 1: leave it out"),
+        (["--sequences", "4", "4"], "--sequences has 4 alone; growth takes at least 2 values: add one that differs"),
+        (["--context", "8", "64"], "--context has 8; with 15 steps it must be at least 19: raise it, or lower --steps"),
+        (["--sequences", "1", "100000000"], "--sequences has 100000000, which takes"),
+        (["--vocabulary", "many"], "invalid int value: 'many'"),
+        (["--json", "no/such/folder/out.json"], "in a folder that does not exist; make it first"),
+        (["--show", "no.json"], "--show is no.json, which cannot be read"),
+        (["--show", __file__], "give a file that --json wrote"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(scale, "run", lambda *_: pytest.fail("this would take minutes"))
+    with pytest.raises(SystemExit):
+        scale.main(words)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text('{"factors": {"sequences": []}}')
+    with pytest.raises(ValueError, match="has no factors"):
+        scale.kept(other)
+
+
+def test_what_does_not_fit_is_named_with_the_remedy():
+    need = scale_paper.held(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
+    assert chosen(QUICK, {}, 3, need).values == QUICK.values
+    with pytest.raises(ValueError, match=r"--layers has 2, which takes 0\.\d\d MiB, .* lower it, or free some memory"):
+        chosen(QUICK, {}, 3, need - 1)
+    assert chosen(QUICK, {}, 3, None).values == QUICK.values, "a device that does not tell refuses later itself"
+
+
+def test_other_values_come_in_order_and_the_rotary_table_is_long_enough():
+    setup = chosen(FULL, {"context": [9000, 100, 100], "layers": None}, 15, None)
+    assert setup == Setup({**FULL.body, "max_position_embeddings": 9000 + ROOM}, FULL.base, setup.values)
+    assert setup.values == FULL.values | {"context": (100, 9000)}

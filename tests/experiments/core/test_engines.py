@@ -1,0 +1,104 @@
+"""The order of runs, and the life of engines: built once, few alive, weights shared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.core import config
+from experiments.core.engines import Engines, engine_key, plan_runs
+
+WORKLOAD = {
+    "kind": "synthetic",
+    "count": 2,
+    "prompt": {"dist": "fixed", "value": 4},
+    "output": {"dist": "fixed", "value": 2},
+}
+
+
+def points(repeats: int = 2, num_blocks: int | None = 8, **grid: list[Any]) -> list[config.Point]:
+    paths = {name.replace("__", "."): values for name, values in grid.items()}
+    base = {"name": "unit", "workload": WORKLOAD, "engine": {"num_blocks": num_blocks}, "repeats": repeats}
+    return config.expand({**base, "sweep": {"grid": paths}} if paths else base, Path("."))
+
+
+def labels(runs: Any) -> list[str]:
+    return [f"{run.point.label} r{run.repeat}" for run in runs]
+
+
+def test_repeats_interleave_and_every_second_walks_back() -> None:
+    runs = plan_runs(points(engine__block_size=[8, 16], seed=[1, 2]), alive=4)
+    one_way = ["block_size=8, seed=1", "block_size=8, seed=2", "block_size=16, seed=1", "block_size=16, seed=2"]
+    assert labels(runs) == [f"{label} r0" for label in one_way] + [f"{label} r1" for label in one_way[::-1]]
+
+
+def test_an_engine_sized_by_free_memory_is_alone() -> None:
+    runs = plan_runs(points(num_blocks=None, engine__block_size=[8, 16]), alive=4)
+    assert labels(runs) == ["block_size=8 r0", "block_size=8 r1", "block_size=16 r0", "block_size=16 r1"]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.sampled_from(["a", "b"]), min_size=1, unique=True),
+    st.lists(st.sampled_from([8, 16, 32]), min_size=1, unique=True),
+    st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True),
+    st.lists(st.sampled_from([4, 8, None]), min_size=1, unique=True),
+)
+def test_every_run_happens_once_and_no_engine_is_built_twice(
+    alive: int, repeats: int, models: list[str], sizes: list[int], seeds: list[int], blocks: list[int | None]
+) -> None:
+    grid = {"model": models, "engine__block_size": sizes, "seed": seeds, "engine__num_blocks": blocks}
+    found = points(repeats, **grid)
+    runs = plan_runs(found, alive)
+    assert sorted((run.order, run.repeat) for run in runs) == [
+        (i, r) for i in range(len(found)) for r in range(repeats)
+    ]
+    assert all(found[run.order] is run.point for run in runs)
+    built: list[Any] = []
+    loaded: list[str] = []
+    engines = Engines(
+        alive, lambda model, **dtypes: loaded.append(model) or model, lambda **fields: built.append(fields) or fields
+    )
+    for run in runs:
+        with patch("experiments.core.engines.gc"):  # these engines hold nothing, and there are hundreds
+            engine = engines.get(run.point.experiment)
+        assert engine["model"] == run.point.experiment.model
+        assert engine["block_size"] == run.point.experiment.engine.block_size
+        assert len(engines._engines) <= (1 if engine["num_blocks"] is None else alive)
+    assert len(built) == len({engine_key(point.experiment) for point in found})
+    assert loaded == [model for model in models]
+    assert set(engines.startup_seconds) == {engine_key(point.experiment) for point in found}
+
+
+def test_weights_are_loaded_once_for_each_type_of_number() -> None:
+    loaded = []
+    engines = Engines(
+        4, lambda model, **dtypes: loaded.append(tuple(dtypes.values())) or model, lambda **fields: fields
+    )
+    grid = {"engine__dtype": ["float32", "bfloat16"], "engine__weight_dtype": [None, "int8"]}
+    for run in plan_runs(points(engine__block_size=[8, 16], **grid), alive=4):
+        wanted, made = run.point.experiment.engine, engines.get(run.point.experiment)
+        assert (made["dtype"], made["weight_dtype"]) == (wanted.dtype, wanted.weight_dtype)
+    assert loaded == [(dtype, kept) for dtype in grid["engine__dtype"] for kept in grid["engine__weight_dtype"]]
+
+
+def test_an_engine_that_cannot_be_built_is_tried_once() -> None:
+    tries = []
+
+    def make(**_: Any) -> Any:
+        tries.append(1)
+        raise MemoryError("no room")
+
+    engines, (point,) = Engines(1, lambda model, **dtypes: model, make), points()
+    with pytest.raises(MemoryError, match="no room"):
+        engines.get(point.experiment)
+    with pytest.raises(RuntimeError, match="MemoryError: no room"):
+        engines.get(point.experiment)
+    assert len(tries) == 1

@@ -1,0 +1,319 @@
+"""Experiment configs: strict YAML, overrides, sweeps and the hash that keys a point."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.bench import peers
+from experiments.core import config
+from experiments.core.strict import load_file, load_text, parse
+from experiments.core.workloads import Lengths, Synthetic, Trace
+
+BASE: dict[str, Any] = {
+    "name": "unit",
+    "workload": {
+        "kind": "synthetic",
+        "count": 4,
+        "prompt": {"dist": "fixed", "value": 8},
+        "output": {"dist": "uniform", "low": 2, "high": 5},
+    },
+}
+
+
+def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Point]:
+    path = tmp_path / "unit.yaml"
+    path.write_text(yaml.safe_dump({**BASE, **sections}, sort_keys=False))
+    return config.load(path, overrides)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"engine": {"block_sise": 16}}, r"unknown key engine\.'block_sise'; did you mean 'block_size'"),
+        ({"engine": {"block_size": "16"}}, r"engine\.block_size is '16'; it must be an integer \(write it without quo"),
+        ({"engine": {"block_size": True}}, r"engine\.block_size is True; it must be an integer"),
+        ({"engine": {"block_size": 0}}, r"engine\.block_size is 0; it must be an integer of at least 1"),
+        ({"engine": {"memory_fraction": "1e-1"}}, r"engine\.memory_fraction is '1e-1'.*unless it has a point"),
+        ({"engine": {"dtype": "bfloat"}}, r"engine\.dtype is 'bfloat'; it must be one of .*did you mean 'bfloat16'"),
+        ({"engine": 3}, r"engine is 3; it must be a mapping with keys from: block_size"),
+        ({"sampling": {"temperature": 3.0}}, r"sampling\.temperature is 3\.0; it must be between 0 \(greedy\) and 2"),
+        ({"sampling": {"max_tokens": 3}}, r"sampling\.max_tokens: output lengths belong to the workload"),
+        (
+            {"sampling": {"stop": ["\n"]}},
+            r"sampling\.stop: an experiment runs on token ids.*use sampling\.stop_token_ids",
+        ),
+        ({"sampling": {"n": 0}}, r"sampling\.n is 0; it must be at least 1"),
+        ({"sampling": {"n": 4, "best_of": 2}}, r"sampling\.best_of is 2; it must be None, or .* at least n \(4\)"),
+        ({"sampling": {"stop_token_ids": [1, "x"]}}, r"sampling\.stop_token_ids\[1\] is 'x'; it must be an integer"),
+        ({"repeat": 3}, r"unknown key 'repeat'; did you mean 'repeats'"),
+        ({"repeats": 0}, r"repeats is 0; it must be at least 1"),
+        ({"seed": -1}, r"seed is -1; it must be at least 0"),
+        ({"name": "a/b"}, r"name is 'a/b'"),
+        ({"warmup": {"requests": -1}}, r"warmup\.requests is -1; it must be at least 0"),
+        ({"slo": {"ttft": 0}}, r"slo\.ttft is 0\.0; it must be above 0 seconds"),
+        ({"cache_tokens": 100}, r"cache_tokens is 100; it must be a multiple of engine\.block_size \(16\)"),
+        ({"cache_tokens": 64, "engine": {"num_blocks": 4}}, r"both given; give one"),
+        ({"workload": {"kind": "synthetik"}}, r"workload\.kind is 'synthetik'.*did you mean 'synthetic'"),
+        ({"workload": {"count": 2}}, r"workload\.kind is missing; it must be one of 'prompts', 'synthetic'"),
+        ({"workload": {"kind": "synthetic", "count": 2}}, r"workload\.prompt is missing"),
+        ({"workload": {**BASE["workload"], "prompt": {"dist": "fixed"}}}, r"workload\.prompt\.value is missing"),
+        ({"workload": {**BASE["workload"], "max_token": 2}}, r"unknown key workload\.'max_token'"),
+        ({"workload": {"kind": "trace", "file": "no.csv"}}, r"there is no file .*no\.csv.*Azure Public Dataset, CC-BY"),
+        ({"workload": {"kind": "prompts", "file": "no.txt"}}, r"workload\.file: there is no file"),
+        ({"workload": {**BASE["workload"], "count": 0}}, r"workload\.count is 0; it must be at least 1"),
+        (
+            {"workload": {**BASE["workload"], "prompt": {"dist": "fixed", "value": 4, "min": 9, "max": 3}}},
+            r"workload\.prompt\.min is 9 and max 3; they must be 1 <= min <= max",
+        ),
+        (
+            {"workload": {**BASE["workload"], "output": {"dist": "lognormal", "mu": 663, "sigma": 1, "max": 9}}},
+            r"workload\.output\.mu is 663\.0, a median of exp\(mu\) tokens; it must be at most 16\.6",
+        ),
+        ({"sweep": {"gird": {}}}, r"sweep is .*keys from: grid, zip, list"),
+        ({"sweep": {"grid": {"seed": 3}}}, r"sweep\.grid is .*list of one value or more"),
+        ({"sweep": {"zip": {"seed": [1], "engine.block_size": [1, 2]}}}, r"seed has 1, engine\.block_size has 2"),
+        ({"sweep": {"list": [3]}}, r"sweep\.list is \[3\]"),
+        ({"sweep": {"grid": {"repeats": [1, 2]}}}, r"'repeats'.*cannot be swept"),
+        ({"sweep": {"grid": {"seed": [1, 2]}, "zip": {"seed": [3]}}}, r"one key in two of its parts"),
+        ({"sweep": {"list": [{"seed": 0}, {"repeats.x": 1}]}}, r"cannot be swept"),
+        ({"sweep": {"list": [{"seed": 0}, {}]}}, r"points 1 \(seed=0\) and 2 are the same"),
+        ({"sweep": {"grid": {"engine.block_sizes": [1]}}}, r"unknown key engine\.'block_sizes'; did you mean"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_path(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        points(tmp_path, **sections)
+
+
+def test_a_missing_section_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("workload: {kind: synthetic, count: 1, prompt: {dist: fixed, value: 1}}")
+    with pytest.raises(ValueError, match=r"workload\.output is missing"):
+        config.load(path)
+    path.write_text("model: smollm2-135m")
+    with pytest.raises(ValueError, match=r"^name is missing; it must be text"):
+        config.load(path)
+    path.write_text("- 1")
+    with pytest.raises(ValueError, match="a config is a mapping"):
+        config.load(path)
+    with pytest.raises(ValueError, match="cannot read the config"):
+        config.load(tmp_path / "no.yaml")
+
+
+def test_a_duplicate_key_is_an_error_with_both_lines() -> None:
+    with pytest.raises(ValueError, match="line 3: the key 'seed' is given twice \\(first in line 1\\)"):
+        load_text("seed: 1\nname: a\nseed: 2", "x.yaml")
+    with pytest.raises(ValueError, match="'a' is given twice"):
+        load_text("x: {y: {a: 1, a: 1}}", "x.yaml")
+    assert load_text("x: &x {a: 1}\ny: {<<: *x, a: 2}", "x.yaml") == {"x": {"a": 1}, "y": {"a": 2}}
+
+
+def test_numbers_and_lists_become_the_types_of_the_fields(tmp_path: Path) -> None:
+    (point,) = points(
+        tmp_path, sampling={"temperature": 0, "stop_token_ids": [5, 4], "min_tokens": 40, "logit_bias": {3: 1}}
+    )
+    sampling = point.experiment.sampling
+    assert (sampling.temperature, sampling.stop_token_ids, sampling.logit_bias) == (0.0, (5, 4), {3: 1.0})
+    assert parse(Lengths, {"dist": "exponential", "mean": 3}, "x").mean == 3.0
+    assert isinstance(point.experiment.workload, Synthetic)
+
+
+def test_a_sweep_expands_in_order_and_labels_only_what_it_sweeps(tmp_path: Path) -> None:
+    sweep = {
+        "grid": {"engine.block_size": [8, 16], "engine.max_num_batched_tokens": [64, 256]},
+        "zip": {"seed": [1, 2], "workload.count": [3, 4]},
+    }
+    found = points(tmp_path, sweep=sweep, cache_tokens=256)
+    assert [p.label for p in found[:3]] == [
+        "seed=1, count=3, block_size=8, max_num_batched_tokens=64",
+        "seed=1, count=3, block_size=8, max_num_batched_tokens=256",
+        "seed=1, count=3, block_size=16, max_num_batched_tokens=64",
+    ]
+    assert len(found) == 8
+    assert {p.experiment.engine_config.num_blocks for p in found if p.experiment.engine.block_size == 8} == {32}
+    assert {p.experiment.engine_config.num_blocks for p in found if p.experiment.engine.block_size == 16} == {16}
+    assert points(tmp_path)[0].label == "one point"
+    assert config.short_names(["a.seed", "b.seed", "c"]) == {"a.seed": "a.seed", "b.seed": "b.seed", "c": "c"}
+
+
+def test_overrides_are_yaml_and_cannot_hide_behind_a_sweep(tmp_path: Path) -> None:
+    sweep = {"grid": {"engine.block_size": [8, 16]}}
+    (point,) = points(tmp_path, "engine.max_num_seqs=4", "workload.prompt={dist: fixed, value: 3}", "slo.ttft=1.5")
+    assert point.experiment.engine.max_num_seqs == 4
+    assert point.experiment.slo.ttft == 1.5
+    both = {"grid": {"engine.block_size": [8, 16], "seed": [1, 2]}}
+    found = points(tmp_path, "engine.block_size=32", sweep=both)  # set by hand: no longer swept
+    assert [p.label for p in found] == ["seed=1", "seed=2"]
+    assert {p.experiment.engine.block_size for p in found} == {32}
+    assert [p.label for p in points(tmp_path, "engine.block_size=32", sweep=sweep)] == ["one point"]
+    lengths = {"grid": {"workload.prompt": [{"dist": "fixed", "value": 3}, {"dist": "fixed", "value": 4}]}}
+    for form, text in (
+        ({"zip": sweep["grid"]}, "engine.block_size=32"),
+        (lengths, "workload.prompt.value=9"),
+        (sweep, "engine={block_size: 32}"),
+        ({"zip": sweep["grid"]}, "engine={block_size: 32}"),
+    ):
+        with pytest.raises(ValueError, match=r"the config sweeps .*; add --set sweep=null"):
+            points(tmp_path, text, sweep=form)
+    found = points(tmp_path, "sweep.grid.engine.block_size=[32]", sweep=sweep)
+    assert [p.swept for p in found] == [{"engine.block_size": 32}]
+    for texts in (("sweep=null", "engine.block_size=32"), ("engine.block_size=32", "sweep=null")):
+        assert len(points(tmp_path, *texts, sweep=sweep)) == 1
+    for new in (
+        "sweep={grid: {engine.block_size: [8]}}",
+        "sweep.grid.engine.block_size=[8]",
+        "sweep.grid={engine.block_size: [8]}",
+    ):
+        for texts in ((new, "engine.block_size=32"), ("engine.block_size=32", new), ("engine={}", new)):
+            with pytest.raises(ValueError, match=r"another --set sweeps engine\.block_size; leave one of the two out"):
+                points(tmp_path, *texts, sweep=both)
+    found = points(tmp_path, "engine.block_size=32", "sweep.grid.seed=[5, 6]", sweep=both)
+    assert [(p.label, p.experiment.engine.block_size) for p in found] == [("seed=5", 32), ("seed=6", 32)]
+    assert len(points(tmp_path, "sweep.zip.seed=[1, 2]")) == 2
+    for text, message in (("seed", "write it as"), ("name.x=1", "no keys inside"), ("seed=[1", "--set seed")):
+        with pytest.raises(ValueError, match=message):
+            points(tmp_path, text)
+    with pytest.raises(ValueError, match="not a mapping of lists"):
+        points(tmp_path, "sweep.grid.seed=[1]", sweep=[1])
+
+
+def test_the_key_covers_what_is_measured_and_nothing_else(tmp_path: Path) -> None:
+    def key(**sections: Any) -> str:
+        return points(tmp_path, **sections)[0].key
+
+    same = key()
+    assert len(same) == 64
+    assert key(name="other", question="Why?", repeats=7) == same
+    assert key(engine={"block_size": 16, "seed": 0}, seed=0) == same  # defaults written out
+    assert key(workload=dict(reversed(BASE["workload"].items()))) == same
+    assert key(cache_tokens=256) == key(engine={"num_blocks": 16})
+    others = [
+        key(seed=1),
+        key(reseed=True),
+        key(model="other"),
+        key(engine={"block_size": 8}),
+        key(slo={"ttft": 1.0}),
+        key(warmup={"requests": 1}),
+        key(sampling={"temperature": 0.5}),
+        key(workload={**BASE["workload"], "count": 5}),
+    ]
+    assert len({same, *others}) == len(others) + 1
+
+
+def test_the_key_follows_the_content_of_a_file_not_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    (tmp_path / "b.txt").write_text("one\n")
+    (tmp_path / "c.txt").write_text("two\n")
+    a, b, c = (points(tmp_path, workload={"kind": "prompts", "file": f"{n}.txt"})[0] for n in "abc")
+    assert a.key == b.key != c.key
+    assert c.content == "two\n"
+
+
+def test_the_key_follows_what_a_local_model_is_and_the_name_of_any_other(tmp_path: Path) -> None:
+    assert [config._model_source(name) for name in ("smollm2-135m", "org/name")] == ["smollm2-135m", "org/name"]
+
+    def key(model: str) -> str:
+        return points(tmp_path, model=model)[0].key
+
+    for name in ("a", "b"):
+        (tmp_path / name / "params").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+        for file in ("model.safetensors", "params/0"):
+            (tmp_path / name / file).write_bytes(b"1234")
+            os.utime(tmp_path / name / file, ns=(10**18, 10**18))
+    first = str(tmp_path / "a")
+    same = key(first)
+    assert same == key(str(tmp_path / "b")) != key("smollm2-135m")
+    found = [same]
+    for file in ("model.safetensors", "params/0"):  # written again by a trainer: as long as before, at another time
+        os.utime(tmp_path / "a" / file)
+        found.append(key(first))
+    (tmp_path / "a/config.json").write_text("{ }")
+    found.append(key(first))
+    (tmp_path / "model.gguf").write_bytes(b"1")
+    found.append(key(str(tmp_path / "model.gguf")))
+    assert len(set(found)) == len(found)
+
+
+def test_what_a_policy_file_raises_is_told(tmp_path: Path) -> None:
+    for text, message in (
+        ("raise KeyError('x')", r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; mend it"),
+        ("X = 5 +", r"whose file raises SyntaxError"),
+        ("raise ValueError('no')", r"whose file raises ValueError: no; mend it"),
+        ("P = 5", r"engine\.policy is '.*P in .* is no Policy"),
+    ):
+        (tmp_path / "p.py").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            points(tmp_path, engine={"policy": "p.py:P"})
+
+
+def test_a_file_that_cannot_be_read_is_told_when_the_config_is(tmp_path: Path) -> None:
+    def told(message: str, **sections: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            points(tmp_path, **sections)
+
+    simulated = {"simulate": {"fit": str(tmp_path)}, "sampling": {"ignore_eos": True}}
+    for text in ("{", "[]\n" * 9, '{"pairs": 1}\n' * 9, '{"pairs": 1}'):
+        (tmp_path / "steps.jsonl").write_text(text)
+        told(r"simulate\.fit: .*steps\.jsonl cannot be fitted \(.*; give another run's folder", **simulated)
+    file = tmp_path / "w"
+    for kind, content, message in (
+        ("tokens", b"{", "w is not JSON"),
+        ("trace", b"a,b\n", "w has no column TIMESTAMP"),
+        ("prompts", b"\n\n", "w holds no prompts"),
+        ("prompts", b"\xff", r"workload\.file: .*w cannot be read as UTF-8 text"),
+    ):
+        file.write_bytes(content)
+        told(message, workload={"kind": kind, "file": "w"})
+    (tmp_path / "bad.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ValueError, match=r"cannot read the config .*bad\.yaml: it is not UTF-8 text"):
+        config.load(tmp_path / "bad.yaml")
+
+
+def test_a_relative_file_is_also_tried_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "t.csv").write_text("x")
+    monkeypatch.chdir(tmp_path / "here")
+    found = config.read_content(Trace("trace", "t.csv"), tmp_path)
+    assert found == ("x", str((tmp_path / "here" / "t.csv").resolve()))
+
+
+def test_every_shipped_config_is_read_and_says_how_to_run_it(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[3] / "configs"
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6,3,4\n")
+    files = sorted(folder.glob("*.yaml"))
+    assert {"quickstart", "w1", "azure_conv", "synthetic_conv", "synthetic_code"} <= {path.stem for path in files}
+    for path in files:
+        if path.stem == "peers":
+            command = "bench_peers"
+            assert parse(peers.Config, load_file(path), "").contenders
+        else:
+            command = "run"
+            given = (f"workload.file={trace}",) if "kind: trace" in path.read_text() else ()
+            assert config.load(path, given)
+        first, second = path.read_text().splitlines()[:2]
+        assert f"python -m experiments.{command} configs/{path.name}" in first
+        assert second.startswith("# Hardware: ")
+        assert "# Expected: " in path.read_text()
+
+
+scalars = st.integers() | st.booleans() | st.text(max_size=3) | st.none() | st.floats(allow_nan=False)
+
+
+@settings(deadline=None)
+@given(st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner)))
+def test_whatever_a_section_holds_the_answer_is_a_config_or_a_value_error(value: Any) -> None:
+    for section in ("engine", "workload", "sampling", "sweep", "warmup", "slo", "seed", "cache_tokens"):
+        with contextlib.suppress(ValueError):  # anything else escapes and fails
+            found = config.expand({**BASE, section: value}, Path("."))
+            assert all(json.dumps(p.swept) and len(p.key) == 64 for p in found)

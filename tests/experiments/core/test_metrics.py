@@ -1,0 +1,338 @@
+"""Metrics: a hand-made run whose numbers are worked out by hand, and random runs against a slow second reading."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.core.config import Slo
+from experiments.core.metrics import BranchRecord, request_records, steady_rate, step_records, summarize
+from experiments.core.workloads import WorkItem, branch_ids
+from pagedjax.host import scheduler
+from pagedjax.host.policies import FCFS
+from pagedjax.host.types import Admitted, Event, Finished, Plan, Preempted, Request, Row, Sampled, Seq, StepResult
+from pagedjax.load_client.summary import spread
+
+S = 4  # block size
+START = 100.0
+
+
+def item(name: str, arrival: float, prompt: int, output: int) -> WorkItem:
+    return WorkItem(name, arrival, tuple(range(20, 20 + prompt)), output)
+
+
+def row(work: WorkItem, length: int, computed: int, count: int) -> Row:
+    request = Request(work.request_id, len(work.prompt_token_ids), work.max_tokens)
+    limit = request.prompt_len + request.max_tokens
+    first = 10 * ord(work.request_id)  # each has blocks of its own
+    return Row(Seq(request, 0, limit, length, computed, tuple(range(first, first + limit // S + 1))), count)
+
+
+def step(
+    number: int,
+    rows: Sequence[Row],
+    events: Sequence[Event],
+    seconds: tuple[float, float, float],
+    *,
+    preempted: tuple[str, ...] = (),
+    admitted: tuple[str, ...] = (),
+    blocks: int,
+    waiting: int = 0,
+    padded: int = 8,
+    compilations: int = 0,
+) -> StepResult:
+    """`seconds`: start and end after START, and time on the device."""
+    plan = Plan(
+        step=number,
+        seqs=tuple(row.seq for row in rows),
+        lengths=tuple(row.seq.length for row in rows),
+        starts=tuple(row.seq.computed for row in rows),
+        counts=tuple(row.count for row in rows),
+        admitted=admitted,
+        known=(5,) * len(admitted),
+        cached=(0,) * len(admitted),
+        copies=(),
+        preempted=preempted,
+        swapped=(),
+        resumed=(),
+        swap_out=(),
+        swap_in=(),
+        num_waiting=waiting,
+        blocks_used=blocks,
+        num_blocks=10,
+    )
+    started, finished, device = seconds
+    return StepResult(plan, tuple(events), START + started, START + finished, device, padded, compilations)
+
+
+A, B = item("a", 0.0, 6, 3), item("b", 0.5, 3, 2)
+# a's prompt in two chunks; b waits in the cache through step 2, is preempted in step 3 and computes again in step 4.
+RUN = [
+    step(0, [row(A, 6, 0, 5)], [Admitted(0, "a", 6, 0)], (0.0, 1.0, 0.8), admitted=("a",), blocks=2),
+    step(
+        1,
+        [row(A, 6, 5, 1), row(B, 3, 0, 3)],
+        [Admitted(1, "b", 3, 0), Sampled(1, ("a", "b"), (40, 50))],
+        (1.0, 1.5, 0.4),
+        admitted=("b",),
+        blocks=3,
+    ),
+    step(2, [row(A, 7, 6, 1)], [Sampled(2, ("a",), (41,))], (1.5, 1.75, 0.2), blocks=3, padded=2),
+    step(
+        3,
+        [row(A, 8, 7, 1)],
+        [Preempted(3, "b", False), Sampled(3, ("a",), (42,)), Finished(3, "a", "length", 3)],
+        (2.0, 2.25, 0.2),
+        preempted=("b",),
+        blocks=2,
+        waiting=1,
+        padded=2,
+    ),
+    step(
+        4,
+        [row(B, 4, 0, 4)],
+        [Admitted(4, "b", 4, 0), Sampled(4, ("b",), (2,)), Finished(4, "b", "stop", 2)],
+        (2.25, 3.0, 0.5),
+        admitted=("b",),
+        blocks=1,
+        compilations=2,
+    ),
+]
+
+
+def test_a_run_by_hand_request_by_request() -> None:
+    a, b = request_records(RUN, [A, B], START)
+    assert (a.first_scheduled, b.first_scheduled) == (0.0, 1.0)
+    assert a.branches == (BranchRecord("a", (1.5, 1.75, 2.25), (40, 41, 42), 0, "length"),)
+    assert b.branches == (BranchRecord("b", (1.5, 3.0), (50, 2), 1, "stop"),)
+    assert (a.ttft, b.ttft) == (1.5, 1.0)
+    assert (a.e2e, b.e2e) == (2.25, 2.5)
+    assert (a.queue, b.queue) == (0.0, 0.5)
+    assert (a.branches[0].gaps, b.branches[0].gaps) == ((0.25, 0.5), (1.5,))
+    assert (a.branches[0].tpot, b.branches[0].tpot) == (0.375, 1.5)
+
+
+def test_a_run_by_hand_step_by_step() -> None:
+    steps = step_records(RUN, START, S)
+    # Step 2 leaves b out, but b's 3 tokens are still in its block; step 3 has preempted b before it runs.
+    assert [s.held_tokens for s in steps] == [5, 6 + 3, 7 + 3, 8, 4]
+    assert [s.tokens for s in steps] == [5, 4, 1, 1, 4]
+    assert [s.prompt_tokens for s in steps] == [5, 4, 0, 0, 3]
+    assert [s.sampled for s in steps] == [0, 2, 1, 1, 1]
+    assert [s.finished for s in steps] == [0, 0, 0, 1, 1]
+    assert [s.host_seconds for s in steps] == pytest.approx([0.2, 0.1, 0.05, 0.05, 0.25])
+
+
+def test_a_run_by_hand_in_summary() -> None:
+    summary = summarize(request_records(RUN, [A, B], START), step_records(RUN, START, S), S, Slo(ttft=1.2, itl=2.0))
+    assert summary["duration_s"] == 3.0
+    assert (summary["prompt_tokens"], summary["output_tokens"]) == (9, 5)
+    assert summary["output_tokens_per_s"] == pytest.approx(5 / 3)
+    assert summary["total_tokens_per_s"] == pytest.approx(14 / 3)
+    assert summary["finished"] == {"length": 1, "stop": 1}
+    assert summary["unfinished"] == 0
+    assert summary["prefix_hit_share"] == 0.0
+    assert summary["padding_share"] == pytest.approx(1 - 15 / 28)
+    assert summary["blocks_used"] == {"mean": 2.2, "peak": 3}
+    assert summary["slots_used"] == {"mean": pytest.approx(8.8), "peak": 12}
+    assert summary["fragmentation_share"] == pytest.approx(1 - (5 + 9 + 10 + 8 + 4) / (11 * S))
+    assert (summary["preemptions"], summary["compilations"], summary["steps"]) == (1, 2, 5)
+    assert summary["between_steps_s"] == pytest.approx(0.25)
+    assert summary["itl_s"]["p50"] == 0.5
+    assert summary["itl_s"]["p90"] == pytest.approx(0.5 + 0.8 * 1.0)  # linear between the 2nd and the 3rd of three
+    assert summary["ttft_s"]["mean"] == 1.25
+    assert summary["goodput"] == {"requests_per_s": pytest.approx(1 / 3), "share": 0.5}  # a's 1.5 s misses 1.2 s
+
+
+def test_the_steady_rate_leaves_out_filling_and_draining() -> None:
+    steps = step_records(RUN, START, S)
+    # 5 tokens by hand: a tenth of them exist after step 1 (at 1.5 s, 2 tokens), nine tenths after step 4 (3.0 s, 5).
+    assert steady_rate(steps) == pytest.approx((5 - 2) / (3.0 - 1.5))
+    assert steady_rate(steps[:2]) is None
+    # 2 slow steps, 16 of a second each that make one token, 2 slow ones: the slow ones do not count.
+    shape = [(10.0, 1)] * 2 + [(1.0, 1)] * 16 + [(10.0, 1)] * 2
+    starts = np.cumsum([0.0] + [seconds for seconds, _ in shape])
+    long = [
+        steps[0]._replace(started=float(begin), seconds=seconds, sampled=made)
+        for begin, (seconds, made) in zip(starts, shape, strict=False)
+    ]
+    assert steady_rate(long) == pytest.approx(1.0)
+
+
+def test_goodput_counts_only_what_finished_within_every_target() -> None:
+    requests, steps = request_records(RUN, [A, B], START), step_records(RUN, START, S)
+
+    def share(slo: Slo) -> float | None:
+        result = summarize(requests, steps, S, slo)["goodput"]
+        return None if result is None else result["share"]
+
+    assert share(Slo()) is None
+    assert share(Slo(ttft=1.0)) == 0.5  # exactly on target is in time
+    assert share(Slo(itl=1.0)) == 0.5
+    assert share(Slo(ttft=1.2, itl=1.0)) == 0.0
+    (branch,) = requests[1].branches
+    requests[1] = requests[1]._replace(branches=(branch._replace(finish_reason="abort"),))
+    assert share(Slo(ttft=9.0)) == 0.5
+    # One branch that is too slow (a's gaps of 0.25 and 0.5 seconds) or was aborted makes a bad request of two.
+    slow, fast = requests[0].branches[0], branch._replace(finish_reason="stop", token_times=(1.5, 1.6))
+    requests[:] = [requests[0]._replace(branches=(fast, slow)), requests[0]._replace(branches=(fast, fast))]
+    assert share(Slo(itl=0.3)) == 0.5
+    assert share(Slo(itl=0.4)) == 1.0
+    requests[0] = requests[0]._replace(branches=(fast, slow._replace(finish_reason="abort")))
+    assert share(Slo(itl=0.4)) == 0.5
+
+
+def test_the_digest_tells_outputs_apart() -> None:
+    steps = step_records(RUN, START, S)
+    one = request_records(RUN, [A, B], START)
+    (branch,) = one[1].branches
+    other = [one[0], one[1]._replace(branches=(branch._replace(token_ids=(50, 3)),))]
+    same = [request._replace(arrival=7.0) for request in one]
+    digests = [summarize(r, steps, S)["tokens_sha256"] for r in (one, other, same)]
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_cut_off_run_counts_what_is_unfinished() -> None:
+    requests, steps = request_records(RUN[:2], [A, B, item("c", 9.0, 2, 1)], START), step_records(RUN[:2], START, S)
+    summary = summarize(requests, steps, S)
+    assert (summary["unfinished"], summary["finished"], summary["prompt_tokens"]) == (3, {}, 0)
+    assert requests[2].queue is None
+    assert summary["itl_s"] == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}
+
+
+def test_what_cannot_be_summarized_is_said() -> None:
+    with pytest.raises(ValueError, match="no steps"):
+        summarize([], [], S)
+    with pytest.raises(ValueError, match="step 1 runs the request 'b', not in the workload"):
+        request_records(RUN, [A], START)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
+def test_percentiles_by_sorting(values: list[float]) -> None:
+    def linear(p: int) -> float:
+        ordered = sorted(values)
+        place = p / 100 * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    found = spread([*values, None])
+    for p in (50, 90, 99):
+        assert found[f"p{p}"] == pytest.approx(linear(p), rel=1e-9, abs=1e-9)
+    assert found["mean"] == pytest.approx(float(np.mean(values)))
+    assert (found["max"], found["count"]) == (max(values), len(values))
+
+
+class Observed(NamedTuple):
+    """A step as the scheduler's state shows it: tokens in every used block once the step has computed, and the block
+    tables of all running sequences."""
+
+    inside: dict[int, int]
+    tables: list[tuple[int, ...]]
+
+
+def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observed], int]:
+    """The real scheduler on a small pool, with random tokens and times. Every prompt is a beginning of the longest one.
+
+    Returns the results, the requests, what each step looks like from outside, and how many branches a request has.
+    """
+    rng = random.Random(seed)
+    items = [item(f"q{i}", rng.random() * i, rng.randint(1, 9), rng.randint(1, 6)) for i in range(rng.randint(1, 6))]
+    config = scheduler.SchedulerConfig(S, rng.randint(4, 8), rng.randint(2, 12), rng.randint(1, 4), 32)
+    branches = min(1 + seed % 3, config.max_num_seqs, config.max_num_batched_tokens)
+    state, waiting, results, observed, now = scheduler.init(config), list(items), [], [], 0.0
+    while waiting or state.waiting or state.running.seqs:
+        while waiting and rng.random() < 0.6:
+            new = waiting.pop(0)
+            prompt = len(new.prompt_token_ids)
+            hashes = tuple(map(str, range(prompt // S))) if seed % 2 else ()
+            _, *forks = branch_ids(new.request_id, branches)
+            request = Request(
+                new.request_id, prompt, new.max_tokens, 0, frozenset({2}), forks=tuple(forks), hashes=hashes
+            )
+            state = scheduler.submit(state, request)
+        before = now + rng.random()
+        now = before + rng.random()
+        state, plan = scheduler.schedule(state, FCFS)
+        if not plan.seqs:
+            continue
+        tables = {seq.request_id: (seq.computed, seq.blocks) for seq in scheduler.running(state)}
+        tables |= {row.seq.request_id: (row.seq.computed + row.count, row.seq.blocks) for row in plan.rows}
+        inside: dict[int, int] = {}
+        for tokens, blocks in tables.values():
+            for i, block in enumerate(blocks):
+                inside[block] = max(inside.get(block, 0), min(S, max(0, tokens - i * S)))
+        state, events = scheduler.commit(state, plan, [rng.randrange(30) for _ in plan.seqs])
+        times = (START + before, START + now, (now - before) / 2)
+        results.append(StepResult(plan, events, *times, padded_tokens=2 * plan.num_tokens, compilations=0))
+        observed.append(Observed(inside, [blocks for _, blocks in tables.values()]))
+    return results, items, observed, branches
+
+
+def test_the_random_runs_meet_what_they_are_for() -> None:
+    runs = [random_run(seed) for seed in range(60)]
+    results = [result for run in runs for result in run[0]]
+    assert any(result.plan.preempted for result in results)
+    assert any(event.num_cached for result in results for event in result.events if isinstance(event, Admitted))
+    assert any(len(result.plan.seqs) > 2 for result in results)
+    assert any(row.count > 1 and not row.samples for result in results for row in result.plan.rows)
+    assert {branches for *_, branches in runs} == {1, 2, 3}
+    assert any(result.plan.copies for result in results), "branches share a block that is not full"
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6))
+def test_random_runs_against_a_second_reading(seed: int) -> None:
+    results, items, observed, branches = random_run(seed)
+    requests, steps = request_records(results, items, START, branches), step_records(results, START, S)
+    summary = summarize(requests, steps, S)
+    assert [s.held_tokens for s in steps] == [sum(seen.inside.values()) for seen in observed]
+    physical = [len({block for table in seen.tables for block in table}) for seen in observed]
+    logical = [sum(map(len, seen.tables)) for seen in observed]
+    assert [s.blocks_used for s in steps] == physical
+    assert [s.blocks_listed for s in steps] == logical
+    assert summary["blocks_saved_share"] == pytest.approx(1 - sum(physical) / sum(logical))
+    if branches == 1 and seed % 2 == 0:
+        assert summary["blocks_saved_share"] == 0
+    slots = sum(physical) * S
+    assert summary["fragmentation_share"] == pytest.approx(1 - sum(s.held_tokens for s in steps) / slots)
+    assert 0 <= summary["fragmentation_share"] < 1
+    assert summary["padding_share"] == pytest.approx(0.5)
+    assert summary["output_tokens"] == sum(
+        event.num_output for result in results for event in result.events if isinstance(event, Finished)
+    )
+    assert sum(summary["finished"].values()) == summary["branches"] == len(items) * branches
+    assert summary["itl_s"]["count"] == summary["output_tokens"] - len(items) * branches
+    for work, record in zip(items, requests, strict=True):
+        assert record.request_id == work.request_id == record.branches[0].branch_id
+        assert len(record.branches) == branches
+        for branch in record.branches:
+            mine = [
+                (result.finished - START, token)
+                for result in results
+                for event in result.events
+                if isinstance(event, Sampled)
+                for name, token in zip(event.request_ids, event.token_ids, strict=True)
+                if name == branch.branch_id
+            ]
+            assert list(zip(branch.token_times, branch.token_ids, strict=True)) == mine
+            assert branch.preemptions == sum(branch.branch_id in result.plan.preempted for result in results)
+        ends = [branch.token_times[0] + sum(branch.gaps) for branch in record.branches]
+        assert record.e2e == pytest.approx(max(ends) - work.arrival)
+        assert record.ttft == record.branches[0].token_times[0] - work.arrival, "the first branch is the first"
+    if not summary["preemptions"]:  # each prompt is computed once, and of the outputs all but each last one
+        hits = sum(s.hit_tokens for s in steps)
+        again = len(items) * (branches - 1)  # each further branch computes the prompt's last token again
+        prompt = sum(len(work.prompt_token_ids) for work in items)
+        assert sum(s.prompt_tokens for s in steps) + hits == prompt + again
+        assert sum(s.tokens for s in steps) + hits == summary["prompt_tokens"] + summary["output_tokens"] - len(items)
+        assert summary["prefix_hit_share"] == pytest.approx(hits / summary["prompt_tokens"])
+    total = summary["between_steps_s"] + sum(s.device_seconds + s.host_seconds for s in steps)
+    assert total == pytest.approx(summary["duration_s"])

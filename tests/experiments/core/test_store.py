@@ -1,0 +1,119 @@
+"""Run folders: whole or absent, read back as they were written, and clear words when there is nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import experiments
+from experiments.core import store
+
+
+def summary(point: str = "abc", repeat: int = 0, order: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "schema": store.SCHEMA,
+        "name": "unit",
+        "label": f"block_size={8 * (order + 1)}",
+        "swept": {"engine.block_size": 8 * (order + 1)},
+        "point": point,
+        "repeat": repeat,
+        "order": order,
+        "run": f"{point}/{repeat}",
+        "failed": None,
+        "commit": "c0ffee",
+        "device": "cpu",
+        "metrics": {"output_tokens_per_s": 10.0 + order, "ttft_s": {"p50": 0.5}},
+        **more,
+    }
+
+
+def put(sweep: Path, run: dict[str, Any]) -> Path:
+    folder = store.run_folder(sweep, run["point"], run["repeat"])
+    store.write_run(folder, {"summary.json": store.json_text(run), "steps.jsonl": ""})
+    return folder
+
+
+def test_a_run_is_there_whole_and_a_failed_one_is_replaced(tmp_path: Path) -> None:
+    folder = put(tmp_path, summary(failed="it broke"))
+    assert store.read_summary(folder) == summary(failed="it broke")
+    put(tmp_path, summary())
+    assert store.read_summary(folder) == summary()
+    assert sorted(path.name for path in folder.iterdir()) == ["steps.jsonl", "summary.json"]
+    assert [path.name for path in folder.parent.iterdir()] == ["0"]
+    assert store.read_summary(tmp_path / "other") is None
+
+
+def test_a_write_that_dies_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            put(tmp_path, summary())
+        with pytest.raises(KeyboardInterrupt):
+            store.write_file(tmp_path / "runs.jsonl", "x")
+    assert store.read_summary(store.run_folder(tmp_path, "abc", 0)) is None
+    assert not (tmp_path / "runs.jsonl").exists()
+    with pytest.raises(ValueError, match="holds no runs"):
+        store.read_runs(tmp_path)
+    store.clean(tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
+
+
+def test_cleaning_spares_what_a_live_process_writes(tmp_path: Path) -> None:
+    alive, dead = tmp_path / "abc" / f".writing-{os.getppid()}-0", tmp_path / "abc" / ".writing-999999999-0"
+    alive.mkdir(parents=True)
+    dead.mkdir()
+    store.clean(tmp_path)
+    assert alive.exists()
+    assert not dead.exists()
+
+
+def test_runs_come_back_as_a_frame(tmp_path: Path) -> None:
+    runs = [summary("a", 0, 0), summary("a", 1, 0), summary("b", 0, 1, failed="it broke", metrics=None)]
+    for run in runs:
+        put(tmp_path / "unit", run)
+    frame = experiments.load_runs(tmp_path)  # no index: every run below the folder
+    assert list(frame["block_size"]) == [8, 8, 16]
+    assert list(frame["output_tokens_per_s"])[:2] == [10.0, 10.0]
+    assert frame["ttft_s.p50"].isna().tolist() == [False, False, True]
+    assert frame["failed"].isna().tolist() == [True, True, False]
+    assert all((Path(run) / "summary.json").is_file() for run in frame["run"])
+    store.write_file(tmp_path / "unit" / "runs.jsonl", store.json_lines(runs[:2]))
+    frame = experiments.load_runs(str(tmp_path))  # the sweep as it now is
+    assert list(frame["repeat"]) == [0, 1]
+    assert all((Path(run) / "summary.json").is_file() for run in frame["run"])
+
+
+def test_a_folder_without_runs_says_what_one_is(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no runs: a run is a folder with a summary\.json"):
+        experiments.load_runs(tmp_path)
+    with pytest.raises(ValueError, match="there is no folder"):
+        experiments.load_runs(tmp_path / "no")
+
+
+def test_a_damaged_or_foreign_summary_says_what_to_do(tmp_path: Path) -> None:
+    folder = put(tmp_path, summary())
+    (folder / "summary.json").write_text("{")
+    with pytest.raises(ValueError, match=r"summary\.json is damaged .*delete the folder .* and run again"):
+        store.read_summary(folder)
+    (folder / "summary.json").write_text(json.dumps({"schema": 0}))
+    with pytest.raises(ValueError, match=r"not of this version .*delete the folder"):
+        store.read_summary(folder)
+
+
+def test_a_missing_extra_names_the_command_that_brings_it() -> None:
+    with pytest.raises(ImportError, match=r"needs nosuchthing, .*pip install 'pagedjax\[experiments\]'"):
+        experiments.require("nosuchthing.inner")
+
+
+def test_plain_yaml_and_json() -> None:
+    assert store.yaml_text({"a": (1, 2), "b": {3: None}}) == "a:\n- 1\n- 2\nb:\n  3: null\n"
+    assert store.json_lines([{"a": 1}, [2]]) == '{"a":1}\n[2]\n'
+    with pytest.raises(ValueError, match="JSON compliant"):
+        store.json_text({"a": float("nan")})

@@ -1,0 +1,247 @@
+"""Workloads: lengths, arrivals, files, and that every choice is reproducible."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.core.draws import (
+    AtOnce,
+    Exponential,
+    Fixed,
+    Gamma,
+    Lognormal,
+    Poisson,
+    Uniform,
+    draw_arrivals,
+    draw_lengths,
+)
+from experiments.core.workloads import FIRST_ORDINARY_TOKEN, Prompts, Synthetic, Tokens, Trace, Workload, build
+
+PROMPTS = Path(__file__).parents[3] / "configs" / "prompts" / "english.txt"
+CSV = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:51.2224670,9000,0
+2023-11-16 18:15:52.0000000,10,5
+"""
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def make(spec, content: str = "", seed: int = 0, vocab: int = 100) -> Workload:
+    return build(spec, content, seed, vocab, encode=lambda text: [ord(c) % vocab for c in text])
+
+
+lengths = st.one_of(
+    st.builds(Fixed, st.just("fixed"), st.integers(1, 50), min=st.just(2), max=st.just(30)),
+    st.builds(Uniform, st.just("uniform"), st.integers(1, 20), st.integers(20, 50), min=st.just(2), max=st.just(30)),
+    st.builds(Exponential, st.just("exponential"), st.floats(0.1, 100), min=st.just(2), max=st.just(30)),
+    st.builds(Lognormal, st.just("lognormal"), st.floats(0, 5), st.floats(0, 9), min=st.just(2), max=st.just(30)),
+)
+arrivals = st.one_of(
+    st.just(AtOnce()),
+    st.builds(Poisson, st.just("poisson"), st.floats(0.1, 100)),
+    st.builds(Gamma, st.just("gamma"), st.floats(0.1, 100), st.floats(0.05, 10)),
+)
+
+
+@settings(deadline=None)
+@given(lengths, lengths, arrivals, st.integers(1, 8), st.integers(0, 2**32))
+def test_a_synthetic_workload_keeps_its_limits_and_its_prefix(prompt, output, times, count: int, seed: int) -> None:
+    short = make(Synthetic("synthetic", count, prompt, output, times), seed=seed)
+    long = make(Synthetic("synthetic", count + 5, prompt, output, times), seed=seed)
+    assert long.items[:count] == short.items  # more requests change none of the earlier ones
+    assert short == make(Synthetic("synthetic", count, prompt, output, times), seed=seed)
+    arrival = [item.arrival for item in long.items]
+    assert arrival[0] == 0.0
+    assert arrival == sorted(arrival)
+    assert len({item.request_id for item in long.items}) == len(long.items)
+    for item in long.items:
+        assert 2 <= len(item.prompt_token_ids) <= 30
+        assert 2 <= item.max_tokens <= 30
+        assert all(FIRST_ORDINARY_TOKEN <= t < 100 for t in item.prompt_token_ids)
+
+
+def test_prompts_that_share_a_prefix_differ_after_it_and_in_nothing_else() -> None:
+    plain = Synthetic("synthetic", 5, Uniform("uniform", 3, 9), Fixed("fixed", 4))
+    shared = replace(plain, shared_prefix=30)
+    without, items = (make(spec, seed=1, vocab=1000).items for spec in (plain, shared))
+    (prefix,) = {item.prompt_token_ids[:30] for item in items}
+    assert len(set(prefix)) > 20
+    assert [item.prompt_token_ids[30:] for item in items] == [item.prompt_token_ids for item in without]
+    with pytest.raises(ValueError, match="shared_prefix is -1; it must be at least 0 tokens"):
+        replace(plain, shared_prefix=-1)
+
+
+def test_streams_are_independent() -> None:
+    shape = (Uniform("uniform", 1, 99), Uniform("uniform", 1, 99))
+    one = make(Synthetic("synthetic", 20, *shape))
+    two = make(Synthetic("synthetic", 20, *shape, arrivals=Poisson("poisson", 2.0)))
+    three = make(Synthetic("synthetic", 20, shape[0], Fixed("fixed", 5)))
+    assert [i.prompt_token_ids for i in one.items] == [i.prompt_token_ids for i in two.items]
+    assert [i.prompt_token_ids for i in one.items] == [i.prompt_token_ids for i in three.items]
+    assert [i.max_tokens for i in one.items] == [i.max_tokens for i in two.items]
+    assert one.items != make(Synthetic("synthetic", 20, *shape), seed=1).items
+
+
+def test_the_distributions_have_the_moments_they_are_named_for() -> None:
+    n = 40_000
+    uniform, _ = draw_lengths(Uniform("uniform", 16, 256), n, rng())
+    assert (min(uniform), max(uniform)) == (16, 256)
+    exponential, cut = draw_lengths(Exponential("exponential", 200.0), n, rng())
+    assert np.mean(exponential) == pytest.approx(200, rel=0.03)
+    assert cut == sum(round(float(x)) < 1 for x in rng().exponential(200.0, n))
+    lognormal, _ = draw_lengths(Lognormal("lognormal", 6.63, 0.99), n, rng())
+    assert np.median(lognormal) == pytest.approx(np.exp(6.63), rel=0.03)
+    assert np.std(np.log(lognormal)) == pytest.approx(0.99, rel=0.03)
+    for spec, variation in (
+        (Poisson("poisson", 5.0), 1.0),
+        (Gamma("gamma", 5.0, 0.25), 2.0),
+        (Gamma("gamma", 5.0, 4.0), 0.5),
+    ):
+        gaps = np.diff(draw_arrivals(spec, n, rng()))
+        assert np.mean(gaps) == pytest.approx(0.2, rel=0.05)
+        assert np.std(gaps) / np.mean(gaps) == pytest.approx(variation, rel=0.05)
+    assert draw_arrivals(Gamma("gamma", 5.0, 1.0), 9, rng()) == draw_arrivals(Poisson("poisson", 5.0), 9, rng())
+
+
+def test_clipped_lengths_are_counted() -> None:
+    drawn, cut = draw_lengths(Uniform("uniform", 1, 10, min=3, max=8), 1000, rng())
+    raw = rng().integers(1, 10, size=1000, endpoint=True)
+    assert cut == int(np.sum((raw < 3) | (raw > 8)))
+    assert drawn == [min(max(int(n), 3), 8) for n in raw]
+
+
+def test_the_shipped_prompts_are_short_and_long_english() -> None:
+    content = PROMPTS.read_text(encoding="utf-8")
+    work = make(Prompts("prompts", "english.txt"), content)
+    texts = content.splitlines()
+    assert len(work.items) == len(texts) == 48
+    assert len(set(texts)) == 48
+    assert {"Hi, my name is", "Today is a beautiful summer day", "Hello there"} <= set(texts)
+    words = sorted(len(text.split()) for text in texts)
+    assert words[0] <= 4
+    assert 100 <= words[-1] <= 160
+
+
+def test_prompts_cycle_or_say_that_there_are_too_few() -> None:
+    work = make(Prompts("prompts", "p", count=5, max_tokens=7), "ab\n\ncde\n")
+    assert [len(i.prompt_token_ids) for i in work.items] == [2, 3, 2, 3, 2]
+    assert {i.max_tokens for i in work.items} == {7}
+    split = make(Prompts("prompts", "p", split="paragraph"), "a\nb\n\nc\n")
+    assert [len(i.prompt_token_ids) for i in split.items] == [3, 1]
+    for spec, content, message in (
+        (
+            Prompts("prompts", "p", count=3, cycle=False),
+            "a\nb",
+            r"count is 3, but p has 2 prompts; set workload\.cycle",
+        ),
+        (Prompts("prompts", "p"), "\n\n", "p holds no prompts; write one a line"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(spec, content)
+
+
+def test_a_trace_keeps_gaps_and_lengths() -> None:
+    work = make(Trace("trace", "t.csv", time_scale=0.5, max_prompt_tokens=500), CSV)
+    assert [len(i.prompt_token_ids) for i in work.items] == [374, 396, 500, 10]
+    assert [i.max_tokens for i in work.items] == [44, 109, 1, 5]
+    assert (work.clipped_prompts, work.clipped_outputs) == (1, 1)
+    assert work.items[1].arrival == pytest.approx(4.314579 / 2, abs=1e-5)
+    part = make(Trace("trace", "t.csv", offset=1, limit=2), CSV)
+    assert [len(i.prompt_token_ids) for i in part.items] == [396, 9000]
+    assert part.items[0].arrival == 0.0
+    assert part.describe() == {
+        "requests": 2,
+        "prompt_tokens": 9396,
+        "max_output_tokens": 110,
+        "clipped_prompts": 0,
+        "clipped_outputs": 1,
+        "last_arrival_s": pytest.approx(0.227298),
+    }
+
+
+def test_what_is_wrong_with_a_trace_is_said() -> None:
+    for spec, content, message in (
+        (Trace("trace", "t.csv"), "a,b\n1,2\n", "no column TIMESTAMP, ContextTokens, GeneratedTokens.*CC-BY 4.0"),
+        (Trace("trace", "t.csv"), CSV + "2023-11-16 18:15:53,x,1\n", "t.csv, line 6: .*'x'"),
+        (Trace("trace", "t.csv"), CSV + "2023-11-16 18:15:53,3\n", "t.csv, line 6"),
+        (Trace("trace", "t.csv", offset=9), CSV, r"no requests after workload\.offset 9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(spec, content)
+    for values, message in (
+        ({"offset": -1}, "offset is -1"),
+        ({"limit": 0}, "limit is 0"),
+        ({"time_scale": -1}, "time_sc"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0; it must be at least 1, or null for lengths as recorded"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Trace("trace", "t.csv", **values)
+
+
+def test_a_token_list_is_taken_as_it_is() -> None:
+    content = json.dumps([{"prompt": [3, 4], "n": 5}, {"prompt": [6], "max_tokens": 2, "n": 9}])
+    work = make(Tokens("tokens", "w.json"), content)
+    assert [(i.prompt_token_ids, i.max_tokens) for i in work.items] == [((3, 4), 5), ((6,), 2)]
+    assert len(make(Tokens("tokens", "w.json", limit=1), content).items) == 1
+    for bad, message in (
+        ("{", "w.json is not JSON"),
+        ("[]", "must hold a list"),
+        ('[{"prompt": [], "n": 1}]', "entry 0: needs"),
+        ('[{"prompt": [1], "n": 0}]', "entry 0: needs"),
+        ("[3]", "entry 0: needs"),
+        ('[{"prompt": [1, 100], "n": 1}]', r"entry 0: token id 100 is outside \[0, 100\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(Tokens("tokens", "w.json"), bad)
+
+
+def test_a_vocabulary_of_special_tokens_only_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocabulary has 17 tokens; random prompts need more than 17"):
+        make(Synthetic("synthetic", 1, Fixed("fixed", 1), Fixed("fixed", 1)), vocab=17)
+
+
+def test_parameters_out_of_range_are_refused() -> None:
+    bounded = (
+        partial(Fixed, "fixed", 3),
+        partial(Uniform, "uniform", 1, 2),
+        partial(Exponential, "exponential", 2.0),
+        partial(Lognormal, "lognormal", 1.0, 1.0),
+    )
+    for make_bad, message in (
+        (lambda: Uniform("uniform", 3, 2), "high is 2; it must be at least low"),
+        (lambda: Exponential("exponential", 0.0), "mean is 0.0"),
+        (lambda: Lognormal("lognormal", 1.0, -1.0), "sigma is -1.0"),
+        (
+            lambda: Lognormal("lognormal", 663.0, 1.0, max=9),
+            r"mu is 663\.0, a median of exp\(mu\) tokens; .* such as 6\.63",
+        ),
+        (lambda: Lognormal("lognormal", 1.0, float("nan")), "sigma is nan"),
+        (lambda: Poisson("poisson", 0.0), "rate is 0.0"),
+        (lambda: Poisson("poisson", float("nan")), "rate is nan; it must be above 0 requests a second, and finite"),
+        (lambda: Gamma("gamma", 1.0, 0.0), "burstiness is 0.0"),
+        (lambda: Synthetic("synthetic", 0, Fixed("fixed", 1), Fixed("fixed", 1)), "count is 0; it must be at least 1"),
+        (lambda: Prompts("prompts", "p", count=0), "count is 0; it must be at least 1, or null for each prompt once"),
+        (lambda: Prompts("prompts", "p", max_tokens=0), "max_tokens is 0; it must be at least 1"),
+        (
+            lambda: draw_lengths(Fixed("fixed", 10**12), 1, rng()),
+            r"value=1000000000000.* beyond 16,777,216; give it a `max`",
+        ),
+        *(
+            (lambda kind=kind: kind(min=9, max=3), "min is 9 and max 3; they must be 1 <= min <= max")
+            for kind in bounded
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_bad()

@@ -1,0 +1,255 @@
+"""What a step costs on paper: counted again token by token, and against published numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.simulation import cost
+from experiments.simulation.cost import (
+    CHIPS,
+    SHAPES,
+    Chip,
+    Roofline,
+    Shape,
+    Simulate,
+    Work,
+    fit,
+    read_steps,
+    shape_of,
+    work_of,
+)
+from pagedjax.host.types import EMPTY_PLAN, Request, Seq
+from pagedjax.weights.checkpoint import open_checkpoint
+
+rows = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12), st.booleans()), min_size=1, max_size=6)
+
+
+def plan_of(rows):
+    """Of (start, count, whether the chunk ends its sequence)."""
+    seqs = tuple(Seq(Request(str(i), 1, 1), i, 100, 1) for i in range(len(rows)))
+    starts, counts, _ = zip(*rows, strict=True)
+    lengths = tuple(start + count + (not ends) for start, count, ends in rows)
+    return EMPTY_PLAN._replace(seqs=seqs, starts=starts, counts=counts, lengths=lengths)
+
+
+@given(rows)
+def test_work_is_what_counting_token_by_token_gives(rows):
+    work = work_of(plan_of(rows), 100)
+    tokens = [(i, at) for i, (start, count, _) in enumerate(rows) for at in range(start, start + count)]
+    assert work.pairs == sum(at + 1 for _, at in tokens)
+    assert work.context == sum(max(at + 1 for j, at in tokens if j == i) for i in range(len(rows)))
+    assert work[:3] == (100, len(rows), sum(ends for *_, ends in rows))
+
+
+@given(rows)
+def test_without_a_cache_every_token_is_computed_again(rows):
+    plan = plan_of(rows)
+    again = plan_of([(0, start + count, ends) for start, count, ends in rows])
+    bare = work_of(plan, plan.num_tokens, cached=False)
+    assert bare == work_of(again, again.num_tokens)
+
+
+def test_shapes_have_the_published_sizes():
+    billions = {"opt-13b": 12.85, "opt-66b": 65.7, "opt-175b": 174.6, "llama-3-8b": 8.03, "llama-3-70b": 70.6}
+    billions |= {"mistral-7b": 7.24, "yi-34b": 34.4, "tinyllama-1.1b": 1.10, "gpt2-xl": 1.56, "smollm2-135m": 0.1345}
+    for name, size in billions.items():
+        shape = SHAPES[name]
+        assert shape.held_bytes / shape.weight_bytes / 1e9 == pytest.approx(size, rel=0.01), name
+    # PagedAttention, section 3: "the KV cache of a single token demands 800 KB" of OPT-13B
+    assert SHAPES["opt-13b"].token_bytes == 800 * 1024
+    assert SHAPES["tinyllama-1.1b"].token_bytes == 22 * 1024
+    assert SHAPES["gpt2-xl"].token_bytes == 307_200
+
+
+def test_the_shape_of_a_checkpoint_is_read_from_its_config():
+    assert shape_of(open_checkpoint("smollm2-135m").config) == SHAPES["smollm2-135m"]
+    gpt2 = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257, "n_positions": 1024}
+    assert shape_of(gpt2) == SHAPES["gpt2-xl"]
+
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+GEMMA = {
+    "model_type": "gemma2",
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "held", "met"),
+    [(MIXTRAL, 46.7, 12.9), (QWEN, 30.5, 3.3), (GEMMA, 2.61, 2.61)],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Gemma-2-2B"],
+)
+def test_models_of_every_family_have_the_published_sizes(config, held, met):
+    """Numbers held, and numbers that a token meets: with experts those that it chose. Gemma's embedding is its head."""
+    shape = shape_of(config)
+    assert shape.held_bytes / shape.weight_bytes / 1e9 == pytest.approx(held, rel=0.01)
+    embedding = 0 if shape.tied else shape.head_numbers
+    assert (shape.products(1, 1) / 2 + embedding) / 1e9 == pytest.approx(met, rel=0.02)
+
+
+def test_layers_without_experts_keep_their_mlp():
+    every, half = (shape_of(QWEN | {"decoder_sparse_step": step}) for step in (1, 2))
+    assert (every.sparse, half.sparse) == (48, 24)
+    mlp, mixture = 3 * 2048 * 6144, 2048 * 128 + 128 * 3 * 2048 * 768
+    assert half.layer_numbers(128) == every.layer_numbers(128) + 24 * (mlp - mixture)
+
+
+def test_a_step_reads_the_experts_that_somebody_chose():
+    shape = shape_of(MIXTRAL)
+    assert shape.experts_read(1) == pytest.approx(2)
+    draw = np.random.default_rng(0)
+    chosen = [len({e for _ in range(3) for e in draw.choice(8, 2, replace=False)}) for _ in range(4000)]
+    assert shape.experts_read(3) == pytest.approx(np.mean(chosen), rel=0.02)
+    all_read = shape.read_bytes(10_000)
+    assert all_read == pytest.approx(shape.held_bytes - shape.weight_bytes * shape.head_numbers)
+    one = Roofline(shape, Chip(1.0, 1e30, 0.0, launch=0.0))(Work(1, 1, 1, 0, 0))
+    expert = shape.weight_bytes * 3 * 4096 * 14336
+    assert one == pytest.approx(all_read - 32 * 6 * expert), "two of eight experts in each layer"
+
+
+def test_a_model_that_could_not_be_loaded_has_no_shape():
+    with pytest.raises(ValueError, match="model_type is 'mamba'; supported: llama"):
+        shape_of({**MIXTRAL, "model_type": "mamba"})
+
+
+SMALL = Shape(2, 8, 2, 1, 4, 16, 100, 64)
+CHIP = Chip(bandwidth=1000.0, rate=1e6, memory=1e6, launch=0.5)
+
+
+def test_a_roofline_is_the_sum_of_its_two_parts_by_hand():
+    # a layer: q 8 x 8, k and v 8 x 4, out 8 x 8, three matrices of 8 x 16; a head of 8 x 100
+    numbers = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16) + 8 * 100
+    assert SMALL.read_bytes(1) == 2 * numbers == 2 * 1952
+    work = Work(tokens=3, sequences=3, sampled=3, context=30, pairs=30)
+    traffic = 2 * numbers / 1000 + 30 * (2 * 2 * 2 * 4) / 1000  # both bound by memory
+    assert Roofline(SMALL, CHIP)(work) == pytest.approx(0.5 + traffic)
+    work = Work(tokens=3000, sequences=1, sampled=1, context=3000, pairs=4_501_500)
+    arithmetic = 2 * (1152 * 3000 + 800) / 1e6 + 4 * 2 * 2 * 4 * 4_501_500 / 1e6
+    assert Roofline(SMALL, CHIP)(work) == pytest.approx(0.5 + arithmetic)
+    assert Roofline(SMALL, CHIP, chips=2)(work) == pytest.approx(0.5 + arithmetic / 2)
+    assert Roofline(SMALL, CHIP, rate_share=0.5)(work) == pytest.approx(0.5 + 2 * arithmetic)
+
+
+def test_tokens_are_computed_by_whole_tiles():
+    chip = CHIP._replace(bandwidth=1e12, tile=128)
+    at, past = (Roofline(SMALL, chip)(Work(n, 1, 0, 0, 0)) - chip.launch for n in (256, 257))
+    assert past / at == pytest.approx(384 / 256)
+
+
+def test_blocks_move_in_one_copy_or_in_many():
+    chip = CHIP._replace(link=1e6, transfer=1e-3)
+    many, one = (Roofline(SMALL, chip, block_size=4, batched_moves=batched).move(10) for batched in (False, True))
+    content = 10 * 4 * SMALL.token_bytes / 1e6
+    assert one == pytest.approx(1e-3 + content)
+    assert many == pytest.approx(2 * 2 * 10 * 1e-3 + content)
+
+
+def measured(count=60, noise=0.0, seed=0):
+    """Steps of a device whose times are known: by bucket, and so much a token of context and a pair."""
+    draw, base, steps = random.Random(seed), {8: 0.010, 32: 0.012, 128: 0.030}, []
+    for _ in range(count):
+        size = draw.choice(sorted(base))
+        context, pairs = draw.randrange(1000), draw.randrange(100_000)
+        seconds = (base[size] + 2e-6 * context + 3e-8 * pairs) * (1 + draw.uniform(-noise, noise))
+        steps.append({"padded_tokens": size, "context_tokens": context, "pairs": pairs, "seconds": seconds})
+    return steps
+
+
+def test_a_fit_finds_the_device_that_made_the_steps():
+    fitted = fit(measured())
+    assert fitted.sizes == (8, 32, 128)
+    assert fitted.seconds == pytest.approx((0.010, 0.012, 0.030), rel=1e-6)
+    assert (fitted.per_context, fitted.per_pair) == pytest.approx((2e-6, 3e-8), rel=1e-6)
+    assert fitted.error < 1e-9
+    assert fitted(Work(32, 4, 4, 500, 1000)) == pytest.approx(0.012 + 1e-3 + 3e-5)
+    assert fitted(Work(80, 4, 4, 0, 0)) == pytest.approx((0.012 + 0.030) / 2)
+    assert fitted(Work(256, 4, 4, 0, 0)) == pytest.approx(0.060)
+
+
+def test_a_fit_through_noise_is_near_and_says_how_near():
+    fitted = fit(measured(400, noise=0.1))
+    assert fitted.seconds == pytest.approx((0.010, 0.012, 0.030), rel=0.05)
+    assert 0.02 < fitted.error < 0.08
+
+
+def test_what_cannot_be_fitted_is_told():
+    with pytest.raises(ValueError, match="3 steps; it takes at least 8"):
+        fit(measured(3))
+    old = [{k: v for k, v in step.items() if k != "pairs"} for step in measured()]
+    with pytest.raises(ValueError, match="measure it again"):
+        fit(old)
+
+
+def test_steps_are_read_line_by_line():
+    steps = measured(3)
+    assert read_steps("".join(json.dumps(step) + "\n" for step in steps)) == steps
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "one of chip"),
+        ({"chip": "h200", "fit": "runs/x"}, "one of chip"),
+        ({"chip": "h20"}, "chip is 'h20'.*h200"),
+        ({"chip": "h200", "model": "opt-13"}, "model is 'opt-13'.*did you mean 'opt-13b'"),
+        ({"chip": "h200", "chips": 0}, "chips is 0; it must be at least 1"),
+        ({"chip": "h200", "rate_share": 1.5}, "rate_share is 1.5; it must be above 0 and at most 1"),
+        ({"chip": "h200", "bandwidth_share": 0.0}, "bandwidth_share is 0.0"),
+        ({"fit": "runs/x", "chips": 2}, "chips is 2, and steps that were measured .* leave it out, or name a chip"),
+        ({"fit": "runs/x", "bandwidth_share": 0.8}, "bandwidth_share is 0.8, and steps that were measured"),
+        ({"fit": "runs/x", "rate_share": 0.8}, "rate_share is 0.8, and steps that were measured"),
+        ({"fit": "runs/x", "batched_moves": False}, "batched_moves is False, and steps that were measured"),
+        ({"chip": "h200", "host_s": -1.0}, "host_s is -1.0; it must be at least 0 seconds"),
+    ],
+)
+def test_what_stands_for_a_device_is_checked(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Simulate(**wrong)
+
+
+def test_devices_have_names():
+    assert Simulate(chip="h200").name == "simulated h200"
+    assert Simulate(chip="a100-80g", chips=2).name == "simulated a100-80g x 2"
+    assert Simulate(fit="somewhere").name == "simulated, fitted"
+    assert dataclasses.replace(Simulate(chip="h200"), model="llama-3-8b").model in SHAPES
+    assert set(cost.CHIPS) == set(CHIPS)

@@ -1,0 +1,237 @@
+"""A simulated engine against a real one: the same plans and events, in a time of its own."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments import run
+from experiments.core import config as experiment_config
+from experiments.core.config import expand
+from experiments.core.drive import drive, measure
+from experiments.core.metrics import request_records, step_records
+from experiments.core.workloads import WorkItem
+from experiments.simulation.cost import SHAPES, Simulate
+from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM, resolved
+from pagedjax import LLM, SamplingParams
+from pagedjax.config import EngineConfig
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+RAW = {
+    "name": "simulated",
+    "model": "nothing is loaded",
+    "engine": {"max_num_seqs": 8, "max_model_len": 128, "max_num_batched_tokens": 64},
+    "cache_tokens": 1024,
+    "workload": {
+        "kind": "synthetic",
+        "count": 12,
+        "prompt": {"dist": "uniform", "low": 4, "high": 40},
+        "output": {"dist": "uniform", "low": 2, "high": 20},
+        "arrivals": {"process": "poisson", "rate": 50.0},
+    },
+    "sampling": {"temperature": 0.0, "ignore_eos": True},
+    "simulate": {"chip": "h200", "model": "llama-3-8b"},
+}
+
+
+def items(count, seed=0, gap=0.0):
+    draw = np.random.default_rng(seed)
+    common = tuple(draw.integers(20, 300, 12).tolist())  # some prompts begin alike, so that blocks are shared
+    return tuple(
+        WorkItem(
+            f"r{i}",
+            i * gap,
+            (common if i % 3 else ()) + tuple(draw.integers(20, 300, int(draw.integers(1, 40))).tolist()),
+            int(draw.integers(1, 24)),
+        )
+        for i in range(count)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_prefix_caching": False, "policy": "shortest"},
+        {"num_blocks": 20},
+        {"chunked_prefill": False, "max_num_batched_tokens": 128, "token_buckets": (128,)},
+        {"mixed_steps": False},
+        {"mixed_steps": False, "chunked_prefill": False, "max_num_batched_tokens": 128, "token_buckets": (128,)},
+        {"reservation": "pow2", "enable_prefix_caching": False},
+        {"reservation": "max", "enable_prefix_caching": False, "policy": "static"},
+    ],
+    ids=str,
+)
+def test_it_plans_what_a_real_engine_plans(tiny, options):
+    settings = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 6, "max_model_len": 96}
+    settings |= {"max_num_batched_tokens": 32, "token_buckets": (32,), **options}
+    real = LLM(tiny, progress=False, **settings).engine
+    made = SimulatedEngine(
+        EngineConfig(**settings), lambda work: 0.01, vocab_size=320, simulate=Simulate(chip="h200", model="opt-13b")
+    )
+    work = items(14)
+    found = []
+    for engine in (real, made):
+        start, results = drive(engine, work, GREEDY)
+        steps = step_records(results, start, 4)
+        counted = [(s.tokens, s.sequences, s.blocks_used, s.blocks_listed, s.held_tokens, s.preempted) for s in steps]
+        plans = [(r.plan.counts, r.plan.starts, [seq.blocks for seq in r.plan.seqs]) for r in results]
+        found.append((counted, plans, [(s.padded_tokens, s.context_tokens, s.pairs) for s in steps]))
+    assert found[0] == found[1]
+    assert options.get("num_blocks") is None or sum(row[5] for row in found[0][0]) > 0
+
+
+def test_time_is_what_the_steps_take_and_what_nobody_asks_for():
+    engine = SimulatedEngine(
+        EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,)),
+        lambda work: 0.25,
+        vocab_size=1000,
+        simulate=Simulate(chip="h200", host_s=0.05),
+    )
+    work = [WorkItem("a", 0.0, (20,) * 5, 3), WorkItem("b", 10.0, (20,) * 5, 2)]
+    start, results = drive(engine, work, GREEDY, engine.clock, engine.sleep)
+    assert start == 0.0
+    assert [result.finished - result.started for result in results] == pytest.approx([0.3] * 5)
+    assert [result.started for result in results] == pytest.approx([0.0, 0.3, 0.6, 10.0, 10.3], abs=0.051)
+    assert {result.device_seconds for result in results} == {0.25}
+    assert results[3].started >= 10.0
+
+
+def test_a_whole_batch_is_computed_and_answered_until_its_last_member_ends():
+    """Three requests, two places: against the work of each step counted by hand."""
+    asked = []
+    engine = SimulatedEngine(
+        EngineConfig(
+            max_model_len=64, num_blocks=32, token_buckets=(8, 2048), max_num_seqs=2, policy="static", mixed_steps=False
+        ),
+        lambda work: asked.append(work) or 1.0,
+        vocab_size=1000,
+        simulate=Simulate(chip="h200", whole_batches=True),
+    )
+    work = [WorkItem("a", 0.0, (20,) * 5, 1), WorkItem("b", 0.0, (20,) * 3, 4), WorkItem("c", 0.0, (20,) * 2, 2)]
+    start, results = drive(engine, work, GREEDY, engine.clock, engine.sleep)
+    records = request_records(results, work, start)
+    assert [record.e2e for record in records] == [4.0, 4.0, 6.0]
+    assert [record.ttft for record in records] == [4.0, 4.0, 6.0]
+    assert [record.queue for record in records] == [0.0, 0.0, 4.0]
+    assert [w.context for w in asked] == [5 + 3, 4 + 6, 5 + 7, 6 + 8, 2, 3]  # "a" ended with the first step
+    assert [w.sequences for w in asked] == [2, 2, 2, 2, 1, 1]
+    assert [w.sampled for w in asked] == [2, 2, 2, 2, 1, 1]
+    assert [w.tokens for w in asked] == [8] * 6
+    assert [w.pairs for w in asked] == [15 + 6, 4 + 6, 5 + 7, 6 + 8, 3, 3]
+    engine.reset()
+    assert drive(engine, work, GREEDY, engine.clock, engine.sleep)[1][0].events == ()
+
+
+def test_whole_batches_take_a_policy_that_keeps_them():
+    with pytest.raises(ValueError, match=r"whole_batches with engine.policy 'fcfs'.*set engine.policy: static"):
+        SimulatedEngine(
+            EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(8, 2048)),
+            lambda work: 1.0,
+            vocab_size=1000,
+            simulate=Simulate(chip="h200", whole_batches=True),
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "simulate", "message"),
+    [
+        ({"lookahead": 2}, {"chip": "h200"}, r"engine.lookahead is 2, .*set it to 0"),
+        ({"steps_per_dispatch": 4}, {"chip": "h200"}, r"engine.steps_per_dispatch is 4, .*set it to 1"),
+        ({"preemption": "swap"}, {"fit": "runs/x"}, r"preemption is 'swap', .*set engine.preemption: recompute"),
+    ],
+    ids=str,
+)
+def test_options_that_would_change_nothing_are_refused(options, simulate, message):
+    config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,), **options)
+    with pytest.raises(ValueError, match=message):
+        SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=Simulate(**simulate))
+
+
+def test_a_run_has_the_records_of_any_run_and_repeats_exactly():
+    (point,) = expand(RAW, folder=None)
+    first, second = (measure(SimulatedLLM(*made_of(point)), point, 0) for _ in range(2))
+    assert first == second
+    assert first.failed is None
+    assert first.summary["finished"] == {"length": 12}
+    assert first.summary["output_tokens"] == first.workload.describe()["max_output_tokens"]
+    assert 0 < first.summary["duration_s"] < 2
+    assert first.summary["compilations"] == 0
+
+
+def made_of(point):
+    return point.experiment.simulate, point.experiment.engine_config, point.experiment.model
+
+
+def test_a_sweep_of_simulated_points_starts_no_backend_and_reports(tmp_path, capsys):
+    raw = {**RAW, "sweep": {"grid": {"engine.block_size": [8, 32], "simulate.chip": ["h200", "a100-40g"]}}}
+    file = tmp_path / "sweep.yaml"
+    file.write_text(json.dumps(raw), encoding="utf-8")
+    assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    summaries = [json.loads(line) for line in (tmp_path / "runs/simulated/runs.jsonl").read_text().splitlines()]
+    assert [s["device"] for s in summaries] == ["simulated h200", "simulated a100-40g"] * 2
+    faster, slower = (summary["metrics"]["duration_s"] for summary in summaries[:2])
+    assert faster < slower
+    assert (tmp_path / "runs/simulated/report.html").is_file()
+    capsys.readouterr()
+    assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0  # nothing is left to measure
+    assert "another commit or device" not in capsys.readouterr().err
+
+
+def test_a_run_is_simulated_from_the_steps_of_another(tmp_path):
+    file = tmp_path / "one.yaml"
+    file.write_text(json.dumps(RAW), encoding="utf-8")
+    assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    (measured,) = (tmp_path / "runs/simulated").glob("*/0")
+    (point,) = expand({**RAW, "simulate": {"fit": str(measured), "model": "llama-3-8b"}}, folder=tmp_path)
+    again = measure(SimulatedLLM(*made_of(point)), point, 0)
+    expected = json.loads((measured / "summary.json").read_text())["metrics"]
+    assert again.summary["duration_s"] == pytest.approx(expected["duration_s"], rel=0.02)
+    assert again.summary["tokens_sha256"] == expected["tokens_sha256"]
+    other = (measured / "steps.jsonl").read_text().replace('"pairs":', '"pairs": 1')
+    (measured / "steps.jsonl").write_text(other)
+    (changed,) = expand({**RAW, "simulate": {"fit": str(measured), "model": "llama-3-8b"}}, folder=tmp_path)
+    assert changed.key != point.key  # a point is what was fitted, not where it lies
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampling": {"temperature": 0.0}}, "sampling.ignore_eos is false"),
+        ({"simulate": {"chip": "h2000"}}, "simulate.chip is 'h2000'.*did you mean 'h200'"),
+        ({"simulate": {"fit": "nowhere"}}, r"simulate.fit: there is no steps.jsonl in .*nowhere"),
+        ({"simulate": {"chip": "h200", "speed": 2}}, "unknown key simulate.'speed'"),
+    ],
+)
+def test_a_wrong_section_is_told(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        expand({**RAW, **change}, folder=tmp_path)
+
+
+def test_a_request_that_could_end_early_is_refused():
+    engine = SimulatedEngine(
+        EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,)),
+        lambda work: 0.25,
+        vocab_size=1000,
+        simulate=Simulate(chip="h200"),
+    )
+    with pytest.raises(ValueError, match="ignore_eos: true"):
+        engine.add("a", [20], SamplingParams())
+    assert not engine.has_work
+
+
+def test_the_cache_is_what_a_chip_has_beside_the_weights():
+    shape = SHAPES["opt-13b"]
+    config = resolved(EngineConfig(memory_fraction=0.9, max_num_seqs=256), shape, 40e9)
+    assert config.max_model_len == 2048
+    assert config.num_blocks == int(0.9 * (40e9 - shape.held_bytes) / (16 * shape.token_bytes))
+    assert config.token_buckets[-1] == 2048
+    with pytest.raises(ValueError, match=r"weights of 25.7 GB leave 0.0 of 16.0 GB.*larger chips"):
+        resolved(EngineConfig(), shape, 16e9)
+    with pytest.raises(ValueError, match="made for 2048 tokens"):
+        resolved(EngineConfig(max_model_len=4096), shape, 40e9)
+    with pytest.raises(ValueError, match=r"set cache_tokens or engine.num_blocks"):
+        resolved(EngineConfig(), shape, None)
+    assert experiment_config.Experiment.__dataclass_fields__["simulate"].default is None

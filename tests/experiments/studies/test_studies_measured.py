@@ -1,0 +1,201 @@
+"""The studies that measure: what they compute by hand, and each of them whole on a tiny model."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType, SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.bench.sharing import Row
+from experiments.simulation.cost import SHAPES, Chip, Roofline
+from experiments.studies.findings import Interval
+
+
+def study(name: str) -> ModuleType:
+    return importlib.import_module(f"experiments.studies.{name}.study")
+
+
+timed = importlib.import_module("experiments.studies.005_decode_attention.timed")
+decode_attention, sharing, prediction = map(study, ("005_decode_attention", "008_sharing", "010_prediction"))
+
+
+# 005 ------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_step_asks_for_by_hand():
+    shape = SHAPES["gpt2-xl"]
+    layers, head = 48 * (4 * 1600 * 1600 + 2 * 1600 * 6400), 1600 * 50257
+    one = decode_attention.demand(shape, decode_attention.decode(2, 100))
+    assert one.operations == 2 * 2 * (layers + head) + 4 * 48 * 1600 * 2 * 100
+    assert one.bytes == 2 * (layers + head) + 307_200 * 200
+    whole = decode_attention.demand(shape, decode_attention.again(2, 100))
+    assert whole.operations == 2 * (layers * 200 + head * 2) + 4 * 48 * 1600 * 2 * 100 * 101 / 2
+    assert whole.bytes == one.bytes
+
+
+@pytest.mark.parametrize("work", ["decode", "again"])
+def test_a_demand_is_what_the_roofline_counts(work):
+    shape, asked = SHAPES["smollm2-135m"], getattr(decode_attention, work)(4, 64)
+    one = decode_attention.demand(shape, asked)
+    slow_memory, slow_products = Chip(1.0, 1e30, 0.0, launch=0.0), Chip(1e30, 1.0, 0.0, launch=0.0)
+    assert Roofline(shape, slow_memory)(asked) == pytest.approx(one.bytes)
+    assert Roofline(shape, slow_products)(asked) == pytest.approx(one.operations)
+
+
+def test_gpt2_xl_is_bound_as_the_lecture_says():
+    claims = decode_attention.lecture()
+    assert len(claims) == 4
+    assert all(claim.agrees for claim in claims)
+    # 2 x 1.475e9 operations a token and 3.1e9 bytes of weights: 153 operations a byte at a little over 150 tokens
+    chip = Chip(2.039e12, 312e12, 0.0)
+    assert 150 < decode_attention.crossing(SHAPES["gpt2-xl"], chip) < 180
+
+
+def test_a_plan_is_a_decode_at_its_context():
+    plan = timed.planned(3, 31, 16, prefilled=True)
+    assert (plan.starts, plan.counts) == ((31,) * 3, (1,) * 3)
+    whole = timed.planned(3, 32, 16, prefilled=False)
+    assert (whole.starts, whole.counts) == ((0,) * 3, (32,) * 3)
+    assert len({block for seq in whole.seqs for block in seq.blocks}) == 3 * 2, "each has blocks of its own"
+
+
+def test_all_contenders_compute_the_same(tiny):
+    model, batch, context = tiny.model, 3, 40
+    c = model.config
+    draw = np.random.default_rng(0)
+    q = draw.standard_normal((batch, c.heads, c.head_dim), np.float32)
+    k, v = draw.standard_normal((2, batch, context, c.kv_heads, c.head_dim), np.float32)
+    results = {}
+    for together in timed.contenders(model, batch, context, 64):
+        for name, one in together.items():
+            if one.rest:
+                keys, values = (in_pages(x, one) for x in (k, v))
+            else:
+                minor = one.shape[1] == c.kv_heads
+                keys, values = (x.swapaxes(1, 2) if minor else x for x in (k, v))
+            assert keys.shape == one.shape
+            results[name] = np.asarray(jax.jit(one.attend)(*map(jnp.asarray, (q, keys, values)), *one.rest))
+    first = results["einsum"]
+    assert len(results) >= 5
+    for name, result in results.items():
+        np.testing.assert_allclose(result, first, atol=1e-5, err_msg=name)
+
+
+def in_pages(x, contender):
+    """x [B, C, K, D] where the contender's block tables say; NaN where no token is."""
+    pages = np.full(contender.shape, np.nan, np.float32)
+    tables, size = np.asarray(contender.rest[0]), contender.shape[2]
+    for row, tokens in enumerate(x):
+        for position, token in enumerate(tokens):
+            pages[tables[row, position // size], :, position % size] = token
+    return pages
+
+
+def test_a_slowdown_is_a_geometric_mean_over_cells():
+    times = {(1, 64): {"a": [2.0, 1.0], "b": [1.0, 1.0]}, (8, 64): {"a": [8.0, 4.0], "b": [1.0, 1.0]}}
+    assert timed.slower(times, list(times), "a", "b") == pytest.approx([4.0, 2.0])
+
+
+def test_decode_attention_is_measured_on_a_tiny_model(tiny_folder, monkeypatch, tmp_path):
+    grid = timed.Grid((64, 128), (8,), 512, 2, 1)
+    for name, value in {"DEFAULT_MODEL": str(tiny_folder), "QUICK": grid}.items():
+        monkeypatch.setattr(decode_attention, name, value)
+    monkeypatch.setattr(timed, "BEYOND_L2", 1 << 16)
+    found = decode_attention.run(tmp_path, quick=True)
+    assert len(found.claims) in (6, 7)  # without numba no kernel takes a block of any size
+    assert all(claim.ours.low > 0 for claim in found.claims)
+    assert sorted(found.figures) == ["attention.svg", "roofline.svg", "steps.svg"]
+    _, steps = found.tables
+    cells = [line.split(" | ")[2] for line in steps.splitlines()[2:]]
+    assert [bool(cell) for cell in cells] == [True, False], "at most 512 tokens without a cache"
+    assert "without a cache" in found.answer[0]
+
+
+# 008 ------------------------------------------------------------------------------------------------------------------
+
+
+def row(lengths, saved, paper):
+    return Row("alpaca", 4, lengths, saved, 0.1, paper, 10)
+
+
+def test_a_claim_reaches_from_own_lengths_to_one_length():
+    claim = sharing.sampling_claim(row("own", 7.0, 8.0), row("same", 11.0, 8.0))
+    assert claim.ours == Interval(7.0, 9.0, 11.0, "range")
+    assert claim.agrees
+    assert "inside of the range" in claim.why
+    above = sharing.sampling_claim(row("own", 7.0, 12.0), row("same", 11.0, 12.0))
+    assert not above.agrees
+    assert "outside of the range" in above.why
+    assert sharing.sampling_claim(row("own", 7.0, None), row("same", 11.0, None)) is None
+
+
+def test_what_branches_have_in_common():
+    assert sharing.constant({2: 10.0, 4: 15.0, 6: None}) == pytest.approx(20.0)
+
+
+def test_sharing_is_measured_on_a_tiny_model(tiny_folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(sharing, "DEFAULT_MODEL", str(tiny_folder))
+    monkeypatch.setattr(sharing, "pairs", lambda requests, whole=sharing.pairs: whole(4))
+    monkeypatch.setattr(sharing, "beams", lambda widths, draws, requests, whole=sharing.beams: whole((2, 3), 1, 2))
+    monkeypatch.setattr(sharing, "ALPACA", sharing.ALPACA._replace(beams={2: 37.56, 3: 45.0}))
+    found = sharing.run(tmp_path, quick=True)
+    assert len(found.claims) == 5 + 2
+    assert all(0 <= claim.ours.low <= claim.ours.high < 100 for claim in found.claims)
+    assert len(found.tables[0].splitlines()) == 2 + 6
+    assert "2 beams save" in found.answer[1]
+
+
+# 010 ------------------------------------------------------------------------------------------------------------------
+
+
+def summary(rate):
+    return {"output_tokens_per_s": rate}
+
+
+def compared(measured, fitted, roofline):
+    return prediction.Compared(*([summary(rate) for rate in way] for way in (measured, fitted, roofline)))
+
+
+def test_errors_are_of_runs_that_were_not_fitted():
+    found = {
+        prediction.FIT: compared([100.0, 100.0], [50.0, 50.0], [1.0, 1.0]),
+        "another": compared([100.0, 80.0], [110.0, 76.0], [200.0, 160.0]),
+    }
+    path = "output_tokens_per_s"
+    assert prediction.held_out(found, prediction.FITTED, path) == pytest.approx([10.0, 5.0])
+    assert prediction.held_out(found, prediction.ROOFLINE, path) == pytest.approx([100.0, 100.0])
+    assert prediction.repeated(found, path) == pytest.approx([25.0])
+
+
+def test_the_reason_is_the_machine_only_where_it_explains_the_error():
+    assert "own repeats" in prediction.reason(10.0, 8.0, 5.0)
+    assert "typical of its size" in prediction.reason(30.0, 8.0, 5.0)
+
+
+def test_a_run_differs_from_the_fitted_one_in_one_thing():
+    file = prediction.__file__.replace("study.py", "config.yaml")
+    first = prediction.point_of(prediction.Path(file))
+    for quick in (True, False):
+        for name, overrides in prediction.cases(4.0, quick).items():
+            point = prediction.point_of(prediction.Path(file), *overrides)
+            assert point.key != first.key, name
+    assert len(prediction.cases(4.0, quick=False)) == 5
+
+
+def test_runs_of_a_tiny_model_are_predicted(tiny_folder, monkeypatch, tmp_path):
+    # before each of 20 runs, of all that the tests of a session hold
+    monkeypatch.setattr("experiments.core.drive.gc", SimpleNamespace(collect=lambda: 0))
+    text = prediction.Path(prediction.__file__.replace("study.py", "config.yaml")).read_text(encoding="utf-8")
+    config = text.replace("smollm2-135m", str(tiny_folder)).replace("repeats: 3", "repeats: 2")
+    (tmp_path / "config.yaml").write_text(config, encoding="utf-8")
+    found = prediction.run(tmp_path, quick=True)
+    assert len(found.claims) == len(prediction.METRICS)
+    assert all(0 <= claim.ours.low <= claim.ours.middle <= claim.ours.high for claim in found.claims)
+    errors, runs = found.tables
+    assert len(errors.splitlines()) == 2 + len(prediction.METRICS)
+    assert len(runs.splitlines()) == 2 + 3 * len(prediction.METRICS)
+    assert sorted(found.figures) == ["predicted.svg"]

@@ -1,0 +1,304 @@
+"""A tiny model trained for a few steps: served as it was trained, and the same bits after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.training import train_tiny
+from experiments.training.train_tiny import END, Setup
+from pagedjax import LLM, SamplingParams, load_model
+from pagedjax.device import attention, cache
+from pagedjax.device.models import llama
+from pagedjax.engine import compilations
+from pagedjax.weights.tree import named
+
+ROOT = Path(__file__).parents[3]
+SETUP = Setup(steps=24, vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32, batch=4)
+EVERY = 8
+LENGTH = 12  # of what is generated
+GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, logprobs=1)
+# a process that is killed, by itself, so that it is where it is to be
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+import orbax.checkpoint as ocp
+from experiments import train_tiny
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+where, out, setup, every = sys.argv[1:]
+if where == "between":
+    windows = train_tiny.windows
+    train_tiny.windows = lambda train, setup, step: kill() if step == 13 else windows(train, setup, step)
+else:
+    save = train_tiny.save
+    def second(manager, step, state, losses):
+        if step == 16:
+            ocp.JsonCheckpointHandler.async_save = ocp.JsonCheckpointHandler.save = kill
+        save(manager, step, state, losses)
+    train_tiny.save = second
+train_tiny.train(Path(out), eval(setup, {"Setup": train_tiny.Setup}), int(every))
+"""
+
+
+@pytest.fixture(scope="module")
+def data() -> train_tiny.Data:
+    return train_tiny.prepare(SETUP.vocab)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _prepared(data):
+    """Once for all, here; a process of its own does it again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_tiny, "prepare", lambda vocab: data)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> SimpleNamespace:
+    """A run from its beginning to its end, undisturbed."""
+    out, said = tmp_path_factory.mktemp("run") / "tiny", []
+    losses = train_tiny.train(out, SETUP, EVERY, say=said.append)
+    return SimpleNamespace(out=out, said=said, losses=losses)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return llama.from_hf(train_tiny.hf_config(SETUP))
+
+
+def stored(folder: Path) -> dict[str, np.ndarray]:
+    """The parameters of a model's folder."""
+    return {name: np.asarray(x) for name, x in named(load_model(folder, dtype="float32").model.params).items()}
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def test_no_paragraph_is_in_both_texts_and_a_tenth_is_held_out():
+    parts = train_tiny.texts()
+    paragraphs = [[p for topic in topics for p in topic.split("\n\n") if p] for topics in parts]
+    assert not set(paragraphs[0]) & set(paragraphs[1])
+    assert len(paragraphs[0]) == len(set(paragraphs[0])) > 1000
+    assert 0.05 < len(paragraphs[1]) / len(paragraphs[0]) < 0.15
+
+
+def test_tokens_are_the_text_and_topics_have_an_end(data):
+    train, held_out = train_tiny.texts()
+    for tokens, parts in ((data.train, train), (data.held_out, held_out)):
+        assert data.tokenizer.decode(tokens, skip_special_tokens=False) == "".join(part + END for part in parts)
+        assert (tokens == 0).sum() == len(parts)
+        assert 0 <= tokens.min() <= tokens.max() < SETUP.vocab
+
+
+def test_a_window_follows_from_seed_and_step_alone(data):
+    one = train_tiny.windows(data.train, SETUP, 7)
+    assert one.shape == (SETUP.batch, SETUP.context + 1)
+    np.testing.assert_array_equal(one, train_tiny.windows(data.train, SETUP, 7))
+    for other in (train_tiny.windows(data.train, SETUP, 8), train_tiny.windows(data.train, replace(SETUP, seed=1), 7)):
+        assert (one != other).any()
+    text = data.train.tobytes()
+    assert all(text.find(row.astype(np.int32).tobytes()) >= 0 for row in one)
+
+
+def test_every_held_out_token_that_fills_a_batch_is_predicted_once(data):
+    parts = np.concatenate(train_tiny.held_out_batches(data.held_out, SETUP))
+    count = len(parts) * SETUP.context
+    assert len(data.held_out) - count <= SETUP.batch * SETUP.context
+    np.testing.assert_array_equal(parts[:, :-1].reshape(-1), data.held_out[:count])
+    np.testing.assert_array_equal(parts[:, 1:].reshape(-1), data.held_out[1 : count + 1])
+
+
+# --- the forward of training is that of serving -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def module():
+    return train_tiny.initial(llama.from_hf(train_tiny.hf_config(replace(SETUP, layers=2))), 1)
+
+
+def test_dense_attention_is_paged_attention(module, data):
+    """On the same windows, each in a page of its own."""
+    tokens = jnp.asarray(train_tiny.windows(data.train, SETUP, 0)[:, :-1])
+    b, s = tokens.shape
+    pages = cache.init(layers=2, blocks=b - 1, block_size=s, kv_heads=2, head_dim=8, dtype="float32")
+    paged = attention.attend("reference", module.config.attn_scale)
+    run = jax.jit(lambda: module.logits(module.hidden(pages, train_tiny.packed(tokens), paged)[1]).T.reshape(b, s, -1))
+    np.testing.assert_allclose(jax.jit(train_tiny.logits)(module, tokens), run(), atol=1e-5)
+
+
+def test_logits_depend_on_no_later_token_and_on_no_other_window(module, data):
+    tokens = jnp.asarray(train_tiny.windows(data.train, SETUP, 0)[:, :-1])
+
+    def at(row: int, place: int):
+        one = jax.jit(lambda tokens: train_tiny.logits(module, tokens)[row, place])
+        later = tokens.at[row, place + 1 :].set(5).at[1 - row].set(7)
+        return one(tokens), one(later), one(tokens.at[row, place].set(5))
+
+    before, same, other = at(1, 9)
+    np.testing.assert_array_equal(before, same)
+    assert (before != other).any()
+
+
+def test_the_model_that_is_written_says_what_training_says(run):
+    """Greedy tokens are the forward's best, and their log-probabilities are its own."""
+    llm = LLM(model=run.out / "model", **train_tiny.serving())
+    (out,) = llm.generate(["The function"], GREEDY, use_tqdm=False)
+    tokens = [*out.prompt_token_ids, *out.outputs[0].token_ids]
+    module = nnx.merge(llm.model.model.graphdef, llm.model.model.params)
+    found = jax.nn.log_softmax(train_tiny.logits(module, jnp.asarray([tokens]))[0])[-LENGTH - 1 : -1]
+    assert out.outputs[0].token_ids == tuple(np.argmax(found, -1))
+    served = [entry[token].logprob for entry, token in zip(out.outputs[0].logprobs, tokens[-LENGTH:], strict=True)]
+    np.testing.assert_allclose(served, found.max(-1), atol=1e-4)
+    assert out.outputs[0].text == llm.tokenizer.decode(tokens[-LENGTH:])
+
+
+def test_every_parameter_learns_and_newer_ones_are_served_without_a_compilation(config, data):
+    trainer = train_tiny.make_trainer(SETUP, config, data)
+    state, tokenizer = trainer.start, data.tokenizer
+    first = {name: np.array(x) for name, x in named(state.params).items()}
+    assert set(first) == {".".join(entry.path) for entry in llama.param_table(config)}
+    llm = LLM(params=state.params, config=train_tiny.hf_config(SETUP), tokenizer=tokenizer, **train_tiny.serving())
+    texts = {train_tiny.sample(llm)}
+    for step in range(4):
+        state, _ = trainer.update(state, train_tiny.windows(data.train, SETUP, step))  # donates what was handed in
+        before = compilations.counts()
+        text, compiled = train_tiny.updated(llm, state.params)
+        assert (compiled, compilations.counts()) == (0, before)
+        texts.add(text)
+    assert len(texts) > 1
+    served = named(llm.engine.model.params)
+    for name, x in named(state.params).items():
+        np.testing.assert_array_equal(x, served[name])
+        assert (x != first[name]).any(), name
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_learns_tells_and_leaves_a_model(run):
+    first, *_, last = run.losses
+    assert [entry["step"] for entry in run.losses] == [8, 16, 24]
+    assert last["train"] < first["train"]
+    assert last["held_out"] < first["held_out"] < np.log(SETUP.vocab)
+    heading, columns, *rows, end = run.said
+    assert heading.startswith(f"{sum(x.size for x in stored(run.out / 'model').values()):,} parameters, ")
+    assert columns.split()[:3] == ["step", "train", "held"]
+    for row, entry in zip(rows, run.losses, strict=True):
+        shown = re.fullmatch(r" +(\d+) +([\d.]+) +([\d.]+) +[\d,]+ +0  ['\"].*['\"]", row)
+        assert shown is not None, row
+        assert (int(shown[1]), shown[2], shown[3]) == (
+            entry["step"],
+            f"{entry['train']:.3f}",
+            f"{entry['held_out']:.3f}",
+        )
+    assert end.startswith(f"{run.out / 'model'}: The function")
+    assert {path.name for path in (run.out / "model").iterdir()} >= {"config.json", "tokenizer.json", "params"}
+    assert sorted(path.name for path in (run.out / "checkpoints").iterdir()) == ["16", "24"]
+
+
+@pytest.mark.parametrize("where", ["between", pytest.param("while saving", marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_to_the_same_bits(run, tmp_path, where):
+    out = tmp_path / "tiny"
+    child = [sys.executable, "-c", CHILD, where, str(out), repr(SETUP), str(EVERY)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(child, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["8"]
+    assert not (out / "model").exists()
+    said = []
+    assert train_tiny.train(out, SETUP, EVERY, say=said.append) == run.losses
+    assert said[0].endswith("; 8 of 24 steps are done")
+    wanted = stored(run.out / "model")
+    for name, x in stored(out / "model").items():
+        np.testing.assert_array_equal(x, wanted[name], err_msg=name)
+
+
+def test_a_finished_run_trains_no_more_and_writes_a_model_that_is_missing(run, monkeypatch):
+    monkeypatch.setattr(train_tiny, "windows", lambda *_: pytest.fail("it has no step left"))
+    wanted, model, said = stored(run.out / "model"), run.out / "model", []
+    model.rename(run.out / "before")
+    try:
+        assert train_tiny.train(run.out, SETUP, EVERY, say=said.append) == run.losses
+        assert said[0].endswith("; 24 of 24 steps are done")
+        assert said[-1] == run.said[-1]
+        for name, x in stored(model).items():
+            np.testing.assert_array_equal(x, wanted[name], err_msg=name)
+    finally:
+        if not model.exists():
+            (run.out / "before").rename(model)
+
+
+@pytest.mark.slow
+def test_the_command_makes_sense_of_english(tmp_path):
+    """With its defaults: minutes, and far below what frequencies alone give."""
+    out = tmp_path / "tiny"
+    words = [sys.executable, "-m", "experiments.training.train_tiny", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr
+    alone = float(re.search(r"by frequencies alone is ([\d.]+)", done.stdout)[1])
+    rows = [line.split() for line in done.stdout.splitlines() if re.match(r" +\d+ ", line)]
+    assert float(rows[-1][2]) < alone - 1.5
+    assert {row[4] for row in rows} == {"0"}
+    (text,) = LLM(model=out / "model", **train_tiny.serving()).generate(
+        "The function", SamplingParams(temperature=0, max_tokens=60), use_tqdm=False
+    )
+    known = set(re.findall(r"[a-z]{4,}", " ".join(train_tiny.texts()[0])))
+    found = re.findall(r"[a-z]{4,}", text.outputs[0].text)
+    assert sum(word in known for word in found) > 0.9 * len(found) > 5
+
+
+# --- bad arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--every", "-1"], "--every is -1; it must be at least 1"),
+        (["--seed", "-1"], "--seed is -1; it must be in [0, 2**32)"),
+        (["--seed", str(2**32)], "--seed is 4294967296; it must be in [0, 2**32)"),
+        (["--steps", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(train_tiny, "train", lambda *_, **__: pytest.fail("this would take minutes"))
+    with pytest.raises(SystemExit):
+        train_tiny.main(["--out", str(tmp_path / "x"), *words])
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_of_something_else_is_refused_and_left_alone(run, data, tmp_path, capsys):
+    begin = train_tiny.begin
+    with pytest.raises(ValueError, match=r"tiny holds another run: steps is 9, there 24; seed is 2, there 0\. Ask for"):
+        begin(run.out, replace(SETUP, steps=9, seed=2), data)
+    with pytest.raises(ValueError, match=r"another run: text is \w{16}, there \w{16}\. .* version"):
+        begin(run.out, SETUP, data._replace(train=data.train[1:]))
+    begin(run.out, SETUP, data)
+    (tmp_path / "notes").write_text("mine")
+    assert train_tiny.main(["--out", str(tmp_path)]) == 2
+    assert "is there and not an empty folder; name a new one, or remove it first" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run\.json is damaged .* remove .*, or give another --out"):
+        begin(tmp_path, SETUP, data)
+
+
+def test_a_run_says_what_it_is(run):
+    assert json.loads((run.out / "run.json").read_text()).items() >= {"steps": 24, "seed": 0, "context": 32}.items()

@@ -1,0 +1,407 @@
+"""The block pool: allocate, share and release against a dictionary, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.host import blocks
+from pagedjax.host.blocks import BlockPool
+
+
+def take(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
+    taken = blocks.allocate(pool, n)
+    assert taken is not None
+    return taken
+
+
+def facts(pool: BlockPool) -> tuple[int, tuple[int, ...], dict[int, int], dict[str, int]]:
+    return pool.num_free, blocks.free_ids(pool), dict(pool.owners), dict(pool.contents)
+
+
+def test_a_new_pool_has_every_block_but_the_trash_block():
+    pool = blocks.init(4)
+    assert blocks.free_ids(pool) == (1, 2, 3, 4)
+    blocks.check(pool, [])
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_pool_without_blocks_is_refused(size):
+    with pytest.raises(ValueError, match=f"num_blocks is {size}; the pool needs at least 1"):
+        blocks.init(size)
+
+
+def test_allocated_blocks_are_distinct_and_owned_once():
+    pool, ids = take(blocks.init(4), 3)
+    assert len(set(ids)) == 3
+    assert set(ids) <= {1, 2, 3, 4}
+    assert dict(pool.owners) == dict.fromkeys(ids, 1)
+    blocks.check(pool, [ids])
+
+
+def test_no_room_gives_none_and_the_last_block_can_still_be_had():
+    pool, _ = take(blocks.init(3), 2)
+    assert blocks.allocate(pool, 2) is None
+    assert take(pool, 1)[0].num_free == 0
+
+
+def test_allocating_nothing_changes_nothing():
+    pool = blocks.init(2)
+    assert take(pool, 0) == (pool, ())
+
+
+def test_a_shared_block_is_free_only_when_its_last_owner_lets_go():
+    pool, ids = take(blocks.init(2), 1)
+    pool = blocks.share(pool, ids)
+    blocks.check(pool, [ids, ids])
+    pool = blocks.release(pool, ids)
+    assert pool.num_free == 1
+    blocks.check(pool, [ids])
+    pool = blocks.release(pool, ids)
+    assert pool.num_free == 2
+    blocks.check(pool, [])
+
+
+def test_the_block_returned_last_is_handed_out_first():
+    pool, (a, b, c) = take(blocks.init(5), 3)
+    pool = blocks.release(pool, [a, c])
+    assert blocks.free_ids(pool) == (c, a, 4, 5)
+    assert take(pool, 3)[1] == (c, a, 4)
+    assert b == 2
+
+
+@pytest.mark.parametrize("ids", [[0], [3], [-1], [1, 1]])
+def test_releasing_a_block_that_nobody_owns_is_an_error(ids):
+    pool, _ = take(blocks.init(3), 2)
+    with pytest.raises(ValueError, match=rf"block {ids[-1]} has no owner; it was released twice or never allocated"):
+        blocks.release(pool, ids)
+    blocks.check(pool, [(1, 2)])
+
+
+def test_sharing_a_block_that_nobody_owns_is_an_error():
+    pool, _ = take(blocks.init(3), 2)
+    with pytest.raises(ValueError, match="block 3 has no owner"):
+        blocks.share(pool, [1, 3])
+    blocks.check(pool, [(1, 2)])
+
+
+def test_releasing_twice_is_an_error_even_after_the_block_was_shared():
+    pool, ids = take(blocks.init(1), 1)
+    pool = blocks.release(blocks.release(blocks.share(pool, ids), ids), ids)
+    with pytest.raises(ValueError, match="block 1 has no owner"):
+        blocks.release(pool, ids)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([(1, 2)], "owner counts"),  # a table forgot block 3
+        ([(1, 2, 3), (3,)], "owner counts"),  # a table lists a block that it never shared
+        ([(1, 2, 3, 4)], "owner counts"),  # a table lists a free block
+    ],
+)
+def test_check_finds_tables_that_disagree_with_the_owners(tables, message):
+    pool, _ = take(blocks.init(4), 3)
+    with pytest.raises(AssertionError, match=message):
+        blocks.check(pool, tables)
+
+
+def test_check_finds_a_leaked_block():
+    pool, ids = take(blocks.init(4), 2)
+    leaky = pool._replace(owners=pool.owners.delete(ids[0]))
+    with pytest.raises(AssertionError, match="leaked"):
+        blocks.check(leaky, [ids[1:]])
+
+
+def test_check_finds_a_block_that_is_free_and_owned():
+    pool, ids = take(blocks.init(4), 2)
+    torn = blocks.release(pool, ids[:1])._replace(owners=pool.owners)
+    with pytest.raises(AssertionError, match="free and owned"):
+        blocks.check(torn, [ids])
+
+
+def test_check_finds_a_wrong_count_of_free_blocks():
+    with pytest.raises(AssertionError, match="free list"):
+        blocks.check(blocks.init(4)._replace(num_free=3), [])
+
+
+def test_pools_of_one_history_are_equal_and_others_are_not():
+    pool, ids = take(blocks.init(9), 4)
+    assert blocks.release(pool, ids) == blocks.release(take(blocks.init(9), 4)[0], ids)
+    assert hash(blocks.release(pool, ids)) == hash(blocks.release(take(blocks.init(9), 4)[0], ids))
+    others = [blocks.release(pool, ids[::-1]), pool, blocks.init(9), blocks.init(8), tuple(blocks.release(pool, ids))]
+    assert not any(blocks.release(pool, ids) == other for other in others)
+    assert all(blocks.release(pool, ids) != other for other in others)
+
+
+def test_a_large_pool_with_a_history_can_be_compared_printed_and_copied():
+    """The free list must not make Python recurse once for each block."""
+    pool, ids = take(blocks.init(30_000), 20_000)
+    pool = blocks.release(pool, ids[1:])
+    same = pickle.loads(pickle.dumps(pool))
+    assert same == pool == copy.deepcopy(pool)
+    assert same != blocks.release(same, ids[:1])
+    assert blocks.free_ids(same) == blocks.free_ids(pool)
+    blocks.check(same, [ids[:1]])
+    assert repr(pool) == "BlockPool(29999 of 30000 free)"
+
+
+def test_published_content_outlives_its_owners_and_is_shared_with_the_next():
+    pool, (a, b) = take(blocks.init(4), 2)
+    pool = blocks.publish(pool, [(a, "x"), (b, "xy")])
+    assert blocks.find(pool, ["x", "xy", "xyz"]) == (a, b)
+    assert blocks.find(pool, ["q", "x"]) == ()
+    pool = blocks.release(pool, [b, a])
+    assert blocks.idle_ids(pool) == (b, a)
+    assert pool.num_free == 4
+    blocks.check(pool, [])
+    pool = blocks.share(pool, (a,))
+    assert (pool.num_free, blocks.idle_ids(pool)) == (3, (b,))
+    blocks.check(pool, [(a,)])
+
+
+def test_content_is_lost_only_when_nothing_empty_is_left_and_the_longest_idle_first():
+    pool, ids = take(blocks.init(4), 3)
+    pool = blocks.release(blocks.publish(pool, zip(ids, "abc", strict=True)), (2, 1, 3))
+    pool, taken = take(pool, 3)
+    assert taken == (4, 2, 1)
+    assert (blocks.find(pool, "c"), blocks.find(pool, "b"), blocks.find(pool, "a")) == ((3,), (), ())
+    blocks.check(pool, [taken])
+
+
+def test_content_stays_in_the_block_that_held_it_first():
+    pool, (a, b) = take(blocks.init(2), 2)
+    pool = blocks.publish(blocks.publish(pool, [(a, "x")]), [(b, "x")])
+    assert blocks.find(pool, ["x"]) == (a,)
+    pool = blocks.release(pool, (a, b))
+    assert blocks.idle_ids(pool) == (a,)
+    blocks.check(pool, [])
+
+
+def test_a_block_cannot_hold_two_things_nor_anything_without_an_owner():
+    pool, (a,) = take(blocks.init(2), 1)
+    pool = blocks.publish(pool, [(a, "x")])
+    assert blocks.publish(pool, [(a, "x")]) == pool
+    with pytest.raises(ValueError, match="block 1 holds x; it cannot hold y as well"):
+        blocks.publish(pool, [(a, "y")])
+    with pytest.raises(ValueError, match="block 2 has no owner"):
+        blocks.publish(pool, [(2, "y")])
+
+
+def test_forgetting_empties_what_is_idle_and_leaves_owners_alone():
+    pool, ids = take(blocks.init(3), 3)
+    pool = blocks.forget(blocks.release(blocks.publish(pool, zip(ids, "abc", strict=True)), (3, 1)))
+    assert (blocks.find(pool, "a"), blocks.find(pool, "b"), pool.num_free) == ((), (), 2)
+    blocks.check(pool, [(2,)])
+    assert blocks.free_ids(pool) == (3, 1)
+    assert not blocks.release(pool, (2,)).idle
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"hashes": blocks.Map()}, "two blocks hold the same"),
+        ({"stamps": blocks.Map()}, "two stamps"),
+        ({"idle": blocks.Map(), "stamps": blocks.Map()}, "free list"),
+        ({"newest": 0}, "outside the queue"),
+    ],
+)
+def test_check_finds_content_that_does_not_add_up(broken, message):
+    pool, ids = take(blocks.init(3), 2)
+    pool = blocks.release(blocks.publish(pool, zip(ids, "ab", strict=True)), ids[:1])
+    blocks.check(pool, [ids[1:]])
+    with pytest.raises(AssertionError, match=message):
+        blocks.check(pool._replace(**broken), [ids[1:]])
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def take_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
+    taken = blocks.allocate_run(pool, n)
+    assert taken is not None
+    return taken
+
+
+@pytest.mark.parametrize("n", [-1, 0, 3, 6])
+def test_a_run_that_is_no_power_of_two_is_an_error(n):
+    with pytest.raises(ValueError, match=f"n is {n}; a run is a power of two of blocks"):
+        blocks.allocate_run(blocks.init(8), n)
+
+
+def test_a_pool_that_shares_content_gives_no_runs_until_it_is_forgotten():
+    pool, ids = take(blocks.init(4), 1)
+    pool = blocks.release(blocks.publish(pool, [(1, "x")]), ids)
+    with pytest.raises(ValueError, match="runs come from pools that share nothing, and this one has published blocks"):
+        blocks.allocate_run(pool, 2)
+    assert take_run(blocks.forget(pool), 4)[1] == (1, 2, 3, 4)
+
+
+def test_the_smallest_piece_that_is_large_enough_is_split():
+    pool = blocks.init(14)  # pieces of 8, 4 and 2
+    pool, pair = take_run(pool, 2)
+    assert pair == (13, 14)
+    pool, one = take_run(pool, 1)
+    assert one == (9,)  # of the 4: what is left of them is 1 and 2
+    pool, more = take_run(pool, 2)
+    assert more == (11, 12)
+    assert take_run(pool, 8)[1] == tuple(range(1, 9))
+    assert blocks.allocate_run(pool, 16) is None
+
+
+def test_enough_blocks_that_are_not_in_one_piece_are_refused_and_the_pool_is_untouched():
+    pool, _ = take_run(blocks.init(8), 4)
+    pool, _ = take_run(pool, 2)
+    pool = blocks.release(pool, (1, 2, 3, 4))
+    before = facts(pool)
+    assert pool.num_free == 6
+    assert blocks.allocate_run(pool, 8) is None
+    assert facts(pool) == before
+    assert take_run(pool, 2)[1] == (7, 8)  # the hole that fits, not a half of 1-4
+    assert take_run(pool, 4)[1] == (1, 2, 3, 4)
+
+
+def test_pieces_that_are_free_together_are_whole_again_and_others_are_not():
+    pool, a = take_run(blocks.init(8), 2)
+    pool, b = take_run(pool, 2)
+    pool, c = take_run(pool, 2)
+    assert (a, b, c) == ((1, 2), (3, 4), (5, 6))
+    beside = blocks.release(pool, (*b, *c))  # 3-6 are in a row and no piece: it would have to begin at 1 or 5
+    assert take_run(beside, 4)[1] == (5, 6, 7, 8)
+    assert take_run(blocks.release(pool, (*a, *b)), 4)[1] == (1, 2, 3, 4)
+
+
+class Buddies:
+    """A buddy allocator with its free pieces in a list: taking splits one, giving back merges it with its twin."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.free = size, list[tuple[int, int]]()  # (first block counted from 0, blocks)
+        start = 0
+        for length in (16, 8, 4, 2, 1):
+            if start + length <= size:
+                self.free.append((start, length))
+                start += length
+
+    def take(self, n: int) -> int | None:
+        large = [(length, start) for start, length in self.free if length >= n]
+        if not large:
+            return None
+        length, start = min(large)
+        self.free.remove((start, length))
+        while length > n:
+            length //= 2
+            self.free.append((start + length, length))
+        return start
+
+    def give_back(self, start: int, length: int) -> None:
+        twin = (start - length if start // length % 2 else start + length, length)
+        if twin in self.free:
+            self.free.remove(twin)
+            self.give_back(min(start, twin[0]), 2 * length)
+        else:
+            self.free.append((start, length))
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(1, 31), script=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
+def test_any_history_of_runs_agrees_with_a_buddy_allocator(size: int, script: list[tuple[bool, int]]):
+    pool, buddies = blocks.init(size), Buddies(size)
+    runs: list[tuple[int, ...]] = []
+    past = []
+    for takes, number in script:
+        past.append((pool, facts(pool)))
+        n = 1 << number % 5
+        if takes:
+            taken, start = blocks.allocate_run(pool, n), buddies.take(n)
+            assert (taken is None) == (start is None), "refused although a piece is free, or the reverse"
+            if taken is not None and start is not None:
+                pool, ids = taken
+                assert ids == tuple(range(start + 1, start + n + 1)), "another piece than the smallest that suffices"
+                assert start % n == 0
+                left = [block for block in blocks.free_ids(past[-1][0]) if block not in ids]
+                assert list(blocks.free_ids(pool)) == left, "the others are handed out in another order"
+                runs.append(ids)
+        elif runs:
+            ids = runs.pop(number % len(runs))
+            pool = blocks.release(pool, ids[::-1])
+            buddies.give_back(ids[0] - 1, len(ids))
+        assert pool.num_free == sum(length for _, length in buddies.free)
+        blocks.check(pool, runs)
+    assert all(facts(pool) == before for pool, before in past), "an old pool changed"
+    while runs:
+        pool = blocks.release(pool, runs.pop())
+    largest = 1 << size.bit_length() - 1
+    assert blocks.allocate_run(pool, 2 * largest) is None
+    assert take_run(pool, largest)[1] == tuple(range(1, largest + 1))
+
+
+# --- any history ----------------------------------------------------------------------------------------------------
+
+actions = st.lists(
+    st.tuples(st.sampled_from(["allocate", "share", "release", "publish", "reuse", "forget"]), st.integers(0, 7)),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=st.integers(1, 12), script=actions)
+def test_any_history_agrees_with_a_dictionary_of_counts(size: int, script: list[tuple[str, int]]):
+    pool = blocks.init(size)
+    tables: list[list[int]] = []  # the owners: each holds some blocks, once
+    held: dict[str, int] = {}  # content, and the block that has it
+    idle: list[int] = []
+    past = []
+    for action, number in script:
+        before = {block for table in tables for block in table}
+        past.append((pool, facts(pool)))
+        if action == "allocate":
+            counts = Counter(block for table in tables for block in table)
+            taken = blocks.allocate(pool, number)
+            assert (taken is None) == (number > size - len(counts)), "refused although there was room, or the reverse"
+            if taken is not None:
+                pool, ids = taken
+                assert len(set(ids)) == len(ids) == number
+                assert not set(ids) & set(counts), "handed out a block that has an owner"
+                tables.append(list(ids))
+        elif action == "share" and tables:
+            tables.append(list(tables[number % len(tables)]))
+            pool = blocks.share(pool, tables[-1])
+        elif action == "release" and tables:
+            pool = blocks.release(pool, tables.pop(number % len(tables)))
+        elif action == "publish" and tables:
+            keys = [(block, f"{block}@{len(past)}") for block in tables[number % len(tables)]]
+            new = [(block, key) for block, key in keys if block not in held.values()]
+            held |= {key: block for block, key in new}
+            pool = blocks.publish(pool, new)
+        elif action == "reuse" and idle:
+            tables.append([idle[number % len(idle)]])
+            pool = blocks.share(pool, tables[-1])
+        elif action == "forget":
+            held.clear()
+            pool = blocks.forget(pool)
+
+        now = {block for table in tables for block in table}
+        gone = [block for block in idle if block in now and action == "allocate"]
+        assert gone == idle[: len(gone)], "not the longest idle block was emptied"
+        assert not gone or set(range(1, size + 1)) <= now | set(idle), "emptied an idle block though others were empty"
+        held = {key: block for key, block in held.items() if block not in gone}
+        left = [block for block in idle if block not in now and block in held.values()]
+        idle = left + [b for b in blocks.idle_ids(pool) if b in before - now and b in held.values()]
+        assert list(blocks.idle_ids(pool)) == idle
+        assert dict(pool.contents) == held
+        counts = Counter(block for table in tables for block in table)
+        assert dict(pool.owners) == dict(counts)
+        assert sorted(blocks.free_ids(pool)) == sorted(set(range(1, size + 1)) - set(counts))
+        assert pool.num_free == size - len(counts)
+        blocks.check(pool, tables)
+        assert pickle.loads(pickle.dumps(pool)) == pool
+        for block in range(-1, size + 2):
+            if block not in counts:
+                with pytest.raises(ValueError, match=f"block {block} has no owner"):
+                    blocks.release(pool, [block])
+    assert all(facts(pool) == before for pool, before in past), "an old pool changed"

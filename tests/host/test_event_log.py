@@ -1,0 +1,418 @@
+"""The event log: what is recorded replays byte for byte, and anything else is found and named."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pagedjax import __version__
+from pagedjax.config import Reservation
+from pagedjax.host import event_log, scheduler
+from pagedjax.host.event_log import Recorder, ReplayError, Transition, verify
+from pagedjax.host.policies import FCFS, POLICIES
+from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
+from pagedjax.host.types import Choice, Finished, Plan, Request, Seq
+
+SMALL = SchedulerConfig(block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12)
+WAYS = ("chunked_prefill", "mixed_steps", "reservation")  # of earlier engines
+
+
+def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: str = "r") -> list[Transition]:
+    """A random run with everything in it, recorded -> its transitions as they were."""
+    draw = random.Random(seed)
+    state, plan, made = scheduler.init(config), None, []
+    made.append(Transition("init", state, None, ()))
+    with closing(Recorder(path, config, FCFS.name)) as recorder:
+
+        def arrive(kind: str, new: SchedulerState, plan: Plan | None = None, events=()) -> SchedulerState:
+            made.append(Transition(kind, new, plan, events))  # type: ignore[arg-type]
+            return new
+
+        for _ in range(length):
+            name = f"{names}{draw.randrange(8)}"  # ids come back after their request ended
+            alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
+            if draw.random() < 0.4 and name not in alive:
+                stops = frozenset(draw.sample(range(4), draw.randrange(3)))
+                prompt = draw.randint(1, 6)
+                hashes = tuple(f"{draw.randrange(2)}{i}" for i in range(prompt // config.block_size))
+                request = Request(name, prompt, draw.randint(1, 6), 0, stops, draw.randrange(3), hashes=hashes)
+                branches = [f"{name}/{i}" for i in range(draw.randrange(min(3, config.max_num_seqs)))]
+                free = not any(other.startswith(f"{name}/") for other in state.ids)
+                request = request._replace(forks=tuple(branches[: config.max_num_batched_tokens - 1] if free else ()))
+                request = request._replace(beams=draw.random() < 0.3)
+                if config.reservation != "none":  # which shares nothing
+                    request = request._replace(forks=(), hashes=(), beams=False)
+                try:
+                    state = arrive("submit", scheduler.submit(state, request))
+                except scheduler.Rejected:  # more beams than the pool can hold, or a budget that holds no whole prompt
+                    continue
+                recorder.submit(request)
+            alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
+            if alive and draw.random() < 0.15:
+                name, reason = draw.choice(alive), draw.choice(["abort", "stop"])
+                state, events = scheduler.cancel(state, name, reason)
+                state = arrive("cancel", state, None, events)
+                recorder.cancel(name, reason, events)
+            if draw.random() < 0.05:
+                state = arrive("forget", scheduler.forget(state))
+                recorder.forget()
+            if plan is None and draw.random() < 0.05:
+                state = arrive("restart", scheduler.restart(state))
+                recorder.restart()
+            if plan is None:
+                state, plan = scheduler.schedule(state, FCFS)
+                state = arrive("schedule", state, plan)
+                recorder.schedule(plan)
+            else:
+                sampled = [draw.randrange(20) for _ in plan.seqs]
+                hashes = filled(plan, config.block_size) if config.reservation == "none" else {}
+                choices, ended = chosen(state, plan, draw)
+                state, events = scheduler.commit(state, plan, sampled, hashes, choices)
+                state, plan = arrive("commit", state, None, events), None
+                recorder.commit(sampled, hashes, choices, events)
+                for name in ended:
+                    state, events = scheduler.cancel(state, name, "length")
+                    state = arrive("cancel", state, None, events)
+                    recorder.cancel(name, "length", events)
+    return made
+
+
+def chosen(state: SchedulerState, plan: Plan, draw: random.Random) -> tuple[dict[str, Choice], list[str]]:
+    """How beams go on that this step lets catch up, and the first beams of requests that end because of their limit."""
+    ends = {seq.arrival: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)}
+    groups: dict[int | None, list[Seq]] = {}
+    for seq in scheduler.running(state):
+        if seq.request.beams:
+            groups.setdefault(seq.group, []).append(seq)
+    choices, ended = {}, []
+    for group in groups.values():
+        group.sort(key=lambda seq: seq.arrival)
+        names, width = [seq.request_id for seq in group], len(group) + len(group[0].request.forks)
+        if any(ends.get(seq.arrival, seq.computed) < seq.length for seq in group):
+            continue
+        if group[0].length + 1 >= group[0].limit:
+            ended.append(names[0])
+        else:
+            choices[names[0]] = Choice(tuple(draw.choices(names, k=width)), tuple(draw.choices(range(20), k=width)))
+    return choices, ended
+
+
+def filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
+    """Made-up hashes of the blocks of generated tokens that a step fills."""
+    ends = {seq: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)}
+    full = {seq: range(len(seq.hashes), end // size) for seq, end in ends.items() if end % size == 0}
+    return {seq.request_id: tuple(f"{seq.arrival}-{i}" for i in new) for seq, new in full.items() if new}
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "run.jsonl"
+    record(path, SMALL, seed=45, length=60)
+    return path
+
+
+def edit(path: Path, change: Callable[[list[str]], list[str]]) -> None:
+    path.write_text("\n".join([*change(path.read_text().splitlines()), ""]))
+
+
+def replace_line(number: int, text: str) -> Callable[[list[str]], list[str]]:
+    return lambda lines: [*lines[: number - 1], text, *lines[number:]]
+
+
+sizes = (
+    st.integers(1, 8),
+    st.integers(12, 20),
+    st.integers(1, 16),
+    st.integers(1, 6),
+    st.integers(7, 14),
+    st.sampled_from([0, 2, 20]),
+)
+usual = [st.just(SchedulerConfig._field_defaults[name]) for name in WAYS]
+ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation))]
+
+
+@settings(max_examples=160, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    config=st.one_of(st.builds(SchedulerConfig, *sizes, *usual), st.builds(SchedulerConfig, *sizes, *ways)),
+    seed=st.integers(0, 2**32 - 1),
+    names=st.text(max_size=3),
+)
+def test_any_run_replays_byte_for_byte(tmp_path: Path, config: SchedulerConfig, seed: int, names: str):
+    path = tmp_path / "run.jsonl"
+    made = record(path, config, seed, length=80, names=names)
+    assert list(event_log.replay(path)) == made
+    report = verify(path)
+    assert report.identical
+    assert not report.truncated
+    kinds = [transition.kind for transition in made]
+    ends = [event.reason for transition in made for event in transition.events if isinstance(event, Finished)]
+    assert (report.lines, report.steps, report.requests) == (len(made), kinds.count("commit"), kinds.count("submit"))
+    assert report.finished == {reason: ends.count(reason) for reason in sorted(set(ends))}
+
+
+def test_the_log_holds_preemptions_and_cancels_in_flight(log: Path):
+    """So that the tests below speak of those, too."""
+    report, lines = verify(log), log.read_text().splitlines()
+    assert report.preemptions >= 3
+    assert set(report.finished) == {"abort", "length", "stop"}
+    assert any(b.startswith('{"cancel"') for a, b in itertools.pairwise(lines) if a.startswith('{"schedule"'))
+
+
+def test_the_format_is_this(tmp_path: Path):
+    """Byte for byte: a change here needs a new format number."""
+    path = tmp_path / "run.jsonl"
+    recorder, state = Recorder(path, SMALL), scheduler.init(SMALL)
+    for request in (Request("a", 3, 2, 1, frozenset({9, 2}), 5, "u", hashes=("x",)), Request("é\n", 4, 2)):
+        state = scheduler.submit(state, request)
+        recorder.submit(request)
+    state, plan = scheduler.schedule(state, FCFS)
+    recorder.schedule(plan)
+    state, events = scheduler.cancel(state, "nobody")
+    recorder.cancel("nobody", "abort", events)
+    state, events = scheduler.commit(state, plan, [7, 8])
+    recorder.commit([7, 8], {}, {}, events)
+    recorder.forget()
+    recorder.restart()
+    state = scheduler.restart(scheduler.forget(state))
+    state, plan = scheduler.schedule(state, FCFS)
+    recorder.schedule(plan)
+    recorder.close()
+    assert path.read_text() == (
+        f'{{"pagedjax_replay":2,"pagedjax":"{__version__}","policy":"fcfs","config":{{"block_size":2,"num_blocks":6,'
+        '"max_num_batched_tokens":5,"max_num_seqs":4,"max_model_len":12,"host_blocks":0}}\n'
+        '{"submit":{"request_id":"a","prompt_len":3,"max_tokens":2,"min_tokens":1,"stop_token_ids":[2,9],"priority":5,'
+        '"user":"u","forks":[],"hashes":["x"],"beams":false}}\n'
+        '{"submit":{"request_id":"\\u00e9\\n","prompt_len":4,"max_tokens":2,"min_tokens":0,"stop_token_ids":[],'
+        '"priority":0,"user":"","forks":[],"hashes":[],"beams":false}}\n'
+        '{"schedule":{"step":0,"ids":["a","\\u00e9\\n"],"starts":[0,0],"counts":[3,2],'
+        '"blocks":{"a":[1,2],"\\u00e9\\n":[3,4]},"copies":[],"tables":{},"swap_out":[],"swap_in":[],'
+        '"admitted":["a","\\u00e9\\n"],"cached":[0,0],"preempted":[],"swapped":[],"waiting":0,'
+        '"blocks_used":4}}\n'
+        '{"cancel":{"request_id":"nobody","reason":"abort","events":[]}}\n'
+        '{"commit":{"sampled":[7,null],"hashes":{},"choices":{},"events":[{"event":"Admitted","step":0,"request_id":"a",'
+        '"num_tokens":3,"num_cached":0},{"event":"Admitted","step":0,"request_id":"\\u00e9\\n","num_tokens":4,"num_cached":0},'
+        '{"event":"Sampled","step":0,"request_ids":["a"],"token_ids":[7]}]}}\n'
+        '{"forget":{}}\n'
+        '{"restart":{}}\n'
+        '{"schedule":{"step":1,"ids":["a","\\u00e9\\n"],"starts":[0,0],"counts":[4,1],'
+        '"blocks":{"a":[3,4],"\\u00e9\\n":[1,2]},"copies":[],"tables":{},"swap_out":[],"swap_in":[],'
+        '"admitted":["a","\\u00e9\\n"],"cached":[0,0],"preempted":[],"swapped":[],"waiting":0,"blocks_used":4}}\n'
+    )
+    assert verify(path).identical
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"chunked_prefill": False, "max_num_batched_tokens": 36},
+        {"mixed_steps": False},
+        {"reservation": "pow2", "num_blocks": 16},
+        {"chunked_prefill": False, "max_num_batched_tokens": 12, "mixed_steps": False, "reservation": "max"},
+    ],
+    ids=str,
+)
+def test_a_header_says_how_it_was_done_only_where_that_is_unusual(tmp_path: Path, way: dict):
+    """So that logs of the usual way are what they were before there was another."""
+    path, config = tmp_path / "run.jsonl", SMALL._replace(num_blocks=20)._replace(**way)
+    made = record(path, config, seed=3, length=120)
+    header = json.loads(path.read_text().splitlines()[0])["config"]
+    assert header == dict(zip(SMALL._fields[:6], config, strict=False)) | {k: way[k] for k in WAYS if k in way}
+    assert list(event_log.replay(path)) == made
+    report = verify(path)
+    assert report.identical
+    assert report.requests >= 10
+
+
+def test_block_tables_can_be_read_from_the_log_alone(log: Path):
+    tables: dict[str, list[int]] = {}
+    plans = (transition.plan for transition in event_log.replay(log) if transition.plan)
+    for line in log.read_text().splitlines()[1:]:
+        ((kind, body),) = json.loads(line).items()
+        gone = [event["request_id"] for event in body.get("events", ()) if event["event"] == "Finished"]
+        for name in (*gone, *body.get("preempted", ())):
+            tables.pop(name, None)
+        if kind == "schedule":
+            tables |= body["tables"]
+            for name, new in body["blocks"].items():
+                tables[name] = tables.get(name, []) + new
+            plan = next(plans)
+            assert {seq.request_id: list(seq.blocks) for seq in plan.seqs} == tables
+    assert next(plans, None) is None
+
+
+def test_every_changed_number_of_an_outcome_is_caught_at_its_line(log: Path):
+    """Plans, sampled tokens and events: each number in turn is raised by one."""
+    whole, tried = log.read_text(), 0
+    for match in re.finditer(r"(?<=[\[,:])\d+(?=[\],}])", whole):
+        number = whole.count("\n", 0, match.start()) + 1
+        if whole.splitlines()[number - 1].startswith(('{"pagedjax', '{"submit')):
+            continue
+        log.write_text(whole[: match.start()] + str(int(match[0]) + 1) + whole[match.end() :])
+        difference = verify(log).difference
+        assert difference is not None, f"line {number}: {match[0]} could be changed"
+        assert difference.line == number
+        tried += 1
+    assert tried > 200
+
+
+def test_a_difference_shows_what_was_recorded_and_what_comes_out_now(log: Path, capsys):
+    lines = log.read_text().splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if '"counts":[1,' in line)
+    tampered = lines[number - 1].replace('"counts":[1,', '"counts":[2,')
+    edit(log, replace_line(number, tampered))
+    report = verify(log)
+    assert report.difference == (number, tampered, lines[number - 1])
+    assert event_log.main([str(log)]) == 1
+    out = capsys.readouterr().out
+    assert f"DIFFERENT from line {number} on" in out
+    assert '"counts":[2,' in out
+    assert '"counts":[1,' in out
+
+
+@pytest.mark.parametrize("change", ["drop", "repeat", "swap", "spaces"])
+def test_lines_dropped_repeated_swapped_or_spelled_differently_are_caught(log: Path, change: str):
+    lines = log.read_text().splitlines()
+    last = max(at for at, line in enumerate(lines) if line.startswith('{"schedule"'))  # later submits show nowhere
+    for at in range(1, last):
+        copies = {
+            "drop": lines[:at] + lines[at + 1 :],
+            "repeat": [*lines[: at + 1], lines[at], *lines[at + 1 :]],
+            "swap": [*lines[:at], lines[at + 1], lines[at], *lines[at + 2 :]],
+            "spaces": [*lines[:at], lines[at].replace(":", ": ", 1), *lines[at + 1 :]],
+        }
+        kinds = {line[:9] for line in lines[at : at + 2]}
+        if change == "swap" and kinds != {'{"schedul', '{"commit"'}:
+            continue  # a submit may come a line later and change nothing
+        bare = ('{"forget":{}}', '{"restart":{}}')
+        if lines[at] in bare or (change == "swap" and lines[at + 1] in bare):
+            continue  # what is forgotten may never be asked for again, and nobody may run
+        if (
+            change == "repeat"
+            and '"blocks":{},"copies":[],"tables":{},"swap_out":[],"swap_in":[],"admitted":[],"cached":[]' in lines[at]
+        ):
+            continue  # planning the same step again is no transition
+        log.write_text("\n".join([*copies[change], ""]))
+        assert not verify(log).identical, f"{change} line {at + 1}"
+
+
+def test_a_run_killed_while_it_wrote_is_replayed_as_far_as_it_is_whole(log: Path, capsys):
+    whole = log.read_bytes()
+    header = whole.index(b"\n") + 1
+    ends = [match.end() for match in re.finditer(b"\n", whole)]
+    for cut in sorted({*range(header, len(whole), 97), *ends, *(end - 1 for end in ends[1:])}):
+        log.write_bytes(whole[:cut])
+        report = verify(log)
+        assert report.identical
+        assert report.truncated == (whole[cut - 1 : cut] != b"\n")
+        assert report.lines == whole[:cut].count(b"\n")
+    log.write_bytes(whole[:-3])
+    assert event_log.main([str(log)]) == 0
+    assert "the last line is cut off, so the run was killed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", '{"pagedjax_rep'])
+def test_a_file_without_a_whole_line_is_an_error(tmp_path: Path, content: str):
+    path = tmp_path / "run.jsonl"
+    path.write_text(content)
+    with pytest.raises(ReplayError, match="has no whole line: nothing was recorded"):
+        verify(path)
+
+
+def header(**changes: object) -> str:
+    return event_log.header_line(SMALL._replace(**changes), "fcfs", __version__)
+
+
+@pytest.mark.parametrize(
+    ("number", "text", "message"),
+    [
+        (1, '{"pagedjax_replay":1}', "line 1 has 1; this version reads format 2"),
+        (1, '{"a":1}', "line 1 has no format number; this version reads format 2"),
+        (1, '{"pagedjax_replay":2,"policy":"lifo"}', "line 1 names the policy 'lifo'; known are fair, fcfs"),
+        (1, '{"pagedjax_replay":2,"policy":"fcfs","config":{}}', "line 1 is a malformed header"),
+        (1, header(reservation="pow3"), "line 1 is a malformed header: .*reservation is 'pow3'; it must be one of"),
+        (1, header(mixed_steps=0), "line 1 is a malformed header: .*mixed_steps is 0; it must be True or False"),
+        (5, '{"schedule":{', "line 5 is not JSON in ASCII"),
+        (5, '{"schedule":"é"}', "line 5 is not JSON in ASCII"),
+        (5, "[]", "line 5 is not a JSON object"),
+        (5, "{}", "line 5 is no transition; one has a single key: submit, schedule, commit, cancel, forget, restart"),
+        (5, '{"step":{}}', "line 5 is no transition"),
+        (5, '{"submit":{"request_id":"x"}}', "line 5 is a malformed submit: KeyError"),
+        (
+            5,
+            '{"submit":{"stop_token_ids":[],"forks":[],"hashes":[],"colour":1}}',
+            "line 5 is a malformed submit: TypeError",
+        ),
+        (5, '{"submit":7}', "line 5 is a malformed submit: TypeError"),
+        (5, '{"cancel":{}}', "line 5 is a malformed cancel: KeyError"),
+    ],
+)
+def test_what_is_not_a_log_is_an_error_that_names_the_line(log: Path, capsys, number: int, text: str, message: str):
+    edit(log, replace_line(number, text))
+    with pytest.raises(ReplayError, match=message):
+        verify(log)
+    with pytest.raises(ReplayError, match=message):
+        list(event_log.replay(log))
+    assert event_log.main([str(log)]) == 1
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"commit":{"sampled":[],"events":[]}}', "refused: a commit without a schedule before it"),
+        (
+            '{"submit":{"request_id":"x","prompt_len":99,"max_tokens":1,"stop_token_ids":[],"forks":[],"hashes":[]}}',
+            "refused: request 'x' has a prompt of 99 tokens",
+        ),
+    ],
+)
+def test_a_transition_that_the_scheduler_refuses_is_a_difference(log: Path, text: str, why: str):
+    edit(log, replace_line(2, text))
+    number, recorded, recomputed = verify(log).difference  # type: ignore[misc]
+    assert (number, recorded) == (2, text)
+    assert recomputed.startswith(why)
+    with pytest.raises(ReplayError, match=f"line 2 is {re.escape(why)}"):
+        list(event_log.replay(log))
+
+
+def test_a_policy_of_ones_own_can_be_given(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    Recorder(path, SMALL, "mine").close()
+    with pytest.raises(ReplayError, match="'mine'; known are fair, fcfs"):
+        verify(path)
+    assert verify(path, {**POLICIES, "mine": FCFS._replace(name="mine")}).identical
+
+
+def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
+    path, state = tmp_path / "run.jsonl", scheduler.submit(scheduler.init(SMALL), Request("a", 2, 2))
+    with closing(Recorder(path, SMALL)) as recorder:
+        recorder.submit(Request("a", 2, 2))
+        state, plan = scheduler.schedule(state, FCFS)
+        recorder.schedule(plan)
+        sampled = np.array([7], np.int32)
+        recorder.commit(sampled, {}, {}, scheduler.commit(state, plan, sampled)[1])  # type: ignore[arg-type]
+        assert verify(path).identical  # read while it is still open: each line is written at once
+        assert path.read_text().count("\n") == 4
+
+
+def test_the_command_says_what_it_found(log: Path):
+    command = [sys.executable, "-m", "pagedjax.host.event_log", str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
+    report = verify(log)
+    assert f"{report.steps} steps, {report.requests} requests, {report.preemptions} preemptions" in done.stdout
+    assert f"identical: all {report.lines} lines" in done.stdout
+    assert event_log.main([str(log.with_name("missing"))]) == 1

@@ -1,0 +1,543 @@
+"""What each policy promises: its order, who gives way, and how far an endless stream can push a request back."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import compare, run
+from experiments.core import config
+from pagedjax import LLM, SamplingParams
+from pagedjax.cli import main
+from pagedjax.config import EngineConfig, Reservation
+from pagedjax.host import scheduler
+from pagedjax.host.event_log import replay
+from pagedjax.host.policies import FAIR, FCFS, POLICIES, PRIORITY, RATE, SHORTEST, WINDOW, Policy, by_key, find
+from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
+from pagedjax.host.types import Finished, Request, Running, Seq
+from tests.host.scheduler_steps import EOS, WORD, names, start
+
+STRICT_PRIORITY = by_key("strict", lambda seq: seq.request.priority)
+STRICT_SHORTEST = by_key("strict", lambda seq: seq.request.prompt_len)
+
+
+def ask(name: str, prompt_len: int = 1, max_tokens: int = 8, priority: int = 0, user: str = "") -> Request:
+    return Request(name, prompt_len, max_tokens, 0, frozenset({EOS}), priority, user)
+
+
+def queue(*requests: Request) -> tuple[Seq, ...]:
+    return start(*requests, model_len=2000, num_blocks=2000).waiting
+
+
+def order(policy: Policy, waiting: Iterable[Seq], running: Iterable[Seq] = ()) -> str:
+    """The names in the order of admission, whatever order the queue is in."""
+    seqs, waiting = tuple(running), tuple(waiting)
+    active = Running(seqs, tuple(seq.length for seq in seqs), (0,) * len(seqs))
+    once = names(policy.order(waiting, active))
+    assert policy is FCFS or once == names(policy.order(waiting[::-1], active))
+    return "".join(once)
+
+
+def step(state: SchedulerState, policy: Policy, token: int = WORD) -> tuple[SchedulerState, scheduler.Plan, list[str]]:
+    """One whole step -> (state, plan, ids that ended)."""
+    state, plan = scheduler.schedule(state, policy)
+    state, events = scheduler.commit(state, plan, [token] * len(plan.seqs))
+    scheduler.check(state)
+    return state, plan, [event.request_id for event in events if isinstance(event, Finished)]
+
+
+def alive(state: SchedulerState) -> tuple[Seq, ...]:
+    return state.waiting + scheduler.running(state)
+
+
+# --- order ----------------------------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served_leaves_the_queue_as_it_is():
+    assert order(FCFS, queue(ask("a", 9), ask("b", 1, priority=-5), ask("c"))) == "abc"
+
+
+def test_the_lower_number_is_the_more_urgent():
+    assert order(PRIORITY, queue(ask("a", priority=1), ask("b"), ask("c", priority=-1), ask("d"))) == "cbda"
+
+
+def test_a_level_of_priority_is_worth_a_window_of_arrivals():
+    first, *others = queue(ask("a", priority=1), ask("b"), ask("c"))
+    young, old = (seq._replace(arrival=WINDOW + i) for seq, i in zip(others, (-1, 0), strict=True))
+    assert order(PRIORITY, (first, young, old)) == "bac"  # equal keys: the earlier arrival
+
+
+def test_the_shorter_prompt_is_first():
+    assert order(SHORTEST, queue(ask("a", 300), ask("b", 100), ask("c", 200), ask("d", 40))) == "dbca"
+
+
+def test_an_arrival_is_worth_some_tokens_of_a_prompt():
+    assert order(SHORTEST, queue(ask("a", 1 + RATE), ask("b", 2), ask("c", 1))) == "abc"
+    assert order(SHORTEST, queue(ask("a", 2 + RATE), ask("b", 1), ask("c", 1))) == "bac"
+
+
+def test_a_generated_token_changes_no_place_by_prompt_length():
+    first, *others = queue(ask("a", 2), ask("b", 2))
+    assert order(SHORTEST, (first._replace(length=60), *others)) == "ab"
+
+
+def test_users_take_turns_by_tokens_and_keep_their_own_order():
+    waiting = queue(*(ask(name, 10, user="greedy") for name in "abc"), *(ask(name, 4, user="modest") for name in "xyz"))
+    assert order(FAIR, waiting) == "axyzbc"  # 0 and 0, then modest at 4, at 8; greedy at 10 and at 20
+
+
+def test_what_runs_counts_for_its_user_with_the_tokens_it_has_now():
+    run, a, x = queue(ask("r", 3, user="one"), ask("a", user="one"), ask("x", user="two"))
+    assert order(FAIR, (a, x)) == "ax"
+    assert order(FAIR, (a, x), [run]) == "xa"
+    active = Running((run,), (9,), (8,))  # the column counts, not the record, which is of some steps ago
+    y, b = (seq._replace(length=5, arrival=5 + i) for i, seq in enumerate((x, a)))
+    assert names(FAIR.order((a, x, y, b), active)) == ["x", "x", "a", "a"]
+
+
+def test_without_users_a_fair_share_is_first_come_first_served():
+    assert order(FAIR, queue(*(ask(name, 9 - i) for i, name in enumerate("abcdef")))) == "abcdef"
+
+
+# --- preemption -----------------------------------------------------------------------------------------------------
+
+
+def test_the_least_urgent_gives_way():
+    assert PRIORITY.preempt(queue(ask("a", priority=1), ask("b"), ask("c"))).request_id == "a"
+    first, last = queue(ask("a", priority=1), ask("b"))
+    assert PRIORITY.preempt((first, last._replace(arrival=WINDOW))).request_id == "b"
+
+
+def test_the_longest_prompt_gives_way():
+    assert SHORTEST.preempt(queue(ask("a", 200), ask("b", 1), ask("c", 100))).request_id == "a"
+
+
+def test_the_user_with_the_most_tokens_gives_way_with_its_latest_request():
+    waiting = queue(*(ask(name, 10, user="greedy") for name in "abc"), *(ask(name, 4, user="modest") for name in "xyz"))
+    assert FAIR.preempt(waiting).request_id == "c"
+
+
+def test_a_preempted_request_goes_back_to_its_old_place():
+    """b is the victim, stands at the front of the queue, and still comes after d, which is more urgent."""
+    requests = [ask(name, 4, 4, priority=priority) for name, priority in (("a", 0), ("b", 2), ("c", 1))]
+    state, plan, _ = step(start(*requests, num_blocks=4), PRIORITY)
+    assert plan.admitted == ("a", "c", "b")
+    state = scheduler.submit(state, ask("d", 4))
+    state, plan, _ = step(state, PRIORITY)
+    assert (plan.preempted, names(state.waiting)) == (("b",), ["b", "d"])
+    admitted = []
+    while state.waiting:
+        state, plan, _ = step(state, PRIORITY)
+        admitted += plan.admitted
+    assert admitted == ["d", "b"]
+
+
+seqs = st.lists(
+    st.builds(
+        lambda prompt, output, priority, user: (prompt, output, priority, user),
+        st.integers(1, 200),
+        st.integers(0, 50),
+        st.integers(-3, 3),
+        st.sampled_from("xyz"),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@given(drawn=seqs)
+@settings(deadline=None, max_examples=50)
+def test_who_would_be_offered_last_gives_way(policy: Policy, drawn: list[tuple[int, int, int, str]]):
+    requests = [Request(str(i), p, 51, 0, frozenset(), level, user) for i, (p, _, level, user) in enumerate(drawn)]
+    some = tuple(
+        Seq(request, i, request.prompt_len + 51, request.prompt_len + output)
+        for i, (request, (_, output, *_)) in enumerate(zip(requests, drawn, strict=True))
+    )
+    assert policy.preempt(some) == policy.order(some, Running())[-1]
+
+
+# --- no starvation --------------------------------------------------------------------------------------------------
+
+Stream = Callable[[int], Request]  # the number of an arrival -> the request
+
+
+def push_back(policy: Policy, victim: Request, stream: Stream, ahead: int = 0, steps: int = 600) -> int:
+    """Later requests admitted before `victim`; there are always some in the queue, and two run at a time.
+
+    `ahead` requests of the stream are there when the victim arrives. Gives `steps` when it was never admitted.
+    """
+    state = start(*map(stream, range(ahead)), victim, num_blocks=256, seqs=2, model_len=512)
+    number, admitted = ahead, list[str]()
+    for _ in range(steps):
+        while len(state.waiting) < 8:
+            state, number = scheduler.submit(state, stream(number)), number + 1
+        state, plan, _ = step(state, policy)
+        admitted += plan.admitted
+        if victim.request_id in plan.admitted:
+            return sum(int(name) >= ahead for name in admitted[: admitted.index(victim.request_id)])
+    return steps
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_urgent_requests_without_end_overtake_a_bounded_number_of_times(levels: int):
+    victim = ask("victim", priority=levels)
+    urgent = lambda i: ask(str(i), max_tokens=1)  # noqa: E731
+    assert push_back(PRIORITY, victim, urgent) == WINDOW * levels - 1
+    assert push_back(STRICT_PRIORITY, victim, urgent) == 600
+
+
+@pytest.mark.parametrize("prompt_len", [40, 400])
+def test_short_prompts_without_end_overtake_a_bounded_number_of_times(prompt_len: int):
+    victim = ask("victim", prompt_len)
+    short = lambda i: ask(str(i), max_tokens=1)  # noqa: E731
+    assert push_back(SHORTEST, victim, short) == math.ceil((prompt_len - 1) / RATE) - 1 <= prompt_len / RATE
+    assert push_back(STRICT_SHORTEST, victim, short) == 600
+
+
+def test_one_greedy_user_does_not_keep_another_waiting():
+    """However many it has in the queue: as soon as one of them runs, the other user is next."""
+    victim = ask("victim", user="modest")
+    greedy = lambda i: ask(str(i), 3, 1 + i % 7, user="greedy")  # noqa: E731
+    state = start(*map(greedy, range(300)), seqs=4, num_blocks=256)
+    for _ in range(9):
+        state, *_ = step(state, FAIR)
+    state = scheduler.submit(state, victim)
+    waits = {}
+    for policy in (FAIR, FCFS):
+        now, passed = state, list[str]()
+        while "victim" not in passed:
+            now, plan, _ = step(now, policy)
+            passed += plan.admitted
+        waits[policy.name] = passed.index("victim")
+    assert waits["fair"] == 0
+    assert waits["fcfs"] > 250
+
+
+def test_new_users_without_end_do_not_overtake_one_that_has_nothing_running():
+    """Without arrival as the tie-breaker they would: everybody who is new has no tokens."""
+    victim = ask("victim", user="user z")
+    newcomers = lambda i: ask(str(i), 2, 3, user=f"user {i}")  # noqa: E731
+    by_name = FAIR._replace(
+        order=lambda waiting, running: sorted(waiting, key=lambda seq: (seq.request.user, seq.arrival))
+    )
+    assert push_back(FAIR, victim, newcomers, ahead=9) == 0
+    assert push_back(by_name, victim, newcomers, ahead=9) == 600
+
+
+def test_new_users_without_end_overtake_a_second_request_only_while_the_first_is_unfinished():
+    state = start(ask("first", 1, 30, user="z"), ask("second", user="z"), seqs=2, model_len=64)
+    ended = False
+    for number in range(100):
+        for i in range(2):
+            state = scheduler.submit(state, ask(f"{number} {i}", 1, 2, user=f"user {number} {i}"))
+        state, plan, done = step(state, FAIR)
+        if ended:
+            assert plan.admitted[0] == "second"
+            return
+        ended = "first" in done
+    raise AssertionError("starved")
+
+
+HOSTILE: dict[str, tuple[Request, Stream]] = {
+    "fcfs": (ask("victim", 9, 20), lambda i: ask(str(i), 1 + i % 5, 12)),
+    "priority": (ask("victim", 9, 20, priority=1), lambda i: ask(str(i), 1 + i % 5, 12)),
+    "shortest": (ask("victim", 25, 7), lambda i: ask(str(i), 1, 1 + i % 25)),
+    "fair": (ask("victim", 9, 20, user="z"), lambda i: ask(str(i), 1 + i % 5, 12, user=f"{i}" if i % 2 else "z")),
+}
+OVERTAKEN = {"fcfs": 0, "priority": WINDOW, "shortest": 25 // RATE, "fair": 0}
+
+
+def hostile(policy: Policy, victim: Request, stream: Stream, steps: int) -> tuple[int, int]:
+    """The stream with too few blocks -> (steps until the victim ended, preemptions meanwhile)."""
+    state = start(*map(stream, range(6)), victim, num_blocks=9, block_size=4, budget=8, seqs=5, model_len=36)
+    preempted = 0
+    for number in range(steps):
+        while len(state.waiting) < 8:
+            state = scheduler.submit(state, stream(state.arrivals))
+        state, plan, ended = step(state, policy)
+        preempted += len(plan.preempted)
+        if victim.request_id in ended:
+            return number + 1, preempted
+    return steps, preempted
+
+
+@pytest.mark.parametrize("policy", [POLICIES[name] for name in HOSTILE], ids=HOSTILE)
+def test_every_request_ends_in_an_endless_stream_with_too_few_blocks(policy: Policy):
+    """The best-placed request of all enters when the running ones have ended or given way, and is never preempted.
+
+    Both take fewer steps than the longest request has tokens. Those that come before the victim are the six that were
+    there and the later ones that may overtake it.
+    """
+    bound = 2 * 36 * (6 + OVERTAKEN[policy.name] + 1)
+    steps, preempted = hostile(policy, *HOSTILE[policy.name], bound)
+    assert steps < bound
+    assert preempted > 0, "the pool was large enough"
+
+
+@pytest.mark.parametrize(("policy", "like"), [(STRICT_PRIORITY, "priority"), (STRICT_SHORTEST, "shortest")])
+def test_without_ageing_it_starves_in_the_same_stream(policy: Policy, like: str):
+    bound = 2 * 36 * (6 + OVERTAKEN[like] + 1)
+    assert hostile(policy, *HOSTILE[like], bound)[0] == bound
+
+
+# --- any workload ---------------------------------------------------------------------------------------------------
+
+workloads = st.lists(
+    st.tuples(st.integers(1, 16), st.integers(1, 16), st.integers(-2, 2), st.sampled_from("xyz"), st.booleans()),
+    min_size=1,
+    max_size=14,
+)
+sizes = {
+    "block_size": st.integers(1, 4),
+    "num_blocks": st.integers(1, 10),
+    "max_num_batched_tokens": st.integers(1, 12),
+    "max_num_seqs": st.integers(1, 5),
+    "max_model_len": st.just(32),
+    "host_blocks": st.sampled_from([0, 3, 20]),
+}
+# hypothesis would draw every field that is not given
+usual = {name: st.just(value) for name, value in SchedulerConfig._field_defaults.items() if name not in sizes}
+ways = {
+    "chunked_prefill": st.booleans(),
+    "mixed_steps": st.booleans(),
+    "reservation": st.sampled_from(get_args(Reservation)),
+}
+configs = st.builds(SchedulerConfig, **sizes, **usual)
+baselines = st.builds(SchedulerConfig, **sizes, **ways)
+
+
+def roomy(config: SchedulerConfig) -> SchedulerConfig:
+    """With blocks for any one request, and tokens for its whole prompt where that must not be cut."""
+    need, budget = -(-config.max_model_len // config.block_size), config.max_num_batched_tokens
+    need = need if config.reservation == "none" else 1 << (need - 1).bit_length()
+    budget += 0 if config.chunked_prefill else config.max_model_len
+    return config._replace(num_blocks=max(config.num_blocks, need), max_num_batched_tokens=budget)
+
+
+def rank(policy: Policy, state: SchedulerState) -> list[int]:
+    """Arrivals of everybody unfinished, the best placed first: as if all were waiting."""
+    return [seq.arrival for seq in policy.order(tuple(sorted(alive(state), key=lambda seq: seq.arrival)), Running())]
+
+
+def drive(policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int, int, str, bool]]) -> int:
+    """Submit with steps between, then run to the end, watching the rules -> preemptions."""
+    config = roomy(config)
+    state, preempted, left = scheduler.init(config), 0, list(enumerate(workload))
+    steps = 2 * 32 * (len(workload) + 1) + len(workload)
+    if not config.mixed_steps:  # every second step, or after all that can be admitted before it
+        steps *= 2 if config.chunked_prefill else 1 + len(workload)
+    still: list[str] = []  # the best placed, if it stood still in the step before
+    while left or alive(state):
+        assert steps > 0, "does not end"
+        steps -= 1
+        while left:
+            i, (prompt, output, priority, user, last) = left.pop(0)
+            state = scheduler.submit(state, ask(str(i), prompt, output, priority, user))
+            if last:
+                break
+        before = rank(policy, state)
+        ran = {seq.arrival for seq in scheduler.running(state)}
+        state, plan, _ = step(state, policy)
+        preempted += len(plan.preempted)
+
+        waited = [str(arrival) for arrival in before if arrival not in ran]
+        stayed = [str(arrival) for arrival in before if arrival in ran]
+        assert plan.admitted == tuple(waited[: len(plan.admitted)]), "somebody was overtaken"
+        assert plan.preempted == tuple(stayed[::-1][: len(plan.preempted)]), "somebody better placed gave way"
+        stands = [name for name in stayed[:1] if name not in names(plan.seqs)]
+        assert not (stands and config.mixed_steps), "the best placed stood still"
+        if config.chunked_prefill:
+            assert not stands or stands != still, "the best placed stood still twice"
+            still = stands
+        else:
+            assert not stands or plan.admitted, "the best placed waits for nobody"
+    assert state.pool.num_free == config.num_blocks
+    return preempted
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@given(config=configs, workload=workloads)
+@settings(deadline=None, max_examples=80)
+def test_any_workload_ends_and_the_best_placed_always_advances(policy: Policy, config: SchedulerConfig, workload):
+    drive(policy, config, workload)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@given(config=baselines, workload=workloads)
+@settings(deadline=None, max_examples=80)
+def test_any_workload_ends_in_the_ways_of_earlier_engines(policy: Policy, config: SchedulerConfig, workload):
+    drive(policy, config, workload)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_so_does_a_crowd_in_a_pool_that_is_too_small(policy: Policy):
+    draw, preempted = random.Random(0), 0
+    for _ in range(20):
+        crowd = [(draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0) for i in range(14)]
+        preempted += drive(policy, SchedulerConfig(2, 16, 12, 6, 32), crowd)
+    assert preempted >= 100, "no storm"
+
+
+@pytest.mark.parametrize(("chunked", "mixed"), [(True, False), (False, True), (False, False)])
+def test_so_does_a_crowd_in_the_ways_of_earlier_engines(chunked: bool, mixed: bool):
+    draw, preempted = random.Random(0), 0
+    for policy in POLICIES.values():
+        config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
+        for _ in range(4):
+            crowd = [(draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0) for i in range(14)]
+            preempted += drive(policy, config, crowd)
+    assert preempted >= 100, "no storm"
+
+
+@given(config=st.one_of(configs, baselines), workload=workloads, seed=st.integers(0, 2**16))
+@settings(deadline=None, max_examples=160)
+def test_a_finite_workload_ends_whatever_a_policy_says(config: SchedulerConfig, workload, seed: int):
+    """DESIGN.md promises it: each step leaves a sequence that computes, and what it generated survives a preemption."""
+    draw = random.Random(seed)
+    moody = Policy(
+        "moody",
+        order=lambda waiting, running: draw.sample(waiting, len(waiting)),
+        admit=lambda seq, need, free: True,
+        preempt=draw.choice,
+    )
+    config = roomy(config)
+    state = scheduler.init(config)
+    for i, (prompt, output, priority, user, _) in enumerate(workload):
+        state = scheduler.submit(state, ask(str(i), prompt, output, priority, user))
+    left = sum(output for _, output, *_ in workload) * 32  # a token every 32 steps at least
+    left *= 1 if config.mixed_steps else 2  # chunks and decodes take turns
+    while alive(state):
+        state, *_ = step(state, moody)
+        left -= 1
+        assert left >= 0, "does not end"
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunked", "mixed"),
+    [*((policy, True, True) for policy in POLICIES.values()), (FCFS, True, False), (FAIR, False, False)],
+    ids=[*POLICIES, "fcfs by turns", "fair with whole prompts first"],
+)
+def test_branches_end_too_in_a_pool_that_is_too_small(policy: Policy, chunked: bool, mixed: bool):
+    """A victim takes its branches along, even the best placed."""
+    draw, preempted = random.Random(0), 0
+    for _ in range(10):
+        config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
+        state = scheduler.init(roomy(config))
+        for i in range(8):
+            forks = tuple(f"{i} {k}" for k in range(draw.randint(0, 3)))
+            request = ask(str(i), draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"))
+            state = scheduler.submit(state, request._replace(forks=forks))
+        left = state.arrivals * 16 * 32
+        while alive(state):
+            state, plan, _ = step(state, policy)
+            preempted, left = preempted + len(plan.preempted), left - 1
+            assert left >= 0, "does not end"
+    assert preempted >= 50, "no storm"
+
+
+@pytest.mark.parametrize("policy", [POLICIES[name] for name in HOSTILE], ids=HOSTILE)
+def test_branches_end_too_in_an_endless_stream(policy: Policy):
+    victim, stream = HOSTILE[policy.name]
+    state = start(victim._replace(forks=("b", "c")), num_blocks=9, block_size=4, budget=8, seqs=5, model_len=36)
+    missing, preempted = {"victim", "b", "c"}, set[str]()
+    for _ in range(2 * 36 * (OVERTAKEN[policy.name] + 3) * 36):
+        while len(state.waiting) < 8:
+            state = scheduler.submit(state, stream(state.arrivals))
+        state, plan, ended = step(state, policy)
+        preempted |= missing & set(plan.preempted)
+        missing -= set(ended)
+        if not missing:
+            break
+    assert not missing, "starved"
+    assert preempted, "the pool was large enough"
+
+
+# --- the example of DESIGN.md ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def documented(tmp_path) -> Path:
+    """The file that DESIGN.md shows."""
+    text = (Path(__file__).parents[2] / "DESIGN.md").read_text(encoding="utf-8")
+    section = text.split("### Writing a policy")[1].split("\n## ")[0]
+    code = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+    assert len(code.splitlines()) < 30
+    (tmp_path / "least_work.py").write_text(code, encoding="utf-8")
+    return tmp_path / "least_work.py"
+
+
+def test_the_policy_of_the_design_document_works(documented):
+    mine = find(f"{documented}:LEAST_WORK")
+    assert order(mine, queue(ask("a", 10, 600), ask("b", 200, 10), ask("c", 1, 2))) == "cba"
+    sizes = SchedulerConfig(2, 16, 8, 4, 32)
+    drive(mine, sizes, [(1 + i % 9, 16 - i, 0, "x", bool(i % 2)) for i in range(14)])
+
+
+def test_it_runs_in_an_engine_and_its_recording_replays(documented, tiny, tmp_path, capsys):
+    name = f"{documented}:LEAST_WORK"
+    sizes = {"max_num_seqs": 1, "num_blocks": 32, "max_model_len": 64, "max_num_batched_tokens": 8}
+    llm = LLM(tiny, progress=False, policy=name, token_buckets=(8,), **sizes)
+    llm.engine.record(tmp_path / "run.jsonl")
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=n) for n in (2, 30, 3)]
+    llm.generate([[20, 30], [40, 50], [60]], params, use_tqdm=False)
+    llm.engine.record(None)
+    first = [t.plan.admitted for t in replay(tmp_path / "run.jsonl", {"least_work": find(name)}) if t.plan]
+    assert [ids[0] for ids in first if ids] == ["0", "2", "1"]
+    assert main(["replay", str(tmp_path / "run.jsonl"), "--policy", name]) == 0
+    assert main(["replay", str(tmp_path / "run.jsonl")]) != 0
+    assert "names the policy 'least_work'" in capsys.readouterr().err
+
+
+def test_it_runs_in_the_simulator_and_in_a_comparison(documented, tmp_path, capsys):
+    raw = {
+        "name": "mine",
+        "model": "nothing is loaded",
+        "engine": {"max_num_seqs": 4, "max_model_len": 128, "max_num_batched_tokens": 64},
+        "cache_tokens": 1024,
+        "workload": {
+            "kind": "synthetic",
+            "count": 40,
+            "prompt": {"dist": "uniform", "low": 4, "high": 40},
+            "output": {"dist": "uniform", "low": 2, "high": 60},
+        },
+        "sampling": {"temperature": 0.0, "ignore_eos": True},
+        "simulate": {"chip": "h200", "model": "llama-3-8b"},
+        "repeats": 2,
+        "reseed": True,
+        "sweep": {"grid": {"engine.policy": ["fcfs", "least_work.py:LEAST_WORK"]}},
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(raw), encoding="utf-8")
+    assert run.main([str(tmp_path / "mine.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    first, second = config.load(tmp_path / "mine.yaml")
+    folders = [str(tmp_path / "runs/mine" / point.key[:12]) for point in (first, second)]
+    capsys.readouterr()
+    assert compare.main(folders) == 0
+    assert "ttft" in capsys.readouterr().out
+    documented.write_text(documented.read_text().replace("seq.limit,", "2 * seq.limit,"))
+    assert config.load(tmp_path / "mine.yaml")[1].key != second.key  # a policy is what its file holds
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fcsf", "policy is 'fcsf'; .*did you mean 'fcfs'"),
+        ("nowhere.py:MINE", "there is no file nowhere.py; write one of fcfs, .*folder/file.py:NAME"),
+        ("no_such_module:MINE", "no_such_module cannot be imported"),
+        ("pagedjax.host.policies:WINDOW", "WINDOW in pagedjax.host.policies is no Policy; those in it: .*'FCFS'"),
+        ("pagedjax.host.policies:FCFS", "calls itself 'fcfs', which is another one; rename it"),
+        (":FCFS", "policy is ':FCFS'; write one of"),
+    ],
+)
+def test_a_policy_that_is_not_there_is_told(name, message):
+    with pytest.raises(ValueError, match=message):
+        find(EngineConfig(policy=name).policy)

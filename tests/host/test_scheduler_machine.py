@@ -1,0 +1,500 @@
+"""The scheduler against a naive model: submit, schedule, commit and cancel in any order, with pools too small."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Any, ClassVar, get_args
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from pagedjax.config import Reservation
+from pagedjax.host import blocks, scheduler
+from pagedjax.host.policies import FCFS
+from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
+from pagedjax.host.types import Choice, Event, Finished, FinishReason, Forked, Plan, Request
+from tests.host.scheduler_model import Life, Model
+
+STOPS = (0, 1, 2)
+tokens = st.integers(0, 9)
+shares = st.floats(0, 0.999)
+seeds = st.integers(0, 2**32 - 1)
+sizes = {
+    "block_size": st.integers(1, 8),
+    "num_blocks": st.integers(1, 12),
+    "max_num_batched_tokens": st.integers(1, 32),
+    "max_num_seqs": st.integers(1, 6),
+    "max_model_len": st.integers(2, 40),
+    "host_blocks": st.one_of(st.just(0), st.integers(1, 12)),
+}
+# (chunked_prefill, mixed_steps, reservation): this scheduler's own way, and those of earlier engines
+USUAL, *BASELINES = itertools.product((True, False), (True, False), get_args(Reservation))
+PAGED = [way for way in BASELINES if way[2] == "none"]  # where somebody can branch, give way or be found
+
+
+def config_of(way: tuple[bool, bool, Reservation], **sizes: int) -> SchedulerConfig:
+    """Where every request reserves max_model_len tokens, that is cut to what one piece holds: else all are refused."""
+    config = SchedulerConfig(*(sizes[name] for name in SchedulerConfig._fields[:6]), *way)
+    if config.reservation != "max":
+        return config
+    return config._replace(max_model_len=max(2, min(config.max_model_len, longest(config))))
+
+
+def longest(config: SchedulerConfig) -> int:
+    """Tokens that one request can have blocks for."""
+    pieces = [1 << i for i in range(8) if 1 << i <= config.num_blocks]
+    return config.block_size * (config.num_blocks if config.reservation == "none" else pieces[-1])
+
+
+# hypothesis would draw every field that is not given
+configs = st.builds(config_of, way=st.just(USUAL), **sizes)
+baselines = st.builds(
+    config_of, way=st.sampled_from([*BASELINES, *PAGED * 4]), **{**sizes, "num_blocks": st.integers(1, 20)}
+)
+
+
+def plain(value: Any) -> Any:
+    """A deep copy in mutable containers, so that nothing in it is shared with the original."""
+    if isinstance(value, SchedulerState):
+        kept = sorted(value.pool.owners.items()), sorted(value.pool.contents.items())
+        pool = (value.pool.num_free, list(blocks.free_ids(value.pool)), *kept)
+        return [plain(value.config), pool, plain(value.waiting), plain(value.running), value.step, value.arrivals]
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+class Driver:
+    """One run of the real scheduler and the model side by side. Every transition is checked from all sides."""
+
+    def __init__(self, config: SchedulerConfig, tally: Counter[str]) -> None:
+        self.tally = tally
+        self.state = scheduler.init(config)
+        self.model = Model(config)
+        self.plan: Plan | None = None
+        self.names = 0
+        self.still: Life | None = None  # the oldest request, if it stood still in the step before
+        self.past: list[tuple[Any, Any]] = []  # every state and plan so far, with a copy from when it was new
+        self.remember(self.state)
+
+    def remember(self, value: SchedulerState | Plan) -> None:
+        self.past = [*self.past[-40:], (value, plain(value))]
+
+    def arrive(self, state: SchedulerState) -> None:
+        """Enter a new state: it is sound, equals the model's, and the earlier ones are as they were."""
+        scheduler.check(state)
+        self.model.compare(state)
+        assert all(plain(value) == copy for value, copy in self.past[-3:]), "an old state changed"
+        self.state = state
+        self.remember(state)
+
+    def submit(self, request: Request) -> None:
+        request = request._replace(hashes=self.model.hashes(request.request_id, request.prompt_len))
+        try:
+            state = scheduler.submit(self.state, request)
+        except Rejected:
+            self.tally["rejected"] += 1
+            assert not self.model.accepts(request), "rejected, but it fits"
+            self.arrive(self.state)
+        else:
+            assert self.model.accepts(request), "accepted, but it can never run"
+            self.model.submit(request)
+            self.arrive(state)
+
+    def submit_new(
+        self,
+        prompt_len: int,
+        max_tokens: int,
+        min_tokens: int,
+        stops: frozenset[int],
+        family: int = 0,
+        forks: int = 0,
+        beams: bool = False,
+    ) -> None:
+        """Families 0 and 1 are large, and so are their common prefixes; 2 is a request that shares with nobody."""
+        self.names += 1
+        if self.state.config.reservation != "none" and family < 2:
+            family, forks, beams = 2, 0, False  # what is neither alone nor private is refused: the others are enough
+        kind, end = ("private", "") if family == 2 else ("r", f".{family}")
+        names = [f"{kind}{self.names}{branch}{end}" for branch in ("", "b", "c", "d")[: forks + 1]]
+        least = min(min_tokens, max_tokens)
+        stops = frozenset() if beams else stops
+        self.submit(Request(names[0], prompt_len, max_tokens, least, stops, forks=tuple(names[1:]), beams=beams))
+
+    def schedule(self) -> None:
+        decodes = {seq.request_id for seq in scheduler.running(self.state) if seq.length - seq.computed == 1}
+        lives = self.model.alive()
+        moving = {life.group for life in lives if not life.holds()}
+        lazy = any(life.holds() and life.group not in moving for life in lives)  # beams in the way that await a choice
+        oldest = min([] if lazy else lives, key=lambda life: life.arrival, default=None)
+        state, plan = scheduler.schedule(self.state, FCFS)
+        assert scheduler.schedule(self.state, FCFS)[1] == plan, "the same state gave another plan"
+
+        step = self.model.schedule()
+        assert plan.admitted == tuple(life.name for life in step.admitted)
+        assert plan.cached == tuple(step.cached)
+        assert plan.preempted == tuple(step.preempted)
+        ids = [seq.request_id for seq in plan.seqs]
+        assert list(zip(ids, plan.starts, plan.counts, plan.lengths, strict=True)) == [
+            (life.name, start, count, life.known) for life, start, count in step.rows
+        ]
+        c = self.state.config
+        assert sum(plan.counts) == plan.num_tokens <= c.max_num_batched_tokens
+        assert len(ids) <= c.max_num_seqs
+        assert min(plan.counts, default=1) >= 1
+        for name in decodes - set(plan.preempted) if c.mixed_steps else ():
+            assert plan.counts[ids.index(name)] == 1, f"the decode of {name} had to wait"
+        same = [seq for seq in plan.seqs if oldest and (seq.arrival, seq.group) == (oldest.arrival, oldest.group)]
+        same += [seq for seq in plan.seqs if oldest and oldest.request.beams and seq.group == oldest.group]
+        if c.mixed_steps:
+            assert oldest is None or same, "the oldest request stands still"
+        else:
+            self.take_turns(plan, decodes - set(plan.preempted), None if same else oldest)
+        if c.reservation != "none":
+            assert not plan.preempted, "nobody grows, and somebody gave way"
+        assert (plan.step, plan.num_waiting) == (self.model.steps, len(self.model.waiting))
+        assert (plan.blocks_used, plan.num_blocks) == (c.num_blocks - self.model.free(), c.num_blocks)
+        partial = [row for row in plan.rows if not row.samples]
+        assert len(partial) <= 1, "a prompt was cut though an earlier one is not whole"
+        assert c.chunked_prefill or not partial, "a prompt was cut"
+
+        self.model.execute(plan, scheduler.running(state))
+        self.plan = plan
+        self.arrive(state)
+        self.remember(plan)
+        self.tally += Counter(preempted=len(plan.preempted), admitted=len(plan.admitted), cut=len(partial))
+        self.tally["found"] += sum(cached > 0 for cached in plan.cached)
+        shared = [block for seq in plan.seqs for block in seq.blocks]
+        assert (plan.swapped, plan.resumed) == (tuple(step.swapped), tuple(step.resumed))
+        self.tally += Counter({"swapped": len(plan.swapped), "resumed": len(plan.resumed)})
+        self.tally["copied"] += len(plan.copies)
+        groups = Counter(seq.group for seq in scheduler.running(self.state) if seq.group is not None)
+        self.tally["a group preempted"] += len(plan.preempted) > 1 and max(groups.values(), default=0) > 1
+        self.tally["shared"] += len(set(shared)) < len(shared)
+        self.tally["decodes waited"] += bool(decodes - set(plan.preempted) - set(ids))
+        behind = [seq for seq in scheduler.running(state) if seq.length - seq.computed > 1]
+        self.tally["prompts waited"] += not {seq.request_id for seq in behind} <= set(ids)
+        self.tally["reserved"] += c.reservation != "none" and len(plan.admitted)
+        self.tally += Counter({"no whole prompt": self.model.uncut, "no piece": self.model.fragmented})
+        self.model.uncut = self.model.fragmented = 0
+
+    def take_turns(self, plan: Plan, decodes: set[str], waits: Life | None) -> None:
+        """Without mixed steps one has all decodes and nothing else, or none. `waits`: the oldest, if it stands still.
+
+        With chunks it does so for one step at a time: an odd step has its decode, an even one its chunk, before all
+        other chunks. With whole prompts it waits only in steps that admit somebody.
+        """
+        ids = {seq.request_id for seq in plan.seqs}
+        if ids & decodes:
+            assert (ids, set(plan.counts), plan.admitted) == (decodes, {1}, ()), "prompts among decodes"
+        if self.state.config.chunked_prefill:
+            assert waits is None or waits is not self.still, "the oldest request stood still twice"
+            self.still = waits
+        else:
+            assert ids & decodes or ids == set(plan.admitted), "a prompt that entered before was left over"
+            assert waits is None or plan.admitted, "the oldest request waits for nobody"
+
+    def commit(self, sampled: list[int], seed: int, *, lazy: bool = True) -> None:
+        """`lazy`: the shell may let beams wait though all of them have caught up."""
+        assert self.plan is not None
+        draw = random.Random(seed)
+        hashes = self.model.filled()
+        ready, at_limit = self.model.ready()
+        choices = {}
+        for group in ready:
+            names = [life.name for life in group]
+            width = len(names) + len(group[0].request.forks)
+            if not (lazy and draw.random() < 0.1):
+                parents = tuple(draw.choices(names, k=width))
+                choices[names[0]] = Choice(parents, tuple(draw.choices(range(40), k=width)))
+        arguments = (self.plan, sampled, hashes, choices)
+        state, events = scheduler.commit(self.state, *arguments)
+        assert scheduler.commit(self.state, *arguments)[1] == events, "the same step gave other events"
+        assert list(events) == self.model.commit(sampled, choices)
+        self.plan = None
+        self.arrive(state)
+        for life in at_limit:
+            self.cancel(life.name, "length")
+        self.tally["beams went on"] += len(choices)
+        self.tally["a beam had several children"] += sum(len(set(c.parents)) < len(c.parents) for c in choices.values())
+        self.tally["beams waited"] += any(life.holds() for life in self.model.running)
+        self.tally["step"] += 1
+        self.tally["forked"] += sum(isinstance(event, Forked) for event in events)
+        self.count_ends(events)
+
+    def cancel(self, name: str, reason: FinishReason) -> None:
+        in_flight = self.plan is not None and any(seq.request_id == name for seq in self.plan.seqs)
+        state, events = scheduler.cancel(self.state, name, reason)
+        assert list(events) == self.model.cancel(name, reason)
+        assert events or state is self.state
+        self.arrive(state)
+        self.tally["cancelled in flight"] += bool(events and in_flight)
+        self.tally["cancelled"] += bool(events)
+
+    def forget(self) -> None:
+        self.model.forget()
+        self.arrive(scheduler.forget(self.state))
+        self.tally["forgot"] += 1
+
+    def restart(self) -> None:
+        """A step failed, which was planned from this state: the shell goes on from before its plan."""
+        if self.plan is None:
+            self.tally["restarted"] += bool(self.state.running.seqs)
+            self.model.restart()
+            self.arrive(scheduler.restart(self.state))
+
+    def count_ends(self, events: tuple[Event, ...]) -> None:
+        self.tally.update(event.reason for event in events if isinstance(event, Finished))
+
+    def fit(self, prompt: float, output: float) -> tuple[int, int]:
+        """Two numbers in [0, 1) as a prompt length and max_tokens that the limits allow."""
+        c = self.state.config
+        most = min(c.max_model_len, longest(c))
+        most = most if c.chunked_prefill else max(1, min(most, c.max_num_batched_tokens))
+        prompt_len = 1 + int(prompt * (most - 1))
+        return prompt_len, 1 + int(output * (most - prompt_len))
+
+    def traffic(self, number: int, seed: int, *, busy: bool = True) -> None:
+        """`number` steps with random tokens; when `busy`, requests come and are cancelled before any transition."""
+        draw = random.Random(seed)
+        for _ in range(number):
+            if self.plan is None:
+                self.disturb(draw, busy)
+                self.schedule()
+            self.disturb(draw, busy)
+            assert self.plan is not None
+            self.commit([draw.randrange(40) for _ in self.plan.seqs], draw.randrange(2**32), lazy=busy)
+
+    def disturb(self, draw: random.Random, busy: bool) -> None:
+        if busy and draw.random() < 0.3 and len(self.model.alive()) < 12:
+            # short prompts with long outputs: many are let in, then the pool is too small for all of them
+            lengths = self.fit(draw.random() ** 3, draw.random())
+            stops = frozenset(draw.sample(STOPS, draw.randrange(4)))
+            forks, beams = max(0, draw.randrange(-3, 4)), draw.random() < 0.3
+            self.submit_new(*lengths, draw.randrange(4), stops, draw.randrange(3), forks, beams)
+        if busy and draw.random() < 0.02:
+            self.forget()
+        if busy and draw.random() < 0.02:
+            self.restart()
+        if busy and draw.random() < 0.05 and self.model.alive():
+            name = draw.choice(self.model.names())
+            self.cancel(name, "abort")
+            if draw.random() < 0.5:  # the id comes back, perhaps while the cancelled request is still in flight
+                self.submit(Request(name, *self.fit(draw.random(), draw.random())))
+
+    def drain(self, seed: int) -> None:
+        """Every request ends.
+
+        The bound: the oldest request alive is in every plan (asserted in `schedule`), so it computes at least one of
+        its tokens a step, and it is never preempted: the victim is the latest arrival, and a sequence that runs alone
+        fits by the rule of `submit`. So it ends within limit - 1 steps (its last token is sampled, never computed; a
+        branch computes the last token of its prompt once more), and then the next one is the oldest.
+
+        Where chunks and decodes take turns, it is in every second plan at least. Where whole prompts go first, it
+        stands still in steps that admit somebody, and between two that advance it nobody is admitted twice: a step in
+        which somebody gives way is one of decodes.
+        """
+        self.traffic(self.plan is not None, seed, busy=False)  # a step in flight may not know the latest arrivals
+        bound = sum(life.width * self.model.limit(life.request) for life in self.model.alive())
+        c, crowd = self.state.config, sum(life.width for life in self.model.alive())
+        for _ in range(1 if c.mixed_steps else 2 if c.chunked_prefill else 1 + crowd):
+            self.traffic(bound, seed, busy=False)
+            if not self.model.alive():
+                break
+        assert not self.state.waiting
+        assert self.state.host is None or self.state.host.num_free == self.state.config.host_blocks, (
+            "host blocks leaked"
+        )
+        assert not self.state.running.seqs, "requests are left after the bound"
+        assert self.state.pool.num_free == self.state.config.num_blocks, "blocks leaked"
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    tally: ClassVar[Counter[str]]
+
+    def start(self, config: SchedulerConfig) -> None:
+        self.driver = Driver(config, self.tally)
+
+    @rule(
+        prompt=shares,
+        output=shares,
+        least=st.integers(0, 4),
+        stops=st.sets(st.sampled_from(STOPS)),
+        family=st.integers(0, 2),
+        forks=st.integers(0, 3),
+        beams=st.booleans(),
+    )
+    def submit_what_fits(
+        self, prompt: float, output: float, least: int, stops: set[int], family: int, forks: int, beams: bool
+    ) -> None:
+        self.driver.submit_new(*self.driver.fit(prompt, output), least, frozenset(stops), family, forks, beams)
+
+    @rule(prompt_len=st.integers(0, 45), max_tokens=st.integers(0, 45))
+    def submit_anything(self, prompt_len: int, max_tokens: int) -> None:
+        self.driver.submit_new(prompt_len, max_tokens, 0, frozenset(STOPS))
+
+    @rule(which=st.integers(0, 20))
+    def submit_a_name_again(self, which: int) -> None:
+        self.driver.submit(Request(f"r{which % (self.driver.names + 1)}", 1, 1))
+
+    @precondition(lambda self: self.driver.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        self.driver.schedule()
+
+    @precondition(lambda self: self.driver.plan is not None)
+    @rule(sampled=st.lists(tokens, min_size=6, max_size=6), seed=seeds)
+    def commit(self, sampled: list[int], seed: int) -> None:
+        self.driver.commit(sampled[: len(self.driver.plan.seqs)], seed)  # type: ignore[union-attr]
+
+    @rule(which=st.integers(0, 30), reason=st.sampled_from(["abort", "stop"]))
+    def cancel(self, which: int, reason: FinishReason) -> None:
+        alive = self.driver.model.names()
+        self.driver.cancel(alive[which] if which < len(alive) else f"r{which}", reason)
+
+    @rule()
+    def forget(self) -> None:
+        self.driver.forget()
+
+    @rule()
+    def restart(self) -> None:
+        self.driver.restart()
+
+    @rule(number=st.integers(10, 60), seed=seeds)
+    def traffic(self, number: int, seed: int) -> None:
+        self.driver.traffic(number, seed)
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.drain(seed=0)
+            assert all(plain(value) == copy for value, copy in self.driver.past), "an old state changed"
+
+
+def run_machine(configs: st.SearchStrategy[SchedulerConfig], examples: int, steps: int, at_least: int) -> Counter[str]:
+    """Run machines, `examples` at a time, until their schedulers made `at_least` steps -> what happened in them."""
+    tally: Counter[str] = Counter()
+    start = initialize(config=configs)(SchedulerMachine.start)
+    machine = type("Machine", (SchedulerMachine,), {"tally": tally, "start": start})
+    profile = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+    for _ in range(5):  # one draw of examples may be tame
+        run_state_machine_as_test(machine, settings=profile)
+        if tally["step"] >= at_least:
+            return tally
+    raise AssertionError(f"no more than {tally} in five runs")
+
+
+def test_any_sequence_of_transitions_agrees_with_the_naive_model():
+    run_machine(configs, examples=70, steps=40, at_least=10_000)
+
+
+def test_so_does_any_sequence_of_transitions_in_the_ways_of_earlier_engines():
+    run_machine(baselines, examples=20, steps=30, at_least=2_500)
+
+
+def test_the_driver_meets_everything_that_can_happen():
+    """The same checks on drawn configs from a fixed seed: what happens there, and how often, is the same everywhere."""
+    draw = random.Random(0)
+    tally: Counter[str] = Counter()
+    for _ in range(50):
+        block_size, host_blocks = draw.randint(1, 6), draw.choice([0, draw.randint(4, 12)])
+        config = SchedulerConfig(
+            block_size,
+            num_blocks=draw.randint(4, 14),
+            max_num_batched_tokens=draw.randint(4, 32),
+            max_num_seqs=draw.randint(2, 6),
+            max_model_len=40,
+            host_blocks=host_blocks,
+        )
+        driver = Driver(config, tally)
+        driver.traffic(60, draw.randrange(2**32))
+        driver.drain(seed=0)
+    for happened in (
+        "swapped",
+        "resumed",
+        "copied",
+        "forked",
+        "beams went on",
+        "a beam had several children",
+        "beams waited",
+        "a group preempted",
+        "found",
+        "shared",
+        "forgot",
+        "restarted",
+        "preempted",
+        "cut",
+        "stop",
+        "length",
+        "rejected",
+        "cancelled",
+        "cancelled in flight",
+    ):
+        assert tally[happened] >= 20, f"{happened}: {tally}"
+
+
+def test_the_driver_meets_what_can_happen_in_the_ways_of_earlier_engines():
+    """On drawn configs from a fixed seed. Pieces of one size leave no holes, so the others come more often."""
+    draw = random.Random(0)
+    tally: Counter[str] = Counter()
+    times = {"none": 6, "oracle": 4, "pow2": 4, "max": 1}
+    for way in itertools.chain(*([way] * times[way[2]] for way in BASELINES)):
+        config = config_of(
+            way,
+            block_size=draw.randint(1, 4),
+            num_blocks=draw.randint(8, 20),
+            max_num_batched_tokens=draw.randint(4, 8) if way[0] else draw.randint(16, 24),
+            max_num_seqs=draw.randint(6, 8),
+            max_model_len=40,
+            host_blocks=draw.choice([0, draw.randint(4, 12)]),
+        )
+        driver = Driver(config, tally)
+        driver.traffic(60, draw.randrange(2**32))
+        driver.drain(seed=0)
+    for happened in (
+        "decodes waited",
+        "prompts waited",
+        "no whole prompt",
+        "no piece",
+        "reserved",
+        "swapped",
+        "resumed",
+        "copied",
+        "forked",
+        "beams went on",
+        "found",
+        "preempted",
+        "cut",
+        "rejected",
+        "cancelled in flight",
+    ):
+        assert tally[happened] >= 10, f"{happened}: {tally}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configs", [configs, baselines], ids=["usual", "baselines"])
+def test_any_sequence_of_transitions_agrees_with_the_naive_model_at_length(configs):
+    run_machine(configs, examples=300, steps=60, at_least=50_000)
+
+
+@pytest.mark.parametrize("budget", [6, 7, 32])
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 24), (2, 9), (3, 7), (4, 5), (8, 2)])
+def test_every_request_ends_when_the_pool_holds_little_more_than_one(block_size: int, num_blocks: int, budget: int):
+    config = SchedulerConfig(block_size, num_blocks, budget, max_num_seqs=6, max_model_len=block_size * num_blocks)
+    tally: Counter[str] = Counter()
+    for seed in range(4):
+        driver = Driver(config, tally)
+        driver.traffic(30, seed)
+        for _ in range(10):
+            driver.submit_new(*driver.fit(0.0, 0.999), 0, frozenset())
+        driver.drain(seed)
+    assert tally["preempted"] >= 25, "no storm"
+    assert tally["length"] >= 40

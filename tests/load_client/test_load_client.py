@@ -1,0 +1,327 @@
+"""The load client against a server that misbehaves on purpose.
+
+The server is a stub that streams at known times: the client's clock is what is tested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from pagedjax import cli
+from pagedjax.load_client.client import Target, connected, model_of
+from pagedjax.load_client.plan import Load, plan
+from tests.load_client.test_load_plan import HEADER
+from tests.load_client.test_load_stream import delta, text
+
+
+class Stub:
+    """Streams each answer's tokens `gap` seconds apart after `first` seconds; what `max_tokens` says may change that.
+
+    401: status 401 ... 429; 1000: hangs up in the middle; 1001: sends half and stalls; 1002: an error in the stream;
+    1003: no usage, and both tokens in one chunk; 1004: [DONE] and nothing else; 1005: garbage.
+    """
+
+    def __init__(self) -> None:
+        self.first, self.gap, self.serial = 0.0, 0.0, False
+        self.models: object = {"data": [{"id": "stub"}, {"id": "other"}]}
+        self.bodies: list[dict] = []
+        self.paths: list[str] = []
+        self.keys: list[str | None] = []
+        self.under_way = self.most = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            while await self._one(reader, writer):
+                pass
+        writer.close()
+
+    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        path = head[0].split()[1]
+        if path == "/v1/models":
+            status = 200 if isinstance(self.models, dict) else self.models
+            return self._whole(writer, status, self.models if status == 200 else {"error": {"message": "go away"}})
+        self.paths.append(path)
+        self.keys.append(headers.get("authorization"))
+        self.bodies.append(json.loads(body))
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            if not self.serial:
+                return await self._answer(writer, self.bodies[-1])
+            async with self.lock:
+                return await self._answer(writer, self.bodies[-1])
+        finally:
+            self.under_way -= 1
+
+    def _whole(self, writer, status, value) -> bool:
+        text = json.dumps(value).encode()
+        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+        return True
+
+    async def _answer(self, writer: asyncio.StreamWriter, body: dict) -> bool:
+        asked = body["max_tokens"]
+        if 400 <= asked < 600:
+            return self._whole(writer, asked, {"error": {"message": f"the stub says {asked}"}})
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n")
+
+        async def put(*events: object) -> None:
+            for event in events:
+                raw = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
+                for part in (raw[:5], raw[5:]):  # as networks do
+                    writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+                    await writer.drain()
+
+        chat = "messages" in body
+        more = (lambda word: delta(content=word)) if chat else text
+        if chat:
+            await put(delta(role="assistant", content=""))
+        await asyncio.sleep(self.first)
+        if asked >= 1000:
+            if asked == 1002:
+                await put(more("a"), {"error": {"message": "the engine stopped"}}, "[DONE]")
+            elif asked == 1003:
+                await put(more("ab"), delta("stop") if chat else text("", "stop"), "[DONE]")
+            elif asked == 1004:
+                await put("[DONE]")
+            elif asked == 1005:
+                await put("{")
+            else:
+                await put(more("a"))
+                if asked == 1001:
+                    await asyncio.sleep(30)
+                return False
+        else:
+            for i in range(asked):
+                await put(more(f"w{i} "))
+                await asyncio.sleep(self.gap if i + 1 < asked else 0)
+            await put(delta("length") if chat else text("", "length"))
+            prompt = body.get("prompt") or body["messages"][0]["content"].split()
+            usage = {"prompt_tokens": len(prompt), "completion_tokens": asked}
+            await put({"choices": [], "usage": usage}, "[DONE]")
+        writer.write(b"0\r\n\r\n")
+        return True
+
+
+@contextmanager
+def running() -> Iterator[tuple[Stub, str]]:
+    """The stub on a free port, in a thread of its own."""
+    stub, loop = Stub(), asyncio.new_event_loop()
+    ready, address = threading.Event(), []
+
+    async def body() -> None:
+        stub.lock, stub.stop = asyncio.Lock(), asyncio.Event()
+        server = await asyncio.start_server(stub.serve, "127.0.0.1", 0)
+        address.append(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        ready.set()
+        await stub.stop.wait()
+        server.close()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(body(),), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield stub, address[0]
+    finally:
+        loop.call_soon_threadsafe(stub.stop.set)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def server():
+    with running() as both:
+        yield both
+
+
+def bench(url: str, *words: str, tmp_path=None) -> tuple[int, dict]:
+    """The exit status and what was written."""
+    file = [] if tmp_path is None else ["--json", str(tmp_path / "out.json")]
+    code = cli.main(["bench", "serve", "--url", url, "--timeout", "20", *words, *file])
+    return code, json.loads((tmp_path / "out.json").read_text("utf-8")) if file else {}
+
+
+def test_no_connection_is_kept_idle(server):
+    """httpcore looks at every connection for every idle one: with a thousand, that is what would be measured."""
+    _, url = server
+
+    async def idle() -> list:
+        async with connected(Target(url)) as client:
+            assert await asyncio.gather(*(model_of(client, Target(url)) for _ in range(5))) == ["stub"] * 5
+            return client._transport._pool.connections
+
+    assert asyncio.run(idle()) == []
+
+
+def test_it_measures_the_delays_of_the_server(server, tmp_path, capsys):
+    stub, url = server
+    stub.first, stub.gap = 0.1, 0.03
+    words = ["--rate", "20", "--requests", "8", "--prompt-tokens", "5:9", "--output-tokens", "4", "--vocab", "99"]
+    code, out = bench(f"{url}/v1/", *words, "--ttft-target", "5", "--itl-target", "0.02", tmp_path=tmp_path)
+    assert code == 0
+    s = out["summary"]
+    assert (s["completed"], s["output_tokens"], s["requests_without_usage"]) == (8, 32, 0)
+    assert s["prompt_tokens"] == sum(len(body["prompt"]) for body in stub.bodies)
+    assert 0.1 <= s["ttft_s"]["p50"] < 1.0  # above, only what a busy machine adds
+    assert 0.025 <= s["tpot_s"]["p50"] < 0.5
+    assert s["itl_s"]["count"] == 24
+    assert 0.19 <= s["e2e_s"]["p50"] < 2.0
+    assert s["goodput"]["share"] == 0
+    assert s["finished"] == {"length": 8}
+    assert stub.paths == ["/v1/completions"] * 8
+    assert stub.keys == [None] * 8
+    assert {key: stub.bodies[0][key] for key in ("model", "max_tokens", "temperature", "stream", "stream_options")} == {
+        "model": "stub",
+        "max_tokens": 4,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert "ignore_eos" not in stub.bodies[0]
+    assert [item["arrival"] for item in out["requests"]] == [
+        item.arrival for item in plan(Load(rate=20, requests=8, prompt_tokens="5:9", output_tokens="4", vocab=99)).items
+    ]
+    shown = capsys.readouterr().out
+    assert "8 of 8 completed" in shown
+    assert "first token (TTFT)" in shown
+
+
+def test_an_open_loop_does_not_wait_for_answers_and_cannot_hide_a_queue(server, tmp_path):
+    stub, url = server
+    stub.first, stub.serial = 0.1, True
+    code, out = bench(url, "--arrivals", "at-once", "--requests", "6", "--output-tokens", "1", tmp_path=tmp_path)
+    assert code == 0
+    assert stub.most == 6
+    assert out["summary"]["ttft_s"]["max"] >= 0.6
+    stub.most, stub.serial = 0, False
+    words = ["--arrivals", "at-once", "--requests", "6", "--output-tokens", "1", "--max-concurrency", "1"]
+    code, out = bench(url, *words, tmp_path=tmp_path)
+    assert stub.most == 1
+    assert out["summary"]["ttft_s"]["max"] >= 0.6  # of waiting for a place as well
+    assert out["summary"]["client"]["waited_s"]["max"] >= 0.5
+
+
+def test_every_way_to_fail_is_counted_and_makes_the_status_1(server, tmp_path, capsys):
+    _, url = server
+    file = tmp_path / "trace.csv"
+    kinds = [429, 500, 1000, 1001, 1002, 1005, 1003, 1004, 2, 3]
+    file.write_text(HEADER + "".join(f"2024-01-01 00:00:00.{i:02d},3,{kind}\n" for i, kind in enumerate(kinds)))
+    code, out = bench(url, "--trace", str(file), "--timeout", "1.5", tmp_path=tmp_path)
+    s = out["summary"]
+    assert code == 1
+    assert s["failed"] == {"connection": 1, "status 429": 1, "status 500": 1, "stream": 2, "timeout": 1}
+    assert s["failed_because"]["status 429"] == "the stub says 429"
+    assert s["failed_because"]["stream"] == "the engine stopped"
+    assert s["failed_because"]["timeout"] == "not complete 1.5 s after its arrival"
+    assert s["completed"] == 4
+    assert s["requests_without_usage"] == 2
+    assert s["output_tokens"] == 2 + 3 + 1  # the last without usage: its one chunk
+    assert s["finished"] == {"length": 2, "stop": 1, "unknown": 1}
+    assert s["duration_s"] < 10
+    shown = capsys.readouterr().out
+    assert "1 x status 429: the stub says 429" in shown
+    assert "2 answers came without usage" in shown
+
+
+def test_a_chat_sends_messages_and_its_role_is_no_token(server, tmp_path):
+    stub, url = server
+    stub.first = 0.1
+    texts = tmp_path / "texts.txt"
+    texts.write_text("one two\nthree\n", "utf-8")
+    words = ["--endpoint", "chat", "--prompts", str(texts), "--arrivals", "at-once", "--model", "other", "--ignore-eos"]
+    code, out = bench(url, *words, "--output-tokens", "2", tmp_path=tmp_path)
+    assert code == 0
+    assert stub.paths == ["/v1/chat/completions"] * 2
+    assert [body["messages"] for body in stub.bodies] == [
+        [{"role": "user", "content": "one two"}],
+        [{"role": "user", "content": "three"}],
+    ]
+    assert (stub.bodies[0]["model"], stub.bodies[0]["ignore_eos"]) == ("other", True)
+    assert out["summary"]["ttft_s"]["p50"] >= 0.1
+    assert out["summary"]["itl_s"]["count"] == 2
+
+
+def test_the_key_of_a_file_is_sent_and_written_nowhere(server, tmp_path, capsys):
+    stub, url = server
+    file = tmp_path / "key"
+    file.write_text("s3cret\n")
+    words = ["--arrivals", "at-once", "--requests", "1", "--api-key-file", str(file)]
+    code, _ = bench(url, *words, tmp_path=tmp_path)
+    assert code == 0
+    assert stub.keys == ["Bearer s3cret"]
+    assert "s3cret" not in (tmp_path / "out.json").read_text("utf-8") + "".join(capsys.readouterr())
+    assert "s3cret" not in repr(Target("http://x", api_key="s3cret"))
+
+
+def test_a_warm_up_is_not_measured_and_its_failure_ends_the_run(server, tmp_path, capsys):
+    stub, url = server
+    words = ["--arrivals", "at-once", "--requests", "2", "--warmup", "3"]
+    code, out = bench(url, *words, "--output-tokens", "2", tmp_path=tmp_path)
+    assert (code, out["summary"]["requests"], len(stub.bodies)) == (0, 2, 5)
+    assert bench(url, *words, "--output-tokens", "429")[0] == 2
+    assert "3 of 3 warm-up requests failed (status 429: the stub says 429)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "arrivals poisson need a rate"),
+        (["--rate", "1", "--model", "nobody"], "the server has no model 'nobody'; it has stub, other"),
+        (["--rate", "1", "--trace", "x.csv"], "--trace says what --rate would say"),
+        (["--rate", "1", "--prompts", "x", "--vocab", "5"], "--prompts says what --vocab would say"),
+        (["--rate", "1", "--time-scale", "2"], "--time-scale is of a --trace"),
+        (["--trace", "nowhere.csv"], "nowhere.csv cannot be read"),
+        (["--rate", "1", "--ttft-target", "0"], "--ttft-target is 0.0; it must be above 0 seconds"),
+        (["--rate", "1", "--max-concurrency", "0"], "max_concurrency is 0"),
+        (["--rate", "1", "--warmup", "-1"], "--warmup is -1"),
+        (["--rate", "1", "--timeout", "nan"], "timeout is nan"),
+        (["--rate", "1", "--json", "no/such/folder/x.json"], "its folder does not exist"),
+        (["--rate", "1", "--api-key-file", "nokey"], "nokey cannot be read"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_nothing_is_sent(server, capsys, words, message):
+    stub, url = server
+    assert bench(url, *words)[0] == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.startswith("pagedjax: ")
+    assert len(err.strip().splitlines()) == 1
+    assert (out, stub.bodies) == ("", [])
+
+
+def test_a_server_that_is_not_there_or_lists_nothing_is_told(server, capsys):
+    stub, url = server
+    with running() as (_, gone):
+        pass
+    assert bench(gone, "--rate", "1")[0] == 2
+    assert f"no server answers at {gone}" in capsys.readouterr().err
+    assert bench("127.0.0.1:8000", "--rate", "1")[0] == 2
+    assert "it must be like http://127.0.0.1:8000" in capsys.readouterr().err
+    stub.models = 401
+    assert bench(url, "--rate", "1")[0] == 2
+    assert "answers 401: go away; give --api-key-file" in capsys.readouterr().err
+    stub.models = 404
+    assert bench(url, "--rate", "1")[0] == 2
+    assert "lists no models (status 404); name one with --model" in capsys.readouterr().err
+    assert bench(url, "--arrivals", "at-once", "--requests", "1", "--model", "mine")[0] == 0
+    assert stub.bodies[0]["model"] == "mine"
+
+
+def test_two_runs_of_a_seed_send_the_same_bodies(server):
+    stub, url = server
+    for _ in range(2):
+        bench(
+            url, "--rate", "200", "--requests", "9", "--prompt-tokens", "3:9", "--output-tokens", "1:3", "--seed", "3"
+        )
+    sent = [json.dumps(body, sort_keys=True) for body in stub.bodies]
+    assert sorted(sent[:9]) == sorted(sent[9:])

@@ -1,0 +1,100 @@
+"""How the load client reads streams, however they are cut and whatever is in them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pagedjax.load_client.stream import Events, Reading, carries_output, message_of
+
+STREAM = (
+    '\ufeff: hello\r\nevent: x\nid: 7\ndata: {"a": "é€😀"}\r\n\r\n:\n\ndata:one\rdata: two\r\rdata\n\n'
+    "data: [DONE]\n\ndata: unfinished"
+).encode()
+DATA = ['{"a": "é€😀"}', "one\ntwo", "", "[DONE]"]
+
+
+def test_a_stream_may_be_cut_at_every_byte():
+    for at in range(len(STREAM) + 1):
+        events = Events()
+        assert events.push(STREAM[:at]) + events.push(b"") + events.push(STREAM[at:]) == DATA, at
+    events = Events()
+    assert [data for i in range(len(STREAM)) for data in events.push(STREAM[i : i + 1])] == DATA
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=6), st.data())
+def test_any_events_in_any_pieces_come_out_whole(texts, data):
+    end = data.draw(st.sampled_from(["\n", "\r\n", "\r"]))
+    raw = "".join(f": note{end}data: {text}{end}{end}" for text in texts).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
+    events = Events()
+    pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+    assert [event for piece in pieces for event in events.push(piece)] == texts
+
+
+def test_a_line_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr("pagedjax.load_client.stream.MAX_LINE", 10)
+    with pytest.raises(ValueError, match="more than 10 bytes"):
+        Events().push(b"x" * 11)
+
+
+def reading(*events) -> Reading:
+    one = Reading()
+    for at, event in enumerate(events):
+        one.take(event if isinstance(event, str) else json.dumps(event), float(at))
+    return one
+
+
+def text(content: str, reason: str | None = None) -> dict:
+    return {"choices": [{"index": 0, "text": content, "finish_reason": reason}]}
+
+
+def delta(reason: str | None = None, **content) -> dict:
+    return {"choices": [{"index": 0, "delta": content, "finish_reason": reason}]}
+
+
+def test_chunks_count_when_they_carry_output_and_usage_counts_tokens():
+    details = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 8}}
+    one = reading(text("a"), text("bc"), text(""), text("", "length"), {"choices": [], "usage": details}, "[DONE]")
+    assert (one.chunks, one.closed, one.finish_reason) == ([0.0, 1.0, 2.0], 3.0, "length")
+    assert (one.count("prompt_tokens"), one.count("completion_tokens"), one.cached) == (9, 4, 8)
+    role = {"role": "assistant", "content": ""}
+    two = reading(delta(**role), delta(content="a"), delta(content="", reason=None), delta("stop"), "[DONE]")
+    assert (two.chunks, two.closed) == ([1.0, 2.0], 3.0)
+    assert reading(delta(reasoning_content="hm")).chunks == [0.0]
+    assert not carries_output({"delta": {}, "finish_reason": None})
+    assert reading("[DONE]").closed == 0.0
+
+
+def test_errors_in_a_stream_are_read_in_several_forms():
+    assert reading({"error": {"message": "out of blocks", "type": "x"}}).error == "out of blocks"
+    assert reading({"error": "out of blocks"}).error == "out of blocks"
+    assert message_of({"detail": "no such model"}) == "no such model"
+    assert message_of([1]) == "[1]"
+    for wrong in ("no json", "[1]", '{"choices": [3]}', '{"choices": {"a": 1}}'):
+        with pytest.raises(ValueError, match=r"."):
+            reading(wrong)
+
+
+@given(
+    st.text()
+    | st.recursive(
+        st.none() | st.integers() | st.text(),
+        lambda x: (
+            st.dictionaries(
+                st.sampled_from(["choices", "usage", "error", "delta", "text", "finish_reason", "content", "message"]),
+                x,
+            )
+            | st.lists(x)
+        ),
+    )
+)
+@example({"choices": [{"delta": None, "text": None, "finish_reason": 3}], "usage": {"completion_tokens": "5"}})
+def test_nothing_that_a_server_sends_raises_anything_but_a_value_error(event):
+    with suppress(ValueError):
+        one = reading(event)
+        assert one.cached is None or isinstance(one.cached, int)

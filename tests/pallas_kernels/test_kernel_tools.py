@@ -1,0 +1,224 @@
+"""The commands around the kernels: compiling for chips that are not here, and tuning on one that is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from pallas_kernels import aot, aot_tpu, timing, tune
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
+from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
+from pallas_kernels.tiles import TPUS, Tiles, TpuTiles
+
+needs_kernels = pytest.mark.skipif(jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="the kernels need JAX 0.11")
+needs_compiler = pytest.mark.skipif(
+    bool(aot.what_is_missing()),
+    reason="JAX's CUDA plugin or ptxas is not here; CI brings both for the command itself",
+)
+needs_libtpu = pytest.mark.skipif(
+    bool(aot_tpu.what_is_missing()), reason="libtpu is not here; CI brings it for the command itself"
+)
+
+REPORT = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'body_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for body_mosaic_gpu_kernel
+    0 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 93 registers, used 16 barriers, 1 bytes smem
+"""
+
+
+def test_registers_and_spills_are_read_from_the_compilers_report():
+    assert aot.read_ptxas(REPORT.format(stores=0, loads=0)) == (93, 0)
+    assert aot.read_ptxas(REPORT.format(stores=8, loads=12)) == (93, 20)
+
+
+def test_a_report_without_a_kernel_is_not_taken_for_a_good_one():
+    with pytest.raises(ValueError, match="ptxas reported no kernel"):
+        aot.read_ptxas("ptxas info    : 0 bytes gmem")
+
+
+def test_every_claimed_shape_is_compiled():
+    cases = list(aot.cases())
+    assert len(set(cases)) == len(cases)
+    for kernel in ("decode", "chunks"):
+        mine = [case for case in cases if case.kernel == kernel]
+        assert {(c.head_size, c.block_size) for c in mine} == {
+            (d, s) for d in pallas_gpu.HEAD_SIZES for s in pallas_gpu.BLOCK_SIZES
+        }
+        assert {case.dtype for case in mine} == set(pallas_gpu.DTYPES)
+        assert max(case.group for case in mine) == pallas_gpu.MAX_GROUP
+
+
+def test_a_machine_that_cannot_compile_is_told_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert aot.main(["--target", "h200"]) == 2
+    assert "it takes 0.11 or newer" in capsys.readouterr().err
+
+
+def test_a_missing_plugin_is_named_with_the_command_that_brings_it(capsys, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", pallas_gpu.JAX_NEEDED)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert aot.main(["--target", "h100"]) == 2
+    assert f"pip install --no-deps jax-cuda13-plugin=={jax.__version__}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["h200", "v5e"])
+def test_compiling_for_a_chip_never_starts_one(target):
+    """Whatever was imported first: JAX reads JAX_PLATFORMS once, and asked for a GPU its plugin fails without cuDNN."""
+    program = f"""
+import jax
+from pallas_kernels import aot, aot_tpu
+def seen(*_, **__):
+    print("platforms:", jax.config.jax_platforms)
+    raise ValueError
+aot.what_is_missing = aot_tpu.what_is_missing = lambda: ""
+aot.compile_case = aot_tpu.compile_case = seen
+raise SystemExit(aot.main(["--target", "{target}", "--quick"]))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, capture_output=True, text=True)
+    assert {line for line in done.stdout.splitlines() if line.startswith("platforms")} == {"platforms: cpu"}, (
+        done.stderr
+    )
+
+
+@needs_compiler
+def test_a_tile_that_does_not_fit_fails_with_a_sentence():
+    command = [sys.executable, "-m", "pallas_kernels.aot", "--target", "h200", "--only", "decode", "--quick"]
+    root = Path(__file__).parents[2]
+    fits, does_not = (
+        subprocess.run([*command, "--stages", stages], cwd=root, capture_output=True, text=True) for stages in "29"
+    )
+    assert fits.returncode == 0, fits.stdout + fits.stderr
+    assert does_not.returncode == 1
+    assert "FAILED: does not compile" in does_not.stdout
+    assert "exceeds available shared memory" in does_not.stdout
+
+
+def test_tuning_needs_the_device(capsys):
+    assert tune.main(["--name", "h200"]) == 2
+    assert "runs on platform 'gpu' and not on 'cpu'" in capsys.readouterr().err
+
+
+def test_what_a_tuner_writes_is_what_is_read(tmp_path, monkeypatch):
+    tiles = Tiles.read("h200")
+    fields = json.loads(tune.as_json(tiles, "a note"))
+    assert fields.pop("note") == "a note"
+    fields["decode_tile"] = tuple((int(d), tile) for d, tile in fields["decode_tile"].items())
+    assert Tiles(**fields) == tiles
+
+
+@needs_kernels
+def test_candidates_fit_and_the_present_tiles_are_among_them():
+    from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
+
+    start = Tiles.read("h200")
+    for d in pallas_gpu.HEAD_SIZES:
+        found = list(tune.decode_candidates(start, d))
+        assert start in found
+        assert all(decode.shared_bytes(d, 4, 2, one) <= tune.SHARED for one in found)
+    assert start in tune.chunk_candidates(start)
+    assert start in tune.split_candidates(start)
+    assert all(chunks.shared_bytes(128, 2, one) <= tune.SHARED for one in tune.chunk_candidates(start))
+
+
+def test_the_fastest_candidate_wins_and_one_that_fails_does_not_stop_the_rest(capsys, monkeypatch):
+    start = Tiles.read("h200")
+    speeds = {128: 3.0, 256: None, 512: 1.0, 1024: 2.0, 2048: 4.0}
+
+    def seconds(shape, tiles):
+        if speeds[tiles.min_split] is None:
+            raise RuntimeError("out of registers")
+        return speeds[tiles.min_split]
+
+    monkeypatch.setattr(tune, "seconds", seconds)
+    assert tune.best("splits", tune.split_candidates(start), tune.TYPICAL).min_split == 512
+    assert "out of registers" in capsys.readouterr().out
+    monkeypatch.setattr(tune, "seconds", lambda *_: 1 / 0)
+    with pytest.raises(SystemExit, match="no candidate of splits runs"):
+        tune.best("splits", tune.split_candidates(start), tune.TYPICAL)
+
+
+def test_a_measurement_has_pages_of_its_own_for_every_row():
+    shape = timing.Shape(rows=5, queries=3, context=40, heads=2, group=3, d=64, s=16)
+    made = timing.inputs(shape, seed=1)
+    assert sorted(made.block_tables.ravel().tolist()) == list(range(1, 16))  # page 0 is nobody's
+    out = paged_attention(*made, scale=0.125, impl="reference")
+    assert out.shape == made.q.shape == (15, 6, 64)
+    assert shape.cache_bytes == 5 * 40 * (made.k_pages[0, :, 0].nbytes + made.v_pages[0, :, 0].nbytes)
+    assert shape.flops == 5 * (38 + 39 + 40) * 6 * 4 * 64
+
+
+# --- TPUs -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_shape_claimed_for_tpus_is_compiled():
+    cases = list(aot_tpu.cases())
+    assert len(set(cases)) == len(cases)
+    claimed = {
+        (d, s, dtype) for d in pallas_tpu.HEAD_SIZES for s in pallas_tpu.BLOCK_SIZES for dtype in pallas_tpu.DTYPES
+    }
+    assert {(case.head_size, case.block_size, case.dtype) for case in cases} >= claimed
+    for d in pallas_tpu.HEAD_SIZES:
+        mine = [case for case in cases if case.head_size == d]
+        assert max(case.group for case in mine) == pallas_tpu.MAX_GROUP
+        assert {name for case in mine for name, _ in case.options} == {"window", "soft_cap"}
+    models = {(case.heads * case.group, case.heads, case.head_size) for case in aot_tpu.quick(cases)}
+    assert models >= {(9, 3, 64), (32, 8, 128), (8, 1, 128)}
+    assert set(aot_tpu.TOPOLOGIES) == set(TPUS)
+
+
+def test_a_missing_libtpu_is_named_with_the_command_that_brings_it(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert aot.main(["--target", "v5e"]) == 2
+    assert "libtpu is missing; pip install --no-deps --target DIR 'libtpu==0.0." in capsys.readouterr().err
+
+
+def test_bundles_and_memory_are_read_from_what_libtpu_dumps(tmp_path):
+    analysis = "Schedule analysis:\n\ttotal scheduled bundles:    848\n\tempty scheduled bundles:    43\n"
+    original = "x = [vmem, size = 0x9000, scoped, tag = 'a']\n[vmem, size = 0xc0000, scoped]\n[smem, size = 0x10]\n"
+    name = "17-paged_attention_decode.1"
+    (tmp_path / f"{name}-00-original.txt").write_text(original)
+    (tmp_path / f"{name}-01-schedule-analysis_final_bundles.txt").write_text(analysis)
+    assert aot_tpu.read_dump(tmp_path, "decode") == aot_tpu.Kernel(848, 0x9000 + 0xC0000)
+    with pytest.raises(ValueError, match="no schedule of the kernel 'chunks'"):
+        aot_tpu.read_dump(tmp_path, "chunks")
+
+
+def test_too_little_vmem_is_a_sentence_with_what_to_lower():
+    text = (
+        "RESOURCE_EXHAUSTED: E1001: x\nScoped allocation with size 20.00M and limit 14.00M exceeded scoped vmem limit"
+    )
+    said = aot_tpu.why(RuntimeError(text))
+    assert "needs 20.00M of VMEM and vmem_limit is 14.00M" in said
+    assert "lower decode_step" in said
+    assert aot_tpu.why(TypeError("no")) == "does not compile: TypeError: no"
+
+
+def test_a_roofline_counts_what_has_to_move():
+    tiles, case = TpuTiles.read("v5e"), aot_tpu.Case(8, 4, 128, 16)
+    found = aot_tpu.estimates(case, tiles)
+    cache, queries = 64 * 1024 * 2 * 8 * 128 * 2, 64 * 2 * 32 * 128 * 2
+    assert found["decode"].nbytes == cache + queries
+    assert found["decode"].seconds == pytest.approx(found["decode"].nbytes / tiles.bandwidth)
+    assert found["chunks"].flops == 4 * 32 * 128 * sum(range(1, 2049))
+    windowed = aot_tpu.estimates(aot_tpu.Case(8, 4, 128, 16, options=(("window", 256),)), tiles)
+    assert windowed["decode"].nbytes == cache / 4 + queries
+
+
+@needs_libtpu
+def test_a_ring_that_does_not_fit_vmem_fails_with_a_sentence():
+    command = [sys.executable, "-m", "pallas_kernels.aot", "--target", "v5e", "--quick", "--stages", "99"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "FAILED: needs " in done.stdout
+    assert "of VMEM and vmem_limit is 14" in done.stdout

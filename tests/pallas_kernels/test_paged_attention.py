@@ -1,0 +1,582 @@
+"""One contract for every implementation of paged attention; the oracle is JAX's own attention on contiguous keys.
+
+JAX's has no soft cap: of that the oracle is numpy's float64.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import IMPLS, paged_attention, xla
+from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
+
+GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it must vanish
+MIXED = [(1, 200), (17, 17), (1, 1), (9, 130), (1, 300), (5, 37), (1, 64)]  # (query tokens, context tokens)
+
+
+def slow(*values: Any):
+    """A parameter that only the slow run tries: one program more, which takes a second or two to compile."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# The GPU kernels take other shapes and are interpreted, slowly: test_paged_attention_gpu.py. The TPU's is interpreted
+# here as ordinary XLA, fast once it is compiled, and with copies and semaphores in test_paged_attention_tpu.py.
+HERE = sorted(set(IMPLS) - {"pallas_gpu", "pallas_tpu"})
+every_impl = pytest.mark.parametrize("impl", [*HERE, slow("pallas_tpu")])
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setitem(IMPLS, "pallas_tpu", partial(pallas_tpu.paged_attention, interpret=True))
+
+
+def skip_unless_it_reads(impl: str, *, s: int = 16, dtype: Any = np.float32) -> None:
+    """Its pages are rows of 128 numbers, none of 8 bits."""
+    if impl == "pallas_tpu" and (s < 8 or dtype == jnp.float8_e4m3fn):
+        pytest.skip(f"pallas_tpu refuses pages of {s} tokens of {jnp.dtype(dtype).name}, tested on their own")
+
+
+class Case(NamedTuple):
+    """A ragged batch: sequences contiguous as the oracle takes them, and scattered over pages as the kernel does."""
+
+    q: np.ndarray  # [T, N, D]
+    k: np.ndarray  # [B, M * S, K, D] contiguous
+    v: np.ndarray
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    block_tables: np.ndarray
+    seq_lens: np.ndarray
+    cu_q_lens: np.ndarray
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def arguments(self) -> tuple[np.ndarray, ...]:
+        return self.q, self.k_pages, self.v_pages, self.block_tables, self.seq_lens, self.cu_q_lens
+
+
+def make(
+    rows: list[tuple[int, int]],
+    *,
+    t: int,
+    b: int,
+    s: int = 16,
+    m: int | None = None,
+    k: int = 2,
+    g: int = 2,
+    d: int = 16,
+    seed: int = 0,
+    dtype: Any = np.float32,
+) -> Case:
+    """rows: (query tokens, context tokens) of each; padded to T tokens and B rows. Unowned slots hold garbage."""
+    rng = np.random.default_rng(seed)
+    m = m or max(1, max(-(-context // s) for _, context in rows))
+    normal = lambda *shape: rng.standard_normal(shape, np.float32).astype(dtype)  # noqa: E731
+    q_lens, seq_lens = np.zeros(b, np.int32), np.zeros(b, np.int32)
+    for i, (count, context) in enumerate(rows):
+        q_lens[i], seq_lens[i] = count, context
+    cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    assert cu_q_lens[-1] <= t
+    q, keys, values = normal(t, k * g, d), normal(b, m * s, k, d), normal(b, m * s, k, d)
+    pages = b * m + 1
+    k_pages, v_pages = (np.zeros((pages, k, s, d), dtype) for _ in range(2))
+    case = Case(q, keys, values, k_pages, v_pages, np.zeros((b, m), np.int32), seq_lens, cu_q_lens, d**-0.5)
+    return scatter(case, rng.permutation(b * m) + 1)
+
+
+def scatter(case: Case, pages: np.ndarray, garbage: float = GARBAGE) -> Case:
+    """Put row b's i-th block into page `pages[b * M + i]`; every slot without a token, page 0 too, holds garbage."""
+    s, (b, width) = case.v_pages.shape[2], case.k.shape[:2]
+    m = width // s
+    tables = pages.reshape(b, m).astype(np.int32)
+    k_pages, v_pages = np.full_like(case.k_pages, garbage), np.full_like(case.v_pages, -garbage)
+    for row, length in enumerate(case.seq_lens):
+        for position in range(length):
+            page, offset = tables[row, position // s], position % s
+            k_pages[page, :, offset], v_pages[page, :, offset] = case.k[row, position], case.v[row, position]
+    # entries past the context may be any valid page: garbage here, the trash page in an engine
+    return case._replace(k_pages=k_pages, v_pages=v_pages, block_tables=tables)
+
+
+def in_bits(case: Case) -> Case:
+    """Pages of float8_e4m3fn as the contract has them."""
+    return case._replace(k_pages=case.k_pages.view(np.uint8), v_pages=case.v_pages.view(np.uint8))
+
+
+def run(case: Case, impl: str) -> np.ndarray:
+    options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap}
+    return np.asarray(paged_attention(*map(jnp.asarray, case.arguments), impl=impl, **options))
+
+
+@jax.jit
+def dense(q, k, v, mask, scale):
+    return jax.nn.dot_product_attention(q * (scale * q.shape[-1] ** 0.5), k, v, mask=mask, implementation="xla")
+
+
+def capped(q, k, v, mask, scale, soft_cap) -> np.ndarray:
+    """What `dense` computes of one row, in float64 and with a soft cap."""
+    k, v = (np.repeat(a, q.shape[1] // a.shape[1], axis=1).astype(np.float64) for a in (k, v))
+    scores = soft_cap * np.tanh(np.einsum("qnd,cnd->nqc", q, k, optimize=True) * scale / soft_cap)
+    weights = np.where(mask, np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return np.einsum("nqc,cnd->qnd", weights / weights.sum(-1, keepdims=True), v, optimize=True)
+
+
+def oracle(case: Case) -> np.ndarray:
+    """Each row's queries over its contiguous keys, in float32; with a soft cap in float64."""
+    q, k, v = (a.astype(np.float32) for a in (case.q, case.k, case.v))
+    counts, place = np.diff(case.cu_q_lens), np.arange(k.shape[1])
+    longest = 1 << int(counts.max()).bit_length()  # few shapes, few compilations
+    queries = np.zeros((len(counts), longest, *q.shape[1:]), np.float32)
+    mask = np.zeros((len(counts), 1, longest, k.shape[1]), bool)
+    for row, (start, count) in enumerate(zip(case.cu_q_lens, counts, strict=False)):
+        queries[row, :count] = q[start : start + count]
+        visible = case.seq_lens[row] - count + np.arange(count)[:, None] + 1
+        mask[row, 0, :count] = (place < visible) & (place >= visible - (case.window or len(place)))
+    out = np.zeros_like(q)
+    result = None if case.soft_cap else np.asarray(dense(queries, k, v, mask, case.scale))
+    for row, (start, count) in enumerate(zip(case.cu_q_lens, counts, strict=False)):
+        mine = slice(start, start + count)
+        if result is None:
+            out[mine] = capped(q[mine], k[row], v[row], mask[row, 0, :count], case.scale, case.soft_cap)
+        else:
+            out[mine] = result[row, :count]
+    return out
+
+
+def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
+    got, want = run(case, impl), oracle(case)
+    chex.assert_shape(got, case.q.shape)
+    assert got.dtype == case.q.dtype
+    if got.dtype == jnp.bfloat16:  # 8 bits; q * scale, weights and the output are rounded
+        atol = 2.0**-6 * max(1.0, np.abs(want).max())
+    np.testing.assert_allclose(got.astype(np.float32), want, atol=atol, rtol=0)
+    assert not got[case.cu_q_lens[-1] :].any(), "padding tokens are not zero"
+
+
+# --- what it computes -------------------------------------------------------------------------------------------------
+
+
+@every_impl
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("t", [8, 96])  # without prompt chunks, and with them
+def test_pages_of_another_dtype_are_what_they_hold(impl, dtype, t):
+    """Queries stay in float32, and so do the sums: narrow pages give what their values give in float32."""
+    skip_unless_it_reads(impl, dtype=dtype)
+    rows = [(1, 200), (5, 37), (1, 1)] if t == 8 else MIXED
+    case = make(rows, t=t, b=8)
+    rounded = case._replace(**{x: getattr(case, x).astype(dtype).astype(np.float32) for x in ("k", "v")})
+    narrow = rounded._replace(**{x: getattr(case, x).astype(dtype) for x in ("k_pages", "v_pages")})
+    if dtype == jnp.float8_e4m3fn:  # it has no number as large as the garbage
+        narrow = in_bits(scatter(narrow, case.block_tables.reshape(-1), garbage=448.0))
+    want = oracle(scatter(rounded, case.block_tables.reshape(-1)))
+    np.testing.assert_allclose(run(narrow, impl), want, atol=2e-5)
+
+
+@every_impl
+@pytest.mark.parametrize("s", [1, *map(slow, (8, 64, 128)), 16, 256])
+def test_contexts_around_a_block_border(impl, s):
+    skip_unless_it_reads(impl, s=s)
+    lengths = sorted({1, max(1, s - 1), s, s + 1, 2 * s, 2 * s + 1})
+    assert_contract(make([(1, n) for n in lengths], t=8, b=8, s=s, seed=s), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("s", [*map(slow, (1, 64, 128)), 8, 256])
+def test_chunks_around_a_block_border(impl, s):
+    skip_unless_it_reads(impl, s=s)
+    rows = [(2, s + 1), (max(1, s - 1) % 90, max(1, s - 1)), (s % 80 or 80, s + 80), (3, 2 * s + 3), (1, s)]
+    assert_contract(make([r for r in rows if r[0]], t=192, b=6, s=s, seed=s), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [32, 96])
+def test_decodes_over_many_spans(impl, t):
+    lengths = [1, 127, 128, 129, 255, 256, 257, 511, 512, 513, 640, 900]
+    assert_contract(make([(1, n) for n in lengths], t=t, b=16), impl)
+
+
+@every_impl
+def test_chunks_over_many_spans(impl):
+    rows = [(63, 63), (64, 64), (65, 65), (40, 257), (130, 700), (2, 513)]
+    assert_contract(make(rows, t=400, b=8), impl)
+
+
+@every_impl
+def test_a_chunk_that_is_the_whole_call(impl):
+    assert_contract(make([(320, 320)], t=320, b=1), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [48, 256])
+def test_decodes_and_chunks_together_in_any_order(impl, t):
+    assert_contract(make(MIXED, t=t, b=8), impl)
+    assert_contract(make(MIXED[::-1], t=t, b=8), impl)
+
+
+@every_impl
+@pytest.mark.parametrize(
+    ("k", "g", "t"),
+    [(3, 3, 24), (1, 8, 24), (3, 3, 80), *(slow(*c) for c in ((4, 1, 24), (2, 4, 24), (4, 1, 80), (1, 8, 80)))],
+)
+def test_query_heads_share_key_heads(impl, k, g, t):
+    assert_contract(make([(1, 40), (9, 21), (7, 150)], t=t, b=4, k=k, g=g, seed=k * g), impl)
+
+
+@every_impl
+@pytest.mark.parametrize(("t", "d"), [(24, 64), (80, 128)])
+def test_head_sizes(impl, t, d):
+    assert_contract(make([(1, 40), (9, 21), (7, 150)], t=t, b=4, d=d, k=1, g=3), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [24, 80])
+def test_bfloat16_is_as_near_as_its_eight_bits(impl, t):
+    # values near 1 averaged over n tokens; inputs are exact, so what rounds is q * scale, the weights and the output
+    case = make([(1, 300), (9, 21), (7, 150)], t=t, b=4, d=64, dtype=jnp.bfloat16)
+    got, want = run(case, impl).astype(np.float32), oracle(case)
+    assert np.abs(got - want).max() < 2.0**-6 * max(1.0, np.abs(want).max())
+    assert np.sqrt(np.mean((got - want) ** 2)) < 2.0**-9
+
+
+@every_impl
+def test_the_scale_is_the_one_given(impl):
+    case = make([(1, 40), (9, 21)], t=16, b=2)
+    assert_contract(case._replace(scale=0.7), impl)
+    assert np.abs(run(case._replace(scale=0.7), impl) - run(case, impl)).max() > 0.01
+
+
+@every_impl
+def test_extreme_scores_neither_overflow_nor_lose_the_winner(impl):
+    case = make([(1, 300), (9, 21)], t=16, b=2)
+    assert_contract(case._replace(scale=1e4), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [64, 160])
+def test_random_ragged_batches(impl, t):
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        counts = rng.multinomial(rng.integers(1, t + 1), rng.dirichlet(np.full(8, 0.3)))
+        rows = [(int(n), int(n + rng.integers(0, 320 - n + 1))) for n in counts if n]
+        assert_contract(make(rows, t=t, b=8, m=20, seed=seed), impl)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [32, 96])
+def test_a_call_without_tokens_is_all_zeros(impl, t):
+    case = make([(0, 0)], t=t, b=4, m=3)
+    assert not run(case, impl).any()
+
+
+# --- windows and soft caps --------------------------------------------------------------------------------------------
+
+# Both loops of the plain XLA version, and of the CPU kernel: spans of 128 and 256 tokens, steps of 64, tiles of 48.
+LONG = [(1, 600), (50, 400), (1, 1), (1, 257), (3, 3), (20, 20), (1, 256), (2, 130)]
+BORDERS = (1, 2, 16, 65, 255, 256, 257, 10_000)
+MORE_BORDERS = (3, 15, 17, 47, 48, 49, 63, 64, 127, 128, 129, 511, 512, 513, 599, 600)
+
+
+def choices(often: list[tuple], *, of_cpu: list[tuple], rare: list[tuple] | None = None):
+    """(impl, ...) by what a program more costs: little of the CPU kernel, a second or two of the others.
+
+    Of the TPU kernel, interpreted, several: what is rare for others is only tried by hand.
+    """
+    result = [slow("pallas_tpu", *one) for one in dict.fromkeys([*often, *of_cpu])]
+    result += [pytest.param("pallas_tpu", *one, marks=pytest.mark.exhaustive) for one in rare or []]
+    for impl in HERE:
+        default = often + (of_cpu if impl == "cpu" else [])
+        every = dict.fromkeys([*default, *of_cpu, *(rare or [])])
+        result += [(impl, *one) if one in default else slow(impl, *one) for one in every]
+    return result
+
+
+def singles(values) -> list[tuple]:
+    return [(value,) for value in values]
+
+
+windows = choices(singles((17,)), of_cpu=singles(BORDERS), rare=singles(MORE_BORDERS))
+
+
+@pytest.mark.parametrize(("impl", "window"), windows)
+def test_windows(impl, window):
+    assert_contract(make(LONG, t=96, b=9)._replace(window=window), impl)
+    assert_contract(make(LONG[::-1], t=96, b=9, seed=1)._replace(window=window), impl)
+
+
+windows = choices([], of_cpu=singles((1, 257)), rare=singles(BORDERS + MORE_BORDERS))
+
+
+@pytest.mark.parametrize(("impl", "window"), windows)
+def test_windows_of_decodes(impl, window):
+    lengths = [1, 2, 127, 128, 129, 255, 256, 257, 511, 512, 513, 640, 900]
+    assert_contract(make([(1, n) for n in lengths], t=16, b=16)._replace(window=window), impl)
+
+
+SHAPES = [(1, 1, 5), (1, 2, 130), (16, 3, 5), (16, 4, 64), (128, 5, 5), (128, 6, 130), (16, 7, 130), (128, 8, 257)]
+
+
+@pytest.mark.parametrize(("impl", "s", "g", "window"), choices([], of_cpu=SHAPES))
+def test_windows_of_all_block_sizes_and_numbers_of_query_heads(impl, s, g, window):
+    skip_unless_it_reads(impl, s=s)
+    rows = [(1, s + 1), (20, s + 150), (1, 2 * s + 150), (s % 60 + 2, 2 * s + 2)]
+    assert_contract(make(rows, t=96, b=4, s=s, g=g, seed=s)._replace(window=window, soft_cap=2.0), impl)
+
+
+caps = choices([(2.0, 1), (2.0, 1e5)], of_cpu=[(1e-6, 1), (50.0, 10), (50.0, 1e5), (1e4, 1)], rare=[(0.1, 10)])
+
+
+@pytest.mark.parametrize(("impl", "soft_cap", "size"), caps)
+def test_soft_caps_of_scores_of_any_size(impl, soft_cap, size):
+    case = make(LONG, t=96, b=9)
+    assert_contract(case._replace(q=case.q * np.float32(size), soft_cap=soft_cap), impl)
+
+
+@pytest.mark.parametrize(("impl", "t"), choices([(96,)], of_cpu=[(48,)], rare=[(200,)]))
+def test_random_ragged_batches_with_windows_and_soft_caps(impl, t):
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        counts = rng.multinomial(rng.integers(1, t + 1), rng.dirichlet(np.full(8, 0.3)))
+        rows = [(int(n), int(n + rng.integers(0, 400 - n + 1))) for n in counts if n]
+        case = make(rows, t=t, b=8, m=25, g=3, seed=seed)
+        assert_contract(case._replace(window=(50, 300)[seed % 2] if impl == "cpu" else 50, soft_cap=3.0), impl)
+
+
+@pytest.mark.parametrize(("impl", "window", "soft_cap"), choices([], of_cpu=[(40, None), (257, 5.0), (None, 5.0)]))
+def test_windows_and_soft_caps_of_bfloat16(impl, window, soft_cap):
+    assert_contract(make(LONG, t=96, b=9, dtype=jnp.bfloat16)._replace(window=window, soft_cap=soft_cap), impl)
+
+
+def before_windows(case: Case, garbage: float) -> Case:
+    """Overwritten, what lies before the windows of all of a row's queries."""
+    assert case.window
+    k_pages, v_pages, s = case.k_pages.copy(), case.v_pages.copy(), case.k_pages.shape[2]
+    for row, count in enumerate(np.diff(case.cu_q_lens)):
+        for position in range(case.seq_lens[row] - count + 1 - case.window):
+            page, offset = case.block_tables[row, position // s], position % s
+            k_pages[page, :, offset], v_pages[page, :, offset] = garbage, -garbage
+    return case._replace(k_pages=k_pages, v_pages=v_pages)
+
+
+@pytest.mark.parametrize(("impl", "window"), choices(singles((17,)), of_cpu=singles((1, 64, 257))))
+def test_what_lies_before_all_windows_never_shows(impl, window):
+    case = make(LONG, t=96, b=9)._replace(window=window)
+    before = run(case, impl)
+    for garbage in (GARBAGE, -GARBAGE, *([np.nan] if impl == "cpu" else [])):  # the CPU kernel does not read it
+        np.testing.assert_array_equal(run(before_windows(case, garbage), impl), before)
+
+
+@every_impl
+def test_a_query_sees_its_window_and_nothing_else(impl):
+    """One token of a context changes: the queries within a window after it do, and no others, by a bit."""
+    case = make(LONG, t=96, b=9)._replace(window=17)
+    before, row, position = run(case, impl)[1:51], 1, np.arange(350, 400)
+    for token in (0, 333, 334, 340, 350, 399):
+        k, v = case.k.copy(), case.v.copy()
+        k[row, token], v[row, token] = 3, -3
+        after = run(scatter(case._replace(k=k, v=v), case.block_tables.reshape(-1)), impl)[1:51]
+        changed = (after != before).any(axis=(1, 2))
+        np.testing.assert_array_equal(changed, (position >= token) & (position < token + 17))
+
+
+# --- what it must not depend on ---------------------------------------------------------------------------------------
+
+
+@every_impl
+@pytest.mark.parametrize("t", [48, 256])
+def test_moving_blocks_to_other_pages_does_not_change_a_bit(impl, t):
+    case = make(MIXED, t=t, b=8)
+    first = run(case, impl)
+    for seed in range(3):
+        pages = np.random.default_rng(seed).permutation(len(case.k_pages) - 1) + 1
+        np.testing.assert_array_equal(run(scatter(case, pages), impl), first)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [48, 256])
+def test_old_content_of_unowned_slots_never_shows(impl, t):
+    case = make(MIXED, t=t, b=8)
+    pages = case.block_tables.reshape(-1)
+    clean = run(scatter(case, pages, garbage=0.0), impl)
+    for garbage in (GARBAGE, -GARBAGE, 1.0):
+        np.testing.assert_array_equal(run(scatter(case, pages, garbage), impl), clean)
+
+
+@every_impl
+@pytest.mark.parametrize("t", [48, 256])
+def test_a_row_does_not_see_the_other_rows(impl, t):
+    case = make(MIXED, t=t, b=8)
+    other = make(MIXED, t=t, b=8, seed=1)
+    before, pages = run(case, impl), case.block_tables.reshape(-1)
+    for row in range(len(MIXED)):
+        k, v, q = other.k.copy(), other.v.copy(), other.q.copy()
+        mine = slice(case.cu_q_lens[row], case.cu_q_lens[row + 1])
+        k[row], v[row], q[mine] = case.k[row], case.v[row], case.q[mine]
+        after = run(scatter(case._replace(k=k, v=v, q=q), pages), impl)
+        np.testing.assert_array_equal(after[mine], before[mine])
+        rest = np.delete(np.arange(case.cu_q_lens[-1]), np.r_[mine])
+        assert (after[rest] != before[rest]).any(axis=(1, 2)).all()
+
+
+@every_impl
+@pytest.mark.parametrize("t", [48, 256])
+def test_a_query_does_not_see_later_tokens(impl, t):
+    case = make([(20, 150)], t=t, b=1)
+    before, cut = run(case, impl), 140
+    k, v = case.k.copy(), case.v.copy()
+    k[0, cut:], v[0, cut:] = 1e3, -1e3
+    after = run(scatter(case._replace(k=k, v=v), case.block_tables.reshape(-1)), impl)
+    np.testing.assert_array_equal(after[:10], before[:10])
+    assert (after[10:20] != before[10:20]).any(axis=(1, 2)).all()
+
+
+@every_impl
+def test_a_chunk_computed_in_pieces_is_the_chunk(impl):
+    whole = make([(100, 150)], t=128, b=1)
+    expected = run(whole, impl)[:100]
+    for first in (1, 37, 64, 99):
+        part = whole._replace(seq_lens=np.array([50 + first], np.int32), cu_q_lens=np.array([0, first], np.int32))
+        np.testing.assert_allclose(run(part, impl)[:first], expected[:first], atol=2e-6)
+        rest = whole._replace(q=np.roll(whole.q, -first, axis=0), cu_q_lens=np.array([0, 100 - first], np.int32))
+        np.testing.assert_allclose(run(rest, impl)[: 100 - first], expected[first:], atol=2e-6)
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def test_the_plain_xla_version_gathers_a_tile_and_never_whole_table_rows():
+    b, s, m, k, g, d = 64, 16, 2048, 3, 3, 64
+    pages = 4096
+    for t in (64, 512):
+        shapes = [
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (
+                ((t, k * g, d), jnp.float32),
+                ((pages, k, s, d), jnp.float32),
+                ((pages, k, s, d), jnp.float32),
+                ((b, m), jnp.int32),
+                ((b,), jnp.int32),
+                ((b + 1,), jnp.int32),
+            )
+        ]
+        compiled = paged_attention.lower(*shapes, scale=0.125, impl="xla").compile()
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        gathered = b * m * s * k * d * 4
+        assert temporary < gathered / 50, f"{temporary / 2**20:.1f} MiB of {gathered / 2**20:.0f}"
+
+
+def pages_read(case, monkeypatch) -> set[int]:
+    """The pages that the plain XLA version gathers. Past a context all is masked: poison would not show a read."""
+    seen: set[int] = set()
+    tile = xla._tile
+
+    def watched(pages, ids, dtype):
+        jax.debug.callback(lambda ids: seen.update(ids.ravel().tolist()), ids)
+        return tile(pages, ids, dtype)
+
+    monkeypatch.setattr(xla, "_tile", watched)
+    jax.block_until_ready(xla.paged_attention(*map(jnp.asarray, case.arguments), scale=0.125))
+    jax.effects_barrier()
+    return seen
+
+
+@pytest.mark.parametrize("t", [8, 96])
+def test_the_plain_xla_version_reads_no_page_past_the_spans_of_the_real_context(t, monkeypatch):
+    """A table several times as wide as the contexts, whose rest points at a page of its own."""
+    rows = [(1, 100), (1, 129), (3, 3), (2, 257)]
+    case = make(rows, t=t, b=4, m=100)
+    trap = len(case.k_pages) - 1
+    tables = np.where(case.block_tables == trap, 0, case.block_tables)
+    needed = set()
+    for row, (_, context) in enumerate(rows):
+        needed |= set(tables[row, : -(-context // 16)].tolist())
+        tables[row, -(-context // 256) * 256 // 16 :] = trap
+    read = pages_read(case._replace(block_tables=tables), monkeypatch)
+    assert trap not in read
+    assert needed <= read
+
+
+@pytest.mark.parametrize("t", [32, 96])
+def test_the_plain_xla_version_makes_no_trip_of_its_loop_for_the_width_of_the_table(t, monkeypatch):
+    """32 spans of real context fill whole groups; a trip more would read the padding row's page."""
+    rows = [(1, 5)] * 30 + [(1, xla.SPAN + 1)]
+    case = make(rows, t=t, b=32, m=100)
+    trap = len(case.k_pages) - 1
+    tables = np.where(case.block_tables == trap, 0, case.block_tables)
+    tables[31] = trap
+    assert trap not in pages_read(case._replace(block_tables=tables), monkeypatch)
+
+
+def test_layers_that_call_it_with_equal_shapes_trace_it_once():
+    case = make([(1, 5), (4, 9)], t=8, b=3, m=3)
+    layers = jax.make_jaxpr(lambda *a: [paged_attention(*a, scale=0.25, impl="xla") for _ in range(3)])
+    bodies = [
+        eqn.params["jaxpr"] for eqn in layers(*case.arguments).eqns if eqn.params.get("name") == "paged_attention"
+    ]
+    assert len(bodies) == 3
+    assert bodies[0] is bodies[1] is bodies[2]
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+GOOD = {
+    "q": ((8, 4, 16), "float32"),
+    "k_pages": ((5, 2, 8, 16), "float32"),
+    "v_pages": ((5, 2, 8, 16), "float32"),
+    "block_tables": ((3, 2), "int32"),
+    "seq_lens": ((3,), "int32"),
+    "cu_q_lens": ((4,), "int32"),
+}
+
+
+@every_impl
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "message"),
+    [
+        ("q", (8, 64), "float32", r"expected ranks 3, 4, 4, 2, 1, 1; got q \(8, 64\)"),
+        ("cu_q_lens", (4, 1), "int32", r"expected ranks .* cu_q_lens \(4, 1\)"),
+        ("q", (8, 4, 32), "float32", r"must both be \[P, K, S, D\] with q's head size 32; got q \(8, 4, 32\)"),
+        ("k_pages", (5, 2, 16, 8), "float32", r"k_pages and v_pages must .* head size 16"),
+        ("v_pages", (5, 2, 16, 8), "float32", r"must both be \[P, K, S, D\] .* head size 16"),
+        ("v_pages", (4, 2, 8, 16), "float32", r"must both be \[P, K, S, D\]"),
+        ("q", (8, 3, 16), "float32", r"3 query heads cannot share 2 key heads evenly"),
+        ("block_tables", (4, 2), "int32", r"block_tables must be \[B, M\] .* B = 3; got .*block_tables \(4, 2\)"),
+        ("cu_q_lens", (3,), "int32", r"cu_q_lens \[B \+ 1\] with seq_lens's B = 3; got .*cu_q_lens \(3,\)"),
+        ("block_tables", (3, 2), "uint32", r"block_tables is uint32; it must be int32"),
+        ("seq_lens", (3,), "float32", r"seq_lens is float32; it must be int32"),
+        ("cu_q_lens", (4,), "int16", r"cu_q_lens is int16; it must be int32"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named_with_their_shapes(impl, name, shape, dtype, message):
+    arguments = {key: jnp.zeros(*value) for key, value in (GOOD | {name: (shape, dtype)}).items()}
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*arguments.values(), scale=1.0, impl=impl)
+
+
+def test_an_unknown_implementation_is_refused_by_name():
+    arguments = [jnp.zeros(*value) for value in GOOD.values()]
+    with pytest.raises(ValueError, match=r"impl is 'triton'; it must be one of 'reference', 'xla'"):
+        paged_attention(*arguments, scale=1.0, impl="triton")
+
+
+@every_impl
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"window": -3}, {"soft_cap": 0.0}, {"soft_cap": -30.0}])
+def test_a_window_or_a_soft_cap_that_is_not_above_0_is_refused(impl, wrong):
+    arguments = [jnp.zeros(*value) for value in GOOD.values()]
+    message = f"window is {wrong.get('window')} and soft_cap {wrong.get('soft_cap')}; each must be above 0, or None"
+    with pytest.raises(ValueError, match=message):
+        paged_attention(*arguments, scale=1.0, impl=impl, **wrong)
+
+
+def test_scale_and_implementation_have_no_default():
+    arguments = [jnp.zeros(*value) for value in GOOD.values()]
+    for missing in ({"impl": "xla"}, {"scale": 1.0}):
+        with pytest.raises(TypeError, match="missing 1 required keyword-only argument"):
+            paged_attention(*arguments, **missing)

@@ -1,0 +1,143 @@
+"""Object code of the CPU kernel on disk: found by other processes, and right whatever lies there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("numba") is None:
+    pytest.skip("the cpu extra is not installed", allow_module_level=True)
+
+from pallas_kernels.paged_attention.cpu import implementation as cpu
+from pallas_kernels.paged_attention.cpu import object_files
+from tests.pallas_kernels.test_paged_attention import make, run
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from tests.test_paged_attention import assert_contract, make
+assert_contract(make([(1, 40), (9, 21), (1, 300)], t=11, b=3), "cpu")
+print("numba" in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def kept() -> Path:
+    """The file of this machine, from the cache that tests share."""
+    run(make([(1, 9)], t=1, b=1), "cpu")
+    file = object_files.place()
+    assert file
+    return file
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    """A process that checks what the kernel computes, and tells whether it imported numba."""
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder)}
+    return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, stdout=-1, stderr=-1, text=True)
+
+
+def imported_numba(process: subprocess.Popen[str]) -> bool:
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return {"True": True, "False": False}[output.split()[-1]]
+
+
+def undefined(code: bytes) -> Iterator[str]:
+    """Symbols that an ELF object of 64 bits leaves to others."""
+    (sections,), (size, count) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<HH", code, 58)
+    table = [struct.unpack_from("<IIQQQQII", code, sections + size * i) for i in range(count)]
+    for _, kind, _, _, offset, length, link, _ in table:
+        if kind == 2:  # the table of symbols
+            for at in range(offset, offset + length, 24):
+                name, _, _, section = struct.unpack_from("<IBBH", code, at)
+                begin = table[link][4] + name
+                if section == 0 and name:
+                    yield code[begin : code.index(b"\0", begin)].decode()
+
+
+def test_a_process_that_finds_object_code_imports_no_numba(kept, tmp_path):
+    shutil.copy(kept, tmp_path)
+    assert not imported_numba(started(tmp_path))
+
+
+def test_object_code_needs_nothing_of_numba_or_python(kept):
+    objects = object_files.read(kept)
+    assert objects
+    if not objects[0].startswith(b"\x7fELF"):
+        pytest.skip("another format than ELF")
+    own = {object_files.symbol(part) for part in ("attend", "attend_tile", "work")}
+    assert {name for code in objects for name in undefined(code)} <= own | set(object_files.SYMBOLS)
+
+
+def test_what_was_kept_is_read_and_anything_else_is_not(tmp_path):
+    file, objects = tmp_path / "made" / "of_this", [b"one\n\0", b"", bytes(range(256))]
+    assert object_files.read(file) is None
+    object_files.keep(file, objects)
+    assert object_files.read(file) == objects
+    whole = file.read_bytes()
+    changed = bytearray(whole)
+    changed[-9] ^= 1
+    for wrong in (whole[:-1], whole[: len(whole) // 2], b"", bytes(changed), whole + b" "):
+        file.write_bytes(wrong)
+        assert object_files.read(file) is None
+    object_files.keep(file, objects)
+    assert object_files.read(file) == objects
+    foreign = shutil.copy(file, tmp_path / "of_another")
+    assert object_files.read(foreign) is None
+
+
+def test_where_nothing_can_be_written_nothing_is(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    object_files.keep(tmp_path / "file" / "kernel", [b"code"])
+    (tmp_path / "kernel").mkdir()
+    assert object_files.read(tmp_path / "kernel") is None
+    object_files.keep(tmp_path / "kernel", [b"code"])
+    assert (tmp_path / "file").read_text() == "no folder"
+    assert (tmp_path / "kernel").is_dir()
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "kernel"}
+
+
+def test_few_files_stay(tmp_path):
+    others = tmp_path / "jit_step-0123-cache"
+    others.write_text("XLA's")
+    for i in range(object_files.MOST + 3):
+        file = tmp_path / f"{object_files.NAME}-{i}"
+        object_files.keep(file, [b"code"])
+        os.utime(file, (i, i))
+    object_files.keep(tmp_path / f"{object_files.NAME}-last", [b"code"])
+    names = {path.name.removeprefix(f"{object_files.NAME}-") for path in tmp_path.iterdir()}
+    newest = range(4, object_files.MOST + 3)
+    assert names == {others.name, "last", *map(str, newest)}
+
+
+def test_other_source_and_other_settings_are_another_kernel(tmp_path, monkeypatch):
+    for source in Path(cpu.__file__).parent.glob("*.py"):
+        shutil.copy(source, tmp_path)
+    same = object_files.place(tmp_path)
+    assert same == object_files.place()
+    found = [same]
+    for name in ("kernel.py", "memory.py", "vectors.py", "items.py"):
+        (tmp_path / name).write_text((tmp_path / name).read_text("utf-8") + "\n", "utf-8")
+        found.append(object_files.place(tmp_path))
+    monkeypatch.setenv("NUMBA_OPT", "1")
+    found.append(object_files.place(tmp_path))
+    assert len(set(found)) == len(found)
+    assert object_files.place(tmp_path / "nowhere") is None
+
+
+@pytest.mark.slow
+def test_processes_that_race_to_replace_a_broken_file_and_one_that_can_write_none(kept, tmp_path):
+    file, nowhere = tmp_path / kept.name, tmp_path / "nowhere"
+    file.write_bytes(kept.read_bytes()[:-100])
+    nowhere.write_text("no folder")
+    assert all([imported_numba(process) for process in [started(tmp_path), started(tmp_path), started(nowhere)]])
+    assert not imported_numba(started(tmp_path))
+    assert [path.name for path in tmp_path.glob(f"{object_files.NAME}*")] == [kept.name]

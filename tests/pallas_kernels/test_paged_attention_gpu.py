@@ -1,0 +1,340 @@
+"""The Hopper kernels, interpreted on a CPU: what they compute, and that no two threads touch the same memory unordered.
+
+Interpretation knows nothing of registers, layouts and alignment; `python -m pallas_kernels.aot` asks the compiler about
+those. It needs JAX 0.11, so Python 3.12. The oracle is attention in float64 over contiguous keys.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
+from pallas_kernels.tiles import Tiles
+
+interpreted = pytest.mark.skipif(
+    jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="GPU interpret mode needs JAX 0.11"
+)
+SMALL = Tiles.read("h200")._replace(multiprocessors=1)  # nothing is split
+NAN = float("nan")
+
+
+class Case(NamedTuple):
+    """Rows of (query tokens, context tokens). What no context reaches is NaN: page 0, others' pages, ends of pages."""
+
+    rows: list[tuple[int, int]]
+    d: int = 64
+    s: int = 16
+    heads: int = 1
+    group: int = 4
+    dtype: str = "bfloat16"
+    seed: int = 0
+    poison: float = NAN
+
+    def arrays(self, order: int = 0) -> dict[str, np.ndarray]:
+        """Arguments by name; `order` seeds where in the cache a row's pages lie, and nothing else."""
+        rng = np.random.default_rng(self.seed)
+        width = max(1, *(-(-context // self.s) for _, context in self.rows))
+        b, t = len(self.rows), max(1, sum(count for count, _ in self.rows)) + 3  # three of padding
+        half = lambda *shape: rng.standard_normal(shape).astype(jnp.dtype(self.dtype))  # noqa: E731
+        q, k, v = half(t, self.heads * self.group, self.d), *(half(b, width * self.s, self.heads, self.d) for _ in "kv")
+        pages = np.random.default_rng([order, 1]).permutation(b * width).reshape(b, width).astype(np.int32) + 1
+        shape = (b * width + 1, self.heads, self.s, self.d)
+        k_pages, v_pages = (np.full(shape, self.poison, q.dtype) for _ in range(2))
+        tables = np.zeros((b, width), np.int32)
+        for row, (_, context) in enumerate(self.rows):
+            for position in range(context):
+                page, slot = pages[row, position // self.s], position % self.s
+                tables[row, position // self.s] = page
+                k_pages[page, :, slot], v_pages[page, :, slot] = k[row, position], v[row, position]
+        counts = np.array([count for count, _ in self.rows], np.int32)
+        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        lengths = np.array([context for _, context in self.rows], np.int32)
+        return {"q": q, "k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "tables": tables} | {
+            "lengths": lengths,
+            "counts": counts,
+            "first": first,
+        }
+
+    def expected(self, window: int | None = None, soft_cap: float | None = None) -> np.ndarray:
+        a = self.arrays()
+        q, k, v = (a[name].astype(np.float64) for name in "qkv")
+        out = np.zeros_like(q)
+        for row, (count, context) in enumerate(self.rows):
+            for i in range(min(count, context)):  # nothing is seen of no context: zeros
+                stop = context - count + i + 1
+                begin = 0 if window is None else max(0, stop - window)
+                for n in range(self.heads * self.group):
+                    token, head = a["first"][row] + i, n // self.group
+                    x = k[row, begin:stop, head] @ q[token, n] * self.d**-0.5
+                    x = x if soft_cap is None else soft_cap * np.tanh(x / soft_cap)
+                    p = np.exp(x - x.max())
+                    out[token, n] = p @ v[row, begin:stop, head] / p.sum()
+        return out
+
+
+def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, **options) -> np.ndarray:
+    """The kernel that the case's rows need, alone, under race detection; [T, N, D] or, of decodes, [B, N, D]."""
+    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
+
+    a = {name: jnp.asarray(value) for name, value in case.arrays(order).items()}
+    options = {"scale": case.d**-0.5, "window": None, "soft_cap": None, "tiles": tiles} | options
+    pages = a["k_pages"], a["v_pages"], a["tables"], a["lengths"]
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        if all(count <= 1 for count, _ in case.rows):
+            out = decode.decode(a["q"][: len(case.rows)], *pages, **options)
+        else:
+            out = chunks.chunks(a["q"], *pages, a["first"][:-1], a["counts"], **options)
+    found = np.asarray(out, np.float32)
+    assert not get_races().races_found, "two threads touch the same memory without an order"
+    return found
+
+
+def check(case: Case, *, tiles: Tiles = SMALL, **options) -> None:
+    found, expected = run(case, tiles=tiles, **options), case.expected(**options)
+    bits = {"bfloat16": 8, "float16": 11}[case.dtype]  # weights and results are rounded to as many
+    np.testing.assert_allclose(found, expected[: len(found)], atol=4 * 2.0**-bits, rtol=0)
+
+
+def decodes(s: int, *more: int) -> list[tuple[int, int]]:
+    """Lengths around a block's border. A row takes one query token, of a context of 0 tokens as well."""
+    return [(1, length) for length in (0, 1, s - 1, s, s + 1, *more)]
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+EVERY = [(d, s, group) for d in pallas_gpu.HEAD_SIZES for s in pallas_gpu.BLOCK_SIZES for group in (1, 3, 8, 16)]
+OFTEN = [(64, 8, 3), (64, 128, 16), (128, 16, 4), (128, 128, 1)]
+
+
+# --- what they compute ------------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize(("d", "s", "group"), [*OFTEN, *(slow(*one) for one in EVERY if one not in OFTEN)])
+def test_decodes_of_contexts_around_a_block_border(d, s, group):
+    check(Case(decodes(s, 300), d=d, s=s, group=group, seed=s))
+
+
+@interpreted
+@pytest.mark.parametrize(("d", "s", "group"), [*OFTEN, *(slow(*one) for one in EVERY if one not in OFTEN)])
+def test_chunks_of_contexts_around_a_block_border(d, s, group):
+    rows = [(2, 2), (0, 0), (s - 1, s - 1), (5, s + 4), (130 // group + 2, s + 150)]
+    check(Case(rows, d=d, s=s, group=group, seed=s))
+
+
+@interpreted
+def test_results_have_the_type_of_the_queries():
+    a = {name: jnp.asarray(value) for name, value in Case([(2, 5), (1, 3)]).arrays().items()}
+    pages = a["k_pages"], a["v_pages"], a["tables"], a["lengths"], a["first"]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        call = partial(pallas_gpu.paged_attention, scale=0.125, tiles=SMALL)
+        assert jax.eval_shape(call, a["q"].astype(dtype), *pages).dtype == dtype
+
+
+@interpreted
+@pytest.mark.parametrize("group", [1, 7, 16])
+def test_a_batch_smaller_than_what_a_chunk_loads(group):
+    check(Case([(2, 20), (3, 3)], group=group))
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [decodes(16, 100), [(3, 40), (20, 20)]], ids=["decodes", "chunks"])
+def test_several_key_heads_in_float16(rows):
+    check(Case(rows, heads=3, group=3, dtype="float16"))
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [decodes(16, 200), [(40, 200), (2, 90)]], ids=["decodes", "chunks"])
+@pytest.mark.parametrize("options", [{"window": 20}, {"soft_cap": 1.5}, {"window": 70, "soft_cap": 3.0}])
+def test_windows_and_caps(rows, options):
+    check(Case(rows, group=2), **options)
+
+
+@interpreted
+def test_a_long_context_in_parts():
+    tiles = SMALL._replace(multiprocessors=8, min_split=64)
+    case = Case([(1, 700), (1, 0), (1, 65), (1, 1)], d=128, group=4)
+    from pallas_kernels.paged_attention.pallas_gpu.decode import parts_of
+
+    assert parts_of(4, 1, 704, tiles) == 4
+    check(case, tiles=tiles)
+    check(case, tiles=tiles, window=100)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
+def test_where_pages_lie_changes_no_bit(rows):
+    case = Case(rows)
+    np.testing.assert_array_equal(run(case, order=0), run(case, order=1))
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
+def test_what_nobody_owns_changes_no_bit(rows):
+    np.testing.assert_array_equal(run(Case(rows)), run(Case(rows, poison=0.0)))
+
+
+@interpreted
+@pytest.mark.parametrize("options", [{}, {"window": 20, "soft_cap": 2.0}], ids=["plain", "window and cap"])
+def test_a_mixed_batch_keeps_the_contract(options):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    case = Case([(1, 33), (20, 40), (1, 1), (0, 0), (2, 100), (1, 64)], heads=2, group=3)
+    a = case.arrays()
+    arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu", **options)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
+    assert not np.asarray(found[a["first"][-1] :]).any(), "padding tokens are not zero"
+
+
+def through_the_kernels(monkeypatch, model, prompts, tokens: int, **config) -> list[tuple[int, ...]]:
+    """Greedy tokens of an engine in float16 whose attention is the GPU kernels, interpreted."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pagedjax import LLM, SamplingParams
+
+    monkeypatch.setattr(pallas_gpu, "obstacle", lambda device: "")
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        llm = LLM(model, attention_impl="pallas_gpu", progress=False, max_model_len=32, **config)
+        return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@interpreted
+def test_an_engine_gives_the_same_tokens_through_them(tmp_path, monkeypatch):
+    """A small random model: chunks of prompts beside decodes, three sequences."""
+    from pagedjax import LLM, SamplingParams, load_model
+    from tests.weights.tiny import tiny_llama
+
+    model = load_model(tiny_llama(tmp_path / "llama", tied=False, head_dim=64), dtype="float16")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 300, n).tolist() for n in (1, 5, 11)]
+    config = {"block_size": 8, "max_num_batched_tokens": 8, "max_num_seqs": 4, "token_buckets": (8,), "num_blocks": 32}
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    plain = LLM(model, attention_impl="xla", progress=False, max_model_len=32, **config)
+    expected = [out.outputs[0].token_ids for out in plain.generate(prompts, params, use_tqdm=False)]
+    assert through_the_kernels(monkeypatch, model, prompts, 3, **config) == expected
+
+
+@interpreted
+@pytest.mark.exhaustive  # a step of 30 layers takes a minute, interpreted
+def test_smollm2_keeps_its_goldens_through_them(monkeypatch):
+    from pagedjax import load_model
+    from tests.engine.test_goldens_engine import GOLDENS
+
+    goldens = sorted(GOLDENS, key=lambda golden: len(golden["prompt_token_ids"]))[1:3]
+    prompts = [golden["prompt_token_ids"] for golden in goldens]
+    config = {"block_size": 16, "max_num_batched_tokens": 4, "max_num_seqs": 2, "token_buckets": (4,), "num_blocks": 8}
+    found = through_the_kernels(monkeypatch, load_model("smollm2-135m", dtype="float16"), prompts, 3, **config)
+    assert [list(tokens) for tokens in found] == [golden["token_ids"][:3] for golden in goldens]
+
+
+# --- the checks can fail ----------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [decodes(16, 300), [(30, 300), (9, 9)]], ids=["decodes", "chunks"])
+def test_a_wrong_page_is_seen(rows, monkeypatch):
+    from pallas_kernels.paged_attention.pallas_gpu import pages as gpu_pages
+
+    right = gpu_pages.page_ids
+
+    def one_ahead(tables, row, start, length, **sizes):
+        return right(tables, row, start + 64, length, **sizes)
+
+    monkeypatch.setattr(gpu_pages, "page_ids", one_ahead)
+    with pytest.raises(AssertionError):
+        check(Case(rows))
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [decodes(16, 300), [(30, 300), (9, 9)]], ids=["decodes", "chunks"])
+def test_a_missing_commit_is_seen(rows, monkeypatch):
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+    with pytest.raises(AssertionError, match="without an order"):
+        check(Case(rows))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("rows", "place"),
+    [
+        (decodes(16, 700), "attend"),
+        ([(30, 300), (9, 9)], "attend"),
+        ([(30, 300), (9, 9)], "consume"),
+        slow(decodes(16, 700), "<lambda>"),
+        slow([(30, 300), (9, 9)], "<lambda>"),
+    ],
+    ids=["decodes, for pages", "chunks, for pages", "chunks, for queries", "decodes, for room", "chunks, for room"],
+)
+def test_a_missing_wait_is_seen(rows, place, monkeypatch):
+    """Of another warpgroup. A decode's for its queries, which it copies itself, the interpreter does not miss."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    wait = plgpu.barrier_wait
+
+    def careless(barrier):
+        return None if sys._getframe(1).f_code.co_name == place else wait(barrier)
+
+    monkeypatch.setattr(plgpu, "barrier_wait", careless)
+    with pytest.raises(Exception, match=r"without an order|[Bb]arrier"):
+        check(Case(rows))
+
+
+# --- who is refused ---------------------------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float32"}, "reads pages of bfloat16 or float16 and not of float32"),
+        ({"d": 96}, "needs a head size of 64 or 128, and it is 96"),
+        ({"s": 24}, "needs blocks of 8, 16, 32, 64, 128 tokens, and they have 24"),
+        ({"group": 17}, "takes at most 16 query heads for each key head, and there are 17"),
+    ],
+)
+def test_a_shape_it_cannot_take_is_named_with_who_can(change, message):
+    case = Case([(1, 5)])._replace(**change)
+    a = case.arrays()
+    names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
+    with pytest.raises(ValueError, match=rf"impl 'pallas_gpu' {message}; impl 'xla' has no such limit"):
+        paged_attention(*(jnp.asarray(a[name]) for name in names), scale=1.0, impl="pallas_gpu")
+
+
+def test_an_old_jax_is_named(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    assert "needs JAX 0.11 or newer" in pallas_gpu.unsupported("bfloat16", 64, 16, 4)
+
+
+def test_a_device_that_is_no_hopper_is_named():
+    class Device(NamedTuple):
+        platform: str
+        device_kind: str
+        compute_capability: str = ""
+
+    assert "'cpu'" in pallas_gpu.obstacle(jax.devices("cpu")[0])
+    assert "NVIDIA A100 has 8.0" in pallas_gpu.obstacle(Device("gpu", "NVIDIA A100", "8.0"))
+    assert pallas_gpu.obstacle(Device("gpu", "NVIDIA H200", "9.0")) == ""
+
+
+def test_a_device_finds_its_tiles():
+    assert Tiles.of("NVIDIA H200") == Tiles.read("h200")
+    assert Tiles.of("NVIDIA GH100 of a later name") == Tiles.read("h100")

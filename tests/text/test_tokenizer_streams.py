@@ -1,0 +1,168 @@
+"""Text token by token: detokenising and stop strings, against the whole text."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.text.tokenizer import Detokenizer, StopChecker, Tokenizer, load_tokenizer
+from pagedjax.weights import open_checkpoint
+from tests.weights.bpe_oracle import TEXTS, smollm
+from tests.weights.tiny import tiny_llama
+
+# --- detokenising -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 49151) | st.integers(17, 272), max_size=30), st.booleans())
+def test_pushes_and_flush_join_to_the_decoded_whole(ids, skip):
+    stream = Detokenizer(smollm(), skip_special_tokens=skip)
+    assert "".join(map(stream.push, ids)) + stream.flush() == smollm().decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS, st.integers(0, 40))
+def test_output_follows_any_split_of_a_text_without_prompt_or_broken_characters(text, cut):
+    ids = smollm().encode(text)
+    cut = min(cut, len(ids))
+    stream = Detokenizer(smollm(), ids[:cut], skip_special_tokens=False)
+    pieces = [stream.push(i) for i in ids[cut:]]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert stream.flush() == ""
+    whole_characters = smollm().decode(ids[:cut], skip_special_tokens=False).rstrip("\ufffd")
+    assert whole_characters + "".join(pieces) == text
+
+
+def test_a_character_arrives_only_when_it_is_whole():
+    ids = smollm().encode("😀!")
+    stream = Detokenizer(smollm())
+    assert [stream.push(i) for i in ids] == ["", "", "😀", "!"]
+    stream = Detokenizer(smollm())
+    assert [stream.push(i) for i in ids[:2]] == ["", ""]
+    assert stream.flush() == "\ufffd"
+
+
+def test_a_prompt_that_ends_inside_a_character_does_not_leak():
+    first, second, third, mark = smollm().encode("😀!")
+    finished = Detokenizer(smollm(), [*smollm().encode("prompt text"), first])
+    assert [finished.push(i) for i in (second, third, mark)] == ["", "😀", "!"]
+    broken = Detokenizer(smollm(), [*smollm().encode("prompt text"), first])
+    assert broken.push(mark) + broken.flush() == "!"
+    nothing = Detokenizer(smollm(), [*smollm().encode("prompt text"), first])
+    assert nothing.flush() == ""
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(tmp_path):
+    tiny = load_tokenizer(open_checkpoint(tiny_llama(tmp_path)))
+    stream = Detokenizer(tiny)
+    assert stream.push(100_000) == ""
+    assert tiny.decode_token(100_000) == ""
+    assert tiny.decode([100_000]) == ""
+
+
+def test_the_window_serves_decoders_that_look_at_neighbours():
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+
+    backend = Backend(models.WordLevel({"[UNK]": 0, "a": 1, "##b": 2, "c": 3}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    tokenizer = Tokenizer(backend, (), {})
+    assert tokenizer.coding is None
+    stream = Detokenizer(tokenizer, [1])
+    assert [stream.push(i) for i in (2, 3, 2)] == ["b", " c", "b"]
+    stream = Detokenizer(tokenizer)
+    assert "".join(map(stream.push, [1, 2, 3])) + stream.flush() == "ab c"
+    assert tokenizer.decode_token(3) == "c"
+
+
+def test_detokenising_costs_the_same_for_every_token():
+    ids = smollm().encode("The quick brown fox jumps over the lazy dog. ") * 400
+    stream = Detokenizer(smollm(), ids)
+    list(map(stream.push, ids[:500]))  # warm
+    times = []
+    for part in (ids[:2000], ids[2000:4000]):
+        start = time.perf_counter()
+        list(map(stream.push, part))
+        times.append(time.perf_counter() - start)
+    assert max(times) < 0.2, f"2000 tokens took {times} s"  # a few milliseconds; re-decoding would take seconds
+
+
+# --- stop strings -----------------------------------------------------------------------------------------------------
+
+
+def brute_stop(text: str, stop: tuple[str, ...], include: bool, after: int) -> tuple[str, bool]:
+    """Over the whole text: the match that ends first (after `after` characters), the longest of several."""
+    matches = [(i + len(s), i) for s in stop for i in range(len(text)) if text.startswith(s, i) and i + len(s) > after]
+    if not matches:
+        return text, False
+    end, start = min(matches)
+    return text[: end if include else start], True
+
+
+def run_stop(chunks: list[str], checker: StopChecker) -> tuple[str, bool]:
+    out = ""
+    for chunk in chunks:
+        piece, stopped = checker.push(chunk)
+        out += piece
+        if stopped:
+            return out, True
+    piece, stopped = checker.finish()
+    return out + piece, stopped
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.lists(st.text("ab\n", max_size=4), max_size=12),
+    st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3).map(tuple),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_stop_strings_equal_a_search_of_the_whole_text(chunks, stop, min_tokens, include):
+    checker = StopChecker(stop, min_tokens=min_tokens, include_stop_str_in_output=include)
+    after = len("".join(chunks[:min_tokens]))
+    assert run_stop(chunks, checker) == brute_stop("".join(chunks), stop, include, after)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("abc", max_size=20), st.lists(st.integers(0, 20), max_size=6), st.lists(st.integers(0, 20), max_size=6))
+def test_chunks_do_not_change_where_the_text_stops(text, one, other):
+    def cut(places: list[int]) -> list[str]:
+        edges = [0, *sorted(min(p, len(text)) for p in places), len(text)]
+        return [text[a:b] for a, b in pairwise(edges)]
+
+    assert run_stop(cut(one), StopChecker(("abc", "cb"))) == run_stop(cut(other), StopChecker(("abc", "cb")))
+
+
+def test_only_what_may_become_a_stop_string_is_held_back():
+    checker = StopChecker(("</s>", "END"))
+    assert checker.push("hello <") == ("hello ", False)
+    assert checker.push("b> EN") == ("<b> ", False)
+    assert checker.push("D and more") == ("", True)
+    assert StopChecker(()).push("text") == ("text", False)
+
+
+def test_long_stop_strings_cost_little_for_each_token():
+    checker = StopChecker(("a" * 999 + "b", *("x" * i for i in range(937, 1000))))
+    start = time.perf_counter()
+    for _ in range(900):
+        assert checker.push("a") == ("", False)
+    assert time.perf_counter() - start < 1  # 0.1 s; trying every prefix takes 5 s
+
+
+def test_stop_strings_do_not_count_before_min_tokens():
+    checker = StopChecker(("b",), min_tokens=2)
+    assert [checker.push(text) for text in ("b", "ab", "ab")] == [("b", False), ("ab", False), ("a", True)]
+    late = StopChecker(("ab",), min_tokens=1)  # begins in the first token, complete in the second
+    assert [late.push("a"), late.push("b")] == [("", False), ("", True)]
+
+
+def test_finish_searches_the_flushed_text_and_gives_out_the_rest():
+    checker = StopChecker(("ab",))
+    checker.push("xa")
+    assert checker.finish() == ("a", False)
+    checker = StopChecker(("a\ufffd",), include_stop_str_in_output=True)
+    assert checker.push("xa") == ("x", False)
+    assert checker.finish("\ufffd") == ("a\ufffd", True)

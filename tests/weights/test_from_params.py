@@ -1,0 +1,276 @@
+"""Parameters handed in by a trainer: a model of them, and other values for one that is running."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pagedjax import LLM, BeamSearchParams, SamplingParams, from_params, load_model
+from pagedjax.device import models
+from pagedjax.device.models.decoder import Decoder
+from pagedjax.engine import compilations
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.tree import named
+from tests.weights.tiny import tiny_llama
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 32, "progress": False}
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def config(tiny_folder) -> dict:
+    return json.loads((tiny_folder / "config.json").read_text())
+
+
+@pytest.fixture
+def tree(tiny) -> dict:
+    """The tiny model's parameters as plain nested dicts of numpy arrays."""
+    return jax.tree.map(np.array, nnx.to_pure_dict(tiny.model.params))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny) -> LLM:
+    return LLM(tiny, **SMALL)
+
+
+def ids(llm: LLM, prompt=PROMPT) -> tuple[int, ...]:
+    return llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def scaled(tree, factor: float):
+    """Other values, and other tokens: the blocks count for more or less."""
+    return {**tree, "blocks": jax.tree.map(lambda x: x * np.float32(factor), tree["blocks"])}
+
+
+# --- a model of parameters --------------------------------------------------------------------------------------------
+
+
+def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, config, tree, llm):
+    own = tiny.model.config
+    module = nnx.merge(tiny.model.graphdef, tiny.model.params)
+    forms = {
+        "module": module,
+        "state": nnx.state(module),
+        "parameters alone": nnx.state(module, nnx.Param),
+        "jax arrays": jax.tree.map(jnp.asarray, tree),
+        "names": {**tree, "blocks": {str(i): block for i, block in tree["blocks"].items()}},
+        "a list": {**tree, "blocks": list(tree["blocks"].values())},
+    }
+    for name, form in forms.items():
+        model = from_params(form, config, tokenizer=tiny_folder)
+        for key, x in named(model.model.params).items():
+            np.testing.assert_array_equal(x, named(tiny.model.params)[key], err_msg=f"{name}: {key}")
+    assert (model.model.config, model.model.dtype, model.eos_token_ids) == (own, "float32", (2,))
+    assert from_params(tree, own).model.config == own
+    again = LLM(model, **SMALL).generate("the cat", GREEDY, use_tqdm=False)
+    assert again == llm.generate("the cat", GREEDY, use_tqdm=False)
+
+
+def test_llm_takes_parameters_and_config_by_name(tree, config, tiny_folder, tiny, llm):
+    made = LLM(params=tree, config=config, tokenizer=tiny.tokenizer, **SMALL)
+    assert made.generate("the cat", GREEDY, use_tqdm=False) == llm.generate("the cat", GREEDY, use_tqdm=False)
+    for arguments in ({"params": tree}, {"model": tiny_folder, "params": tree, "config": config}):
+        with pytest.raises(ValueError, match=r"params come with config, .* and in place of model"):
+            LLM(**arguments, **SMALL)
+    for arguments in ({"config": config}, {"tokenizer": tiny_folder}):
+        with pytest.raises(ValueError, match="config and tokenizer go with params"):
+            LLM(tiny_folder, **arguments, **SMALL)
+
+
+def test_without_a_tokenizer_token_ids_go_in_and_out(tree, config, llm):
+    bare = LLM(params=tree, config=config, **SMALL)
+    (out,) = bare.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8, logprobs=1), use_tqdm=False)
+    assert out.outputs[0].token_ids == ids(llm)[: len(out.outputs[0].token_ids)]
+    assert out.outputs[0].text == ""
+    assert {x.decoded_token for entry in out.outputs[0].logprobs for x in entry.values()} == {""}
+    assert bare.generate([PROMPT], BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False)[0].outputs[0].token_ids
+    remedy = r"give token ids, or name a tokenizer in from_params\(\.\.\., tokenizer=folder\)"
+    with pytest.raises(ValueError, match=f"no tokenizer for the text 'the cat'; {remedy}"):
+        bare.generate("the cat", GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=f"no tokenizer for a conversation; {remedy}"):
+        bare.chat([{"role": "user", "content": "hi"}], GREEDY, use_tqdm=False)
+    with pytest.raises(ValueError, match=f"a stream is text; {remedy}"):
+        next(bare.stream(PROMPT, GREEDY))
+    with pytest.raises(ValueError, match=r"stop is \('x',\), but this model has no tokenizer"):
+        bare.generate([PROMPT], SamplingParams(stop="x"), use_tqdm=False)
+    assert not bare.engine.has_work
+
+
+def test_tokenizers_come_from_folders_and_from_what_load_model_opens(tree, config, tiny_folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((tiny_folder / "tokenizer.json").read_bytes())
+    assert from_params(tree, config, tokenizer=tmp_path).tokenizer.encode("the cat")
+    assert from_params(tree, config, tokenizer="smollm2-135m").tokenizer.vocab_size == 49152
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
+        from_params(tree, config, tokenizer=tiny_folder.parent)
+    with pytest.raises(FileNotFoundError, match=r"there is no model '.*nowhere/at/all'"):
+        from_params(tree, config, tokenizer="nowhere/at/all")
+
+
+def test_what_is_handed_in_may_be_donated_or_written_into(tree, config):
+    given = jax.tree.map(jnp.asarray, tree)
+    arrays = from_params(given, config).model.params
+    for leaf in jax.tree.leaves(given):
+        leaf.delete()
+    written = from_params(tree, config).model.params
+    kept = np.array(tree["embed"])
+    tree["embed"][:] = 0
+    for params in (arrays, written):
+        np.testing.assert_array_equal(params["embed"][...], kept)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtypes_are_kept_or_cast(tree, config, tiny_folder, dtype):
+    wanted = named(models.load(open_checkpoint(tiny_folder), dtype).params)
+    cast = jax.tree.map(lambda x: x.astype(dtype), {**tree, "angles": ()})
+    for model in (from_params(tree, config, dtype=dtype), from_params(cast, config)):
+        assert model.model.dtype == dtype
+        for name, x in named(model.model.params).items():
+            np.testing.assert_array_equal(x, wanted[name], err_msg=name)
+    with pytest.raises(ValueError, match=f"the parameters are of {dtype} and float32; say which dtype"):
+        from_params({**cast, "embed": tree["embed"]}, config)
+    with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of None, 'float32'"):
+        from_params(tree, config, dtype="int8")
+
+
+def test_a_tied_model_has_no_head(tmp_path):
+    folder = tiny_llama(tmp_path, qkv_bias=True)
+    loaded = load_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert ids(LLM(params=loaded.model.params, config=config, **SMALL)) == ids(LLM(loaded, **SMALL))
+    with pytest.raises(ValueError, match=r"differences: 1\n  missing: head\.weight \(320, 64\)$"):
+        from_params(loaded.model.params, {**config, "tie_word_embeddings": False})
+
+
+def test_every_difference_is_named_at_once(tree, config):
+    del tree["norm"]
+    tree["embed"] = tree["embed"].T
+    tree["head"]["weight"] = tree["head"]["weight"].astype(np.int8)
+    tree["blocks"][1]["attn"]["out"]["weight"] = jax.ShapeDtypeStruct((64, 64), np.float32)
+    tree["blocks"][0]["mlp"]["down"]["weight"] = gone = jnp.asarray(tree["blocks"][0]["mlp"]["down"]["weight"])
+    tree["step"] = 7
+    gone.delete()
+    with pytest.raises(ValueError, match=r"^the given parameters do not fit its configuration; diff") as caught:
+        from_params(tree, config)
+    assert sorted(str(caught.value).split("\n  ")[1:]) == [
+        "dtype of head.weight: expected a floating point type, found int8",
+        "missing: norm.weight (64,)",
+        "shape of embed: expected (320, 64), found (64, 320)",
+        "unexpected: step ()",
+        "values of blocks.0.mlp.down.weight: deleted (donated to a function?)",
+        "values of blocks.1.attn.out.weight: there are none, only a shape",
+    ]
+
+
+@pytest.mark.parametrize("params", [{}, [], 5, "weights", {"a": "b"}])
+def test_what_are_no_parameters_is_told(config, params):
+    with pytest.raises(ValueError, match=r"missing: embed \(320, 64\)"):
+        from_params(params, config)
+
+
+def test_a_wrong_config_is_told(tree, config):
+    with pytest.raises(ValueError, match="config: model_type is 'mamba'; supported"):
+        from_params(tree, {**config, "model_type": "mamba"})
+    with pytest.raises(ValueError, match="config: vocab_size is 0"):
+        from_params(tree, {**config, "vocab_size": 0})
+
+
+# --- other values -----------------------------------------------------------------------------------------------------
+
+
+def test_new_values_are_used_and_nothing_is_compiled(tiny, tree):
+    llm = LLM(tiny, **SMALL)
+    before = ids(llm)
+    changed = scaled(tree, 1.5)
+    ids(llm, PROMPT[::-1])
+    compiled = compilations.compilations()
+    for form in (changed, jax.tree.map(lambda x: jax.device_put(x), changed)):
+        llm.update_params(form)
+        after = ids(llm)
+        assert after != before
+    assert compilations.compilations() == compiled
+    expected = LLM(from_params(changed, tiny.model.config), **SMALL)
+    assert after == ids(expected)
+    assert ids(LLM(tiny, **SMALL)) == before, "the loaded model is another's as well"
+    assert ids(LLM(llm.model, **SMALL)) == after
+    llm.update_params(tiny.model.params)
+    assert ids(llm) == before
+
+
+def test_the_prefix_cache_is_forgotten_and_what_was_sent_ahead_is_dropped(tiny, tree):
+    llm = LLM(tiny, **SMALL | {"lookahead": 2})
+    llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    (warm,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert warm.num_cached_tokens == 32
+    llm.update_params(scaled(tree, 1.5))
+    (cold,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    assert cold.num_cached_tokens == 0
+    assert cold.outputs[0].token_ids == ids(LLM(from_params(scaled(tree, 1.5), tiny.model.config), **SMALL))
+
+
+def test_a_lazy_engine_takes_new_values_too(tiny, tree):
+    llm = LLM(tiny, **SMALL | {"compilation": "lazy"})
+    before = ids(llm)
+    llm.update_params(scaled(tree, 1.5))
+    compiled = compilations.compilations()
+    assert ids(llm) != before
+    assert compilations.compilations() == compiled
+
+
+def test_donation_and_writing_afterwards_do_no_harm(tiny, tree):
+    llm = LLM(tiny, **SMALL)
+    given = jax.tree.map(jnp.asarray, scaled(tree, 1.5))
+    llm.update_params(given)
+    for leaf in jax.tree.leaves(given):
+        leaf.delete()
+    after = ids(llm)
+    llm.update_params(changed := scaled(tree, 1.5))
+    changed["embed"][:] = 0
+    assert ids(llm) == after
+
+
+def test_while_requests_are_under_way_it_is_refused(llm, tree):
+    before = ids(llm)
+    stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    next(stream)
+    with pytest.raises(ValueError, match=r"requests are under way \(1\).*finish or cancel them"):
+        llm.update_params(scaled(tree, 1.5))
+    stream.close()
+    assert ids(llm) == before
+
+
+def test_what_does_not_fit_leaves_the_old_values(llm, tree):
+    before, params = ids(llm), llm.engine.model.params
+    del tree["norm"]
+    tree["embed"] = tree["embed"].astype(np.float16)
+    tree["blocks"][0]["attn"]["qkv"]["weight"] = tree["blocks"][0]["attn"]["qkv"]["weight"][:-1]
+    tree["blocks"][1]["extra"] = np.ones(3, np.float32)
+    with pytest.raises(ValueError, match=r"^the given parameters do not fit the model in use; diff") as caught:
+        llm.update_params(tree)
+    assert sorted(str(caught.value).split("\n  ")[1:]) == [
+        "dtype of embed: expected float32, found float16",
+        "missing: norm.weight (64,)",
+        "shape of blocks.0.attn.qkv.weight: expected (128, 64), found (127, 64)",
+        "unexpected: blocks.1.extra (3,)",
+    ]
+    assert llm.engine.model.params is params
+    assert ids(llm) == before
+
+
+def test_a_module_that_is_trained_serves_between_its_steps(tiny_folder, tiny, llm):
+    """A jitted step on its state, which it donates, and the engine follows."""
+    module = Decoder(tiny.model.config, "float32")
+    nnx.update(module, jax.tree.map(jnp.copy, tiny.model.params))
+    state = nnx.state(module, nnx.Param)
+    serving = LLM(from_params(state, tiny.model.config, tokenizer=tiny_folder), **SMALL)
+    assert ids(serving) == ids(llm)
+    step = jax.jit(lambda s: jax.tree.map(lambda x: 1.5 * x, s), donate_argnums=0)
+    state = step(state)
+    serving.update_params(state)
+    state = step(state)  # donates what was handed in
+    assert ids(serving) != ids(llm)

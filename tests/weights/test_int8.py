@@ -1,0 +1,153 @@
+"""Weights in int8: what rounding does, and that all else is as it would be with the rounded weights in floats."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+
+from pagedjax import LLM, SamplingParams, from_params, load_model
+from pagedjax.device.models import FAMILIES, Decoder
+from pagedjax.engine import compilations
+from pagedjax.weights.architectures import normalised
+from pagedjax.weights.convert import convert
+from pagedjax.weights.int8 import SCALES, has_scales, rounded
+from pagedjax.weights.tree import named, nested
+from tests.device.test_llama import CHUNKED, all_logits
+from tests.device.test_model_families import CASES
+from tests.weights.tiny import tiny_gguf, tiny_llama
+
+SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "token_buckets": (64,), "num_blocks": 64, "progress": False}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [list(range(3, 40)), [7, 8, 9]]
+
+
+def texts(llm: LLM) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def random_params(config) -> dict:
+    """Every parameter of an architecture: matrices of the usual deviation, some rows much larger than others."""
+    rng = np.random.default_rng(0)
+    blank = named(nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32"))))
+    values = {}
+    for name, x in blank.items():
+        values[name] = rng.normal(1.0 if name.endswith("norm.weight") else 0.0, 0.1, x.shape).astype(np.float32)
+        if x.ndim == 2:
+            values[name] *= rng.uniform(0.1, 3.0, (len(values[name]), 1)).astype(np.float32)
+    return values
+
+
+# --- rounding ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrays(np.float32, array_shapes(min_dims=2, max_dims=2), elements=st.floats(-1e6, 1e6, width=32)))
+@example(np.float32([[1e-45]]))
+@example(np.float32([[3e-43, -1e-44]]))
+@example(np.float32([[1e-36, 1e-38]]))
+def test_no_number_is_off_by_more_than_half_a_scale(matrix):
+    numbers, scales = rounded(matrix)
+    assert (numbers.dtype, scales.dtype) == (np.int8, np.float32)
+    assert (scales > 0).all()
+    assert numbers.min() >= -127
+    off = np.abs(numbers * scales[:, None].astype(np.float64) - matrix)
+    assert (off <= 0.501 * scales[:, None]).all()
+
+
+def test_rows_are_rounded_each_by_its_own_scale_and_zeros_stay_zeros():
+    matrix = np.zeros((2500, 3), np.float32)
+    matrix[0], matrix[2100] = [127.0, -1.0, 0.4], [-2.54, 1.27, 0.0]
+    numbers, scales = rounded(matrix)
+    np.testing.assert_array_equal(numbers[[0, 1, 2100]], [[127, -1, 0], [0, 0, 0], [-127, 64, 0]])
+    np.testing.assert_allclose(scales[[0, 1, 2100]], [1.0, 1.0, 0.02], rtol=1e-6)
+
+
+# --- a model ----------------------------------------------------------------------------------------------------------
+
+
+ALIKE = [pytest.param(name, marks=pytest.mark.slow) for name in ("Llama 2", "Qwen2", "Mixtral")]
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Gemma 2", "Qwen3-MoE", *ALIKE])
+def test_logits_are_those_of_the_rounded_weights_in_floats(name):
+    """Of every kind of matrix there is: fused, biased, tied, of experts."""
+    kind, settings_ = CASES[name]
+    config = FAMILIES[kind].from_hf(normalised({**settings_, "model_type": kind}, "config"))
+    params = random_params(config)
+    model = from_params(nested(params), config, weight_dtype="int8").model
+    kept = named(model.params)
+    inside = {n: kept[n] * kept[n + SCALES][:, None] if n + SCALES in kept else x for n, x in params.items()}
+    changed = [n for n, x in params.items() if not np.array_equal(inside[n], x)]
+    assert set(changed) == {n for n, x in params.items() if has_scales(n.split("."), x.shape)}
+    assert {str(kept[n].dtype) for n in changed} == {"int8"}
+    want = all_logits(from_params(nested(inside), config).model, CHUNKED)
+    for got, row in zip(all_logits(model, CHUNKED), want, strict=True):
+        assert np.ptp(row) > 0.1
+        np.testing.assert_allclose(got, row, atol=2e-4 * np.abs(row).max())
+
+
+def test_whatever_the_format_the_same_weights_are_kept(tmp_path):
+    source = tiny_llama(tmp_path / "hf", tied=False)
+    tiny_gguf(tmp_path / "model.gguf", source, matrices="F32")
+    convert(source, tmp_path / "orbax", "orbax")
+    wanted = named(load_model(source, weight_dtype="int8").model.params)
+    assert len(wanted) > len(named(load_model(source).model.params))
+    for path in (tmp_path / "model.gguf", tmp_path / "orbax"):
+        found = named(load_model(path, weight_dtype="int8").model.params)
+        assert all(isinstance(x, jax.Array) for x in found.values())
+        for name, x in wanted.items():
+            np.testing.assert_array_equal(found[name], x, err_msg=f"{path.name}: {name}")
+
+
+def test_a_16_bit_model_keeps_int8_of_what_is_stored(tiny_folder):
+    exact, half = (load_model(tiny_folder, dtype=d, weight_dtype="int8").model for d in ("float32", "bfloat16"))
+    found, wanted = named(half.params), named(exact.params)
+    for name, x in wanted.items():
+        if x.dtype == np.int8 or name.endswith(SCALES):
+            np.testing.assert_array_equal(found[name], x)
+        else:
+            assert str(found[name].dtype) == "bfloat16"
+    assert (half.dtype, half.weight_dtype, exact.weight_dtype) == ("bfloat16", "int8", "int8")
+
+
+def test_an_engine_tells_what_it_keeps_and_takes_a_quarter_of_the_room(tiny_folder, tiny):
+    llm, whole = LLM(tiny_folder, weight_dtype="int8", **SMALL), LLM(tiny, **SMALL)
+    assert (llm.engine.config.weight_dtype, whole.engine.config.weight_dtype) == ("int8", "float32")
+    matrices = [x for x in jax.tree.leaves(tiny.model.params) if x.ndim == 2]
+    saved = whole.engine.memory.weights - llm.engine.memory.weights
+    assert saved == sum(3 * x.size - 4 * len(x) for x in matrices)  # a byte for four, and a float32 a row
+    assert texts(llm) == texts(LLM(tiny_folder, weight_dtype="int8", **SMALL))
+
+
+def test_other_values_are_rounded_on_their_way_in_and_nothing_is_compiled(tiny, tiny_folder):
+    llm = LLM(tiny_folder, weight_dtype="int8", **SMALL)
+    before = texts(llm)
+    params = {name: np.asarray(x) for name, x in named(tiny.model.params).items()}
+    other = {name: x[::-1].copy() if "mlp" in name and x.ndim == 2 else x for name, x in params.items()}
+    counted = compilations.counts()
+    llm.update_params(nested(other))
+    after = texts(llm)
+    assert (compilations.counts() - counted).compilations == 0
+    assert after != before
+    fresh = from_params(nested(other), tiny.model.config, weight_dtype="int8", tokenizer=tiny.tokenizer)
+    assert texts(LLM(fresh, **SMALL)) == after
+    llm.update_params(load_model(tiny_folder, weight_dtype="int8").model.params)  # int8 already, with its scales
+    assert texts(llm) == before
+
+
+def test_what_does_not_go_together_is_refused(tiny, tiny_folder):
+    with pytest.raises(ValueError, match="weight_dtype is 'int8', but the model was loaded with 'float32'; load it"):
+        LLM(tiny, weight_dtype="int8", **SMALL)
+    with pytest.raises(ValueError, match="weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'float32'"):
+        load_model(tiny_folder, dtype="float32", weight_dtype="bfloat16")
+    gone = jax.tree.map(lambda x: x.copy(), tiny.model.params)
+    jax.tree.map(lambda x: x.delete(), gone)
+    with pytest.raises(ValueError, match=r"values of blocks.0.attn.qkv.weight: deleted \(donated"):
+        LLM(tiny_folder, weight_dtype="int8", **SMALL).update_params(gone)
+    with pytest.raises(ValueError, match=r"weight_dtype is 'int4'; it must be one of .* \(did you mean 'int8'"):
+        LLM(tiny_folder, weight_dtype="int4", **SMALL)
