@@ -42,12 +42,13 @@ from experiments.bench.scale_report import report
 from experiments.core.environment import environment, load_average, processor_time, stolen_share
 from pagedjax import SamplingParams
 from pagedjax.device import attention, cache, memory
-from pagedjax.device.batch import Batch, SamplingBatch, SequenceData, Shapes, blank_sampling, pack
+from pagedjax.device.batch import Batch, SamplingBatch, Shapes, blank_sampling
 from pagedjax.device.models import Model
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
 from pagedjax.engine import results
-from pagedjax.engine.requests import apply_events, prepare
+from pagedjax.engine.pack import pack
+from pagedjax.engine.requests import SequenceData, apply_events, prepare
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState

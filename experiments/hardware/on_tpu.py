@@ -24,9 +24,10 @@ from flax import nnx
 
 from experiments.bench.random_llama import SHAPES
 from pagedjax.device import attention, cache, memory
-from pagedjax.device.batch import Shapes, blank_sampling, pack
+from pagedjax.device.batch import Shapes, blank_sampling
 from pagedjax.device.models import Decoder, Model, llama
 from pagedjax.device.step import make_step
+from pagedjax.engine.pack import pack
 from pagedjax.engine.resolve import block_shape
 from pagedjax.host.types import EMPTY_PLAN
 from pallas_kernels import aot_tpu

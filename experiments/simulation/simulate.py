@@ -18,9 +18,9 @@ from typing import NamedTuple
 from experiments.simulation import cost
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
 from pagedjax.config import EngineConfig
-from pagedjax.device.batch import SequenceData, token_buckets
+from pagedjax.device.batch import token_buckets
 from pagedjax.engine import results
-from pagedjax.engine.requests import apply_events, prepare
+from pagedjax.engine.requests import SequenceData, apply_events, prepare
 from pagedjax.host import policies, scheduler
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pagedjax.device.attention import Attend
-from pagedjax.device.batch import Batch, Feed
+from pagedjax.device.batch import Batch
 from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks
 from pagedjax.device.models import Model
 from pagedjax.device.sampling import PromptLogprobs, SampledTokens, prompt_logprobs, sample
 
 Step = Callable[[Any, KVCache, Batch], tuple[KVCache, "StepOutput"]]
-Steps = Callable[[Any, KVCache, tuple[Batch, ...], Any], tuple[KVCache, tuple["StepOutput", ...]]]
 
 
 # Whole blocks, a fixed number at a time; padding means the trash block.
@@ -50,28 +49,3 @@ def make_step(model: Model, attend: Attend, seed: int, tile: int | None = None) 
         return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets, tile), fed)
 
     return jax.jit(step, donate_argnums=1)
-
-
-def make_steps(step: Step) -> Steps:
-    """steps(leaves, cache, batches, count) -> (cache, outputs): the first `count` of some steps of one bucket, jitted.
-
-    Each takes the tokens that its `feed` names from the step before it; the cache is donated as ever. `count` is an
-    array, so that one program serves any number up to len(batches); outputs past it are zeros.
-    """
-
-    def steps(leaves: Sequence[Any], cache: KVCache, batches: tuple[Batch, ...], count: jax.Array):
-        stacked = jax.tree.map(lambda *each: jnp.stack(each), *batches)
-        _, output = jax.eval_shape(step, leaves, cache, batches[0])
-        blank = jax.tree.map(lambda a: jnp.zeros((len(batches), *a.shape), a.dtype), output)
-
-        def one(i: jax.Array, carry: Any) -> Any:
-            cache, tokens, outputs = carry
-            batch: Any = jax.tree.map(lambda a: a[i], stacked)
-            cache, output = step(leaves, cache, batch._replace(feed=Feed(batch.feed.rows, tokens)))
-            return cache, output.fed, jax.tree.map(lambda a, new: a.at[i].set(new), outputs, output)
-
-        begin: Any = batches[0].feed
-        cache, _, outputs = jax.lax.fori_loop(0, count, one, (cache, jnp.asarray(begin.tokens), blank))
-        return cache, tuple(jax.tree.map(lambda a, i=i: a[i], outputs) for i in range(len(batches)))
-
-    return jax.jit(steps, donate_argnums=1)

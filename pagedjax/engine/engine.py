@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from pagedjax.config import EngineConfig, Resolved
 from pagedjax.device import attention, cache, memory
-from pagedjax.device.batch import Batch, Feed, SequenceData, blank_feed, blank_sampling, pack
+from pagedjax.device.batch import Batch, Feed, blank_feed, blank_sampling
 from pagedjax.device.host_swap import SwapSpace
 from pagedjax.device.models import Model
 from pagedjax.device.sampling import device_tile
@@ -25,8 +25,9 @@ from pagedjax.device.step import copy_blocks, make_step, make_steps
 from pagedjax.engine import compilations, lookahead, programs, results
 from pagedjax.engine.interrupts import undisturbed
 from pagedjax.engine.lookahead import Lookahead, SentStep
+from pagedjax.engine.pack import pack
 from pagedjax.engine.programs import Key
-from pagedjax.engine.requests import apply_events, prepare
+from pagedjax.engine.requests import SequenceData, apply_events, prepare
 from pagedjax.engine.resolve import block_shape, host_blocks, resolve, shapes
 from pagedjax.host import beams, policies, scheduler
 from pagedjax.host.event_log import Recorder

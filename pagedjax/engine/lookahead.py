@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedjax.device.batch import SequenceData
 from pagedjax.device.step import StepOutput
+from pagedjax.engine.requests import SequenceData
 from pagedjax.host import scheduler
 from pagedjax.host.policies import Policy
 from pagedjax.host.state import SchedulerState

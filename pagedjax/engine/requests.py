@@ -7,16 +7,61 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from pagedjax.device.batch import MAX_LISTED, MAX_TOP, SequenceData
+from pagedjax.device.batch import MAX_LISTED, MAX_TOP
 from pagedjax.engine import block_hashes
 from pagedjax.host import beams, scheduler
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Beamed, Event, Finished, Request, Sampled
 from pagedjax.params import BeamSearchParams, SamplingParams
+
+
+@dataclass
+class SequenceData:
+    """The host's record of one request: its tokens so far and how it samples. Tokens live here and nowhere else."""
+
+    params: SamplingParams
+    seed: int
+    prompt_len: int
+    tokens: np.ndarray  # [limit] int32, the first `length` are known
+    length: int
+    stop_ids: tuple[int, ...] = ()
+    root: str | None = None  # what its first block's hash grows from (prefix.py); None: it shares no blocks
+    # what does not change from step to step, ready to be joined: hundreds of rows are packed in every step
+    floats: bytes = field(init=False)  # 6 float32: the first six of a `SamplingBatch`
+    ints: bytes = field(init=False)  # 4 int64: the next four but the seed's place
+    penalised: bool = field(init=False)
+    listed: dict[int, float] = field(init=False)
+    plain: bool = field(init=False)  # it needs none of the arrays that most rows leave blank
+    _blocks: tuple[int, ...] = field(init=False, default=(), repr=False)
+    _block_ids: bytes = field(init=False, default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        p = self.params
+        floats = (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
+        ints = (max(p.top_k, 0), -1 if p.logprobs is None else p.logprobs, self.seed, self.prompt_len)
+        self.floats, self.ints = np.array(floats, np.float32).tobytes(), np.array(ints, np.int64).tobytes()
+        self.penalised = floats[3:] != (0.0, 0.0, 1.0)
+        bias = dict(p.logit_bias or {})
+        allowed = p.allowed_token_ids
+        self.listed = bias if allowed is None else {token: bias.get(token, 0.0) for token in allowed}
+        suppresses = bool(self.stop_ids) and p.min_tokens > 0
+        self.plain = not (self.penalised or self.listed or suppresses or p.prompt_logprobs is not None)
+
+    def block_ids(self, blocks: tuple[int, ...]) -> bytes:
+        """int32 of a block table's row. It is the same tuple until the row grows, so most steps find it made."""
+        if blocks is not self._blocks:
+            self._blocks, self._block_ids = blocks, np.array(blocks, np.int32).tobytes()
+        return self._block_ids
+
+    @property
+    def suppressed(self) -> tuple[int, ...]:
+        """Stop tokens that may not be sampled yet because of min_tokens."""
+        return self.stop_ids if self.length - self.prompt_len < self.params.min_tokens else ()
 
 
 class PreparedRequest(NamedTuple):

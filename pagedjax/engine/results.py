@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from pagedjax.device.batch import SequenceData
 from pagedjax.device.step import StepOutput
 from pagedjax.engine import block_hashes
 from pagedjax.engine.lookahead import SentStep
+from pagedjax.engine.requests import SequenceData
 from pagedjax.host import beams
 from pagedjax.host.beams import Search
 from pagedjax.host.types import BeamResult, Choice, Plan, TokenLogprobs

@@ -11,8 +11,9 @@ import pytest
 
 from pagedjax import SamplingParams
 from pagedjax.device import attention, cache
-from pagedjax.device.batch import Shapes, blank_feed, blank_sampling, pack
+from pagedjax.device.batch import Shapes, blank_feed, blank_sampling
 from pagedjax.device.step import make_step, make_steps
+from pagedjax.engine.pack import pack
 from pagedjax.host.types import EMPTY_PLAN
 
 SIZES = {"layers": 2, "kv_heads": 2, "head_dim": 4}

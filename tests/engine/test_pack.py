@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedjax.device.batch import MAX_LISTED, Batch, SequenceData, Shapes, blank_sampling, pack, token_buckets
+from pagedjax.device.batch import MAX_LISTED, Batch, Shapes, blank_sampling, token_buckets
+from pagedjax.engine.pack import pack
+from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Plan, Request, Seq
 from pagedjax.params import SamplingParams
 

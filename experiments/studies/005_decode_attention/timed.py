@@ -22,10 +22,12 @@ from experiments.hardware.kernels import BEYOND_L2
 from experiments.simulation.cost import Chip
 from pagedjax.config import EngineConfig
 from pagedjax.device import attention, cache
-from pagedjax.device.batch import SequenceData, blank_sampling, pack
+from pagedjax.device.batch import blank_sampling
 from pagedjax.device.models import Model
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
+from pagedjax.engine.pack import pack
+from pagedjax.engine.requests import SequenceData
 from pagedjax.engine.resolve import block_shape, resolve, shapes
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS

@@ -18,8 +18,9 @@ from experiments.bench.scale import FULL, QUICK, WARM, Setup, chosen
 from experiments.bench.scale_paper import BLOCK, ROOM, Paper, Rates, Shape, paper
 from experiments.bench.scale_report import line
 from pagedjax.device import cache
-from pagedjax.device.batch import blank_sampling, pack
+from pagedjax.device.batch import blank_sampling
 from pagedjax.device.models import llama
+from pagedjax.engine.pack import pack
 from pagedjax.host.types import EMPTY_PLAN
 
 README = Path(scale.__file__).parents[1] / "results" / "README.md"
