@@ -47,15 +47,13 @@ class EngineConfig:
         it, so that the first token comes sooner. Then no step is measured when the number of blocks is chosen.
     preemption: what happens to the content of a preempted sequence. "recompute": it is computed again; "swap": it moves
         to host memory, `swap_space_gib` of it at most, and comes back; what finds no room there is computed again.
-    lookahead: steps sent to the device before the tokens of the one before them are known (ahead.py). 0: each waits for
-        the last; 1 hides the host's work behind the device's; more keep several steps queued. Changes no token.
-    steps_per_dispatch: steps of decodes that one dispatch runs one after another on the device, where what they will be
-        can be told beforehand (ahead.py); their tokens arrive together. 1: each is a dispatch. Changes no token.
+    lookahead: steps that are sent to the device before the tokens of the current step are known (engine/lookahead.py).
+        0: each step waits for the one before; 1 hides the host's work behind the device's. It changes no token.
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes share steps. Without
-        them steps are made as earlier engines made them (turns.py), to compare with.
+        them steps are made as earlier engines made them (host/step_kinds.py), to compare with.
     reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of the cache for its
-        whole life, as engines before paging did (reservation.py); it needs enable_prefix_caching=False.
+        whole life, as engines before paging did (host/reservation.py); it needs enable_prefix_caching=False.
     seed: root of every random key; a request's own seed is folded into it.
     """
 
@@ -75,7 +73,6 @@ class EngineConfig:
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
     lookahead: int = 0
-    steps_per_dispatch: int = 1
     compilation: Compilation = "eager"
     chunked_prefill: bool = True
     mixed_steps: bool = True
@@ -84,7 +81,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         counts = "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks"
-        for name in (*counts, "steps_per_dispatch"):
+        for name in counts:
             value = getattr(self, name)
             if value is None and name in ("max_model_len", "num_blocks"):
                 continue

@@ -72,7 +72,7 @@ class LLM:
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
-        self._session = Session(self.engine, model.tokenizer, model.eos_token_ids)  # of every call: a step serves all
+        self.session = Session(self.engine, model.tokenizer, model.eos_token_ids)  # of every call: a step serves all
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold, so that a measurement starts cold. Requests under way go on."""
@@ -142,7 +142,7 @@ class LLM:
         if isinstance(params, BeamSearchParams) or params.n != 1:
             what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
             raise ValueError(f"{what}; a stream has one branch, use generate")
-        (mine,) = self._session.add([GenerationRequest(self._tokens(prompt), params)])
+        (mine,) = self.session.add([GenerationRequest(self._tokens(prompt), params)])
         (branch,) = mine.values()
         assert isinstance(branch, OutputBuilder)
         sent, ended = 0, False
@@ -150,12 +150,12 @@ class LLM:
             while not ended:
                 ended = branch.finish_reason is not None  # another call's steps may have brought the end
                 if not ended:
-                    self._session.step()
+                    self.session.step()
                 if len(branch.text) > sent:
                     sent, piece = len(branch.text), branch.text[sent:]
                     yield piece
         finally:
-            self._session.abandon(mine)
+            self.session.abandon(mine)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -178,20 +178,20 @@ class LLM:
             GenerationRequest(tokens, p, text, rank, name)
             for tokens, text, p, rank, name in zip(ids, *columns, strict=True)
         ]
-        requests = self._session.add(asks)
+        requests = self.session.add(asks)
         mine = {name: branch for branches in requests for name, branch in branches.items()}
         left = set(mine)
         try:
             with tqdm(total=len(mine), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
                 tokens, started = 0, time.perf_counter()
                 while left:
-                    stepped = self._session.step()
+                    stepped = self.session.step()
                     bar.update(len(left.intersection(stepped.ended)))
                     left.difference_update(stepped.ended)
                     tokens += stepped.tokens
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
         finally:
-            self._session.abandon(mine)
+            self.session.abandon(mine)
         each = enumerate(zip(asks, requests, strict=True))
         return [output_of(str(i), ask, branches) for i, (ask, branches) in each]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
-from pagedjax.engine.interrupts import undisturbed
 from pagedjax.host.types import Admitted, Event, Finished, FinishReason, Sampled, StepResult
 from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.text.outputs import BeamOutputBuilder, CompletionOutput, OutputBuilder, RequestOutput
@@ -54,8 +55,9 @@ class Session:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self._eos = frozenset(eos_token_ids)
-        self._asked = 0
+        self._results: deque[StepResult] = deque()  # not folded into the branches yet
         self.branches: Branches = {}
+        engine.sessions.add(self)
 
     def add(self, asks: Sequence[GenerationRequest]) -> list[Branches]:
         """Queue every request, or none -> the branches of each.
@@ -72,10 +74,9 @@ class Session:
             for ask in asks:
                 params = ask.params if isinstance(ask.params, BeamSearchParams) else ask.params.drawn()
                 width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
-                first, *forks = names = [f"{self._asked + i}" for i in range(width)]
+                first, *forks = names = self.engine.new_ids(width)
                 order = {"priority": ask.priority, "user": ask.user}
                 self.engine.add(first, ask.prompt_token_ids, params, forks=forks, **order)
-                self._asked += width
                 requests.append(self._assemblies(names, ask.prompt_token_ids, params))
         except BaseException:
             for branches in requests:
@@ -91,11 +92,25 @@ class Session:
             return {names[0]: BeamOutputBuilder(params, *parts)}
         return {name: OutputBuilder(i, params, *parts) for i, name in enumerate(names)}
 
-    @undisturbed()
+    @interrupts.deferred()
     def step(self) -> SessionStep:
-        """Run one step. There must be a request under way. Ctrl-C waits for its end; pressed again, it does not."""
-        result = self.engine.step()
-        assert result is not None, "branches are under way, so the engine has work"
+        """Run one step, or take the result of a step that another session of the engine ran.
+
+        There must be an unfinished request. Ctrl-C waits for the end of the step; pressed twice, it does not.
+        """
+        if not self._results:
+            result = self.engine.step()
+            assert result is not None, "branches are unfinished, so the engine has work"
+            for session in self.engine.sessions:
+                session.receive(result)
+        return self._folded(self._results.popleft())
+
+    def receive(self, result: StepResult) -> None:
+        """Keep the result of a step for the next call of `step`, if a request of this session is unfinished."""
+        if self.branches:
+            self._results.append(result)
+
+    def _folded(self, result: StepResult) -> SessionStep:
         branches, events = self.branches, list(result.events)
         for entry in result.logprobs:
             if isinstance(branch := branches.get(entry.request_id), OutputBuilder):

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from immutables import Map
 
 from experiments.bench.floors import read_weights, weight_products
 from experiments.bench.peers import STOLEN
@@ -48,7 +49,7 @@ from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
 from pagedjax.engine import results
 from pagedjax.engine.pack import pack
-from pagedjax.engine.requests import SequenceData, apply_events, prepare
+from pagedjax.engine.requests import Sequences, apply_events, prepare
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
@@ -97,7 +98,7 @@ class Host(NamedTuple):
     """What the engine's loop carries beside the cache: the scheduler's state, and the tokens of the requests."""
 
     state: SchedulerState
-    sources: dict[str, SequenceData]
+    sequences: Sequences
 
 
 class Seconds(NamedTuple):
@@ -117,18 +118,17 @@ def prompted(shapes: Shapes, context: int, lead: int) -> Host:
     rows, longest = shapes.max_seqs, shapes.max_model_len
     config = SchedulerConfig(BLOCK, rows * shapes.table_width, rows * longest, rows, longest)
     params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True)
-    rng, state, sources = np.random.default_rng(0), scheduler.init(config), {}
+    rng, state, sequences = np.random.default_rng(0), scheduler.init(config), Map()
     for i in range(rows):
         apart = (i + BLOCK // 2) % BLOCK - BLOCK // 2  # -8 to 7, and 0 for the first
         prompt = rng.integers(0, shapes.vocab_size, context - lead - 1 + apart).tolist()
         limits = {"vocab_size": shapes.vocab_size, "caching": True, "priority": 0, "user": ""}
         taken = prepare(state, (f"r{i}",), prompt, params, eos_token_ids=(), **limits)
         state = scheduler.submit(state, taken.request)
-        sources |= taken.sources
-    state, plan = scheduler.schedule(state, FCFS)
-    state, events = scheduler.commit(state, plan, [0] * rows)
-    apply_events(sources, events)
-    return Host(state, sources)
+        sequences = sequences.update(taken.sequences)
+    scheduled, plan = scheduler.schedule(state, FCFS)
+    state, events = scheduler.commit(scheduled, plan, [0] * rows)
+    return Host(state, apply_events(sequences, events, scheduled.running))
 
 
 def advance(
@@ -137,15 +137,16 @@ def advance(
     """One step of the engine's loop, and what the device was given."""
     began = time.thread_time()
     state, plan = scheduler.schedule(host.state, FCFS)
-    batch = pack(plan, host.sources, shapes, blanks)
+    batch = pack(plan, host.sequences, shapes, blanks)
     packed, sent = time.thread_time(), time.perf_counter()
     tokens = compute(batch)
     arrived, resumed = time.perf_counter(), time.thread_time()
-    hashes = results.filled(plan, host.sources, BLOCK)
+    hashes = results.filled_blocks(plan, host.sequences, BLOCK)
+    running = state.running
     state, events = scheduler.commit(state, plan, tokens[: len(plan.seqs)].tolist(), hashes)
-    apply_events(host.sources, events)
+    sequences = apply_events(host.sequences, events, running)
     ended = time.thread_time()
-    return Host(state, host.sources), Seconds(packed - began + ended - resumed, arrived - sent), batch
+    return Host(state, sequences), Seconds(packed - began + ended - resumed, arrived - sent), batch
 
 
 class Device:

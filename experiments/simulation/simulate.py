@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from immutables import Map
+
 from experiments.simulation import cost
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
 from pagedjax.config import EngineConfig
 from pagedjax.device.batch import token_buckets
 from pagedjax.engine import results
-from pagedjax.engine.requests import SequenceData, apply_events, prepare
+from pagedjax.engine.requests import Sequences, apply_events, prepare
 from pagedjax.host import policies, scheduler
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
@@ -87,7 +89,7 @@ class SimulatedEngine:
 
     def reset(self) -> None:
         self.state = scheduler.init(self._limits)
-        self._sources: dict[str, SequenceData] = {}
+        self._sequences: Sequences = Map()
         self._batch = WholeBatch()
         self.now = 0.0
 
@@ -111,10 +113,10 @@ class SimulatedEngine:
             )
         caching = self.config.enable_prefix_caching
         limits = {"vocab_size": self._vocab_size, "caching": caching, "priority": 0, "user": ""}
-        taken = prepare(self.state, (request_id, *forks), prompt_token_ids, params, eos_token_ids=(), **limits)
-        self.state = scheduler.submit(self.state, taken.request)
+        prepared = prepare(self.state, (request_id, *forks), prompt_token_ids, params, eos_token_ids=(), **limits)
+        self.state = scheduler.submit(self.state, prepared.request)
         if caching:  # nobody else asks what tokens are
-            self._sources |= taken.sources
+            self._sequences = self._sequences.update(prepared.sequences)
 
     def step(self) -> StepResult | None:
         if not self.has_work:
@@ -130,10 +132,14 @@ class SimulatedEngine:
         sampled = [
             (seq.arrival * 7919 + length) % vocabulary for seq, length in zip(plan.seqs, plan.lengths, strict=True)
         ]
-        hashes = results.filled(plan, self._sources, self.config.block_size) if self._sources else scheduler.NO_HASHES
+        hashes = (
+            results.filled_blocks(plan, self._sequences, self.config.block_size)
+            if self._sequences
+            else scheduler.NO_HASHES
+        )
         self.state, events = scheduler.commit(state, plan, sampled, hashes)
-        if self._sources:
-            apply_events(self._sources, events)
+        if self._sequences:
+            self._sequences = apply_events(self._sequences, events, state.running)
         if self._simulate.whole_batches:
             self._batch, events = after_step(self._batch, plan, events, over=not self.state.running.seqs)
         self.now = started + seconds + self._simulate.host_s
@@ -152,11 +158,6 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate) -> None:
         raise ValueError(
             f"engine.lookahead is {config.lookahead}, and a simulated step hides nothing of the host behind the "
             "device; set it to 0, and simulate.host_s to what is not hidden"
-        )
-    if config.steps_per_dispatch > 1:
-        raise ValueError(
-            f"engine.steps_per_dispatch is {config.steps_per_dispatch}, and every simulated step is a dispatch; set it "
-            "to 1, and simulate.host_s to a step's share of the host's time"
         )
     if config.preemption == "swap" and simulate.fit is not None:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Cache blocks in host memory: where the content of preempted sequences waits when `preemption` is "swap".
+"""The swap space: cache blocks in host memory, where the content of preempted sequences waits (`preemption="swap"`).
 
-The pool is made of plain arrays beside the device's, also on a CPU. The operating system hands their memory out when it
-is first written, so swap space that nobody needs costs nothing. Where the device can copy from and to pinned memory by
-itself, a batch of blocks passes through some on its way.
+The swap space is made of plain arrays beside the device's, also on a CPU. The operating system allocates their memory
+when it is first written, so unused swap space costs nothing. Where the device can copy from and to pinned memory, a
+batch of blocks passes through it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,24 @@ from pagedjax.device.step import into_cache, out_of_cache
 Pairs = Sequence[tuple[int, int]]
 
 
-class SwapSpace:
-    """Host blocks and the programs that move them, `batch` blocks at a time.
+def host_cache(cache: KVCache, blocks: int) -> KVCache:
+    """Host arrays for `blocks` blocks; ids run from 1, as on the device.
+
+    Args:
+        cache: the device's cache, or its shapes.
+    """
+    return jax.tree.map(lambda a: np.zeros((blocks + 1, *a.shape[1:]), a.dtype), cache)
+
+
+class SwapPrograms:
+    """The compiled programs that move blocks between a cache and a host cache, `batch` blocks at a time.
 
     Args:
         cache: the shapes of the device's cache (arrays or jax.ShapeDtypeStruct).
-        blocks: how many the host can hold; ids run from 1.
         pinned: pass through pinned memory; None is yes on an accelerator that has a kind of memory of that name.
     """
 
-    def __init__(self, cache: KVCache, blocks: int, batch: int, *, pinned: bool | None = None) -> None:
+    def __init__(self, cache: KVCache, batch: int, *, pinned: bool | None = None) -> None:
         device = jax.devices()[0]
         if pinned is None:
             kinds = [memory.kind for memory in device.addressable_memories()]
@@ -37,29 +45,28 @@ class SwapSpace:
         self._batch = batch
         self._near = SingleDeviceSharding(device)
         self._far = SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
-        self._host = jax.tree.map(lambda a: np.zeros((blocks + 1, *a.shape[1:]), a.dtype), cache)
         ids = np.zeros(batch, np.int32)
         pages = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype), cache)
         self._read = out_of_cache.lower(cache, ids).compile()
         self._write = into_cache.lower(cache, ids, pages).compile()
 
-    def out(self, cache: KVCache, pairs: Pairs) -> None:
-        """Copy (device block, host block) pairs to the host; when it returns, the device blocks may be reused."""
+    def out(self, cache: KVCache, host: KVCache, pairs: Pairs) -> None:
+        """Copy (device block, host block) pairs into the host arrays, in place; then the device blocks are free."""
         for part in _parts(pairs, self._batch):
-            device, host = np.array(part, np.int32).T
-            pages = self._read(cache, _padded(device, self._batch))
+            near, far = np.array(part, np.int32).T
+            pages = self._read(cache, _padded(near, self._batch))
             pages = jax.device_put(pages, self._far) if self._far else pages
-            for mine, page in zip(jax.tree.leaves(self._host), jax.tree.leaves(pages), strict=True):
-                mine[host] = np.asarray(page)[: len(part)]
+            for mine, page in zip(jax.tree.leaves(host), jax.tree.leaves(pages), strict=True):
+                mine[far] = np.asarray(page)[: len(part)]
 
-    def back(self, cache: KVCache, pairs: Pairs) -> KVCache:
-        """Copy (host block, device block) pairs to the device -> the cache; the old one is donated."""
+    def back(self, cache: KVCache, host: KVCache, pairs: Pairs) -> KVCache:
+        """Copy (host block, device block) pairs to the device. Returns the cache; the old one is donated."""
         for part in _parts(pairs, self._batch):
-            host, device = np.array(part, np.int32).T
-            ids = _padded(host, self._batch)
-            pages = jax.tree.map(lambda a, i=ids: a[i], self._host)
+            far, near = np.array(part, np.int32).T
+            ids = _padded(far, self._batch)
+            pages = jax.tree.map(lambda a, i=ids: a[i], host)
             pages = jax.device_put(jax.device_put(pages, self._far), self._near) if self._far else pages
-            cache = self._write(cache, _padded(device, self._batch), pages)
+            cache = self._write(cache, _padded(near, self._batch), pages)
         return cache
 
 

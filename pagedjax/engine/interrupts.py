@@ -1,4 +1,4 @@
-"""Ctrl-C where it can do no harm."""
+"""Ctrl-C that waits for the end of a short block of code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import FrameType
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, so that what belongs together changes together.
+def deferred() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block. Pressed a second time, it interrupts at once.
 
-    Pressed again, it interrupts at once. Only the main thread is ever interrupted; in others this does nothing.
+    Python interrupts only the main thread; in other threads this does nothing.
     """
     before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
-    if before is None:  # also where a handler was not set from Python, and cannot be set again
+    if before is None:  # or a handler that was not set from Python, which cannot be restored
         yield
         return
     pressed = []

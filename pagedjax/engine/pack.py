@@ -18,18 +18,20 @@ from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Plan
 
 
-def pack(plan: Plan, sources: Mapping[str, SequenceData], shapes: Shapes, blanks: Mapping[int, SamplingBatch]) -> Batch:
+def pack(
+    plan: Plan, sequences: Mapping[str, SequenceData], shapes: Shapes, blanks: Mapping[int, SamplingBatch]
+) -> Batch:
     """Lay a plan out as the arrays of its bucket.
 
     Args:
-        sources: by request id, for every sequence of the plan.
+        sequences: by id, for every sequence of the plan.
         blanks: `blank_sampling` by T, ideally already on the device: the large arrays of features that no row of
             the step uses are taken from there and cost nothing.
     """
     rows, s = len(plan.seqs), shapes.block_size
     t = shapes.bucket(sum(plan.counts))
     b = shapes.rows(t)
-    mine = [sources[seq.request_id] for seq in plan.seqs]
+    mine = [sequences[seq.request_id] for seq in plan.seqs]
     starts, counts = np.asarray(plan.starts, np.int32), np.asarray(plan.counts, np.int32)
 
     cu_q_lens = np.zeros(b + 1, np.int32)
@@ -58,31 +60,33 @@ def pack(plan: Plan, sources: Mapping[str, SequenceData], shapes: Shapes, blanks
     seq_lens[:rows] = starts + counts
     last = np.zeros(b, np.int32)
     last[:rows] = cu_q_lens[1 : rows + 1] - 1
-    targets, sampling = np.full(t, -1, np.int32), _sampling(mine, blanks[t])
+    targets, sampling = np.full(t, -1, np.int32), _sampling(mine, plan.lengths, blanks[t])
     if not all([m.plain for m in mine]):
         targets = _targets(plan, mine, t, cu_q_lens)
-        sampling = sampling._replace(**_history(mine, blanks[t]), **_listed(mine, blanks[t]))
+        sampling = sampling._replace(
+            **_history(mine, plan.lengths, blanks[t]), **_listed(mine, plan.lengths, blanks[t])
+        )
     return Batch(tokens, positions, slots, tables, seq_lens, cu_q_lens, last, targets, sampling)
 
 
 def _targets(plan: Plan, mine: Sequence[SequenceData], t: int, cu_q_lens: np.ndarray) -> np.ndarray:
     """[T] the next prompt token for rows that want prompt log-probabilities."""
     targets = np.full(t, -1, np.int32)
-    for i, source in enumerate(mine):
-        start, stop = plan.starts[i], min(plan.starts[i] + plan.counts[i], source.prompt_len - 1)
-        if source.params.prompt_logprobs is not None and start < stop:
-            targets[cu_q_lens[i] : cu_q_lens[i] + stop - start] = source.tokens[start + 1 : stop + 1]
+    for i, data in enumerate(mine):
+        start, stop = plan.starts[i], min(plan.starts[i] + plan.counts[i], data.prompt_len - 1)
+        if data.params.prompt_logprobs is not None and start < stop:
+            targets[cu_q_lens[i] : cu_q_lens[i] + stop - start] = data.tokens[start + 1 : stop + 1]
     return targets
 
 
-def _sampling(mine: Sequence[SequenceData], blank: SamplingBatch) -> SamplingBatch:
+def _sampling(mine: Sequence[SequenceData], lengths: Sequence[int], blank: SamplingBatch) -> SamplingBatch:
     """How the rows sample, as far as a number or two say it."""
     rows, b = len(mine), len(blank.temperature)
     floats, ints = np.zeros((6, b), np.float32), np.zeros((5, b), np.int64)
     floats[1], floats[5], ints[1] = 1.0, 1.0, -1  # off, in the rows that are padding
     floats[:, :rows] = np.frombuffer(b"".join([m.floats for m in mine]), np.float32).reshape(rows, 6).T
     ints[:4, :rows] = np.frombuffer(b"".join([m.ints for m in mine]), np.int64).reshape(rows, 4).T
-    ints[4, :rows] = [m.length - m.prompt_len for m in mine]
+    ints[4, :rows] = [length - m.prompt_len for m, length in zip(mine, lengths, strict=True)]
     top_k, num_top, seed, prompt_len, position = ints.astype(np.int32)
     return blank._replace(
         temperature=floats[0],
@@ -99,24 +103,30 @@ def _sampling(mine: Sequence[SequenceData], blank: SamplingBatch) -> SamplingBat
     )
 
 
-def _history(mine: Sequence[SequenceData], blank: SamplingBatch) -> dict[str, np.ndarray]:
+def _history(mine: Sequence[SequenceData], lengths: Sequence[int], blank: SamplingBatch) -> dict[str, np.ndarray]:
     if not any(m.penalised for m in mine):
         return {}
     history = np.full(blank.history.shape, -1, np.int32)
-    for i, m in enumerate(mine):
+    for i, (m, length) in enumerate(zip(mine, lengths, strict=True)):
         if m.penalised:
-            history[i, : m.length] = m.tokens[: m.length]
+            history[i, :length] = m.tokens[:length]
     return {"history": history}
 
 
-def _listed(mine: Sequence[SequenceData], blank: SamplingBatch) -> dict[str, np.ndarray]:
-    if not any(m.listed or m.suppressed for m in mine):
+def _listed(mine: Sequence[SequenceData], lengths: Sequence[int], blank: SamplingBatch) -> dict[str, np.ndarray]:
+    suppressed = [_suppressed(m, length) for m, length in zip(mine, lengths, strict=True)]
+    if not any(m.listed or stops for m, stops in zip(mine, suppressed, strict=True)):
         return {}
     listed, bias = np.full(blank.listed.shape, -1, np.int32), np.zeros(blank.bias.shape, np.float32)
     only = np.zeros(blank.only_listed.shape, bool)
     for i, m in enumerate(mine):
         only[i] = m.params.allowed_token_ids is not None
-        entries = m.listed | dict.fromkeys(m.suppressed, -np.inf)
+        entries = m.listed | dict.fromkeys(suppressed[i], -np.inf)
         listed[i, : len(entries)] = list(entries)
         bias[i, : len(entries)] = list(entries.values())
     return {"listed": listed, "bias": bias, "only_listed": only}
+
+
+def _suppressed(data: SequenceData, length: int) -> tuple[int, ...]:
+    """Stop tokens that must not be sampled yet because of min_tokens."""
+    return data.stop_ids if length - data.prompt_len < data.params.min_tokens else ()

@@ -1,82 +1,68 @@
-"""The compiled steps of an engine, a program a bucket: all before the first request, or each when it is first wanted.
+"""The compiled steps of an engine, a program for each bucket: all before the first request, or each when first needed.
 
-Buckets of decodes have a second program where several of their steps may be one dispatch (`steps_per_dispatch`).
-Tracing holds Python's lock and compiling does not, so programs are made in threads, as many as there are processors.
+Tracing holds Python's lock and compiling does not, so programs are compiled in threads, one for each processor.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
 from pagedjax.config import Resolved
 
-
-class Key(NamedTuple):
-    """A program: of one bucket, and of one step or of up to so many."""
-
-    tokens: int
-    steps: int = 1
-
-
-Build = Callable[[Key, Resolved], Any]  # (key, config) -> its program, for a cache of config.num_blocks
+Build = Callable[[int, Resolved], Any]  # (tokens of the bucket, config) -> its program, for config.num_blocks blocks
 
 THREADS = 4  # at most: each compilation uses several processors for a part of its time
 
 
-def keys(config: Resolved) -> tuple[Key, ...]:
-    """The programs of an engine; the last one is of the largest bucket."""
-    buckets, steps = config.token_buckets, config.steps_per_dispatch
-    decodes = buckets[: bisect_left(buckets, config.max_num_seqs) + 1] if steps > 1 else ()
-    return (*(Key(t, steps) for t in decodes), *(Key(t) for t in buckets))
-
-
-def at_once(
+def compile_all(
     build: Build, config: Resolved, settle: Callable[[Any], Resolved], *, progress: bool = False
-) -> tuple[dict[Key, Any], Resolved]:
-    """Make every program, the largest first and the others side by side -> (programs by key, their configuration).
+) -> tuple[dict[int, Any], Resolved]:
+    """Compile every program, the largest first and the others side by side.
 
     Args:
-        settle: from the program of the largest bucket, the configuration that fits beside it. Should it have another
-            number of blocks, that one program is made again.
+        settle: from the program of the largest bucket, the configuration that fits beside it. If it has another number
+            of blocks, that one program is compiled again.
+
+    Returns:
+        (programs by the tokens of their bucket, their configuration)
     """
-    *others, largest = keys(config)
+    *others, largest = config.token_buckets
     with tqdm(desc="compiling", total=1 + len(others), unit="program", leave=False, disable=not progress) as bar:
-        steps = {largest: build(largest, config)}
-        fitted = settle(steps[largest])
+        programs = {largest: build(largest, config)}
+        fitted = settle(programs[largest])
         if fitted.num_blocks != config.num_blocks:
-            steps = {largest: build(largest, fitted)}
+            programs = {largest: build(largest, fitted)}
         bar.update()
         pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
         try:
-            started = {key: pool.submit(build, key, fitted) for key in reversed(others)}
+            started = {tokens: pool.submit(build, tokens, fitted) for tokens in reversed(others)}
             for done in as_completed(started.values()):
                 done.result()
                 bar.update()
         finally:
-            pool.shutdown(cancel_futures=True)  # after an error, what has not begun never does
-    return {key: started[key].result() for key in others} | steps, fitted
+            pool.shutdown(cancel_futures=True)  # after an error, the compilations that have not begun are cancelled
+    return {tokens: started[tokens].result() for tokens in others} | programs, fitted
 
 
-class Lazy(dict[Key, Any]):
-    """Programs by key; one that is not there yet is made. `build` is as in `at_once`."""
+class LazyPrograms(dict[int, Any]):
+    """Programs by the tokens of their bucket; a missing one is compiled. `build` is as in `compile_all`."""
 
     def __init__(self, build: Build, config: Resolved) -> None:
         super().__init__()
         self._build, self._config = build, config
 
-    def __missing__(self, key: Key) -> Any:
-        self[key] = self._build(key, self._config)
-        return self[key]
+    def __missing__(self, tokens: int) -> Any:
+        self[tokens] = self._build(tokens, self._config)
+        return self[tokens]
 
 
 def summary(startup: dict[str, Any]) -> str:
-    """One line for people: seconds by stage, and how many programs there are."""
+    """One line for people: seconds by stage, and the number of programs."""
     made, found = startup["compilations"], startup["cached"]
     stages = {"import": "import", "load": "load", "compile": "compile", "warmup": "warm-up"}
     seconds = ", ".join(f"{name} {startup[stage]:.1f} s" for stage, name in stages.items() if stage in startup)

@@ -1,36 +1,42 @@
-"""What comes of a prompt and its parameters: a request for the scheduler, tokens for `pack`, perhaps a search.
+"""From a prompt and its parameters to a scheduler request and the data of its sequences (`prepare`).
 
-And what becomes of those tokens as the scheduler's events come in: `follow`.
+`apply_events` keeps those data up to date with the scheduler.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from immutables import Map
 
 from pagedjax.device.batch import MAX_LISTED, MAX_TOP
 from pagedjax.engine import block_hashes
 from pagedjax.host import beams, scheduler
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import Beamed, Event, Finished, Request, Sampled
+from pagedjax.host.types import Beamed, Event, Finished, Request, Running, Sampled
 from pagedjax.params import BeamSearchParams, SamplingParams
 
 
-@dataclass
+@dataclass(eq=False)
 class SequenceData:
-    """The host's record of one request: its tokens so far and how it samples. Tokens live here and nowhere else."""
+    """One sequence (a branch of a request) as the engine knows it: its tokens and how it samples.
+
+    A record is never changed; `appended` returns the record with one more token. How many of the `tokens` are known is
+    the scheduler's knowledge (`Seq.length`). A token is written past the known ones, so an older engine state, which
+    knows fewer tokens, still sees what it saw.
+    """
 
     params: SamplingParams
     seed: int
     prompt_len: int
-    tokens: np.ndarray  # [limit] int32, the first `length` are known
-    length: int
+    tokens: np.ndarray  # int32; branches of a request share the prompt's array until each has a token of its own
     stop_ids: tuple[int, ...] = ()
-    root: str | None = None  # what its first block's hash grows from (prefix.py); None: it shares no blocks
+    root: str | None = None  # the hash before the first block's (block_hashes.py); None: shares no blocks
     # what does not change from step to step, ready to be joined: hundreds of rows are packed in every step
     floats: bytes = field(init=False)  # 6 float32: the first six of a `SamplingBatch`
     ints: bytes = field(init=False)  # 4 int64: the next four but the seed's place
@@ -53,20 +59,34 @@ class SequenceData:
         self.plain = not (self.penalised or self.listed or suppresses or p.prompt_logprobs is not None)
 
     def block_ids(self, blocks: tuple[int, ...]) -> bytes:
-        """int32 of a block table's row. It is the same tuple until the row grows, so most steps find it made."""
+        """int32 ids of a block table row. The result is kept: the tuple is the same one until the row grows."""
         if blocks is not self._blocks:
             self._blocks, self._block_ids = blocks, np.array(blocks, np.int32).tobytes()
         return self._block_ids
 
-    @property
-    def suppressed(self) -> tuple[int, ...]:
-        """Stop tokens that may not be sampled yet because of min_tokens."""
-        return self.stop_ids if self.length - self.prompt_len < self.params.min_tokens else ()
+
+Sequences = Map[str, SequenceData]  # by the id of the sequence; of every unfinished one
+
+
+def appended(data: SequenceData, length: int, token: int, spare: int) -> SequenceData:
+    """The record with `token` after its first `length` tokens.
+
+    Args:
+        spare: places to leave after the new token. A step that is sent ahead reads, and ignores, tokens that are not
+            known yet.
+    """
+    if length + 1 + spare > len(data.tokens):  # always so for the first token after a prompt, which branches share
+        tokens = np.zeros(length + 1 + spare + max(64, length // 4), np.int32)
+        tokens[:length] = data.tokens[:length]
+        data = copy.copy(data)
+        data.tokens = tokens
+    data.tokens[length] = token
+    return data
 
 
 class PreparedRequest(NamedTuple):
     request: Request
-    sources: dict[str, SequenceData]  # of every branch, by its id
+    sequences: dict[str, SequenceData]  # of every branch, by its id
     search: beams.Search | None
 
 
@@ -81,6 +101,7 @@ def prepare(
     caching: bool,
     priority: int,
     user: str,
+    spare: int = 0,
 ) -> PreparedRequest:
     """Check a request as far as the scheduler cannot, and prepare it.
 
@@ -88,6 +109,7 @@ def prepare(
         state: what it will be submitted to.
         names: ids of its branches; the first one is the request's.
         caching: whether the engine shares prefixes.
+        spare: see `appended`.
 
     Raises:
         ValueError: a token id outside the vocabulary, more listed tokens than MAX_LISTED, beams without ids, or more
@@ -112,18 +134,19 @@ def prepare(
         hashes=hashes,
         beams=searches,
     )
-    tokens = np.zeros(max(len(prompt), scheduler.final_length(request, state.config)), np.int32)
+    tokens = np.zeros(len(prompt) + spare, np.int32)
     tokens[: len(prompt)] = prompt
-    sources = {}
+    sequences = {}
     for i, name in enumerate(names):
-        drawn = 0x9E3779B9 * (state.arrivals + 1 + i)
-        seed = (drawn if row.seed is None else row.seed + i) % 2**32
-        sources[name] = SequenceData(row, seed, len(prompt), tokens.copy(), len(prompt), stops, root)
+        default = 0x9E3779B9 * (state.arrivals + 1 + i)
+        seed = (default if row.seed is None else row.seed + i) % 2**32
+        sequences[name] = SequenceData(row, seed, len(prompt), tokens, stops, root)
     search = None
     if isinstance(params, BeamSearchParams):
-        bounded = dataclasses.replace(params, max_tokens=max(1, len(tokens) - len(prompt)))
+        limit = scheduler.final_length(request, state.config)
+        bounded = dataclasses.replace(params, max_tokens=max(1, limit - len(prompt)))
         search = beams.start(bounded, frozenset(stops), tuple(names))
-    return PreparedRequest(request, sources, search)
+    return PreparedRequest(request, sequences, search)
 
 
 def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -148,23 +171,32 @@ def _hashes(prompt: np.ndarray, params: SamplingParams, size: int) -> tuple[str 
     return root, block_hashes.chain(root, prompt, size)
 
 
-def apply_events(sources: dict[str, SequenceData], events: Sequence[Event]) -> None:
-    """Append new tokens to the requests they are of, and forget requests that ended. `sources` is changed in place."""
+def apply_events(sequences: Sequences, events: Sequence[Event], before: Running, spare: int = 0) -> Sequences:
+    """Append new tokens to the sequences that got them, and drop the sequences that ended.
+
+    Args:
+        before: the running sequences before the commit that gave `events`.
+        spare: see `appended`.
+    """
+    lengths: dict[str, int] = {}
+    if any(isinstance(event, (Sampled, Beamed)) for event in events):
+        lengths = {seq.request.request_id: n for seq, n in zip(before.seqs, before.lengths, strict=True)}
+    changed = sequences.mutate()
     for event in events:
         if isinstance(event, Sampled):
-            for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
-                source = sources[request_id]
-                source.tokens[source.length] = token
-                source.length += 1
+            for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                data = sequences[name]
+                longer = appended(data, lengths[name], token, spare)
+                if longer is not data:
+                    changed[name] = longer
         elif isinstance(event, Beamed):
-            grown = [sources[parent].tokens.copy() for parent in event.parents]
-            for name, tokens, token in zip(event.request_ids, grown, event.token_ids, strict=True):
-                source = sources[name]
-                tokens[source.length] = token
-                source.tokens = tokens
-                source.length += 1
+            for name, parent, token in zip(event.request_ids, event.parents, event.token_ids, strict=True):
+                beam, length = copy.copy(sequences[name]), lengths[parent]
+                beam.tokens = sequences[parent].tokens[:length]  # two beams may go on from one parent
+                changed[name] = appended(beam, length, token, spare)
         elif isinstance(event, Finished):
-            del sources[event.request_id]
+            del changed[event.request_id]
+    return changed.finish()
 
 
 def _beam_row(names: Sequence[str], params: BeamSearchParams, stops: int, vocab_size: int) -> SamplingParams:

@@ -24,12 +24,14 @@ def resolve(
         activations: bytes that a step needs beside weights and cache, once that is known.
 
     Raises:
-        ValueError: another weight_dtype than the model has, max_model_len beyond the model's own limit, a cache that
-            does not fit, or an attention_impl that cannot serve here.
+        ValueError: another dtype or weight_dtype than the model has, max_model_len beyond the model's own limit, a
+            cache that does not fit, or an attention_impl that cannot serve here.
     """
     m, device = model.config, jax.devices()[0]
     found = found or memory.read(device)
-    dtype = config.dtype or model.dtype
+    dtype = model.dtype
+    if config.dtype not in (None, dtype):
+        raise ValueError(f"dtype is {config.dtype!r}, but the model was loaded with {dtype!r}; load it again")
     if config.weight_dtype not in (None, model.weight_dtype):
         wanted, has = config.weight_dtype, model.weight_dtype
         raise ValueError(f"weight_dtype is {wanted!r}, but the model was loaded with {has!r}; load it again")

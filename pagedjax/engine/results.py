@@ -17,22 +17,21 @@ from pagedjax.host.beams import Search
 from pagedjax.host.types import BeamResult, Choice, Plan, TokenLogprobs
 
 
-def filled(plan: Plan, sources: Mapping[str, SequenceData], size: int) -> dict[str, tuple[str, ...]]:
+def filled_blocks(plan: Plan, sequences: Mapping[str, SequenceData], size: int) -> dict[str, tuple[str, ...]]:
     """By request id, the hashes of the blocks of generated tokens that a plan fills."""
     hashes = {}
     for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
         full, known = (start + count) // size, len(seq.hashes)
         if full > start // size and full > known:
-            source = sources[seq.request.request_id]
-            if source.root is not None:
-                parent = seq.hashes[-1] if known else source.root
-                hashes[seq.request.request_id] = block_hashes.chain(
-                    parent, source.tokens[known * size : full * size], size
-                )
+            data = sequences[seq.request.request_id]
+            if data.root is not None:
+                parent = seq.hashes[-1] if known else data.root
+                tokens = data.tokens[known * size : full * size]
+                hashes[seq.request.request_id] = block_hashes.chain(parent, tokens, size)
     return hashes
 
 
-def choose(
+def advance_searches(
     plan: Plan, searches: Mapping[int, Search], output: StepOutput
 ) -> tuple[dict[int, Search], dict[str, Choice], tuple[BeamResult, ...]]:
     """Let beam searches go on whose beams have all been computed.
@@ -67,35 +66,34 @@ def choose(
 
 
 def logprobs(
-    plan: Plan, sources: Mapping[str, SequenceData], flight: SentStep, rows: Sequence[int]
+    plan: Plan, sequences: Mapping[str, SequenceData], sent: SentStep, rows: Sequence[int]
 ) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities that the rows of this step asked for, prompt tokens before the sampled one.
 
     Args:
-        rows: where the plan's rows are in the flight.
+        rows: the rows of the sent step that are the plan's.
     """
-    output = flight.output
+    output = sent.output
     wanted = [(i, seq.request.request_id) for i, seq in enumerate(plan.seqs)]
-    wanted = [(i, r, sources[r].params) for i, r in wanted if r in sources and not plan.seqs[i].request.beams]
+    wanted = [(i, r, sequences[r]) for i, r in wanted if r in sequences and not plan.seqs[i].request.beams]
     found: list[TokenLogprobs] = []
-    if any(p.prompt_logprobs is not None for _, _, p in wanted):
+    if any(data.params.prompt_logprobs is not None for _, _, data in wanted):
         host = jax.device_get(output.prompt)
-        offsets = np.concatenate([[0], np.cumsum(flight.plan.counts)])
-        for i, request_id, params in wanted:
-            source, start = sources[request_id], plan.starts[i]
-            if params.prompt_logprobs is None:
+        offsets = np.concatenate([[0], np.cumsum(sent.plan.counts)])
+        for i, name, data in wanted:
+            start, top = plan.starts[i], data.params.prompt_logprobs
+            if top is None:
                 continue
-            for j in range(start, min(start + plan.counts[i], source.prompt_len - 1)):
-                token, at = int(source.tokens[j + 1]), int(offsets[rows[i]]) + j - start
-                found.append(TokenLogprobs(request_id, True, j + 1, token, *_pick(host, at, params.prompt_logprobs)))
-    if any(p.logprobs is not None for _, _, p in wanted):
+            for j in range(start, min(start + plan.counts[i], data.prompt_len - 1)):
+                token, at = int(data.tokens[j + 1]), int(offsets[rows[i]]) + j - start
+                found.append(TokenLogprobs(name, True, j + 1, token, *_pick(host, at, top)))
+    if any(data.params.logprobs is not None for _, _, data in wanted):
         host = jax.device_get(output.sampled)
-        for i, request_id, params in wanted:
-            source = sources[request_id]
-            if params.logprobs is not None and plan.starts[i] + plan.counts[i] == plan.lengths[i]:
-                at = source.length - source.prompt_len
-                token = int(host.tokens[rows[i]])
-                found.append(TokenLogprobs(request_id, False, at, token, *_pick(host, rows[i], params.logprobs)))
+        for i, name, data in wanted:
+            top = data.params.logprobs
+            if top is not None and plan.starts[i] + plan.counts[i] == plan.lengths[i]:
+                at, token = plan.lengths[i] - data.prompt_len, int(host.tokens[rows[i]])
+                found.append(TokenLogprobs(name, False, at, token, *_pick(host, rows[i], top)))
     return tuple(found)
 
 

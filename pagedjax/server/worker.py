@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, FinishReason, StepResult
 from pagedjax.llm import LLM
-from pagedjax.session import Branches, GenerationRequest, Session, output_of
+from pagedjax.session import Branches, GenerationRequest, output_of
 from pagedjax.text.outputs import OutputBuilder, PositionLogprobs, RequestOutput
 
 log = logging.getLogger("pagedjax.server")
@@ -126,7 +126,7 @@ class Worker:
         """`max_queue`: requests that may wait; one more is refused with `Full`."""
         self.llm, self.max_queue = llm, max_queue
         self.failed: BaseException | None = None
-        self._session = Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
+        self._session = llm.session
         self._observers = tuple(observers)
         self._failing: set[int] = set()  # ids of observers whose error was logged
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()

@@ -87,12 +87,12 @@ def test_a_step_updates_the_cache_in_place(tiny, t, steps, dtype):
 
 def test_the_donated_cache_is_gone_after_a_step(tiny_llm):
     engine = tiny_llm.engine
-    old = jax.tree.leaves(engine._cache)
+    old = jax.tree.leaves(engine._state.cache)
     where = [a.unsafe_buffer_pointer() for a in old]
     engine.add("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=1))
     engine.step()
     assert not engine.has_work
     assert all(a.is_deleted() for a in old)
-    new = jax.tree.leaves(engine._cache)
+    new = jax.tree.leaves(engine._state.cache)
     assert [a.unsafe_buffer_pointer() for a in new] == where
     assert any(np.asarray(a).any() for a in new)

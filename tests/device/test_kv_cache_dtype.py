@@ -52,7 +52,7 @@ def test_preemption_changes_no_token_in_8_bits_either(tiny, params):
 def test_the_cache_holds_as_many_more_tokens_as_its_numbers_are_smaller(tiny):
     for kind in KINDS:
         llm = make(tiny, kv_cache_dtype=kind, attention_impl="xla")
-        leaves = jax.tree.leaves(llm.engine._cache)
+        leaves = jax.tree.leaves(llm.engine._state.cache)
         size = jnp.dtype(kind).itemsize
         assert sum(a.nbytes for a in leaves) == 201 * llm.engine.memory.block_bytes
         assert llm.engine.memory.block_bytes == 2 * 2 * 8 * 2 * 16 * size  # keys and values, L, S, K, D

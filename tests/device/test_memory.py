@@ -8,6 +8,7 @@ import pytest
 from pagedjax import EngineConfig
 from pagedjax.device import cache, memory
 from pagedjax.engine.resolve import resolve
+from pagedjax.engine.runtime import _blank_batch
 
 SMOLLM2 = {"layers": 30, "kv_heads": 3, "head_dim": 64}
 TINYLLAMA = {"layers": 22, "kv_heads": 4, "head_dim": 64}
@@ -187,10 +188,10 @@ def nbytes(tree) -> int:
 def test_an_engine_reports_its_arrays_and_its_largest_step(tiny_llm):
     engine, report = tiny_llm.engine, tiny_llm.engine.memory
     assert report.weights == nbytes(engine.model.params)
-    assert report.cache == nbytes(engine._cache) == 257 * report.block_bytes
+    assert report.cache == nbytes(engine._state.cache) == 257 * report.block_bytes
     assert (report.device_blocks, report.tokens, report.sequences) == (256, 4096, 8)
     assert report.host_blocks == 0, "there is a swap space only for those who swap"
-    peaks = {key.tokens: memory.activations_peak(step) for key, step in engine._steps.items()}
+    peaks = {tokens: memory.activations_peak(step) for tokens, step in engine.runtime.programs.items()}
     assert report.activations == peaks[64] > peaks[8] > 0
     # at least the logits of its eight rows
     assert report.activations >= 8 * engine.model.config.vocab_size * 4
@@ -209,13 +210,15 @@ def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tin
     engine = LLM(tiny, progress=False, **SMALL).engine
     compiled, peak, block = engine.startup["compilations"], engine.memory.activations, engine.memory.block_bytes
     assert engine.config.num_blocks == 8  # all that two sequences of 64 tokens can use: the step had room anyway
-    inputs = nbytes(engine._blanks[8]) + nbytes(engine._blank(8))  # those that stay there, and a step's own
+    inputs = nbytes(engine.runtime.blanks[8]) + nbytes(
+        _blank_batch(engine.runtime.shapes, 8, engine.runtime.blanks, False)
+    )  # those that stay there, and a step's own
     limited(monkeypatch, peak + inputs + 5 * block)
     engine = LLM(tiny, progress=False, memory_fraction=1.0, **SMALL).engine
     assert engine.config.num_blocks == engine.memory.device_blocks == 4
     assert engine.memory.activations == peak  # the number of blocks does not change what a step needs
     assert engine.memory.left == 0
-    assert nbytes(engine._cache) == 5 * block
+    assert nbytes(engine._state.cache) == 5 * block
     # The measured program was for a larger cache. (The program that copies blocks may be known from another engine.)
     assert engine.startup["compilations"] > compiled
 
@@ -273,5 +276,5 @@ def test_a_lone_sequence_in_16_bit_gets_a_second_row_of_logits_on_a_cpu(tiny_fol
     from pagedjax import LLM
 
     llm = LLM(tiny_folder, dtype="bfloat16", max_num_seqs=1, max_num_batched_tokens=4, num_blocks=8, progress=False)
-    assert [llm.engine._shapes.rows(t) for t in llm.engine.config.token_buckets] == [2, 2]
+    assert [llm.engine.runtime.shapes.rows(t) for t in llm.engine.config.token_buckets] == [2, 2]
     assert len(llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids) > 0

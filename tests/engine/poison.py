@@ -25,7 +25,7 @@ def poison(engine: Engine) -> int:
     # one shape for any number of them: the rest spoil one block twice
     ids = np.resize(free, engine.config.num_blocks) if len(free) else None
     if ids is not None:
-        engine._cache = _spoil(engine._cache, ids)
+        engine._state = engine._state._replace(cache=_spoil(engine._state.cache, ids))
     return len(free)
 
 

@@ -261,8 +261,8 @@ def test_neighbours_block_size_caching_and_preemption_change_nothing(tiny, golde
     if config.get("num_blocks") == 28:
         assert any(isinstance(event, Preempted) for event in events)
     assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
-    assert not llm.engine._sources
-    assert not llm.engine._searches
+    assert not llm.engine._state.sequences
+    assert not llm.engine._state.searches
 
 
 def test_beams_share_the_prompt_and_copy_only_what_they_write_to(tiny):
@@ -321,7 +321,7 @@ def test_a_search_can_be_cancelled_by_any_of_its_names(tiny):
         events = llm.engine.cancel("b")
         assert {event.request_id for event in events} == {"a", "b", "c"}
         assert not llm.engine.has_work
-        assert not llm.engine._searches
+        assert not llm.engine._state.searches
         assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
 
 

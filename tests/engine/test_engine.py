@@ -12,7 +12,8 @@ from experiments.bench.random_llama import random_model
 from pagedjax import LLM, BeamSearchParams, SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.engine import compilations
-from pagedjax.engine.engine import COPIES, Engine
+from pagedjax.engine.engine import Engine
+from pagedjax.engine.runtime import COPIES
 from pagedjax.host import event_log, scheduler
 from pagedjax.host.types import Finished, Preempted, Sampled, StepResult
 
@@ -171,7 +172,7 @@ def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
     for request_id, (prompt, params) in everyone().items():
         engine.add(request_id, prompt, params)
     engine.step()
-    with pytest.raises(ValueError, match="recording must start while no request is under way"):
+    with pytest.raises(ValueError, match="recording must start while no request is unfinished"):
         engine.record(tmp_path / "late.jsonl")
     engine.cancel("d1")
     while engine.has_work:
@@ -215,7 +216,8 @@ def test_many_copies_in_a_step_go_in_groups(tiny, monkeypatch):
     engine = make(tiny, max_num_seqs=32, num_blocks=200)
     names = [f"{i}" for i in range(n)]
     calls = []
-    monkeypatch.setattr(engine, "_copy", lambda *args, copy=engine._copy: calls.append(args[1:]) or copy(*args))
+    copy = engine.runtime.copy
+    engine.runtime = dataclasses.replace(engine.runtime, copy=lambda *args: calls.append(args[1:]) or copy(*args))
     engine.add(names[0], prompt, DRAWN, forks=names[1:])
     tokens: dict[str, list[int]] = {}
     most = 0

@@ -12,7 +12,8 @@ import pytest
 from pagedjax import LLM, BeamSearchParams, SamplingParams
 from pagedjax.device import cache
 from pagedjax.engine import results
-from pagedjax.engine.interrupts import undisturbed
+from pagedjax.engine import step as step_module
+from pagedjax.engine.interrupts import deferred
 from pagedjax.host import event_log, scheduler
 from pagedjax.host.types import Preempted, Sampled
 from pagedjax.viewer import run as viewer
@@ -25,7 +26,6 @@ MODES = {
     "scarce": {"num_blocks": 14},
     "swap": {"num_blocks": 14, "preemption": "swap", "swap_space_gib": 0.001},
     "ahead": {"lookahead": 2},
-    "dispatch": {"steps_per_dispatch": 3},
 }
 
 
@@ -88,14 +88,14 @@ def test_what_ran_is_computed_again_and_says_the_same(tiny, monkeypatch, tmp_pat
     engine = make(tiny, **MODES[mode]).engine
     engine.record(tmp_path / "run.jsonl")
     broken = {
-        0: (engine, "_send", True),  # the device has it, and the shell does not know
-        2: (results, "filled", False),
+        0: (step_module, "send", True),  # the device has it, and the shell does not know
+        2: (results, "filled_blocks", False),
         5: (scheduler, "schedule", False),
-        9: (results, "choose", True),
+        9: (results, "advance_searches", True),
         14: (scheduler, "commit", True),
         15: (results, "logprobs", False),
     }
-    if mode in ("ahead", "dispatch"):  # not every step is sent in its own turn
+    if mode == "ahead":  # not every step is sent in its own turn
         del broken[0]
     tokens, beams, preempted = run(engine, monkeypatch, broken)
     engine.record(None)
@@ -121,7 +121,7 @@ def test_content_that_a_failed_step_overwrote_is_not_found(tiny, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(results, "filled", interrupted)
+        patched.setattr(results, "filled_blocks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([other], greedy, use_tqdm=False)
     assert not llm.engine.has_work
@@ -130,50 +130,51 @@ def test_content_that_a_failed_step_overwrote_is_not_found(tiny, monkeypatch):
     assert after.num_cached_tokens == 0
 
 
-def test_ctrl_c_while_an_outcome_is_taken_in_keeps_it_for_the_next_call(tiny, monkeypatch, interruptible):
-    """Of an engine, whose caller goes on; `LLM` gives up what it was asked for."""
+class Interrupting:
+    """In place of a recorder: presses Ctrl-C while the state is replaced, at every fourth commit."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.commits = every, 0
+
+    def commit(self, *_) -> None:
+        self.commits += 1
+        if self.commits % self.every == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def __getattr__(self, name: str):
+        return lambda *_: None
+
+
+def test_ctrl_c_while_the_state_is_replaced_keeps_the_result_for_the_next_call(tiny, monkeypatch, interruptible):
     expected, *_ = run(make(tiny).engine, monkeypatch)
     engine = make(tiny).engine
-    take_in, calls = engine._take_in, []
-
-    def pressed(events):
-        calls.append(events)
-        if len(calls) % 4 == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        take_in(events)
-
-    monkeypatch.setattr(engine, "_take_in", pressed)
+    engine._recorder = Interrupting(every=4)
     step, interrupts = engine.step, []
 
-    def goes_on():
+    def again_after_ctrl_c():
         try:
             return step()
         except KeyboardInterrupt:
             interrupts.append(engine.state.step)
             return step()
 
-    monkeypatch.setattr(engine, "step", goes_on)
+    monkeypatch.setattr(engine, "step", again_after_ctrl_c)
     tokens, *_ = run(engine, monkeypatch)
     assert len(interrupts) > 3
     assert tokens == expected
 
 
-def test_ctrl_c_in_the_last_step_leaves_its_result_to_be_fetched(tiny, monkeypatch, interruptible):
+def test_ctrl_c_in_the_last_step_keeps_its_result_for_the_next_call(tiny, interruptible):
     engine = make(tiny).engine
-    monkeypatch.setattr(engine, "_take_in", lambda events, whole=engine._take_in: press_and(whole, events))
+    engine._recorder = Interrupting(every=1)
     engine.add("a", PROMPTS["r9"], SamplingParams(temperature=0, max_tokens=1))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert not engine.state.running.seqs
-    assert engine.has_work, "a loop over has_work gets it"
+    assert engine.has_work, "a loop over has_work receives the result"
     assert [type(event).__name__ for event in engine.step().events] == ["Admitted", "Sampled", "Finished"]
     assert not engine.has_work
     assert engine.step() is None
-
-
-def press_and(whole, events):
-    os.kill(os.getpid(), signal.SIGINT)
-    whole(events)
 
 
 def test_ctrl_c_costs_a_stream_beside_it_nothing(tiny, interruptible):
@@ -240,7 +241,7 @@ def test_a_cache_that_could_not_be_made_anew_is_made_by_the_next_step(tiny, monk
     engine = make(tiny).engine
     engine.add("early", PROMPTS["r3"], DRAWN)
     with monkeypatch.context() as patched:
-        patched.setattr(results, "filled", lambda *_: 1 / 0)
+        patched.setattr(results, "filled_blocks", lambda *_: 1 / 0)
         patched.setattr(cache, "init", lambda **_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
@@ -248,13 +249,13 @@ def test_a_cache_that_could_not_be_made_anew_is_made_by_the_next_step(tiny, monk
     engine.reset_prefix_cache()
     found, *_ = run(engine, monkeypatch)
     assert set(found) == set(expected)
-    assert engine._cache is not None
+    assert engine._state.cache is not None
 
 
 def test_a_viewer_shows_who_went_back_to_the_queue(tiny, monkeypatch, tmp_path):
     engine = make(tiny).engine
     engine.record(tmp_path / "run.jsonl")
-    run(engine, monkeypatch, {3: (results, "filled", False)})
+    run(engine, monkeypatch, {3: (results, "filled_blocks", False)})
     engine.record(None)
     frames = viewer.read(tmp_path / "run.jsonl").frames
     stopped = [entry for frame in frames for entry in frame.get("before", ()) if entry[0] == "preempted"]
@@ -273,7 +274,7 @@ def interruptible():
 def test_an_interrupt_waits_for_the_end_of_what_belongs_together(interruptible):
     steps = []
 
-    @undisturbed()
+    @deferred()
     def together():
         os.kill(os.getpid(), signal.SIGINT)
         steps.append("whole")
@@ -287,7 +288,7 @@ def test_an_interrupt_waits_for_the_end_of_what_belongs_together(interruptible):
 def test_pressed_again_it_interrupts_at_once(interruptible):
     steps = []
 
-    @undisturbed()
+    @deferred()
     def together():
         for step in range(3):
             os.kill(os.getpid(), signal.SIGINT)
@@ -303,7 +304,7 @@ def test_other_threads_and_handlers_that_python_did_not_set_are_left_alone(monke
     ran = []
 
     def body():
-        with undisturbed():
+        with deferred():
             ran.append(threading.current_thread())
 
     thread = threading.Thread(target=body)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedjax.device.batch import MAX_LISTED, Batch, Shapes, blank_sampling, token_buckets
-from pagedjax.engine.pack import pack
+from pagedjax.engine.pack import _suppressed, pack
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Plan, Request, Seq
 from pagedjax.params import SamplingParams
@@ -21,16 +21,18 @@ def source(tokens: list[int], prompt_len: int, params: SamplingParams = GREEDY, 
     """A request whose known tokens are `tokens`, with room for 20."""
     room = np.full(20, 77, np.int32)  # what lies behind the known tokens must never be used
     room[: len(tokens)] = tokens
-    return SequenceData(params, more.pop("seed", 0), prompt_len, room, len(tokens), **more)
+    data = SequenceData(params, more.pop("seed", 0), prompt_len, room, **more)
+    data.known = len(tokens)  # type: ignore[attr-defined]  # the plan says it, and `plan` reads it here
+    return data
 
 
 def plan(*rows: tuple[str, SequenceData, int, int, tuple[int, ...]]) -> tuple[Plan, dict[str, SequenceData]]:
     """Rows of (id, source, start, count, blocks)."""
     seqs = tuple(
-        Seq(Request(name, s.prompt_len, 5), i, 20, s.length, start, blocks)
+        Seq(Request(name, s.prompt_len, 5), i, 20, s.known, start, blocks)
         for i, (name, s, start, _, blocks) in enumerate(rows)
     )
-    lengths, starts = tuple(s.length for _, s, *_ in rows), tuple(row[2] for row in rows)
+    lengths, starts = tuple(s.known for _, s, *_ in rows), tuple(row[2] for row in rows)
     counts = tuple(row[3] for row in rows)
     return Plan(0, seqs, lengths, starts, counts, *[()] * 9, 0, 0, 9), {name: s for name, s, *_ in rows}
 
@@ -182,7 +184,7 @@ def test_biases_allowed_tokens_and_suppressed_stops_share_one_list():
 @pytest.mark.parametrize(("outputs", "suppressed"), [(0, (8, 9)), (1, (8, 9)), (2, ()), (3, ())])
 def test_stop_tokens_are_suppressed_until_min_tokens_are_out(outputs, suppressed):
     params = SamplingParams(min_tokens=2, max_tokens=9)
-    assert source([1] * (3 + outputs), 3, params, stop_ids=(8, 9)).suppressed == suppressed
+    assert _suppressed(source([1] * (3 + outputs), 3, params, stop_ids=(8, 9)), 3 + outputs) == suppressed
 
 
 def test_prompt_tokens_are_targets_of_the_tokens_before_them():

@@ -9,7 +9,6 @@ import pytest
 
 from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.engine import compilations, programs
-from pagedjax.engine.programs import Key
 from pagedjax.engine.resolve import resolve
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (4, 8, 16), "num_blocks": 32}
@@ -24,14 +23,14 @@ def config(tiny):
 def test_every_bucket_is_built_once_and_the_largest_first(config):
     built, lock = [], threading.Lock()
 
-    def build(key, c):
+    def build(tokens, c):
         with lock:
-            built.append((key.tokens, c.num_blocks))
-        return f"program of {key.tokens}"
+            built.append((tokens, c.num_blocks))
+        return f"program of {tokens}"
 
-    found, fitted = programs.at_once(build, config, lambda largest: config)
-    assert found == {Key(t): f"program of {t}" for t in (4, 8, 16)}
-    assert list(found) == [Key(4), Key(8), Key(16)]
+    found, fitted = programs.compile_all(build, config, lambda largest: config)
+    assert found == {t: f"program of {t}" for t in (4, 8, 16)}
+    assert list(found) == [4, 8, 16]
     assert fitted == config
     assert built[0] == (16, 32)
     assert sorted(built) == [(4, 32), (8, 32), (16, 32)]
@@ -40,12 +39,12 @@ def test_every_bucket_is_built_once_and_the_largest_first(config):
 def test_a_program_for_another_number_of_blocks_is_made_again_and_no_other_was_begun(config):
     smaller, built = replace(config, num_blocks=7), []
 
-    def build(key, c):
-        built.append((key.tokens, c.num_blocks))
-        return key.tokens, c.num_blocks
+    def build(tokens, c):
+        built.append((tokens, c.num_blocks))
+        return tokens, c.num_blocks
 
-    found, fitted = programs.at_once(build, config, lambda largest: smaller)
-    assert found == {Key(t): (t, 7) for t in (4, 8, 16)}
+    found, fitted = programs.compile_all(build, config, lambda largest: smaller)
+    assert found == {t: (t, 7) for t in (4, 8, 16)}
     assert fitted is smaller
     assert sorted(built) == [(4, 7), (8, 7), (16, 7), (16, 32)]
 
@@ -54,15 +53,14 @@ def test_the_first_error_ends_it_and_what_was_not_begun_never_is(config, monkeyp
     monkeypatch.setattr(programs, "THREADS", 1)
     built = []
 
-    def build(key, c):
-        t = key.tokens
-        built.append(t)
-        if t == 8:
+    def build(tokens, c):
+        built.append(tokens)
+        if tokens == 8:
             raise RuntimeError("no program of 8")
-        threading.Event().wait(0 if t == 16 else 0.5)  # while the error is told
+        threading.Event().wait(0 if tokens == 16 else 0.5)  # while the error is told
 
     with pytest.raises(RuntimeError, match="no program of 8"):
-        programs.at_once(build, replace(config, token_buckets=(1, 2, 3, 4, 8, 16)), lambda largest: config)
+        programs.compile_all(build, replace(config, token_buckets=(1, 2, 3, 4, 8, 16)), lambda largest: config)
     assert built[:2] == [16, 8]
     assert len(built) < 6
     built.clear()
@@ -71,49 +69,31 @@ def test_the_first_error_ends_it_and_what_was_not_begun_never_is(config, monkeyp
         raise ValueError("does not fit")
 
     with pytest.raises(ValueError, match="does not fit"):
-        programs.at_once(build, config, unfit)
+        programs.compile_all(build, config, unfit)
     assert built == [16]
 
 
 def test_an_engine_of_one_bucket_has_one_program(config):
     one = replace(config, token_buckets=(16,))
-    assert programs.at_once(lambda key, c: key.tokens, one, lambda largest: one) == ({Key(16): 16}, one)
-
-
-def test_buckets_of_decodes_have_a_second_program_where_several_steps_are_one_dispatch(config, tiny):
-    assert programs.keys(config) == (Key(4), Key(8), Key(16))
-    singles = (Key(4), Key(8), Key(16))
-    assert programs.keys(replace(config, steps_per_dispatch=3)) == (Key(4, 3), *singles)
-    assert programs.keys(replace(config, steps_per_dispatch=3, max_num_seqs=5)) == (Key(4, 3), Key(8, 3), *singles)
-    llm = LLM(tiny, progress=False, steps_per_dispatch=3, **SIZES)
-    assert tuple(llm.engine._steps) == (Key(4, 3), *singles)
-    before = compilations.compilations()
-    llm.generate([[3, 4, 5]] * 4, GREEDY, use_tqdm=False)
-    assert compilations.compilations() == before
-
-
-@pytest.mark.parametrize("value", [0, True, 2.0])
-def test_steps_of_a_dispatch_are_a_number(value):
-    with pytest.raises(ValueError, match=r"steps_per_dispatch is .*; it must be an integer of at least 1"):
-        EngineConfig(steps_per_dispatch=value)
+    assert programs.compile_all(lambda tokens, c: tokens, one, lambda largest: one) == ({16: 16}, one)
 
 
 def test_threads_really_work_side_by_side(config, monkeypatch):
     monkeypatch.setattr(programs.os, "cpu_count", lambda: 2)
     both = threading.Barrier(2, timeout=30)  # broken unless two are inside at once
 
-    def build(key, c):
-        if key.tokens != 16:
+    def build(tokens, c):
+        if tokens != 16:
             both.wait()
 
-    programs.at_once(build, config, lambda largest: config)
+    programs.compile_all(build, config, lambda largest: config)
 
 
 def test_lazily_a_bucket_is_compiled_when_a_step_first_needs_it_and_nothing_else_changes(tiny):
     prompts = [list(range(3, 8)), list(range(20, 31))]
     eager = LLM(tiny, progress=False, **SIZES)
     lazy = LLM(tiny, progress=False, compilation="lazy", **SIZES)
-    assert len(eager.engine._steps) == 3
+    assert len(eager.engine.runtime.programs) == 3
     assert lazy.startup["compilations"] <= 1  # zeros for the cache
     lines = [line.split(maxsplit=2) for line in str(lazy.engine.memory).splitlines()]
     assert ["activations", "peak", "unknown  until the largest step is compiled"] in lines
@@ -142,16 +122,16 @@ def test_a_step_whose_program_cannot_be_made_changes_nothing(tiny, monkeypatch):
     llm = LLM(tiny, progress=False, compilation="lazy", **SIZES)
     llm.engine.add("a", [3, 4, 5], GREEDY)
     state = llm.engine.state
-    build_it = llm.engine._steps._build
+    build_it = llm.engine.runtime.programs._build
 
-    def build(key, c):
+    def build(tokens, c):
         raise RuntimeError("out of memory")
 
-    llm.engine._steps._build = build
+    llm.engine.runtime.programs._build = build
     with pytest.raises(RuntimeError, match="out of memory"):
         llm.engine.step()
     assert llm.engine.state == state
-    llm.engine._steps._build = build_it
+    llm.engine.runtime.programs._build = build_it
     while llm.engine.has_work:
         llm.engine.step()
 

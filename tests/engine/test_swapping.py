@@ -10,8 +10,8 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.device import cache
-from pagedjax.device.host_swap import SwapSpace
-from pagedjax.engine import engine
+from pagedjax.device.host_swap import SwapPrograms, host_cache
+from pagedjax.engine import runtime
 from pagedjax.host import event_log, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Admitted, Preempted, Request, Resumed, Sampled
@@ -113,12 +113,12 @@ def test_blocks_go_out_and_come_back_bit_by_bit_in_batches(dtype, pinned):
     rng = np.random.default_rng(0)
     leaves = [jnp.asarray(rng.standard_normal(leaf.shape), dtype) for leaf in leaves]
     before = [np.asarray(leaf).copy() for leaf in leaves]
-    space = SwapSpace(kv, 7, batch=3, pinned=pinned)
+    swap, host_pages = SwapPrograms(kv, batch=3, pinned=pinned), host_cache(kv, 7)
     device, host, target = (3, 1, 9, 4, 7), (2, 7, 1, 5, 3), (5, 9, 1, 2, 8)
     kv = jax.tree.unflatten(tree, leaves)
-    space.out(kv, list(zip(device, host, strict=True)))
+    swap.out(kv, host_pages, list(zip(device, host, strict=True)))
     blank = jax.tree.map(jnp.zeros_like, kv)
-    after = space.back(blank, list(zip(host, target, strict=True)))
+    after = swap.back(blank, host_pages, list(zip(host, target, strict=True)))
     for old, new in zip(before, jax.tree.leaves(after), strict=True):
         for source, place in zip(device, target, strict=True):
             np.testing.assert_array_equal(np.asarray(new)[place], old[source])
@@ -153,11 +153,11 @@ def test_a_policy_says_who_is_swapped_and_who_computes_again():
 
 def test_moving_a_block_does_not_move_as_many_as_a_table_may_have(tiny, monkeypatch):
     made = []
-    monkeypatch.setattr(engine, "SwapSpace", lambda cache, blocks, batch: made.append(batch))
+    monkeypatch.setattr(runtime, "SwapPrograms", lambda cache, batch: made.append(batch))
     one = make(tiny).engine
-    assert made == [one._shapes.table_width], "as many as there may be"
-    monkeypatch.setattr(engine, "MOVED", 3 * one.memory.block_bytes + 1)
+    assert made == [one.runtime.shapes.table_width], "as many as there may be"
+    monkeypatch.setattr(runtime, "SWAPPED_BYTES", 3 * one.memory.block_bytes + 1)
     make(tiny)
-    monkeypatch.setattr(engine, "MOVED", 1)
+    monkeypatch.setattr(runtime, "SWAPPED_BYTES", 1)
     make(tiny)
     assert made[1:] == [3, 1]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,8 @@ def test_a_compilation_in_the_measured_run_fails_it(
 
     def make(**fields: Any) -> LLM:
         llm = LLM(**fields)
-        llm.engine._policy = llm.engine._policy._replace(order=order)
+        engine = llm.engine
+        engine.runtime = replace(engine.runtime, policy=engine.runtime.policy._replace(order=order))
         return llm
 
     monkeypatch.setattr("pagedjax.llm.LLM", make)

@@ -238,7 +238,7 @@ def test_while_requests_are_under_way_it_is_refused(llm, tree):
     before = ids(llm)
     stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     next(stream)
-    with pytest.raises(ValueError, match=r"requests are under way \(1\).*finish or cancel them"):
+    with pytest.raises(ValueError, match=r"1 requests are unfinished.*finish or cancel them"):
         llm.update_params(scaled(tree, 1.5))
     stream.close()
     assert ids(llm) == before

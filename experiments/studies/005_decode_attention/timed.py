@@ -239,7 +239,7 @@ def names(batch: int) -> list[str]:
 def sources(batch: int, length: int) -> dict[str, SequenceData]:
     """Requests that know `length` tokens each."""
     params = SamplingParams(temperature=0, ignore_eos=True)
-    return {name: SequenceData(params, 0, length, np.ones(length + 1, np.int32), length) for name in names(batch)}
+    return {name: SequenceData(params, 0, length, np.ones(length + 1, np.int32)) for name in names(batch)}
 
 
 def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[float]]:

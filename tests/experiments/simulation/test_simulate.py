@@ -139,7 +139,6 @@ def test_whole_batches_take_a_policy_that_keeps_them():
     ("options", "simulate", "message"),
     [
         ({"lookahead": 2}, {"chip": "h200"}, r"engine.lookahead is 2, .*set it to 0"),
-        ({"steps_per_dispatch": 4}, {"chip": "h200"}, r"engine.steps_per_dispatch is 4, .*set it to 1"),
         ({"preemption": "swap"}, {"fit": "runs/x"}, r"preemption is 'swap', .*set engine.preemption: recompute"),
     ],
     ids=str,

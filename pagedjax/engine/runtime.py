@@ -1,0 +1,169 @@
+"""`Runtime`: what an engine's steps use and never change: model, configuration, policy and compiled programs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from pagedjax.config import EngineConfig, Resolved
+from pagedjax.device import attention, cache, memory
+from pagedjax.device.batch import Batch, SamplingBatch, Shapes, blank_feed, blank_sampling
+from pagedjax.device.host_swap import SwapPrograms
+from pagedjax.device.models import Model
+from pagedjax.device.sampling import device_tile
+from pagedjax.device.step import copy_blocks, make_step
+from pagedjax.engine import compilations, programs
+from pagedjax.engine.pack import pack
+from pagedjax.engine.resolve import block_shape, host_blocks, resolve, shapes
+from pagedjax.host import policies
+from pagedjax.host.policies import Policy
+from pagedjax.host.state import SchedulerConfig, limits
+from pagedjax.host.types import EMPTY_PLAN
+from pagedjax.weights.trained import replaced
+
+# Programs that move blocks move a fixed number, with the trash block as padding. A branch copies one block now and
+# then; a swapped sequence moves all of its blocks.
+COPIES = 8  # blocks of one copy on the device
+SWAPPED_BYTES = 16 * memory.MIB  # of one transfer to or from the host
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Everything that `step` needs beside the state. Another model's parameters make another runtime (`with_params`).
+
+    config: nothing in it is left open.
+    leaves: the model's parameters as a step takes them.
+    blanks: by the tokens of a bucket, the sampling arrays of a step whose rows use no option, on the device.
+    programs: by the tokens of a bucket, its compiled step.
+    copy: the compiled copy of COPIES blocks on the device.
+    swap: the compiled transfers to and from the host; None without swapping.
+    startup: seconds by stage, the number of programs, and how many of them came from the cache on disk.
+    """
+
+    model: Model
+    config: Resolved
+    eos_token_ids: tuple[int, ...]
+    policy: Policy
+    leaves: tuple[Any, ...]
+    shapes: Shapes
+    blanks: Mapping[int, SamplingBatch]
+    programs: Mapping[int, Any]
+    copy: Any
+    swap: SwapPrograms | None
+    memory: memory.MemoryReport
+    startup: Mapping[str, Any]
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        return limits(self.config, host_blocks(self.config, self.model))
+
+    def new_cache(self) -> cache.KVCache:
+        return cache.init(blocks=self.config.num_blocks, **_block(self.config, self.model))
+
+    def with_params(self, tree: Any) -> Runtime:
+        """The runtime of the same model with other parameters, which are copied.
+
+        Raises:
+            ValueError: a parameter differs in name, shape or dtype; all of them are named.
+        """
+        model = self.model._replace(params=replaced(self.model.params, tree))
+        return replace(self, model=model, leaves=model.leaves)
+
+
+def build(model: Model, config: EngineConfig, eos_token_ids: Sequence[int] = (), *, progress: bool = False) -> Runtime:
+    """Resolve the configuration, compile the programs, and settle the number of blocks.
+
+    Compiling needs the shapes of a cache and not its memory, which `new_cache` allocates when the number of blocks is
+    known to fit.
+
+    Raises:
+        ValueError: see `resolve`.
+    """
+    found = memory.read(jax.devices()[0])  # before the cache takes its share
+    resolved = resolve(config, model, found)
+    sizes, policy, leaves = shapes(resolved, model), policies.find(resolved.policy), model.leaves
+    blanks = {sizes.rows(t): blank_sampling(sizes, t) for t in sizes.tokens}
+    blanks = {rows: jax.device_put(blank) for rows, blank in blanks.items()}
+    by_tokens = {t: blanks[sizes.rows(t)] for t in sizes.tokens}
+    ahead = resolved.lookahead > 0
+    blank = {t: _blank_batch(sizes, t, by_tokens, ahead) for t in sizes.tokens}
+    inputs = memory.held(blanks) + memory.held(blank[sizes.tokens[-1]])  # a step may have arrays in place of the blanks
+    found = found._replace(free=max(found.free - inputs, 0))
+    before, started = compilations.counts(), time.perf_counter()
+    attend = attention.attend(resolved.attention_impl, model.config.attn_scale)
+    step = make_step(model, attend, resolved.seed, device_tile())
+
+    def compile_step(tokens: int, c: Resolved) -> Any:
+        return step.lower(leaves, _cache_shapes(c, model), blank[tokens]).compile()
+
+    def settle(program: Any) -> Resolved:
+        return resolve(config, model, found, memory.activations_peak(program))
+
+    lazy = resolved.compilation == "lazy"
+    if lazy:
+        steps = programs.LazyPrograms(compile_step, resolved)
+    else:
+        steps, resolved = programs.compile_all(compile_step, resolved, settle, progress=progress)
+    pages, block = _cache_shapes(resolved, model), _block(resolved, model)
+    copy = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile()
+    swap, block_bytes = None, cache.block_bytes(**block)
+    if resolved.preemption == "swap":
+        several = max(1, min(SWAPPED_BYTES // block_bytes, sizes.table_width))
+        swap = SwapPrograms(pages, several)
+    report = memory.report(
+        found,
+        weights=memory.held(leaves),
+        activations=None if lazy else memory.activations_peak(steps[sizes.tokens[-1]]),
+        num_blocks=resolved.num_blocks,
+        block_size=resolved.block_size,
+        block_bytes=block_bytes,
+        max_model_len=resolved.max_model_len,
+        swap_space_gib=resolved.swap_space_gib if resolved.preemption == "swap" else 0,
+    )
+    if progress:
+        tqdm.write(f"attention {resolved.attention_impl!r}\n{report}", file=sys.stderr)
+    startup = {"compile": time.perf_counter() - started, "warmup": 0.0}
+    made = compilations.counts() - before
+    parts = (model, resolved, tuple(eos_token_ids), policy, leaves, sizes, by_tokens, steps, copy, swap, report)
+    return Runtime(*parts, startup={**startup, **made._asdict()})
+
+
+def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:
+    """Run the smallest step once, so that the first request runs warm code. Nothing runs if programs are lazy."""
+    started = time.perf_counter()
+    if runtime.config.compilation != "lazy":
+        tokens = runtime.shapes.tokens[0]
+        blank = _blank_batch(runtime.shapes, tokens, runtime.blanks, runtime.config.lookahead > 0)
+        pages, output = runtime.programs[tokens](runtime.leaves, pages, blank)
+        jax.block_until_ready(output)
+    startup = {**runtime.startup, "warmup": time.perf_counter() - started}
+    return replace(runtime, startup=startup), pages
+
+
+def padded_pairs(pairs: Sequence[tuple[int, int]], size: int) -> np.ndarray:
+    """[2, size] int32: the blocks to copy from and to. The padding copies the trash block onto itself."""
+    found = np.zeros((2, size), np.int32)
+    if pairs:
+        found[:, : len(pairs)] = np.array(pairs, np.int32).T
+    return found
+
+
+def _block(c: Resolved, model: Model) -> dict[str, Any]:
+    return block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl)
+
+
+def _cache_shapes(c: Resolved, model: Model) -> cache.KVCache:
+    return jax.eval_shape(lambda: cache.init(blocks=c.num_blocks, **_block(c, model)))
+
+
+def _blank_batch(sizes: Shapes, tokens: int, blanks: Mapping[int, SamplingBatch], ahead: bool) -> Batch:
+    """A step of a bucket that computes nothing."""
+    batch = pack(EMPTY_PLAN, {}, sizes._replace(tokens=(tokens,)), blanks)
+    return batch._replace(feed=blank_feed(sizes, tokens)) if ahead else batch

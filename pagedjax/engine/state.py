@@ -1,0 +1,162 @@
+"""`EngineState`: everything that an engine's steps change, as one value, and its transitions other than a step.
+
+    init(runtime) -> state
+    submit(runtime, state, request) -> state       or ValueError, and the state is the one before
+    cancel(state, sequence_id) -> (state, events)
+    forget(state) -> state                         the prefix cache
+    roll_back(state) -> state                      after a step that failed
+
+A state is used once: the next step donates its cache and writes tokens into its arrays. So an engine holds one state
+and replaces it, and a new state is assigned whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from immutables import Map
+
+from pagedjax.device.cache import KVCache
+from pagedjax.device.host_swap import host_cache
+from pagedjax.engine.lookahead import Lookahead
+from pagedjax.engine.requests import Sequences, apply_events, prepare
+from pagedjax.engine.runtime import Runtime
+from pagedjax.host import beams, scheduler
+from pagedjax.host.scheduler import SchedulerState
+from pagedjax.host.types import Event, Finished, FinishReason, StepResult
+from pagedjax.params import BeamSearchParams, SamplingParams
+
+LogEntry = tuple[str, tuple[Any, ...]]  # a method of `host.event_log.Recorder` and its arguments
+
+
+class EngineState(NamedTuple):
+    """scheduler: the scheduler's state: queues, block tables, counts.
+    sequences: tokens and sampling of every unfinished sequence.
+    searches: beam searches, by the group of their beams.
+    ahead: predicted steps on the device.
+    cache: keys and values on the device; None until the next step allocates it.
+    host_cache: the swap space, in host memory; None without swapping.
+    result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call returns it.
+    log: transitions that no recorder has written yet.
+    """
+
+    scheduler: SchedulerState
+    sequences: Sequences
+    searches: Mapping[int, beams.Search]
+    ahead: Lookahead
+    cache: KVCache | None
+    host_cache: KVCache | None
+    result: StepResult | None = None
+    log: tuple[LogEntry, ...] = ()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running.seqs or self.result)
+
+    @property
+    def unfinished(self) -> int:
+        """Sequences that wait or run."""
+        return len(self.scheduler.waiting) + len(self.scheduler.running.seqs)
+
+
+def init(runtime: Runtime, cache: KVCache | None = None) -> EngineState:
+    """No request, and nothing in the cache."""
+    config = runtime.scheduler_config
+    pages = runtime.new_cache() if cache is None else cache
+    space = host_cache(pages, config.host_blocks) if config.host_blocks else None
+    return EngineState(scheduler.init(config), Map(), {}, Lookahead(), pages, space)
+
+
+def submit(
+    runtime: Runtime,
+    state: EngineState,
+    names: Sequence[str],
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams | BeamSearchParams,
+    *,
+    priority: int = 0,
+    user: str = "",
+) -> EngineState:
+    """Queue a request.
+
+    Args:
+        names: ids of its sequences; the first one is the request's.
+
+    Raises:
+        ValueError: the request can never run (see `scheduler.submit` and `prepare`).
+    """
+    before = state.scheduler
+    prepared = prepare(
+        before,
+        names,
+        prompt_token_ids,
+        params,
+        eos_token_ids=runtime.eos_token_ids,
+        vocab_size=runtime.model.config.vocab_size,
+        caching=runtime.config.enable_prefix_caching,
+        priority=priority,
+        user=user,
+        spare=runtime.config.lookahead,
+    )
+    after = scheduler.submit(before, prepared.request)
+    searches = {**state.searches, before.arrivals: prepared.search} if prepared.search else state.searches
+    return state._replace(
+        scheduler=after,
+        sequences=state.sequences.update(prepared.sequences),
+        searches=searches,
+        log=(*state.log, ("submit", (prepared.request, prompt_token_ids))),
+    )
+
+
+def cancel(
+    state: EngineState, sequence_id: str, reason: FinishReason = "abort"
+) -> tuple[EngineState, tuple[Event, ...]]:
+    """End a sequence at any time (`scheduler.cancel`). An unknown id changes nothing."""
+    before = state.scheduler
+    after, events = scheduler.cancel(before, sequence_id, reason)
+    state = state._replace(
+        scheduler=after,
+        ahead=state.ahead._replace(last=None),  # the next prediction starts from the new state
+        log=(*state.log, ("cancel", (sequence_id, reason, events))),
+    )
+    return with_events(state, events, before), events
+
+
+def with_events(state: EngineState, events: Sequence[Event], before: SchedulerState, spare: int = 0) -> EngineState:
+    """Append the new tokens of events, and drop the sequences and searches that ended.
+
+    Args:
+        before: the scheduler's state before the transition that gave the events.
+        spare: see `requests.appended`.
+    """
+    ended = {event.request_id for event in events if isinstance(event, Finished)}
+    searches = state.searches
+    if ended and searches:
+        searches = {group: search for group, search in searches.items() if search.names[0] not in ended}
+    sequences = apply_events(state.sequences, events, before.running, spare)
+    return state._replace(sequences=sequences, searches=searches)
+
+
+def forget(state: EngineState) -> EngineState:
+    """Forget what cached blocks hold. Unfinished requests continue."""
+    return state._replace(scheduler=scheduler.forget(state.scheduler), log=(*state.log, ("forget", ())))
+
+
+def roll_back(state: EngineState) -> EngineState:
+    """After a failed step: running requests return to the queue, and the cache is reset.
+
+    The state is the one before the step. The device may have written any block since then, so no content is trusted,
+    and the next step allocates a new cache. Known tokens stay known.
+    """
+    for array in jax.tree.leaves(state.cache):
+        if not array.is_deleted():
+            array.delete()  # its memory is needed for the new cache, and a traceback may still refer to it
+    return state._replace(
+        scheduler=scheduler.restart(state.scheduler),
+        searches={group: search._replace(offers=()) for group, search in state.searches.items()},
+        ahead=Lookahead(),
+        cache=None,
+        log=(*state.log, ("restart", ())),
+    )

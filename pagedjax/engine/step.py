@@ -1,0 +1,110 @@
+"""One step of an engine: schedule -> pack -> run -> commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Set
+
+import numpy as np
+
+from pagedjax.device.batch import Batch, Feed, blank_feed
+from pagedjax.device.cache import KVCache
+from pagedjax.engine import compilations, lookahead, results
+from pagedjax.engine.lookahead import SentStep
+from pagedjax.engine.pack import pack
+from pagedjax.engine.requests import Sequences
+from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
+from pagedjax.engine.state import EngineState, cancel, with_events
+from pagedjax.host import scheduler
+from pagedjax.host.types import Plan, StepResult
+
+
+def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]:
+    """Run one step. The old state must not be used again: its cache is donated."""
+    config, sequences = runtime.config, state.sequences
+    started, compiled = time.perf_counter(), compilations.compilations()
+    before, plan = scheduler.schedule(state.scheduler, runtime.policy)
+    cache = runtime.new_cache() if state.cache is None else state.cache
+
+    ahead, sent, rows = lookahead.take(state.ahead, plan)
+    if sent is None:
+        cache, sent = send(runtime, state, cache, plan)
+        rows = tuple(range(len(plan.seqs)))
+    if config.lookahead and not state.searches:
+
+        def send_predicted(cache: KVCache, plan: Plan, previous: SentStep, unknown: Set[int]):
+            return send(runtime, state, cache, plan, previous, unknown)
+
+        ahead_of = (ahead, sent, before, plan, runtime.policy, sequences, config.lookahead, cache, send_predicted)
+        cache, ahead = lookahead.extend(*ahead_of)
+    overlaps = any(other.sent > sent.sent for other in ahead.sent)  # the device goes on with predicted steps
+    was_done = not overlaps and sent.sent < started and sent.ready
+    sampled = np.asarray(sent.output.sampled.tokens)[list(rows)].tolist()
+    arrived = time.perf_counter()
+
+    hashes = results.filled_blocks(plan, sequences, config.block_size)
+    searches, choices, ended = results.advance_searches(plan, state.searches, sent.output)
+    after, events = scheduler.commit(before, plan, sampled, hashes, choices)
+    logprobs = results.logprobs(plan, sequences, sent, rows)
+    log = ("schedule", (plan, started)), ("commit", (sampled, hashes, choices, events))
+    state = state._replace(scheduler=after, searches=searches, ahead=ahead, cache=cache, log=(*state.log, *log))
+    state = with_events(state, events, before, config.lookahead)
+    for search in ended:
+        state, cancelled = cancel(state, search.request_id, search.sequences[0].reason)
+        events += cancelled
+    finished = time.perf_counter()
+    result = StepResult(
+        plan=plan,
+        events=events,
+        started=started,
+        finished=finished,
+        device_seconds=0.0 if was_done else (finished if overlaps else arrived) - max(started, sent.sent),
+        padded_tokens=runtime.shapes.bucket(sent.plan.num_tokens),
+        compilations=compilations.compilations() - compiled,
+        logprobs=logprobs,
+        beams=ended,
+    )
+    return state, result
+
+
+def send(
+    runtime: Runtime,
+    state: EngineState,
+    cache: KVCache,
+    plan: Plan,
+    previous: SentStep | None = None,
+    unknown: Set[int] = frozenset(),
+) -> tuple[KVCache, SentStep]:
+    """Have the device compute a plan, after the steps that were sent to it before.
+
+    Args:
+        previous: of a predicted plan, the step before it, which samples the unknown tokens.
+        unknown: arrivals of the sequences whose newest token is not known on the host.
+    """
+    batch = packed(runtime, state.sequences, plan, previous, unknown)
+    sent = time.perf_counter()
+    cache, output = runtime.programs[len(batch.tokens)](runtime.leaves, moved(runtime, state, cache, plan), batch)
+    return cache, SentStep(plan, output, sent)
+
+
+def packed(runtime: Runtime, sequences: Sequences, plan: Plan, previous: SentStep | None, unknown: Set[int]) -> Batch:
+    """The arrays of a plan; arguments as in `send`."""
+    batch = pack(plan, sequences, runtime.shapes, runtime.blanks)
+    if not runtime.config.lookahead:
+        return batch
+    t = len(batch.tokens)
+    if previous is None:
+        return batch._replace(feed=blank_feed(runtime.shapes, t))
+    return batch._replace(feed=Feed(lookahead.fed_rows(plan, previous.plan, unknown, t), previous.output.fed))
+
+
+def moved(runtime: Runtime, state: EngineState, cache: KVCache, plan: Plan) -> KVCache:
+    """Move whole blocks before the step writes any: to the host, back from the host, then copies on the device."""
+    if runtime.swap and state.host_cache is not None:
+        if plan.swap_out:
+            runtime.swap.out(cache, state.host_cache, plan.swap_out)
+        if plan.swap_in:
+            cache = runtime.swap.back(cache, state.host_cache, plan.swap_in)
+    for i in range(0, len(plan.copies), COPIES):  # to free blocks, so none of them reads what another one writes
+        cache = runtime.copy(cache, *padded_pairs(plan.copies[i : i + COPIES], COPIES))
+    return cache
