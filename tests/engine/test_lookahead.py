@@ -228,7 +228,7 @@ def test_no_prediction_overwrites_cached_content(tiny):
         engine.add("b", tokens(10, 99), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
         while engine.has_work:
             run.step()
-        assert runs[1].results == runs[0].results
+    assert runs[1].results == runs[0].results
     assert runs[1].sent == runs[1].steps, "a prediction was wrong"
     assert 5 <= runs[1].late < runs[1].steps, "each block taken from the cache is waited for"
 
