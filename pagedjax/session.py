@@ -1,4 +1,4 @@
-"""Requests under way, as text: what an engine's steps mean for the branches of each. Shared by `LLM` and the server."""
+"""`Session`: requests on an engine, and the text that its steps make of them. `LLM` and the server use one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from pagedjax.text.outputs import BeamOutputBuilder, CompletionOutput, OutputBui
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
 Params = SamplingParams | BeamSearchParams
-Branches = dict[
-    str, OutputBuilder | BeamOutputBuilder
-]  # by the id the engine knows them by; of a beam search, the first
+Branches = dict[str, OutputBuilder | BeamOutputBuilder]  # of a request, by sequence id; of a beam search, the first id
 
 
 @dataclass(frozen=True)
@@ -32,62 +30,67 @@ class GenerationRequest:
 
 
 class TextDelta(NamedTuple):
-    """What a step brought to a branch: a token, and the text that is final with it, often none."""
+    """One new token of a sequence, and the text that is final with it (often none)."""
 
-    name: str
+    sequence_id: str
     token_id: int
     text: str
 
 
 class SessionStep(NamedTuple):
-    """A step, folded into the branches that it served."""
+    """One step of the engine, as the session's requests see it."""
 
     result: StepResult
-    pieces: tuple[TextDelta, ...]
-    ended: tuple[str, ...]  # names of branches; of a beam search, the first
-    events: tuple[Event, ...]  # the step's, and those of stop strings, which end a branch after it
-    tokens: int  # of all branches, and of beam searches that ended
+    deltas: tuple[TextDelta, ...]
+    ended: tuple[str, ...]  # sequence ids; of a beam search, the first
+    events: tuple[Event, ...]  # of the step, and of stop strings, which end a sequence after the step
+    tokens: int  # of all sequences, and of beam searches that ended
 
 
 class Session:
-    """The requests of one engine that have not ended."""
+    """Unfinished requests of an engine. Sessions of one engine are independent: each sees its own requests.
+
+    Attributes:
+        branches: the outputs under construction, by sequence id.
+    """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> None:
         self.engine, self.tokenizer = engine, tokenizer
-        self._eos = frozenset(eos_token_ids)
-        self._results: deque[StepResult] = deque()  # not folded into the branches yet
         self.branches: Branches = {}
+        self._eos = frozenset(eos_token_ids)
+        self._results: deque[StepResult] = deque()  # of steps that other sessions ran
         engine.sessions.add(self)
 
-    def add(self, asks: Sequence[GenerationRequest]) -> list[Branches]:
-        """Queue every request, or none -> the branches of each.
+    def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
+        """Queue all requests, or none of them. Returns the branches of each.
 
         Raises:
             ValueError: a request that can never run (see `Engine.add`), or a stop string without a tokenizer.
         """
-        for params in (ask.params for ask in asks):
+        for params in (request.params for request in requests):
             if isinstance(self.tokenizer, NoTokenizer) and isinstance(params, SamplingParams) and params.stop:
                 what = f"stop is {params.stop!r}, but this model has no tokenizer and no text"
                 raise ValueError(f"{what}; use stop_token_ids")
-        requests: list[Branches] = []
+        added: list[Branches] = []
         try:
-            for ask in asks:
-                params = ask.params if isinstance(ask.params, BeamSearchParams) else ask.params.drawn()
+            for request in requests:
+                params = request.params
+                params = params if isinstance(params, BeamSearchParams) else params.drawn()
                 width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
                 first, *forks = names = self.engine.new_ids(width)
-                order = {"priority": ask.priority, "user": ask.user}
-                self.engine.add(first, ask.prompt_token_ids, params, forks=forks, **order)
-                requests.append(self._assemblies(names, ask.prompt_token_ids, params))
+                order = {"priority": request.priority, "user": request.user}
+                self.engine.add(first, request.prompt_token_ids, params, forks=forks, **order)
+                added.append(self._outputs(names, request.prompt_token_ids, params))
         except BaseException:
-            for branches in requests:
+            for branches in added:
                 self.abandon(branches)
             raise
-        for branches in requests:
+        for branches in added:
             self.branches |= branches
-        return requests
+        return added
 
-    def _assemblies(self, names: Sequence[str], tokens: Sequence[int], params: Params) -> Branches:
-        parts = self.tokenizer, tokens, self._eos
+    def _outputs(self, names: Sequence[str], prompt: Sequence[int], params: Params) -> Branches:
+        parts = self.tokenizer, prompt, self._eos
         if isinstance(params, BeamSearchParams):
             return {names[0]: BeamOutputBuilder(params, *parts)}
         return {name: OutputBuilder(i, params, *parts) for i, name in enumerate(names)}
@@ -96,11 +99,11 @@ class Session:
     def step(self) -> SessionStep:
         """Run one step, or take the result of a step that another session of the engine ran.
 
-        There must be an unfinished request. Ctrl-C waits for the end of the step; pressed twice, it does not.
+        The session must have an unfinished request. Ctrl-C waits for the end of the step; pressed twice, it does not.
         """
         if not self._results:
             result = self.engine.step()
-            assert result is not None, "branches are unfinished, so the engine has work"
+            assert result is not None, "a request is unfinished, so the engine has work"
             for session in self.engine.sessions:
                 session.receive(result)
         return self._folded(self._results.popleft())
@@ -111,12 +114,13 @@ class Session:
             self._results.append(result)
 
     def _folded(self, result: StepResult) -> SessionStep:
+        """The result, folded into the branches."""
         branches, events = self.branches, list(result.events)
         for entry in result.logprobs:
             if isinstance(branch := branches.get(entry.request_id), OutputBuilder):
                 branch.take(entry)
         reasons: dict[str, FinishReason] = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
-        pieces, ended, searched = [], [], 0
+        deltas, ended, searched = [], [], 0
         for event in result.events:
             if isinstance(event, Admitted) and event.request_id in branches:
                 branch = branches[event.request_id]
@@ -127,11 +131,11 @@ class Session:
                 branch = branches.get(name)
                 if not isinstance(branch, OutputBuilder):
                     continue
-                pieces.append(TextDelta(name, token, branch.push(token, reasons.get(name))))
+                deltas.append(TextDelta(name, token, branch.push(token, reasons.get(name))))
                 if branch.finish_reason is not None:
                     del branches[name]
                     ended.append(name)
-                    if name not in reasons:  # a stop string: the scheduler has to be told
+                    if name not in reasons:  # a stop string, which the scheduler does not know
                         events += self.engine.cancel(name, "stop")
         for name, sequences in result.beams:
             branch = branches.pop(name, None)
@@ -139,10 +143,10 @@ class Session:
                 branch.end(sequences)
                 searched += sum(len(one.token_ids) for one in sequences)
                 ended.append(name)
-        return SessionStep(result, tuple(pieces), tuple(ended), tuple(events), len(pieces) + searched)
+        return SessionStep(result, tuple(deltas), tuple(ended), tuple(events), len(deltas) + searched)
 
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
-        """End those of a request that are still under way."""
+        """Cancel the branches that are unfinished."""
         events: tuple[Event, ...] = ()
         for name, branch in branches.items():
             if branch.finish_reason is None:
@@ -151,21 +155,21 @@ class Session:
         return events
 
 
-def output_of(request_id: str, ask: GenerationRequest, branches: Mapping[str, Any]) -> RequestOutput:
-    """What a user gets of a request that has ended."""
+def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str, Any]) -> RequestOutput:
+    """The output of a request that has ended."""
     leader, *_ = several = list(branches.values())
     return RequestOutput(
         request_id=request_id,
-        prompt=ask.prompt,
-        prompt_token_ids=tuple(ask.prompt_token_ids),
-        outputs=leader.completions() if isinstance(leader, BeamOutputBuilder) else _best(several, ask.params),
+        prompt=request.prompt,
+        prompt_token_ids=tuple(request.prompt_token_ids),
+        outputs=leader.completions() if isinstance(leader, BeamOutputBuilder) else _best(several, request.params),
         prompt_logprobs=leader.prompt_positions() if isinstance(leader, OutputBuilder) else None,
         num_cached_tokens=leader.num_cached or 0,
     )
 
 
 def _best(branches: Sequence[Any], params: Any) -> tuple[CompletionOutput, ...]:
-    """All branches; or of `best_of`, the n of the largest summed log-probability, the best first."""
+    """All branches; of `best_of`, the n with the largest summed log-probability, the best first."""
     if params.drawn().n > params.n:
         branches = sorted(branches, key=lambda branch: -branch.cumulative)[: params.n]
     outputs = (branch.completion() for branch in branches)

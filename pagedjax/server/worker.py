@@ -250,7 +250,7 @@ class Worker:
         stepped = self._session.step()
         self._observe("stepped", before, stepped.result, stepped.events, self.llm.engine.state)
         news: list[tuple[Ticket, News]] = []
-        for name, token_id, text in stepped.pieces:
+        for name, token_id, text in stepped.deltas:
             ticket, ask, branches = self._mine[name]
             if not ticket.deltas:
                 continue

@@ -1,0 +1,150 @@
+"""The engine as a value: `step(runtime, state)`, what a state holds, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from pagedjax import LLM, EngineConfig, SamplingParams
+from pagedjax.engine import runtime as runtimes
+from pagedjax.engine import state as states
+from pagedjax.engine.engine import Engine
+from pagedjax.engine.requests import SequenceData, appended
+from pagedjax.engine.step import step
+from pagedjax.host.types import Sampled
+
+SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 64}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPTS = {"a": [5, 6, 7, 8, 9], "b": list(range(20, 50))}
+
+
+@pytest.fixture(scope="module")
+def runtime(tiny):
+    return runtimes.build(tiny.model, EngineConfig(**SIZES), tiny.eos_token_ids)
+
+
+def submitted(runtime, state, params=GREEDY):
+    for name, prompt in PROMPTS.items():
+        state = states.submit(runtime, state, (name,), prompt, params)
+    return state
+
+
+def completed(runtime, state):
+    """Steps until no request is unfinished -> (the last state, tokens by sequence)."""
+    tokens: dict[str, list[int]] = {}
+    while state.has_work:
+        state, result = step(runtime, state)
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                    tokens.setdefault(name, []).append(token)
+    return state, tokens
+
+
+def test_two_states_of_one_runtime_do_not_know_each_other(runtime, tiny):
+    engine = Engine(tiny.model, EngineConfig(**SIZES))
+    first, second = submitted(runtime, states.init(runtime)), submitted(runtime, states.init(runtime))
+    first, result = step(runtime, first)  # one is ahead of the other
+    assert result.plan.num_tokens == sum(map(len, PROMPTS.values()))
+    assert second.scheduler.running.seqs == ()
+    _, expected = completed(runtime, second)
+    assert completed(runtime, first)[1] == {name: tokens[1:] for name, tokens in expected.items()}
+    engine.add("a", PROMPTS["a"], GREEDY)
+    found = [e.token_ids[0] for _ in range(6) for e in engine.step().events if isinstance(e, Sampled)]
+    assert found == expected["a"]
+
+
+def test_transitions_leave_the_state_before_them_unchanged(runtime):
+    empty = states.init(runtime)
+    one = states.submit(runtime, empty, ("a",), PROMPTS["a"], GREEDY)
+    assert not empty.has_work
+    assert empty.sequences.get("a") is None
+    after, events = states.cancel(one, "a")
+    assert [event.request_id for event in events] == ["a"]
+    assert (one.unfinished, after.unfinished) == (1, 0)
+    assert set(one.sequences) == {"a"}
+    assert not after.sequences
+    rolled = states.roll_back(states.submit(runtime, after, ("a",), PROMPTS["a"], GREEDY))
+    assert rolled.cache is None
+    assert rolled.unfinished == 1
+    assert all(array.is_deleted() for array in jax.tree.leaves(one.cache))
+
+
+def test_the_log_of_a_state_is_what_a_recorder_writes(runtime):
+    state = submitted(runtime, states.init(runtime))
+    state, _ = step(runtime, state)
+    state, _ = states.cancel(states.forget(state), "a")
+    assert [name for name, _ in state.log] == ["submit", "submit", "schedule", "commit", "forget", "cancel"]
+
+
+def test_a_step_keeps_the_cache_where_it_is(runtime):
+    state = submitted(runtime, states.init(runtime))
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), state.cache)
+    where = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(state.cache)]
+    state, _ = step(runtime, state)
+    chex.assert_trees_all_equal(jax.tree.map(lambda a: (a.shape, a.dtype), state.cache), shapes)
+    chex.assert_tree_all_finite(state.cache)
+    assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(state.cache)] == where
+
+
+def test_branches_of_a_queued_request_share_one_array(tiny):
+    """64 branches of 3 tokens with a limit of 131,072 once took 32 MiB before they ran."""
+    llm = LLM(tiny, progress=False, **{**SIZES, "max_num_seqs": 64})
+    engine, names = llm.engine, [f"{i}" for i in range(64)]
+    engine.add(names[0], [5, 6, 7], SamplingParams(max_tokens=400, seed=1, ignore_eos=True), forks=names[1:])
+    queued = engine._state.sequences
+    arrays = {id(data.tokens): data.tokens for data in queued.values()}
+    assert sum(array.nbytes for array in arrays.values()) <= 4 * 3
+    while not engine.state.running.seqs or len(engine.state.running.seqs) < 64:
+        engine.step()
+    engine.step()
+    running = engine._state.sequences
+    assert len({id(data.tokens) for data in running.values()}) == 64, "each branch writes to an array of its own"
+    assert sum(data.tokens.nbytes for data in running.values()) < 64 * 4 * 100
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+def test_appended_tokens_never_reach_a_shared_prompt(spare):
+    prompt = np.array([1, 2, 3] + [0] * spare, np.int32)
+    a, b = (SequenceData(GREEDY, 0, 3, prompt) for _ in range(2))
+    for length, token in enumerate((7, 8, 9), start=3):
+        a, b = appended(a, length, token, spare), appended(b, length, token + 10, spare)
+    chex.assert_trees_all_equal(a.tokens[:6], np.array([1, 2, 3, 7, 8, 9], np.int32))
+    chex.assert_trees_all_equal(b.tokens[:6], np.array([1, 2, 3, 17, 18, 19], np.int32))
+    chex.assert_trees_all_equal(prompt, np.array([1, 2, 3] + [0] * spare, np.int32))
+    assert len(a.tokens) >= 6 + spare
+
+
+def test_appending_copies_each_token_a_bounded_number_of_times():
+    data, copies = SequenceData(GREEDY, 0, 1, np.array([1], np.int32)), 0
+    for length in range(1, 5000):
+        longer = appended(data, length, length, 0)
+        copies += length if longer is not data else 0
+        data = longer
+    assert copies < 6 * 5000
+    chex.assert_trees_all_equal(data.tokens[1:5000], np.arange(1, 5000, dtype=np.int32))
+
+
+def test_a_dtype_that_the_model_does_not_have_is_refused(tiny):
+    with pytest.raises(ValueError, match="dtype is 'bfloat16', but the model was loaded with 'float32'; load it again"):
+        Engine(tiny.model, EngineConfig(dtype="bfloat16", **SIZES))
+    assert Engine(tiny.model, EngineConfig(dtype="float32", **SIZES)).config.dtype == "float32"
+
+
+def test_new_parameters_make_another_runtime_of_the_same_programs(runtime, tiny):
+    other = runtime.with_params(jax.tree.map(lambda x: x * 1.5, runtime.model.params))
+    assert other.programs is runtime.programs
+    chex.assert_trees_all_equal_shapes_and_dtypes(other.leaves, runtime.leaves)
+    tokens = [completed(one, submitted(one, states.init(one)))[1] for one in (runtime, other)]
+    assert tokens[0] != tokens[1]
+
+
+def test_a_runtime_and_a_state_cannot_be_changed(runtime):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        runtime.policy = None
+    with pytest.raises(AttributeError):
+        states.init(runtime).cache = None

@@ -1,0 +1,55 @@
+"""Sessions: several on one engine serve their own requests, whichever of them runs the steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.session import GenerationRequest, Session, output_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = ([5, 6, 7], [9, 10, 11, 12])
+
+
+@pytest.fixture
+def llm(tiny):
+    return LLM(tiny, progress=False, max_num_seqs=8, max_num_batched_tokens=64, token_buckets=(8, 64), num_blocks=64)
+
+
+def session(llm) -> Session:
+    return Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
+
+
+def token_ids(request, branches) -> tuple[int, ...]:
+    return output_of("0", request, branches).outputs[0].token_ids
+
+
+def test_two_sessions_on_one_engine_get_their_own_tokens(llm):
+    expected = [out.outputs[0].token_ids for out in llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)]
+    first, second = session(llm), session(llm)
+    requests = [GenerationRequest(prompt, GREEDY) for prompt in PROMPTS]
+    (a,), (b,) = first.add(requests[:1]), second.add(requests[1:])
+    assert not set(a) & set(b), "ids are unique on an engine"
+    while first.branches:
+        first.step()
+    assert token_ids(requests[0], a) == expected[0]
+    deltas = [delta.token_id for _ in range(8) for delta in second.step().deltas]
+    assert tuple(deltas) == expected[1]
+    assert token_ids(requests[1], b) == expected[1]
+    assert not llm.engine.has_work
+
+
+def test_a_session_without_requests_keeps_no_results(llm):
+    idle = session(llm)
+    llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
+    assert not idle._results
+
+
+def test_a_generate_beside_another_session_completes_both(llm):
+    expected = [out.outputs[0].token_ids for out in llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)]
+    other, request = session(llm), GenerationRequest(PROMPTS[0], GREEDY)
+    (mine,) = other.add([request])
+    (out,) = llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)
+    while other.branches:
+        other.step()
+    assert (token_ids(request, mine), out.outputs[0].token_ids) == tuple(expected)
