@@ -75,7 +75,8 @@ class Session:
         try:
             for request in requests:
                 params = request.params
-                params = params if isinstance(params, BeamSearchParams) else params.drawn()
+                if isinstance(params, SamplingParams) and params.best_of is not None:
+                    params = params.drawn()
                 width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
                 first, *forks = names = self.engine.new_ids(width)
                 order = {"priority": request.priority, "user": request.user}
@@ -170,7 +171,7 @@ def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str
 
 def _best(branches: Sequence[Any], params: Any) -> tuple[CompletionOutput, ...]:
     """All branches; of `best_of`, the n with the largest summed log-probability, the best first."""
-    if params.drawn().n > params.n:
+    if params.best_of is not None and params.drawn().n > params.n:
         branches = sorted(branches, key=lambda branch: -branch.cumulative)[: params.n]
     outputs = (branch.completion() for branch in branches)
     shown = params.logprobs is not None

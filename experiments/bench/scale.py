@@ -47,9 +47,8 @@ from pagedjax.device.batch import Batch, SamplingBatch, Shapes, blank_sampling
 from pagedjax.device.models import Model
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import make_step
-from pagedjax.engine import results
 from pagedjax.engine.pack import pack
-from pagedjax.engine.requests import Sequences, apply_events, prepare
+from pagedjax.engine.requests import Sequences, apply_events, hashes_of_filled, prepare
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
@@ -141,7 +140,7 @@ def advance(
     packed, sent = time.thread_time(), time.perf_counter()
     tokens = compute(batch)
     arrived, resumed = time.perf_counter(), time.thread_time()
-    hashes = results.filled_blocks(plan, host.sequences, BLOCK)
+    hashes = hashes_of_filled(plan, host.sequences, BLOCK)
     running = state.running
     state, events = scheduler.commit(state, plan, tokens[: len(plan.seqs)].tolist(), hashes)
     sequences = apply_events(host.sequences, events, running)

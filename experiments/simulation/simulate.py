@@ -21,8 +21,7 @@ from experiments.simulation import cost
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
 from pagedjax.config import EngineConfig
 from pagedjax.device.batch import token_buckets
-from pagedjax.engine import results
-from pagedjax.engine.requests import Sequences, apply_events, prepare
+from pagedjax.engine.requests import Sequences, apply_events, hashes_of_filled, prepare
 from pagedjax.host import policies, scheduler
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
@@ -133,9 +132,7 @@ class SimulatedEngine:
             (seq.arrival * 7919 + length) % vocabulary for seq, length in zip(plan.seqs, plan.lengths, strict=True)
         ]
         hashes = (
-            results.filled_blocks(plan, self._sequences, self.config.block_size)
-            if self._sequences
-            else scheduler.NO_HASHES
+            hashes_of_filled(plan, self._sequences, self.config.block_size) if self._sequences else scheduler.NO_HASHES
         )
         self.state, events = scheduler.commit(state, plan, sampled, hashes)
         if self._sequences:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from pagedjax.device.batch import MAX_LISTED, MAX_TOP
 from pagedjax.engine import block_hashes
 from pagedjax.host import beams, scheduler
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import Beamed, Event, Finished, Request, Running, Sampled
+from pagedjax.host.types import Beamed, Event, Finished, Plan, Request, Running, Sampled
 from pagedjax.params import BeamSearchParams, SamplingParams
 
 
@@ -43,6 +43,7 @@ class SequenceData:
     penalised: bool = field(init=False)
     listed: dict[int, float] = field(init=False)
     plain: bool = field(init=False)  # it needs none of the arrays that most rows leave blank
+    wants_logprobs: bool = field(init=False)
     _blocks: tuple[int, ...] = field(init=False, default=(), repr=False)
     _block_ids: bytes = field(init=False, default=b"", repr=False)
 
@@ -56,6 +57,7 @@ class SequenceData:
         allowed = p.allowed_token_ids
         self.listed = bias if allowed is None else {token: bias.get(token, 0.0) for token in allowed}
         suppresses = bool(self.stop_ids) and p.min_tokens > 0
+        self.wants_logprobs = p.logprobs is not None or p.prompt_logprobs is not None
         self.plain = not (self.penalised or self.listed or suppresses or p.prompt_logprobs is not None)
 
     def block_ids(self, blocks: tuple[int, ...]) -> bytes:
@@ -197,6 +199,20 @@ def apply_events(sequences: Sequences, events: Sequence[Event], before: Running,
         elif isinstance(event, Finished):
             del changed[event.request_id]
     return changed.finish()
+
+
+def hashes_of_filled(plan: Plan, sequences: Mapping[str, SequenceData], size: int) -> dict[str, tuple[str, ...]]:
+    """By sequence id, the hashes of the blocks that a plan fills with generated tokens."""
+    hashes = {}
+    for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+        full, known = (start + count) // size, len(seq.hashes)
+        if full > start // size and full > known:
+            data = sequences[seq.request.request_id]
+            if data.root is not None:
+                parent = seq.hashes[-1] if known else data.root
+                tokens = data.tokens[known * size : full * size]
+                hashes[seq.request.request_id] = block_hashes.chain(parent, tokens, size)
+    return hashes
 
 
 def _beam_row(names: Sequence[str], params: BeamSearchParams, stops: int, vocab_size: int) -> SamplingParams:

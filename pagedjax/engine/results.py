@@ -1,4 +1,4 @@
-"""What a step's outputs mean: log-probabilities that were asked for, filled blocks, and how beam searches go on."""
+"""What a step's outputs mean: requested log-probabilities, and how beam searches continue."""
 
 from __future__ import annotations
 
@@ -9,26 +9,11 @@ import jax
 import numpy as np
 
 from pagedjax.device.step import StepOutput
-from pagedjax.engine import block_hashes
 from pagedjax.engine.lookahead import SentStep
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host import beams
 from pagedjax.host.beams import Search
 from pagedjax.host.types import BeamResult, Choice, Plan, TokenLogprobs
-
-
-def filled_blocks(plan: Plan, sequences: Mapping[str, SequenceData], size: int) -> dict[str, tuple[str, ...]]:
-    """By request id, the hashes of the blocks of generated tokens that a plan fills."""
-    hashes = {}
-    for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-        full, known = (start + count) // size, len(seq.hashes)
-        if full > start // size and full > known:
-            data = sequences[seq.request.request_id]
-            if data.root is not None:
-                parent = seq.hashes[-1] if known else data.root
-                tokens = data.tokens[known * size : full * size]
-                hashes[seq.request.request_id] = block_hashes.chain(parent, tokens, size)
-    return hashes
 
 
 def advance_searches(

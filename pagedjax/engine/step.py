@@ -9,8 +9,8 @@ import numpy as np
 
 from pagedjax.device.batch import Batch, Feed, blank_feed
 from pagedjax.device.cache import KVCache
-from pagedjax.engine import compilations, lookahead, results
-from pagedjax.engine.lookahead import SentStep
+from pagedjax.engine import compilations, lookahead, requests, results
+from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.pack import pack
 from pagedjax.engine.requests import Sequences
 from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
@@ -26,7 +26,7 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
     before, plan = scheduler.schedule(state.scheduler, runtime.policy)
     cache = runtime.new_cache() if state.cache is None else state.cache
 
-    ahead, sent, rows = lookahead.take(state.ahead, plan)
+    ahead, sent, rows = lookahead.take(state.ahead, plan) if config.lookahead else (Lookahead(), None, ())
     if sent is None:
         cache, sent = send(runtime, state, cache, plan)
         rows = tuple(range(len(plan.seqs)))
@@ -42,10 +42,13 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
     sampled = np.asarray(sent.output.sampled.tokens)[list(rows)].tolist()
     arrived = time.perf_counter()
 
-    hashes = results.filled_blocks(plan, sequences, config.block_size)
-    searches, choices, ended = results.advance_searches(plan, state.searches, sent.output)
+    hashes = requests.hashes_of_filled(plan, sequences, config.block_size)
+    searches, choices, ended = state.searches, scheduler.NO_CHOICES, ()
+    if searches:
+        searches, choices, ended = results.advance_searches(plan, searches, sent.output)
     after, events = scheduler.commit(before, plan, sampled, hashes, choices)
-    logprobs = results.logprobs(plan, sequences, sent, rows)
+    wanted = any([sequences[seq.request_id].wants_logprobs for seq in plan.seqs])
+    logprobs = results.logprobs(plan, sequences, sent, rows) if wanted else ()
     log = ("schedule", (plan, started)), ("commit", (sampled, hashes, choices, events))
     state = state._replace(scheduler=after, searches=searches, ahead=ahead, cache=cache, log=(*state.log, *log))
     state = with_events(state, events, before, config.lookahead)

@@ -11,7 +11,7 @@ import pytest
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
 from pagedjax.device import cache
-from pagedjax.engine import results
+from pagedjax.engine import requests, results
 from pagedjax.engine import step as step_module
 from pagedjax.engine.interrupts import deferred
 from pagedjax.host import event_log, scheduler
@@ -19,7 +19,7 @@ from pagedjax.host.types import Preempted, Sampled
 from pagedjax.viewer import run as viewer
 
 PROMPTS = {f"r{n}": np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
-DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, logprobs=1)
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True)
 MODES = {
     "plain": {},
@@ -89,7 +89,7 @@ def test_what_ran_is_computed_again_and_says_the_same(tiny, monkeypatch, tmp_pat
     engine.record(tmp_path / "run.jsonl")
     broken = {
         0: (step_module, "send", True),  # the device has it, and the shell does not know
-        2: (results, "filled_blocks", False),
+        2: (requests, "hashes_of_filled", False),
         5: (scheduler, "schedule", False),
         9: (results, "advance_searches", True),
         14: (scheduler, "commit", True),
@@ -121,7 +121,7 @@ def test_content_that_a_failed_step_overwrote_is_not_found(tiny, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(results, "filled_blocks", interrupted)
+        patched.setattr(requests, "hashes_of_filled", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([other], greedy, use_tqdm=False)
     assert not llm.engine.has_work
@@ -241,7 +241,7 @@ def test_a_cache_that_could_not_be_made_anew_is_made_by_the_next_step(tiny, monk
     engine = make(tiny).engine
     engine.add("early", PROMPTS["r3"], DRAWN)
     with monkeypatch.context() as patched:
-        patched.setattr(results, "filled_blocks", lambda *_: 1 / 0)
+        patched.setattr(requests, "hashes_of_filled", lambda *_: 1 / 0)
         patched.setattr(cache, "init", lambda **_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
@@ -255,7 +255,7 @@ def test_a_cache_that_could_not_be_made_anew_is_made_by_the_next_step(tiny, monk
 def test_a_viewer_shows_who_went_back_to_the_queue(tiny, monkeypatch, tmp_path):
     engine = make(tiny).engine
     engine.record(tmp_path / "run.jsonl")
-    run(engine, monkeypatch, {3: (results, "filled_blocks", False)})
+    run(engine, monkeypatch, {3: (requests, "hashes_of_filled", False)})
     engine.record(None)
     frames = viewer.read(tmp_path / "run.jsonl").frames
     stopped = [entry for frame in frames for entry in frame.get("before", ()) if entry[0] == "preempted"]
