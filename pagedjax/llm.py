@@ -1,4 +1,4 @@
-"""Text in, text out: `LLM.generate`, `LLM.chat`, `LLM.stream`."""
+"""`LLM`: text in, text out, by `generate`, `chat` and `stream`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class LLM:
     """An engine with a tokenizer.
 
     Args:
-        model: what `load_model` opens, or what it or `from_params` returned; None is DEFAULT_MODEL.
-        params, config, tokenizer: in place of `model`, what `from_params` takes.
+        model: a path, hub id or name for `load_model`, or the result of `load_model` or `from_params`; None is
+            DEFAULT_MODEL.
+        params, config, tokenizer: the arguments of `from_params`, in place of `model`.
         progress: show progress bars while loading and compiling.
         engine: the fields of `EngineConfig`, by name.
     """
@@ -64,38 +65,37 @@ class LLM:
             attention.prepare(engine_config.attention_impl, kept)
             dtypes = {"dtype": engine_config.dtype, "weight_dtype": engine_config.weight_dtype}
             model = load_model(model, **dtypes, progress=progress)
-        wanted, loaded = engine_config.dtype, model.model.dtype
-        if wanted not in (None, loaded):
-            raise ValueError(f"dtype is {wanted!r}, but the model was loaded with {loaded!r}; load it again")
         self.model = model
         self.tokenizer = model.tokenizer
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
-        self.session = Session(self.engine, model.tokenizer, model.eos_token_ids)  # of every call: a step serves all
+        self.session = Session(
+            self.engine, model.tokenizer, model.eos_token_ids
+        )  # one for all calls: a step serves all of them
 
     def reset_prefix_cache(self) -> None:
-        """Forget what cached blocks hold, so that a measurement starts cold. Requests under way go on."""
+        """Forget what cached blocks hold, so that a measurement starts cold. Unfinished requests continue."""
         self.engine.reset_prefix_cache()
 
     def update_params(self, tree: Any) -> None:
-        """Give the model other values, e.g. a trainer's after a step, without compiling anything. They are copied.
+        """Replace the model's parameters, e.g. by a trainer's after a step. Nothing is compiled; arrays are copied.
 
-        What the prefix cache holds is forgotten. Other engines of the same loaded model keep theirs.
+        The prefix cache is emptied. Other engines of the same loaded model keep their parameters.
 
         Args:
-            tree: as in `from_params`, in the shapes and dtypes of the model's parameters. Of a model in int8 the
-                matrices are rounded on their way in, or come with their scales.
+            tree: as in `from_params`, in the shapes and dtypes of the model's parameters. For an int8 model, matrices
+                are rounded here, or come with their scales.
 
         Raises:
-            ValueError: requests are under way, or a parameter differs (all are named). The model is as it was.
+            ValueError: requests are unfinished, or a parameter differs (all are named). The model is unchanged.
         """
         self.engine.update_params(tree)
         self.model = replace(self.model, model=self.engine.model)
 
     @property
     def startup(self) -> dict[str, Any]:
-        """Seconds by stage, how many XLA programs were made, and how many of them came from the cache on disk."""
+        """Seconds by stage, the number of XLA programs, and how many of them came from the cache on disk."""
         return {"import": pagedjax._import_seconds, "load": self.model.seconds, **self.engine.startup}
 
     def generate(
@@ -107,17 +107,17 @@ class LLM:
         priority: int | Sequence[int] = 0,
         user: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
-        """Complete prompts, all together, in order.
+        """Complete prompts in one batch. Returns the outputs in the order of the prompts.
 
         Args:
             prompts: a string, a list of token ids, or a list of either.
             sampling_params: one for all, or one for each; None is `SamplingParams()`. `BeamSearchParams` beside them
                 run in the same steps.
-            priority, user: one for all, or one for each: what the policies "priority" (the lower number first) and
-                "fair" go by.
+            priority, user: one for all, or one for each; used by the policies "priority" (the lower number first) and
+                "fair".
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served. Nothing has run then, and the engine is usable.
+            ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
         """
         prompts = _several(prompts)
         return self._run(prompts, [self._tokens(p) for p in prompts], sampling_params, use_tqdm, priority, user)
@@ -135,27 +135,27 @@ class LLM:
         return self._run(prompts, ids, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one completion, piece by piece as it becomes final. Closing the iterator frees its blocks."""
+        """Yields the text of one completion as it becomes final. Closing the iterator frees the request's blocks."""
         (params,) = _each(sampling_params, 1)
         if isinstance(self.tokenizer, NoTokenizer):
             raise ValueError(f"this model has no tokenizer, and a stream is text; {TOKEN_IDS}, to generate")
         if isinstance(params, BeamSearchParams) or params.n != 1:
             what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
             raise ValueError(f"{what}; a stream has one branch, use generate")
-        (mine,) = self.session.add([GenerationRequest(self._tokens(prompt), params)])
-        (branch,) = mine.values()
+        (branches,) = self.session.add([GenerationRequest(self._tokens(prompt), params)])
+        (branch,) = branches.values()
         assert isinstance(branch, OutputBuilder)
         sent, ended = 0, False
         try:
             while not ended:
-                ended = branch.finish_reason is not None  # another call's steps may have brought the end
+                ended = branch.finish_reason is not None  # the steps of another call may have ended it
                 if not ended:
                     self.session.step()
                 if len(branch.text) > sent:
                     sent, piece = len(branch.text), branch.text[sent:]
                     yield piece
         finally:
-            self.session.abandon(mine)
+            self.session.abandon(branches)
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -174,26 +174,24 @@ class LLM:
             _one_each("priority", priority, int, len(ids)),
             _one_each("user", user, str, len(ids)),
         )
-        asks = [
-            GenerationRequest(tokens, p, text, rank, name)
-            for tokens, text, p, rank, name in zip(ids, *columns, strict=True)
-        ]
-        requests = self.session.add(asks)
-        mine = {name: branch for branches in requests for name, branch in branches.items()}
-        left = set(mine)
+        rows = zip(ids, *columns, strict=True)
+        requests = [GenerationRequest(tokens, p, text, rank, name) for tokens, text, p, rank, name in rows]
+        outputs = self.session.add(requests)
+        branches = {name: branch for one in outputs for name, branch in one.items()}
+        unfinished = set(branches)
         try:
-            with tqdm(total=len(mine), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
+            with tqdm(total=len(branches), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
                 tokens, started = 0, time.perf_counter()
-                while left:
-                    stepped = self.session.step()
-                    bar.update(len(left.intersection(stepped.ended)))
-                    left.difference_update(stepped.ended)
-                    tokens += stepped.tokens
+                while unfinished:
+                    step = self.session.step()
+                    bar.update(len(unfinished.intersection(step.ended)))
+                    unfinished.difference_update(step.ended)
+                    tokens += step.tokens
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
         finally:
-            self.session.abandon(mine)
-        each = enumerate(zip(asks, requests, strict=True))
-        return [output_of(str(i), ask, branches) for i, (ask, branches) in each]
+            self.session.abandon(branches)
+        each = enumerate(zip(requests, outputs, strict=True))
+        return [output_of(str(i), request, branches) for i, (request, branches) in each]
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
