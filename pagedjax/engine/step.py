@@ -43,7 +43,7 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
     arrived = time.perf_counter()
 
     hashes = requests.hashes_of_filled(plan, sequences, config.block_size)
-    searches, choices, ended = state.searches, scheduler.NO_CHOICES, ()
+    searches, choices, ended = state.searches, {}, ()
     if searches:
         searches, choices, ended = results.advance_searches(plan, searches, sent.output)
     after, events = scheduler.commit(before, plan, sampled, hashes, choices)

@@ -82,7 +82,7 @@ def everyone() -> dict:
     ],
     ids=str,
 )
-def test_block_size_budget_and_batch_mates_change_no_token(tiny, expected, config):
+def test_block_size_budget_and_batch_change_no_token(tiny, expected, config):
     engine = make(tiny, **config)
     assert run(engine, everyone())[0] == expected
     backwards = dict(reversed(everyone().items()))
@@ -97,7 +97,7 @@ def test_preemption_changes_no_token(tiny, expected):
     assert tokens == expected
 
 
-def test_a_reused_block_never_shows_its_old_content(tiny):
+def test_a_reused_block_hides_its_old_content(tiny):
     fresh = run(make(tiny, num_blocks=8), {"b": (PROMPTS[2], GREEDY)})[0]
     engine = make(tiny, num_blocks=8)
     run(engine, {"a": (PROMPTS[4], DRAWN)})
@@ -122,7 +122,7 @@ def test_a_request_can_be_cancelled_at_any_time(engine, expected):
     assert run(engine, {"g4": (PROMPTS[4], GREEDY)})[0]["g4"] == expected["g4"]
 
 
-def test_nothing_compiles_after_start_up(engine):
+def test_no_step_compiles_after_start_up(engine):
     features = [
         {"temperature": 0.0},
         {"temperature": 1.3, "top_k": 5, "min_p": 0.1},
@@ -152,7 +152,7 @@ def test_a_step_reports_its_times_and_its_padding(engine):
     assert [result.plan.num_tokens for result in results] == [40] + [1] * 23
 
 
-def test_an_idle_engine_has_nothing_to_do(engine):
+def test_an_idle_engine_returns_no_result(engine):
     assert not engine.has_work
     assert engine.step() is None
 
@@ -183,7 +183,7 @@ def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
     assert report.preemptions > 0
 
 
-def test_a_refused_request_leaves_the_engine_as_it_was(engine):
+def test_a_refused_request_leaves_the_engine_unchanged(engine):
     state = engine.state
     for prompt, params, message in (
         ([], GREEDY, "empty prompt"),
@@ -210,7 +210,7 @@ def test_output_is_cut_off_at_the_models_limit(tiny):
     assert end.reason == "length"
 
 
-def test_many_copies_in_a_step_go_in_groups(tiny, monkeypatch):
+def test_many_copies_of_a_step_are_made_in_groups(tiny, monkeypatch):
     """20 branches write behind the block that they share, all in one step: more than are copied at a time."""
     prompt, n = PROMPTS[1][:11], 20
     engine = make(tiny, max_num_seqs=32, num_blocks=200)
@@ -235,7 +235,7 @@ def test_many_copies_in_a_step_go_in_groups(tiny, monkeypatch):
         assert run(engine, {"alone": (prompt, params)})[0]["alone"] == tokens[names[i]]
 
 
-def test_log_probabilities_of_a_vocabulary_below_twenty_are_its_own():
+def test_top_logprobs_of_a_vocabulary_below_twenty():
     """What pads them to twenty must not pass for token 0, and a beam cannot rank more than there are."""
     body = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 64}

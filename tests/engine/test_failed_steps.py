@@ -83,7 +83,7 @@ def run(engine, monkeypatch, broken=()):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_ran_is_computed_again_and_says_the_same(tiny, monkeypatch, tmp_path, mode):
+def test_a_failed_step_is_computed_again_with_the_same_tokens(tiny, monkeypatch, tmp_path, mode):
     expected = run(make(tiny).engine, monkeypatch)
     engine = make(tiny, **MODES[mode]).engine
     engine.record(tmp_path / "run.jsonl")
@@ -107,7 +107,7 @@ def test_what_ran_is_computed_again_and_says_the_same(tiny, monkeypatch, tmp_pat
     assert text.count('{"schedule"') == text.count('{"commit"')
 
 
-def test_content_that_a_failed_step_overwrote_is_not_found(tiny, monkeypatch):
+def test_blocks_that_a_failed_step_overwrote_are_not_found(tiny, monkeypatch):
     """The step evicts what was cached, runs, and fails: the state from before it would still promise that content."""
     llm = make(tiny, num_blocks=8)
     prompt, tail, other = PROMPTS["r24"], [7, 8, 9], PROMPTS["r40"][:39]
@@ -177,7 +177,7 @@ def test_ctrl_c_in_the_last_step_keeps_its_result_for_the_next_call(tiny, interr
     assert engine.step() is None
 
 
-def test_ctrl_c_costs_a_stream_beside_it_nothing(tiny, interruptible):
+def test_ctrl_c_in_generate_loses_no_text_of_a_stream(tiny, interruptible):
     """Both are served by the same steps: the one that was interrupted must have reached the other."""
     llm, prompt = make(tiny), "she sells sea shells"
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -225,7 +225,7 @@ class Full:
         raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(tiny, monkeypatch, tmp_path):
+def test_a_full_disk_ends_only_the_recording(tiny, monkeypatch, tmp_path):
     expected, *_ = run(make(tiny).engine, monkeypatch)
     engine = make(tiny).engine
     engine.record(tmp_path / "run.jsonl")
@@ -236,7 +236,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tiny, monkeypatch, tmp_
     engine.record(None)
 
 
-def test_a_cache_that_could_not_be_made_anew_is_made_by_the_next_step(tiny, monkeypatch):
+def test_a_cache_that_cannot_be_allocated_is_allocated_by_a_later_step(tiny, monkeypatch):
     expected, *_ = run(make(tiny).engine, monkeypatch)
     engine = make(tiny).engine
     engine.add("early", PROMPTS["r3"], DRAWN)
@@ -252,7 +252,7 @@ def test_a_cache_that_could_not_be_made_anew_is_made_by_the_next_step(tiny, monk
     assert engine._state.cache is not None
 
 
-def test_a_viewer_shows_who_went_back_to_the_queue(tiny, monkeypatch, tmp_path):
+def test_the_viewer_shows_requests_that_return_to_the_queue(tiny, monkeypatch, tmp_path):
     engine = make(tiny).engine
     engine.record(tmp_path / "run.jsonl")
     run(engine, monkeypatch, {3: (requests, "hashes_of_filled", False)})
@@ -271,7 +271,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_waits_for_the_end_of_what_belongs_together(interruptible):
+def test_a_deferred_interrupt_waits_for_the_end_of_the_block(interruptible):
     steps = []
 
     @deferred()
@@ -285,7 +285,7 @@ def test_an_interrupt_waits_for_the_end_of_what_belongs_together(interruptible):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_pressed_again_it_interrupts_at_once(interruptible):
+def test_a_second_interrupt_is_not_deferred(interruptible):
     steps = []
 
     @deferred()
@@ -300,7 +300,7 @@ def test_pressed_again_it_interrupts_at_once(interruptible):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_other_threads_and_handlers_that_python_did_not_set_are_left_alone(monkeypatch):
+def test_other_threads_and_foreign_handlers_are_unchanged(monkeypatch):
     ran = []
 
     def body():

@@ -52,7 +52,7 @@ def preemptions(llm: LLM, prompts, params) -> tuple[int, dict[str, list[int]]]:
     return count, tokens
 
 
-def test_greedy_tokens_and_their_log_probabilities_are_transformers(smollm2):
+def test_greedy_tokens_and_log_probabilities_equal_transformers(smollm2):
     llm = engine(smollm2, block_size=16, max_num_batched_tokens=2048, token_buckets=(32, 2048))
     outputs = llm.generate([g["prompt_token_ids"] for g in GOLDENS], GREEDY, use_tqdm=False)
     for out, golden in zip(outputs, GOLDENS, strict=True):
@@ -64,7 +64,7 @@ def test_greedy_tokens_and_their_log_probabilities_are_transformers(smollm2):
         assert found == pytest.approx(golden["logprobs"], abs=1e-3), golden["name"]
 
 
-def test_prompt_log_probabilities_are_stitched_from_chunks(smollm2):
+def test_prompt_log_probabilities_of_chunks_equal_transformers(smollm2):
     """Chunks of at most 32 tokens cut the longer prompts into several."""
     llm = engine(smollm2, block_size=8, max_num_batched_tokens=32, max_num_seqs=4, token_buckets=(32,))
     goldens = [g for g in GOLDENS if "prompt_logprobs" in g]
@@ -80,7 +80,7 @@ def test_prompt_log_probabilities_are_stitched_from_chunks(smollm2):
         assert found == pytest.approx(expected, abs=1e-3), golden["name"]
 
 
-def test_a_pool_so_small_that_requests_are_preempted_changes_no_token(smollm2):
+def test_preemption_changes_no_golden_token(smollm2):
     llm = engine(smollm2, block_size=8, max_num_batched_tokens=64, num_blocks=20, token_buckets=(16, 64))
     goldens = SHORT[:8]
     params = [SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)] * len(goldens)
@@ -89,7 +89,7 @@ def test_a_pool_so_small_that_requests_are_preempted_changes_no_token(smollm2):
     assert all(tokens[str(i)] == g["token_ids"][:32] for i, g in enumerate(goldens))
 
 
-def test_a_seeded_request_does_not_feel_its_surroundings(smollm2):
+def test_a_seeded_request_is_independent_of_its_batch(smollm2):
     prompt = GOLDENS[0]["prompt_token_ids"]
     others = [g["prompt_token_ids"] for g in SHORT[1:16]]
     wide = engine(smollm2, block_size=16, max_num_batched_tokens=64, token_buckets=(16, 64))
@@ -146,7 +146,7 @@ def test_lookahead_leaves_the_same_log(smollm2, tmp_path):
 
 
 @pytest.mark.slow
-def test_no_golden_reads_what_an_earlier_owner_left(smollm2):
+def test_goldens_never_read_freed_blocks(smollm2):
     """Free blocks hold NaN; the pool is so small that every block changes hands, and nothing is kept for others."""
     llm = engine(smollm2, block_size=16, max_num_batched_tokens=512, num_blocks=60, enable_prefix_caching=False)
     spoilt = poisoned(llm.engine)
@@ -170,7 +170,7 @@ SAMPLE_OF_GRID = {(1, 16), (8, 2048), (64, 64)}
         for budget in (16, 64, 2048)
     ],
 )
-def test_block_size_and_budget_change_no_token(smollm2, block_size, budget):
+def test_block_size_and_budget_change_no_golden_token(smollm2, block_size, budget):
     llm = engine(smollm2, block_size=block_size, max_num_batched_tokens=budget, num_blocks=2048 // block_size)
     goldens = GOLDENS if budget > 16 else SHORT
     assert differing(llm, goldens) == []

@@ -55,7 +55,7 @@ def results(llm, requests):
 
 @pytest.mark.parametrize("length", PROMPTS)
 @pytest.mark.parametrize("caching", [True, False])
-def test_branch_i_draws_what_a_request_with_seed_plus_i_draws_alone(tiny, alone, length, caching):
+def test_branch_i_samples_like_a_request_with_seed_plus_i(tiny, alone, length, caching):
     llm = make(tiny, enable_prefix_caching=caching)
     (out,) = llm.generate([PROMPTS[length]], SamplingParams(n=4, seed=5, **DRAWN), use_tqdm=False)
     assert [branch.token_ids for branch in out.outputs] == [alone[length, 5 + i] for i in range(4)]
@@ -63,7 +63,7 @@ def test_branch_i_draws_what_a_request_with_seed_plus_i_draws_alone(tiny, alone,
     assert len({branch.token_ids for branch in out.outputs}) == 4
 
 
-def test_branches_share_the_prompt_and_copy_its_last_block_only_to_write_there(llm):
+def test_branches_share_prompt_blocks_and_copy_the_last_on_write(llm):
     llm.engine.reset()
     prompt = PROMPTS[21]  # two full blocks of 8 and one with 5 tokens
     params = SamplingParams(seed=5, **DRAWN)
@@ -80,7 +80,7 @@ def test_branches_share_the_prompt_and_copy_its_last_block_only_to_write_there(l
     assert second.plan.counts == (1, 1, 1), "the prompt is computed once, but for its last token"
 
 
-def test_groups_mix_with_other_requests_of_every_kind(tiny, alone):
+def test_branches_run_beside_other_requests(tiny, alone):
     greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     single = make(tiny).generate([PROMPTS[9]], greedy, use_tqdm=False)[0].outputs[0].token_ids
     mixed = make(tiny, max_num_seqs=16)
@@ -92,7 +92,7 @@ def test_groups_mix_with_other_requests_of_every_kind(tiny, alone):
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_group_is_preempted_together_and_draws_the_same(tiny, alone, caching):
+def test_branches_are_preempted_together_and_sample_the_same(tiny, alone, caching):
     llm = make(tiny, num_blocks=9, enable_prefix_caching=caching)
     params = SamplingParams(seed=5, **DRAWN)
     requests = {str(n): (PROMPTS[n], params, (f"{n}b", f"{n}c")) for n in (21, 40)}
@@ -104,7 +104,7 @@ def test_a_group_is_preempted_together_and_draws_the_same(tiny, alone, caching):
         assert [tokens[name] for name in (str(n), f"{n}b", f"{n}c")] == [alone[n, 5 + i] for i in range(3)]
 
 
-def test_one_branch_can_be_cancelled_before_and_after_it_forks(tiny, alone):
+def test_one_branch_can_be_cancelled_before_and_after_the_fork(tiny, alone):
     llm = make(tiny)
     params = SamplingParams(seed=5, **DRAWN)
     for steps in (0, 3):
@@ -122,7 +122,7 @@ def test_one_branch_can_be_cancelled_before_and_after_it_forks(tiny, alone):
     assert not llm.engine.has_work
 
 
-def test_branches_end_on_their_own(llm):
+def test_branches_end_independently(llm):
     params = SamplingParams(n=3, seed=5, temperature=0.9, max_tokens=1)
     (out,) = llm.generate([PROMPTS[16]], params, use_tqdm=False)
     assert [len(branch.token_ids) for branch in out.outputs] == [1, 1, 1]
@@ -144,7 +144,7 @@ def test_best_of_is_at_least_n(best_of):
         SamplingParams(n=2, best_of=best_of)
 
 
-def test_more_branches_than_can_run_are_refused_with_the_remedy(llm):
+def test_more_branches_than_can_run_are_refused(llm):
     with pytest.raises(ValueError, match="has 9 branches, but at most 8 sequences run at a time; lower n or"):
         llm.generate([PROMPTS[9]], SamplingParams(n=9), use_tqdm=False)
     assert not llm.engine.has_work

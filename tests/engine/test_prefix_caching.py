@@ -66,7 +66,7 @@ def expected(cold):
 
 @pytest.mark.parametrize(("name", "params"), [("greedy", GREEDY), ("drawn", DRAWN)])
 @pytest.mark.parametrize("config", [{}, {"block_size": 1, "num_blocks": 800}, {"block_size": 16, "num_blocks": 9}])
-def test_no_token_changes_cold_warm_or_under_pressure(tiny, expected, name, params, config):
+def test_prefix_caching_changes_no_token(tiny, expected, name, params, config):
     engine = make(tiny, **config)
     wanted = {request_id: expected[name, request_id] for request_id in everyone()}
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_no_token_changes_cold_warm_or_under_pressure(tiny, expected, name, para
         assert tokens == wanted
 
 
-def test_a_common_beginning_is_computed_once_by_requests_that_arrive_together(tiny):
+def test_a_common_prefix_is_computed_once_for_requests_in_one_step(tiny):
     """The second and later ones share blocks that the first computes in the very same step."""
     engine = make(tiny, max_num_batched_tokens=128, token_buckets=(128,))
     _, cached, computed = run(engine, everyone())
@@ -83,7 +83,7 @@ def test_a_common_beginning_is_computed_once_by_requests_that_arrive_together(ti
     assert computed == len(SYSTEM) + sum(map(len, TAILS)) + outputs
 
 
-def test_a_prompt_that_was_seen_whole_leaves_one_token_to_compute(tiny):
+def test_a_fully_cached_prompt_computes_one_token_of_its_last_block(tiny):
     engine = make(tiny)
     one = {"a": (SYSTEM, GREEDY)}
     assert run(engine, one)[1] == {"a": 0}
@@ -92,7 +92,7 @@ def test_a_prompt_that_was_seen_whole_leaves_one_token_to_compute(tiny):
     assert run(engine, one)[1] == {"a": 0}
 
 
-def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation(tiny, cold):
+def test_generated_blocks_are_found_by_the_next_turn(tiny, cold):
     engine = make(tiny)
     (answer,) = run(engine, {"a": (SYSTEM, GREEDY)})[0].values()
     turn = [*SYSTEM, *answer, *TAILS[1]]
@@ -101,7 +101,7 @@ def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation(tiny, col
     assert tokens == run(cold, {"b": (turn, GREEDY)})[0]
 
 
-def test_salts_and_those_who_opt_out_keep_apart(tiny):
+def test_salted_and_uncached_requests_share_nothing(tiny):
     engine = make(tiny)
     salted = {salt: SamplingParams(temperature=0, max_tokens=2, cache_salt=salt) for salt in ("x", "y")}
     private = SamplingParams(temperature=0, max_tokens=2, enable_prefix_caching=False)
@@ -120,7 +120,7 @@ def test_salts_and_those_who_opt_out_keep_apart(tiny):
         assert run(engine, {request_id: (SYSTEM, params)})[1] == {request_id: hit}, request_id
 
 
-def test_the_least_recently_used_content_goes_first(tiny):
+def test_the_least_recently_used_block_is_evicted_first(tiny):
     engine = make(tiny, num_blocks=10)  # a request of 40 + 12 tokens takes 7 blocks and leaves 6 full ones
     first, second = ({name: ([5 + i] * 40, GREEDY)} for i, name in enumerate("ab"))
     run(engine, first)
@@ -129,7 +129,7 @@ def test_the_least_recently_used_content_goes_first(tiny):
     assert run(engine, first)[1] == {"a": 3 * 8}
 
 
-def test_a_block_is_poisoned_when_it_is_given_back_and_nothing_shows(tiny, expected):
+def test_freed_blocks_are_never_read(tiny, expected):
     """Every block without content holds NaN, in keys and values, whoever had it before."""
     engine = make(tiny, block_size=16, num_blocks=9)
 
@@ -139,7 +139,7 @@ def test_a_block_is_poisoned_when_it_is_given_back_and_nothing_shows(tiny, expec
         assert tokens == {request_id: expected[name, request_id] for request_id in everyone()}
 
 
-def test_the_hit_shows_in_the_output_of_a_request(tiny):
+def test_cached_tokens_are_reported_in_the_output(tiny):
     llm = LLM(tiny, progress=False, block_size=8, num_blocks=64, max_num_batched_tokens=64, token_buckets=(64,))
     assert [out.num_cached_tokens for out in llm.generate([SYSTEM, SYSTEM], GREEDY, use_tqdm=False)] == [0, 32]
     llm.reset_prefix_cache()
@@ -147,12 +147,12 @@ def test_the_hit_shows_in_the_output_of_a_request(tiny):
 
 
 @pytest.mark.parametrize("salt", ["", 7])
-def test_a_salt_is_a_string_with_something_in_it(salt):
+def test_an_empty_salt_is_refused(salt):
     with pytest.raises(ValueError, match=r"cache_salt is .*; it must be None or a non-empty string"):
         SamplingParams(cache_salt=salt)
 
 
-def test_hashes_grow_from_everything_before():
+def test_a_hash_depends_on_every_token_before():
     tokens = np.arange(20, dtype=np.int32)
     root = block_hashes.root(None, 4)
     whole = block_hashes.chain(root, tokens, 4)

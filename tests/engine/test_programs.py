@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import chex
 import pytest
 
 from pagedjax import LLM, EngineConfig, SamplingParams
+from pagedjax.device import step
 from pagedjax.engine import compilations, programs
 from pagedjax.engine.resolve import resolve
 
@@ -20,7 +22,7 @@ def config(tiny):
     return resolve(EngineConfig(**SIZES), tiny.model)
 
 
-def test_every_bucket_is_built_once_and_the_largest_first(config):
+def test_each_bucket_is_compiled_once_largest_first(config):
     built, lock = [], threading.Lock()
 
     def build(tokens, c):
@@ -36,7 +38,7 @@ def test_every_bucket_is_built_once_and_the_largest_first(config):
     assert sorted(built) == [(4, 32), (8, 32), (16, 32)]
 
 
-def test_a_program_for_another_number_of_blocks_is_made_again_and_no_other_was_begun(config):
+def test_only_the_largest_program_is_compiled_twice(config):
     smaller, built = replace(config, num_blocks=7), []
 
     def build(tokens, c):
@@ -49,7 +51,7 @@ def test_a_program_for_another_number_of_blocks_is_made_again_and_no_other_was_b
     assert sorted(built) == [(4, 7), (8, 7), (16, 7), (16, 32)]
 
 
-def test_the_first_error_ends_it_and_what_was_not_begun_never_is(config, monkeypatch):
+def test_the_first_error_cancels_the_other_compilations(config, monkeypatch):
     monkeypatch.setattr(programs, "THREADS", 1)
     built = []
 
@@ -78,7 +80,7 @@ def test_an_engine_of_one_bucket_has_one_program(config):
     assert programs.compile_all(lambda tokens, c: tokens, one, lambda largest: one) == ({16: 16}, one)
 
 
-def test_threads_really_work_side_by_side(config, monkeypatch):
+def test_programs_are_compiled_in_parallel(config, monkeypatch):
     monkeypatch.setattr(programs.os, "cpu_count", lambda: 2)
     both = threading.Barrier(2, timeout=30)  # broken unless two are inside at once
 
@@ -89,7 +91,7 @@ def test_threads_really_work_side_by_side(config, monkeypatch):
     programs.compile_all(build, config, lambda largest: config)
 
 
-def test_lazily_a_bucket_is_compiled_when_a_step_first_needs_it_and_nothing_else_changes(tiny):
+def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(tiny):
     prompts = [list(range(3, 8)), list(range(20, 31))]
     eager = LLM(tiny, progress=False, **SIZES)
     lazy = LLM(tiny, progress=False, compilation="lazy", **SIZES)
@@ -118,7 +120,7 @@ def test_lazily_a_bucket_is_compiled_when_a_step_first_needs_it_and_nothing_else
     assert compilations.compilations() == before
 
 
-def test_a_step_whose_program_cannot_be_made_changes_nothing(tiny, monkeypatch):
+def test_a_failed_compilation_leaves_the_state_unchanged(tiny, monkeypatch):
     llm = LLM(tiny, progress=False, compilation="lazy", **SIZES)
     llm.engine.add("a", [3, 4, 5], GREEDY)
     state = llm.engine.state
@@ -136,12 +138,12 @@ def test_a_step_whose_program_cannot_be_made_changes_nothing(tiny, monkeypatch):
         llm.engine.step()
 
 
-def test_compilation_is_one_of_two():
+def test_an_unknown_compilation_is_refused():
     with pytest.raises(ValueError, match="compilation is 'later'; it must be one of 'eager', 'lazy'"):
         EngineConfig(compilation="later")  # type: ignore[arg-type]
 
 
-def test_the_summary_names_each_stage_and_counts_programs(tiny, capsys):
+def test_the_start_up_summary_names_stages_and_programs(tiny, capsys):
     figures = {"import": 1.0, "load": 2.04, "compile": 3.0, "warmup": 0.26, "compilations": 13, "cached": 12}
     stages, counts = (
         "import 1.0 s, load 2.0 s, compile 3.0 s, warm-up 0.3 s",
@@ -152,3 +154,16 @@ def test_the_summary_names_each_stage_and_counts_programs(tiny, capsys):
     assert programs.summary(llm.startup) in capsys.readouterr().err
     assert set(llm.startup) == set(figures)
     assert llm.startup["cached"] <= llm.startup["compilations"] <= 4
+
+
+def test_a_step_is_traced_once_for_each_bucket_and_never_after_start_up(tiny, monkeypatch):
+    """Counted by chex in the function that every step samples with; one trace more raises."""
+    chex.clear_trace_counter()
+    counted = chex.assert_max_traces(step.sample, n=len(SIZES["token_buckets"]))
+    monkeypatch.setattr(step, "sample", counted)
+    llm = LLM(tiny, progress=False, **SIZES)
+    prompts = [list(range(3, 3 + n)) for n in (2, 7, 14)]
+    mixed = [GREEDY, SamplingParams(top_p=0.5, seed=1, max_tokens=4), SamplingParams(frequency_penalty=1.0, logprobs=2)]
+    assert len(llm.generate(prompts, mixed, use_tqdm=False)) == 3
+    with pytest.raises(AssertionError, match="traced > 3 times"):
+        LLM(tiny, progress=False, **SIZES)  # the count is not blind: another engine traces again
