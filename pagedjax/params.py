@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, get_type_hints
 
 
 def _several(value: Any) -> tuple[Any, ...]:
@@ -13,6 +14,12 @@ def _several(value: Any) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         return () if value is None else (value,)
     return tuple(value)
+
+
+@cache
+def _types(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, whether its module writes them as types or as text."""
+    return get_type_hints(cls)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
@@ -81,16 +88,16 @@ class SamplingParams:
         if self.logit_bias is not None:
             put("logit_bias", _bias(self.logit_bias))
 
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ValueError(f"{field.name} is {value!r}; it must be an integer")
-            if field.type == "float" and (
+        for name, kind in _types(type(self)).items():
+            value = getattr(self, name)
+            if kind is int and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{name} is {value!r}; it must be an integer")
+            if kind is float and (
                 isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
             ):
-                raise ValueError(f"{field.name} is {value!r}; it must be a finite number")
-            if field.type == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{field.name} is {value!r}; it must be True or False")
+                raise ValueError(f"{name} is {value!r}; it must be a finite number")
+            if kind is bool and not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; it must be True or False")
 
         def check(ok: bool, name: str, rule: str) -> None:
             if not ok:
