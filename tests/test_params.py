@@ -20,7 +20,8 @@ def sampling_params(request, monkeypatch):
     assert POSTPONED in SOURCE
     module = types.ModuleType("copy_of_params")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    source = SOURCE if request.param == "postponed" else SOURCE.replace(POSTPONED, "")
+    evaluated = SOURCE.replace(POSTPONED, "").replace("-> SamplingParams:", '-> "SamplingParams":')
+    source = SOURCE if request.param == "postponed" else evaluated
     exec(compile(source, "copy_of_params", "exec", dont_inherit=True), module.__dict__)
     return module.SamplingParams
 
