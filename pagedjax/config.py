@@ -103,7 +103,7 @@ class EngineConfig:
         one_of("reservation", self.reservation, get_args(Reservation))
         if self.reservation != "none" and self.enable_prefix_caching:
             raise ValueError(
-                f"reservation is {self.reservation!r}, whose pieces are shared with nobody, but enable_prefix_caching "
+                f"reservation is {self.reservation!r}, which shares no blocks, but enable_prefix_caching "
                 "is True; set enable_prefix_caching=False, or reservation='none'"
             )
         one_of("preemption", self.preemption, get_args(Preemption))
@@ -140,7 +140,7 @@ class EngineConfig:
 class Resolved(EngineConfig):
     """An EngineConfig in which nothing is left to choose: no field is None. This is what an engine runs and saves."""
 
-    # the defaults only satisfy dataclasses: whoever resolves sets each of them
+    # the defaults only satisfy dataclasses: `resolve` sets each of them
     max_model_len: int = 0
     num_blocks: int = 0
     dtype: DType = "float32"

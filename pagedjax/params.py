@@ -141,7 +141,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """Beam search: at every position the `beam_width` best continuations of all beams together go on (see beams.py).
+    """Beam search: at every position the `beam_width` best continuations of all beams are kept (see host/beams.py).
 
     Scores, and when the search ends, are those of transformers' `generate(num_beams=beam_width)`: a sequence of m
     tokens scores (sum of its log-probabilities) / m ** length_penalty, and its stop token counts.

@@ -13,7 +13,7 @@ from pagedjax.host.policies import POLICIES
 SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks")
 
 
-def test_the_defaults_are_valid_and_leave_sizes_of_model_and_memory_open():
+def test_defaults_are_valid_and_leave_model_and_memory_sizes_open():
     config = EngineConfig()
     assert (config.max_model_len, config.num_blocks, config.dtype, config.attention_impl) == (None,) * 4
     assert (config.block_size, config.max_num_batched_tokens, config.max_num_seqs) == (16, 2048, 64)
@@ -21,46 +21,46 @@ def test_the_defaults_are_valid_and_leave_sizes_of_model_and_memory_open():
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "16"])
-def test_a_size_is_an_integer_of_at_least_one(name, value):
+def test_a_size_below_one_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be an integer of at least 1$"):
         EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_size_of_one_is_taken(name):
+def test_a_size_of_one_is_accepted(name):
     assert getattr(EngineConfig(**{name: 1}), name) == 1
 
 
 @pytest.mark.parametrize("name", ["block_size", "max_num_batched_tokens", "max_num_seqs", "memory_fraction", "seed"])
-def test_only_what_can_be_chosen_later_may_be_none(name):
+def test_none_is_refused_where_nothing_is_chosen_later(name):
     with pytest.raises(ValueError, match=f"^{name} is None"):
         EngineConfig(**{name: None})
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.1, 1.01, float("nan"), "half", True])
-def test_the_memory_fraction_is_a_share(value):
+def test_an_invalid_memory_fraction_is_refused(value):
     with pytest.raises(ValueError, match=r"^memory_fraction is .*; it must be above 0 and at most 1$"):
         EngineConfig(memory_fraction=value)
 
 
 @pytest.mark.parametrize("value", [1, 1.0, 1e-3])
-def test_a_memory_fraction_up_to_all_of_it_is_taken(value):
+def test_a_memory_fraction_up_to_one_is_accepted(value):
     assert EngineConfig(memory_fraction=value).memory_fraction == value
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), "4", True, None])
-def test_swap_space_is_a_number_of_gib(value):
+def test_an_invalid_swap_space_is_refused(value):
     with pytest.raises(ValueError, match=r"^swap_space_gib is .*; it must be a number of GiB, at least 0$"):
         EngineConfig(swap_space_gib=value)
 
 
 @pytest.mark.parametrize("value", [0, 0.5, 4.0])
-def test_swap_space_may_be_none_at_all_or_a_part_of_a_gib(value):
+def test_swap_space_may_be_zero_or_fractional(value):
     assert EngineConfig(swap_space_gib=value).swap_space_gib == value
 
 
 @pytest.mark.parametrize("value", [-1, 2**32, 1.0, True, "0"])
-def test_the_seed_is_32_bits(value):
+def test_a_seed_beyond_32_bits_is_refused(value):
     with pytest.raises(ValueError, match=r"^seed is .*; it must be an integer in \[0, 2\*\*32\)$"):
         EngineConfig(seed=value)
     assert EngineConfig(seed=2**32 - 1).seed == 2**32 - 1
@@ -79,18 +79,18 @@ def test_the_seed_is_32_bits(value):
         ("reservation", None, "'none'"),
     ],
 )
-def test_a_choice_outside_its_list_names_the_list_and_the_nearest(name, value, message):
+def test_an_unknown_choice_lists_the_choices_and_the_nearest(name, value, message):
     with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be one of .*{message}"):
         EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize("value", [(), [], (0, 2048), (2048, 16), (16, 16, 2048), (16.0, 2048), (True, 2048), "16"])
-def test_token_buckets_are_ascending_sizes(value):
+def test_invalid_token_buckets_are_refused(value):
     with pytest.raises(ValueError, match=r"^token_buckets is .*; it must be ascending integers of at least 1$"):
         EngineConfig(token_buckets=value)
 
 
-def test_token_buckets_reach_the_token_budget():
+def test_token_buckets_below_the_budget_are_refused():
     with pytest.raises(ValueError, match="the largest of token_buckets is 64, below max_num_batched_tokens 65; add it"):
         EngineConfig(token_buckets=(16, 64), max_num_batched_tokens=65)
     config = EngineConfig(token_buckets=[16, 64], max_num_batched_tokens=64)  # type: ignore[arg-type]
@@ -109,31 +109,31 @@ RESOLVED = {
 
 
 @pytest.mark.parametrize("name", RESOLVED)
-def test_a_resolved_config_has_no_none_left(name):
+def test_a_resolved_config_has_no_none(name):
     assert getattr(Resolved(**RESOLVED), name) == RESOLVED[name]  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"^{name} is not resolved$"):
         Resolved(**{**RESOLVED, name: None})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "num_blocks", "token_buckets"])
-def test_what_is_resolved_must_be_given(name):
+def test_a_resolved_config_refuses_none(name):
     with pytest.raises(ValueError, match=f"{name}"):
         Resolved(**{key: value for key, value in RESOLVED.items() if key != name})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["enable_prefix_caching", "chunked_prefill", "mixed_steps"])
 @pytest.mark.parametrize("value", [0, 1, None, "yes"])
-def test_a_switch_is_true_or_false(name, value):
+def test_a_switch_that_is_no_bool_is_refused(name, value):
     with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be True or False$"):
         EngineConfig(**{name: value})
     assert getattr(EngineConfig(**{name: False}), name) is False
 
 
 @pytest.mark.parametrize("reservation", ["oracle", "pow2", "max"])
-def test_a_contiguous_reservation_shares_no_prefix(reservation):
+def test_a_reservation_with_prefix_caching_is_refused(reservation):
     with pytest.raises(
         ValueError,
-        match=rf"^reservation is '{reservation}', whose pieces are shared with nobody, but enable_prefix_caching is "
+        match=rf"^reservation is '{reservation}', which shares no blocks, but enable_prefix_caching is "
         r"True; set enable_prefix_caching=False, or reservation='none'$",
     ):
         EngineConfig(reservation=reservation)
@@ -141,11 +141,11 @@ def test_a_contiguous_reservation_shares_no_prefix(reservation):
     assert config.reservation == reservation
 
 
-def test_every_policy_that_the_config_takes_exists():
+def test_every_policy_name_of_the_config_exists():
     assert set(get_args(PolicyName)) == set(POLICIES)
 
 
-def test_nothing_near_gives_no_suggestion():
+def test_no_near_name_gives_no_suggestion():
     with pytest.raises(ValueError, match=r"^x is 'zzz'; it must be one of 'a', 'b'$"):
         one_of("x", "zzz", ("a", "b"))
 
@@ -162,12 +162,12 @@ def test_an_unknown_key_suggests_the_nearest_name():
         from_dict(EngineConfig, {"blocksize": 16})
 
 
-def test_an_unknown_key_like_no_other_lists_those_there_are():
+def test_an_unknown_key_without_a_near_name_lists_all_keys():
     with pytest.raises(ValueError, match=r"^unknown key engine\.'qqq'; known keys are block_size, .*seed$"):
         from_dict(EngineConfig, {"qqq": 1}, where="engine.")
 
 
-def test_values_of_a_mapping_are_checked_too():
+def test_values_of_a_mapping_are_checked():
     with pytest.raises(ValueError, match="block_size is '16'"):
         from_dict(EngineConfig, {"block_size": "16"})
 

@@ -29,7 +29,7 @@ def llm(tiny_llm):
     assert tiny_llm.engine.state.pool.num_free == tiny_llm.engine.config.num_blocks
 
 
-def test_a_string_a_list_token_ids_and_lists_of_them_are_prompts(llm):
+def test_prompts_are_strings_token_ids_or_lists_of_either(llm):
     ids = llm.tokenizer.encode(TEXT)
     (one,) = llm.generate(TEXT, GREEDY, use_tqdm=False)
     assert one.prompt == TEXT
@@ -52,11 +52,11 @@ def test_each_prompt_can_have_its_own_parameters(llm):
         llm.generate([TEXT], params, use_tqdm=False)
 
 
-def test_the_default_parameters_are_vllms(llm):
+def test_default_parameters_equal_vllm(llm):
     assert len(llm.generate(TEXT, use_tqdm=False)[0].outputs[0].token_ids) <= 16
 
 
-def test_branch_i_is_the_request_alone_with_seed_plus_i(llm):
+def test_branch_i_equals_a_request_with_seed_plus_i(llm):
     params = SamplingParams(temperature=1.0, seed=11, n=3, max_tokens=10, ignore_eos=True)
     branches = llm.generate(TEXT, params, use_tqdm=False)[0].outputs
     assert [branch.index for branch in branches] == [0, 1, 2]
@@ -77,7 +77,7 @@ def test_an_engine_seed_fixes_requests_without_one(tiny):
     assert run(1) != first
 
 
-def test_stream_gives_the_same_text_in_pieces(llm):
+def test_stream_yields_the_same_text(llm):
     pieces = list(llm.stream(TEXT, GREEDY))
     assert "".join(pieces) == texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
     with pytest.raises(ValueError, match="n is 2; a stream has one branch"):
@@ -92,8 +92,8 @@ def test_an_abandoned_stream_frees_its_blocks(llm):
     assert not llm.engine.has_work
 
 
-def test_streams_and_calls_at_the_same_time_lose_no_text(llm):
-    """A step serves every request under way, whoever asked for it."""
+def test_interleaved_streams_and_calls_lose_no_text(llm):
+    """A step serves all unfinished requests, of every call."""
     long = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     want = [texts(llm.generate(prompt, long, use_tqdm=False))[0] for prompt in (TEXT, "rain")]
     streams = [llm.stream(TEXT, long), llm.stream("rain", long)]
@@ -106,7 +106,7 @@ def test_streams_and_calls_at_the_same_time_lose_no_text(llm):
     assert [first + "".join(pieces) for first, pieces in zip(got, zip(*pairs, strict=True), strict=True)] == want
 
 
-def test_a_stream_that_ended_while_nobody_looked_still_gives_all_of_its_text(llm):
+def test_a_stream_that_other_calls_ended_yields_all_text(llm):
     want = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
     stream = llm.stream(TEXT, GREEDY)
     first = next(stream)
@@ -115,7 +115,7 @@ def test_a_stream_that_ended_while_nobody_looked_still_gives_all_of_its_text(llm
     assert first + "".join(stream) == want
 
 
-def test_chat_renders_the_models_template(llm):
+def test_chat_renders_the_template_of_the_model(llm):
     messages = [{"role": "user", "content": TEXT}]
     (out,) = llm.chat(messages, GREEDY, use_tqdm=False)
     assert out.prompt_token_ids == tuple(llm.tokenizer.apply_chat_template(messages))
@@ -123,7 +123,7 @@ def test_chat_renders_the_models_template(llm):
     assert texts(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == texts([out]) * 2
 
 
-def test_a_stop_string_ends_the_text_before_it_wherever_tokens_end(llm):
+def test_a_stop_string_ends_the_text_inside_a_token(llm):
     full = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
     assert len(full) > 8, "the tiny model's text is too short for this test"
     for start, end in ((3, 4), (2, 7), (len(full) - 2, len(full))):
@@ -133,7 +133,7 @@ def test_a_stop_string_ends_the_text_before_it_wherever_tokens_end(llm):
         branch = llm.generate(TEXT, params, use_tqdm=False)[0].outputs[0]
         assert branch.text == full[:first]
         assert (branch.finish_reason, branch.stop_reason) == ("stop", stop)
-        assert not llm.engine.has_work, "the scheduler was not told"
+        assert not llm.engine.has_work, "the scheduler still runs it"
         shown = SamplingParams(
             temperature=0, max_tokens=12, ignore_eos=True, stop=stop, include_stop_str_in_output=True
         )
@@ -142,21 +142,21 @@ def test_a_stop_string_ends_the_text_before_it_wherever_tokens_end(llm):
     assert len(llm.generate(TEXT, late, use_tqdm=False)[0].outputs[0].token_ids) == 12
 
 
-def test_text_held_back_for_a_stop_string_that_does_not_come_is_given_at_the_end(llm):
+def test_text_that_might_begin_a_stop_string_is_returned_at_the_end(llm):
     full = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))[0]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=full[-4:] + "!")
     assert texts(llm.generate(TEXT, params, use_tqdm=False)) == [full]
     assert "".join(llm.stream(TEXT, params)) == full
 
 
-def test_a_text_that_ends_inside_a_character_says_so(llm):
+def test_an_incomplete_character_at_the_end_is_marked(llm):
     first_byte = llm.tokenizer.encode("é")[0]
     params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=(first_byte,))
     assert texts(llm.generate(TEXT, params, use_tqdm=False)) == ["\ufffd"]
     assert list(llm.stream(TEXT, params)) == ["\ufffd"]
 
 
-def test_a_stop_token_ends_the_request_and_is_reported(llm):
+def test_a_stop_token_is_the_stop_reason(llm):
     tokens = llm.generate(TEXT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     stop = tokens[4]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))
@@ -166,7 +166,7 @@ def test_a_stop_token_ends_the_request_and_is_reported(llm):
     assert branch.text == llm.tokenizer.decode(branch.token_ids[:-1])
 
 
-def test_eos_ends_a_request_without_a_reason_and_min_tokens_defers_it(llm):
+def test_eos_has_no_stop_reason_and_min_tokens_defers_it(llm):
     eos = llm.model.eos_token_ids[0]
     bias = {eos: 100.0}
     branch = llm.generate(TEXT, SamplingParams(temperature=0, logit_bias=bias), use_tqdm=False)[0].outputs[0]
@@ -178,7 +178,7 @@ def test_eos_ends_a_request_without_a_reason_and_min_tokens_defers_it(llm):
     assert branch.token_ids.index(eos) == 5
 
 
-def test_log_probabilities_come_for_each_token_with_the_best_others(llm):
+def test_each_token_has_log_probabilities_and_the_best_others(llm):
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=1)
     (out,) = llm.generate(TEXT, params, use_tqdm=False)
     branch = out.outputs[0]
@@ -219,7 +219,7 @@ BAD_REQUESTS = {
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-def test_a_bad_request_is_named_and_the_next_one_is_served(llm, name):
+def test_a_bad_request_is_refused_and_the_next_one_is_served(llm, name):
     prompts, params, message = BAD_REQUESTS[name]
     before = texts(llm.generate(TEXT, GREEDY, use_tqdm=False))
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
@@ -242,38 +242,38 @@ def test_a_bad_request_is_named_and_the_next_one_is_served(llm, name):
         ([b"the cat"], "a prompt is b'the cat'; it must be"),
     ],
 )
-def test_what_is_no_prompt_is_named(llm, prompts, message):
+def test_an_invalid_prompt_is_refused(llm, prompts, message):
     with pytest.raises(ValueError, match=message):
         llm.generate(prompts, GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 5, [None], [{"n": 2}]])
-def test_what_are_no_sampling_params_is_named(llm, params):
+def test_invalid_sampling_params_are_refused(llm, params):
     for call in (llm.generate, llm.stream):
         with pytest.raises(ValueError, match=r"sampling_params is .*; it must be SamplingParams or Beam"):
             list(call("the cat", params))
 
 
 @pytest.mark.parametrize("messages", [None, [], "hi", 5, [5], {"role": "user", "content": "hi"}, ["hi"], [[]], [[5]]])
-def test_what_is_no_conversation_is_named(llm, messages):
+def test_an_invalid_conversation_is_refused(llm, messages):
     with pytest.raises(ValueError, match=r"give a conversation|a conversation has|must be a mapping"):
         llm.chat(messages, GREEDY, use_tqdm=False)
 
 
-def test_token_ids_may_be_numpys(llm):
+def test_token_ids_may_be_numpy_integers(llm):
     want = texts(llm.generate([5, 6, 7], GREEDY, use_tqdm=False))
     ids = np.array([5, 6, 7])
     for prompts in (ids, [ids], list(ids), ids[None]):
         assert texts(llm.generate(prompts, GREEDY, use_tqdm=False)) == want
 
 
-def test_one_bad_prompt_among_good_ones_runs_none_of_them(llm):
+def test_one_bad_prompt_runs_none_of_the_call(llm):
     with pytest.raises(ValueError, match="prompt of 600 tokens"):
         llm.generate([TEXT, [5] * 600, TEXT], GREEDY, use_tqdm=False)
     assert not llm.engine.has_work
 
 
-def test_a_pool_too_small_for_one_request_says_what_would_do(tiny):
+def test_a_pool_too_small_for_one_request_names_the_needed_size(tiny):
     llm = LLM(tiny, progress=False, max_num_seqs=2, max_num_batched_tokens=16, token_buckets=(16,), num_blocks=2)
     with pytest.raises(ValueError, match=r"can grow to 105 tokens, which is 7 blocks of 16, but the pool has 2"):
         llm.generate([[5] * 5], SamplingParams(max_tokens=100), use_tqdm=False)
@@ -297,12 +297,12 @@ def test_a_pool_too_small_for_one_request_says_what_would_do(tiny):
         ({"max_model_len": 100_000}, "max_model_len is 100000, but the model was made for 512"),
     ],
 )
-def test_a_wrong_configuration_is_refused_with_what_would_be_right(tiny, config, message):
+def test_an_invalid_configuration_is_refused_with_the_remedy(tiny, config, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         LLM(tiny, progress=False, **config)
 
 
-def test_a_missing_model_lists_what_is_accepted():
+def test_a_missing_model_lists_the_accepted_forms():
     with pytest.raises((ValueError, FileNotFoundError), match=r"a directory with config\.json"):
         LLM("no/such/model/here", progress=False)
 

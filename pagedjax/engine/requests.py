@@ -194,7 +194,7 @@ def apply_events(sequences: Sequences, events: Sequence[Event], before: Running,
         elif isinstance(event, Beamed):
             for name, parent, token in zip(event.request_ids, event.parents, event.token_ids, strict=True):
                 beam, length = copy.copy(sequences[name]), lengths[parent]
-                beam.tokens = sequences[parent].tokens[:length]  # two beams may go on from one parent
+                beam.tokens = sequences[parent].tokens[:length]  # two beams may continue one parent
                 changed[name] = appended(beam, length, token, spare)
         elif isinstance(event, Finished):
             del changed[event.request_id]

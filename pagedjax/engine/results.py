@@ -19,13 +19,13 @@ from pagedjax.host.types import BeamResult, Choice, Plan, TokenLogprobs
 def advance_searches(
     plan: Plan, searches: Mapping[int, Search], output: StepOutput
 ) -> tuple[dict[int, Search], dict[str, Choice], tuple[BeamResult, ...]]:
-    """Let beam searches go on whose beams have all been computed.
+    """Advance the beam searches whose beams have all been computed.
 
     Args:
         searches: by the group of their beams.
 
     Returns:
-        (searches, how beams go on, by the id of the first of them, results of the searches that ended)
+        (searches, how beams continue, by the id of the first beam, results of the searches that ended)
     """
     after, choices, ended = dict(searches), {}, []
     for group, search in searches.items() if plan.preempted else ():

@@ -37,7 +37,7 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
 
         ahead_of = (ahead, sent, before, plan, runtime.policy, sequences, config.lookahead, cache, send_predicted)
         cache, ahead = lookahead.extend(*ahead_of)
-    overlaps = any(other.sent > sent.sent for other in ahead.sent)  # the device goes on with predicted steps
+    overlaps = any(other.sent > sent.sent for other in ahead.sent)  # the device computes predicted steps
     was_done = not overlaps and sent.sent < started and sent.ready
     sampled = np.asarray(sent.output.sampled.tokens)[list(rows)].tolist()
     arrived = time.perf_counter()
@@ -47,7 +47,7 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
     if searches:
         searches, choices, ended = results.advance_searches(plan, searches, sent.output)
     after, events = scheduler.commit(before, plan, sampled, hashes, choices)
-    wanted = any([sequences[seq.request_id].wants_logprobs for seq in plan.seqs])
+    wanted = any([sequences[seq.request.request_id].wants_logprobs for seq in plan.seqs])
     logprobs = results.logprobs(plan, sequences, sent, rows) if wanted else ()
     log = ("schedule", (plan, started)), ("commit", (sampled, hashes, choices, events))
     state = state._replace(scheduler=after, searches=searches, ahead=ahead, cache=cache, log=(*state.log, *log))

@@ -76,7 +76,7 @@ def run(params: BeamSearchParams, stops: frozenset[int], rows) -> tuple[Hypothes
     penalty=st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0]),
     length=st.integers(1, 4),
 )
-def test_a_beam_that_is_wide_enough_finds_the_best_of_all_sequences(seed, stops, penalty, length):
+def test_a_wide_beam_finds_the_best_of_all_sequences(seed, stops, penalty, length):
     rows = table(seed, 4, length)
     every = []
     for m in range(1, length + 1):
@@ -94,7 +94,7 @@ def test_a_beam_that_is_wide_enough_finds_the_best_of_all_sequences(seed, stops,
     assert [one.score for one in found] == pytest.approx([score for score, _ in wanted][: len(found)])
 
 
-def test_the_search_ends_as_early_stopping_says():
+def test_early_stopping_decides_when_the_search_ends():
     """Token 0 stops. Two beams; the second finished sequence is poor, and a running beam would beat it later."""
     logs = lambda *p: [math.log(x) for x in p]  # noqa: E731
     rows = {(): logs(0.5, 0.4, 0.1)}
@@ -118,7 +118,7 @@ def test_the_search_ends_as_early_stopping_says():
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("early", [False, True, "never"])
-def test_sequences_and_scores_equal_those_of_transformers(tiny_folder, llm, early):
+def test_sequences_and_scores_equal_transformers(tiny_folder, llm, early):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -157,7 +157,7 @@ def test_sequences_and_scores_equal_those_of_transformers(tiny_folder, llm, earl
 
 
 @pytest.mark.oracle
-def test_the_embedded_model_finds_what_transformers_finds(smollm2):
+def test_smollm2_beams_equal_transformers(smollm2):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -193,7 +193,7 @@ def golden(llm):
     return {n: search(llm, [prompt], params)[0] for n, prompt in PROMPTS.items()}
 
 
-def test_sequences_come_best_first_and_mostly_beat_greedy_decoding(llm, golden):
+def test_sequences_are_sorted_and_mostly_beat_greedy_decoding(llm, golden):
     better = 0
     for n, prompt in PROMPTS.items():
         greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
@@ -225,7 +225,7 @@ def test_one_beam_is_greedy_decoding(llm):
     ],
     ids=lambda config: " ".join(f"{name}={value}" for name, value in config.items()),
 )
-def test_neighbours_block_size_caching_and_preemption_change_nothing(tiny, golden, config):
+def test_batch_block_size_caching_and_preemption_change_no_beam(tiny, golden, config):
     """Beams beside greedy, sampled and parallel requests, in the same steps."""
     llm = make(tiny, **config)
     prompts = [PROMPTS[n] for n in (21, 40, 8, 21, 40, 1)]
@@ -265,7 +265,7 @@ def test_neighbours_block_size_caching_and_preemption_change_nothing(tiny, golde
     assert not llm.engine._state.searches
 
 
-def test_beams_share_the_prompt_and_copy_only_what_they_write_to(tiny):
+def test_beams_share_prompt_blocks_and_copy_on_write(tiny):
     llm = make(tiny, enable_prefix_caching=False)
     llm.engine.add("a", PROMPTS[40], BeamSearchParams(4, 16, ignore_eos=True), forks=["b", "c", "d"])
     while llm.engine.has_work:
@@ -281,14 +281,14 @@ def test_beams_share_the_prompt_and_copy_only_what_they_write_to(tiny):
     assert len(result.beams[0].sequences) == 4
 
 
-def test_n_asks_for_the_best_few_and_text_belongs_to_the_tokens(llm, golden):
+def test_n_returns_the_best_beams_with_their_text(llm, golden):
     (out,) = llm.generate([PROMPTS[21]], BeamSearchParams(4, 16, n=2, ignore_eos=True), use_tqdm=False)
     assert [one.token_ids for one in out.outputs] == [one.token_ids for one in golden[21][:2]]
     assert [one.index for one in out.outputs] == [0, 1]
     assert out.outputs[0].text == llm.tokenizer.decode(list(out.outputs[0].token_ids))
 
 
-def test_a_stop_token_ends_a_sequence_and_is_not_shown(llm, golden):
+def test_a_stop_token_ends_a_beam_and_is_hidden(llm, golden):
     stops = {one.token_ids[i] for one in golden[21] for i in (2, 3, 4)}
     params = BeamSearchParams(4, 16, length_penalty=0.0, stop_token_ids=tuple(stops))  # short ones are better
     (out,) = llm.generate([PROMPTS[21]], params, use_tqdm=False)
@@ -301,7 +301,7 @@ def test_a_stop_token_ends_a_sequence_and_is_not_shown(llm, golden):
         assert one.text == llm.tokenizer.decode(list(one.token_ids[:-1]))
 
 
-def test_a_run_with_beams_replays(tiny, tmp_path):
+def test_a_recording_with_beams_replays(tiny, tmp_path):
     llm = make(tiny, num_blocks=28)
     llm.engine.record(tmp_path / "run.jsonl")
     params = [BeamSearchParams(4, 16, ignore_eos=True), SamplingParams(n=2, seed=1, ignore_eos=True)] * 2
@@ -312,7 +312,7 @@ def test_a_run_with_beams_replays(tiny, tmp_path):
     assert report.preemptions
 
 
-def test_a_search_can_be_cancelled_by_any_of_its_names(tiny):
+def test_any_beam_id_cancels_the_search(tiny):
     llm = make(tiny)
     for steps in (0, 1, 5):
         llm.engine.add("a", PROMPTS[8], BeamSearchParams(3, 16), forks=["b", "c"])
@@ -328,7 +328,7 @@ def test_a_search_can_be_cancelled_by_any_of_its_names(tiny):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_searched_is_refused_with_the_numbers(tiny, llm):
+def test_an_impossible_search_is_refused_with_its_limits(tiny, llm):
     for bad, message in (
         ({"beam_width": 0}, "beam_width is 0; it must be an integer of at least 1"),
         ({"beam_width": 2, "n": 3}, r"n is 3; it must be None, or an integer from 1 to beam_width \(2\)"),
@@ -356,7 +356,7 @@ def test_what_cannot_be_searched_is_refused_with_the_numbers(tiny, llm):
     assert len(small.generate([PROMPTS[8]], BeamSearchParams(3), use_tqdm=False)[0].outputs) == 3
 
 
-def test_a_choice_that_does_not_fit_the_beams_is_refused():
+def test_an_invalid_beam_choice_is_refused():
     config = scheduler.SchedulerConfig(4, 20, 16, 4, 20)
     start = scheduler.submit(scheduler.init(config), Request("a", 5, 9, forks=("b",), beams=True))
     state, plan = scheduler.schedule(start, FCFS)

@@ -1,4 +1,4 @@
-"""A step that fails, or is interrupted, has not been: nothing is lost, and no content is found that is not there."""
+"""A failed or interrupted step is rolled back: no request is lost, and no overwritten block is found."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_ctrl_c_in_generate_loses_no_text_of_a_stream(tiny, interruptible):
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     expected = "".join(llm.stream(prompt, params))
     stream = llm.stream(prompt, params)
-    said = next(stream)
+    text = next(stream)
     while True:
         step = llm.engine.step
         count = []
@@ -203,8 +203,8 @@ def test_ctrl_c_in_generate_loses_no_text_of_a_stream(tiny, interruptible):
         piece = next(stream, None)
         if piece is None:
             break
-        said += piece
-    assert said == expected
+        text += piece
+    assert text == expected
     assert not llm.engine.has_work
 
 

@@ -59,7 +59,7 @@ def test_the_first_error_cancels_the_other_compilations(config, monkeypatch):
         built.append(tokens)
         if tokens == 8:
             raise RuntimeError("no program of 8")
-        threading.Event().wait(0 if tokens == 16 else 0.5)  # while the error is told
+        threading.Event().wait(0 if tokens == 16 else 0.5)  # until the error is raised
 
     with pytest.raises(RuntimeError, match="no program of 8"):
         programs.compile_all(build, replace(config, token_buckets=(1, 2, 3, 4, 8, 16)), lambda largest: config)

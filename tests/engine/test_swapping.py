@@ -50,7 +50,7 @@ def run(llm, params, forks=()):
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("forks", [(), ("b", "c")], ids=["alone", "in groups"])
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "cold"])
-def test_no_token_differs_from_recomputation_and_from_a_pool_that_holds_all(tiny, params, forks, caching):
+def test_swapping_changes_no_token(tiny, params, forks, caching):
     roomy = run(make(tiny, num_blocks=200, enable_prefix_caching=caching), params, forks)
     again = run(make(tiny, preemption="recompute", enable_prefix_caching=caching), params, forks)
     swapping = make(tiny, enable_prefix_caching=caching)
@@ -65,13 +65,13 @@ def test_no_token_differs_from_recomputation_and_from_a_pool_that_holds_all(tiny
     assert swapping.engine.state.host.num_free == swapping.engine.state.config.host_blocks
 
 
-def test_a_swapped_request_computes_nothing_again(tiny):
+def test_a_swapped_request_recomputes_no_token(tiny):
     once = sum(map(len, PROMPTS.values())) + 23 * len(PROMPTS)
     assert run(make(tiny, enable_prefix_caching=False), GREEDY)[2] == once
     assert run(make(tiny, preemption="recompute", enable_prefix_caching=False), GREEDY)[2] > once
 
 
-def test_content_that_finds_no_room_on_the_host_is_computed_again(tiny):
+def test_a_full_swap_space_falls_back_to_recomputing(tiny):
     size = make(tiny).engine.memory.block_bytes
     small = make(tiny, swap_space_gib=5.5 * size / 2**30)
     assert small.engine.state.config.host_blocks == 5
@@ -80,7 +80,7 @@ def test_content_that_finds_no_room_on_the_host_is_computed_again(tiny):
     assert {event.swapped for event in events if isinstance(event, Preempted)} == {True, False}
 
 
-def test_a_run_that_swaps_replays(tiny, tmp_path):
+def test_a_recording_with_swapping_replays(tiny, tmp_path):
     llm = make(tiny)
     llm.engine.record(tmp_path / "run.jsonl")
     run(llm, DRAWN, ("b",))
@@ -90,7 +90,7 @@ def test_a_run_that_swaps_replays(tiny, tmp_path):
     assert report.preemptions >= 3
 
 
-def test_a_request_can_be_cancelled_while_it_is_away(tiny):
+def test_a_swapped_request_can_be_cancelled(tiny):
     llm = make(tiny)
     for name, prompt in PROMPTS.items():
         llm.engine.add(name, prompt, GREEDY)
