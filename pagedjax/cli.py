@@ -87,9 +87,9 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    from pagedjax.host import event_log as log
+    from pagedjax.host import replay
 
-    return log.main([args.file, *(["--policy", args.policy] if args.policy else [])])
+    return replay.main([args.file, *(["--policy", args.policy] if args.policy else [])])
 
 
 def view(args: argparse.Namespace) -> int:

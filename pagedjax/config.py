@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 DType = Literal["float32", "bfloat16", "float16"]
 WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
-PolicyName = Literal["fcfs", "priority", "shortest", "fair", "static"]
+PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "static"]
 Reservation = Literal["none", "oracle", "pow2", "max"]
 Preemption = Literal["recompute", "swap"]
 Compilation = Literal["eager", "lazy"]

@@ -1,5 +1,31 @@
 """Scheduling policies, under their public name: everything of `pagedjax.host.policies`."""
 
-from pagedjax.host.policies import POLICIES, RATE, WINDOW, Policy, by_key, find
+from pagedjax.host.policies import (
+    FAIR,
+    FCFS,
+    LONGEST_PREFIX,
+    POLICIES,
+    PRIORITY,
+    RATE,
+    SHORTEST,
+    STATIC,
+    WINDOW,
+    Policy,
+    by_key,
+    find,
+)
 
-__all__ = ["POLICIES", "RATE", "WINDOW", "Policy", "by_key", "find"]
+__all__ = [
+    "FAIR",
+    "FCFS",
+    "LONGEST_PREFIX",
+    "POLICIES",
+    "PRIORITY",
+    "RATE",
+    "SHORTEST",
+    "STATIC",
+    "WINDOW",
+    "Policy",
+    "by_key",
+    "find",
+]

@@ -8,14 +8,18 @@ position. A hash has 128 bits of BLAKE2b, so two contents of a run do not get th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
 
 
-def root(salt: str | None, block_size: int) -> str:
-    """The hash before the first block's. Requests with different salts share no block."""
-    return blake2b(f"{block_size}:{salt or ''}".encode(), digest_size=16).hexdigest()
+def root(salt: str | None, block_size: int, tags: Sequence[str] = ()) -> str:
+    """The hash before the first block's. Requests with different salts or tags share no block."""
+    found = blake2b(f"{block_size}:{salt or ''}".encode(), digest_size=16).hexdigest()
+    for tag in tags:
+        found = blake2b(tag.encode(), key=bytes.fromhex(found), person=b"tag", digest_size=16).hexdigest()
+    return found
 
 
 def chain(parent: str, tokens: np.ndarray, block_size: int) -> tuple[str, ...]:

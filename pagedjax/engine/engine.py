@@ -91,6 +91,7 @@ class Engine:
         forks: Sequence[str] = (),
         priority: int = 0,
         user: str = "",
+        tags: Sequence[str] = (),
     ) -> None:
         """Queue a request. `priority` and `user` matter to the policies of those names, see host/policies.py.
 
@@ -98,13 +99,15 @@ class Engine:
             forks: ids of further branches. All share the prompt's blocks; branch i draws with the request's seed + i,
                 as a separate request with that seed would. A beam search needs beam_width - 1 of them; its result
                 comes in a `StepResult` under `request_id`.
+            tags: opaque names; requests with other tags share no cached blocks.
 
         Raises:
             ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`). The engine is
                 unchanged.
         """
-        order = {"priority": priority, "user": user}
-        self._set(state.submit(self.runtime, self._state, (request_id, *forks), prompt_token_ids, params, **order))
+        options = {"priority": priority, "user": user, "tags": tags}
+        names = (request_id, *forks)
+        self._set(state.submit(self.runtime, self._state, names, prompt_token_ids, params, **options))
 
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
         """End a request at any time; its blocks are free at once. An unknown id does nothing.

@@ -103,6 +103,7 @@ def prepare(
     caching: bool,
     priority: int,
     user: str,
+    tags: Sequence[str] = (),
     spare: int = 0,
 ) -> PreparedRequest:
     """Check a request as far as the scheduler cannot, and prepare it.
@@ -123,7 +124,7 @@ def prepare(
     row = _beam_row(names, params, len(stops), vocab_size) if isinstance(params, BeamSearchParams) else params
     _check_listed(names[0], row, stops, vocab_size)
 
-    root, hashes = _hashes(prompt, row, state.config.block_size) if caching else (None, ())
+    root, hashes = _hashes(prompt, row, state.config.block_size, tags) if caching else (None, ())
     request = Request(
         request_id=names[0],
         prompt_len=len(prompt),
@@ -135,6 +136,7 @@ def prepare(
         forks=tuple(names[1:]),
         hashes=hashes,
         beams=searches,
+        tags=tuple(tags),
     )
     tokens = np.zeros(len(prompt) + spare, np.int32)
     tokens[: len(prompt)] = prompt
@@ -162,14 +164,16 @@ def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) 
     return prompt.astype(np.int64)
 
 
-def _hashes(prompt: np.ndarray, params: SamplingParams, size: int) -> tuple[str | None, tuple[str, ...]]:
+def _hashes(
+    prompt: np.ndarray, params: SamplingParams, size: int, tags: Sequence[str]
+) -> tuple[str | None, tuple[str, ...]]:
     """What the hashes of a request grow from, and those of its prompt's full blocks.
 
     Log-probabilities of a prompt need every one of its tokens computed, so such a request shares nothing.
     """
     if not params.enable_prefix_caching or params.prompt_logprobs is not None:
         return None, ()
-    root = block_hashes.root(params.cache_salt, size)
+    root = block_hashes.root(params.cache_salt, size, tags)
     return root, block_hashes.chain(root, prompt, size)
 
 

@@ -78,6 +78,7 @@ def submit(
     *,
     priority: int = 0,
     user: str = "",
+    tags: Sequence[str] = (),
 ) -> EngineState:
     """Queue a request.
 
@@ -98,6 +99,7 @@ def submit(
         caching=runtime.config.enable_prefix_caching,
         priority=priority,
         user=user,
+        tags=tags,
         spare=runtime.config.lookahead,
     )
     after = scheduler.submit(before, prepared.request)

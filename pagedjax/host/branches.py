@@ -1,7 +1,7 @@
-"""Branches of one request: how they begin, how beams go on from each other, and what must not be written in place.
+"""Branches of one request: how they fork, how beams continue each other, and which blocks need a copy before a write.
 
-All of it is counting: a branch that begins, or a beam that goes on from a sibling, becomes one more owner of blocks
-that exist. Content is copied only when somebody is about to write where others look (`shared`), one block at a time.
+A branch that forks, or a beam that continues a sibling, becomes one more owner of existing blocks. A block is copied
+only before a write to a block that others own or can find (`shared`).
 """
 
 from __future__ import annotations
@@ -14,22 +14,12 @@ from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import Beamed, Choice, Event, Forked, Running, Seq
 
 
-def width(seq: Seq) -> int:
-    """Places that a sequence takes, or will when its branches fork."""
-    return 1 + len(seq.request.forks)
-
-
-def together(seq: Seq) -> bool:
-    """Whether it enters and leaves only with its siblings: beams cannot go on without each other."""
-    return seq.request.beams and not seq.request.forks
-
-
 def fork(
     pool: BlockPool, seqs: tuple[Seq, ...], grouped: Sequence[int], samples: Sequence[bool], size: int
 ) -> tuple[BlockPool, tuple[Seq, ...], tuple[Seq, ...]]:
-    """Begin the branches of the rows whose prompt is computed -> (pool, rows, new sequences).
+    """Fork the branches of the rows whose prompt is computed -> (pool, rows, new sequences).
 
-    A branch has all of the prompt but its last token, which it computes again, to sample with its own seed.
+    A branch computes the last token of the prompt again, and samples with its own seed.
     """
     ready = [i for i in grouped if seqs[i].request.forks and samples[i]]
     if not ready:
@@ -57,13 +47,13 @@ def forked(step: int, forks: Sequence[Seq]) -> list[Event]:
 def advance(
     pool: BlockPool, active: Running, choices: Mapping[str, Choice], step: int
 ) -> tuple[BlockPool, Running, list[Event]]:
-    """Let the beams of some requests go on, each from its parent's blocks with a new token.
+    """Advance the beams of some requests: each continues its parent's blocks with a new token.
 
     Args:
         choices: by the id of a request's first beam.
 
     Raises:
-        ValueError: not a beam, a beam that has not caught up, another number of beams, or a beam at its limit.
+        ValueError: not a beam, a beam with tokens left to compute, another number of beams, or a beam at its limit.
     """
     events: list[Event] = []
     for name, choice in choices.items():
@@ -77,9 +67,9 @@ def advance(
         at = {active.seqs[i].request_id: i for i in old}
         length, computed = active.lengths[old[0]], active.computed[old[0]]
         if any((active.lengths[i], active.computed[i]) != (length, length) for i in old):
-            raise ValueError(f"a beam of {name!r} has tokens left to compute; all of them go on together")
+            raise ValueError(f"a beam of {name!r} has tokens left to compute; all beams advance together")
         if not len(names) == len(choice.parents) == len(choice.token_ids) or not set(choice.parents) <= set(at):
-            raise ValueError(f"{len(names)} beams of {name!r} cannot go on from {choice.parents}")
+            raise ValueError(f"{len(names)} beams of {name!r} cannot continue {choice.parents}")
         if length + 1 >= first.limit:
             raise ValueError(f"the beams of {name!r} would reach their limit of {first.limit} tokens; they end instead")
 
@@ -102,17 +92,15 @@ def advance(
 
 
 def arrivals(active: Running, forks: Sequence[Seq], choices: Mapping[str, Choice]) -> frozenset[int]:
-    """Of everybody who writes behind shared blocks in the next step: new branches, those they left, and beams."""
-    if not (forks or choices):
-        return frozenset()
+    """Arrivals of the sequences that write after shared blocks in the next step: branches after a fork, and beams."""
     groups = {seq.group for seq in forks} | {seq.group for seq in active.seqs if seq.request_id in choices}
     return frozenset([seq.arrival for seq in active.seqs if seq.group in groups])
 
 
 def shared(pool: BlockPool, active: Running, forked: frozenset[int], size: int) -> list[int]:
-    """Indices of the branches that would write to a block that others have, or may find. The last to leave keeps it.
+    """Indices of the branches whose next write is to a block that others own or can find. The last owner keeps it.
 
-    Only the first token after a fork can go to such a block: then the branch has its own.
+    Only the first token after a fork can be written to such a block; after that the branch has its own.
     """
     copying: list[int] = []
     left: dict[int, int] = {}

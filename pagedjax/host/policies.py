@@ -1,8 +1,9 @@
-"""Scheduling policies as values: four pure functions each. A new idea is a new function here, not a flag."""
+"""Scheduling policies as values: four pure functions each. A new policy is a new value, not a flag."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import runpy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,25 +16,29 @@ WINDOW = 64  # arrivals that one level of priority is worth
 RATE = 16  # tokens of a prompt that one arrival is worth
 
 
+Cached = Callable[[Seq], int]  # tokens of a waiting sequence that are found in the cache
+
+
 class Policy(NamedTuple):
-    """What a policy decides; the mechanism (budget, blocks, queues) stays in scheduler.py.
+    """The decisions of a policy. The mechanism (budget, blocks, queues) stays in scheduler.py.
 
-    order: (waiting, running) -> the waiting sequences in the order in which they are offered admission. The first one
-        that cannot be admitted ends admission for the step, so that nothing overtakes it for ever.
-    admit: (sequence, blocks it needs now, free blocks) -> whether to let it in. It is never asked when the
-        blocks do not suffice. One that refuses while nothing runs stops the engine.
-    preempt: running (never empty) -> the one of them that gives its blocks up.
-    swap: those who give them up, a group in one -> whether their content moves to the host, if there is a swap space
-        with room for it, or is computed again.
+    order: (waiting, running, cached) -> the waiting sequences in the order in which they are offered admission. The
+        first one that cannot be admitted ends admission for the step, so that no sequence is overtaken for ever.
+        `cached(seq)` is the number of a waiting sequence's tokens whose keys and values are found in the cache now.
+    admit: (sequence, blocks it needs now, free blocks) -> whether to admit it. It is only called if the free blocks
+        suffice. A policy that refuses while nothing runs stops the engine.
+    preempt: running (never empty) -> the one of them that releases its blocks.
+    swap: the preempted sequences (a group together) -> whether their content moves to the swap space, if it has room,
+        or is computed again.
 
-    A finite workload ends whatever `order` and `preempt` say, because generated tokens survive a preemption. That each
-    request ends while others keep coming is up to the policy. It holds if one unfinished request is the first that
-    `order` offers and the last that `preempt` takes until it ends, and if everybody's turn to be that one comes:
-    nothing is admitted before it, so it enters when the running ones have ended or given way, and nothing evicts it.
+    A finite workload ends under every `order` and `preempt`, because generated tokens survive a preemption. In an
+    endless stream, each request ends if the policy ensures two rules. One unfinished request is the first that `order`
+    offers and the last that `preempt` takes, until it ends: nothing is admitted before it, so it enters when the
+    running ones have ended or were preempted, and nothing preempts it. And every request becomes that one.
     """
 
     name: str
-    order: Callable[[tuple[Seq, ...], Running], Sequence[Seq]]
+    order: Callable[[tuple[Seq, ...], Running, Cached], Sequence[Seq]]
     admit: Callable[[Seq, int, int], bool]
     preempt: Callable[[Sequence[Seq]], Seq]
     swap: Callable[[Sequence[Seq]], bool] = lambda victims: True
@@ -42,30 +47,34 @@ class Policy(NamedTuple):
 _arrival = attrgetter("arrival")
 
 
-def _anyone(seq: Seq, need: int, free: int) -> bool:
+def _always(seq: Seq, need: int, free: int) -> bool:
     return True
 
 
-def by_key(name: str, key: Callable[[Seq], float]) -> Policy:
-    """The least key is offered first and gives way last; ties go to the earlier arrival.
+def _latest(running: Sequence[Seq]) -> Seq:
+    return max(running, key=_arrival)
 
-    Every request ends if its key stays the same for life and only finitely many others can ever have a smaller one:
-    once those have ended, this one is the first to enter and the last to leave. A preempted sequence has the key it
-    had, so it goes back to its old place.
+
+def by_key(name: str, key: Callable[[Seq], float]) -> Policy:
+    """The sequence with the least key is offered first and preempted last; ties go to the earlier arrival.
+
+    Every request ends if its key never changes and only finitely many others can ever have a smaller key: once those
+    have ended, it is the first to be admitted and the last to be preempted. A preempted sequence keeps its key, so it
+    returns to its old place.
     """
 
     def line(seqs: Sequence[Seq]) -> list[Seq]:
         return sorted(sorted(seqs, key=_arrival), key=key)  # two stable sorts of numbers beat one of pairs
 
     return Policy(
-        name, order=lambda waiting, running: line(waiting), admit=_anyone, preempt=lambda seqs: line(seqs)[-1]
+        name, order=lambda waiting, running, cached: line(waiting), admit=_always, preempt=lambda seqs: line(seqs)[-1]
     )
 
 
-def _fair(waiting: Sequence[Seq], running: Running) -> list[Seq]:
+def _fair(waiting: Sequence[Seq], running: Running, cached: Cached | None = None) -> list[Seq]:
     """By the tokens that a user has running or earlier in this order; ties go to the earlier arrival.
 
-    Sorting by that sum is the same as asking before each place who has least: along a user's requests it only grows.
+    The sum only grows along a user's requests. So sorting by it gives each place to the user with the fewest tokens.
     """
     tokens: dict[str, int] = defaultdict(int)
     for seq, length in zip(running.seqs, running.lengths, strict=True):
@@ -79,46 +88,52 @@ def _fair(waiting: Sequence[Seq], running: Running) -> list[Seq]:
 
 
 # First come, first served. The queue is kept in order of arrival, preempted sequences at its front; the latest
-# arrival gives way, so the oldest running sequence always advances and every request ends.
-FCFS = Policy(
-    "fcfs",
-    order=lambda waiting, running: waiting,
-    admit=_anyone,
-    preempt=lambda running: max(running, key=_arrival),
-)
+# arrival is preempted, so the oldest running sequence always advances and every request ends.
+FCFS = Policy("fcfs", order=lambda waiting, running, cached: waiting, admit=_always, preempt=_latest)
 
-# The lower number first, until age makes up for it. At most WINDOW * (its number - the lowest in use) later requests
-# come before one, so every request ends as long as the numbers have a lowest. Age is counted in arrivals and not in
-# seconds: a policy has no clock, and a run replays.
+# The lower number first, up to a limit of age. At most WINDOW * (its number - the lowest in use) later requests come
+# before a request, so every request ends if the numbers have a lowest. Age is counted in arrivals and not in seconds:
+# a policy has no clock, and a run replays.
 PRIORITY = by_key("priority", lambda seq: seq.arrival + WINDOW * seq.request.priority)
 
-# The shorter prompt first, until age makes up for it. At most prompt_len / RATE later requests come before one, so
-# every request ends. The prompt and not `length`, which would push a sequence back as it grows.
+# The shorter prompt first, up to a limit of age. At most prompt_len / RATE later requests come before a request, so
+# every request ends. The key uses the prompt and not `length`, because a key must not grow with the sequence.
 SHORTEST = by_key("shortest", lambda seq: RATE * seq.arrival + seq.request.prompt_len)
 
 # The user with the fewest tokens first. A user's running requests are older than its waiting ones (`order` and
-# `preempt` both see to that), so a place in line is the sum of the lengths of the user's older unfinished requests.
-# The oldest request of all has 0, and nobody is older: it is offered first and gives way last, as under FCFS, so every
-# request ends. Later ones come before one only while an older request of its user is unfinished.
-FAIR = Policy("fair", order=_fair, admit=_anyone, preempt=lambda running: _fair(running, Running())[-1])
+# `preempt` both ensure it), so a sequence's key is the sum of the lengths of its user's older unfinished requests.
+# The oldest request of all has key 0: it is offered first and preempted last, as under FCFS, so every request ends.
+# Later ones come before a request only while an older request of its user is unfinished.
+FAIR = Policy("fair", order=_fair, admit=_always, preempt=lambda running: _fair(running, Running())[-1])
 
-# A batch enters together and runs to the end of its last member before anyone else enters: how engines worked before
-# Orca's batching by iterations, to compare with. Every request ends, because every batch does.
+
+def _longest_prefix(waiting: Sequence[Seq], running: Running, cached: Cached) -> list[Seq]:
+    return sorted(waiting, key=lambda seq: (RATE * seq.arrival - cached(seq), seq.arrival))
+
+
+# The longest cached prefix first (SGLang's longest-prefix-match), up to a limit of age: a request with c cached tokens
+# comes before at most c / RATE earlier ones. So at most L / RATE later requests (L: the longest sequence) ever come
+# before a request, whatever the cache holds. Once those have ended it is the first, and the oldest is preempted last.
+LONGEST_PREFIX = Policy("longest_prefix", order=_longest_prefix, admit=_always, preempt=_latest)
+
+# A batch enters together, and the next one enters when its last member has ended: the engines before Orca's
+# iteration-level batching, as a baseline. Every request ends, because every batch does.
 STATIC = Policy(
     "static",
-    order=lambda waiting, running: () if running.seqs else waiting,
-    admit=_anyone,
-    preempt=lambda running: max(running, key=_arrival),
+    order=lambda waiting, running, cached: () if running.seqs else waiting,
+    admit=_always,
+    preempt=_latest,
 )
 
-POLICIES = {policy.name: policy for policy in (FCFS, PRIORITY, SHORTEST, FAIR, STATIC)}
+POLICIES = {policy.name: policy for policy in (FCFS, PRIORITY, SHORTEST, FAIR, LONGEST_PREFIX, STATIC)}
 
 
 def find(name: str) -> Policy:
-    """The policy of that name; "module:NAME" or "folder/file.py:NAME" is a value that a module of yours holds.
+    """The policy of that name. "module:NAME" or "folder/file.py:NAME" is a policy of the user, in that module or file.
 
     Raises:
-        ValueError: no such policy, module, file or value, or a value that is no policy.
+        ValueError: no such policy, module, file or value; a value that is no policy; or an `order` that does not take
+            three arguments.
     """
     if name in POLICIES:
         return POLICIES[name]
@@ -127,14 +142,22 @@ def find(name: str) -> Policy:
     if not where or not attribute:
         raise ValueError(f"policy is {name!r}; {known}")
     try:
-        held = runpy.run_path(where) if where.endswith(".py") else vars(importlib.import_module(where))
+        values = runpy.run_path(where) if where.endswith(".py") else vars(importlib.import_module(where))
     except ImportError as error:
         raise ValueError(f"policy is {name!r}, but {where} cannot be imported ({error}); {known}") from error
     except FileNotFoundError:
         raise ValueError(f"policy is {name!r}, but there is no file {where}; {known}") from None
-    if not isinstance(held.get(attribute), Policy):
-        mine = sorted(key for key, value in held.items() if isinstance(value, Policy))
+    found = values.get(attribute)
+    if not isinstance(found, Policy):
+        mine = sorted(key for key, value in values.items() if isinstance(value, Policy))
         raise ValueError(f"policy is {name!r}, but {attribute} in {where} is no Policy; those in it: {mine or 'none'}")
-    if held[attribute].name in POLICIES:  # a recording would be replayed with the other one
-        raise ValueError(f"policy {name!r} calls itself {held[attribute].name!r}, which is another one; rename it")
-    return held[attribute]
+    if found.name in POLICIES:  # a recording would be replayed with the other one
+        raise ValueError(f"policy {name!r} calls itself {found.name!r}, which is another one; rename it")
+    try:
+        inspect.signature(found.order).bind((), Running(), len)
+    except TypeError:
+        raise ValueError(
+            f"policy {name!r}: its order takes other arguments; write order(waiting, running, cached), where "
+            "cached(seq) is the number of the sequence's tokens that are found in the cache"
+        ) from None
+    return found

@@ -1,4 +1,4 @@
-"""Making room for the next token of everybody who runs; when there is none, somebody has to stop."""
+"""A block for the next token of each running sequence; if none is free, sequences are preempted."""
 
 from __future__ import annotations
 
@@ -14,69 +14,74 @@ from pagedjax.host.types import Running, Seq, current
 Pairs = tuple[tuple[int, int], ...]  # of block ids
 
 
-class Room(NamedTuple):
-    """What became of it: block ids in pairs of (from, to), and request ids."""
+class Preemptions(NamedTuple):
+    """Block ids in pairs of (from, to), and ids of sequences."""
 
     copies: Pairs
     preempted: tuple[str, ...]
-    swapped: tuple[str, ...]  # those of them whose content moves to the host
+    swapped: tuple[str, ...]  # those of them whose content moves to the swap space
     swap_out: Pairs
 
 
-def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Room]:
-    """A block for each decode whose last one is full, and for each that may not write to its own; victims make room."""
+def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Preemptions]:
+    """Give a block to each decode whose last block is full or must be copied; preempt until the blocks suffice."""
     size, preempted, swapped, moved = state.config.block_size, [], [], []
-    full, shared = _full(state.running, size), branches.shared(state.pool, state.running, state.forked, size)
+    full, shared = _full(state.running, size), _shared(state, size)
     while len(full) + len(shared) > state.pool.num_free:
         candidates = current(*state.running)
         victims = _victims(candidates, policy.preempt(candidates))
-        state, pairs = _stop(state, policy, candidates, victims)
+        state, pairs = _preempt(state, policy, candidates, victims)
         moved += pairs
         preempted += [victim.request_id for victim in victims]
         swapped += [victim.request_id for victim in victims] if pairs else []
-        full, shared = _full(state.running, size), branches.shared(state.pool, state.running, state.forked, size)
+        full, shared = _full(state.running, size), _shared(state, size)
     facts = tuple(preempted), tuple(swapped), tuple(moved)
     if not (full or shared):
-        return state, Room((), *facts)
+        return state, Preemptions((), *facts)
     taken = blocks.allocate(state.pool, len(full) + len(shared))
     assert taken is not None, "the loop above made room"
     (pool, ids), active = taken, state.running
     seqs, copies = list(active.seqs), []
     for i, block in zip(full, ids, strict=False):
-        seqs[i] = _given(active, i, (*seqs[i].blocks, block))
+        seqs[i] = _with_blocks(active, i, (*seqs[i].blocks, block))
     for i, block in zip(shared, ids[len(full) :], strict=True):
         table, at = seqs[i].blocks, active.computed[i] // size
         copies.append((table[at], block))
-        seqs[i] = _given(active, i, (*table[:at], block, *table[at + 1 :]))
+        seqs[i] = _with_blocks(active, i, (*table[:at], block, *table[at + 1 :]))
     pool = blocks.release(pool, [source for source, _ in copies]) if copies else pool
-    return state._replace(pool=pool, running=active._replace(seqs=tuple(seqs))), Room(tuple(copies), *facts)
+    return state._replace(pool=pool, running=active._replace(seqs=tuple(seqs))), Preemptions(tuple(copies), *facts)
+
+
+def _shared(state: SchedulerState, size: int) -> list[int]:
+    """Indices of the sequences that have to copy a block (`branches.shared`)."""
+    return branches.shared(state.pool, state.running, state.forked, size) if state.forked else []
 
 
 def _full(active: Running, size: int) -> list[int]:
-    """Indices of the sequences whose next token lies past their last block."""
+    """Indices of the sequences whose next token is past their last block."""
     edge = [i for i, computed in enumerate(active.computed) if computed % size == 0]
     edge = [i for i in edge if active.computed[i] == len(active.seqs[i].blocks) * size]
-    return [i for i in edge if active.computed[i] < active.lengths[i]]  # a beam that waits for siblings writes nothing
+    return [i for i in edge if active.computed[i] < active.lengths[i]]  # a waiting beam writes none
 
 
-def _given(active: Running, i: int, table: tuple[int, ...]) -> Seq:
+def _with_blocks(active: Running, i: int, table: tuple[int, ...]) -> Seq:
     request, arrival, limit, _, _, _, hashes, group = active.seqs[i]
     return Seq(request, arrival, limit, active.lengths[i], active.computed[i], table, hashes, group)
 
 
 def _victims(candidates: Sequence[Seq], victim: Seq) -> list[Seq]:
-    """The victim and its group, in order of arrival; the victim alone if nobody else runs, so that one advances.
+    """The victim and its group, in order of arrival; the victim alone if only its group runs, so that one advances.
 
-    Beams are never split that way: `submit` sees to it that those of one request fit when they run alone.
+    Beams are never split: `submit` ensures that the beams of one request fit when they run alone.
     """
     group = [seq for seq in candidates if seq.group == victim.group] if victim.group is not None else [victim]
     return sorted(group, key=lambda seq: seq.arrival) if len(group) < len(candidates) else [victim]
 
 
-def _stop(
+def _preempt(
     state: SchedulerState, policy: Policy, candidates: Sequence[Seq], victims: Sequence[Seq]
 ) -> tuple[SchedulerState, Pairs]:
-    """Take victims from the running -> (state, blocks to move out: none if they have to be computed again)."""
+    """Stop the victims -> (state, blocks to move to the host; none if the victims are computed again)."""
     pool = state.pool
     for victim in victims:
         pool = blocks.release(pool, victim.blocks[::-1])
@@ -84,17 +89,17 @@ def _stop(
     active = state.running.pick([i for i, seq in enumerate(candidates) if seq.arrival not in gone])
     state = state._replace(pool=pool, running=active)
 
-    # a beam that waits for its siblings computes its last token again, because what it offered is forgotten
+    # a beam that waits for its siblings computes its last token again, because its offer is dropped
     victims = [victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims]
     tables = [victim.blocks[: blocks.needed(victim.computed, state.config.block_size)] for victim in victims]
-    held = tuple(dict.fromkeys(block for table in tables for block in table))
+    moved_blocks = tuple(dict.fromkeys(block for table in tables for block in table))
     swaps = state.host is not None and all(tables) and policy.swap(victims)
-    taken = blocks.allocate(state.host, len(held)) if state.host is not None and swaps else None
+    taken = blocks.allocate(state.host, len(moved_blocks)) if state.host is not None and swaps else None
     if taken is None:
         back = [victim._replace(computed=0, blocks=()) for victim in victims]
         return state._replace(waiting=(*back, *state.waiting)), ()
     host, ids = taken
-    place = dict(zip(held, ids, strict=True))
+    place = dict(zip(moved_blocks, ids, strict=True))
     moved = [tuple([place[block] for block in table]) for table in tables]
     again = Counter(block for table in moved for block in table) - Counter(ids)
     out = [victim._replace(blocks=table) for victim, table in zip(victims, moved, strict=True)]

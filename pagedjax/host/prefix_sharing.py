@@ -1,4 +1,4 @@
-"""Prefix caching: which blocks hold what a sequence begins with, and which may be found by others from now on."""
+"""Prefix caching: finding the blocks of a sequence's beginning, and publishing the blocks that a step filled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def filling(active: Running, first: int, counts: Sequence[int], size: int) -> di
     """Hashes of the blocks that the prompt chunks of this step, rows `first` and on, fill -> the blocks.
 
     A row may read what another row of the same step writes: in each layer all keys and values are written before any
-    is read. So of many requests with one prefix that arrive together, one computes it and nobody waits.
+    is read. So of many requests with one prefix that arrive together, one computes it and the others do not wait.
     """
     found: dict[str, int] = {}
     for i in range(first, len(counts)):
@@ -28,20 +28,27 @@ def fills(found: dict[str, int], seq: Seq, start: int, stop: int, size: int) -> 
         found.setdefault(seq.hashes[j], seq.blocks[j])
 
 
-def find(pool: BlockPool, coming: Mapping[str, int], seq: Seq, size: int) -> tuple[int, ...]:
-    """Blocks of the longest beginning of a sequence that somebody has computed; one token is left to compute.
+def find(pool: BlockPool, filling_now: Mapping[str, int], seq: Seq, size: int) -> tuple[int, ...]:
+    """Blocks of the longest beginning of a sequence that was computed before; one token is left to compute.
 
     Args:
-        coming: what rows of this step fill, see `filling`.
+        filling_now: blocks that rows of this step fill, see `filling`.
     """
     keys = seq.hashes[: (seq.length - 1) // size]
     found = blocks.find(pool, keys)
     for key in keys[len(found) :]:
-        block = pool.contents.get(key, coming.get(key))
+        block = pool.contents.get(key, filling_now.get(key))
         if block is None:
             break
         found = (*found, block)
     return found
+
+
+def cached_tokens(pool: BlockPool, seq: Seq, size: int) -> int:
+    """Tokens of a waiting sequence whose keys and values are in the cache, or in the swap space."""
+    if seq.blocks:
+        return seq.computed
+    return size * len(blocks.find(pool, seq.hashes[: (seq.length - 1) // size]))
 
 
 def publish(
@@ -52,7 +59,7 @@ def publish(
     hashes: Mapping[str, tuple[str, ...]],
     size: int,
 ) -> tuple[BlockPool, tuple[Seq, ...]]:
-    """Let the blocks that rows of a step filled be found, now that they hold what they are said to hold."""
+    """Make the blocks that the rows of a step filled findable, now that the step has run."""
     full = [i for i, end in enumerate(ends) if end % size < counts[i]]
     if not full:
         return pool, seqs

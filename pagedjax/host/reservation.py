@@ -1,15 +1,15 @@
-"""How much of the cache a sequence takes when it enters: blocks as it grows, or one contiguous piece for its life.
+"""Baselines: a sequence reserves one contiguous piece of the cache for its life, instead of blocks as it grows.
 
-The pieces are the baselines of the PagedAttention paper (Kwon et al. 2023, section 6.1), after Orca (Yu et al. 2022),
-which keeps a request's keys and values in one place and so has to reserve it beforehand:
+The pieces are those of the PagedAttention paper (Kwon et al. 2023, section 6.1), after Orca (Yu et al. 2022),
+which keeps the keys and values of a request contiguous and so must reserve them in advance:
 
-    none     blocks for the tokens that are known, another whenever the last one is full: paging, the default
-    oracle   the tokens that the request will have at its longest, as if that were known of every request
+    none     blocks for the known tokens, and another one whenever the last is full: paging, the default
+    oracle   the final length of the request, as if it were known
     pow2     its prompt, and the output rounded up to a power of two
     max      max_model_len tokens
 
-A piece is a power of two of blocks, aligned to its size, as a buddy allocator gives (`blocks.allocate_run`). It has one
-owner to its end: nothing in it is shared, and nobody is preempted, because nobody grows.
+A piece is a power of two of blocks, aligned to its size, as in a buddy allocator (`blocks.allocate_run`). It has one
+owner: its blocks are not shared, and no sequence is preempted, because none grows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pagedjax.host.types import Seq
 
 
 def tokens(config: SchedulerConfig, seq: Seq) -> int:
-    """Token slots that a sequence takes when it enters."""
+    """Token slots that a sequence takes when it is admitted."""
     if config.reservation == "none":
         return seq.length
     if config.reservation == "max":
@@ -33,13 +33,13 @@ def tokens(config: SchedulerConfig, seq: Seq) -> int:
 
 
 def piece(config: SchedulerConfig, seq: Seq) -> int:
-    """The same in blocks: whole pieces where it is reserved."""
+    """Blocks that a sequence takes when it is admitted."""
     need = blocks.needed(tokens(config, seq), config.block_size)
     return need if config.reservation == "none" else _power_of_two(need)
 
 
 def table_width(config: EngineConfig, length: int) -> int:
-    """Blocks that a request of at most so many tokens can have."""
+    """Blocks that a request of at most `length` tokens can have."""
     need = blocks.needed(length, config.block_size)
     return need if config.reservation == "none" else _power_of_two(need)
 
@@ -51,5 +51,5 @@ def largest(config: SchedulerConfig) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""What a scheduler carries from step to step, and what is always true of it. Immutable."""
+"""The scheduler's state and its invariants (`check`). Immutable."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from immutables import Map
 from pagedjax.config import EngineConfig, Reservation
 from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
-from pagedjax.host.branches import together, width
 from pagedjax.host.types import Running, Seq, current
 
 
 class SchedulerConfig(NamedTuple):
-    """Integers of at least 1; `host_blocks` may be 0. `num_blocks` counts blocks that can be owned, without the trash
-    block. What follows `host_blocks` is how earlier engines did it: turns.py and reservation.py."""
+    """Sizes: integers of at least 1; `host_blocks` may be 0. `num_blocks` does not count the trash block.
+
+    The fields after `host_blocks` are baselines (step_kinds.py, reservation.py).
+    """
 
     block_size: int
     num_blocks: int
@@ -28,9 +29,14 @@ class SchedulerConfig(NamedTuple):
     mixed_steps: bool = True
     reservation: Reservation = "none"
 
+    @property
+    def max_running(self) -> int:
+        """Sequences that can run at a time: each must be able to get a token in every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
 
 def limits(c: EngineConfig, host_blocks: int = 0) -> SchedulerConfig:
-    """What a scheduler has to know of an engine, in whose configuration length and blocks are chosen."""
+    """The scheduler's part of an engine's configuration, in which nothing is left open."""
     assert c.max_model_len is not None, "resolve the configuration first"
     assert c.num_blocks is not None, "resolve the configuration first"
     return SchedulerConfig(
@@ -53,15 +59,10 @@ class SchedulerState(NamedTuple):
     running: Running  # after `schedule`: the plan's sequences, then those that got no token
     step: int
     arrivals: int
-    host: BlockPool | None  # the swap space: who is waiting and has blocks has them there
-    forked: frozenset[int]  # arrivals of those that begin, since the last commit, to write behind shared blocks
-    ids: Map[str, None]  # of the waiting and the running: looking through them made a long queue quadratic
-    stops: frozenset[int] = frozenset()  # every token that may stop one of them, and perhaps some of those gone
-
-
-def max_running(config: SchedulerConfig) -> int:
-    """Sequences that can run at a time: each must be able to get a token in every step."""
-    return min(config.max_num_seqs, config.max_num_batched_tokens)
+    host: BlockPool | None  # the swap space; the blocks of a waiting sequence are its blocks there
+    forked: frozenset[int]  # arrivals of the sequences that may have to copy a shared block before the next write
+    ids: Map[str, None]  # of all unfinished sequences; a search through a long queue would make submits quadratic
+    stops: frozenset[int] = frozenset()  # stop tokens of all unfinished requests, and perhaps of finished ones
 
 
 def running(state: SchedulerState) -> tuple[Seq, ...]:
@@ -79,7 +80,7 @@ def check(state: SchedulerState) -> None:
         blocks.check(state.host, [seq.blocks for seq in away])
     held = all(len(seq.blocks) == blocks.needed(seq.computed, c.block_size) for seq in state.waiting)
     assert held, "content is lost"
-    assert sum(map(width, active)) <= max_running(c), "too many sequences run, or will"
+    assert sum(seq.num_rows for seq in active) <= c.max_running, "too many sequences run, or will"
     for seq in active:
         behind = 0 if seq.request.beams else 1
         assert 0 <= seq.computed <= seq.length - behind, "computed must chase length"
@@ -89,7 +90,7 @@ def check(state: SchedulerState) -> None:
         assert seq.request.stop_token_ids <= state.stops, "a stop token would be missed"
     arrivals = [seq.arrival for seq in (*state.waiting, *active)]
     assert len(arrivals) == len(set(arrivals)), "a sequence is in two places"
-    beams = {seq.group for seq in active if together(seq)}
+    beams = {seq.group for seq in active if seq.is_beam}
     assert beams.isdisjoint(seq.group for seq in state.waiting), "some beams of a request run and others wait"
     named = Counter(name for seq in (*state.waiting, *active) for name in (seq.request_id, *seq.request.forks))
     assert Counter(list(state.ids)) == named, "an id is lost, left over or used twice"

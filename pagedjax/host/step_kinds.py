@@ -1,12 +1,12 @@
-"""What a step is made of: decodes and prompt chunks together, or only one of them.
+"""Baselines: steps that do not mix decodes and prompt chunks, as in earlier engines.
 
-Two switches, which hold the composition of earlier engines beside this one's so that it can be measured:
+Two switches choose the kinds of steps:
 
     mixed_steps  chunked_prefill
     yes          yes              chunks of prompts fill what decodes leave of the budget (Sarathi-Serve); the default
     yes          no               whole prompts join the decodes (Orca)
     no           no               whole prompts first, and decodes wait for them (vLLM before chunked prefill)
-    no           yes              chunks and decodes by turns
+    no           yes              chunks and decodes in turn
 
 Where prompts are whole, each is computed by the step that admits it, so the budget must hold the longest sequence.
 """
@@ -21,8 +21,8 @@ from pagedjax.host.types import Running
 Kind = Literal["both", "prompts", "decodes"]
 
 
-def turns(config: SchedulerConfig, step: int) -> tuple[Kind, *tuple[Kind, ...]]:
-    """What a step is tried as, in this order; the first that has something to compute is the step."""
+def kinds(config: SchedulerConfig, step: int) -> tuple[Kind, *tuple[Kind, ...]]:
+    """The kinds to try for a step, in this order; the first one with tokens to compute is used."""
     if config.mixed_steps:
         return ("both",)
     if config.chunked_prefill and step % 2:
@@ -31,7 +31,7 @@ def turns(config: SchedulerConfig, step: int) -> tuple[Kind, *tuple[Kind, ...]]:
 
 
 def split(active: Running, decodes: int, kind: Kind) -> tuple[Running, int, Running]:
-    """Sequences with decodes first -> (those that this kind of step computes, decodes among them, those that wait)."""
+    """Running sequences, decodes first -> (those of this kind of step, the number of decodes, those that wait)."""
     if kind == "both":
         return active, decodes, Running()
     first, rest = active.pick(range(decodes)), active.pick(range(decodes, len(active.seqs)))

@@ -34,7 +34,8 @@ class Request(NamedTuple):
     user: str = ""  # whose share the policy "fair" counts it to
     forks: tuple[str, ...] = ()  # ids of further branches, which begin when this one has computed the prompt
     hashes: tuple[str, ...] = ()  # of the prompt's full blocks (prefix.py); empty: shares no blocks with anyone
-    beams: bool = False  # its branches advance together, as `commit` is told; the branches of others go their own ways
+    beams: bool = False  # its branches advance together, by the choices given to `commit`; others advance alone
+    tags: tuple[str, ...] = ()  # opaque; they salt the hashes, so requests with other tags share no blocks
 
 
 class Seq(NamedTuple):
@@ -59,6 +60,16 @@ class Seq(NamedTuple):
     @property
     def num_output(self) -> int:
         return self.length - self.request.prompt_len
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step that it takes, or will take when its branches fork."""
+        return 1 + len(self.request.forks)
+
+    @property
+    def is_beam(self) -> bool:
+        """Whether it is one of several beams, which are admitted and preempted together."""
+        return self.request.beams and not self.request.forks
 
 
 class Running(NamedTuple):

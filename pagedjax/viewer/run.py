@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
-from pagedjax.host import event_log
-from pagedjax.host.event_log import ReplayError, Transition
+from pagedjax.host import replay
 from pagedjax.host.policies import POLICIES, Policy
+from pagedjax.host.replay import ReplayError, Transition
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.viewer import frames
 from pagedjax.viewer.picture import Frame
@@ -43,14 +43,14 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
         raise ReplayError(f"{path} is a directory; name the file that was recorded, e.g. run.jsonl in it")
     prompts: dict[int, tuple[int, ...]] = {}
     try:
-        header = event_log.header(path)
-        transitions = event_log.replay(path, policies)
+        header = replay.header(path)
+        transitions = replay.replay(path, policies)
         first = next(transitions)
         made = tuple(fold(chain([first], transitions), prompts))
     except ReplayError as error:
         raise ReplayError(f"{path} cannot be shown: {error}; {REMEDY}") from None
     name, config = os.path.basename(path), first.state.config
-    return Run(config, header["policy"], header["pagedjax"], made, prompts, name, event_log.truncated(path))
+    return Run(config, header["policy"], header["pagedjax"], made, prompts, name, replay.truncated(path))
 
 
 def fold(transitions: Iterable[Transition], prompts: dict[int, tuple[int, ...]] | None = None) -> Iterator[Frame]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
-from pagedjax.host import beams, event_log, scheduler
+from pagedjax.host import beams, replay, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Beamed, Choice, Finished, Forked, Hypothesis, Preempted, Request
 
@@ -307,7 +307,7 @@ def test_a_recording_with_beams_replays(tiny, tmp_path):
     params = [BeamSearchParams(4, 16, ignore_eos=True), SamplingParams(n=2, seed=1, ignore_eos=True)] * 2
     llm.generate([PROMPTS[n] for n in (21, 40, 8, 40)], params, use_tqdm=False)
     llm.engine.record(None)
-    report = event_log.verify(tmp_path / "run.jsonl")
+    report = replay.verify(tmp_path / "run.jsonl")
     assert report.identical
     assert report.preemptions
 

@@ -14,7 +14,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.engine import compilations
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.runtime import COPIES
-from pagedjax.host import event_log, scheduler
+from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Finished, Preempted, Sampled, StepResult
 
 LENGTHS = (3, 17, 40, 1, 64, 9)
@@ -178,7 +178,7 @@ def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
     while engine.has_work:
         engine.step()
     engine.record(None)
-    report = event_log.verify(tmp_path / "run.jsonl")
+    report = replay.verify(tmp_path / "run.jsonl")
     assert report.identical
     assert report.preemptions > 0
 

@@ -14,7 +14,7 @@ from pagedjax.device import cache
 from pagedjax.engine import requests, results
 from pagedjax.engine import step as step_module
 from pagedjax.engine.interrupts import deferred
-from pagedjax.host import event_log, scheduler
+from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Preempted, Sampled
 from pagedjax.viewer import run as viewer
 
@@ -101,7 +101,7 @@ def test_a_failed_step_is_computed_again_with_the_same_tokens(tiny, monkeypatch,
     engine.record(None)
     assert (tokens, beams) == expected[:2]
     assert preempted > 2 or "num_blocks" not in MODES[mode]
-    assert event_log.verify(tmp_path / "run.jsonl").identical
+    assert replay.verify(tmp_path / "run.jsonl").identical
     text = (tmp_path / "run.jsonl").read_text()
     assert text.count('{"restart":{}}') == len(broken)
     assert text.count('{"schedule"') == text.count('{"commit"')

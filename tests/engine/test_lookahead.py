@@ -12,7 +12,7 @@ from pagedjax import LLM, BeamSearchParams, SamplingParams
 from pagedjax.engine import lookahead
 from pagedjax.engine import step as step_module
 from pagedjax.host import scheduler
-from pagedjax.host.event_log import verify
+from pagedjax.host.replay import verify
 from pagedjax.host.types import Sampled
 
 DEPTHS = (1, 3)

@@ -13,7 +13,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.device import cache
 from pagedjax.device.host_swap import SwapPrograms, host_cache
 from pagedjax.engine import runtime
-from pagedjax.host import event_log, scheduler
+from pagedjax.host import replay, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Admitted, Preempted, Request, Resumed, Sampled
 
@@ -85,7 +85,7 @@ def test_a_recording_with_swapping_replays(tiny, tmp_path):
     llm.engine.record(tmp_path / "run.jsonl")
     run(llm, DRAWN, ("b",))
     llm.engine.record(None)
-    report = event_log.verify(tmp_path / "run.jsonl")
+    report = replay.verify(tmp_path / "run.jsonl")
     assert report.identical
     assert report.preemptions >= 3
 

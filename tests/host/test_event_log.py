@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from pagedjax import __version__
 from pagedjax.config import Reservation
-from pagedjax.host import event_log, scheduler
-from pagedjax.host.event_log import Recorder, ReplayError, Transition, verify
+from pagedjax.host import event_log, replay, scheduler
+from pagedjax.host.event_log import Recorder
 from pagedjax.host.policies import FCFS, POLICIES
+from pagedjax.host.replay import ReplayError, Transition, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Finished, Plan, Request, Seq
 
@@ -153,7 +154,7 @@ ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation))]
 def test_any_run_replays_byte_for_byte(tmp_path: Path, config: SchedulerConfig, seed: int, names: str):
     path = tmp_path / "run.jsonl"
     made = record(path, config, seed, length=80, names=names)
-    assert list(event_log.replay(path)) == made
+    assert list(replay.replay(path)) == made
     report = verify(path)
     assert report.identical
     assert not report.truncated
@@ -231,7 +232,7 @@ def test_a_header_says_how_it_was_done_only_where_that_is_unusual(tmp_path: Path
     made = record(path, config, seed=3, length=120)
     header = json.loads(path.read_text().splitlines()[0])["config"]
     assert header == dict(zip(SMALL._fields[:6], config, strict=False)) | {k: way[k] for k in WAYS if k in way}
-    assert list(event_log.replay(path)) == made
+    assert list(replay.replay(path)) == made
     report = verify(path)
     assert report.identical
     assert report.requests >= 10
@@ -239,7 +240,7 @@ def test_a_header_says_how_it_was_done_only_where_that_is_unusual(tmp_path: Path
 
 def test_block_tables_can_be_read_from_the_log_alone(log: Path):
     tables: dict[str, list[int]] = {}
-    plans = (transition.plan for transition in event_log.replay(log) if transition.plan)
+    plans = (transition.plan for transition in replay.replay(log) if transition.plan)
     for line in log.read_text().splitlines()[1:]:
         ((kind, body),) = json.loads(line).items()
         gone = [event["request_id"] for event in body.get("events", ()) if event["event"] == "Finished"]
@@ -276,7 +277,7 @@ def test_a_difference_shows_what_was_recorded_and_what_comes_out_now(log: Path, 
     edit(log, replace_line(number, tampered))
     report = verify(log)
     assert report.difference == (number, tampered, lines[number - 1])
-    assert event_log.main([str(log)]) == 1
+    assert replay.main([str(log)]) == 1
     out = capsys.readouterr().out
     assert f"DIFFERENT from line {number} on" in out
     assert '"counts":[2,' in out
@@ -320,7 +321,7 @@ def test_a_run_killed_while_it_wrote_is_replayed_as_far_as_it_is_whole(log: Path
         assert report.truncated == (whole[cut - 1 : cut] != b"\n")
         assert report.lines == whole[:cut].count(b"\n")
     log.write_bytes(whole[:-3])
-    assert event_log.main([str(log)]) == 0
+    assert replay.main([str(log)]) == 0
     assert "the last line is cut off, so the run was killed" in capsys.readouterr().out
 
 
@@ -365,8 +366,8 @@ def test_what_is_not_a_log_is_an_error_that_names_the_line(log: Path, capsys, nu
     with pytest.raises(ReplayError, match=message):
         verify(log)
     with pytest.raises(ReplayError, match=message):
-        list(event_log.replay(log))
-    assert event_log.main([str(log)]) == 1
+        list(replay.replay(log))
+    assert replay.main([str(log)]) == 1
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -386,7 +387,7 @@ def test_a_transition_that_the_scheduler_refuses_is_a_difference(log: Path, text
     assert (number, recorded) == (2, text)
     assert recomputed.startswith(why)
     with pytest.raises(ReplayError, match=f"line 2 is {re.escape(why)}"):
-        list(event_log.replay(log))
+        list(replay.replay(log))
 
 
 def test_a_policy_of_ones_own_can_be_given(tmp_path: Path):
@@ -410,9 +411,9 @@ def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
 
 
 def test_the_command_says_what_it_found(log: Path):
-    command = [sys.executable, "-m", "pagedjax.host.event_log", str(log)]
+    command = [sys.executable, "-m", "pagedjax.host.replay", str(log)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
     report = verify(log)
     assert f"{report.steps} steps, {report.requests} requests, {report.preemptions} preemptions" in done.stdout
     assert f"identical: all {report.lines} lines" in done.stdout
-    assert event_log.main([str(log.with_name("missing"))]) == 1
+    assert replay.main([str(log.with_name("missing"))]) == 1

@@ -20,8 +20,21 @@ from pagedjax import LLM, SamplingParams
 from pagedjax.cli import main
 from pagedjax.config import EngineConfig, Reservation
 from pagedjax.host import scheduler
-from pagedjax.host.event_log import replay
-from pagedjax.host.policies import FAIR, FCFS, POLICIES, PRIORITY, RATE, SHORTEST, WINDOW, Policy, by_key, find
+from pagedjax.host.policies import (
+    FAIR,
+    FCFS,
+    LONGEST_PREFIX,
+    POLICIES,
+    PRIORITY,
+    RATE,
+    SHORTEST,
+    WINDOW,
+    Cached,
+    Policy,
+    by_key,
+    find,
+)
+from pagedjax.host.replay import replay
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Finished, Request, Running, Seq
 from tests.host.scheduler_steps import EOS, WORD, names, start
@@ -34,16 +47,21 @@ def ask(name: str, prompt_len: int = 1, max_tokens: int = 8, priority: int = 0, 
     return Request(name, prompt_len, max_tokens, 0, frozenset({EOS}), priority, user)
 
 
+def with_hashes(request: Request, count: int, name: str) -> Request:
+    """The request with hashes of its first blocks; equal names are equal blocks."""
+    return request._replace(hashes=tuple(f"{name} {i}" for i in range(count)))
+
+
 def queue(*requests: Request) -> tuple[Seq, ...]:
     return start(*requests, model_len=2000, num_blocks=2000).waiting
 
 
-def order(policy: Policy, waiting: Iterable[Seq], running: Iterable[Seq] = ()) -> str:
+def order(policy: Policy, waiting: Iterable[Seq], running: Iterable[Seq] = (), cached: Cached = lambda seq: 0) -> str:
     """The names in the order of admission, whatever order the queue is in."""
     seqs, waiting = tuple(running), tuple(waiting)
     active = Running(seqs, tuple(seq.length for seq in seqs), (0,) * len(seqs))
-    once = names(policy.order(waiting, active))
-    assert policy is FCFS or once == names(policy.order(waiting[::-1], active))
+    once = names(policy.order(waiting, active, cached))
+    assert policy is FCFS or once == names(policy.order(waiting[::-1], active, cached))
     return "".join(once)
 
 
@@ -101,11 +119,44 @@ def test_what_runs_counts_for_its_user_with_the_tokens_it_has_now():
     assert order(FAIR, (a, x), [run]) == "xa"
     active = Running((run,), (9,), (8,))  # the column counts, not the record, which is of some steps ago
     y, b = (seq._replace(length=5, arrival=5 + i) for i, seq in enumerate((x, a)))
-    assert names(FAIR.order((a, x, y, b), active)) == ["x", "x", "a", "a"]
+    assert names(FAIR.order((a, x, y, b), active, len)) == ["x", "x", "a", "a"]
 
 
 def test_without_users_a_fair_share_is_first_come_first_served():
     assert order(FAIR, queue(*(ask(name, 9 - i) for i, name in enumerate("abcdef")))) == "abcdef"
+
+
+def test_the_longest_cached_prefix_is_first():
+    waiting = queue(ask("a", 30), ask("b", 30), ask("c", 30), ask("d", 30))
+    found = {"a": 0, "b": 3 * RATE, "c": 9 * RATE, "d": 9 * RATE}
+    assert order(LONGEST_PREFIX, waiting, cached=lambda seq: found[seq.request_id]) == "cdba"
+    assert order(LONGEST_PREFIX, waiting, cached=lambda seq: 0) == "abcd"
+
+
+def test_an_arrival_is_worth_some_cached_tokens():
+    waiting = queue(ask("a", 30), ask("b", 30), ask("c", 30))
+    assert order(LONGEST_PREFIX, waiting, cached=lambda seq: RATE * (seq.request_id == "b")) == "abc"
+    assert order(LONGEST_PREFIX, waiting, cached=lambda seq: (RATE + 1) * (seq.request_id == "b")) == "bac"
+
+
+def test_cached_tokens_are_those_of_blocks_in_the_pool():
+    """Two prompts share two blocks with a request that ran; one of them has a token more than these blocks."""
+    first = with_hashes(ask("first", 9, 1), 2, "shared")
+    state = start(first, block_size=4, num_blocks=16, model_len=64)
+    state, *_ = step(state, LONGEST_PREFIX)
+    others = [ask("other", 9), with_hashes(ask("whole", 8), 2, "shared"), with_hashes(ask("more", 9), 2, "shared")]
+    for request in others:
+        state = scheduler.submit(state, request)
+    seen = {}
+
+    def noted(waiting, running, cached):
+        seen.update({seq.request_id: cached(seq) for seq in waiting})
+        return waiting
+
+    scheduler.schedule(state, LONGEST_PREFIX._replace(order=noted))
+    assert seen == {"other": 0, "whole": 4, "more": 8}, "one token of a prompt is always computed"
+    plan = scheduler.schedule(state, by_key("most", lambda seq: 0)._replace(order=LONGEST_PREFIX.order))[1]
+    assert plan.admitted == ("other", "whole", "more"), "8 tokens are worth less than an arrival"
 
 
 # --- preemption -----------------------------------------------------------------------------------------------------
@@ -163,7 +214,7 @@ def test_who_would_be_offered_last_gives_way(policy: Policy, drawn: list[tuple[i
         Seq(request, i, request.prompt_len + 51, request.prompt_len + output)
         for i, (request, (_, output, *_)) in enumerate(zip(requests, drawn, strict=True))
     )
-    assert policy.preempt(some) == policy.order(some, Running())[-1]
+    assert policy.preempt(some) == policy.order(some, Running(), lambda seq: 0)[-1]
 
 
 # --- no starvation --------------------------------------------------------------------------------------------------
@@ -204,6 +255,15 @@ def test_short_prompts_without_end_overtake_a_bounded_number_of_times(prompt_len
     assert push_back(STRICT_SHORTEST, victim, short) == 600
 
 
+def test_cached_prefixes_without_end_overtake_a_bounded_number_of_times():
+    prompt = 200
+    victim = ask("victim", 9)
+    cached = lambda i: with_hashes(ask(str(i), prompt, max_tokens=1), prompt // 4, "shared")  # noqa: E731
+    strict = LONGEST_PREFIX._replace(order=lambda waiting, _, cached: sorted(waiting, key=lambda seq: -cached(seq)))
+    assert 0 < push_back(LONGEST_PREFIX, victim, cached, ahead=3) <= prompt / RATE
+    assert push_back(strict, victim, cached, ahead=3) == 600
+
+
 def test_one_greedy_user_does_not_keep_another_waiting():
     """However many it has in the queue: as soon as one of them runs, the other user is next."""
     victim = ask("victim", user="modest")
@@ -228,7 +288,7 @@ def test_new_users_without_end_do_not_overtake_one_that_has_nothing_running():
     victim = ask("victim", user="user z")
     newcomers = lambda i: ask(str(i), 2, 3, user=f"user {i}")  # noqa: E731
     by_name = FAIR._replace(
-        order=lambda waiting, running: sorted(waiting, key=lambda seq: (seq.request.user, seq.arrival))
+        order=lambda waiting, running, cached: sorted(waiting, key=lambda seq: (seq.request.user, seq.arrival))
     )
     assert push_back(FAIR, victim, newcomers, ahead=9) == 0
     assert push_back(by_name, victim, newcomers, ahead=9) == 600
@@ -253,8 +313,9 @@ HOSTILE: dict[str, tuple[Request, Stream]] = {
     "priority": (ask("victim", 9, 20, priority=1), lambda i: ask(str(i), 1 + i % 5, 12)),
     "shortest": (ask("victim", 25, 7), lambda i: ask(str(i), 1, 1 + i % 25)),
     "fair": (ask("victim", 9, 20, user="z"), lambda i: ask(str(i), 1 + i % 5, 12, user=f"{i}" if i % 2 else "z")),
+    "longest_prefix": (ask("victim", 9, 20), lambda i: with_hashes(ask(str(i), 17 + i % 5, 12), 4, "shared")),
 }
-OVERTAKEN = {"fcfs": 0, "priority": WINDOW, "shortest": 25 // RATE, "fair": 0}
+OVERTAKEN = {"fcfs": 0, "priority": WINDOW, "shortest": 25 // RATE, "fair": 0, "longest_prefix": 35 // RATE}
 
 
 def hostile(policy: Policy, victim: Request, stream: Stream, steps: int) -> tuple[int, int]:
@@ -326,7 +387,8 @@ def roomy(config: SchedulerConfig) -> SchedulerConfig:
 
 def rank(policy: Policy, state: SchedulerState) -> list[int]:
     """Arrivals of everybody unfinished, the best placed first: as if all were waiting."""
-    return [seq.arrival for seq in policy.order(tuple(sorted(alive(state), key=lambda seq: seq.arrival)), Running())]
+    line = tuple(sorted(alive(state), key=lambda seq: seq.arrival))
+    return [seq.arrival for seq in policy.order(line, Running(), lambda seq: 0)]  # these requests have no hashes
 
 
 def drive(policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int, int, str, bool]]) -> int:
@@ -406,7 +468,7 @@ def test_a_finite_workload_ends_whatever_a_policy_says(config: SchedulerConfig, 
     draw = random.Random(seed)
     moody = Policy(
         "moody",
-        order=lambda waiting, running: draw.sample(waiting, len(waiting)),
+        order=lambda waiting, running, cached: draw.sample(waiting, len(waiting)),
         admit=lambda seq, need, free: True,
         preempt=draw.choice,
     )
@@ -538,6 +600,14 @@ def test_it_runs_in_the_simulator_and_in_a_comparison(documented, tmp_path, caps
         (":FCFS", "policy is ':FCFS'; write one of"),
     ],
 )
-def test_a_policy_that_is_not_there_is_told(name, message):
+def test_a_missing_or_invalid_policy_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         find(EngineConfig(policy=name).policy)
+
+
+def test_a_policy_whose_order_takes_other_arguments_is_refused(tmp_path):
+    """As every policy did before `cached` was added."""
+    text = "from pagedjax.policies import FCFS\nOLD = FCFS._replace(name='old', order=lambda waiting, running: waiting)"
+    (tmp_path / "old.py").write_text(text)
+    with pytest.raises(ValueError, match=r"its order takes other arguments; write order\(waiting, running, cached\)"):
+        find(f"{tmp_path / 'old.py'}:OLD")

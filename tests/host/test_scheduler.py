@@ -10,7 +10,9 @@ from pagedjax.host.scheduler import Rejected, SchedulerConfig
 from pagedjax.host.types import Admitted, Event, Finished, Preempted, Sampled
 from tests.host.scheduler_steps import EOS, WORD, crowded, names, request, rows, start, step, until_end
 
-SHORTEST = FCFS._replace(name="shortest", order=lambda waiting, running: sorted(waiting, key=lambda seq: seq.length))
+SHORTEST = FCFS._replace(
+    name="shortest", order=lambda waiting, running, cached: sorted(waiting, key=lambda seq: seq.length)
+)
 
 # --- submit ---------------------------------------------------------------------------------------------------------
 

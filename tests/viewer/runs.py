@@ -6,9 +6,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from pagedjax.host import event_log, scheduler
-from pagedjax.host.event_log import Recorder, Transition
+from pagedjax.host import replay, scheduler
+from pagedjax.host.event_log import Recorder
 from pagedjax.host.policies import FCFS
+from pagedjax.host.replay import Transition
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Plan, Request
 from pagedjax.viewer.picture import Frame, Picture, apply
@@ -18,7 +19,7 @@ from tests.host.test_event_log import SMALL, record
 def random_run(path: Path, seed: int, length: int = 120, **config) -> list[Transition]:
     """Everything that a scheduler does, in any order -> the transitions of the recording."""
     record(path, SMALL._replace(**config), seed, length)
-    return list(event_log.replay(path))
+    return list(replay.replay(path))
 
 
 def crowd(path: Path, *, steps: int, blocks: int, seqs: int, size: int = 16, seed: int = 0) -> SchedulerConfig:

@@ -19,9 +19,9 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 
 from pagedjax import LLM, SamplingParams, cli, viewer
-from pagedjax.host import event_log, scheduler
-from pagedjax.host.event_log import Transition
+from pagedjax.host import event_log, replay, scheduler
 from pagedjax.host.policies import FCFS
+from pagedjax.host.replay import Transition
 from pagedjax.host.types import Request
 from pagedjax.viewer import run as runs
 from tests.viewer.runs import crowd, random_run
@@ -129,7 +129,7 @@ def shown(chromium: Any, lecture: tuple[Path, list[str]], tmp_path: Path) -> Ite
 
 
 def steps(path: Path) -> list[Transition]:
-    return [transition for transition in event_log.replay(path) if transition.plan]
+    return [transition for transition in replay.replay(path) if transition.plan]
 
 
 def same(shown: dict[str, Any], transition: Transition) -> bool:
@@ -155,7 +155,7 @@ def test_every_step_is_the_schedulers_forward_and_back(shown: Shown, lecture: tu
         shown.page.click("#forward") if k % 2 else shown.page.keyboard.press("ArrowRight")
     rest = shown.state()
     assert (rest["rest"], rest["tables"], rest["rows"]) == (True, [], [])
-    final = list(event_log.replay(lecture[0]))[-1].state
+    final = list(replay.replay(lecture[0]))[-1].state
     assert rest["cached"] == sorted(final.pool.hashes)
     assert shown.page.is_disabled("#forward")
     for k, plan in reversed(list(enumerate(plans))):
@@ -524,5 +524,5 @@ def test_frames_of_a_live_page_are_those_of_a_recording(chromium: Any, served: t
 
 def test_the_fold_that_tests_compare_with_is_the_pages_own(lecture: tuple[Path, list[str]]):
     """A check of the tests: the frames of the lecture are one a step, and one for its end."""
-    frames = list(runs.fold(event_log.replay(lecture[0])))
+    frames = list(runs.fold(replay.replay(lecture[0])))
     assert len(frames) == len(steps(lecture[0])) + 1

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pagedjax import LLM, SamplingParams, cli, viewer
-from pagedjax.host import event_log, scheduler
-from pagedjax.host.event_log import Recorder, ReplayError
+from pagedjax.host import replay, scheduler
+from pagedjax.host.event_log import Recorder
 from pagedjax.host.policies import FCFS
+from pagedjax.host.replay import ReplayError
 from pagedjax.host.types import Request
 from tests.host.test_event_log import SMALL
 from tests.viewer.test_viewer_page import parts
@@ -41,9 +42,9 @@ def test_times_and_prompts_stand_beside_a_transition(log: Path):
     assert '"at"' not in lines[0]
     ends = ['},"at":0.25,"prompt":[15496,11]}', '},"at":0.3}', '},"at":0.5}', '{"forget":{},"at":0.75}', '},"at":1.0}']
     assert all(line.endswith(end) for line, end in zip(lines[1:], ends, strict=True))
-    assert event_log.verify(log).identical
-    assert [made.at for made in event_log.replay(log)] == [None, 0.25, 0.3, 0.5, 0.75, 1.0]
-    assert [made.prompt for made in event_log.replay(log) if made.prompt] == [(15496, 11)]
+    assert replay.verify(log).identical
+    assert [made.at for made in replay.replay(log)] == [None, 0.25, 0.3, 0.5, 0.75, 1.0]
+    assert [made.prompt for made in replay.replay(log) if made.prompt] == [(15496, 11)]
     run = viewer.read(log)
     assert run.timed
     assert run.prompts == {0: (15496, 11)}
@@ -68,7 +69,7 @@ def test_times_and_prompts_stand_beside_a_transition(log: Path):
 def test_notes_that_are_none_are_errors_that_name_the_line(log: Path, old: str, new: str, message: str):
     log.write_text(log.read_text().replace(old, new, 1))
     with pytest.raises(ReplayError, match=message):
-        event_log.verify(log)
+        replay.verify(log)
 
 
 def test_an_engine_notes_them_when_it_is_asked(tiny, tiny_folder: Path, tmp_path: Path):
@@ -82,7 +83,7 @@ def test_an_engine_notes_them_when_it_is_asked(tiny, tiny_folder: Path, tmp_path
             llm.engine.step()
         llm.engine.record(None)
         said[name] = (tmp_path / name).read_bytes()
-        assert event_log.verify(tmp_path / name).identical
+        assert replay.verify(tmp_path / name).identical
     assert said["bare"] == said["again"] != said["noted"]
     bare, noted = viewer.read(tmp_path / "bare"), viewer.read(tmp_path / "noted")
     assert (bare.timed, bare.prompts) == (False, {})

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pagedjax import cli, viewer
-from pagedjax.host.event_log import Recorder, ReplayError
+from pagedjax.host.event_log import Recorder
+from pagedjax.host.replay import ReplayError
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
 from pagedjax.viewer import document, text
