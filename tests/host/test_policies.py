@@ -402,7 +402,7 @@ def test_so_does_a_crowd_in_the_ways_of_earlier_engines(chunked: bool, mixed: bo
 @given(config=st.one_of(configs, baselines), workload=workloads, seed=st.integers(0, 2**16))
 @settings(deadline=None, max_examples=160)
 def test_a_finite_workload_ends_whatever_a_policy_says(config: SchedulerConfig, workload, seed: int):
-    """docs/design/policies.md promises it: each step leaves a sequence that computes, and what it generated survives a preemption."""
+    """Each step leaves a sequence that computes, and what it generated survives a preemption."""
     draw = random.Random(seed)
     moody = Policy(
         "moody",
