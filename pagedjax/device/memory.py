@@ -10,7 +10,7 @@
 
 The number of blocks is wanted before the cache exists, but the step to be measured has a cache among its arguments. So
 the engine compiles the largest bucket on shapes alone, for as many blocks as would fit if a step took nothing. What a
-step needs does not depend on that number, for the cache is updated in place (DESIGN.md has the figures, of a CPU). If
+step needs does not depend on that number, for the cache is updated in place (docs/design/kv-cache-and-memory.md). If
 the step fits beside those blocks, as it does wherever max_num_seqs, num_blocks or a CPU's limit bind before the memory
 does, this program is the one that runs and nothing is compiled twice; else that one bucket is compiled again.
 """

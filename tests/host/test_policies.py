@@ -464,7 +464,7 @@ def test_so_does_a_crowd_in_the_ways_of_earlier_engines(chunked: bool, mixed: bo
 @given(config=st.one_of(configs, baselines), workload=workloads, seed=st.integers(0, 2**16))
 @settings(deadline=None, max_examples=160)
 def test_a_finite_workload_ends_whatever_a_policy_says(config: SchedulerConfig, workload, seed: int):
-    """DESIGN.md promises it: each step leaves a sequence that computes, and what it generated survives a preemption."""
+    """Each step leaves a sequence that computes, and what it generated survives a preemption."""
     draw = random.Random(seed)
     moody = Policy(
         "moody",
@@ -524,14 +524,14 @@ def test_branches_end_too_in_an_endless_stream(policy: Policy):
     assert preempted, "the pool was large enough"
 
 
-# --- the example of DESIGN.md ---------------------------------------------------------------------------------------
+# --- the example of docs/design/policies.md --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def documented(tmp_path) -> Path:
-    """The file that DESIGN.md shows."""
-    text = (Path(__file__).parents[2] / "DESIGN.md").read_text(encoding="utf-8")
-    section = text.split("### Writing a policy")[1].split("\n## ")[0]
+    """The file that docs/design/policies.md shows."""
+    text = (Path(__file__).parents[2] / "docs/design/policies.md").read_text(encoding="utf-8")
+    section = text.split("## Writing a policy")[1]
     code = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
     assert len(code.splitlines()) < 30
     (tmp_path / "least_work.py").write_text(code, encoding="utf-8")

@@ -1,0 +1,124 @@
+"""The documents agree with the tree: links, anchors, file names and commands exist, and pages are short."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("configs", "docs", "experiments", "pagedjax", "pallas_kernels", "tests")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+DESIGN = ROOT / "docs" / "design"
+MAPS = [ROOT / folder / "README.md" for folder in ("experiments", "pagedjax", "pallas_kernels", "tests")]
+EXAMPLES = {"file.py", "folder/file.py", "least_work.py", "mine.py"}  # names of a user's own files
+PLACEHOLDER = re.compile(r"\bN[A-Z]+(?=\b|_)")  # NAME of a command, NNN of a study
+CURRENT = [path for path in DOCUMENTS if path != ROOT / "CHANGELOG.md"]  # which also has names of the past
+
+
+def ids(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def links(text: str) -> list[str]:
+    """Targets of Markdown links and images that are not addresses of the web."""
+    found = re.findall(r"\]\(\s*([^()\s]+)\s*\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [target for target in found if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE):
+        title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
+        slug = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+        number = sum(other == slug or re.fullmatch(re.escape(slug) + r"-\d+", other) is not None for other in found)
+        found.add(f"{slug}-{number}" if slug in found else slug)
+    return found
+
+
+def broken_links(path: Path) -> list[str]:
+    broken = []
+    for link in links(path.read_text("utf-8")):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        missing = not target.exists()
+        if not missing and anchor and target.suffix == ".md":
+            missing = anchor not in anchors(target.read_text("utf-8"))
+        if missing:
+            broken.append(link)
+    return broken
+
+
+def modules(text: str) -> list[str]:
+    """Names of the modules that a document runs: `python -m NAME`."""
+    return [n for n in re.findall(r"python3? -m\s+([A-Za-z_][\w.]*\w)", text) if not PLACEHOLDER.search(n)]
+
+
+def runs(module: str) -> bool:
+    """Whether `python -m` can run a module of this project, or whether a foreign package exists."""
+    path = ROOT.joinpath(*module.split("."))
+    if (path / "__main__.py").exists():
+        return True
+    if path.with_suffix(".py").exists():
+        return '__name__ == "__main__"' in path.with_suffix(".py").read_text("utf-8")
+    return module.split(".")[0] not in FOLDERS and importlib.util.find_spec(module.split(".")[0]) is not None
+
+
+def named_files(text: str) -> set[str]:
+    """Names of source files in backticks, with or without their folders."""
+    found = set(re.findall(r"`([\w./-]+\.(?:py|yaml|jinja))`", text)) - EXAMPLES
+    return {name for name in found if not PLACEHOLDER.search(name)}
+
+
+TREE = {
+    "/".join(path.relative_to(ROOT).parts[start:])
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*.*")
+    for start in range(len(path.relative_to(ROOT).parts))
+}
+
+
+def test_checks_see_what_is_wrong(tmp_path):
+    """Each check can fail."""
+    (tmp_path / "a.md").write_text("# One `two`, three\n[x](a.md#one-two-three) [y](b.md) [z](#four) ![](no.png)")
+    assert broken_links(tmp_path / "a.md") == ["b.md", "#four", "no.png"]
+    assert modules("`python -m a.b --c`, python3 -m venv .venv") == ["a.b", "venv"]
+    assert runs("experiments.run")
+    assert runs("venv")
+    assert not runs("experiments.bench_floors")
+    assert not runs("pagedjax.host.types")  # has no command
+    assert named_files("`engine/no_such.py`, `mine.py`, `scheduler.py`") - TREE == {"engine/no_such.py"}
+    assert len(DOCUMENTS) > 40
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids(DOCUMENTS))
+def test_relative_links_and_anchors_resolve(path: Path):
+    assert broken_links(path) == []
+
+
+@pytest.mark.parametrize("path", CURRENT, ids=ids(CURRENT))
+def test_documented_modules_run_and_documented_files_exist(path: Path):
+    text = path.read_text("utf-8")
+    assert [name for name in modules(text) if not runs(name)] == []
+    assert sorted(named_files(text) - TREE) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
+def test_pages_are_short(path: Path):
+    assert len(path.read_text("utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize("path", MAPS, ids=ids(MAPS))
+def test_maps_of_folders_are_short_and_name_every_folder(path: Path):
+    text = path.read_text("utf-8")
+    assert len(text.splitlines()) <= 30
+    inner = [p.name for p in path.parent.iterdir() if p.is_dir() and not p.name.startswith((".", "__"))]
+    assert [name for name in inner if f"{name}/" not in text] == []
+
+
+def test_index_links_every_page():
+    linked = set(links((DESIGN / "README.md").read_text("utf-8")))
+    assert {path.name for path in DESIGN.glob("*.md")} - {"README.md"} == {x for x in linked if "/" not in x}
