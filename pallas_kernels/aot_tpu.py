@@ -20,6 +20,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,9 +145,12 @@ def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels import kv_write
     from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
+    from pallas_kernels.shared.tpu import row_size
 
-    d, row = case.head_size, pallas_tpu.row_size(case.head_size)
+    d, row = case.head_size, row_size(case.head_size)
+    write = partial(kv_write.IMPLS["pallas_tpu"], tiles=tiles)
     pages = jax.ShapeDtypeStruct((PAGES, case.heads, case.block_size * d // row, row), case.dtype)
     new = jax.ShapeDtypeStruct((TOKENS, case.heads, d), case.dtype)
     q = jax.ShapeDtypeStruct((TOKENS, case.heads * case.group, d), case.dtype)
@@ -155,7 +159,7 @@ def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[
     )
 
     def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, first):
-        k_pages, v_pages = pallas_tpu.write(k_pages, v_pages, k, v, slots, rows=ROWS, tiles=tiles)
+        k_pages, v_pages = write(k_pages, v_pages, k, v, slots, rows=ROWS)
         options: dict[str, Any] = dict(case.options)
         out = pallas_tpu.paged_attention(
             q, k_pages, v_pages, tables, lengths, first, scale=d**-0.5, tiles=tiles, **options

@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
-    if wrong := pallas_gpu.obstacle(device):
+    if wrong := pallas_gpu.wrong_device(device):
         print(f"error: pallas_gpu {wrong}; tiles are tuned on the device they are for", file=sys.stderr)
         return 2
     tiles = tuned(Tiles.of(device.device_kind))

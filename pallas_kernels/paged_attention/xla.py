@@ -23,7 +23,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.reference import read
+from pallas_kernels.paged_attention.implementation import Implementation
+from pallas_kernels.shared.float8 import read
 
 SPAN = 128  # context tokens of a decode item, and of one trip through the chunk loop's inner loop times two
 GROUP = 32  # decode items an iteration: 32 x 128 tokens of keys and values fit a last-level cache
@@ -85,22 +86,22 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
         i, top, norm, acc = state
         r, lens = row[i], left[i]
         keys, values = (_tile(x, pages[i], q.dtype) for x in (k_pages, v_pages))  # [group, K, span, D]
-        scores = jnp.einsum("xkcd,xkgd->xkcg", keys, q[r], preferred_element_type=jnp.float32)
+        scores = _product("xkcd,xkgd->xkcg", keys, q[r])
         scores = _capped(jax.lax.optimization_barrier(scores).swapaxes(2, 3), soft_cap)
         real = (jnp.arange(span) < lens[:, None]) & (jnp.arange(span) >= gone[i][:, None])
         scores = jnp.where(real[:, None, None], scores, NEG)
         values = jnp.where(real[:, None, :, None], values, 0)  # 0 * NaN of an earlier owner is not 0
         local = scores.max(-1)
         weights = jnp.exp(scores - local[..., None])
-        part = jnp.einsum("xkgc,xkcd->xkgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        part = _product("xkgc,xkcd->xkgd", weights.astype(values.dtype), values)
 
         # Items of one row may meet in one group. A one-hot product adds them up without a scatter.
         owns = (r[:, None] == jnp.arange(b)) & (lens[:, None] > 0)  # [group, B]
         new = jnp.maximum(top, jnp.where(owns[:, :, None, None], local[:, None], NEG).max(0))
         share = jnp.exp(local - new[r])
         hot, keep = owns.astype(jnp.float32), jnp.exp(top - new)
-        norm = norm * keep + jnp.einsum("xb,xkg->bkg", hot, weights.sum(-1) * share)
-        acc = acc * keep[..., None] + jnp.einsum("xb,xkgd->bkgd", hot, part * share[..., None])
+        norm = norm * keep + _product("xb,xkg->bkg", hot, weights.sum(-1) * share)
+        acc = acc * keep[..., None] + _product("xb,xkgd->bkgd", hot, part * share[..., None])
         return i + 1, new, norm, acc
 
     start = (0, jnp.full((b, k, g), NEG), jnp.zeros((b, k, g)), jnp.zeros((b, k, g, d)))
@@ -132,7 +133,7 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
             j, top, norm, acc = state
             page = tables[r, j][None]
             keys, values = (_tile(x, page, q.dtype)[0] for x in (k_pages, v_pages))  # [K, span, D]
-            scores = jnp.einsum("kqd,kcd->kqc", queries, keys, preferred_element_type=jnp.float32)
+            scores = _product("kqd,kcd->kqc", queries, keys)
             place = j * span + jnp.arange(span)
             seen = place <= position[:, None]
             if window is not None:
@@ -142,7 +143,7 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
             new = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new[..., None])
             keep = jnp.exp(top - new)
-            part = jnp.einsum("kqc,kcd->kqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+            part = _product("kqc,kcd->kqd", weights.astype(values.dtype), values)
             return j + 1, new, norm * keep + weights.sum(-1), acc * keep[..., None] + part
 
         rows = g * tile
@@ -158,6 +159,16 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
 
     out = jnp.zeros((t + tile, k, g, d), jnp.float32)
     return jax.lax.fori_loop(0, total, one, out)[:t]
+
+
+def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """An einsum with sums in float32, exact for the bits of its operands.
+
+    By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Operands of 16 bits are
+    multiplied exactly on every device.
+    """
+    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(axes, a, b, precision=exact, preferred_element_type=jnp.float32)
 
 
 def _begin(length: jax.Array, window: int | None) -> jax.Array:
@@ -191,3 +202,6 @@ def _tile(pages: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     _, k, s, d = pages.shape
     tile = read(pages.at[ids].get(mode="promise_in_bounds")).astype(dtype)
     return tile.transpose(0, 2, 1, 3, 4).reshape(x, k, per * s, d)
+
+
+IMPLEMENTATION = Implementation("xla", paged_attention)

@@ -29,8 +29,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.shared.tpu import LANES, pinned
+
 NEG = -1e30  # a finite minus infinity: exp2(NEG - NEG) is a number, and where a score is real its weight is 0
-LANES = 128
 UNROLLED = 4  # key heads in one body of the loop over them
 LOG2E = math.log2(math.e)
 ITEM, STEP, SENT, USED = range(4)  # of the cursor: the item and step that is copied next, spans copied, spans used
@@ -149,13 +150,6 @@ def attend(q, k_pages, v_pages, tables, work: Work, sizes: Sizes, scores: Scores
         name=f"paged_attention_{'decode' if sizes.tokens == 1 else 'chunks'}",
     )
     return call(*work, tables, q, *pinned(k_pages, v_pages, interpret=interpret))
-
-
-def pinned(*pages: jax.Array, interpret: Any) -> list[jax.Array]:
-    """Arrays that stay in HBM: XLA would copy one that is small enough to VMEM, and back."""
-    if interpret:
-        return list(pages)
-    return [pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in pages]
 
 
 def _kernel(sizes: Sizes, scores: Scores, width: int, *refs) -> None:
