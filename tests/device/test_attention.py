@@ -13,7 +13,7 @@ from pagedjax.device import attention
 from pallas_kernels.paged_attention import IMPLS, Implementation
 
 SIZES = {"query_dtype": "float32", "head_dim": 64, "block_size": 16, "kv_heads": 3, "heads": 9}
-OWN = '''
+OWN = """
 from pallas_kernels.paged_attention import Implementation, paged_attention
 
 prepared, shapes = [], []
@@ -34,7 +34,7 @@ def two_tokens(head_dim):
 
 MINE = Implementation("mine", attend, obstacle, page_row=two_tokens, prepare=prepared.append)
 SIZE = 8
-'''
+"""
 
 
 @pytest.fixture
@@ -76,8 +76,14 @@ def test_own_implementation_is_loaded_once_and_again_after_its_file_changes(own,
     ("name", "message"),
     [
         ("refrence", r"attention_impl is 'refrence'; .*\(did you mean 'reference'\?\)"),
-        ("nowhere.py:MINE", r"attention_impl is 'nowhere.py:MINE', but there is no file nowhere.py; write one of refer"),
-        ("no_such_module:MINE", "no_such_module cannot be imported .*; write one of reference, xla, cpu, .*module:NAME"),
+        (
+            "nowhere.py:MINE",
+            r"attention_impl is 'nowhere.py:MINE', but there is no file nowhere.py; write one of refer",
+        ),
+        (
+            "no_such_module:MINE",
+            "no_such_module cannot be imported .*; write one of reference, xla, cpu, .*module:NAME",
+        ),
         ("own.py:THEIRS", r"THEIRS in own.py is no Implementation; those in it: \['MINE'\]"),
         ("own.py:SIZE", r"SIZE in own.py is no Implementation"),
         ("json:dumps", "dumps in json is no Implementation; those in it: none"),
@@ -91,7 +97,9 @@ def test_unknown_implementations_raise_with_the_reason(own, tmp_path, monkeypatc
 
 
 def test_own_implementation_that_cannot_serve_raises_with_its_reason(own):
-    with pytest.raises(ValueError, match=r"attention_impl '.*own.py:MINE' needs blocks of 8 tokens, and they have 16; 'x"):
+    with pytest.raises(
+        ValueError, match=r"attention_impl '.*own.py:MINE' needs blocks of 8 tokens, and they have 16; 'x"
+    ):
         attention.choose(own, jax.devices()[0], dtype="float32", **SIZES)
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +36,7 @@ def shapes(b: int, pages: int, m: int = 8) -> list[jax.ShapeDtypeStruct]:
 def test_nan_past_a_context_and_in_pages_of_nobody_does_not_spread(t):
     case = make(MIXED, t=t, b=8)
     poisoned = scatter(case, case.block_tables.reshape(-1), garbage=float("nan"))
-    np.testing.assert_array_equal(run(poisoned, "cpu"), run(case, "cpu"))
+    chex.assert_trees_all_equal(run(poisoned, "cpu"), run(case, "cpu"))
 
 
 def test_nan_within_a_context_stays_in_its_row():
@@ -44,7 +45,7 @@ def test_nan_within_a_context_stays_in_its_row():
     k[1, 270] = np.nan
     after = run(scatter(case._replace(k=k), case.block_tables.reshape(-1)), "cpu")
     assert np.isnan(after[1]).all()
-    np.testing.assert_array_equal(after[[0, 2]], before[[0, 2]])
+    chex.assert_trees_all_equal(after[[0, 2]], before[[0, 2]])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -89,18 +90,18 @@ def test_every_number_of_8_bits_is_read_exactly():
         case = case._replace(k=np.zeros_like(case.k), v=v)
         case = case._replace(**{x: getattr(case, x).astype(jnp.float8_e4m3fn) for x in ("k_pages", "v_pages")})
         out = run(in_bits(scatter(case, case.block_tables.reshape(-1), garbage=448.0)), "cpu")
-        np.testing.assert_array_equal(out[0].reshape(-1), values.astype(np.float32))
+        chex.assert_trees_all_equal(out[0].reshape(-1), values.astype(np.float32))
 
 
 def test_a_window_as_long_as_the_context_changes_no_bit():
     case = make([(1, 700), (1, 20), (150, 600), (1, 1)], t=160, b=4)
-    np.testing.assert_array_equal(run(case._replace(window=700), "cpu"), run(case, "cpu"))
+    chex.assert_trees_all_equal(run(case._replace(window=700), "cpu"), run(case, "cpu"))
 
 
 def test_a_window_of_one_token_is_its_value():
     case = make([(1, 300), (60, 150), (1, 1)], t=64, b=3, g=3)._replace(window=1, soft_cap=3.0)
     tokens = np.concatenate([case.v[0, 299:300], case.v[1, 90:150], case.v[2, :1]])
-    np.testing.assert_array_equal(run(case, "cpu")[:62], np.repeat(tokens, 3, axis=1))
+    chex.assert_trees_all_equal(run(case, "cpu")[:62], np.repeat(tokens, 3, axis=1))
 
 
 def test_nan_within_a_window_is_not_hidden_by_a_soft_cap():
@@ -148,7 +149,7 @@ def test_threads_that_call_it_at_once_do_not_meet():
     with ThreadPoolExecutor(4) as threads:
         for results, want in zip(threads.map(repeatedly, cases, timeout=120), alone, strict=True):
             for got in results:
-                np.testing.assert_array_equal(got, want)
+                chex.assert_trees_all_equal(got, want)
 
 
 def test_a_call_copies_no_pages_and_needs_the_same_memory_for_any_number_of_them():

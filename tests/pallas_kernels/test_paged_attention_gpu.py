@@ -10,6 +10,7 @@ import sys
 from functools import partial
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +104,7 @@ def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, **options) -> np.nd
 def check(case: Case, *, tiles: Tiles = SMALL, **options) -> None:
     found, expected = run(case, tiles=tiles, **options), case.expected(**options)
     bits = {"bfloat16": 8, "float16": 11}[case.dtype]  # weights and results are rounded to as many
-    np.testing.assert_allclose(found, expected[: len(found)], atol=4 * 2.0**-bits, rtol=0)
+    chex.assert_trees_all_close(found, expected[: len(found)], atol=4 * 2.0**-bits, rtol=0)
 
 
 def decodes(s: int, *more: int) -> list[tuple[int, int]]:
@@ -178,13 +179,13 @@ def test_a_long_context_in_parts():
 @pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
 def test_where_pages_lie_changes_no_bit(rows):
     case = Case(rows)
-    np.testing.assert_array_equal(run(case, order=0), run(case, order=1))
+    chex.assert_trees_all_equal(run(case, order=0), run(case, order=1))
 
 
 @interpreted
 @pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
 def test_what_nobody_owns_changes_no_bit(rows):
-    np.testing.assert_array_equal(run(Case(rows)), run(Case(rows, poison=0.0)))
+    chex.assert_trees_all_equal(run(Case(rows)), run(Case(rows, poison=0.0)))
 
 
 @interpreted
@@ -198,7 +199,7 @@ def test_a_mixed_batch_keeps_the_contract(options):
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu", **options)
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
+    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
     assert not np.asarray(found[a["first"][-1] :]).any(), "padding tokens are not zero"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,7 +68,7 @@ def check(case: Case, mode: str, *, tiles: TpuTiles = SMALL, **options) -> None:
     found, expected = run(case, mode, tiles=tiles, **options), case.expected(**options)
     # in 16 bit weights and results are rounded to 8 bits; in 32 a score's error grows with the numbers it sums
     atol = {"bfloat16": 4 * 2.0**-8, "float32": 2e-6 * max(1, case.d / 128)}[case.dtype]
-    np.testing.assert_allclose(found, expected[: len(found)], atol=atol, rtol=0)
+    chex.assert_trees_all_close(found, expected[: len(found)], atol=atol, rtol=0)
 
 
 def chunks(s: int, *more: tuple[int, int]) -> list[tuple[int, int]]:
@@ -125,8 +126,8 @@ def test_windows_and_caps(rows, options):
 @pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
 def test_where_pages_lie_and_what_nobody_owns_change_no_bit(rows):
     found = run(Case(rows), "eager")
-    np.testing.assert_array_equal(run(Case(rows), "eager", order=1), found)
-    np.testing.assert_array_equal(run(Case(rows, poison=0.0), "eager"), found)
+    chex.assert_trees_all_equal(run(Case(rows), "eager", order=1), found)
+    chex.assert_trees_all_equal(run(Case(rows, poison=0.0), "eager"), found)
 
 
 @pytest.mark.slow
@@ -150,11 +151,11 @@ def test_a_mixed_batch_keeps_the_contract(options, interpreted):
     arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
     found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
+    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
     assert not np.asarray(found[a["first"][-1] :]).any(), "padding tokens are not zero"
     arguments[1:3] = (a.reshape(*a.shape[:2], -1, 128) for a in arguments[1:3])  # as an engine keeps them
     in_rows = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
-    np.testing.assert_array_equal(np.asarray(in_rows, np.float32), np.asarray(found, np.float32))
+    chex.assert_trees_all_equal(np.asarray(in_rows, np.float32), np.asarray(found, np.float32))
 
 
 def test_pages_read_follow_the_context_and_not_the_table():
@@ -222,7 +223,7 @@ def check_write(case: Written, mode: str) -> None:
         found, expected = np.asarray(pages.reshape(old.shape), np.float32), np.array(old, np.float32)
         for slot, token in zip(np.asarray(slots), np.asarray(new.astype(old.dtype), np.float32), strict=True):
             expected[slot // case.s, :, slot % case.s] = token
-        np.testing.assert_array_equal(found[1:], expected[1:])  # page 0 is nobody's
+        chex.assert_trees_all_equal(found[1:], expected[1:])  # page 0 is nobody's
 
 
 @both_modes
@@ -252,7 +253,7 @@ def test_rows_of_several_tokens_hold_the_same_bytes(d, s):
     row = pallas_tpu.row_size(d)
     in_rows = cache.write(*(a.reshape(*a.shape[:2], -1, row) for a in (k_pages, v_pages)), k, v, slots)
     for found, expected in zip(in_rows, cache.write(k_pages, v_pages, k, v, slots), strict=True):
-        np.testing.assert_array_equal(np.asarray(found).reshape(expected.shape)[1:], np.asarray(expected)[1:])
+        chex.assert_trees_all_equal(np.asarray(found).reshape(expected.shape)[1:], np.asarray(expected)[1:])
 
 
 # --- the checks can fail ----------------------------------------------------------------------------------------------
