@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
+import runpy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -21,6 +24,7 @@ Compilation = Literal["eager", "lazy"]
 AttentionImpl = Literal["xla", "cpu", "pallas_tpu", "pallas_gpu", "reference"]
 
 Config = TypeVar("Config")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class EngineConfig:
         tokens as float32 and twice as many as bfloat16, to 3 bits of mantissa and without scales: nothing above 448.
     policy: who is admitted next and who gives way when blocks run out; policies.py says what each one promises. One of
         your own is "module:NAME" or "folder/file.py:NAME".
-    attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once.
+    attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once. One of your own
+        is "module:NAME" or "folder/file.py:NAME".
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
     compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when a step first needs
         it, so that the first token comes sooner. Then no step is measured when the number of blocks is chosen.
@@ -68,7 +73,7 @@ class EngineConfig:
     weight_dtype: WeightDType | None = None
     kv_cache_dtype: CacheDType | None = None
     policy: str = "fcfs"  # a PolicyName, or where one of your own is
-    attention_impl: AttentionImpl | None = None
+    attention_impl: str | None = None  # an AttentionImpl, or where one of your own is
     token_buckets: tuple[int, ...] | None = None
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
@@ -116,7 +121,8 @@ class EngineConfig:
             one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(CacheDType))
         if not (isinstance(self.policy, str) and ":" in self.policy):
             one_of("policy", self.policy, get_args(PolicyName))
-        if self.attention_impl is not None:
+        own = isinstance(self.attention_impl, str) and ":" in self.attention_impl
+        if self.attention_impl is not None and not own:
             one_of("attention_impl", self.attention_impl, get_args(AttentionImpl))
         if self.token_buckets is not None:
             sizes = self.token_buckets
@@ -146,7 +152,7 @@ class Resolved(EngineConfig):
     dtype: DType = "float32"
     weight_dtype: WeightDType = "float32"
     kv_cache_dtype: CacheDType = "float32"
-    attention_impl: AttentionImpl = "xla"
+    attention_impl: str = "xla"
     token_buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -162,6 +168,33 @@ def one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
         near = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}{hint}")
+
+
+def own_value(field: str, name: str, kind: type[Value], known: Iterable[str]) -> Value:
+    """Returns the user's own value for a field: "module:NAME" or "folder/file.py:NAME" names it.
+
+    Args:
+        known: the names of the built-in values, for error messages.
+
+    Raises:
+        ValueError: there is no such module, file or value, or the value is not of that kind.
+    """
+    where, _, attribute = name.rpartition(":")
+    usage = f"write one of {', '.join(known)}, module:NAME, or folder/file.py:NAME"
+    if not where or not attribute:
+        raise ValueError(f"{field} is {name!r}; {usage}")
+    try:
+        values = runpy.run_path(where) if where.endswith(".py") else vars(importlib.import_module(where))
+    except ImportError as error:
+        raise ValueError(f"{field} is {name!r}, but {where} cannot be imported ({error}); {usage}") from error
+    except FileNotFoundError:
+        raise ValueError(f"{field} is {name!r}, but there is no file {where}; {usage}") from None
+    value = values.get(attribute)
+    if not isinstance(value, kind):
+        mine = sorted(key for key, value in values.items() if isinstance(value, kind))
+        wrong = f"{attribute} in {where} is no {kind.__name__}; those in it: {mine or 'none'}"
+        raise ValueError(f"{field} is {name!r}, but {wrong}")
+    return value
 
 
 def from_dict(cls: type[Config], values: dict[str, Any], *, where: str = "") -> Config:

@@ -1,12 +1,12 @@
-"""Compile every kernel for a chip that need not be here, and say what the compiler made of it.
+"""Compiles every kernel for a chip that need not be present, and prints the compiler's report.
 
     python -m pallas_kernels.aot --target h200
     python -m pallas_kernels.aot --target h100 --json --only decode
     python -m pallas_kernels.aot --target v5e           # or v4, v5p, v6e, tpu7x: see aot_tpu.py
 
-For a GPU it needs JAX 0.11 with its CUDA plugin (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, of JAX's own
-version) and ptxas, on the PATH or from the package nvidia-cuda-nvcc. Nothing runs: XLA and Mosaic GPU compile for the
-named chip as they would on it, down to machine code. Exits with 1 if a kernel does not compile or spills registers to
+For a GPU it needs JAX 0.11 with its CUDA plugin (pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt, of the same
+version as JAX) and ptxas, on the PATH or from the package nvidia-cuda-nvcc. Nothing runs: XLA and Mosaic GPU compile
+for the named chip down to machine code. The exit status is 1 if a kernel does not compile or spills registers to
 memory.
 """
 
@@ -85,7 +85,7 @@ class Compiled(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Every shape that the kernels claim: what changes the program, each alone and in the combinations that matter."""
+    """Every supported shape: each option that changes the program, alone and in the combinations that matter."""
     from pallas_kernels.paged_attention.pallas_gpu.implementation import BLOCK_SIZES, DTYPES, HEAD_SIZES
 
     for kernel in ("decode", "chunks"):
@@ -120,7 +120,7 @@ def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], l
 
 
 def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
-    """Raises whatever the compiler raises."""
+    """Compiles one case. Raises the compiler's errors."""
     import jax
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
@@ -146,10 +146,10 @@ def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
 
 
 def read_ptxas(text: str) -> tuple[int, int]:
-    """(registers a thread, bytes spilled) of the Mosaic kernel in ptxas's report.
+    """Returns (registers a thread, bytes spilled) of the Mosaic kernel in ptxas's report.
 
     Raises:
-        ValueError: the report has no such kernel; then nothing is known of it.
+        ValueError: the report has no such kernel.
     """
     found = re.search(
         r"Compiling entry function '\w*mosaic_gpu_kernel'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?"
@@ -165,7 +165,7 @@ def read_ptxas(text: str) -> tuple[int, int]:
 
 @contextmanager
 def everything_printed() -> Iterator[Callable[[], str]]:
-    """What this process prints on stdout and stderr, ptxas's report in it, which bypasses Python."""
+    """Captures stdout and stderr of this process, including ptxas's report, which does not use Python's files."""
     with tempfile.TemporaryFile("w+b") as file:
         kept = [os.dup(fd) for fd in (1, 2)]
         text = b""
@@ -186,7 +186,7 @@ def everything_printed() -> Iterator[Callable[[], str]]:
 
 
 def find_ptxas() -> bool:
-    """Whether there is a ptxas; one from a package is put on the PATH."""
+    """Returns whether there is a ptxas. One from a package is added to the PATH."""
     if shutil.which("ptxas"):
         return True
     spec = importlib.util.find_spec("nvidia")
@@ -198,7 +198,7 @@ def find_ptxas() -> bool:
 
 
 def what_is_missing() -> str:
-    """A sentence, or nothing."""
+    """Returns what is missing to compile here, as a sentence; empty if nothing is."""
     import jax
 
     from pallas_kernels.paged_attention.pallas_gpu.implementation import JAX_NEEDED
@@ -219,10 +219,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=[*sorted(TARGETS), *TPUS], required=True)
     parser.add_argument("--only", choices=("decode", "chunks"), help="one kernel, of those for GPUs")
-    parser.add_argument("--json", action="store_true", help="a JSON object a line instead of a table")
-    parser.add_argument("--stages", type=int, help="tiles under way, instead of those of the target's file")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    parser.add_argument("--stages", type=int, help="tiles in flight, instead of the number in the target's file")
     parser.add_argument(
-        "--quick", action="store_true", help="the first shape of each kernel and head size alone; for TPUs, models"
+        "--quick", action="store_true", help="only the first shape of each kernel and head size; for TPUs, of models"
     )
     args = parser.parse_args(argv)
     if args.target in TPUS:
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(case: Case, target: Target, tiles: Tiles, as_json: bool) -> bool:
-    """Compile and print one line; whether it is as it should be."""
+    """Compiles a case and prints one line. Returns whether it compiled without spills."""
     line: dict[str, Any] = {"target": target.name, **dataclasses.asdict(case)}
     try:
         compiled = compile_case(case, target, tiles)

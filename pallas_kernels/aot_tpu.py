@@ -1,12 +1,12 @@
-"""Compile the TPU kernels for a chip that need not be here, and set what the compiler made of them beside an estimate.
+"""Compiles the TPU kernels for a chip that need not be present, and prints the compiler's report beside an estimate.
 
     python -m pallas_kernels.aot --target v5e
     python -m pallas_kernels.aot --target tpu7x --json --quick
 
-Needs libtpu, the compiler itself, which runs without a chip. Nothing is executed. For each shape it compiles what a
-layer of an engine does, new keys and values into their pages and then attention, which is three kernels, and prints of
-each what VMEM it takes and how many bundles (instructions of a very long instruction word) it has. The estimate is a
-roofline of the chip's published numbers for `ROWS` decodes and a prompt of `PROMPT` tokens: a bound, no measurement.
+It needs libtpu, the compiler itself, which runs without a chip. Nothing is executed. For each shape it compiles the
+attention of a layer, which is three kernels: the write of new keys and values, decodes, and chunks. It prints the VMEM
+and the number of bundles (very long instruction words) of each. The estimate is a roofline of the chip's published
+numbers for `ROWS` decodes and a prompt of `PROMPT` tokens: a bound and not a measurement.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,14 +51,14 @@ class Case:
 
 
 class Kernel(NamedTuple):
-    """What the compiler made of one kernel."""
+    """The compiler's report of one kernel."""
 
     bundles: int
-    vmem: int  # bytes that it allocates, beside the queries and results that Pallas copies in and out
+    vmem: int  # bytes that it allocates, without the queries and results that Pallas copies in and out
 
 
 class Estimate(NamedTuple):
-    """Of one call: bytes of HBM, operations, and the seconds that the chip takes at least."""
+    """The bytes of HBM and the operations of one call, and the least seconds that the chip needs."""
 
     nbytes: float
     flops: float
@@ -68,7 +69,7 @@ class Estimate(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Every shape that the kernel claims: what changes the program, alone and in the combinations that matter."""
+    """Every supported shape: each option that changes the program, alone and in the combinations that matter."""
     from pallas_kernels.paged_attention.pallas_tpu.implementation import BLOCK_SIZES, DTYPES, HEAD_SIZES
 
     yield Case(3, 3, 64, 16, name="SmolLM2-135M")
@@ -88,12 +89,12 @@ def cases() -> Iterator[Case]:
 
 
 def quick(chosen: list[Case]) -> list[Case]:
-    """Those with a name."""
+    """Returns the cases with a name."""
     return [case for case in chosen if case.name]
 
 
 def what_is_missing() -> str:
-    """A sentence, or nothing."""
+    """Returns what is missing to compile here, as a sentence; empty if nothing is."""
     if importlib.util.find_spec("libtpu"):
         return ""
     needed = [need for need in importlib.metadata.requires("jax") or () if need.startswith("libtpu")]
@@ -102,10 +103,10 @@ def what_is_missing() -> str:
 
 
 def keep_to_the_cpu() -> None:
-    """No device is started, also where there is one.
+    """Stops JAX from starting a device, also if the machine has one.
 
-    Set in JAX itself, which read the environment when it was imported. JAX's CUDA plugin, asked for a device, wants a
-    cuDNN that compiling does without.
+    It sets JAX's configuration, because JAX reads the environment when it is imported. To start a device, JAX's CUDA
+    plugin needs cuDNN, which compiling does not.
     """
     import jax
 
@@ -113,7 +114,7 @@ def keep_to_the_cpu() -> None:
 
 
 def prepare(dump: Path | None = None) -> None:
-    """What libtpu has to find in the environment before it is loaded: no chip is looked for, and what it dumps."""
+    """Sets the environment that libtpu reads when it is loaded: no search for a chip, and the files to dump."""
     keep_to_the_cpu()
     quiet = {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_SKIP_MDS_QUERY": "1"}
     for name, value in (quiet | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}).items():
@@ -124,9 +125,9 @@ def prepare(dump: Path | None = None) -> None:
 
 
 def lower(function: Any, arguments: Any, target: str) -> Any:
-    """A jitted function at shapes, lowered for one device of a chip that need not be here; `.compile()` it.
+    """Returns a jitted function lowered at shapes for one device of a chip that need not be present; `.compile()` it.
 
-    Tile sizes are the chip's own, because the function finds its name in the mesh.
+    Tile sizes are those of the chip, because the function finds the chip's name in the mesh.
     """
     import jax
     from jax.experimental import topologies
@@ -140,13 +141,16 @@ def lower(function: Any, arguments: Any, target: str) -> Any:
 
 
 def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[dict[str, Kernel], float]:
-    """What became of each kernel, and the seconds that it took. Raises whatever the compiler raises."""
+    """Compiles one case. Returns the report of each kernel, and the seconds. Raises the compiler's errors."""
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels import kv_write
     from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
+    from pallas_kernels.shared.tpu import row_size
 
-    d, row = case.head_size, pallas_tpu.row_size(case.head_size)
+    d, row = case.head_size, row_size(case.head_size)
+    write = partial(kv_write.IMPLS["pallas_tpu"], tiles=tiles)
     pages = jax.ShapeDtypeStruct((PAGES, case.heads, case.block_size * d // row, row), case.dtype)
     new = jax.ShapeDtypeStruct((TOKENS, case.heads, d), case.dtype)
     q = jax.ShapeDtypeStruct((TOKENS, case.heads * case.group, d), case.dtype)
@@ -155,7 +159,7 @@ def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[
     )
 
     def layer(k_pages, v_pages, k, v, q, slots, tables, lengths, first):
-        k_pages, v_pages = pallas_tpu.write(k_pages, v_pages, k, v, slots, rows=ROWS, tiles=tiles)
+        k_pages, v_pages = write(k_pages, v_pages, k, v, slots, rows=ROWS)
         options: dict[str, Any] = dict(case.options)
         out = pallas_tpu.paged_attention(
             q, k_pages, v_pages, tables, lengths, first, scale=d**-0.5, tiles=tiles, **options
@@ -170,10 +174,10 @@ def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[
 
 
 def read_dump(dump: Path, kernel: str) -> Kernel:
-    """Of the last pass of the compiler over a kernel.
+    """Reads the report of the compiler's last pass over a kernel.
 
     Raises:
-        ValueError: it has dumped no such kernel; then nothing is known of it.
+        ValueError: the compiler has dumped no such kernel.
     """
     name = f"*paged_attention_{kernel}*"
     analysis, original = (
@@ -190,7 +194,7 @@ def read_dump(dump: Path, kernel: str) -> Kernel:
 
 
 def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
-    """A roofline of each kernel: `ROWS` decodes of `CONTEXT` tokens, a prompt of `PROMPT`, and what they write."""
+    """Returns a roofline of each kernel: `ROWS` decodes of `CONTEXT` tokens, a prompt of `PROMPT`, their writes."""
     import jax.numpy as jnp
 
     itemsize = jnp.dtype(case.dtype).itemsize
@@ -217,12 +221,12 @@ def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
 
 
 def chunk_tokens(case: Case, tiles: TpuTiles) -> int:
-    """Query tokens of a prompt's tile."""
+    """Returns the query tokens of a prompt's tile."""
     return sizes(case, tiles)["chunks"].tokens
 
 
 def sizes(case: Case, tiles: TpuTiles) -> dict[str, Any]:
-    """What the two kernels of attention are built of."""
+    """Returns the sizes of the two kernels of attention."""
     import jax.numpy as jnp
 
     from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
@@ -233,7 +237,7 @@ def sizes(case: Case, tiles: TpuTiles) -> dict[str, Any]:
 
 
 def why(error: Exception) -> str:
-    """A compiler's error in a sentence, with what to change where that is known."""
+    """Returns a compiler's error as a sentence, with the setting to change if that is known."""
     text = " ".join(str(error).split())
     found = re.search(r"Scoped allocation with size (\S+) and limit (\S+) exceeded", text)
     if found:
@@ -245,7 +249,7 @@ def why(error: Exception) -> str:
 
 
 def report(case: Case, target: str, tiles: TpuTiles, dump: Path) -> Iterator[dict[str, Any]]:
-    """Compile -> a record for each kernel, or one with an error."""
+    """Compiles a case. Yields a record for each kernel, or one with an error."""
     line: dict[str, Any] = {"target": target, **dataclasses.asdict(case)}
     try:
         kernels, seconds = compile_case(case, target, tiles, dump)
@@ -261,7 +265,7 @@ def report(case: Case, target: str, tiles: TpuTiles, dump: Path) -> Iterator[dic
 
 
 def table(case: Case, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
-    """For people."""
+    """Formats the records of a case as text."""
     if "error" in records[0]:
         return f"{case}\n  FAILED: {records[0]['error']}"
     lines = [f"{case}: compiled in {records[0]['seconds']:.1f} s"]
@@ -274,7 +278,7 @@ def table(case: Case, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
 
 
 def run(target: str, *, as_json: bool, only_quick: bool, stages: int | None) -> int:
-    """Compile what is claimed for a chip; the exit status of the command."""
+    """Compiles every supported shape for a chip. Returns the exit status of the command."""
     import json
 
     tiles = TpuTiles.read(target)

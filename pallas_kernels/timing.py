@@ -1,4 +1,4 @@
-"""What every measurement of an attention kernel shares: a cache full of random pages, and time on the device."""
+"""Inputs and timers for measurements of attention kernels: a cache of random pages, and time on the device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 
 def inputs(shape: Shape, seed: int = 0) -> Inputs:
-    """bfloat16, every row with pages of its own in random order; page 0 is nobody's."""
+    """Returns bfloat16 arguments. Every row has its own pages in random order; page 0 is unused."""
     width = -(-shape.context // shape.s)
     keys = jax.random.split(jax.random.key(seed), 4)
     cache = (shape.rows * width + 1, shape.heads, shape.s, shape.d)
@@ -60,13 +60,14 @@ def inputs(shape: Shape, seed: int = 0) -> Inputs:
 
 
 def device_seconds(call: Callable[..., Any], sets: Sequence[Any], rounds: int = 9) -> float:
-    """Median time on the GPU of one call, over rounds through all `sets` of arguments.
+    """Returns the median time on the GPU of one call, over rounds through all `sets` of arguments.
 
-    Raises: RuntimeError when CUPTI sees no kernel run.
+    Raises:
+        RuntimeError: CUPTI sees no kernel run.
     """
     from jax.experimental.mosaic.gpu import profiler
 
-    # One program a round: CUPTI adds up its kernels, and nothing of the host is in the sum.
+    # One program a round: CUPTI adds up its kernels, without time of the host.
     whole = jax.jit(lambda many: [call(*one) for one in many])
     _, times = profiler.measure(whole, iterations=rounds)(sets)
     if times is None:

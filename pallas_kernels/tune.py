@@ -1,11 +1,11 @@
-"""Time the GPU kernels with different tiles on the GPU at hand, and write the best to tiles/<device>.json.
+"""Times the GPU kernels with different tiles on this machine's GPU, and writes the best to tiles/<device>.json.
 
     python -m pallas_kernels.tune --name h200
     python -m pallas_kernels.tune --name h200 --dry-run     # print, write nothing
 
-Each number is chosen by the shape that feels it most, the others as they are: tile and stages of a decode by 64 rows of
-4,096 tokens, `min_split` by one row of 32,768, stages of a chunk by 4 prompts of 2,048. Candidates that do not fit into
-shared memory are left out. Times are of the device (CUPTI), medians.
+Each number is chosen with the shape that depends on it most, and the other numbers stay: tile and stages of a decode
+with 64 rows of 4,096 tokens, `min_split` with one row of 32,768, stages of a chunk with 4 prompts of 2,048. Candidates
+that do not fit into shared memory are skipped. Times are medians on the device (CUPTI).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_g
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.timing import Shape, device_seconds, inputs
 
-SHARED = 232_448 - 8_192  # bytes a block of threads can have, less what the compiler keeps
+SHARED = 232_448 - 8_192  # bytes that a block of threads can have, less the compiler's share
 ROUNDS = 15
 GROUP = 4
 TYPICAL = Shape(rows=64, queries=1, context=4096, heads=8, group=GROUP, d=128, s=16)
@@ -56,13 +56,13 @@ def split_candidates(tiles: Tiles) -> Iterator[Tiles]:
 
 
 def seconds(shape: Shape, tiles: Tiles) -> float:
-    """Median device time of one call, going round two caches."""
+    """Returns the median device time of one call, in turn on two caches."""
     call = partial(pallas_gpu.paged_attention, scale=shape.d**-0.5, tiles=tiles)
     return device_seconds(call, [inputs(shape, seed) for seed in range(2)], ROUNDS)
 
 
 def best(name: str, candidates: Iterable[Tiles], shape: Shape) -> Tiles:
-    """The fastest candidate; prints them all, and those that do not compile."""
+    """Returns the fastest candidate. Prints them all, also those that do not compile."""
     timed: list[tuple[float, Tiles]] = []
     for tiles in candidates:
         try:
@@ -95,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
-    if wrong := pallas_gpu.obstacle(device):
-        print(f"error: pallas_gpu {wrong}; tiles are tuned on the device they are for", file=sys.stderr)
+    if wrong := pallas_gpu.wrong_device(device):
+        print(f"error: pallas_gpu {wrong}; tiles must be tuned on their own device", file=sys.stderr)
         return 2
     tiles = tuned(Tiles.of(device.device_kind))
     note = f"Tuned on {device.device_kind}, JAX {jax.__version__}, {time.strftime('%Y-%m-%d')}."

@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("--no-torch", action="store_true")
     args = parser.parse_args()
     device = jax.devices()[0]
-    if wrong := pallas_gpu.obstacle(device):
+    if wrong := pallas_gpu.wrong_device(device):
         sys.exit(
             f"error: pallas_gpu {wrong}; nothing to measure. Without a GPU, pallas_kernels.aot compiles the kernels"
         )

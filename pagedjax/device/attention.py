@@ -1,83 +1,81 @@
-"""The only importer of pallas_kernels: chooses an implementation once, by name, and never falls back."""
+"""Binds a model's attention to one implementation. The only module of pagedjax that imports pallas_kernels.
+
+An implementation is one record, `Implementation`. Its name is one of `IMPLS`; the name of your own is
+"folder/file.py:NAME" or "module:NAME".
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
 
-from pagedjax.device import cache
+from pagedjax.config import own_value
 from pagedjax.device.batch import Batch
-from pallas_kernels.paged_attention import IMPLS, paged_attention
-from pallas_kernels.paged_attention.cpu import implementation as cpu
-from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
-from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
+from pallas_kernels import kv_write
+from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
 
 # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
 Attend = Callable[..., jax.Array]
 
-
-def default_impl(platform: str, dtype: str, head_dim: int) -> str:
-    """The implementation for a platform ("cpu", "gpu", "tpu") and a cache. Plain XLA runs on all of them.
-
-    "pallas_gpu" and "pallas_tpu" have to be asked for by name until they have run on a GPU and on a TPU.
-    """
-    return "xla" if cpu.obstacle(platform, dtype, head_dim) else "cpu"
+# The first one that can serve is the default. "xla" runs everywhere. "pallas_gpu" and "pallas_tpu" are not in the list
+# until they have run on a GPU and on a TPU.
+DEFAULTS = "cpu", "xla"
 
 
-def choose(
-    wanted: str | None,
-    device: Any,
-    *,
-    dtype: str,
-    query_dtype: str,
-    head_dim: int,
-    block_size: int,
-    kv_heads: int,
-    heads: int,
-) -> str:
-    """The implementation of an engine: the one wanted, or the default.
-
-    Args:
-        dtype: of the keys and values in the cache.
+def find(name: str) -> Implementation:
+    """Returns the implementation of that name: one of IMPLS, or your own.
 
     Raises:
-        ValueError: the one wanted cannot serve this cache on this device; the message says why.
+        ValueError: there is no such implementation, module, file or value.
+    """
+    if name in IMPLS:
+        return IMPLS[name]
+    file = name.rpartition(":")[0]
+    return _own(name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0)
+
+
+@cache  # one record for all callers, so that `prepare` and `attend` share the file's globals; a new one if it changes
+def _own(name: str, file: str, changed: int) -> Implementation:
+    return own_value("attention_impl", name, Implementation, IMPLS)
+
+
+def choose(wanted: str | None, device: Any, **sizes: Any) -> str:
+    """Returns the name of an engine's implementation: the wanted one, or the default.
+
+    Args:
+        sizes: the keyword arguments of `Implementation.obstacle`. `dtype` is that of the keys and values in the cache.
+
+    Raises:
+        ValueError: the wanted one cannot serve this cache on this device; the message gives the reason. There is no
+            fallback.
     """
     if wanted is None:
-        return default_impl(device.platform, dtype, head_dim)
-    wrong = ""
-    if wanted == "cpu":
-        wrong = cpu.obstacle(device.platform, dtype, head_dim)
-    if wanted == "pallas_gpu":
-        wrong = pallas_gpu.obstacle(device) or pallas_gpu.unsupported(dtype, head_dim, block_size, heads // kv_heads)
-        if not wrong and dtype != query_dtype:
-            wrong = f"reads keys and values of the queries' dtype, and they are {dtype} and {query_dtype}"
-    if wanted == "pallas_tpu":
-        wrong = pallas_tpu.obstacle(device) or pallas_tpu.unsupported(dtype, head_dim, block_size, heads // kv_heads)
-    if wrong:
+        return next(name for name in DEFAULTS if not find(name).obstacle(device, **sizes))
+    if wrong := find(wanted).obstacle(device, **sizes):
         raise ValueError(f"attention_impl {wanted!r} {wrong}; 'xla' has no such limit")
     return wanted
 
 
 def page_row(impl: str | None, head_dim: int) -> int:
-    """Numbers in a row of a page as an implementation reads it: head_dim, or of several tokens for a TPU."""
-    return pallas_tpu.row_size(head_dim) if impl == "pallas_tpu" else head_dim
+    """Returns the numbers in a row of a page: head_dim, or those of several tokens if the implementation needs it."""
+    return find(impl or "xla").page_row(head_dim)
 
 
 def prepare(wanted: str | None, dtype: str) -> None:
-    """Begin what an implementation has to do once a process, in a thread, before the model is there to trace."""
-    if wanted in (None, "cpu") and not cpu.obstacle(jax.default_backend(), dtype, cpu.HEAD_SIZES):
-        cpu.prepare()
+    """Starts an implementation's work of once a process, before there is a model to trace."""
+    find(wanted or DEFAULTS[0]).prepare(dtype)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """`paged_attention` with its choices bound: an `Attend`."""
+    """`paged_attention` with its implementation and scale: an `Attend`."""
 
-    impl: str
+    impl: Implementation
     scale: float
 
     def __call__(self, *arrays: jax.Array, **options: Any) -> jax.Array:
@@ -85,17 +83,14 @@ class Bound:
 
 
 def attend(impl: str, scale: float) -> Attend:
-    """`paged_attention` with its choices bound. Raises ValueError for an unknown name."""
-    if impl not in IMPLS:
-        raise ValueError(f"attention_impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
-    return Bound(impl, scale)
+    """Returns `paged_attention` with its implementation and scale. Raises ValueError for an unknown name."""
+    return Bound(find(impl), scale)
 
 
 def write(attend: Attend, k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, batch: Batch):
-    """Put the keys and values of the batch's tokens into their slots, as suits what will read them.
+    """Writes the keys and values of the batch's tokens into their slots, as the implementation does it.
 
-    XLA's scatter is in place everywhere but in a step for a TPU, so its kernel brings one that is.
+    An `Attend` that is not `Bound` gets XLA's scatter.
     """
-    if isinstance(attend, Bound) and attend.impl == "pallas_tpu":
-        return pallas_tpu.write(k_pages, v_pages, k, v, batch.slots, rows=len(batch.seq_lens))
-    return cache.write(k_pages, v_pages, k, v, batch.slots)
+    how = attend.impl.write if isinstance(attend, Bound) else "xla"
+    return kv_write.write(k_pages, v_pages, k, v, batch.slots, rows=len(batch.seq_lens), impl=how)

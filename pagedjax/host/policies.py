@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import runpy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+from pagedjax.config import own_value
 from pagedjax.host.types import Running, Seq
 
 WINDOW = 64  # arrivals that one level of priority is worth
@@ -137,27 +136,14 @@ def find(name: str) -> Policy:
     """
     if name in POLICIES:
         return POLICIES[name]
-    where, _, attribute = name.rpartition(":")
-    known = f"write one of {', '.join(POLICIES)}, module:NAME, or folder/file.py:NAME"
-    if not where or not attribute:
-        raise ValueError(f"policy is {name!r}; {known}")
+    policy = own_value("policy", name, Policy, POLICIES)
+    if policy.name in POLICIES:  # a recording would be replayed with the other one
+        raise ValueError(f"policy {name!r} calls itself {policy.name!r}, which is another one; rename it")
     try:
-        values = runpy.run_path(where) if where.endswith(".py") else vars(importlib.import_module(where))
-    except ImportError as error:
-        raise ValueError(f"policy is {name!r}, but {where} cannot be imported ({error}); {known}") from error
-    except FileNotFoundError:
-        raise ValueError(f"policy is {name!r}, but there is no file {where}; {known}") from None
-    found = values.get(attribute)
-    if not isinstance(found, Policy):
-        mine = sorted(key for key, value in values.items() if isinstance(value, Policy))
-        raise ValueError(f"policy is {name!r}, but {attribute} in {where} is no Policy; those in it: {mine or 'none'}")
-    if found.name in POLICIES:  # a recording would be replayed with the other one
-        raise ValueError(f"policy {name!r} calls itself {found.name!r}, which is another one; rename it")
-    try:
-        inspect.signature(found.order).bind((), Running(), len)
+        inspect.signature(policy.order).bind((), Running(), len)
     except TypeError:
         raise ValueError(
             f"policy {name!r}: its order takes other arguments; write order(waiting, running, cached), where "
             "cached(seq) is the number of the sequence's tokens that are found in the cache"
         ) from None
-    return found
+    return policy

@@ -1,11 +1,12 @@
-"""New keys and values into their pages, in place, on a TPU: Pallas, Mosaic TPU.
+"""Writing keys and values in place on a TPU: a Pallas kernel for Mosaic TPU.
 
-XLA's scatter into pages is not in place there: inside a step it asks for another layout of the whole array, and copies
-it in and out, every layer. And a token's numbers are less than the 8 rows that a TPU moves at least. So whole *pieces*
-are moved, 8 rows of a page of every head: each piece that gets new tokens is read, filled and written back.
+XLA's scatter into pages is not in place on a TPU: inside a step it needs another layout of the whole array, and copies
+the array in and out in every layer. A token's numbers are also fewer than the 8 rows that a TPU moves at least. So the
+kernel moves whole *pieces*, 8 rows of a page of every head: it reads each piece that gets new tokens, fills it and
+writes it back.
 
-    k [T, K, D]   -> new [I, K, 8, L]     by XLA: for piece i the tokens of its slots, whatever there is for the others
-    grid          a block of pieces at a time: all are read, then filled, then written, and awaited
+    k [T, K, D]   -> new [I, K, 8, L]     by XLA: for piece i the tokens of its slots; other slots get any token
+    grid          a block of pieces at a time: all are read, then filled, then written, then awaited
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.pallas_tpu.kernel import pinned
+from pallas_kernels.shared.tpu import device_kind, pinned
+from pallas_kernels.tiles import TpuTiles
 
 ROWS = 8  # of a piece; smaller pages are moved whole
-AT_ONCE = 16  # pieces
+AT_ONCE = 16  # pieces in a block of the grid, at most
 
 
 class Pieces(NamedTuple):
-    """Which pieces get tokens, for scalar memory: I of them, the first `total` are real."""
+    """The pieces that get tokens, for scalar memory: I of them, and the first `total` are real."""
 
     total: jax.Array  # [1]
-    piece: jax.Array  # [I] counted through all pages
-    begin: jax.Array  # [I] its slots begin : end get tokens
+    piece: jax.Array  # [I] the piece's number, counted through all pages
+    begin: jax.Array  # [I] slots begin : end of the piece get tokens
     end: jax.Array  # [I]
 
 
-def write(k_pages, v_pages, k, v, slots, *, rows: int, vmem_limit: int, interpret: Any = False):
-    """Put the keys and values of T tokens into their slots; the pages are given away and returned.
+def write(k_pages, v_pages, k, v, slots, *, rows: int, tiles: TpuTiles | None = None, interpret: Any = False):
+    """See `api.write`. The pages are donated.
 
     Args:
-        k_pages, v_pages: [P, K, S D / L, L].
-        k, v: [T, K, D].
-        slots: [T] int32, page * S + offset. Tokens of one sequence follow one another and so do their slots; all
-            padding is at the end, in one slot.
-        rows: sequences in the call, which bounds the pieces that are begun.
-        vmem_limit: bytes that the compiler may use.
+        k_pages, v_pages: [P, K, S D / L, L], the rows of `shared.tpu.row_size`.
+        slots: as in the contract, and all padding tokens have one slot.
+        rows: the number of sequences, which bounds the number of pieces that are begun.
+        tiles: the device's file, for the bytes of VMEM that the compiler may use; None takes that of the device.
         interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
     """
+    vmem_limit = (tiles or TpuTiles.of(device_kind())).vmem_limit
     t, _, d = k.shape
     _, heads, height, lanes = k_pages.shape
     size = min(ROWS, height)
@@ -88,9 +89,9 @@ def write(k_pages, v_pages, k, v, slots, *, rows: int, vmem_limit: int, interpre
 
 
 def pieces(slots: jax.Array, slots_of: int, size: int) -> tuple[Pieces, jax.Array]:
-    """Which pieces of `slots_of` slots get tokens -> (at most `size` of them, [size * slots_of] a token for each slot).
+    """Returns the pieces of `slots_of` slots that get tokens, at most `size`, and [size * slots_of] a token a slot.
 
-    A slot that gets none has some token all the same.
+    A slot that gets no token has an arbitrary one.
     """
     t = len(slots)
     piece = slots // slots_of
@@ -107,13 +108,13 @@ def pieces(slots: jax.Array, slots_of: int, size: int) -> tuple[Pieces, jax.Arra
 
 
 def wait(copies: list[Any], phase: str) -> None:
-    """Until they are done. phase: "read" or "finish", for tests that leave one out."""
+    """Waits until the copies are done. phase: "read" or "finish", for tests that leave one out."""
     for copy in copies:
         copy.wait()
 
 
 def _kernel(d: int, total, piece, begin, end, new_k, new_v, _k, _v, k_pages, v_pages, old_k, old_v, moved) -> None:
-    """A block of pieces. Pages are read from where they are written to: input and output are one array."""
+    """Computes one block of pieces. Input and output pages are one array."""
     units, _, size, lanes = old_k.shape
     start = pl.program_id(0) * units
     count = lax.clamp(0, total[0] - start, units)

@@ -1,4 +1,4 @@
-"""The one contract that every implementation of paged attention keeps."""
+"""The contract of every implementation of paged attention, and the list of implementations."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import reference, xla
 from pallas_kernels.paged_attention.cpu import implementation as cpu
+from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 
-IMPLS = {
-    "reference": reference.paged_attention,
-    "xla": xla.paged_attention,
-    "cpu": cpu.paged_attention,
-    "pallas_gpu": pallas_gpu.paged_attention,
-    "pallas_tpu": pallas_tpu.paged_attention,
-}
+MODULES = reference, xla, cpu, pallas_gpu, pallas_tpu
+IMPLS: dict[str, Implementation] = {module.IMPLEMENTATION.name: module.IMPLEMENTATION for module in MODULES}
 
 
 @partial(jax.jit, static_argnames=("scale", "impl", "window", "soft_cap"))  # traced once for all layers that call it
@@ -31,45 +27,50 @@ def paged_attention(
     cu_q_lens: jax.Array,
     *,
     scale: float,
-    impl: str,
+    impl: str | Implementation,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """Attention of any mix of prompt chunks and decodes, each query over its own sequence up to itself.
+    """Computes the attention of any mix of prompt chunks and decodes.
 
-    Row b owns the query tokens cu_q_lens[b] : cu_q_lens[b + 1]; they are the *last* tokens of its context of
-    seq_lens[b] tokens, whose keys and values have been written before the call (its own included). The query at
-    distance i from the end of its row sees the first seq_lens[b] - i tokens. GQA: query head n reads key head
-    n * K // N. Softmax and sums are in float32.
+    Row b (a sequence of the step) owns the query tokens cu_q_lens[b] : cu_q_lens[b + 1]. They are the *last* tokens of
+    its context of seq_lens[b] tokens. The keys and values of the whole context, those of the query tokens included, are
+    in the pages before the call. The query at distance i from the end of its row sees the first seq_lens[b] - i tokens.
+    GQA: query head n reads KV head n * K // N. Softmax and sums are in float32.
 
     Args:
-        q: [T, N, D] packed query tokens; those past cu_q_lens[B] are padding.
+        q: [T, N, D] packed query tokens; tokens from cu_q_lens[B] on are padding.
         k_pages, v_pages: [P, K, S, D] keys and values, of q's dtype or another; uint8 holds float8_e4m3fn. Each
-            implementation says which it reads. The same numbers may come in rows of several tokens, [P, K, S D / L, L].
+            implementation defines which it reads. The same numbers may come in rows of several tokens,
+            [P, K, S D / L, L].
         block_tables: [B, M] int32 page ids in token order; entries past a row's context may be any valid page id.
         seq_lens: [B] int32 context lengths; 0 for padding rows.
         cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row has no tokens.
-        scale: factor on q k^T; no default, because a wrong one is silent.
-        impl: one of IMPLS; no default, because a fallback would be silent.
+        scale: factor of q k^T. It has no default, because a wrong one gives no error.
+        impl: one of IMPLS, by name, or a record of your own. It has no default, because a fallback gives no error.
         window: a query sees the last `window` tokens up to itself; None is all.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap) before the softmax (Gemma 2); None leaves them.
 
     Returns:
-        [T, N, D] in q's dtype; padding rows hold zeros.
+        [T, N, D] in q's dtype; padding tokens have zeros.
 
     Raises:
-        ValueError: an unknown impl, shapes that do not fit each other, a window or a soft cap that is not above 0; the
-            message names what was given.
+        ValueError: an unknown impl, shapes that do not match, a window or a soft cap that is not above 0; the message
+            names the values.
     """
-    if impl not in IMPLS:
+    if isinstance(impl, str) and impl not in IMPLS:
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
+    chosen = IMPLS[impl] if isinstance(impl, str) else impl
+    row = chosen.page_row(q.shape[-1])
     _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens)
     if (window is not None and window < 1) or (soft_cap is not None and soft_cap <= 0):
         raise ValueError(f"window is {window} and soft_cap {soft_cap}; each must be above 0, or None")
+    if k_pages.shape[2] * k_pages.shape[3] % row:
+        wrong = f"needs pages of whole rows of {row}, and they are {list(k_pages.shape[2:])}"
+        raise ValueError(f"impl {chosen.name!r} {wrong}; impl 'xla' has no such limit")
+    k_pages, v_pages = (a.reshape(*a.shape[:2], -1, row) for a in (k_pages, v_pages))
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    if impl != "pallas_tpu":  # it alone reads rows of several tokens
-        k_pages, v_pages = (a.reshape(*a.shape[:2], -1, q.shape[2]) for a in (k_pages, v_pages))
-    return IMPLS[impl](q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, **options)
+    return chosen.attend(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, **options)
 
 
 def _check(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens) -> None:

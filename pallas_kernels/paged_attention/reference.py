@@ -1,20 +1,18 @@
-"""The definition, for tests: every query gathers its sequence's whole table row. Costs T * M * S; short, not fast."""
+"""Defines paged attention, for tests: every query gathers its row's whole block table. It is short and slow."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-
-def read(pages: jax.Array) -> jax.Array:
-    """The numbers in pages: integers of 8 bits are those of float8_e4m3fn."""
-    return jax.lax.bitcast_convert_type(pages, jnp.float8_e4m3fn) if pages.dtype == jnp.uint8 else pages
+from pallas_kernels.paged_attention.implementation import Implementation
+from pallas_kernels.shared.float8 import read
 
 
 def paged_attention(
     q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None
 ) -> jax.Array:
-    """See `api.paged_attention`."""
+    """See `api.paged_attention`. It costs T * M * S of time and memory."""
     t, n, d = q.shape
     _, k, s, _ = k_pages.shape
     token = jnp.arange(t)
@@ -35,6 +33,9 @@ def paged_attention(
         mask &= place >= visible[:, None] - window
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     weights = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
-    values = jnp.where(mask[:, None, :, None], values, 0.0)  # 0 * NaN of an earlier owner is not 0
+    values = jnp.where(mask[:, None, :, None], values, 0.0)  # 0 * NaN of a block's earlier owner is not 0
     out = jnp.einsum("tkgc,tkcd->tkgd", weights, values, precision="highest")
     return out.reshape(t, n, d).astype(q.dtype)
+
+
+IMPLEMENTATION = Implementation("reference", paged_attention)

@@ -1,15 +1,15 @@
-"""Ragged paged attention in plain XLA: cost follows the real context, and only a cache-sized tile is ever gathered.
+"""Paged attention in plain XLA: the cost depends on the real context, and each gather is a tile that fits a cache.
 
-Shapes are static, trip counts are not. Rows with one query token (decodes) and rows with more (prompt chunks) take
-two loops, each over a list of work items that holds exactly what is there:
+Shapes are static and loop counts are not. Rows with one query token (decodes) and rows with more (prompt chunks) have
+one loop each, over a list of work items of exactly those rows:
 
     decode loop   an item is (row, span of `span` context tokens); `group` items an iteration. Every item's softmax
-                  is local; the running (max, sum, output) of the rows takes them in at the end of the iteration
+                  is local and is merged into the running (max, sum, output) of the rows after each iteration
                   (the online softmax of FlashAttention, Dao et al. 2022, split over the context as in
-                  Flash-Decoding). A long context beside short ones costs its own spans and nobody else's.
+                  Flash-Decoding). A long context does not add spans to the short ones beside it.
     chunk loop    an item is a tile of `tile` consecutive query tokens of one row; its inner loop walks the row's
                   context up to the tile's last token. A call of at most ROWS tokens has no chunk loop: each token
-                  is a row of the decode loop, which halves what has to be compiled.
+                  is a row of the decode loop, which halves the code to compile.
 
 Why the scores of a decode are a product of keys by queries, transposed behind a barrier: XLA's CPU product packs its
 right operand, and here that is the handful of queries of a group and not the keys. 30 layers, 64 sequences of 200
@@ -23,7 +23,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.reference import read
+from pallas_kernels.paged_attention.implementation import Implementation
+from pallas_kernels.shared.float8 import read
 
 SPAN = 128  # context tokens of a decode item, and of one trip through the chunk loop's inner loop times two
 GROUP = 32  # decode items an iteration: 32 x 128 tokens of keys and values fit a last-level cache
@@ -35,7 +36,7 @@ NEG = -1e30  # a finite minus infinity: exp(NEG - NEG) is a number, and the mask
 def paged_attention(
     q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None
 ) -> jax.Array:
-    """See `api.paged_attention`. What lies before every window of an item's queries is not gathered."""
+    """See `api.paged_attention`. Spans before the windows of all of an item's queries are not gathered."""
     options = {"window": window, "soft_cap": soft_cap}
     t, n, d = q.shape
     k = k_pages.shape[1]
@@ -85,22 +86,22 @@ def _decodes(q, k_pages, v_pages, block_tables, seq_lens, *, window, soft_cap) -
         i, top, norm, acc = state
         r, lens = row[i], left[i]
         keys, values = (_tile(x, pages[i], q.dtype) for x in (k_pages, v_pages))  # [group, K, span, D]
-        scores = jnp.einsum("xkcd,xkgd->xkcg", keys, q[r], preferred_element_type=jnp.float32)
+        scores = _product("xkcd,xkgd->xkcg", keys, q[r])
         scores = _capped(jax.lax.optimization_barrier(scores).swapaxes(2, 3), soft_cap)
         real = (jnp.arange(span) < lens[:, None]) & (jnp.arange(span) >= gone[i][:, None])
         scores = jnp.where(real[:, None, None], scores, NEG)
-        values = jnp.where(real[:, None, :, None], values, 0)  # 0 * NaN of an earlier owner is not 0
+        values = jnp.where(real[:, None, :, None], values, 0)  # 0 * NaN of a block's earlier owner is not 0
         local = scores.max(-1)
         weights = jnp.exp(scores - local[..., None])
-        part = jnp.einsum("xkgc,xkcd->xkgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        part = _product("xkgc,xkcd->xkgd", weights.astype(values.dtype), values)
 
         # Items of one row may meet in one group. A one-hot product adds them up without a scatter.
         owns = (r[:, None] == jnp.arange(b)) & (lens[:, None] > 0)  # [group, B]
         new = jnp.maximum(top, jnp.where(owns[:, :, None, None], local[:, None], NEG).max(0))
         share = jnp.exp(local - new[r])
         hot, keep = owns.astype(jnp.float32), jnp.exp(top - new)
-        norm = norm * keep + jnp.einsum("xb,xkg->bkg", hot, weights.sum(-1) * share)
-        acc = acc * keep[..., None] + jnp.einsum("xb,xkgd->bkgd", hot, part * share[..., None])
+        norm = norm * keep + _product("xb,xkg->bkg", hot, weights.sum(-1) * share)
+        acc = acc * keep[..., None] + _product("xb,xkgd->bkgd", hot, part * share[..., None])
         return i + 1, new, norm, acc
 
     start = (0, jnp.full((b, k, g), NEG), jnp.zeros((b, k, g)), jnp.zeros((b, k, g, d)))
@@ -132,7 +133,7 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
             j, top, norm, acc = state
             page = tables[r, j][None]
             keys, values = (_tile(x, page, q.dtype)[0] for x in (k_pages, v_pages))  # [K, span, D]
-            scores = jnp.einsum("kqd,kcd->kqc", queries, keys, preferred_element_type=jnp.float32)
+            scores = _product("kqd,kcd->kqc", queries, keys)
             place = j * span + jnp.arange(span)
             seen = place <= position[:, None]
             if window is not None:
@@ -142,14 +143,14 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
             new = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new[..., None])
             keep = jnp.exp(top - new)
-            part = jnp.einsum("kqc,kcd->kqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+            part = _product("kqc,kcd->kqd", weights.astype(values.dtype), values)
             return j + 1, new, norm * keep + weights.sum(-1), acc * keep[..., None] + part
 
         rows = g * tile
         start_at = _begin(position[0] + 1, window) // span
         state = (start_at, jnp.full((k, rows), NEG), jnp.zeros((k, rows)), jnp.zeros((k, rows, d)))
         # Without a window the first span holds token 0, which every query sees: `top` is a real score from then on.
-        # With one, what a query gathers before its first real score is multiplied by exp(NEG - score) = 0 then.
+        # With a window, sums before a query's first real score are then multiplied by exp(NEG - score) = 0.
         _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * span < last, walk, state)
         result = (acc / jnp.maximum(norm, 1e-30)[..., None]).reshape(k, g, tile, d).transpose(2, 0, 1, 3)
         old = jax.lax.dynamic_slice_in_dim(out, start, tile)
@@ -160,8 +161,18 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
     return jax.lax.fori_loop(0, total, one, out)[:t]
 
 
+def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """An einsum with sums in float32, exact for the bits of its operands.
+
+    By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Operands of 16 bits are
+    multiplied exactly on every device.
+    """
+    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(axes, a, b, precision=exact, preferred_element_type=jnp.float32)
+
+
 def _begin(length: jax.Array, window: int | None) -> jax.Array:
-    """The first token that the last one of a context sees."""
+    """Returns the first token that the last token of a context sees."""
     return jnp.zeros_like(length) if window is None else jnp.maximum(length - window, 0)
 
 
@@ -170,7 +181,7 @@ def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
 
 
 def _worklist(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Row b contributes counts[b] items -> (row, index within the row, valid) of `size` items, and their number."""
+    """Row b has counts[b] items. Returns (row, index within the row, valid) of `size` items, and their number."""
     end = jnp.cumsum(counts)
     item = jnp.arange(size)
     ended = jnp.cumsum(jnp.zeros(size, jnp.int32).at[end].add(1, mode="drop"))  # rows whose items lie before each
@@ -180,7 +191,7 @@ def _worklist(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _spans(block_tables: jax.Array, per: int) -> jax.Array:
-    """[B, M] -> [B, M / per, per], the tail filled with page 0."""
+    """[B, M] -> [B, M / per, per]; the end is filled with page 0."""
     b, m = block_tables.shape
     return jnp.pad(block_tables, ((0, 0), (0, -m % per))).reshape(b, -1, per)
 
@@ -191,3 +202,6 @@ def _tile(pages: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
     _, k, s, d = pages.shape
     tile = read(pages.at[ids].get(mode="promise_in_bounds")).astype(dtype)
     return tile.transpose(0, 2, 1, 3, 4).reshape(x, k, per * s, d)
+
+
+IMPLEMENTATION = Implementation("xla", paged_attention)

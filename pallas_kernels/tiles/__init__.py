@@ -1,4 +1,4 @@
-"""Sizes of the kernels' tiles, a file a device: data that a tuner may write, and numbers that no code holds."""
+"""Sizes of the kernels' tiles: one JSON file a device, which `pallas_kernels.tune` can write."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-FALLBACK = "h100"  # the first Hopper: what fits there fits its successors
+FALLBACK = "h100"  # the first Hopper: tiles that fit it fit its successors
 TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 TPU_FALLBACK = "v5e"
 
 
 class Tiles(NamedTuple):
-    """What a GPU's kernels are built with. Sizes by head size are pairs (head size, value).
+    """The sizes of a GPU's kernels. Sizes by head size are pairs (head size, value).
 
-    multiprocessors: what a split decode has to fill; two blocks of threads fit on each.
+    multiprocessors: a split decode must fill them; two blocks of threads fit on each.
     decode_tile: context tokens that a decode computes at a time, by head size.
-    decode_stages: such tiles under way.
-    min_split: context tokens that are worth a part of their own.
+    decode_stages: such tiles in shared memory.
+    min_split: context tokens of a part of a split context, at least.
     chunk_tile, chunk_stages: the same for chunks.
     """
 
@@ -30,7 +30,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, device_kind: str) -> Tiles:
-        """Those of the file whose name is in the device's, such as "h200" in "NVIDIA H200"; else FALLBACK's."""
+        """Reads the file whose name is in the device's, such as "h200" in "NVIDIA H200"; else FALLBACK."""
         names = [file.stem for file in sorted(Path(__file__).parent.glob("h*.json"))]
         found = [name for name in names if name in device_kind.lower()]
         return cls.read((found or [FALLBACK])[0])
@@ -44,16 +44,16 @@ class Tiles(NamedTuple):
 
 
 class TpuTiles(NamedTuple):
-    """What a TPU's kernels are built with, and what the chip is said to do: its maker's numbers, for estimates.
+    """The sizes of a TPU's kernels, and its maker's numbers, for estimates.
 
-    device_kinds: what JAX calls it.
-    bandwidth, flops: of HBM in bytes a second, and of products in bfloat16, of what `pallas_kernels.aot` compiles for:
-        one core of a v4 and of a tpu7x, both of a v5p. The kernels use one core.
-    hbm: bytes that XLA lets a program have. vmem: bytes of one core.
-    vmem_limit: bytes of VMEM that a kernel may take.
-    decode_step: bytes of keys and values that a decode copies and computes at a time; `shortest_span` to `longest_span`
-        context tokens whatever that makes.
-    decode_stages: such steps in VMEM, all but one of them under way.
+    device_kinds: JAX's names of the device.
+    bandwidth, flops: HBM's bytes a second, and operations of bfloat16 products a second, of the device for which
+        `pallas_kernels.aot` compiles: one core of a v4 and of a tpu7x, both cores of a v5p. The kernels use one core.
+    hbm: bytes that XLA gives a program. vmem: bytes of one core.
+    vmem_limit: bytes of VMEM that a kernel may use.
+    decode_step: bytes of keys and values that a decode copies and computes at a time, but `shortest_span` to
+        `longest_span` context tokens in any case.
+    decode_stages: such steps in VMEM; all but one of them are being copied.
     decode_units: rows of the batch in one step of the grid.
     chunk_rows: query tokens times query heads of a key head in a chunk's tile.
     chunk_span, chunk_stages: context tokens of a chunk's step, and steps in VMEM.
@@ -76,12 +76,12 @@ class TpuTiles(NamedTuple):
 
     @classmethod
     def names(cls, device_kind: str) -> list[str]:
-        """The files, one or none, that are for a device."""
+        """Returns the names of a device's files: one or none."""
         return [name for name in TPUS if device_kind in cls.read(name).device_kinds]
 
     @classmethod
     def of(cls, device_kind: str) -> TpuTiles:
-        """Those of the device's file; else TPU_FALLBACK's, which is what interpretation runs with."""
+        """Reads the device's file; else TPU_FALLBACK, which interpretation uses."""
         return cls.read((cls.names(device_kind) or [TPU_FALLBACK])[0])
 
     @classmethod

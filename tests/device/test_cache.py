@@ -15,6 +15,7 @@ from pagedjax.device.batch import Shapes, blank_feed, blank_sampling
 from pagedjax.device.step import make_step, make_steps
 from pagedjax.engine.pack import pack
 from pagedjax.host.types import EMPTY_PLAN
+from pallas_kernels import kv_write
 
 SIZES = {"layers": 2, "kv_heads": 2, "head_dim": 4}
 
@@ -26,7 +27,7 @@ def test_a_token_lands_in_its_slot_and_nowhere_else(s):
     old = cache.init(layers=1, blocks=pages - 1, block_size=s, kv_heads=2, head_dim=4, dtype="float32")
     k, v = rng.standard_normal((2, 12, 2, 4), np.float32)
     slots = np.concatenate([s + rng.permutation(128)[:10], [0, 0]]).astype(np.int32)  # two padding tokens
-    k_pages, v_pages = map(np.asarray, jax.jit(cache.write)(old.k[0], old.v[0], k, v, slots))
+    k_pages, v_pages = map(np.asarray, jax.jit(kv_write.IMPLS["xla"])(old.k[0], old.v[0], k, v, slots))
     k_slots = k_pages.transpose(0, 2, 1, 3).reshape(-1, 2, 4)
     v_slots = v_pages.transpose(0, 2, 1, 3).reshape(-1, 2, 4)
     np.testing.assert_array_equal(k_slots[slots[:10]], k[:10])
@@ -46,7 +47,7 @@ def test_a_cache_is_pairs_of_pages_a_layer_with_the_trash_block_first():
 def test_writing_rounds_to_the_type_of_the_cache():
     kv = cache.init(layers=1, blocks=1, block_size=2, kv_heads=1, head_dim=1, dtype="bfloat16")
     one = np.full((1, 1, 1), 1.001, np.float32)
-    k_pages, v_pages = cache.write(kv.k[0], kv.v[0], one, one, np.array([2]))
+    k_pages, v_pages = kv_write.IMPLS["xla"](kv.k[0], kv.v[0], one, one, np.array([2]))
     assert k_pages.dtype == v_pages.dtype == jnp.bfloat16
     assert k_pages[1, 0, 0, 0] == v_pages[1, 0, 0, 0] == 1.0
 

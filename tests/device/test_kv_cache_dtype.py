@@ -9,6 +9,8 @@ import pytest
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.device import attention, cache
+from pallas_kernels import kv_write
+from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from tests.engine import test_swapping
 from tests.engine.test_swapping import DRAWN, GREEDY, PROMPTS
 
@@ -68,14 +70,14 @@ def test_without_a_word_the_cache_is_in_the_dtype_of_the_model(tiny_folder):
 def test_what_8_bits_cannot_hold_becomes_the_largest_number_and_not_nan():
     kv = cache.init(layers=1, blocks=1, block_size=2, kv_heads=1, head_dim=4, dtype="float8_e4m3fn")
     values = np.array([[[1e6, -1e6, 3.3, np.nan]]], np.float32)
-    pages = cache.write(kv.k[0], kv.v[0], values, values, np.array([2]))[0]
+    pages = kv_write.IMPLS["xla"](kv.k[0], kv.v[0], values, values, np.array([2]))[0]
     stored = jax.lax.bitcast_convert_type(pages, jnp.float8_e4m3fn)[1, 0, 0].astype(np.float32)
     np.testing.assert_array_equal(stored, [448, -448, 3.25, np.nan])
 
 
 def test_the_gpu_kernels_are_refused_a_cache_of_another_dtype_than_the_queries(monkeypatch):
-    monkeypatch.setattr(attention.gpu, "obstacle", lambda device: "")
-    monkeypatch.setattr(attention.gpu, "unsupported", lambda *sizes: "")
+    monkeypatch.setattr(pallas_gpu, "wrong_device", lambda device: "")
+    monkeypatch.setattr(pallas_gpu, "unsupported", lambda *sizes: "")
     sizes = {"head_dim": 64, "block_size": 64, "kv_heads": 8, "heads": 8}
     with pytest.raises(ValueError, match="of the queries' dtype, and they are float16 and bfloat16; 'xla'"):
         attention.choose("pallas_gpu", None, dtype="float16", query_dtype="bfloat16", **sizes)

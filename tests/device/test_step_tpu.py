@@ -1,5 +1,7 @@
-"""An engine on the TPU kernels: interpreted as ordinary XLA, it gives the tokens it gives elsewhere; its whole step is
-compiled for TPUs that are not here, where libtpu is (CI brings it; `experiments.hardware.on_tpu` is the command)."""
+"""An engine on the TPU kernels: interpreted as ordinary XLA it gives the same tokens as plain XLA.
+
+If libtpu is installed, as in CI, the whole step is compiled for TPUs (`python -m experiments.hardware.on_tpu`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import chex
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,19 +23,19 @@ from pagedjax.device import attention, cache
 from pagedjax.engine import resolve
 from pallas_kernels import aot_tpu
 from pallas_kernels.paged_attention import IMPLS
-from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 
 needs_compiler = pytest.mark.skipif(
-    bool(aot_tpu.what_is_missing()), reason="libtpu is not here; CI brings it for the commands themselves"
+    bool(aot_tpu.what_is_missing()), reason="libtpu is not installed; CI installs it for the commands"
 )
 
 
 @pytest.fixture
 def on_a_tpu(monkeypatch):
-    """A CPU that takes itself for a TPU: the kernels are interpreted."""
-    monkeypatch.setattr(pallas_tpu, "obstacle", lambda device: "")
-    monkeypatch.setitem(IMPLS, "pallas_tpu", partial(pallas_tpu.paged_attention, interpret=True))
-    monkeypatch.setattr(pallas_tpu, "write", partial(pallas_tpu.write, interpret=True))
+    """An engine on a CPU accepts the TPU kernels and interprets them."""
+    impl = IMPLS["pallas_tpu"]
+    attend, write = (partial(call, interpret=True) for call in (impl.attend, impl.write))
+    changed = impl._replace(attend=attend, write=write, obstacle=lambda device, **sizes: "")
+    monkeypatch.setitem(IMPLS, "pallas_tpu", changed)
 
 
 def greedy(model, prompts, tokens: int, impl: str, **config) -> list[list[int]]:
@@ -40,7 +44,7 @@ def greedy(model, prompts, tokens: int, impl: str, **config) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
-def test_an_engine_gives_the_same_tokens_through_them(tmp_path, on_a_tpu):
+def test_tokens_are_those_of_plain_xla(tmp_path, on_a_tpu):
     """A small random model: chunks of prompts beside decodes, and so few blocks that some sequences are preempted."""
     from pagedjax import load_model
     from tests.weights.tiny import tiny_llama
@@ -53,19 +57,21 @@ def test_an_engine_gives_the_same_tokens_through_them(tmp_path, on_a_tpu):
     assert greedy(model, prompts, 12, "pallas_tpu", **config) == expected
 
 
-def test_its_cache_has_rows_of_128_and_as_many_bytes(tiny_llm):
+def test_cache_has_rows_of_128_and_the_same_bytes(tiny_llm):
     model = tiny_llm.engine.model
     plain, wide = (resolve.block_shape(16, model, "bfloat16", impl) for impl in ("xla", "pallas_tpu"))
     assert cache.block_bytes(**plain) == cache.block_bytes(**wide)
-    shapes = {name: cache.init(blocks=3, **shape).k[0].shape for name, shape in (("xla", plain), ("tpu", wide))}
+    xla, tpu = (cache.init(blocks=3, **shape) for shape in (plain, wide))
     d = model.config.head_dim
-    assert shapes["xla"] == (4, model.config.kv_heads, 16, d)
-    assert shapes["tpu"] == (4, model.config.kv_heads, 16 * d // 128, 128)
+    dims = chex.Dimensions(P=4, K=model.config.kv_heads, S=16, D=d, R=16 * d // 128, L=128)
+    chex.assert_shape([*xla.k, *xla.v], dims["PKSD"])
+    chex.assert_shape([*tpu.k, *tpu.v], dims["PKRL"])
+    chex.assert_type([*tpu.k, *tpu.v], jnp.bfloat16)
     assert attention.page_row("pallas_tpu", 256) == 256
 
 
 @pytest.mark.slow
-def test_smollm2_keeps_its_goldens_through_them(smollm2, on_a_tpu):
+def test_smollm2_gives_its_golden_tokens(smollm2, on_a_tpu):
     """Prompts in chunks beside decodes."""
     from tests.engine.test_goldens_engine import GOLDENS
 
@@ -79,7 +85,7 @@ def test_smollm2_keeps_its_goldens_through_them(smollm2, on_a_tpu):
 # --- the whole step, compiled -----------------------------------------------------------------------------------------
 
 
-def test_what_makes_a_whole_cache_array_is_counted():
+def test_instructions_that_make_a_whole_cache_array_are_counted():
     class Program:
         def as_text(self) -> str:
             return (
@@ -102,14 +108,14 @@ def test_a_step_of_two_layers_compiles_in_place(target, model):
     assert "the cache is updated in place" in done.stdout
 
 
-def test_a_model_that_does_not_fit_is_named(capsys, monkeypatch):
+def test_a_model_that_does_not_fit_is_an_error_with_its_name(capsys, monkeypatch):
     monkeypatch.setattr(aot_tpu, "what_is_missing", lambda: "")
     monkeypatch.setattr(aot_tpu, "prepare", lambda: None)
     assert on_tpu.main(["--target", "v5e", "--model", "llama-3-8b", "--fraction", "0.001"]) == 1
     assert "llama-3-8b in bfloat16, 512 tokens a step does not fit a v5e" in capsys.readouterr().err
 
 
-def test_a_missing_compiler_is_named_with_the_command_that_brings_it(capsys, monkeypatch):
+def test_a_missing_compiler_is_an_error_with_the_command_that_installs_it(capsys, monkeypatch):
     monkeypatch.setattr(aot_tpu.importlib.util, "find_spec", lambda name: None)
     assert on_tpu.main(["--target", "v5e"]) == 2
     assert "libtpu is missing; pip install --no-deps --target DIR 'libtpu==0.0." in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The commands around the kernels: compiling for chips that are not here, and tuning on one that is."""
+"""The tools around the kernels: compiling for chips that are not present, tuning on one that is, and timing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import aot, aot_tpu, timing, tune
@@ -21,10 +23,10 @@ from pallas_kernels.tiles import TPUS, Tiles, TpuTiles
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="the kernels need JAX 0.11")
 needs_compiler = pytest.mark.skipif(
     bool(aot.what_is_missing()),
-    reason="JAX's CUDA plugin or ptxas is not here; CI brings both for the command itself",
+    reason="JAX's CUDA plugin or ptxas is not installed; CI installs both for the command",
 )
 needs_libtpu = pytest.mark.skipif(
-    bool(aot_tpu.what_is_missing()), reason="libtpu is not here; CI brings it for the command itself"
+    bool(aot_tpu.what_is_missing()), reason="libtpu is not installed; CI installs it for the command"
 )
 
 REPORT = """ptxas info    : 0 bytes gmem
@@ -35,17 +37,17 @@ ptxas info    : Used 93 registers, used 16 barriers, 1 bytes smem
 """
 
 
-def test_registers_and_spills_are_read_from_the_compilers_report():
+def test_registers_and_spills_are_read_from_the_report_of_ptxas():
     assert aot.read_ptxas(REPORT.format(stores=0, loads=0)) == (93, 0)
     assert aot.read_ptxas(REPORT.format(stores=8, loads=12)) == (93, 20)
 
 
-def test_a_report_without_a_kernel_is_not_taken_for_a_good_one():
+def test_a_report_without_a_kernel_is_an_error():
     with pytest.raises(ValueError, match="ptxas reported no kernel"):
         aot.read_ptxas("ptxas info    : 0 bytes gmem")
 
 
-def test_every_claimed_shape_is_compiled():
+def test_every_supported_gpu_shape_is_compiled():
     cases = list(aot.cases())
     assert len(set(cases)) == len(cases)
     for kernel in ("decode", "chunks"):
@@ -57,13 +59,13 @@ def test_every_claimed_shape_is_compiled():
         assert max(case.group for case in mine) == pallas_gpu.MAX_GROUP
 
 
-def test_a_machine_that_cannot_compile_is_told_what_is_missing(capsys, monkeypatch):
+def test_an_old_jax_is_an_error_with_the_needed_version(capsys, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     assert aot.main(["--target", "h200"]) == 2
     assert "it takes 0.11 or newer" in capsys.readouterr().err
 
 
-def test_a_missing_plugin_is_named_with_the_command_that_brings_it(capsys, monkeypatch):
+def test_a_missing_plugin_is_an_error_with_the_command_that_installs_it(capsys, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", pallas_gpu.JAX_NEEDED)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert aot.main(["--target", "h100"]) == 2
@@ -71,8 +73,8 @@ def test_a_missing_plugin_is_named_with_the_command_that_brings_it(capsys, monke
 
 
 @pytest.mark.parametrize("target", ["h200", "v5e"])
-def test_compiling_for_a_chip_never_starts_one(target):
-    """Whatever was imported first: JAX reads JAX_PLATFORMS once, and asked for a GPU its plugin fails without cuDNN."""
+def test_compiling_for_a_chip_starts_no_device(target):
+    """JAX reads JAX_PLATFORMS when it is imported, and its plugin fails to start a GPU without cuDNN."""
     program = f"""
 import jax
 from pallas_kernels import aot, aot_tpu
@@ -92,7 +94,7 @@ raise SystemExit(aot.main(["--target", "{target}", "--quick"]))
 
 
 @needs_compiler
-def test_a_tile_that_does_not_fit_fails_with_a_sentence():
+def test_tiles_beyond_shared_memory_are_reported():
     command = [sys.executable, "-m", "pallas_kernels.aot", "--target", "h200", "--only", "decode", "--quick"]
     root = Path(__file__).parents[2]
     fits, does_not = (
@@ -104,12 +106,12 @@ def test_a_tile_that_does_not_fit_fails_with_a_sentence():
     assert "exceeds available shared memory" in does_not.stdout
 
 
-def test_tuning_needs_the_device(capsys):
+def test_tuning_on_another_device_is_an_error(capsys):
     assert tune.main(["--name", "h200"]) == 2
     assert "runs on platform 'gpu' and not on 'cpu'" in capsys.readouterr().err
 
 
-def test_what_a_tuner_writes_is_what_is_read(tmp_path, monkeypatch):
+def test_written_tiles_are_read_back(tmp_path, monkeypatch):
     tiles = Tiles.read("h200")
     fields = json.loads(tune.as_json(tiles, "a note"))
     assert fields.pop("note") == "a note"
@@ -118,7 +120,7 @@ def test_what_a_tuner_writes_is_what_is_read(tmp_path, monkeypatch):
 
 
 @needs_kernels
-def test_candidates_fit_and_the_present_tiles_are_among_them():
+def test_candidates_fit_and_include_the_present_tiles():
     from pallas_kernels.paged_attention.pallas_gpu import chunks, decode
 
     start = Tiles.read("h200")
@@ -131,7 +133,7 @@ def test_candidates_fit_and_the_present_tiles_are_among_them():
     assert all(chunks.shared_bytes(128, 2, one) <= tune.SHARED for one in tune.chunk_candidates(start))
 
 
-def test_the_fastest_candidate_wins_and_one_that_fails_does_not_stop_the_rest(capsys, monkeypatch):
+def test_the_fastest_candidate_is_chosen_and_failing_ones_are_skipped(capsys, monkeypatch):
     start = Tiles.read("h200")
     speeds = {128: 3.0, 256: None, 512: 1.0, 1024: 2.0, 2048: 4.0}
 
@@ -148,12 +150,17 @@ def test_the_fastest_candidate_wins_and_one_that_fails_does_not_stop_the_rest(ca
         tune.best("splits", tune.split_candidates(start), tune.TYPICAL)
 
 
-def test_a_measurement_has_pages_of_its_own_for_every_row():
+def test_inputs_of_a_measurement_have_separate_pages_for_every_row():
     shape = timing.Shape(rows=5, queries=3, context=40, heads=2, group=3, d=64, s=16)
     made = timing.inputs(shape, seed=1)
-    assert sorted(made.block_tables.ravel().tolist()) == list(range(1, 16))  # page 0 is nobody's
+    assert sorted(made.block_tables.ravel().tolist()) == list(range(1, 16))  # page 0 is unused
     out = paged_attention(*made, scale=0.125, impl="reference")
-    assert out.shape == made.q.shape == (15, 6, 64)
+    dims = chex.Dimensions(T=15, N=6, K=2, P=16, S=16, D=64, B=5, M=3)
+    chex.assert_shape([out, made.q], dims["TND"])
+    chex.assert_shape([made.k_pages, made.v_pages], dims["PKSD"])
+    chex.assert_shape(made.block_tables, dims["BM"])
+    chex.assert_type([out, made.q, made.k_pages, made.v_pages], jnp.bfloat16)
+    chex.assert_trees_all_equal(made.seq_lens, jnp.full(5, 40, jnp.int32), strict=True)
     assert shape.cache_bytes == 5 * 40 * (made.k_pages[0, :, 0].nbytes + made.v_pages[0, :, 0].nbytes)
     assert shape.flops == 5 * (38 + 39 + 40) * 6 * 4 * 64
 
@@ -161,7 +168,7 @@ def test_a_measurement_has_pages_of_its_own_for_every_row():
 # --- TPUs -------------------------------------------------------------------------------------------------------------
 
 
-def test_every_shape_claimed_for_tpus_is_compiled():
+def test_every_supported_tpu_shape_is_compiled():
     cases = list(aot_tpu.cases())
     assert len(set(cases)) == len(cases)
     claimed = {
@@ -177,13 +184,13 @@ def test_every_shape_claimed_for_tpus_is_compiled():
     assert set(aot_tpu.TOPOLOGIES) == set(TPUS)
 
 
-def test_a_missing_libtpu_is_named_with_the_command_that_brings_it(capsys, monkeypatch):
+def test_a_missing_libtpu_is_an_error_with_the_command_that_installs_it(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert aot.main(["--target", "v5e"]) == 2
     assert "libtpu is missing; pip install --no-deps --target DIR 'libtpu==0.0." in capsys.readouterr().err
 
 
-def test_bundles_and_memory_are_read_from_what_libtpu_dumps(tmp_path):
+def test_bundles_and_memory_are_read_from_the_dump_of_libtpu(tmp_path):
     analysis = "Schedule analysis:\n\ttotal scheduled bundles:    848\n\tempty scheduled bundles:    43\n"
     original = "x = [vmem, size = 0x9000, scoped, tag = 'a']\n[vmem, size = 0xc0000, scoped]\n[smem, size = 0x10]\n"
     name = "17-paged_attention_decode.1"
@@ -194,7 +201,7 @@ def test_bundles_and_memory_are_read_from_what_libtpu_dumps(tmp_path):
         aot_tpu.read_dump(tmp_path, "chunks")
 
 
-def test_too_little_vmem_is_a_sentence_with_what_to_lower():
+def test_too_little_vmem_is_an_error_with_the_setting_to_lower():
     text = (
         "RESOURCE_EXHAUSTED: E1001: x\nScoped allocation with size 20.00M and limit 14.00M exceeded scoped vmem limit"
     )
@@ -204,7 +211,7 @@ def test_too_little_vmem_is_a_sentence_with_what_to_lower():
     assert aot_tpu.why(TypeError("no")) == "does not compile: TypeError: no"
 
 
-def test_a_roofline_counts_what_has_to_move():
+def test_a_roofline_counts_bytes_and_operations():
     tiles, case = TpuTiles.read("v5e"), aot_tpu.Case(8, 4, 128, 16)
     found = aot_tpu.estimates(case, tiles)
     cache, queries = 64 * 1024 * 2 * 8 * 128 * 2, 64 * 2 * 32 * 128 * 2
@@ -216,7 +223,7 @@ def test_a_roofline_counts_what_has_to_move():
 
 
 @needs_libtpu
-def test_a_ring_that_does_not_fit_vmem_fails_with_a_sentence():
+def test_rings_beyond_vmem_are_reported():
     command = [sys.executable, "-m", "pallas_kernels.aot", "--target", "v5e", "--quick", "--stages", "99"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 1

@@ -1,10 +1,11 @@
-"""One contract for every implementation of paged attention; the oracle is JAX's own attention on contiguous keys.
+"""The contract of every implementation of paged attention.
 
-JAX's has no soft cap: of that the oracle is numpy's float64.
+The oracle is JAX's own attention on contiguous keys. It has no soft cap: with one, the oracle is numpy's float64.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import IMPLS, paged_attention, xla
+from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention, xla
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 
 GARBAGE = 1e30  # finite: what a freed block can hold; times a weight of 0 it must vanish
@@ -22,29 +23,30 @@ MIXED = [(1, 200), (17, 17), (1, 1), (9, 130), (1, 300), (5, 37), (1, 64)]  # (q
 
 
 def slow(*values: Any):
-    """A parameter that only the slow run tries: one program more, which takes a second or two to compile."""
+    """A parameter of the slow run alone: it needs one more program, which takes a second or two to compile."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-# The GPU kernels take other shapes and are interpreted, slowly: test_paged_attention_gpu.py. The TPU's is interpreted
-# here as ordinary XLA, fast once it is compiled, and with copies and semaphores in test_paged_attention_tpu.py.
+# The GPU kernels take other shapes and interpreting them is slow: test_paged_attention_gpu.py. The TPU kernel is
+# interpreted here as ordinary XLA, which is fast, and with copies and semaphores in test_paged_attention_tpu.py.
 HERE = sorted(set(IMPLS) - {"pallas_gpu", "pallas_tpu"})
 every_impl = pytest.mark.parametrize("impl", [*HERE, slow("pallas_tpu")])
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setitem(IMPLS, "pallas_tpu", partial(pallas_tpu.paged_attention, interpret=True))
+    attend = partial(pallas_tpu.paged_attention, interpret=True)
+    monkeypatch.setitem(IMPLS, "pallas_tpu", IMPLS["pallas_tpu"]._replace(attend=attend))
 
 
 def skip_unless_it_reads(impl: str, *, s: int = 16, dtype: Any = np.float32) -> None:
-    """Its pages are rows of 128 numbers, none of 8 bits."""
+    """Pages of pallas_tpu are rows of 128 numbers, and not of 8 bits."""
     if impl == "pallas_tpu" and (s < 8 or dtype == jnp.float8_e4m3fn):
         pytest.skip(f"pallas_tpu refuses pages of {s} tokens of {jnp.dtype(dtype).name}, tested on their own")
 
 
 class Case(NamedTuple):
-    """A ragged batch: sequences contiguous as the oracle takes them, and scattered over pages as the kernel does."""
+    """A ragged batch: sequences contiguous for the oracle, and scattered over pages for the kernel."""
 
     q: np.ndarray  # [T, N, D]
     k: np.ndarray  # [B, M * S, K, D] contiguous
@@ -57,6 +59,12 @@ class Case(NamedTuple):
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+
+    @property
+    def dims(self) -> chex.Dimensions:
+        """The letters of the contract."""
+        (t, n, d), (p, k, s, _), (b, m) = self.q.shape, self.k_pages.shape, self.block_tables.shape
+        return chex.Dimensions(T=t, N=n, D=d, P=p, K=k, S=s, B=b, M=m)
 
     @property
     def arguments(self) -> tuple[np.ndarray, ...]:
@@ -93,7 +101,7 @@ def make(
 
 
 def scatter(case: Case, pages: np.ndarray, garbage: float = GARBAGE) -> Case:
-    """Put row b's i-th block into page `pages[b * M + i]`; every slot without a token, page 0 too, holds garbage."""
+    """Puts row b's i-th block into page `pages[b * M + i]`. Slots without a token, and page 0, have garbage."""
     s, (b, width) = case.v_pages.shape[2], case.k.shape[:2]
     m = width // s
     tables = pages.reshape(b, m).astype(np.int32)
@@ -107,7 +115,7 @@ def scatter(case: Case, pages: np.ndarray, garbage: float = GARBAGE) -> Case:
 
 
 def in_bits(case: Case) -> Case:
-    """Pages of float8_e4m3fn as the contract has them."""
+    """Pages of float8_e4m3fn as uint8, as in the contract."""
     return case._replace(k_pages=case.k_pages.view(np.uint8), v_pages=case.v_pages.view(np.uint8))
 
 
@@ -122,7 +130,7 @@ def dense(q, k, v, mask, scale):
 
 
 def capped(q, k, v, mask, scale, soft_cap) -> np.ndarray:
-    """What `dense` computes of one row, in float64 and with a soft cap."""
+    """`dense` of one row, in float64 and with a soft cap."""
     k, v = (np.repeat(a, q.shape[1] // a.shape[1], axis=1).astype(np.float64) for a in (k, v))
     scores = soft_cap * np.tanh(np.einsum("qnd,cnd->nqc", q, k, optimize=True) * scale / soft_cap)
     weights = np.where(mask, np.exp(scores - scores.max(-1, keepdims=True)), 0)
@@ -153,12 +161,18 @@ def oracle(case: Case) -> np.ndarray:
 
 def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
     got, want = run(case, impl), oracle(case)
-    chex.assert_shape(got, case.q.shape)
-    assert got.dtype == case.q.dtype
+    chex.assert_shape(got, case.dims["TND"])
+    chex.assert_type(got, case.q.dtype)
+    chex.assert_tree_all_finite(got)
     if got.dtype == jnp.bfloat16:  # 8 bits; q * scale, weights and the output are rounded
         atol = 2.0**-6 * max(1.0, np.abs(want).max())
-    np.testing.assert_allclose(got.astype(np.float32), want, atol=atol, rtol=0)
-    assert not got[case.cu_q_lens[-1] :].any(), "padding tokens are not zero"
+    chex.assert_trees_all_close(got.astype(np.float32), want, atol=atol, rtol=0)
+    assert_padding_is_zero(got, case)
+
+
+def assert_padding_is_zero(got: np.ndarray, case: Case) -> None:
+    padding = got[case.cu_q_lens[-1] :]
+    chex.assert_trees_all_equal(padding, np.zeros_like(padding))
 
 
 # --- what it computes -------------------------------------------------------------------------------------------------
@@ -167,8 +181,8 @@ def assert_contract(case: Case, impl: str, atol: float = 2e-5) -> None:
 @every_impl
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("t", [8, 96])  # without prompt chunks, and with them
-def test_pages_of_another_dtype_are_what_they_hold(impl, dtype, t):
-    """Queries stay in float32, and so do the sums: narrow pages give what their values give in float32."""
+def test_narrow_pages_give_the_result_of_their_values_in_float32(impl, dtype, t):
+    """Queries and sums stay in float32."""
     skip_unless_it_reads(impl, dtype=dtype)
     rows = [(1, 200), (5, 37), (1, 1)] if t == 8 else MIXED
     case = make(rows, t=t, b=8)
@@ -177,12 +191,12 @@ def test_pages_of_another_dtype_are_what_they_hold(impl, dtype, t):
     if dtype == jnp.float8_e4m3fn:  # it has no number as large as the garbage
         narrow = in_bits(scatter(narrow, case.block_tables.reshape(-1), garbage=448.0))
     want = oracle(scatter(rounded, case.block_tables.reshape(-1)))
-    np.testing.assert_allclose(run(narrow, impl), want, atol=2e-5)
+    chex.assert_trees_all_close(run(narrow, impl), want, atol=2e-5, rtol=1e-7)
 
 
 @every_impl
 @pytest.mark.parametrize("s", [1, *map(slow, (8, 64, 128)), 16, 256])
-def test_contexts_around_a_block_border(impl, s):
+def test_decodes_of_contexts_around_a_block_border(impl, s):
     skip_unless_it_reads(impl, s=s)
     lengths = sorted({1, max(1, s - 1), s, s + 1, 2 * s, 2 * s + 1})
     assert_contract(make([(1, n) for n in lengths], t=8, b=8, s=s, seed=s), impl)
@@ -190,7 +204,7 @@ def test_contexts_around_a_block_border(impl, s):
 
 @every_impl
 @pytest.mark.parametrize("s", [*map(slow, (1, 64, 128)), 8, 256])
-def test_chunks_around_a_block_border(impl, s):
+def test_chunks_of_contexts_around_a_block_border(impl, s):
     skip_unless_it_reads(impl, s=s)
     rows = [(2, s + 1), (max(1, s - 1) % 90, max(1, s - 1)), (s % 80 or 80, s + 80), (3, 2 * s + 3), (1, s)]
     assert_contract(make([r for r in rows if r[0]], t=192, b=6, s=s, seed=s), impl)
@@ -238,23 +252,23 @@ def test_head_sizes(impl, t, d):
 
 @every_impl
 @pytest.mark.parametrize("t", [24, 80])
-def test_bfloat16_is_as_near_as_its_eight_bits(impl, t):
+def test_error_in_bfloat16_is_within_its_rounding(impl, t):
     # values near 1 averaged over n tokens; inputs are exact, so what rounds is q * scale, the weights and the output
     case = make([(1, 300), (9, 21), (7, 150)], t=t, b=4, d=64, dtype=jnp.bfloat16)
     got, want = run(case, impl).astype(np.float32), oracle(case)
-    assert np.abs(got - want).max() < 2.0**-6 * max(1.0, np.abs(want).max())
+    chex.assert_trees_all_close(got, want, atol=2.0**-6 * max(1.0, np.abs(want).max()), rtol=0)
     assert np.sqrt(np.mean((got - want) ** 2)) < 2.0**-9
 
 
 @every_impl
-def test_the_scale_is_the_one_given(impl):
+def test_scale_is_a_factor_of_the_scores(impl):
     case = make([(1, 40), (9, 21)], t=16, b=2)
     assert_contract(case._replace(scale=0.7), impl)
     assert np.abs(run(case._replace(scale=0.7), impl) - run(case, impl)).max() > 0.01
 
 
 @every_impl
-def test_extreme_scores_neither_overflow_nor_lose_the_winner(impl):
+def test_extreme_scores_do_not_overflow(impl):
     case = make([(1, 300), (9, 21)], t=16, b=2)
     assert_contract(case._replace(scale=1e4), impl)
 
@@ -273,7 +287,28 @@ def test_random_ragged_batches(impl, t):
 @pytest.mark.parametrize("t", [32, 96])
 def test_a_call_without_tokens_is_all_zeros(impl, t):
     case = make([(0, 0)], t=t, b=4, m=3)
-    assert not run(case, impl).any()
+    assert_padding_is_zero(run(case, impl), case)
+
+
+SMALL = [(1, 20), (3, 9), (1, 1), (2, 2)]
+
+
+class WithAndWithoutJit(chex.TestCase):
+    """The small batch runs as one program, and as one operation after another with jit disabled."""
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_every_plain_implementation_gives_the_same_result(self):
+        without = "without_jit" in self.id()
+        for t in (12,) if without else (12, 70):  # 70 has the loop over chunks, slow without jit
+            case = make(SMALL, t=t, b=6, s=8)._replace(window=7, soft_cap=3.0)
+            for name in ("reference", "xla"):
+                options = {"scale": case.scale, "window": case.window, "soft_cap": case.soft_cap}
+                call = self.variant(partial(paged_attention, impl=name, **options))
+                with jax.disable_jit(without):
+                    got = call(*map(jnp.asarray, case.arguments))
+                chex.assert_shape(got, case.dims["TND"])
+                chex.assert_type(got, jnp.float32)
+                chex.assert_trees_all_close(np.asarray(got), oracle(case), atol=2e-5, rtol=0)
 
 
 # --- windows and soft caps --------------------------------------------------------------------------------------------
@@ -285,9 +320,9 @@ MORE_BORDERS = (3, 15, 17, 47, 48, 49, 63, 64, 127, 128, 129, 511, 512, 513, 599
 
 
 def choices(often: list[tuple], *, of_cpu: list[tuple], rare: list[tuple] | None = None):
-    """(impl, ...) by what a program more costs: little of the CPU kernel, a second or two of the others.
+    """(impl, ...) by the cost of one more program: little for the CPU kernel, a second or two for the others.
 
-    Of the TPU kernel, interpreted, several: what is rare for others is only tried by hand.
+    The interpreted TPU kernel takes several seconds: its `rare` parameters run by hand alone.
     """
     result = [slow("pallas_tpu", *one) for one in dict.fromkeys([*often, *of_cpu])]
     result += [pytest.param("pallas_tpu", *one, marks=pytest.mark.exhaustive) for one in rare or []]
@@ -355,7 +390,7 @@ def test_windows_and_soft_caps_of_bfloat16(impl, window, soft_cap):
 
 
 def before_windows(case: Case, garbage: float) -> Case:
-    """Overwritten, what lies before the windows of all of a row's queries."""
+    """The case with garbage in the tokens before the windows of all of a row's queries."""
     assert case.window
     k_pages, v_pages, s = case.k_pages.copy(), case.v_pages.copy(), case.k_pages.shape[2]
     for row, count in enumerate(np.diff(case.cu_q_lens)):
@@ -366,16 +401,15 @@ def before_windows(case: Case, garbage: float) -> Case:
 
 
 @pytest.mark.parametrize(("impl", "window"), choices(singles((17,)), of_cpu=singles((1, 64, 257))))
-def test_what_lies_before_all_windows_never_shows(impl, window):
+def test_tokens_before_all_windows_change_no_bit(impl, window):
     case = make(LONG, t=96, b=9)._replace(window=window)
     before = run(case, impl)
-    for garbage in (GARBAGE, -GARBAGE, *([np.nan] if impl == "cpu" else [])):  # the CPU kernel does not read it
-        np.testing.assert_array_equal(run(before_windows(case, garbage), impl), before)
+    for garbage in (GARBAGE, -GARBAGE, *([np.nan] if impl == "cpu" else [])):  # the CPU kernel does not read them
+        chex.assert_trees_all_equal(run(before_windows(case, garbage), impl), before)
 
 
 @every_impl
-def test_a_query_sees_its_window_and_nothing_else(impl):
-    """One token of a context changes: the queries within a window after it do, and no others, by a bit."""
+def test_a_changed_token_changes_exactly_the_queries_whose_window_has_it(impl):
     case = make(LONG, t=96, b=9)._replace(window=17)
     before, row, position = run(case, impl)[1:51], 1, np.arange(350, 400)
     for token in (0, 333, 334, 340, 350, 399):
@@ -383,35 +417,35 @@ def test_a_query_sees_its_window_and_nothing_else(impl):
         k[row, token], v[row, token] = 3, -3
         after = run(scatter(case._replace(k=k, v=v), case.block_tables.reshape(-1)), impl)[1:51]
         changed = (after != before).any(axis=(1, 2))
-        np.testing.assert_array_equal(changed, (position >= token) & (position < token + 17))
+        chex.assert_trees_all_equal(changed, (position >= token) & (position < token + 17))
 
 
-# --- what it must not depend on ---------------------------------------------------------------------------------------
+# --- what results must not depend on ----------------------------------------------------------------------------------
 
 
 @every_impl
 @pytest.mark.parametrize("t", [48, 256])
-def test_moving_blocks_to_other_pages_does_not_change_a_bit(impl, t):
+def test_moving_blocks_to_other_pages_changes_no_bit(impl, t):
     case = make(MIXED, t=t, b=8)
     first = run(case, impl)
     for seed in range(3):
         pages = np.random.default_rng(seed).permutation(len(case.k_pages) - 1) + 1
-        np.testing.assert_array_equal(run(scatter(case, pages), impl), first)
+        chex.assert_trees_all_equal(run(scatter(case, pages), impl), first)
 
 
 @every_impl
 @pytest.mark.parametrize("t", [48, 256])
-def test_old_content_of_unowned_slots_never_shows(impl, t):
+def test_content_of_unowned_slots_changes_no_bit(impl, t):
     case = make(MIXED, t=t, b=8)
     pages = case.block_tables.reshape(-1)
     clean = run(scatter(case, pages, garbage=0.0), impl)
     for garbage in (GARBAGE, -GARBAGE, 1.0):
-        np.testing.assert_array_equal(run(scatter(case, pages, garbage), impl), clean)
+        chex.assert_trees_all_equal(run(scatter(case, pages, garbage), impl), clean)
 
 
 @every_impl
 @pytest.mark.parametrize("t", [48, 256])
-def test_a_row_does_not_see_the_other_rows(impl, t):
+def test_a_row_does_not_depend_on_other_rows(impl, t):
     case = make(MIXED, t=t, b=8)
     other = make(MIXED, t=t, b=8, seed=1)
     before, pages = run(case, impl), case.block_tables.reshape(-1)
@@ -420,38 +454,38 @@ def test_a_row_does_not_see_the_other_rows(impl, t):
         mine = slice(case.cu_q_lens[row], case.cu_q_lens[row + 1])
         k[row], v[row], q[mine] = case.k[row], case.v[row], case.q[mine]
         after = run(scatter(case._replace(k=k, v=v, q=q), pages), impl)
-        np.testing.assert_array_equal(after[mine], before[mine])
+        chex.assert_trees_all_equal(after[mine], before[mine])
         rest = np.delete(np.arange(case.cu_q_lens[-1]), np.r_[mine])
         assert (after[rest] != before[rest]).any(axis=(1, 2)).all()
 
 
 @every_impl
 @pytest.mark.parametrize("t", [48, 256])
-def test_a_query_does_not_see_later_tokens(impl, t):
+def test_a_query_does_not_depend_on_later_tokens(impl, t):
     case = make([(20, 150)], t=t, b=1)
     before, cut = run(case, impl), 140
     k, v = case.k.copy(), case.v.copy()
     k[0, cut:], v[0, cut:] = 1e3, -1e3
     after = run(scatter(case._replace(k=k, v=v), case.block_tables.reshape(-1)), impl)
-    np.testing.assert_array_equal(after[:10], before[:10])
+    chex.assert_trees_all_equal(after[:10], before[:10])
     assert (after[10:20] != before[10:20]).any(axis=(1, 2)).all()
 
 
 @every_impl
-def test_a_chunk_computed_in_pieces_is_the_chunk(impl):
+def test_a_chunk_in_pieces_equals_the_whole_chunk(impl):
     whole = make([(100, 150)], t=128, b=1)
     expected = run(whole, impl)[:100]
     for first in (1, 37, 64, 99):
         part = whole._replace(seq_lens=np.array([50 + first], np.int32), cu_q_lens=np.array([0, first], np.int32))
-        np.testing.assert_allclose(run(part, impl)[:first], expected[:first], atol=2e-6)
+        chex.assert_trees_all_close(run(part, impl)[:first], expected[:first], atol=2e-6, rtol=1e-7)
         rest = whole._replace(q=np.roll(whole.q, -first, axis=0), cu_q_lens=np.array([0, 100 - first], np.int32))
-        np.testing.assert_allclose(run(rest, impl)[: 100 - first], expected[first:], atol=2e-6)
+        chex.assert_trees_all_close(run(rest, impl)[: 100 - first], expected[first:], atol=2e-6, rtol=1e-7)
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 
-def test_the_plain_xla_version_gathers_a_tile_and_never_whole_table_rows():
+def test_xla_allocates_a_tile_and_not_whole_table_rows():
     b, s, m, k, g, d = 64, 16, 2048, 3, 3, 64
     pages = 4096
     for t in (64, 512):
@@ -473,7 +507,7 @@ def test_the_plain_xla_version_gathers_a_tile_and_never_whole_table_rows():
 
 
 def pages_read(case, monkeypatch) -> set[int]:
-    """The pages that the plain XLA version gathers. Past a context all is masked: poison would not show a read."""
+    """The pages that plain XLA gathers. Tokens past a context are masked, so garbage would not show a read."""
     seen: set[int] = set()
     tile = xla._tile
 
@@ -488,8 +522,8 @@ def pages_read(case, monkeypatch) -> set[int]:
 
 
 @pytest.mark.parametrize("t", [8, 96])
-def test_the_plain_xla_version_reads_no_page_past_the_spans_of_the_real_context(t, monkeypatch):
-    """A table several times as wide as the contexts, whose rest points at a page of its own."""
+def test_xla_reads_no_page_past_the_spans_of_the_context(t, monkeypatch):
+    """The table is several times as wide as the contexts; its other entries are one page that must not be read."""
     rows = [(1, 100), (1, 129), (3, 3), (2, 257)]
     case = make(rows, t=t, b=4, m=100)
     trap = len(case.k_pages) - 1
@@ -504,8 +538,8 @@ def test_the_plain_xla_version_reads_no_page_past_the_spans_of_the_real_context(
 
 
 @pytest.mark.parametrize("t", [32, 96])
-def test_the_plain_xla_version_makes_no_trip_of_its_loop_for_the_width_of_the_table(t, monkeypatch):
-    """32 spans of real context fill whole groups; a trip more would read the padding row's page."""
+def test_xla_loop_count_does_not_depend_on_the_width_of_the_table(t, monkeypatch):
+    """32 spans of real context fill whole groups; one more iteration would read the padding row's page."""
     rows = [(1, 5)] * 30 + [(1, xla.SPAN + 1)]
     case = make(rows, t=t, b=32, m=100)
     trap = len(case.k_pages) - 1
@@ -514,17 +548,48 @@ def test_the_plain_xla_version_makes_no_trip_of_its_loop_for_the_width_of_the_ta
     assert trap not in pages_read(case._replace(block_tables=tables), monkeypatch)
 
 
-def test_layers_that_call_it_with_equal_shapes_trace_it_once():
+def test_layers_with_equal_shapes_trace_attention_once():
     case = make([(1, 5), (4, 9)], t=8, b=3, m=3)
-    layers = jax.make_jaxpr(lambda *a: [paged_attention(*a, scale=0.25, impl="xla") for _ in range(3)])
-    bodies = [
-        eqn.params["jaxpr"] for eqn in layers(*case.arguments).eqns if eqn.params.get("name") == "paged_attention"
-    ]
-    assert len(bodies) == 3
-    assert bodies[0] is bodies[1] is bodies[2]
+    chex.clear_trace_counter()
+    impl = Implementation("counted", chex.assert_max_traces(xla.paged_attention, n=1))
+    layers = jax.jit(lambda *a: [paged_attention(*a, scale=0.25, impl=impl) for _ in range(3)])
+    first, *others = layers(*case.arguments)
+    for other in others:
+        chex.assert_trees_all_equal(other, first)
 
 
-# --- what it refuses --------------------------------------------------------------------------------------------------
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+def products(jaxpr: Any) -> Iterator[Any]:
+    """Every `dot_general` of a program, those of its loops and inner functions included."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield eqn
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from products(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize("impl", ["reference", "xla"])
+@pytest.mark.parametrize("kind", [np.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("t", [8, 96])  # without prompt chunks, and with them
+def test_products_of_plain_jax_are_exact_on_every_device(impl, kind, t):
+    """By default a TPU rounds float32 operands to bfloat16 and a GPU rounds them to TF32. Sums are in float32."""
+    case = make(MIXED[:1] if t == 8 else MIXED, t=t, b=8)
+    arrays = [jax.ShapeDtypeStruct(a.shape, kind) for a in case.arguments[:3]]
+    program = jax.make_jaxpr(partial(paged_attention, scale=case.scale, impl=impl))(*arrays, *case.arguments[3:])
+    found = list(products(program.jaxpr))
+    assert len(found) >= (2 if impl == "reference" else 4)
+    exact = (jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    for eqn in found:
+        chex.assert_type(eqn.outvars[0].aval, jnp.float32)
+        if eqn.params["precision"] != exact:
+            chex.assert_type([operand.aval for operand in eqn.invars], kind)
+            assert jnp.dtype(kind).itemsize == 2
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 GOOD = {
     "q": ((8, 4, 16), "float32"),
@@ -554,13 +619,13 @@ GOOD = {
         ("cu_q_lens", (4,), "int16", r"cu_q_lens is int16; it must be int32"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named_with_their_shapes(impl, name, shape, dtype, message):
+def test_wrong_shapes_and_types_raise_with_the_shapes(impl, name, shape, dtype, message):
     arguments = {key: jnp.zeros(*value) for key, value in (GOOD | {name: (shape, dtype)}).items()}
     with pytest.raises(ValueError, match=message):
         paged_attention(*arguments.values(), scale=1.0, impl=impl)
 
 
-def test_an_unknown_implementation_is_refused_by_name():
+def test_an_unknown_implementation_raises_with_the_known_names():
     arguments = [jnp.zeros(*value) for value in GOOD.values()]
     with pytest.raises(ValueError, match=r"impl is 'triton'; it must be one of 'reference', 'xla'"):
         paged_attention(*arguments, scale=1.0, impl="triton")
@@ -568,7 +633,7 @@ def test_an_unknown_implementation_is_refused_by_name():
 
 @every_impl
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"window": -3}, {"soft_cap": 0.0}, {"soft_cap": -30.0}])
-def test_a_window_or_a_soft_cap_that_is_not_above_0_is_refused(impl, wrong):
+def test_a_window_or_a_soft_cap_that_is_not_above_0_raises(impl, wrong):
     arguments = [jnp.zeros(*value) for value in GOOD.values()]
     message = f"window is {wrong.get('window')} and soft_cap {wrong.get('soft_cap')}; each must be above 0, or None"
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Object code of the CPU kernel on disk: found by other processes, and right whatever lies there."""
+"""Object code of the CPU kernel on disk: other processes find it, and ignore a file that has changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.pallas_kernels.test_paged_attention import make, run
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
-from tests.test_paged_attention import assert_contract, make
+from tests.pallas_kernels.test_paged_attention import assert_contract, make
 assert_contract(make([(1, 40), (9, 21), (1, 300)], t=11, b=3), "cpu")
 print("numba" in sys.modules)
 """
@@ -39,7 +39,7 @@ def kept() -> Path:
 
 
 def started(folder: Path) -> subprocess.Popen[str]:
-    """A process that checks what the kernel computes, and tells whether it imported numba."""
+    """Starts a process that checks the kernel's results, and prints whether it imported numba."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder)}
     return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, stdout=-1, stderr=-1, text=True)
 
@@ -51,7 +51,7 @@ def imported_numba(process: subprocess.Popen[str]) -> bool:
 
 
 def undefined(code: bytes) -> Iterator[str]:
-    """Symbols that an ELF object of 64 bits leaves to others."""
+    """The undefined symbols of an ELF object of 64 bits."""
     (sections,), (size, count) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<HH", code, 58)
     table = [struct.unpack_from("<IIQQQQII", code, sections + size * i) for i in range(count)]
     for _, kind, _, _, offset, length, link, _ in table:
@@ -68,7 +68,7 @@ def test_a_process_that_finds_object_code_imports_no_numba(kept, tmp_path):
     assert not imported_numba(started(tmp_path))
 
 
-def test_object_code_needs_nothing_of_numba_or_python(kept):
+def test_object_code_needs_no_symbol_of_numba_or_python(kept):
     objects = object_files.read(kept)
     assert objects
     if not objects[0].startswith(b"\x7fELF"):
@@ -77,7 +77,7 @@ def test_object_code_needs_nothing_of_numba_or_python(kept):
     assert {name for code in objects for name in undefined(code)} <= own | set(object_files.SYMBOLS)
 
 
-def test_what_was_kept_is_read_and_anything_else_is_not(tmp_path):
+def test_stored_object_code_is_read_and_changed_files_are_not(tmp_path):
     file, objects = tmp_path / "made" / "of_this", [b"one\n\0", b"", bytes(range(256))]
     assert object_files.read(file) is None
     object_files.keep(file, objects)
@@ -94,7 +94,7 @@ def test_what_was_kept_is_read_and_anything_else_is_not(tmp_path):
     assert object_files.read(foreign) is None
 
 
-def test_where_nothing_can_be_written_nothing_is(tmp_path):
+def test_a_folder_that_cannot_be_written_gives_no_error(tmp_path):
     (tmp_path / "file").write_text("no folder")
     object_files.keep(tmp_path / "file" / "kernel", [b"code"])
     (tmp_path / "kernel").mkdir()
@@ -105,7 +105,7 @@ def test_where_nothing_can_be_written_nothing_is(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"file", "kernel"}
 
 
-def test_few_files_stay(tmp_path):
+def test_old_files_are_deleted(tmp_path):
     others = tmp_path / "jit_step-0123-cache"
     others.write_text("XLA's")
     for i in range(object_files.MOST + 3):
@@ -118,7 +118,7 @@ def test_few_files_stay(tmp_path):
     assert names == {others.name, "last", *map(str, newest)}
 
 
-def test_other_source_and_other_settings_are_another_kernel(tmp_path, monkeypatch):
+def test_file_name_depends_on_source_and_settings(tmp_path, monkeypatch):
     for source in Path(cpu.__file__).parent.glob("*.py"):
         shutil.copy(source, tmp_path)
     same = object_files.place(tmp_path)
@@ -134,7 +134,7 @@ def test_other_source_and_other_settings_are_another_kernel(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_processes_that_race_to_replace_a_broken_file_and_one_that_can_write_none(kept, tmp_path):
+def test_concurrent_processes_replace_a_broken_file(kept, tmp_path):
     file, nowhere = tmp_path / kept.name, tmp_path / "nowhere"
     file.write_bytes(kept.read_bytes()[:-100])
     nowhere.write_text("no folder")

@@ -1,7 +1,7 @@
-"""The Hopper kernels, interpreted on a CPU: what they compute, and that no two threads touch the same memory unordered.
+"""The Hopper kernels, interpreted on a CPU: results, and races between threads.
 
-Interpretation knows nothing of registers, layouts and alignment; `python -m pallas_kernels.aot` asks the compiler about
-those. It needs JAX 0.11, so Python 3.12. The oracle is attention in float64 over contiguous keys.
+Interpretation does not check registers, layouts and alignment; `python -m pallas_kernels.aot` compiles the kernels for
+that. It needs JAX 0.11 and so Python 3.12. The oracle is attention in float64 over contiguous keys.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import sys
 from functools import partial
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.tiles import Tiles
 
@@ -27,7 +28,7 @@ NAN = float("nan")
 
 
 class Case(NamedTuple):
-    """Rows of (query tokens, context tokens). What no context reaches is NaN: page 0, others' pages, ends of pages."""
+    """Rows of (query tokens, context tokens). Slots outside all contexts are NaN: page 0, free pages, ends of pages."""
 
     rows: list[tuple[int, int]]
     d: int = 64
@@ -38,8 +39,14 @@ class Case(NamedTuple):
     seed: int = 0
     poison: float = NAN
 
+    @property
+    def dims(self) -> chex.Dimensions:
+        """The letters of the contract."""
+        t = max(1, sum(count for count, _ in self.rows)) + 3
+        return chex.Dimensions(T=t, N=self.heads * self.group, D=self.d, B=len(self.rows), K=self.heads, S=self.s)
+
     def arrays(self, order: int = 0) -> dict[str, np.ndarray]:
-        """Arguments by name; `order` seeds where in the cache a row's pages lie, and nothing else."""
+        """Arguments by name; `order` seeds the places of a row's pages in the cache alone."""
         rng = np.random.default_rng(self.seed)
         width = max(1, *(-(-context // self.s) for _, context in self.rows))
         b, t = len(self.rows), max(1, sum(count for count, _ in self.rows)) + 3  # three of padding
@@ -68,7 +75,7 @@ class Case(NamedTuple):
         q, k, v = (a[name].astype(np.float64) for name in "qkv")
         out = np.zeros_like(q)
         for row, (count, context) in enumerate(self.rows):
-            for i in range(min(count, context)):  # nothing is seen of no context: zeros
+            for i in range(min(count, context)):  # a query without a context sees nothing: zeros
                 stop = context - count + i + 1
                 begin = 0 if window is None else max(0, stop - window)
                 for n in range(self.heads * self.group):
@@ -81,7 +88,7 @@ class Case(NamedTuple):
 
 
 def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, **options) -> np.ndarray:
-    """The kernel that the case's rows need, alone, under race detection; [T, N, D] or, of decodes, [B, N, D]."""
+    """Runs the one kernel that the case's rows need, under race detection: [T, N, D], or [B, N, D] of decodes."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -102,12 +109,13 @@ def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, **options) -> np.nd
 
 def check(case: Case, *, tiles: Tiles = SMALL, **options) -> None:
     found, expected = run(case, tiles=tiles, **options), case.expected(**options)
-    bits = {"bfloat16": 8, "float16": 11}[case.dtype]  # weights and results are rounded to as many
-    np.testing.assert_allclose(found, expected[: len(found)], atol=4 * 2.0**-bits, rtol=0)
+    bits = {"bfloat16": 8, "float16": 11}[case.dtype]  # weights and results are rounded to this number of bits
+    chex.assert_tree_all_finite(found)
+    chex.assert_trees_all_close(found, expected[: len(found)], atol=4 * 2.0**-bits, rtol=0)
 
 
 def decodes(s: int, *more: int) -> list[tuple[int, int]]:
-    """Lengths around a block's border. A row takes one query token, of a context of 0 tokens as well."""
+    """Lengths around a block's border. Each row has one query token, also the one without a context."""
     return [(1, length) for length in (0, 1, s - 1, s, s + 1, *more)]
 
 
@@ -141,12 +149,12 @@ def test_results_have_the_type_of_the_queries():
     pages = a["k_pages"], a["v_pages"], a["tables"], a["lengths"], a["first"]
     for dtype in (jnp.float32, jnp.bfloat16):
         call = partial(pallas_gpu.paged_attention, scale=0.125, tiles=SMALL)
-        assert jax.eval_shape(call, a["q"].astype(dtype), *pages).dtype == dtype
+        chex.assert_type(jax.eval_shape(call, a["q"].astype(dtype), *pages), dtype)
 
 
 @interpreted
 @pytest.mark.parametrize("group", [1, 7, 16])
-def test_a_batch_smaller_than_what_a_chunk_loads(group):
+def test_a_batch_smaller_than_the_load_of_a_chunk(group):
     check(Case([(2, 20), (3, 3)], group=group))
 
 
@@ -176,15 +184,15 @@ def test_a_long_context_in_parts():
 
 @interpreted
 @pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
-def test_where_pages_lie_changes_no_bit(rows):
+def test_order_of_pages_changes_no_bit(rows):
     case = Case(rows)
-    np.testing.assert_array_equal(run(case, order=0), run(case, order=1))
+    chex.assert_trees_all_equal(run(case, order=0), run(case, order=1))
 
 
 @interpreted
 @pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
-def test_what_nobody_owns_changes_no_bit(rows):
-    np.testing.assert_array_equal(run(Case(rows)), run(Case(rows, poison=0.0)))
+def test_content_of_unowned_slots_changes_no_bit(rows):
+    chex.assert_trees_all_equal(run(Case(rows)), run(Case(rows, poison=0.0)))
 
 
 @interpreted
@@ -197,9 +205,11 @@ def test_a_mixed_batch_keeps_the_contract(options):
     arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu", **options)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
-    assert not np.asarray(found[a["first"][-1] :]).any(), "padding tokens are not zero"
+    chex.assert_type(found, jnp.bfloat16)
+    chex.assert_shape(found, case.dims["TND"])
+    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
+    padding = found[a["first"][-1] :]
+    chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
 
 
 def through_the_kernels(monkeypatch, model, prompts, tokens: int, **config) -> list[tuple[int, ...]]:
@@ -208,7 +218,7 @@ def through_the_kernels(monkeypatch, model, prompts, tokens: int, **config) -> l
 
     from pagedjax import LLM, SamplingParams
 
-    monkeypatch.setattr(pallas_gpu, "obstacle", lambda device: "")
+    monkeypatch.setitem(IMPLS, "pallas_gpu", IMPLS["pallas_gpu"]._replace(obstacle=lambda device, **sizes: ""))
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         llm = LLM(model, attention_impl="pallas_gpu", progress=False, max_model_len=32, **config)
@@ -244,12 +254,12 @@ def test_smollm2_keeps_its_goldens_through_them(monkeypatch):
     assert [list(tokens) for tokens in found] == [golden["token_ids"][:3] for golden in goldens]
 
 
-# --- the checks can fail ----------------------------------------------------------------------------------------------
+# --- the checks detect mistakes ---------------------------------------------------------------------------------------
 
 
 @interpreted
 @pytest.mark.parametrize("rows", [decodes(16, 300), [(30, 300), (9, 9)]], ids=["decodes", "chunks"])
-def test_a_wrong_page_is_seen(rows, monkeypatch):
+def test_the_checks_detect_a_wrong_page(rows, monkeypatch):
     from pallas_kernels.paged_attention.pallas_gpu import pages as gpu_pages
 
     right = gpu_pages.page_ids
@@ -264,7 +274,7 @@ def test_a_wrong_page_is_seen(rows, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("rows", [decodes(16, 300), [(30, 300), (9, 9)]], ids=["decodes", "chunks"])
-def test_a_missing_commit_is_seen(rows, monkeypatch):
+def test_the_checks_detect_a_missing_commit(rows, monkeypatch):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
@@ -284,8 +294,8 @@ def test_a_missing_commit_is_seen(rows, monkeypatch):
     ],
     ids=["decodes, for pages", "chunks, for pages", "chunks, for queries", "decodes, for room", "chunks, for room"],
 )
-def test_a_missing_wait_is_seen(rows, place, monkeypatch):
-    """Of another warpgroup. A decode's for its queries, which it copies itself, the interpreter does not miss."""
+def test_the_checks_detect_a_missing_wait(rows, place, monkeypatch):
+    """A wait for another warpgroup. The interpreter does not detect a decode that omits the wait for its own copy."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     wait = plgpu.barrier_wait
@@ -298,7 +308,7 @@ def test_a_missing_wait_is_seen(rows, place, monkeypatch):
         check(Case(rows))
 
 
-# --- who is refused ---------------------------------------------------------------------------------------------------
+# --- limits -----------------------------------------------------------------------------------------------------------
 
 
 @interpreted
@@ -311,7 +321,7 @@ def test_a_missing_wait_is_seen(rows, place, monkeypatch):
         ({"group": 17}, "takes at most 16 query heads for each key head, and there are 17"),
     ],
 )
-def test_a_shape_it_cannot_take_is_named_with_who_can(change, message):
+def test_unsupported_shapes_raise_with_the_reason(change, message):
     case = Case([(1, 5)])._replace(**change)
     a = case.arrays()
     names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
@@ -319,22 +329,22 @@ def test_a_shape_it_cannot_take_is_named_with_who_can(change, message):
         paged_attention(*(jnp.asarray(a[name]) for name in names), scale=1.0, impl="pallas_gpu")
 
 
-def test_an_old_jax_is_named(monkeypatch):
+def test_an_old_jax_is_an_obstacle(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
     assert "needs JAX 0.11 or newer" in pallas_gpu.unsupported("bfloat16", 64, 16, 4)
 
 
-def test_a_device_that_is_no_hopper_is_named():
+def test_devices_that_are_no_hopper_have_an_obstacle():
     class Device(NamedTuple):
         platform: str
         device_kind: str
         compute_capability: str = ""
 
-    assert "'cpu'" in pallas_gpu.obstacle(jax.devices("cpu")[0])
-    assert "NVIDIA A100 has 8.0" in pallas_gpu.obstacle(Device("gpu", "NVIDIA A100", "8.0"))
-    assert pallas_gpu.obstacle(Device("gpu", "NVIDIA H200", "9.0")) == ""
+    assert "'cpu'" in pallas_gpu.wrong_device(jax.devices("cpu")[0])
+    assert "NVIDIA A100 has 8.0" in pallas_gpu.wrong_device(Device("gpu", "NVIDIA A100", "8.0"))
+    assert pallas_gpu.wrong_device(Device("gpu", "NVIDIA H200", "9.0")) == ""
 
 
-def test_a_device_finds_its_tiles():
+def test_tiles_are_found_by_the_name_of_the_device():
     assert Tiles.of("NVIDIA H200") == Tiles.read("h200")
     assert Tiles.of("NVIDIA GH100 of a later name") == Tiles.read("h100")

@@ -1,10 +1,9 @@
-"""The TPU kernels, interpreted on a CPU with their copies and semaphores: what they compute, and that nothing is read
-before it has arrived.
+"""The TPU attention kernels, interpreted on a CPU with their copies and semaphores: results and races.
 
-Copies happen when they are waited for or as soon as they are started (`dma_execution_mode`); a mistake may show in one
-of the two alone. The race detector follows the semaphores. What the compiler makes of them, which interpretation does
-not know, is for `python -m pallas_kernels.aot --target v5e`. The shared contract (test_paged_attention.py) runs on the
-same kernels as ordinary XLA. What no context reaches is NaN here. The oracle is attention in float64.
+A copy runs when it is awaited or as soon as it is started (`dma_execution_mode`); a mistake may show in one of the two
+alone. The race detector follows the semaphores. Interpretation does not show what the compiler does: for this run
+`python -m pallas_kernels.aot --target v5e`. The shared contract (test_paged_attention.py) runs on the same kernels as
+ordinary XLA. Here, slots outside all contexts are NaN. The oracle is attention in float64.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pagedjax.device import attention, cache
-from pallas_kernels.kv_write import pallas_tpu as kv_write_tpu
+from pagedjax.device import attention
 from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 from pallas_kernels.paged_attention.pallas_tpu import kernel as tpu_kernel
@@ -47,7 +46,7 @@ def without_races(call, mode: str) -> Any:
 
 
 def run(case: Case, mode: str, *, tiles: TpuTiles = SMALL, order: int = 0, **options) -> np.ndarray:
-    """The kernel that the case's rows need, alone: [T, N, D] or, of decodes, [B, N, D]."""
+    """Runs the one kernel that the case's rows need: [T, N, D], or [B, N, D] if all are decodes."""
     a = {name: jnp.asarray(value) for name, value in case.arrays(order).items()}
     row, itemsize = pallas_tpu.row_size(case.d), a["q"].dtype.itemsize
     k_pages, v_pages = (a[name].reshape(*a[name].shape[:2], -1, row) for name in ("k_pages", "v_pages"))
@@ -67,11 +66,11 @@ def check(case: Case, mode: str, *, tiles: TpuTiles = SMALL, **options) -> None:
     found, expected = run(case, mode, tiles=tiles, **options), case.expected(**options)
     # in 16 bit weights and results are rounded to 8 bits; in 32 a score's error grows with the numbers it sums
     atol = {"bfloat16": 4 * 2.0**-8, "float32": 2e-6 * max(1, case.d / 128)}[case.dtype]
-    np.testing.assert_allclose(found, expected[: len(found)], atol=atol, rtol=0)
+    chex.assert_trees_all_close(found, expected[: len(found)], atol=atol, rtol=0)
 
 
 def chunks(s: int, *more: tuple[int, int]) -> list[tuple[int, int]]:
-    """Around a block's border, a row without tokens, and tiles that two rows share."""
+    """Contexts around a block's border, a row without tokens, and tiles with tokens of two rows."""
     return [(2, 2), (0, 0), (s - 1, s - 1), (5, s + 4), *more]
 
 
@@ -105,13 +104,13 @@ def fitting(s: int) -> TpuTiles:
 
 @pytest.mark.parametrize("rows", [slow(decodes(16, 70)), chunks(16, (20, 50))], ids=["decodes", "chunks"])
 @pytest.mark.parametrize("mode", [slow(MODES[0]), MODES[1]])
-def test_smollm2s_heads(rows, mode):
+def test_heads_of_smollm2(rows, mode):
     check(Case(rows, heads=3, group=3), mode)
 
 
 @pytest.mark.parametrize("stages", [2, slow(3), slow(4)])
 @pytest.mark.parametrize("rows", [decodes(16, 200), slow([(40, 200), (2, 90)])], ids=["decodes", "chunks"])
-def test_more_steps_under_way(rows, stages):
+def test_rings_with_more_stages(rows, stages):
     check(Case(rows), "eager", tiles=SMALL._replace(decode_stages=stages, chunk_stages=stages))
 
 
@@ -123,10 +122,10 @@ def test_windows_and_caps(rows, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [decodes(16, 150), [(30, 150), (9, 9)]], ids=["decodes", "chunks"])
-def test_where_pages_lie_and_what_nobody_owns_change_no_bit(rows):
+def test_order_of_pages_and_content_of_unowned_slots_change_no_bit(rows):
     found = run(Case(rows), "eager")
-    np.testing.assert_array_equal(run(Case(rows), "eager", order=1), found)
-    np.testing.assert_array_equal(run(Case(rows, poison=0.0), "eager"), found)
+    chex.assert_trees_all_equal(run(Case(rows), "eager", order=1), found)
+    chex.assert_trees_all_equal(run(Case(rows, poison=0.0), "eager"), found)
 
 
 @pytest.mark.slow
@@ -135,12 +134,13 @@ def test_heads_in_more_than_one_body_of_the_loop():
     check(Case(chunks(16), heads=10, group=1), "on_wait")
 
 
-# --- what the contract asks of both together --------------------------------------------------------------------------
+# --- decodes and chunks together --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setitem(IMPLS, "pallas_tpu", partial(pallas_tpu.paged_attention, interpret=True, tiles=SMALL))
+    attend = partial(pallas_tpu.paged_attention, interpret=True, tiles=SMALL)
+    monkeypatch.setitem(IMPLS, "pallas_tpu", IMPLS["pallas_tpu"]._replace(attend=attend))
 
 
 @pytest.mark.parametrize("options", [{}, slow({"window": 20, "soft_cap": 2.0})], ids=["plain", "window and cap"])
@@ -149,16 +149,17 @@ def test_a_mixed_batch_keeps_the_contract(options, interpreted):
     a = case.arrays()
     arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
     found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
-    assert not np.asarray(found[a["first"][-1] :]).any(), "padding tokens are not zero"
+    chex.assert_type(found, jnp.bfloat16)
+    chex.assert_shape(found, case.dims["TND"])
+    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected(**options), atol=2.0**-6, rtol=0)
+    padding = found[a["first"][-1] :]
+    chex.assert_trees_all_equal(padding, jnp.zeros_like(padding))
     arguments[1:3] = (a.reshape(*a.shape[:2], -1, 128) for a in arguments[1:3])  # as an engine keeps them
     in_rows = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
-    np.testing.assert_array_equal(np.asarray(in_rows, np.float32), np.asarray(found, np.float32))
+    chex.assert_trees_all_equal(np.asarray(in_rows, np.float32), np.asarray(found, np.float32))
 
 
-def test_pages_read_follow_the_context_and_not_the_table():
-    """Every entry past a context, and every page before a window, is one that nobody may read."""
+def test_exactly_the_pages_of_the_visible_context_are_read():
     case = Case([(1, 100), (1, 33), (1, 1)], s=16)
     read, right = set(), tpu_kernel.page_of
 
@@ -183,79 +184,7 @@ def test_pages_read_follow_the_context_and_not_the_table():
         assert read == expected | {int(a["tables"][2, 0])}
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
-class Written(NamedTuple):
-    """Tokens (first position, number) of sequences and what is in their pages, then padding."""
-
-    rows: tuple[tuple[int, int], ...] = ((5, 20), (17, 1), (3, 1), (0, 13), (15, 7))
-    padding: int = 6
-    heads: int = 2
-    d: int = 64
-    s: int = 16
-    dtype: str = "bfloat16"
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """k_pages, v_pages [P, K, S, D], k, v [T, K, D], slots [T]."""
-        rng, slots, page = np.random.default_rng(0), [], 1
-        for begin, count in self.rows:
-            position = np.arange(begin, begin + count)
-            slots += list((page + position // self.s) * self.s + position % self.s)
-            page += -(-(begin + count) // self.s)
-        t = len(slots) + self.padding
-        new = rng.standard_normal((2, t, self.heads, self.d), np.float32)
-        pages = rng.standard_normal((2, page, self.heads, self.s, self.d), np.float32).astype(jnp.dtype(self.dtype))
-        return *pages, *new, np.array([*slots, *[0] * self.padding], np.int32)
-
-
-def check_write(case: Written, mode: str) -> None:
-    k_pages, v_pages, k, v, slots = map(jnp.asarray, case.arrays())
-    row = pallas_tpu.row_size(case.d)
-    in_rows = [a.reshape(*a.shape[:2], -1, row) for a in (k_pages, v_pages)]
-    rows = len(case.rows) + 1
-
-    def compute(interpret):
-        return pallas_tpu.write(*in_rows, k, v, slots, rows=rows, tiles=SMALL, interpret=interpret)
-
-    for pages, old, new in zip(without_races(compute, mode), (k_pages, v_pages), (k, v), strict=True):
-        found, expected = np.asarray(pages.reshape(old.shape), np.float32), np.array(old, np.float32)
-        for slot, token in zip(np.asarray(slots), np.asarray(new.astype(old.dtype), np.float32), strict=True):
-            expected[slot // case.s, :, slot % case.s] = token
-        np.testing.assert_array_equal(found[1:], expected[1:])  # page 0 is nobody's
-
-
-@both_modes
-@pytest.mark.parametrize(
-    ("d", "s", "dtype"),
-    [
-        (64, 16, "bfloat16"),
-        *(slow(d, s, t) for d in pallas_tpu.HEAD_SIZES for s in pallas_tpu.BLOCK_SIZES for t in pallas_tpu.DTYPES),
-    ],
-)
-def test_tokens_land_in_their_slots_and_nowhere_else(d, s, dtype, mode):
-    check_write(Written(d=d, s=s, dtype=dtype), mode)
-
-
-@pytest.mark.slow
-def test_writing_when_every_row_takes_one_token():
-    check_write(Written(rows=tuple((i % 16, 1) for i in range(40)), padding=0), "on_wait")
-    check_write(Written(rows=((0, 64),), padding=0), "eager")
-    check_write(Written(rows=((7, 1),), padding=0), "eager")
-    check_write(Written(rows=(), padding=8), "eager")
-
-
-@pytest.mark.parametrize(("d", "s"), [(64, 16), (64, 8), (16, 16), (128, 8)])
-def test_rows_of_several_tokens_hold_the_same_bytes(d, s):
-    """The scatter that everybody else writes with, into the cache of a TPU."""
-    k_pages, v_pages, k, v, slots = map(jnp.asarray, Written(d=d, s=s, dtype="float32").arrays())
-    row = pallas_tpu.row_size(d)
-    in_rows = cache.write(*(a.reshape(*a.shape[:2], -1, row) for a in (k_pages, v_pages)), k, v, slots)
-    for found, expected in zip(in_rows, cache.write(k_pages, v_pages, k, v, slots), strict=True):
-        np.testing.assert_array_equal(np.asarray(found).reshape(expected.shape)[1:], np.asarray(expected)[1:])
-
-
-# --- the checks can fail ----------------------------------------------------------------------------------------------
+# --- the checks detect mistakes ---------------------------------------------------------------------------------------
 
 TWO = [
     pytest.param(decodes(16, 100), id="decodes"),
@@ -270,27 +199,27 @@ def caught(case: Case, mode: str) -> None:
 
 @both_modes
 @pytest.mark.parametrize("rows", TWO)
-def test_a_missing_wait_is_seen(rows, mode, monkeypatch):
+def test_the_checks_detect_a_missing_wait(rows, mode, monkeypatch):
     monkeypatch.setattr(tpu_kernel, "wait", lambda *_: None)
     caught(Case(rows), mode)
 
 
 @pytest.mark.parametrize("mode", [slow("on_wait"), "eager"])
 @pytest.mark.parametrize("rows", TWO)
-def test_a_buffer_used_again_too_early_is_seen(rows, mode, monkeypatch):
+def test_the_checks_detect_a_buffer_that_is_reused_too_early(rows, mode, monkeypatch):
     monkeypatch.setattr(tpu_kernel, "slot_of", lambda r, number: number * 0)
     caught(Case(rows), mode)
 
 
 @pytest.mark.parametrize("rows", TWO)
-def test_a_wrong_page_is_seen(rows, monkeypatch):
+def test_the_checks_detect_a_wrong_page(rows, monkeypatch):
     right = tpu_kernel.page_of
     monkeypatch.setattr(tpu_kernel, "page_of", lambda r, item, step, page: right(r, item, step, page + 1))
     caught(Case(rows), "eager")
 
 
 @pytest.mark.parametrize("rows", TWO)
-def test_a_page_too_few_is_seen(rows, monkeypatch):
+def test_the_checks_detect_a_missing_page(rows, monkeypatch):
     def short(r, step, seen, right=tpu_kernel.page_range):
         first, stop = right(r, step, seen)
         return first, jnp.maximum(stop - 1, first)
@@ -299,20 +228,7 @@ def test_a_page_too_few_is_seen(rows, monkeypatch):
     caught(Case(rows), "eager")
 
 
-@pytest.mark.parametrize(
-    ("phase", "mode"),
-    [("read", "on_wait"), ("finish", "eager"), slow("read", "eager"), slow("finish", "on_wait")],
-)
-def test_a_missing_wait_of_a_write_is_seen(phase, mode, monkeypatch):
-    """Of the pieces that are read, and of what is written back."""
-    monkeypatch.setattr(
-        kv_write_tpu, "wait", lambda copies, which, right=kv_write_tpu.wait: which != phase and right(copies, which)
-    )
-    with pytest.raises(Exception, match=r"without an order|Arrays are not equal|[Ss]emaphore"):
-        check_write(Written(), mode)
-
-
-# --- who is refused ---------------------------------------------------------------------------------------------------
+# --- limits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -324,25 +240,25 @@ def test_a_missing_wait_of_a_write_is_seen(phase, mode, monkeypatch):
         ({"group": 33}, "takes at most 32 query heads for each key head, and there are 33"),
     ],
 )
-def test_a_shape_it_cannot_take_is_named_with_who_can(change, message):
+def test_unsupported_shapes_raise_with_the_reason(change, message):
     a = Case([(1, 5)])._replace(**change).arrays()
     names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
     with pytest.raises(ValueError, match=rf"impl 'pallas_tpu' {message}; impl 'xla' has no such limit"):
         paged_attention(*(jnp.asarray(a[name]) for name in names), scale=1.0, impl="pallas_tpu")
 
 
-def test_pages_that_are_no_whole_rows_or_of_8_bits_are_refused(interpreted):
-    a = Case([(1, 5)], d=16, s=4).arrays()
+def test_pages_of_partial_rows_or_of_8_bits_raise(interpreted):
     names = ("q", "k_pages", "v_pages", "tables", "lengths", "first")
-    arguments = [jnp.asarray(a[name]) for name in names]
+    small, whole = (Case([(1, 5)], d=16, s=s, poison=0.0).arrays() for s in (4, 8))
     with pytest.raises(ValueError, match=r"needs pages of whole rows of 128, and they are \[4, 16\]"):
-        paged_attention(*arguments, scale=1.0, impl="pallas_tpu")
+        paged_attention(*(jnp.asarray(small[name]) for name in names), scale=1.0, impl="pallas_tpu")
+    arguments = [jnp.asarray(whole[name]) for name in names]
     arguments[1:3] = (a.astype(jnp.uint8) for a in arguments[1:3])
     with pytest.raises(ValueError, match="reads pages of bfloat16 or float32 and not of uint8"):
         paged_attention(*arguments, scale=1.0, impl="pallas_tpu")
 
 
-def test_block_tables_that_scalar_memory_does_not_hold_are_refused_with_what_to_lower():
+def test_block_tables_beyond_scalar_memory_raise_with_the_setting_to_lower():
     assert pallas_tpu.too_much(64, 3584) == ""
     message = pallas_tpu.too_much(256, 8192)
     assert "256 rows of 8192 blocks take 8,388,608" in message
@@ -354,13 +270,13 @@ class Device(NamedTuple):
     device_kind: str
 
 
-def test_a_device_that_is_no_known_tpu_is_named():
-    assert "'cpu'" in pallas_tpu.obstacle(jax.devices("cpu")[0])
-    assert "no tile sizes for 'TPU v99'" in pallas_tpu.obstacle(Device("tpu", "TPU v99"))
-    assert pallas_tpu.obstacle(Device("tpu", "TPU v5 lite")) == ""
+def test_devices_that_are_no_known_tpu_have_an_obstacle():
+    assert "'cpu'" in pallas_tpu.wrong_device(jax.devices("cpu")[0])
+    assert "no tile sizes for 'TPU v99'" in pallas_tpu.wrong_device(Device("tpu", "TPU v99"))
+    assert pallas_tpu.wrong_device(Device("tpu", "TPU v5 lite")) == ""
 
 
-def test_it_is_chosen_by_name_alone():
+def test_an_engine_takes_the_kernel_by_name_and_not_by_default():
     sizes = {"query_dtype": "bfloat16", "head_dim": 64, "block_size": 16, "kv_heads": 3, "heads": 9}
     device = Device("tpu", "TPU v6 lite")
     assert attention.choose(None, device, dtype="bfloat16", **sizes) == "xla"
@@ -373,7 +289,7 @@ def test_it_is_chosen_by_name_alone():
         attention.choose("pallas_tpu", jax.devices("cpu")[0], dtype="bfloat16", **sizes)
 
 
-def test_a_tpu_finds_its_tiles_and_they_fit_it():
+def test_every_tpu_has_tiles_that_fit_its_memory():
     kinds = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "tpu7x"}
     assert {kind: TpuTiles.names(kind) for kind in kinds} == {kind: [name] for kind, name in kinds.items()}
     for name in TPUS:

@@ -1,7 +1,7 @@
-"""Attention on a CPU by a compiled kernel that reads the pages in place, decodes and prompt chunks alike.
+"""Paged attention on a CPU by a compiled kernel that reads the pages in place, for decodes and prompt chunks.
 
-numba (the `cpu` extra) compiles the kernel when it is first chosen on a machine. Its object code is kept, and a process
-that finds it does not import numba.
+numba (the `cpu` extra) compiles the kernel when it is first used on a machine. The object code is stored on disk, and a
+process that finds it does not import numba.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ import ctypes
 import importlib.util
 import sys
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of numbers; the last one's pages are of uint8
+from pallas_kernels.paged_attention.implementation import Implementation
+
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of keys and values; pages of the last one are uint8
 HEAD_SIZES = 8  # and its multiples
 
-# The handler's name. Programs on disk hold it: a handler that takes other arguments must get another number.
+# The handler's name. Programs on disk contain it: a handler that takes other arguments needs another number.
 TARGET = "pallas_kernels.paged_attention.cpu.4"
 
 _registered: list[str] = []
@@ -28,13 +31,13 @@ _lock = threading.Lock()
 def paged_attention(
     q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None
 ) -> jax.Array:
-    """See `api.paged_attention`. What lies before every window of an item's queries is not read.
+    """See `api.paged_attention`. Tokens before the windows of all of an item's queries are not read.
 
     Raises:
-        ValueError: what `obstacle` names.
+        ValueError: `unsupported` gives a reason.
     """
     dtype = "float8_e4m3fn" if k_pages.dtype == jnp.uint8 else str(k_pages.dtype)
-    wrong = obstacle(jax.default_backend(), dtype, q.shape[-1])
+    wrong = unsupported(jax.default_backend(), dtype, q.shape[-1])
     if not wrong and v_pages.dtype != k_pages.dtype:
         wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
     if wrong:
@@ -49,8 +52,8 @@ def paged_attention(
     return out.reshape(t, n, d).astype(q.dtype)
 
 
-def obstacle(platform: str, dtype: str, head_size: int) -> str:
-    """What keeps this implementation from serving a cache, as the rest of a sentence; empty when nothing does."""
+def unsupported(platform: str, dtype: str, head_size: int) -> str:
+    """Returns why this implementation cannot serve a cache, as the rest of a sentence; empty if it can."""
     if platform != "cpu":
         return f"runs on platform 'cpu' and not on {platform!r}"
     if sys.platform == "win32":
@@ -64,12 +67,21 @@ def obstacle(platform: str, dtype: str, head_size: int) -> str:
     return ""
 
 
-def prepare() -> None:
-    """Begin to load the handler, or to compile it, in a thread; tracing waits for it.
+def obstacle(
+    device: Any, *, dtype: str, query_dtype: str, head_dim: int, block_size: int, kv_heads: int, heads: int
+) -> str:
+    """See `Implementation`."""
+    return unsupported(device.platform, dtype, head_dim)
 
-    Compiling takes seconds, most of them Python's; what goes on beside it should not be (reading weights, say). Should
-    it fail, tracing fails with the same error.
+
+def prepare(dtype: str) -> None:
+    """Loads or compiles the handler in a thread, if it can serve such keys and values here. Tracing waits for it.
+
+    Compiling takes seconds and runs Python code most of the time, so other Python code beside it slows down; reading
+    weights does not. If it fails, tracing fails with the same error.
     """
+    if unsupported(jax.default_backend(), dtype, HEAD_SIZES):
+        return
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
@@ -79,10 +91,10 @@ def prepare() -> None:
 
 
 def _register() -> None:
-    """Load or compile the handler, once a process.
+    """Loads or compiles the handler, once a process.
 
-    Tracing calls this. Programs from the compilation cache on disk are traced too before they are looked up, so they
-    find it as well.
+    Tracing calls this. Programs from the compilation cache on disk are also traced before they are looked up, so the
+    handler is registered for them as well.
     """
     with _lock:
         if not _registered:
@@ -92,7 +104,7 @@ def _register() -> None:
 
 
 def _handler() -> int:
-    """The handler's address."""
+    """Returns the handler's address."""
     from pallas_kernels.paged_attention.cpu import object_files  # imports llvmlite
 
     file = object_files.place()
@@ -105,3 +117,6 @@ def _handler() -> int:
         if file and objects:
             object_files.keep(file, objects)
     return address
+
+
+IMPLEMENTATION = Implementation("cpu", paged_attention, obstacle, prepare=prepare)

@@ -1,11 +1,11 @@
-"""Items of the CPU kernel's work: `attend` is one of a decode, `attend_tile` one of a chunk.
+"""Work items of the CPU kernel: `attend` computes an item of a decode, `attend_tile` an item of a chunk.
 
-    attend    scores of a span of what a decode sees into a scratch, their softmax, the weighted sum of the values.
+    attend        the scores of a span of visible tokens, their softmax, and the weighted sum of the values.
     attend_tile   an online softmax (FlashAttention, Dao et al. 2022) over steps of STEP context tokens, as two small
-              matrix products whose sums stay in registers.
+                  matrix products whose sums stay in registers.
 
 A tile's queries are the row's (token, query head) pairs of one key head in order, so that any number of query heads
-fills vectors: scores are held [token, query], 16 queries a vector, and their softmax needs no sums across lanes.
+fills vectors. Scores are [token, query], 16 queries a vector, so their softmax needs no sums across lanes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from pallas_kernels.paged_attention.cpu.vectors import (
     weigh_together,
 )
 
-SPAN = 256  # context tokens of a decode's item, from the first that it sees
-STEP = 64  # context tokens that a chunk's item takes at a time; above LANES, so that windows begin in the first step
+SPAN = 256  # context tokens of a decode's item, counted from the first visible one
+STEP = 64  # context tokens of a step of a chunk's item; above LANES, so that windows begin in the first step
 
 attend, _define_attend = linked("attend", 15)
 attend_tile, _define_attend_tile = linked("attend_tile", 17)
@@ -58,7 +58,7 @@ attend_tile, _define_attend_tile = linked("attend_tile", 17)
 
 @compiled
 def _softmax(scores, count, cap):
-    """scores [count] -> exp(scores - their largest), in place; (largest, sum). Writes up to the next 16."""
+    """scores [count] -> exp(scores - their maximum), in place. Returns (maximum, sum). Writes up to the next 16."""
     end = -(-count // FULL) * FULL
     if cap > 0:
         bend(scores, end // FULL, FULL, cap)
@@ -80,7 +80,7 @@ def _fetch(address, size):
 
 
 def attend_item(size, q, k, v, page_bytes, table, first, stop, cap, group, d, s, scores, out, stats):
-    """G queries over the context tokens first : stop of one key head.
+    """Computes G queries over the context tokens first : stop of one key head.
 
     q, out: [G, D] float32; out is the sum of the values, weighted by exp(score - the largest score).
     k, v: addresses of this head in page 0; table: [M] int32 pages of the row. cap: address of the soft cap, or of 0.
@@ -139,12 +139,12 @@ def attend_item(size, q, k, v, page_bytes, table, first, stop, cap, group, d, s,
 
 # --- a chunk ----------------------------------------------------------------------------------------------------------
 
-NEVER = np.float32(-1e30)  # the largest score of none: finite, so that exp(NEVER - NEVER) is a number
+NEVER = np.float32(-1e30)  # the largest score before the first one: finite, so that exp(NEVER - NEVER) is a number
 
 
 @compiled
 def _take(size, pages, page_bytes, table, first, count, d, s, out):
-    """out [count, D] float32 = what one key head has of the context tokens from `first`."""
+    """out [count, D] float32 = the keys or values of one key head of the context tokens from `first`."""
     at, stop = first, first + count
     while at < stop:
         offset = at % s
@@ -177,7 +177,7 @@ def _turn(q, d, lanes, out):
 
 @compiled
 def _hide(scores, visible, window, number):
-    """Minus infinity for what lies before the windows, in the first step."""
+    """Sets scores before the windows to minus infinity, in the first step."""
     for lane in range(number):
         for token in range(load_int(visible + 4 * lane) - window):
             store_float(scores + 4 * (LANES * token + lane), np.float32(-np.inf))
@@ -186,21 +186,21 @@ def _hide(scores, visible, window, number):
 def attend_tile_item(
     size, q, k, v, page_bytes, table, first, number, before, window, cap, token_bytes, group, d, s, scratch, out
 ):
-    """Queries first : first + number of a row's for one key head, at most LANES, over the context that they see.
+    """Computes queries first : first + number of a row for one key head, at most LANES, over the context they see.
 
     q, out: addresses of this head's first query of the row, float32. before: context tokens before the row's first.
-    window: how many tokens up to itself a query sees. k, v, table, cap: as in `attend_item`.
+    window: the number of tokens up to itself that a query sees. k, v, table, cap: as in `attend_item`.
     scratch: `scratch_bytes` bytes.
     """
     _define_attend_tile()
     scratch += -scratch % 64  # no vector across two cache lines
     visible, top, norm, keep = scratch, scratch + 4 * LANES, scratch + 8 * LANES, scratch + 12 * LANES
-    places = scratch + 16 * LANES  # [LANES] words: where a query and its result lie, from the row's first
+    places = scratch + 16 * LANES  # [LANES] words: offsets of a query and its result from the row's first
     weights = places + 8 * LANES  # [STEP, LANES]
     turned = weights + 4 * STEP * LANES  # [D, LANES], D up to the next 16
     tokens = turned + 4 * LANES * (d + FULL)  # [STEP, D]: keys, then values
     sums = tokens + 4 * d * STEP  # [LANES, D]; before that, the queries
-    token, head = first // group, first % group  # counted on below: divisions are slow
+    token, head = first // group, first % group  # incremented below: divisions are slow
     begin = max(before + token + 1 - window, 0)  # the first token that any of the queries sees
     for lane in range(LANES):
         store_word(places + 8 * lane, token * token_bytes + head * 4 * d)
@@ -241,6 +241,6 @@ def attend_tile_item(
 
 @compiled
 def scratch_bytes(group, d):
-    """Bytes that an item of either sort works in."""
+    """Returns the bytes of scratch memory of an item of either kind."""
     tile = 6 * LANES + STEP * LANES + LANES * (d + FULL) + STEP * d + LANES * d + 2 * FULL
     return 4 * max(group * SPAN, tile)

@@ -1,20 +1,20 @@
-"""Ragged paged attention that reads pages where they lie: numba code behind XLA's FFI.
+"""Paged attention that reads pages in place: numba code behind XLA's FFI.
 
-    handler   XLA calls it with a call frame. It lists the work, asks XLA's own thread pool for helpers, works, waits
-              for what helpers have begun, and merges decodes of more than one span.
-    work      takes items until none is left: of a row with one query token (a decode) an item is (span of SPAN tokens
-              that it sees, key head), of a row with more (a chunk) it is (tile of LANES queries, key head). Helpers and
-              the handler's own thread run the same loop, so a long context is shared out and a short one is nobody's
-              wait.
+    handler   XLA calls it with a call frame. It lists the work, asks XLA's thread pool for helpers, works, waits for
+              the items that helpers have begun, and merges decodes of more than one span.
+    work      computes items until none is left. An item of a row with one query token (a decode) is (span of SPAN
+              visible tokens, key head); an item of a row with more (a chunk) is (tile of LANES queries, key head).
+              Helpers and the handler's thread run the same loop, so a long context is shared by threads and short ones
+              do not wait.
 
-Nothing waits for a helper that has not begun: the handler's thread would do all items alone. So it cannot deadlock,
-however many engines share the pool. A helper that begins too late finds no item; what it looks at is the job, which
-lives in memory of its own until the last of them lets go of it.
+The handler never waits for a helper that has not begun: its thread then computes all items. So it cannot deadlock, for
+any number of engines that share the pool. A helper that begins too late finds no item. It reads only the job, a block
+of memory that the last user frees.
 
-Head sizes are multiples of 8; all else is read from the call frame, so that one program serves every shape, of float32,
-bfloat16 and float8_e4m3fn pages, with and without a window and a soft cap. Object code of the handler, the work and the
-two sorts of items (`cpu_items`) is linked by name. `cpu_objects` keeps it on disk, and with that nothing here is
-imported.
+Head sizes are multiples of 8. Everything else is read from the call frame, so one program serves every shape, with
+float32, bfloat16 and float8_e4m3fn pages, with and without a window and a soft cap. The object code of the handler, the
+work and the two kinds of items (`items.py`) is linked by name. `object_files.py` stores it on disk; a process that
+finds it does not import this module.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _address_of_work = address_of(work)
 
 # --- a job: all items of a call, shared by the threads ----------------------------------------------------------------
 
-# Words of a job, a block of memory: counters that the threads share, then what stays as the handler wrote it.
+# Words of a job, a block of memory: counters that the threads share, then constants that the handler wrote.
 HOLDERS, NEXT, DONE, ITEMS = 0, 8, 16, 24
 Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = 32, 40, 48, 56, 64, 72, 80  # addresses of arguments and result
 ROWS, WIDTH, HEADS, GROUP, DIM, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
@@ -67,13 +67,13 @@ NO_WINDOW = 1 << 31  # longer than any context
 
 @compiled
 def _units(length, window, count, group):
-    """Of a row: spans of what it sees where it has one query token, tiles of its queries where it has more."""
+    """Returns a row's units: spans of visible tokens if it has one query token, else tiles of its queries."""
     return -(-min(length, window) // SPAN) if count == 1 else -(-count * group // LANES)
 
 
 @compiled
 def _row(job, row):
-    """(first query token, number of query tokens, context length)."""
+    """Returns (first query token, number of query tokens, context length)."""
     offsets = load_word(job + OFFSETS) + 4 * row
     first = load_int(offsets)
     return first, load_int(offsets + 4) - first, load_int(load_word(job + LENGTHS) + 4 * row)
@@ -81,7 +81,7 @@ def _row(job, row):
 
 @compiled
 def _merge(job):
-    """Decodes of several spans: the online softmax of their parts, in the order of the context."""
+    """Merges the parts of decodes of several spans by an online softmax, in the order of the context."""
     queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + DIM)
     window = load_word(job + WINDOW)
     for row in range(load_word(job + ROWS)):
@@ -107,13 +107,13 @@ def _merge(job):
 
 
 @compiled
-def _let_go(job):
+def _release(job):
     if fetch_add(job + HOLDERS, -1) == 1:
         free(job)
 
 
 def _work(job):
-    """Take items until none is left, then let go of the job."""
+    """Computes items until none is left, then releases the job."""
     _define_work()
     heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + DIM), load_word(job + BLOCK)
     size, window, cap = load_word(job + SIZE), load_word(job + WINDOW), job + CAP
@@ -157,7 +157,7 @@ def _work(job):
         fetch_add(job + DONE, 1)
     if room != 0:
         free(room)
-    _let_go(job)
+    _release(job)
 
 
 # --- XLA's side (xla/ffi/api/c_api.h, version 0.3): byte offsets in its structs on machines of 64 bits ----------------
@@ -174,7 +174,7 @@ ARGUMENT_BYTES = 40  # the longest of the argument structs below
 
 @compiled
 def _describe(extension):
-    """Answer XLA's question which version of its interface this was written for."""
+    """Answers XLA's query for the version of its interface that this code implements."""
     metadata = load_word(extension + METADATA)
     store_int(metadata + METADATA_MAJOR, np.int32(FFI_MAJOR))
     store_int(metadata + METADATA_MINOR, np.int32(FFI_MINOR))
@@ -194,7 +194,7 @@ def _dim(buffer, axis):
 
 @compiled
 def _threads(frame):
-    """How many threads XLA's pool has; 1 when there is none."""
+    """Returns the number of threads of XLA's pool; 1 if there is none."""
     api = load_word(frame + FRAME_API)
     request, answer = malloc(ARGUMENT_BYTES), malloc(8)
     store_word(request, 32)  # the struct's size; then: extensions, context, where the answer goes
@@ -235,13 +235,13 @@ def _ask_for_help(frame, job, helpers):
         error = call(load_word(api + API_SCHEDULE), request)
         if error != 0:
             _destroy(api, error)
-            _let_go(job)
+            _release(job)
     free(request)
 
 
 @compiled
 def _job(frame):
-    """List the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1]."""
+    """Lists the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1]."""
     q, keys, tables = _argument(frame, 0), _argument(frame, 1), _argument(frame, 3)
     lengths, offsets = _argument(frame, 4), _argument(frame, 5)
     rows, heads, group, d = _dim(lengths, 0), _dim(q, 1), _dim(q, 2), _dim(q, 3)
@@ -286,7 +286,7 @@ def _job(frame):
 
 @compiled
 def _clear_padding(frame, job):
-    """XLA hands out the result as it was left by others: zeros for the tokens that are no row's."""
+    """Sets the results of padding tokens to zero. XLA does not clear the result's memory."""
     used = load_int(load_word(job + OFFSETS) + 4 * load_word(job + ROWS))
     size = load_word(job + HEADS) * load_word(job + GROUP) * load_word(job + DIM)
     clear(load_word(job + OUT) + 4 * size * used, size * (_dim(_argument(frame, 0), 0) - used))
@@ -306,7 +306,7 @@ def _handle(frame):
     while fetch_add(job + DONE, 0) < items:
         sched_yield()
     _merge(job)
-    _let_go(job)
+    _release(job)
     return 0
 
 
@@ -316,7 +316,7 @@ DECLARED = re.compile(r"^declare .*?@\"?([^\s\"(]+)", re.MULTILINE)  # names, in
 
 
 def compile_handler() -> tuple[int, list[bytes]]:
-    """The address of XLA's handler, and its object code: none where it is of no use to other processes."""
+    """Returns the address of XLA's handler, and its object code: empty if other processes cannot use it."""
     parts = (
         (attend, work_items.attend_item),
         (attend_tile, work_items.attend_tile_item),
@@ -331,7 +331,7 @@ def compile_handler() -> tuple[int, list[bytes]]:
 
 
 def _objects(libraries, known) -> list[bytes]:
-    """Object code of libraries; none where they need other symbols than the known, or this numba does not give it."""
+    """Returns the object code of libraries; empty if they need unknown symbols, or if this numba has no such method."""
     declared = (name for library in libraries for name in DECLARED.findall(library.get_llvm_str()))
     if any(name not in known and not name.startswith("llvm.") for name in declared):
         return []
@@ -341,4 +341,4 @@ def _objects(libraries, known) -> list[bytes]:
         return []
 
 
-_kept: list[Any] = []  # XLA holds bare addresses
+_kept: list[Any] = []  # keeps the code in memory: XLA has only its addresses

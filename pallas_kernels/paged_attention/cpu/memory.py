@@ -1,7 +1,7 @@
-"""Memory, threads and links between the parts of the CPU kernel: what `cpu_items` and `cpu_kernel` are written in.
+"""Primitives of the CPU kernel: loads and stores at addresses, atomics, C functions, links between its parts.
 
-Addresses are plain integers: numba's arrays would check each index for a negative one, and loops with that do not
-vectorise.
+Addresses are plain integers. numba's arrays check each index for a negative one, and loops with this check are not
+vectorised.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numba.extending import intrinsic
 
 from pallas_kernels.paged_attention.cpu.object_files import symbol
 
-# Only other compiled code calls these functions. Wrappers for Python would double the time to compile them, and refer,
-# as errors would (of a division by zero), to functions that a process has from numba alone.
+# Only compiled code calls these functions. Wrappers for Python double the time to compile them. Wrappers, and errors
+# such as a division by zero, also refer to functions that only a process with numba has.
 OPTIONS: Any = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 compiled: Any = njit(**OPTIONS)
-instruction: Any = intrinsic  # as a type checker sees it: what it makes is called without the first argument
+instruction: Any = intrinsic  # typed as Any: its results are called without the first argument
 FLOAT, INT32, WORD = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 malloc = types.ExternalFunction("malloc", types.intp(types.intp))
@@ -32,7 +32,7 @@ def pointer(builder, address, pointee):
 
 
 def _access(numba_type, llvm_type):
-    """(load, store) of a scalar at an address."""
+    """Returns (load, store) of a scalar at an address."""
 
     @instruction
     def load(typing, address):
@@ -59,7 +59,7 @@ load_word, store_word = _access(types.intp, WORD)
 
 @instruction
 def fetch_add(typing, address, value):
-    """Atomic: add to a word and return what it was. Orders all memory accesses around it."""
+    """Adds to a word, atomically, and returns its old value. Orders all memory accesses around it."""
 
     def generate(context, builder, signature, args):
         return builder.atomic_rmw("add", pointer(builder, args[0], WORD), args[1], "seq_cst")
@@ -69,7 +69,7 @@ def fetch_add(typing, address, value):
 
 @instruction
 def call(typing, function, argument):
-    """Call the C function at an address: word -> word."""
+    """Calls the C function at an address: word -> word."""
 
     def generate(context, builder, signature, args):
         return builder.call(pointer(builder, args[0], ir.FunctionType(WORD, [WORD])), [args[1]])
@@ -78,10 +78,10 @@ def call(typing, function, argument):
 
 
 def linked(name, words, result: Any = types.void):
-    """A C function of so many words, with object code of its own: (what others call, what makes it).
+    """Declares a C function of `words` words with its own object code. Returns (function to call, `define`).
 
-    numba optimises a function again in each that calls it, so whatever calls this one is linked to it by name. It is
-    made of the compiled function that begins with a call of the second.
+    numba optimises a function again in each of its callers, so callers of this one are linked to it by name. A compiled
+    function that begins with a call of `define` becomes its body.
     """
     arguments = [types.intp] * words
     returned = ir.VoidType() if result == types.void else WORD
@@ -105,7 +105,7 @@ def linked(name, words, result: Any = types.void):
 
 
 def address_of(part):
-    """An instruction that gives the address of a linked function of one word."""
+    """Returns an instruction that gives the address of a linked function of one word."""
 
     @instruction
     def address(typing):

@@ -1,7 +1,7 @@
-"""Object code of the CPU kernel, kept on disk, so that a process that finds it there imports no numba.
+"""Object code of the CPU kernel on disk, so that a process that finds it does not import numba.
 
-It is kept under a hash of all that it depends on: the kernel's source, the compiler, the CPU. Neither Python's version
-nor JAX's is part of that: the code refers to nothing of theirs, only to `SYMBOLS`.
+The file's name is a hash of everything the code depends on: the kernel's source, the compiler, the CPU. The versions of
+Python and JAX are not in it: the code refers to no symbol of theirs, only to `SYMBOLS`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import jax
 from llvmlite import binding
 
-SYMBOLS = ("malloc", "free", "sched_yield", "expf")  # what object code needs of the process that loads it
+SYMBOLS = ("malloc", "free", "sched_yield", "expf")  # the symbols that object code needs in its process
 NAME = "paged_attention_cpu"  # files begin with it
-MOST = 8  # files that stay in a folder: those of other machines that share it, or of other versions
+MOST = 8  # files in a folder at most: machines that share it and versions have one each
 
 
 def symbol(part: str) -> str:
-    """The name of a function of the kernel in its object code."""
+    """Returns the name of a function of the kernel in its object code."""
     return f"pallas_kernels_paged_attention_{part}"
 
 
@@ -34,29 +34,29 @@ HANDLER = symbol("handler")
 
 
 def place(kernel: Path = Path(__file__).parent) -> Path | None:
-    """The file for the kernel with its source in a folder, on this machine; None where the two cannot be told."""
+    """Returns the file of the kernel whose source is in a folder, on this machine; None if either is unknown."""
     sources = sorted(kernel.glob("*.py"))
     try:
         versions = [version("numba"), version("llvmlite")]
     except PackageNotFoundError:
         return None
     machine = [binding.get_process_triple(), binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()]
-    settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))  # of optimisation, say
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))  # such as NUMBA_OPT
     facts = [versions, machine, settings, [source.read_text("utf-8") for source in sources]]
     key = blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
     return _folder() / f"{NAME}-{key}" if sources else None
 
 
 def _folder() -> Path:
-    """Beside XLA's programs, which are no use without it: where JAX keeps them, or else where pagedjax would."""
-    told = getattr(jax.config, "jax_compilation_cache_dir", None)
-    if not told or "://" in told:  # none, or one that is no folder
-        told = os.path.expanduser("~/.cache/pagedjax/xla")
-    return Path(told)
+    """Returns JAX's folder of compiled programs, which need the object code; if unset, pagedjax's default for it."""
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+    if not folder or "://" in folder:  # unset, or not a folder
+        folder = os.path.expanduser("~/.cache/pagedjax/xla")
+    return Path(folder)
 
 
 def read(file: Path) -> list[bytes] | None:
-    """What `keep` wrote; None where it did not, or where anything about it has changed."""
+    """Returns the object code that `keep` wrote; None if there is no such file or it has changed."""
     try:
         digest, _, content = file.read_bytes().partition(b"\n")
     except OSError:
@@ -67,7 +67,7 @@ def read(file: Path) -> list[bytes] | None:
 
 
 def keep(file: Path, objects: Sequence[bytes]) -> None:
-    """Write object code for other processes, in one go; where that is impossible there is none."""
+    """Writes object code for other processes, atomically. An error of the file system is ignored."""
     content = json.dumps([base64.b64encode(code).decode() for code in objects]).encode()
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,12 +88,12 @@ def _digest(file: Path, content: bytes) -> bytes:
 
 
 def load(objects: Sequence[bytes]) -> int | None:
-    """The address of XLA's handler; None where this process lacks one of `SYMBOLS`, without which LLVM would end it."""
+    """Returns the address of XLA's handler; None if the process lacks one of `SYMBOLS`, for LLVM would abort."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_triple(binding.get_process_triple()).create_target_machine(jit=True)
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
-    if not all(binding.address_of_symbol(name) for name in SYMBOLS):  # of this process, once there is an engine
+    if not all(binding.address_of_symbol(name) for name in SYMBOLS):  # resolved after an engine exists
         return None
     for code in objects:
         engine.add_object_file(binding.ObjectFileRef.from_data(code))
@@ -102,4 +102,4 @@ def load(objects: Sequence[bytes]) -> int | None:
     return engine.get_function_address(HANDLER)
 
 
-_loaded: list[Any] = []  # XLA holds bare addresses
+_loaded: list[Any] = []  # keeps the code in memory: XLA has only its addresses

@@ -1,9 +1,9 @@
 """Arithmetic of the CPU kernel on arrays at addresses.
 
-Built as vector code, so that nothing hangs on what a vectoriser recognises. `size` is that of a number in the
-pages: 4 of float32, 2 of bfloat16, which is the upper half of a float32 number, 1 of float8_e4m3fn. Moved to their
-places in a float16, the bits of the last are a number 2^8 times too small, subnormal ones too. (In a float32 those
-would be subnormal as well, and XLA's threads take them for zeros.)
+It is generated as vector code and does not depend on a vectoriser. `size` is the bytes of a number in the pages: 4 of
+float32, 2 of bfloat16, which is the upper half of a float32 number, 1 of float8_e4m3fn. The bits of the last, moved to
+their places in a float16, are a number 2^8 times too small, also for subnormal numbers. (In a float32 those are
+subnormal as well, and XLA's threads treat them as zeros.)
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from pallas_kernels.paged_attention.cpu.memory import FLOAT, INT32, WORD, instru
 SIZES = 4, 2, 1
 HALF, FULL = 8, 16  # lanes of a vector
 LANES = 48  # queries of a chunk's item: (token, query head) pairs of one key head
-# What of a chunk is summed at once fills the registers: 24 sums of 32 with AVX-512, 12 of 16 (half as long) without.
+# The sums of a chunk that are computed together fill the registers: 24 of 32 with AVX-512, 12 of 16 (half as long)
+# without.
 WIDE_CPU = binding.get_host_cpu_features().get("avx512f", False)
 KEYS_AT_ONCE = 8 if WIDE_CPU else 2  # by LANES queries
-QUERIES_AT_ONCE = 6  # by as much of a value as the next line says
+QUERIES_AT_ONCE = 6  # by LONGEST numbers of a value
 LONGEST = 64 if WIDE_CPU else 16
 
 
@@ -42,7 +43,7 @@ def _splat(builder, value, lanes):
 
 
 def _either(builder, size, generate):
-    """generate(4), generate(2) or generate(1), as the word `size` says when it runs."""
+    """Generates code that runs generate(4), generate(2) or generate(1), by the value of `size` at run time."""
 
     def branch(sizes):
         if len(sizes) == 1:
@@ -95,7 +96,7 @@ def _multiply_add(builder, a, b, c):
 
 
 def _pieces(builder, size, piece, longest=FULL):
-    """piece(index, lanes) over `size` elements, a multiple of 8: `longest` at a time, then 16, then 8."""
+    """Calls piece(index, lanes) over `size` elements, a multiple of 8: `longest` at a time, then 16, then 8."""
     start = ir.Constant(WORD, 0)
     for lanes in sorted({longest, FULL, HALF}, reverse=True):
         end = builder.and_(size, ir.Constant(WORD, -lanes))
@@ -105,7 +106,7 @@ def _pieces(builder, size, piece, longest=FULL):
 
 
 def _fold(builder, value, combine):
-    """One number from a vector, halving it each time."""
+    """Combines the numbers of a vector into one, by halves."""
     lanes = value.type.count
     while lanes > 1:
         lanes //= 2
@@ -206,7 +207,7 @@ def transpose(typing, rows, stride, out):
         rows, stride, out = args
         starts = [builder.mul(stride, ir.Constant(WORD, i)) for i in range(FULL)]
         vectors = [_load(builder, rows, start, FULL) for start in starts]
-        for step in (1, 2, 4, 8):  # swap the blocks beside the diagonal, of ever more numbers
+        for step in (1, 2, 4, 8):  # swap the blocks of `step` numbers beside the diagonal
             lower = [i + (FULL - step if i & step else 0) for i in range(FULL)]
             upper = [i + (FULL if i & step else step) for i in range(FULL)]
             pairs = [(i, i + step) for i in range(FULL) if not i & step]
@@ -286,7 +287,7 @@ def weigh_tile(typing, weights, v, d, count, keep, out):
     return types.void(*[types.intp] * 6), generate
 
 
-TOGETHER = HALF  # tokens that are scored and weighed at a time, where a page has so many left
+TOGETHER = HALF  # tokens that are scored and weighed at a time, if the page has this many left
 scores_together, score_one = _scores(TOGETHER), _scores(1)
 weigh_together, weigh_one = _weigh(TOGETHER), _weigh(1)
 
@@ -322,7 +323,7 @@ def clear(typing, out, d):
 
 @instruction
 def largest(typing, numbers):
-    """Of 16 float32 numbers."""
+    """Returns the largest of 16 float32 numbers."""
 
     def generate(context, builder, signature, args):
         vector = _load(builder, args[0], ir.Constant(WORD, 0), FULL)
@@ -378,7 +379,7 @@ FLAT = 40  # tanh(x) is 1 in float32 where exp(2x) is 2**FLAT, and well before
 def bend(typing, numbers, count, stride, cap):
     """count vectors of 16 float32 numbers x, `stride` numbers apart -> cap * tanh(x / cap), in place.
 
-    tanh(x) is e / (e + 2) with e = exp(2x) - 1, which is taken from the polynomial without its 1: exact near 0 too.
+    tanh(x) is e / (e + 2) with e = exp(2x) - 1, computed from the polynomial without its 1, so it is exact near 0 too.
     """
 
     def generate(context, builder, signature, args):
@@ -420,7 +421,7 @@ def soften(typing, scores, count, visible, top, norm, keep):
     """One step of the online softmax of 16 queries: scores [count, LANES] -> exp(score - top), in place.
 
     visible [16] int32: how many of these tokens, from the first, a query sees; it may be negative or above count.
-    top, norm [16]: the largest score and the sum of the weights so far; keep [16]: what earlier weights shrink by.
+    top, norm [16]: the largest score and the sum of the weights so far; keep [16]: the factor of earlier weights.
     """
 
     def generate(context, builder, signature, args):
@@ -462,7 +463,7 @@ def soften(typing, scores, count, visible, top, norm, keep):
 
 @instruction
 def prefetch(typing, address):
-    """Ask for the cache line at an address; any address may be asked for."""
+    """Prefetches the cache line at an address; every address is allowed."""
 
     def generate(context, builder, signature, args):
         byte = ir.IntType(8).as_pointer()

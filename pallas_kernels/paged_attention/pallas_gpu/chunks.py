@@ -1,13 +1,15 @@
 """Attention of prompt chunks over pages, causal within each row: Pallas, Mosaic GPU, Hopper.
 
-    item       consecutive tokens of one row, for one key head: GROUPS runs of as many as 64 rows of WGMMA hold
-    grid       (key head, item), as many items as the batch can need; those it does not need end at once
+    item       consecutive tokens of one row, for one key head: GROUPS runs, each of the tokens that fit 64 rows of
+               WGMMA
+    grid       (key head, item), as many items as the batch can need; the unused ones end at once
     producer   a warpgroup that copies the item's queries, and the pages of its context into a ring of tiles
     consumers  GROUPS warpgroups that share the tiles, a run of tokens each: online softmax (FlashAttention, Dao et al.
                2022); row g * tokens + i of a product is query head g of the run's token i
 
-Queries and results stay where they are, [T, N, D]. A run at its row's end is stored in pieces of powers of two, and so
-never over another row's tokens. Only tiles that the item sees are read; those that it does not see whole are masked.
+Queries and results are read and written in place, [T, N, D]. A run at its row's end is stored in pieces of powers of
+two, so it never overwrites another row's tokens. Only tiles that the item sees are read; partly visible tiles are
+masked.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 def shared_bytes(d: int, itemsize: int, tiles: Tiles) -> int:
-    """Shared memory of one block of threads, barriers and the compiler's own scratch aside."""
+    """Returns the bytes of shared memory of one block of threads, without barriers and compiler scratch memory."""
     return itemsize * (2 * tiles.chunk_stages * tiles.chunk_tile * d + GROUPS * LANES * (2 * d + tiles.chunk_tile))
 
 
@@ -44,7 +46,7 @@ def chunks(
 ) -> jax.Array:
     """Row b's tokens are first[b] : first[b] + q_lens[b] of q [T, N, D], the last of its context of seq_lens[b] tokens.
 
-    Returns [T, N, D]: zeros after the last row's tokens, anything before the first one's and between two rows.
+    Returns [T, N, D]: zeros after the last row's tokens, undefined before the first row and between two rows.
     """
     t, n, d = q.shape
     _, heads, s, _ = k_pages.shape
@@ -55,7 +57,7 @@ def chunks(
     q = jnp.pad(q.astype(dtype), ((0, total - t), (0, 0), (0, 0)))
 
     end = first[-1] + q_lens[-1]
-    firsts, counts = jnp.append(first, end), jnp.append(q_lens, total - end)  # what follows is a row without a context
+    firsts, counts = jnp.append(first, end), jnp.append(q_lens, total - end)  # padding is a row without a context
     seq_lens = jnp.append(seq_lens, 0)
     items_of = -(-counts // (GROUPS * tokens))
     ends = jnp.cumsum(items_of)
@@ -77,7 +79,7 @@ def chunks(
         count = lax.max(pl.cdiv(length, tile) - begin, 0)
 
         def run_of(me):
-            """The run's first token in q, and the token at which it is loaded: a run is not loaded past the end."""
+            """Returns the run's first token in q, and the token from which it is loaded, so as not to pass the end."""
             mine = begins[item] + me * tokens
             return mine, lax.min(mine, total - tokens)
 

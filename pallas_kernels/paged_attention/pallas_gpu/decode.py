@@ -2,13 +2,13 @@
 
     grid       (part of the context, key head, row)
     producer   a warpgroup that copies pages into a ring of tiles, each of `tile` context tokens, keys and values
-    consumer   a warpgroup that takes the tiles in turn: an online softmax (FlashAttention, Dao et al. 2022)
+    consumer   a warpgroup that computes the tiles in turn: an online softmax (FlashAttention, Dao et al. 2022)
 
 Queries are columns. With G query heads a key head, padded to 8 or 16,
 
         s [tile, G] = k [tile, D] . q^T [D, G]            o [D, G] += v^T [D, tile] . p [tile, G]
 
-so that the long side of both products is where WGMMA wants 64 rows, and the padding costs 8 columns and not 64 rows.
+so that the long side of both products is the side of which WGMMA needs 64 rows. The padding is 8 columns, not 64 rows.
 
 A long context of few rows is split over the grid (Flash-Decoding): each part writes its normalised sum and the log of
 its weights, and XLA merges them. All arithmetic of the softmax is in powers of two.
@@ -40,13 +40,13 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 def parts_of(rows: int, heads: int, longest: int, tiles: Tiles) -> int:
-    """Into how many parts a context is split: enough to fill the device twice, none below `min_split` tokens."""
+    """Returns the number of parts of a context: enough to fill the device twice, of at least `min_split` tokens."""
     wanted = math.ceil(2 * tiles.multiprocessors / (rows * heads))
     return max(1, min(wanted, longest // tiles.min_split))
 
 
 def shared_bytes(d: int, group: int, itemsize: int, tiles: Tiles) -> int:
-    """Shared memory of one block of threads, barriers and the compiler's own scratch aside."""
+    """Returns the bytes of shared memory of one block of threads, without barriers and compiler scratch memory."""
     tile, columns = dict(tiles.decode_tile)[d], _columns(group)
     return itemsize * (2 * tiles.decode_stages * tile * d + columns * (d + tile)) + 4 * columns * (d + 1)
 

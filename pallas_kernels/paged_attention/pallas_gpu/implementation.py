@@ -1,10 +1,10 @@
-"""Paged attention on NVIDIA GPUs of the Hopper generation (sm_90a): two kernels in Pallas, by Mosaic GPU.
+"""Paged attention on NVIDIA GPUs of the Hopper generation (sm_90a): two Pallas kernels for Mosaic GPU.
 
-A row with one query token goes to `gpu_decode`, a row with more to `gpu_chunks`; every call runs both, because which
-rows are which is known only to the device. Both read pages where they lie, multiply in 16 bit and add in float32.
+A row with one query token goes to `decode.py`, a row with more to `chunks.py`. Every call runs both, because only the
+device knows the rows' lengths. Both read pages in place, multiply in 16 bit and add in float32.
 
-Neither has run on a GPU yet. What is known of them comes from the compiler and from interpretation on a CPU: what they
-compute, that they have no races, and that they compile for Hopper without spilling registers (`pallas_kernels.aot`).
+No GPU has run them yet. The compiler (`pallas_kernels.aot`) and interpretation on a CPU show what they compute, that
+they have no races, and that they compile for Hopper without spilling registers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.tiles import Tiles
 
-JAX_NEEDED = (0, 11)  # older ones cannot transpose a swizzled tile
+JAX_NEEDED = (0, 11)  # older versions cannot transpose a swizzled tile
 DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
@@ -36,7 +37,7 @@ def paged_attention(
     soft_cap: float | None = None,
     tiles: Tiles | None = None,
 ) -> jax.Array:
-    """See `api.paged_attention`; NaN in what no context reaches, in pages or in slots, does not spread.
+    """See `api.paged_attention`. NaN in pages and slots outside all contexts does not spread.
 
     Args:
         window: a query sees the last `window` tokens up to itself; None is all.
@@ -44,7 +45,7 @@ def paged_attention(
         tiles: sizes of the kernels; None takes those of the device.
 
     Raises:
-        ValueError: what `unsupported` names.
+        ValueError: `unsupported` gives a reason.
     """
     t, n, d = q.shape
     _, heads, s, _ = k_pages.shape
@@ -70,7 +71,7 @@ def paged_attention(
 
 
 def unsupported(dtype: str, head_size: int, block_size: int, group: int) -> str:
-    """What the kernels cannot take, as the rest of a sentence; empty when they can."""
+    """Returns why the kernels cannot take a shape, as the rest of a sentence; empty if they can."""
     if jax.__version_info__ < JAX_NEEDED:
         needed = ".".join(map(str, JAX_NEEDED))
         return f"needs JAX {needed} or newer, which needs Python 3.12, and this is JAX {jax.__version__}"
@@ -85,11 +86,24 @@ def unsupported(dtype: str, head_size: int, block_size: int, group: int) -> str:
     return ""
 
 
-def obstacle(device: Any) -> str:
-    """What keeps a device from running the kernels, as the rest of a sentence; empty when nothing does."""
+def wrong_device(device: Any) -> str:
+    """Returns why a device cannot run the kernels, as the rest of a sentence; empty if it can."""
     if device.platform != "gpu":
         return f"runs on platform 'gpu' and not on {device.platform!r}"
     capability = str(getattr(device, "compute_capability", ""))
     if not capability.startswith("9."):
         return f"is compiled for Hopper GPUs (compute capability 9.0), and {device.device_kind} has {capability}"
     return ""
+
+
+def obstacle(
+    device: Any, *, dtype: str, query_dtype: str, head_dim: int, block_size: int, kv_heads: int, heads: int
+) -> str:
+    """See `Implementation`."""
+    wrong = wrong_device(device) or unsupported(dtype, head_dim, block_size, heads // kv_heads)
+    if not wrong and dtype != query_dtype:
+        wrong = f"reads keys and values of the queries' dtype, and they are {dtype} and {query_dtype}"
+    return wrong
+
+
+IMPLEMENTATION = Implementation("pallas_gpu", paged_attention, obstacle)

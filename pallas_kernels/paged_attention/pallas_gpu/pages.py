@@ -1,4 +1,4 @@
-"""What both GPU kernels do with pages, products and scores."""
+"""Pages, products and scores of both GPU kernels."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ LOG2E = math.log2(math.e)
 
 
 def swizzled(shape, dtype):
-    """Shared memory as WGMMA reads it: tiles of 8 rows of 64 numbers of 16 bits, which is 128 bytes."""
+    """Shared memory in WGMMA's layout: tiles of 8 rows of 64 numbers of 16 bits, 128 bytes a row."""
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
 
 
 def copies(tile: int, block_size: int) -> int:
-    """Pieces that a tile is copied in: its pages, or a part of a page that is larger."""
+    """Returns the number of copies of a tile: one for each of its pages, or one if a page is larger."""
     return tile // min(tile, block_size)
 
 
 def barrier_of_pages(tile: int, block_size: int, stages: int):
-    """One a stage, complete when all pieces of its tile are there."""
+    """One barrier a stage, complete when all copies of its tile have arrived."""
     return plgpu.Barrier(num_arrivals=copies(tile, block_size), num_barriers=stages)
 
 
 def page_ids(tables, row, start, length, *, tile: int, block_size: int) -> tuple:
-    """Pages of the tile that starts at context token `start`, a multiple of its size: one for each copy.
+    """Returns the page of each copy of the tile that starts at context token `start`, a multiple of the tile's size.
 
-    Past the row's last page it is that page again: everything in shared memory is written, and by the row's own pages.
+    After the row's last page, that page is repeated: the whole tile in shared memory is written, by the row's own
+    pages.
     """
     rows, last = min(tile, block_size), lax.max(length - 1, 0) // block_size
     tokens = (start + piece * rows for piece in range(copies(tile, block_size)))
@@ -40,16 +41,16 @@ def page_ids(tables, row, start, length, *, tile: int, block_size: int) -> tuple
 
 
 class Ring(NamedTuple):
-    """Where tiles of keys, or of values, come from and go to."""
+    """The source and the target of the tiles of keys, or of values."""
 
     pages: Any  # [P, K, S, D]
     tiles: Any  # [stages, tile, D] in shared memory
-    full: Any  # a barrier a stage: the tile is there
-    free: Any  # a barrier a stage: its consumers are done with it
+    full: Any  # a barrier a stage: the tile has arrived
+    free: Any  # a barrier a stage: its consumers have finished
 
 
 def produce(rings: Sequence[Ring], head, tables, row, begin, count, length) -> None:
-    """All of a producer's work: `count` tiles of a row's context, from tile `begin` on, into the slots of the rings."""
+    """The whole producer: copies `count` tiles of a row's context, from tile `begin`, into the slots of the rings."""
     stages, tile, _ = rings[0].tiles.shape
     block_size = rings[0].pages.shape[2]
     rows = min(tile, block_size)
@@ -58,7 +59,7 @@ def produce(rings: Sequence[Ring], head, tables, row, begin, count, length) -> N
         return page_ids(tables, row, (begin + i) * tile, length, tile=tile, block_size=block_size)
 
     def fetch(i, pages):
-        following = pages_of(i + 1)  # under way while this tile waits for room
+        following = pages_of(i + 1)  # read while this tile waits for a free slot
         slot = lax.rem(i, jnp.int32(stages))
         inside = pl.ds(lax.rem((begin + i) * tile, jnp.int32(block_size)) if rows < block_size else 0, rows)
         for ring in rings:
@@ -72,14 +73,14 @@ def produce(rings: Sequence[Ring], head, tables, row, begin, count, length) -> N
 
 
 def capped(x, scale: float, soft_cap: float | None):
-    """Scores as powers of two: exp2 of the result is exp of the scaled, perhaps capped, product."""
+    """Returns scores as powers of two: exp2 of the result is exp of the scaled, perhaps capped, product."""
     if soft_cap is None:
         return x * (scale * LOG2E)
     return jnp.tanh(x * (scale / soft_cap)) * (soft_cap * LOG2E)
 
 
 def product(shape, a, b):
-    """a . b of two tiles in shared memory, as float32 in registers."""
+    """Returns a . b of two tiles in shared memory, as float32 in registers."""
 
     def multiply(acc):
         plgpu.wgmma(acc, a, b)
@@ -89,5 +90,5 @@ def product(shape, a, b):
 
 
 def numbered(shape, axis: int):
-    """[shape] int32 in a product's layout: each element's index along an axis."""
+    """Returns int32 [shape] in a product's layout: each element's index along an axis."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)

@@ -1,15 +1,15 @@
-"""Paged attention on TPUs: one Pallas kernel (`tpu_kernel`) that Mosaic compiles twice, for decodes and for chunks.
+"""Paged attention on TPUs: one Pallas kernel (`kernel.py`) that Mosaic compiles twice, for decodes and for chunks.
 
-A row with one query token is a tile of its own. All others are cut at multiples of the tile's size, counted from the
-call's first token, so that a tile may hold the end of one row and the beginning of the next and has an item for each:
-queries need no gathering then. Every call runs both, because which rows are which is known only to the device.
+A row with one query token is one tile. All other rows are cut at multiples of the tile's size, counted from the call's
+first token. So a tile may contain the end of one row and the beginning of the next, with an item for each, and queries
+need no gathering. Every call runs both kernels, because only the device knows the rows' lengths.
 
 Pages are read as rows of 128 numbers, [P, K, S * D / 128, 128] where D is below 128: the same bytes in the same order,
-and what a TPU stores without padding. A cache that is kept that way is taken as it is; any other is copied, which on a
-TPU is a pass over all of it.
+which a TPU stores without padding. A cache in this layout is used in place; any other is copied, which on a TPU is a
+pass over all of it.
 
-No TPU has run this yet. What is known of it comes from the compiler (`pallas_kernels.aot`) and from interpretation on a
-CPU: what it computes, that nothing is read before it has arrived, and that it compiles for TPUs from v4 to 7x.
+No TPU has run this yet. The compiler (`pallas_kernels.aot`) and interpretation on a CPU show what the kernel computes,
+that it reads nothing before it has arrived, and that it compiles for TPUs from v4 to 7x.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_write import pallas_tpu as kv_write_tpu
-from pallas_kernels.paged_attention.pallas_tpu.kernel import LANES, Scores, Sizes, Work, attend, vmem_bytes
+from pallas_kernels.paged_attention.implementation import Implementation
+from pallas_kernels.paged_attention.pallas_tpu.kernel import Scores, Sizes, Work, attend, vmem_bytes
+from pallas_kernels.shared.tpu import LANES, device_kind, row_size
 from pallas_kernels.tiles import TpuTiles
 
 DTYPES = ("bfloat16", "float32")
@@ -28,7 +30,7 @@ HEAD_SIZES = (64, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 32  # query heads of a key head
 MIN_TOKENS = 16  # query tokens of a chunk's tile: a register of 16-bit numbers has 16 rows
-SMEM = 2**20 - 2**17  # bytes of scalar memory for block tables and items; the compiler keeps some for itself
+SMEM = 2**20 - 2**17  # bytes of scalar memory for block tables and items; the compiler needs the rest
 
 
 def paged_attention(
@@ -45,7 +47,7 @@ def paged_attention(
     tiles: TpuTiles | None = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """See `api.paged_attention`; NaN in what no context reaches, in pages or in slots, does not spread.
+    """See `api.paged_attention`. NaN in pages and slots outside all contexts does not spread.
 
     Args:
         k_pages, v_pages: [P, K, S, D], or the same numbers in rows of several tokens (`row_size`).
@@ -53,7 +55,7 @@ def paged_attention(
         interpret: False compiles; True or pltpu.InterpretParams runs it on a CPU.
 
     Raises:
-        ValueError: what `unsupported` and `too_much` name.
+        ValueError: `unsupported` or `too_much` gives a reason.
     """
     t, n, d = q.shape
     heads, s = k_pages.shape[1], k_pages.shape[2] * k_pages.shape[3] // d
@@ -79,7 +81,7 @@ def paged_attention(
 
 
 class Call(NamedTuple):
-    """What decodes and chunks of a call have in common."""
+    """The arguments that decodes and chunks of a call share."""
 
     k_pages: jax.Array  # [P, K, S D / L, L]
     v_pages: jax.Array
@@ -96,7 +98,7 @@ class Call(NamedTuple):
 
 
 def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
-    """q [B, N, D], one token a row, the last of its context -> [B, N, D]; anything where seq_lens [B] is 0."""
+    """q [B, N, D], one token a row, the last of its context -> [B, N, D]; undefined where seq_lens [B] is 0."""
     (b, n, d), shape = q.shape, call.shape
     sizes = decode_sizes(shape, call.tiles)
     tiles = decode_tiles(q.reshape(b, shape.heads, shape.group, d), sizes)
@@ -105,7 +107,7 @@ def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
 
 
 def chunks(call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, chosen: jax.Array) -> jax.Array:
-    """q [T, N, D] -> [T, N, D] of the rows of the batch that are `chosen` [B]; zeros for all other tokens."""
+    """q [T, N, D] -> [T, N, D] of the rows that are `chosen` [B]; zeros for all other tokens."""
     (t, n, d), shape = q.shape, call.shape
     sizes = chunk_sizes(shape, call.tiles)
     work = chunk_work(chosen, seq_lens, cu_q_lens, t, sizes, call.scores.window)
@@ -114,7 +116,7 @@ def chunks(call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, 
 
 
 class Shape(NamedTuple):
-    """What the sizes of a kernel follow from."""
+    """The numbers that decide the sizes of a kernel."""
 
     heads: int  # of keys
     group: int  # query heads of each
@@ -128,35 +130,19 @@ class Shape(NamedTuple):
         return row_size(self.d) // self.d
 
 
-def write(k_pages, v_pages, k, v, slots, *, rows: int, tiles: TpuTiles | None = None, interpret: Any = False):
-    """Put new keys and values into their pages, in place -> (k_pages, v_pages). See `tpu_write.write`."""
-    limit = (tiles or TpuTiles.of(device_kind())).vmem_limit
-    return kv_write_tpu.write(k_pages, v_pages, k, v, slots, rows=rows, vmem_limit=limit, interpret=interpret)
-
-
-def device_kind() -> str:
-    """What JAX calls the device that is compiled for: the mesh's, where one is set, which need not be here."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.device_kind if device is not None else jax.devices()[0].device_kind
-
-
-def row_size(head_size: int) -> int:
-    """Numbers in a row of a page as the kernel reads it: L."""
-    return max(LANES, head_size)
-
-
 # --- queries as tiles -------------------------------------------------------------------------------------------------
 
 
 def streams_of(q: jax.Array, streams: int) -> jax.Array:
-    """[..., R, D] -> [..., streams * R, streams * D]: each stream's queries in its own lanes, zeros beside them."""
+    """[..., R, D] -> [..., streams * R, streams * D]: each stream's queries in the stream's lanes, zeros elsewhere."""
     *front, rows, d = q.shape
     eye = jnp.eye(streams, dtype=q.dtype)
-    return jnp.einsum("...rd,xy->...xryd", q, eye).reshape(*front, streams * rows, streams * d)
+    wide = jnp.einsum("...rd,xy->...xryd", q, eye, precision="highest")  # by default a TPU rounds q to bfloat16
+    return wide.reshape(*front, streams * rows, streams * d)
 
 
 def decode_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
-    """[B, K, G, D] -> [blocks, U, K, R, L], rows padded to the 8 that a register holds."""
+    """[B, K, G, D] -> [blocks, U, K, R, L], rows padded to the 8 of a register."""
     b, _, group, _ = q.shape
     padded = jnp.pad(q, ((0, -b % sizes.units), (0, 0), (0, -group % 8), (0, 0)))
     wide = streams_of(padded, sizes.streams)
@@ -182,7 +168,7 @@ def chunk_results(out: jax.Array, t: int, n: int, d: int, tokens: int) -> jax.Ar
 
 
 def decode_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
-    """As many context tokens a step as `decode_step` bytes of keys and values hold, a power of two within bounds."""
+    """Sizes whose step has as many context tokens as fit in `decode_step` bytes, a power of two within bounds."""
     tokens = tiles.decode_step // (2 * shape.heads * shape.d * shape.itemsize)
     span = max(tiles.shortest_span, min(tiles.longest_span, 1 << max(0, tokens.bit_length() - 1)))
     sizes = Sizes(tiles.decode_units, 1, shape.streams, shape.s, max(span, shape.s), tiles.decode_stages)
@@ -190,14 +176,14 @@ def decode_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
 
 
 def chunk_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
-    """Tiles of `chunk_rows` rows for each key head."""
+    """Sizes whose tiles have `chunk_rows` rows for each key head."""
     tokens = max(MIN_TOKENS, 1 << (tiles.chunk_rows // shape.group).bit_length() - 1)
     sizes = Sizes(1, tokens, shape.streams, shape.s, max(tiles.chunk_span, shape.s), tiles.chunk_stages)
     return fitted(shape, sizes, tiles.vmem_limit)
 
 
 def fitted(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
-    """Where there are many key heads, half of what takes VMEM until it fits; what never does the compiler refuses."""
+    """Halves sizes in turn until they fit in VMEM, for many key heads. The compiler refuses what never fits."""
     span, tokens = max(LANES, shape.s), min(sizes.tokens, MIN_TOKENS)
     for field, least in (("span", 2 * span), ("units", 1), ("tokens", 2 * tokens), ("span", span), ("tokens", tokens)):
         while vmem(shape, sizes) > limit and getattr(sizes, field) > least:
@@ -206,14 +192,14 @@ def fitted(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
 
 
 def vmem(shape: Shape, sizes: Sizes) -> int:
-    """Bytes of VMEM that a kernel needs: its ring, its running sums, queries and results."""
+    """Returns the bytes of VMEM that a kernel needs: its ring, its running sums, queries and results."""
     rows = -(-shape.group // 8) * 8 if sizes.tokens == 1 else shape.group * sizes.tokens
     q_shape = (1, sizes.units, shape.heads, sizes.streams * rows, row_size(shape.d))
     return vmem_bytes(q_shape, shape.query_itemsize, shape.itemsize, sizes)
 
 
 def _items(counts: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Row b has counts[b] items -> (row, index within the row, valid) of `size` items."""
+    """Row b has counts[b] items. Returns (row, index within the row, valid) of `size` items."""
     end = jnp.cumsum(counts)
     item = jnp.arange(size, dtype=jnp.int32)
     row = jnp.minimum((item[:, None] >= end).sum(1, dtype=jnp.int32), counts.shape[0] - 1)
@@ -230,7 +216,7 @@ def _work(blocks: int, block, valid, unit, row, begin, end, base, span: int, win
 
 
 def decode_work(seq_lens: jax.Array, sizes: Sizes, window: int | None) -> Work:
-    """An item for each row of the batch that has a context; row b is tile b."""
+    """An item for each row that has a context; row b is tile b."""
     b = len(seq_lens)
     row, _, valid = _items((seq_lens > 0).astype(jnp.int32), b)
     zero = jnp.zeros_like(row)
@@ -239,7 +225,7 @@ def decode_work(seq_lens: jax.Array, sizes: Sizes, window: int | None) -> Work:
 
 
 def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | None) -> Work:
-    """An item for each tile that a `chosen` row of the batch has query tokens in."""
+    """An item for each pair of a tile and a `chosen` row with query tokens in it."""
     tokens, tiles = sizes.tokens, -(-t // sizes.tokens)
     first, past = cu_q_lens[:-1], cu_q_lens[1:]
     counts = jnp.where(chosen, (past - 1) // tokens - first // tokens + 1, 0)
@@ -251,14 +237,14 @@ def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | 
     return _work(tiles, tile, valid, jnp.zeros_like(row), row, begin, end, base, sizes.span, window)
 
 
-# --- who is refused ---------------------------------------------------------------------------------------------------
+# --- what it can serve ------------------------------------------------------------------------------------------------
 
 
 def unsupported(dtype: str, head_size: int, block_size: int, group: int, *, interpret: bool = False) -> str:
-    """What the kernel cannot take, as the rest of a sentence; empty when it can.
+    """Returns why the kernel cannot take a shape, as the rest of a sentence; empty if it can.
 
     Args:
-        interpret: only what the kernel's logic needs, and not what a TPU does.
+        interpret: check the limits of the kernel's logic alone, and not those of a TPU.
     """
     if dtype not in DTYPES:
         return f"reads pages of {' or '.join(DTYPES)} and not of {dtype}"
@@ -275,20 +261,30 @@ def unsupported(dtype: str, head_size: int, block_size: int, group: int, *, inte
 
 
 def too_much(rows: int, width: int) -> str:
-    """What does not fit scalar memory, as the rest of a sentence; empty when all does."""
+    """Returns what does not fit in scalar memory, as the rest of a sentence; empty if all does."""
     needed = 4 * rows * width
     if needed <= SMEM:
         return ""
     return (
-        f"keeps block tables in {SMEM:,} bytes of scalar memory, and {rows} rows of {width} blocks take {needed:,}; "
+        f"stores block tables in {SMEM:,} bytes of scalar memory, and {rows} rows of {width} blocks take {needed:,}; "
         "lower max_num_seqs or max_model_len, or raise block_size"
     )
 
 
-def obstacle(device: Any) -> str:
-    """What keeps a device from running the kernel, as the rest of a sentence; empty when nothing does."""
+def wrong_device(device: Any) -> str:
+    """Returns why a device cannot run the kernel, as the rest of a sentence; empty if it can."""
     if device.platform != "tpu":
         return f"runs on platform 'tpu' and not on {device.platform!r}"
     if not TpuTiles.names(device.device_kind):
         return f"has no tile sizes for {device.device_kind!r}; add a file to pallas_kernels/tiles"
     return ""
+
+
+def obstacle(
+    device: Any, *, dtype: str, query_dtype: str, head_dim: int, block_size: int, kv_heads: int, heads: int
+) -> str:
+    """See `Implementation`."""
+    return wrong_device(device) or unsupported(dtype, head_dim, block_size, heads // kv_heads)
+
+
+IMPLEMENTATION = Implementation("pallas_tpu", paged_attention, obstacle, row_size, kv_write_tpu.write)

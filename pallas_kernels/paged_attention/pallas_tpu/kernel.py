@@ -1,20 +1,20 @@
-"""Attention of tiles of queries over pages: Pallas, Mosaic TPU. Decodes and prompt chunks are one kernel in two sizes.
+"""Attention of tiles of queries over pages: Pallas, Mosaic TPU. Decodes and prompt chunks are one kernel of two sizes.
 
     grid        blocks of U tiles of queries, one after another; Pallas copies queries in and results out
     item        (tile of a block, row of the batch): the tile's queries of one sequence, over the context they see
-    step        an item's next `span` context tokens: its pages, each copied whole from HBM by a DMA of its own
+    step        an item's next `span` context tokens: its pages, each copied whole from HBM by one DMA
     ring        `stages` spans of keys and values in VMEM. A cursor in scalar memory walks all items ahead of the
-                computation, across tiles and blocks, so that a short context is on its way while another is computed
+                computation, across tiles and blocks, so that a short context is copied while another is computed
 
 A tile has R rows for each key head, one for each (stream, query head, query token). A row of a page has L lanes, 128 or
-D above that; of D numbers a token, L / D tokens share it. The query is there once for each of them, a *stream*:
+D if it is larger, so L / D tokens share it. The tile has the query once for each of these tokens, a *stream*:
 
         row of a page    | token 2 i       | token 2 i + 1   |          D = 64
         stream 0         | q               | 0               |          scores of the even tokens
         stream 1         | 0               | q               |          scores of the odd ones
 
-Streams are softmaxes of their own, merged when the item ends like the parts of a split context (Flash-Decoding). So no
-lane is padding, neither in HBM nor on the way. Exponentials are powers of two.
+Each stream has its own softmax. They are merged at the item's end like the parts of a split context (Flash-Decoding).
+So no lane is padding, neither in HBM nor in a copy. Exponentials are powers of two.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.shared.tpu import LANES, pinned
+
 NEG = -1e30  # a finite minus infinity: exp2(NEG - NEG) is a number, and where a score is real its weight is 0
-LANES = 128
 UNROLLED = 4  # key heads in one body of the loop over them
 LOG2E = math.log2(math.e)
 ITEM, STEP, SENT, USED = range(4)  # of the cursor: the item and step that is copied next, spans copied, spans used
 
 
 class Work(NamedTuple):
-    """What there is to do, for scalar memory: I items, those of a block side by side."""
+    """The work, for scalar memory: I items, those of a block side by side."""
 
     first: jax.Array  # [blocks + 1] the items of block i are first[i] : first[i + 1]
     unit: jax.Array  # [I] which tile of its block
-    row: jax.Array  # [I] of the block tables
+    row: jax.Array  # [I] the row of the block tables
     begin: jax.Array  # [I] the tile's query tokens begin : end are the row's
     end: jax.Array  # [I]
-    base: jax.Array  # [I] position in the row's context of the tile's token 0; below 0 where that is another row's
+    base: jax.Array  # [I] position in the row's context of the tile's token 0; below 0 if that token is another row's
     start: jax.Array  # [I] its steps are start : stop of the row's context, at least one
     stop: jax.Array  # [I]
 
 
 class Sizes(NamedTuple):
-    """What a kernel is built of."""
+    """The sizes of a kernel."""
 
     units: int  # tiles of a block: U
     tokens: int  # query tokens of a tile, a power of two
@@ -61,7 +62,7 @@ class Sizes(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What becomes of q k^T, as in the contract."""
+    """The options of q k^T, as in the contract."""
 
     scale: float
     window: int | None
@@ -69,7 +70,7 @@ class Scores(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """What a kernel is built with, its arguments and its scratch memory."""
+    """A kernel's sizes and options, its arguments and its scratch memory."""
 
     sizes: Sizes
     scores: Scores
@@ -90,10 +91,10 @@ class Refs(NamedTuple):
 
 
 def vmem_bytes(q_shape, q_itemsize: int, itemsize: int, sizes: Sizes) -> int:
-    """Bytes of VMEM: the ring, the running sums, queries and results twice because Pallas copies ahead, and scores.
+    """Returns bytes of VMEM: the ring, the running sums, scores, and queries and results twice, as Pallas copies ahead.
 
-    What the compiler keeps of scores is an estimate: of as many heads as are computed in a row, four numbers of 32 bits
-    for each score; six if pages are in float32, which takes several passes of the matrix unit.
+    The compiler's memory for scores is an estimate: for the heads that are computed in a row, four numbers of 32 bits a
+    score, or six if pages are in float32, which needs several passes of the matrix unit.
 
     Args:
         q_shape: [blocks, U, K, R, L].
@@ -107,7 +108,7 @@ def vmem_bytes(q_shape, q_itemsize: int, itemsize: int, sizes: Sizes) -> int:
 
 
 def attend(q, k_pages, v_pages, tables, work: Work, sizes: Sizes, scores: Scores, *, width, vmem_limit, interpret):
-    """Every tile's queries over what they see.
+    """Computes the attention of every tile's queries over the tokens that they see.
 
     Args:
         q: [blocks, U, K, R, L] tiles, R in the order (stream, query head, query token).
@@ -119,7 +120,7 @@ def attend(q, k_pages, v_pages, tables, work: Work, sizes: Sizes, scores: Scores
 
     Returns:
         [blocks, U, K, R / streams, L] in q's dtype: the result is in the first D lanes of (query head, query token).
-        Zeros for queries that no item covers.
+        Queries without an item have zeros.
     """
     blocks, units, heads, rows, lanes = q.shape
     ring = (sizes.stages, sizes.span // sizes.block_size, heads, *k_pages.shape[2:])
@@ -151,13 +152,6 @@ def attend(q, k_pages, v_pages, tables, work: Work, sizes: Sizes, scores: Scores
     return call(*work, tables, q, *pinned(k_pages, v_pages, interpret=interpret))
 
 
-def pinned(*pages: jax.Array, interpret: Any) -> list[jax.Array]:
-    """Arrays that stay in HBM: XLA would copy one that is small enough to VMEM, and back."""
-    if interpret:
-        return list(pages)
-    return [pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in pages]
-
-
 def _kernel(sizes: Sizes, scores: Scores, width: int, *refs) -> None:
     """One block of the grid."""
     scalars = len(Work._fields)
@@ -178,7 +172,7 @@ def _kernel(sizes: Sizes, scores: Scores, width: int, *refs) -> None:
 
 
 def _seen(r: Refs, item):
-    """(first, last + 1) of the context tokens that the item's queries see."""
+    """Returns (first, last + 1) of the context tokens that the item's queries see."""
     w, first = r.work, jnp.int32(0)
     if r.scores.window is not None:
         first = lax.max(w.base[item] + w.begin[item] + 1 - r.scores.window, first)
@@ -186,19 +180,19 @@ def _seen(r: Refs, item):
 
 
 def page_range(r: Refs, step, seen) -> tuple[Any, Any]:
-    """Which pages of a step hold tokens that are seen, from 0 for the step's first."""
+    """Returns (first, last + 1) of a step's pages with visible tokens; 0 is the step's first page."""
     start = step * r.sizes.span
     first = lax.max(seen[0] - start, 0) // r.sizes.block_size
     return first, pl.cdiv(lax.min(seen[1] - start, r.sizes.span), r.sizes.block_size)
 
 
 def page_of(r: Refs, item, step, page):
-    """The id of a step's page."""
+    """Returns the id of a step's page."""
     return r.tables[r.work.row[item] * r.width + step * (r.sizes.span // r.sizes.block_size) + page]
 
 
 def _copies(r: Refs, slot, item, step, act) -> None:
-    """`act` on the copy of each page of a step, keys and values, into a slot of the rings."""
+    """Calls `act` for the copy of each page of a step, keys and values, into a slot of the rings."""
 
     def one(page, _):
         source = page_of(r, item, step, page)
@@ -209,7 +203,7 @@ def _copies(r: Refs, slot, item, step, act) -> None:
 
 
 def _send(r: Refs, total) -> None:
-    """Start the copies that the cursor is at, if there are any, and move it on."""
+    """Starts the copies of the cursor's step, if there is one, and moves the cursor to the next."""
     item, step = r.cursor[ITEM], r.cursor[STEP]
 
     @pl.when(item < total)
@@ -224,12 +218,12 @@ def _send(r: Refs, total) -> None:
 
 
 def slot_of(r: Refs, number):
-    """Where in the rings the span is that was copied `number`-th."""
+    """Returns the slot of the rings of the span that was copied `number`-th."""
     return lax.rem(number, jnp.int32(r.sizes.stages))
 
 
 def wait(r: Refs, slot, item, step) -> None:
-    """Until a step's pages are there."""
+    """Waits until a step's pages have arrived."""
     _copies(r, slot, item, step, lambda copy: copy.wait())
 
 
@@ -237,7 +231,7 @@ def wait(r: Refs, slot, item, step) -> None:
 
 
 def _over_heads(heads: int, body) -> None:
-    """body(head) for each key head; a few in a row, so that one's products run beside another's exponentials."""
+    """Calls body(head) for each key head, a few in a row: products of one run beside exponentials of another."""
     at_once = next(n for n in range(min(UNROLLED, heads), 0, -1) if heads % n == 0)
 
     def some(i, _):
@@ -270,9 +264,9 @@ def _item(r: Refs, item, total) -> None:
 
 
 def _clear(r: Refs, slot, step, seen) -> None:
-    """Zeros in place of values that are not seen, for a weight of 0 does not hide a NaN.
+    """Sets values that are not visible to zero, because 0 * NaN is not 0.
 
-    And of keys, where the zeros of one stream's query meet those of another's tokens.
+    With several streams, also keys: there the zeros of one stream's query are multiplied by another stream's tokens.
     """
     _, pages, heads, rows, lanes = r.v_ring.shape
     number = lambda axis: lax.broadcasted_iota(jnp.int32, (pages, rows, lanes), axis)  # noqa: E731
@@ -288,7 +282,7 @@ def _clear(r: Refs, slot, step, seen) -> None:
 
 
 def _hidden(r: Refs, item, step):
-    """[R, span / streams] bool: which keys of a step a row of the tile does not see."""
+    """Returns [R, span / streams] bool: the keys of a step that a row of the tile does not see."""
     rows = r.acc.shape[1]
     shape = (rows, r.sizes.span // r.sizes.streams)
     row, column = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
@@ -299,7 +293,7 @@ def _hidden(r: Refs, item, step):
 
 
 def _update(r: Refs, unit, slot, head, hidden) -> None:
-    """Take one head's span into the running softmax."""
+    """Merges one head's span into the running softmax."""
     q, keys, values = r.q[0, unit, head], r.k_ring[slot, :, head], r.v_ring[slot, :, head]
     dtype = jnp.promote_types(q.dtype, keys.dtype)
     keys, values = (a.reshape(-1, a.shape[-1]).astype(dtype) for a in (keys, values))
@@ -318,14 +312,14 @@ def _update(r: Refs, unit, slot, head, hidden) -> None:
 
 
 def capped(x, scores: Scores):
-    """Scores as powers of two: exp2 of the result is exp of the scaled, perhaps capped, product."""
+    """Returns scores as powers of two: exp2 of the result is exp of the scaled, perhaps capped, product."""
     if scores.soft_cap is None:
         return x * (scores.scale * LOG2E)
     return jnp.tanh(x * (scores.scale / scores.soft_cap)) * (scores.soft_cap * LOG2E)
 
 
 def _finish(r: Refs, item, head) -> None:
-    """Merge the streams and write the results of the item's queries beside those of the tile's other rows."""
+    """Merges the streams and writes the results of the item's queries; those of the tile's other rows stay."""
     rows, lanes = r.acc.shape[1:]
     kept = rows // r.sizes.streams
     parts = [pl.ds(stream * kept, kept) for stream in range(r.sizes.streams)]
@@ -337,7 +331,7 @@ def _finish(r: Refs, item, head) -> None:
     for stream, (part, top) in enumerate(zip(parts, tops, strict=True)):
         weight = jnp.exp2(top - best)  # 0 for a stream that has seen nothing
         acc = r.acc[head, part]
-        if stream:  # its numbers to the first lanes
+        if stream:  # moves its numbers to the first lanes
             acc = pltpu.roll(acc, lanes - stream * (lanes // r.sizes.streams), 1)
         total, norm = total + acc * weight, norm + r.norm[head, part][:, :1] * weight
     result = (total / norm).astype(r.out.dtype)

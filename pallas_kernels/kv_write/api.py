@@ -1,0 +1,59 @@
+"""The contract of every implementation of writing keys and values into pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_write import pallas_tpu, xla
+
+# (k_pages, v_pages, k, v, slots, *, rows) -> (k_pages, v_pages)
+Write = Callable[..., tuple[jax.Array, jax.Array]]
+
+IMPLS: dict[str, Write] = {"xla": xla.write, "pallas_tpu": pallas_tpu.write}
+
+
+def write(
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    *,
+    rows: int,
+    impl: str | Write,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the keys and values of T tokens into their slots.
+
+    Args:
+        k_pages, v_pages: [P, K, S, D] of one layer, or rows of several tokens, [P, K, S D / L, L]. uint8 holds the bits
+            of float8_e4m3fn.
+        k, v: [T, K, D]; they are rounded to the dtype of the pages.
+        slots: [T] int32, page * S + offset. Tokens of one sequence are adjacent and so are their slots. All padding
+            tokens are at the end and point into page 0.
+        rows: the number of sequences, B. It bounds the number of pages that are written.
+        impl: one of IMPLS, or a function with this contract.
+
+    Returns:
+        (k_pages, v_pages). Only the slots of real tokens and page 0 differ from the arguments.
+
+    Raises:
+        ValueError: an unknown impl, or shapes that do not match; the message names the shapes.
+    """
+    if isinstance(impl, str) and impl not in IMPLS:
+        raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
+    _check(k_pages, v_pages, k, v, slots)
+    return (IMPLS[impl] if isinstance(impl, str) else impl)(k_pages, v_pages, k, v, slots, rows=rows)
+
+
+def _check(k_pages, v_pages, k, v, slots) -> None:
+    shapes = f"k_pages {k_pages.shape}, v_pages {v_pages.shape}, k {k.shape}, v {v.shape}, slots {slots.shape}"
+    if (k_pages.ndim, k.ndim, slots.ndim) != (4, 3, 1) or k_pages.shape != v_pages.shape or k.shape != v.shape:
+        raise ValueError(f"k_pages and v_pages must both be [P, K, S, D], k and v [T, K, D], slots [T]; got {shapes}")
+    t, heads, d = k.shape
+    if k_pages.shape[1] != heads or k_pages.shape[3] % d or slots.shape[0] != t:
+        raise ValueError(f"pages, new tokens and slots must have the same K, D and T; got {shapes}")
+    if slots.dtype != jnp.int32:
+        raise ValueError(f"slots is {slots.dtype}; it must be int32")

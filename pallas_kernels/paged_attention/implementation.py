@@ -1,0 +1,44 @@
+"""The record that describes an implementation of paged attention: all that an engine needs to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels.kv_write import xla as kv_write_xla
+from pallas_kernels.kv_write.api import Write
+
+
+def _no_obstacle(device: Any, **sizes: Any) -> str:
+    return ""
+
+
+def _one_token(head_dim: int) -> int:
+    return head_dim
+
+
+def _nothing(dtype: str) -> None:
+    pass
+
+
+class Implementation(NamedTuple):
+    """An implementation of paged attention.
+
+    name: its name in error messages and in `api.IMPLS`.
+    attend: (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale, window, soft_cap) -> [T, N, D], the
+        contract of `api.paged_attention`. Pages come in rows of `page_row(D)` numbers.
+    obstacle: (device, *, dtype, query_dtype, head_dim, block_size, kv_heads, heads) -> the reason why it cannot serve
+        such a cache on the device, as the rest of a sentence; empty if it can. `dtype` is that of the keys and values.
+    page_row: head_dim -> the numbers in a row of a page, a multiple of head_dim.
+    write: writes new keys and values into the pages, the contract of `kv_write.api.write`.
+    prepare: (dtype of the keys and values) -> None. Starts work that is needed once a process, before any tracing.
+    """
+
+    name: str
+    attend: Callable[..., jax.Array]
+    obstacle: Callable[..., str] = _no_obstacle
+    page_row: Callable[[int], int] = _one_token
+    write: Write = kv_write_xla.write
+    prepare: Callable[[str], None] = _nothing

@@ -1,0 +1,1 @@
+"""Code that the kernels of several operations share: one module a device or a number format. Imports no operation."""

@@ -1,0 +1,28 @@
+"""Facts about TPUs and their arrays that all TPU kernels use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128  # numbers in a row of a TPU's registers and of its arrays in HBM
+
+
+def row_size(head_size: int) -> int:
+    """Returns L, the numbers in a row of a page as a TPU kernel reads it: 128, or the head size if it is larger."""
+    return max(LANES, head_size)
+
+
+def pinned(*pages: jax.Array, interpret: Any) -> list[jax.Array]:
+    """Returns the arrays with the constraint that they stay in HBM. XLA would copy a small one to VMEM and back."""
+    if interpret:
+        return list(pages)
+    return [pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in pages]
+
+
+def device_kind() -> str:
+    """Returns JAX's name of the device that is compiled for: the mesh's device if a mesh is set, else the first one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.device_kind if device is not None else jax.devices()[0].device_kind

@@ -1,0 +1,130 @@
+"""Implementations of attention in an engine: the default, limits, and one's own in a file."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from pagedjax import LLM, EngineConfig, SamplingParams
+from pagedjax.device import attention
+from pallas_kernels.paged_attention import IMPLS, Implementation
+
+SIZES = {"query_dtype": "float32", "head_dim": 64, "block_size": 16, "kv_heads": 3, "heads": 9}
+OWN = """
+from pallas_kernels.paged_attention import Implementation, paged_attention
+
+prepared, shapes = [], []
+
+
+def attend(q, k_pages, v_pages, *rest, **options):
+    shapes.append(k_pages.shape)
+    return paged_attention(q, k_pages, v_pages, *rest, impl="reference", **options)
+
+
+def obstacle(device, *, block_size, **sizes):
+    return "" if block_size == 8 else f"needs blocks of 8 tokens, and they have {block_size}"
+
+
+def two_tokens(head_dim):
+    return 2 * head_dim
+
+
+MINE = Implementation("mine", attend, obstacle, page_row=two_tokens, prepare=prepared.append)
+SIZE = 8
+"""
+
+
+@pytest.fixture
+def own(tmp_path) -> str:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    return f"{tmp_path}/own.py:MINE"
+
+
+def greedy(model, impl: str) -> tuple[list[tuple[int, ...]], LLM]:
+    sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 40}
+    llm = LLM(model, attention_impl=impl, progress=False, max_model_len=64, **sizes)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[5, 6, 7], list(range(3, 30)), [9]]
+    return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)], llm
+
+
+def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folder, own):
+    """A wrapper of `reference` whose pages have rows of two tokens."""
+    expected, _ = greedy(tiny_folder, "reference")
+    found, llm = greedy(tiny_folder, own)
+    assert found == expected
+    assert llm.engine.config.attention_impl == own
+    file = attention.find(own).attend.__globals__
+    assert file["prepared"] == ["float32"]
+    m = llm.engine.model.config
+    assert set(file["shapes"]) == {(41, m.kv_heads, 4, 2 * m.head_dim)}
+
+
+def test_own_implementation_is_loaded_once_and_again_after_its_file_changes(own, tmp_path):
+    first = attention.find(own)
+    assert attention.find(own) is first
+    file = tmp_path / "own.py"
+    file.write_text(OWN.replace('"mine"', '"other"'), encoding="utf-8")
+    os.utime(file, ns=(0, 1))
+    assert attention.find(own).name == "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("refrence", r"attention_impl is 'refrence'; .*\(did you mean 'reference'\?\)"),
+        (
+            "nowhere.py:MINE",
+            r"attention_impl is 'nowhere.py:MINE', but there is no file nowhere.py; write one of refer",
+        ),
+        (
+            "no_such_module:MINE",
+            "no_such_module cannot be imported .*; write one of reference, xla, cpu, .*module:NAME",
+        ),
+        ("own.py:THEIRS", r"THEIRS in own.py is no Implementation; those in it: \['MINE'\]"),
+        ("own.py:SIZE", r"SIZE in own.py is no Implementation"),
+        ("json:dumps", "dumps in json is no Implementation; those in it: none"),
+        (":MINE", "attention_impl is ':MINE'; write one of"),
+    ],
+)
+def test_unknown_implementations_raise_with_the_reason(own, tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        attention.find(EngineConfig(attention_impl=name).attention_impl or "")
+
+
+def test_own_implementation_that_cannot_serve_raises_with_its_reason(own):
+    with pytest.raises(
+        ValueError, match=r"attention_impl '.*own.py:MINE' needs blocks of 8 tokens, and they have 16; 'x"
+    ):
+        attention.choose(own, jax.devices()[0], dtype="float32", **SIZES)
+
+
+class Device(NamedTuple):
+    platform: str
+    device_kind: str = ""
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "head_dim", "expected"),
+    [
+        ("cpu", "float32", 64, "cpu"),
+        ("cpu", "float16", 64, "xla"),
+        ("cpu", "float32", 12, "xla"),
+        ("gpu", "bfloat16", 64, "xla"),
+        ("tpu", "bfloat16", 64, "xla"),
+    ],
+)
+def test_default_is_the_compiled_kernel_on_a_cpu_where_it_can_serve(platform, dtype, head_dim, expected):
+    pytest.importorskip("numba")
+    sizes = SIZES | {"head_dim": head_dim}
+    assert attention.choose(None, Device(platform), dtype=dtype, **sizes) == expected
+
+
+def test_every_implementation_is_a_record_under_its_name():
+    assert all(isinstance(impl, Implementation) and impl.name == name for name, impl in IMPLS.items())
+    for name in IMPLS:  # the configuration knows the same names
+        assert EngineConfig(attention_impl=name).attention_impl == name

@@ -1,0 +1,167 @@
+"""Writing keys and values into pages: the contract, by XLA's scatter and by the TPU kernel, interpreted."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import kv_write
+from pallas_kernels.kv_write import pallas_tpu
+from pallas_kernels.shared.tpu import row_size
+from tests.pallas_kernels.test_paged_attention_tpu import SMALL, both_modes, slow, without_races
+
+
+class Case(NamedTuple):
+    """Tokens (first position, number) of sequences, each with pages of its own, then padding tokens."""
+
+    rows: tuple[tuple[int, int], ...] = ((5, 20), (17, 1), (3, 1), (0, 13), (15, 7))
+    padding: int = 6
+    heads: int = 2
+    d: int = 64
+    s: int = 16
+    dtype: str = "bfloat16"
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """k_pages, v_pages [P, K, S, D], k, v [T, K, D], slots [T]."""
+        rng, slots, page = np.random.default_rng(0), [], 1
+        for begin, count in self.rows:
+            position = np.arange(begin, begin + count)
+            slots += list((page + position // self.s) * self.s + position % self.s)
+            page += -(-(begin + count) // self.s)
+        t = len(slots) + self.padding
+        new = rng.standard_normal((2, t, self.heads, self.d), np.float32)
+        pages = rng.standard_normal((2, page, self.heads, self.s, self.d), np.float32).astype(jnp.dtype(self.dtype))
+        return *pages, *new, np.array([*slots, *[0] * self.padding], np.int32)
+
+
+def expected(pages: np.ndarray, new: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Pages [P, K, S, D] with the new tokens in their slots, one after another."""
+    pages, s = pages.copy(), pages.shape[2]
+    for slot, token in zip(slots, new.astype(pages.dtype), strict=True):
+        pages[slot // s, :, slot % s] = token
+    return pages
+
+
+def assert_written(found: tuple[jax.Array, ...], case: Case) -> None:
+    """Compares the pages in rows of any length. Page 0 has padding and may have anything."""
+    k_pages, v_pages, k, v, slots = case.arrays()
+    (p, heads, s, d), t = k_pages.shape, len(slots)
+    dims = chex.Dimensions(P=p, K=heads, S=s, D=d, T=t)
+    chex.assert_shape([k, v], dims["TKD"])
+    chex.assert_shape(slots, dims["T"])
+    for pages, old, new in zip(found, (k_pages, v_pages), (k, v), strict=True):
+        pages = np.asarray(pages).reshape(dims["PKSD"])
+        chex.assert_type(pages, old.dtype)
+        chex.assert_trees_all_equal(pages[1:], expected(old, new, slots)[1:], strict=True)
+
+
+def in_rows(pages: np.ndarray) -> jax.Array:
+    """The layout of a TPU: rows of 128 numbers or more."""
+    return jnp.asarray(pages).reshape(*pages.shape[:2], -1, row_size(pages.shape[3]))
+
+
+class WithAndWithoutJit(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_tokens_are_in_their_slots_and_other_slots_are_unchanged(self):
+        call = self.variant(partial(kv_write.write, rows=6, impl="xla"))
+        for s in (1, 8, 16):
+            for dtype in ("float32", "bfloat16"):
+                case = Case(d=16, s=s, dtype=dtype)
+                assert_written(call(*map(jnp.asarray, case.arrays())), case)
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_rows_of_several_tokens_have_the_same_bytes(self):
+        """The scatter into the layout of a TPU."""
+        call = self.variant(partial(kv_write.write, rows=6, impl="xla"))
+        for d, s in ((64, 16), (64, 8), (16, 16), (128, 8)):
+            case = Case(d=d, s=s, dtype="float32")
+            k_pages, v_pages, *new = case.arrays()
+            assert_written(call(in_rows(k_pages), in_rows(v_pages), *map(jnp.asarray, new)), case)
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_8_bits_saturate_and_keep_nan(self):
+        pages = jnp.zeros((2, 1, 2, 4), jnp.uint8)
+        values = jnp.array([[[1e6, -1e6, 3.3, np.nan]]], jnp.float32)
+        call = self.variant(partial(kv_write.write, rows=1, impl="xla"))
+        for found in call(pages, pages, values, values, jnp.array([2], jnp.int32)):
+            chex.assert_type(found, jnp.uint8)
+            stored = jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn)[1, 0, 0].astype(jnp.float32)
+            chex.assert_trees_all_equal(stored, jnp.array([448, -448, 3.25, np.nan]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_pages": (5, 2, 128)}, r"must both be \[P, K, S, D\].* got k_pages \(5, 2, 128\)"),
+        ({"v_pages": (4, 2, 8, 16)}, r"must both be \[P, K, S, D\]"),
+        ({"v": (8, 2, 8)}, r"k and v \[T, K, D\]"),
+        ({"slots": (8, 1)}, r"slots \[T\]; got .*slots \(8, 1\)"),
+        ({"slots": (7,)}, "must have the same K, D and T"),
+        ({"k": (8, 3, 16), "v": (8, 3, 16)}, "must have the same K, D and T"),
+        ({"k": (8, 2, 12), "v": (8, 2, 12)}, "must have the same K, D and T"),
+    ],
+)
+def test_wrong_shapes_raise_with_the_shapes(change, message):
+    good = {"k_pages": (5, 2, 8, 16), "v_pages": (5, 2, 8, 16), "k": (8, 2, 16), "v": (8, 2, 16), "slots": (8,)}
+    arguments = [
+        jnp.zeros(shape, jnp.int32 if name == "slots" else "float32") for name, shape in (good | change).items()
+    ]
+    with pytest.raises(ValueError, match=message):
+        kv_write.write(*arguments, rows=1, impl="xla")
+
+
+def test_unknown_implementations_and_slots_of_another_type_raise():
+    arguments = [jnp.asarray(a) for a in Case().arrays()]
+    with pytest.raises(ValueError, match="impl is 'triton'; it must be one of 'xla', 'pallas_tpu'"):
+        kv_write.write(*arguments, rows=6, impl="triton")
+    with pytest.raises(ValueError, match="slots is int16; it must be int32"):
+        kv_write.write(*arguments[:4], arguments[4].astype(jnp.int16), rows=6, impl="xla")
+
+
+# --- the TPU kernel ---------------------------------------------------------------------------------------------------
+
+
+def check(case: Case, mode: str) -> None:
+    k_pages, v_pages, *new = case.arrays()
+    pages, new = [in_rows(k_pages), in_rows(v_pages)], list(map(jnp.asarray, new))
+
+    def compute(interpret):
+        write = partial(kv_write.IMPLS["pallas_tpu"], tiles=SMALL, interpret=interpret)
+        return kv_write.write(*pages, *new, rows=len(case.rows) + 1, impl=write)
+
+    assert_written(without_races(compute, mode), case)
+
+
+TPU_SHAPES = [(d, s, dtype) for d in (64, 128, 256) for s in (8, 16, 32, 64, 128) for dtype in ("bfloat16", "float32")]
+
+
+@both_modes
+@pytest.mark.parametrize(("d", "s", "dtype"), [(64, 16, "bfloat16"), *(slow(*shape) for shape in TPU_SHAPES)])
+def test_tpu_kernel_writes_tokens_into_their_slots_and_nowhere_else(d, s, dtype, mode):
+    check(Case(d=d, s=s, dtype=dtype), mode)
+
+
+@pytest.mark.slow
+def test_tpu_kernel_writes_one_token_a_row_one_long_row_and_no_token():
+    check(Case(rows=tuple((i % 16, 1) for i in range(40)), padding=0), "on_wait")
+    check(Case(rows=((0, 64),), padding=0), "eager")
+    check(Case(rows=((7, 1),), padding=0), "eager")
+    check(Case(rows=(), padding=8), "eager")
+
+
+@pytest.mark.parametrize(
+    ("phase", "mode"),
+    [("read", "on_wait"), ("finish", "eager"), slow("read", "eager"), slow("finish", "on_wait")],
+)
+def test_the_checks_detect_a_missing_wait(phase, mode, monkeypatch):
+    """A wait for the pieces that are read, or for those that are written back."""
+    right = pallas_tpu.wait
+    monkeypatch.setattr(pallas_tpu, "wait", lambda copies, which: which != phase and right(copies, which))
+    with pytest.raises(Exception, match=r"without an order|Arrays are not equal|[Ss]emaphore"):
+        check(Case(), mode)
