@@ -35,6 +35,9 @@ class LLM:
         model: what `load_model` opens, or what it or `from_params` returned; None is DEFAULT_MODEL.
         params, config, tokenizer: in place of `model`, what `from_params` takes.
         progress: show progress bars while loading and compiling.
+        compilation_cache: keep compiled programs in ~/.cache/pagedjax/xla, 1 GiB at most, so that the next process
+            starts faster. JAX's options are restored after each compilation. If JAX has a cache folder already
+            (`JAX_COMPILATION_CACHE_DIR`), that one is used, and this changes nothing.
         engine: the fields of `EngineConfig`, by name.
     """
 
@@ -46,10 +49,15 @@ class LLM:
         config: Mapping[str, Any] | DecoderConfig | None = None,
         tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
         progress: bool = True,
+        compilation_cache: bool = True,
         **engine: Any,
     ) -> None:
         engine_config = from_dict(EngineConfig, engine)
-        compilations.keep_compilations()
+        with compilations.disk_cache(compilation_cache):
+            self._open(model, params, config, tokenizer, progress, engine_config)
+
+    def _open(self, model: Any, params: Any, config: Any, tokenizer: Any, progress: bool, engine_config: Any) -> None:
+        """Load the model and make its engine."""
         if params is not None:
             if model is not None or config is None:
                 raise ValueError("params come with config, what the model's config.json says, and in place of model")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from pagedjax.config import Resolved
+from pagedjax.engine import compilations
 
 
 class Key(NamedTuple):
@@ -69,9 +70,11 @@ class Lazy(dict[Key, Any]):
     def __init__(self, build: Build, config: Resolved) -> None:
         super().__init__()
         self._build, self._config = build, config
+        self._on_disk = compilations.disk_cache_active()
 
     def __missing__(self, key: Key) -> Any:
-        self[key] = self._build(key, self._config)
+        with compilations.disk_cache(self._on_disk):
+            self[key] = self._build(key, self._config)
         return self[key]
 
 
