@@ -261,10 +261,8 @@ def parser() -> argparse.ArgumentParser:
     )
     server.add_argument("--drain-seconds", type=int, default=60, help="for unfinished requests at a stop")
     number = {"type": int, "default": 0, "metavar": "N"}
-    server.add_argument(
-        "--min-priority", **number, help="the lowest number (most urgent) of clients; the default is 0"
-    )
-    server.add_argument("--max-priority", **number, help="the highest number (least urgent) of clients; the default is 0")
+    server.add_argument("--min-priority", **number, help="the lowest number (most urgent) of clients; default 0")
+    server.add_argument("--max-priority", **number, help="the highest number (least urgent) of clients; default 0")
     server.add_argument(
         "--allow-user", action="store_true", help="the policy fair shares by the field user of requests"
     )

@@ -72,8 +72,9 @@ def disk_cache(enabled: bool = True) -> Iterator[None]:
         "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
     with _options:
-        mine = enabled and jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is None
         before = {name: getattr(jax.config, name) for name in options}
+        switched_on = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009  (pyright does not know it)
+        mine = enabled and switched_on and before["jax_compilation_cache_dir"] is None
         if mine:
             _active = True
             _add_access_times(folder)
