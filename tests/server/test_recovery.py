@@ -54,7 +54,7 @@ def test_a_step_that_fails_once_changes_no_token(tiny, reference, failing, caplo
         wait_until(lambda: idle(found.worker))
     assert failed == [1, 5, 6, 9]
     logged = [record.getMessage() for record in caplog.records if "step failed" in record.getMessage()]
-    assert [text.split("(")[1].split(")")[0] for text in logged] == ["1 of 3", "1 of 3", "2 of 3", "1 of 3"]
+    assert [text.split("(")[1].split(")")[0] for text in logged] == [f"{count} of 3 in a row" for count in (1, 1, 2, 1)]
 
 
 def test_three_failed_steps_in_a_row_end_the_engine(tiny, failing):
