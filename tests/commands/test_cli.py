@@ -143,13 +143,13 @@ def test_every_engine_option_is_a_field_with_its_type():
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     args = vars(cli.parser().parse_args(["serve"]))
     assert {name for name in fields if args[name] is not None} == set()
-    words = ["--block-size", "8", "--memory-fraction", "0.25", "--no-mixed-steps", "--token-buckets", "8,64"]
+    words = ["--block-size", "8", "--memory-fraction", "0.25", "--no-mixed-steps", "--token-buckets", "8,2048"]
     args = vars(cli.parser().parse_args(["serve", *words, "--policy", "a.py:B", "--kv-cache-dtype", "float16"]))
     assert EngineConfig(**{name: args[name] for name in fields if args[name] is not None}) == EngineConfig(
         block_size=8,
         memory_fraction=0.25,
         mixed_steps=False,
-        token_buckets=(8, 64),
+        token_buckets=(8, 2048),
         policy="a.py:B",
         kv_cache_dtype="float16",
     )
