@@ -1,4 +1,7 @@
-"""The commands of `pagedjax`: thin wrappers, nothing that the library does not do itself."""
+"""The commands of `pagedjax`: options of the command line, and calls of the library."""
+
+# argparse stays: with tyro or typer the options are as many lines, `--help` takes 0.25 s instead of 0.1 s, and an error
+# is a box of several lines instead of one line.
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code; errors of the user are one line on stderr."""
+    """Run the command line. Returns the exit code. An error of the user is one line on stderr."""
     args = parser().parse_args(argv)
     try:
         return args.run(args)
-    except BrokenPipeError:  # the reader has gone, as in `| head`
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         sys.stderr.close()
         return 0
     except (ValueError, OSError) as error:
@@ -31,7 +35,7 @@ def generate(args: argparse.Namespace) -> int:
     params = sampling(args, stop=tuple(args.stop))
     from pagedjax import LLM
 
-    llm = LLM(args.model, progress=sys.stderr.isatty(), **engine_options(args))
+    llm = LLM(args.model, **start_options(args), **engine_options(args))
     prompt = args.prompt if args.prompt != "-" else sys.stdin.read()
     ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if args.chat else prompt
     if not args.chat and not args.only_new:
@@ -43,15 +47,19 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def sampling(args: argparse.Namespace, **more: Any) -> Any:
-    """What an answer is drawn with; checked before a model is loaded."""
+    """The sampling parameters. They are checked before a model is loaded."""
     from pagedjax import SamplingParams
 
     names = ("temperature", "top_p", "top_k", "seed", "max_tokens")
     return SamplingParams(**{name: getattr(args, name) for name in names}, **more)
 
 
+def start_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache}
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What `generate` asks of an engine: one request, and its first token soon."""
+    """The engine of `generate` and `chat`: for one request, whose first token comes early."""
     return {
         "dtype": args.dtype,
         "weight_dtype": args.weight_dtype,
@@ -60,24 +68,24 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_num_seqs": 1,
         "max_num_batched_tokens": args.budget,
         "max_model_len": args.max_model_len,
-        "compilation": "lazy",  # it needs two or three of the buckets
+        "compilation": "lazy",  # one request needs two or three of the buckets
         "token_buckets": tuple(sorted({2 if args.dtype == "bfloat16" else 1, min(32, args.budget), args.budget})),
     }
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Talk with a chat model in the terminal. /help lists what else than talking it understands."""
+    """Talk with a chat model in the terminal. /help lists its commands."""
     params = sampling(args)
     from pagedjax import LLM
     from pagedjax.commands import chat as loop
 
-    llm = LLM(args.model, progress=sys.stderr.isatty(), enable_prefix_caching=True, **engine_options(args))
+    llm = LLM(args.model, **start_options(args), enable_prefix_caching=True, **engine_options(args))
     loop.chat(llm, params, system=args.system)
     return 0
 
 
 def convert(args: argparse.Namespace) -> int:
-    """Write a model to a new folder, which `--model` and LLM(...) open: as Orbax's arrays, or for other programs."""
+    """Write a model to a new folder that `--model` and LLM(...) open, in Orbax's format or as safetensors."""
     from pagedjax.weights.convert import convert as write
 
     shard_bytes = int(args.shard_gb * 1e9)
@@ -110,16 +118,16 @@ def trace(args: argparse.Namespace) -> int:
     return _write(args, ".trace.json", json.dumps(made, separators=(",", ":")))
 
 
-def _policies(own: str | None) -> dict[str, Any]:
+def _policies(name: str | None) -> dict[str, Any]:
     """The policies that a recording may name."""
     from pagedjax.host.policies import POLICIES, find
 
-    mine = [find(own)] if own else []
-    return {**POLICIES, **{policy.name: policy for policy in mine}}
+    added = [find(name)] if name else []
+    return {**POLICIES, **{policy.name: policy for policy in added}}
 
 
 def _decoder(model: str) -> Any:
-    """Token ids -> text, by a model's tokenizer; its weights stay where they are."""
+    """Token ids -> text, by a model's tokenizer. The weights are not loaded."""
     from functools import partial
 
     from pagedjax.text.tokenizer import load_tokenizer
@@ -129,7 +137,7 @@ def _decoder(model: str) -> Any:
 
 
 def _write(args: argparse.Namespace, ending: str, text: str) -> int:
-    """Write a file beside the recording, or where -o says; never over the recording itself."""
+    """Write a file beside the recording, or to the path of -o, but never over the recording."""
     target = Path(args.output) if args.output else Path(args.file).with_suffix(ending)
     if target.resolve() == Path(args.file).resolve():
         raise ValueError(f"{target} is the recording itself; name another file with -o")
@@ -143,7 +151,7 @@ def _write(args: argparse.Namespace, ending: str, text: str) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve a model to OpenAI's clients; SIGTERM and Ctrl-C finish what is under way."""
+    """Serve a model to OpenAI's clients. On SIGTERM and Ctrl-C, unfinished requests are completed first."""
     from pagedjax.config import EngineConfig
 
     needs("serve", "fastapi", "uvicorn", "prometheus_client")
@@ -154,7 +162,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def bench_serve(args: argparse.Namespace) -> int:
-    """Send requests to an OpenAI-compatible server on schedule, whether or not it keeps up, and tell its latencies."""
+    """Send requests to an OpenAI-compatible server at planned times, and print its latencies."""
     needs("serve", "httpx")
     from pagedjax.load_client import bench_serve
 
@@ -162,37 +170,48 @@ def bench_serve(args: argparse.Namespace) -> int:
 
 
 def needs(extra: str, *modules: str) -> None:
-    """Raise ValueError if one of them is not installed."""
+    """Raises ValueError if a module is not installed. `extra` is the one that installs them."""
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
-        raise ValueError(f"this needs {', '.join(missing)}, which the extra brings: pip install 'pagedjax[{extra}]'")
+        raise ValueError(f"this needs {', '.join(missing)}, which the extra installs: pip install 'pagedjax[{extra}]'")
 
 
 def add_engine_options(command: argparse.ArgumentParser) -> None:
-    """Every field of EngineConfig by its name; what is left out keeps its default."""
+    """An option for each field of EngineConfig."""
     from pagedjax.config import EngineConfig
 
-    group = command.add_argument_group("the engine (the fields of EngineConfig, which says what they are)")
+    group = command.add_argument_group("the engine (the fields of EngineConfig; its docstring explains them)")
+    hints = get_type_hints(EngineConfig)
     for field in dataclasses.fields(EngineConfig):
-        flag, kind = f"--{field.name.replace('_', '-')}", str(field.type)
-        if kind == "bool":
-            group.add_argument(flag, action=argparse.BooleanOptionalAction)
-        elif kind.startswith("tuple"):
-            group.add_argument(flag, type=_sizes, metavar="T,T,...")
+        flag, hint = f"--{field.name.replace('_', '-')}", hints[field.name]
+        (kind, *_) = [part for part in get_args(hint) if part is not NoneType] if NoneType in get_args(hint) else [hint]
+        default = "" if field.default is None else f"the default is {field.default}"
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
+        elif get_origin(kind) is tuple:
+            group.add_argument(flag, type=_sizes, metavar="T,T,...", help=default)
+        elif get_origin(kind) is Literal:
+            group.add_argument(flag, choices=get_args(kind), help=default)
         else:
-            number = int if kind.startswith("int") else float if kind.startswith("float") else str
-            group.add_argument(flag, type=number, metavar=field.name.rsplit("_", 1)[-1].upper())
+            group.add_argument(flag, type=kind, metavar=field.name.rsplit("_", 1)[-1].upper(), help=default)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+class Parser(argparse.ArgumentParser):
+    """Prints one line for an error, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"pagedjax: {message} (see {self.prog} --help)\n")
+
+
 def parser() -> argparse.ArgumentParser:
     from pagedjax import __version__
     from pagedjax.load_client.bench_serve import options as load_options
 
-    words = argparse.ArgumentParser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
+    words = Parser(prog="pagedjax", description="LLM inference in JAX with a paged KV cache")
     words.add_argument("--version", action="version", version=f"pagedjax {__version__}")
     commands = words.add_subparsers(required=True, metavar="command")
 
@@ -212,8 +231,8 @@ def parser() -> argparse.ArgumentParser:
 
     talk = commands.add_parser("chat", help="talk with a chat model", description=chat.__doc__)
     talk.add_argument("--model", default="smollm2-135m", help="directory, .gguf file, hub id or embedded model's name")
-    talk.add_argument("--system", help="the system text, in place of the one that the model's template may have")
-    talk.add_argument("--max-tokens", type=int, default=512, help="of one answer")
+    talk.add_argument("--system", help="the system text; replaces the one in the model's template")
+    talk.add_argument("--max-tokens", type=int, default=512, help="tokens of one answer at most")
     talk.add_argument("--temperature", type=float, default=0.7, help="0 is greedy; the default is 0.7")
     talk.add_argument("--top-p", type=float, default=0.95)
     talk.add_argument("--top-k", type=int, default=0)
@@ -231,35 +250,53 @@ def parser() -> argparse.ArgumentParser:
 
     server = commands.add_parser("serve", help="serve a model to OpenAI's clients", description=serve.__doc__)
     server.add_argument("model", nargs="?", default="smollm2-135m", help="directory, .gguf file, hub id or name")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one")
-    server.add_argument("--port", type=int, default=8000, help="0 takes one that is free, and prints it")
-    server.add_argument("--served-model-name", help="in requests and answers; the default is the model's own")
+    server.add_argument("--host", default="127.0.0.1", help="the address to listen on; 0.0.0.0 is all of them")
+    server.add_argument("--port", type=int, default=8000, help="0 chooses a free port and prints it")
+    server.add_argument("--served-model-name", help="in requests and answers; the default is the folder's name")
     server.add_argument("--api-key-file", help="a file with the key that clients must send as a bearer token")
     server.add_argument("--max-queue", type=int, default=256, help="requests that may wait; others are answered 429")
     server.add_argument("--max-body-mib", type=float, default=8.0, help="of a request, in MiB; more is answered 413")
-    server.add_argument("--allow-origin", action="append", default=[], help="pages that browsers let ask; * is all")
-    server.add_argument("--drain-seconds", type=int, default=60, help="for what is under way when it has to stop")
+    server.add_argument(
+        "--allow-origin", action="append", default=[], help="origin of web pages that may connect; * is all"
+    )
+    server.add_argument("--drain-seconds", type=int, default=60, help="for unfinished requests at a stop")
+    number = {"type": int, "default": 0, "metavar": "N"}
+    server.add_argument("--min-priority", **number, help="the lowest number (most urgent) of clients; default 0")
+    server.add_argument("--max-priority", **number, help="the highest number (least urgent) of clients; default 0")
+    server.add_argument(
+        "--allow-user", action="store_true", help="the policy fair shares by the field user of requests"
+    )
+    server.add_argument(
+        "--lecture-endpoints",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve vllmini's /generate and /result (the default)",
+    )
+    server.add_argument(
+        "--result-seconds", type=float, default=300.0, help="how long /result keeps a text; default 300"
+    )
     server.add_argument("--record", metavar="FILE", help="record the run, for `pagedjax view`, `trace` and `replay`")
     server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    _cache_argument(server)
     add_engine_options(server)
     server.set_defaults(run=serve)
 
     two = commands.add_parser("replay", help="verify a recorded run", description="Replay a recorded run.")
-    two.add_argument("file", help="a JSONL file that Engine.record wrote")
-    two.add_argument("--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME")
+    two.add_argument("file", help="a JSONL file of Engine.record")
+    two.add_argument("--policy", help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME")
     two.set_defaults(run=replay)
 
     page = commands.add_parser("view", help="show a recorded run as a page", description=view.__doc__)
-    page.add_argument("file", help="a JSONL file that Engine.record wrote")
+    page.add_argument("file", help="a JSONL file of Engine.record")
     page.add_argument("-o", "--output", help="the page; the default is the recording's name with .html")
     page.add_argument("--model", help="show text, by this model's tokenizer: directory, .gguf file, hub id or name")
-    page.add_argument("--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME")
+    page.add_argument("--policy", help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME")
     page.set_defaults(run=view)
 
     times = commands.add_parser("trace", help="a recorded run for Perfetto", description=trace.__doc__)
-    times.add_argument("file", help="a JSONL file that Engine.record wrote, with times=True for real ones")
+    times.add_argument("file", help="a JSONL file of Engine.record; with times=True it has real times")
     times.add_argument("-o", "--output", help="the trace; the default is the recording's name with .trace.json")
-    times.add_argument("--policy", help="of your own, that the run had: module:NAME or folder/file.py:NAME")
+    times.add_argument("--policy", help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME")
     times.set_defaults(run=trace)
 
     bench = commands.add_parser("bench", help="measure", description="Measure a running server.")
@@ -270,13 +307,19 @@ def parser() -> argparse.ArgumentParser:
     return words
 
 
+def _cache_argument(words: argparse.ArgumentParser) -> None:
+    action = argparse.BooleanOptionalAction
+    words.add_argument("--compilation-cache", action=action, default=True, help="keep compiled programs on disk")
+
+
 def _engine_arguments(words: argparse.ArgumentParser) -> None:
-    """The options that `engine_options` reads."""
+    """The options that `start_options` and `engine_options` read."""
+    _cache_argument(words)
     words.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     words.add_argument("--weight-dtype", choices=("int8",), help="matrices in 8 bits, with a scale a row")
     words.add_argument("--kv-cache-dtype", help="of keys and values: that of --dtype (the default), or float8_e4m3fn")
     words.add_argument("--block-size", type=int, default=16)
-    words.add_argument("--budget", type=int, default=512, help="tokens in a step at most")
+    words.add_argument("--budget", type=int, default=512, help="tokens of a step at most")
     words.add_argument("--max-model-len", type=int, default=2048)
 
 

@@ -36,6 +36,9 @@ class LLM:
             DEFAULT_MODEL.
         params, config, tokenizer: the arguments of `from_params`, in place of `model`.
         progress: show progress bars while loading and compiling.
+        compilation_cache: keep compiled programs in ~/.cache/pagedjax/xla, 1 GiB at most, so that the next process
+            starts faster. JAX's options are restored after each compilation. If JAX has a cache folder already
+            (`JAX_COMPILATION_CACHE_DIR`), that one is used, and this changes nothing.
         engine: the fields of `EngineConfig`, by name.
     """
 
@@ -47,10 +50,15 @@ class LLM:
         config: Mapping[str, Any] | DecoderConfig | None = None,
         tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
         progress: bool = True,
+        compilation_cache: bool = True,
         **engine: Any,
     ) -> None:
         engine_config = from_dict(EngineConfig, engine)
-        compilations.keep_compilations()
+        with compilations.disk_cache(compilation_cache):
+            self._open(model, params, config, tokenizer, progress, engine_config)
+
+    def _open(self, model: Any, params: Any, config: Any, tokenizer: Any, progress: bool, engine_config: Any) -> None:
+        """Load the model and make its engine."""
         if params is not None:
             if model is not None or config is None:
                 raise ValueError("params come with config, what the model's config.json says, and in place of model")
@@ -70,9 +78,8 @@ class LLM:
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
-        self.session = Session(
-            self.engine, model.tokenizer, model.eos_token_ids
-        )  # one for all calls: a step serves all of them
+        # one for all calls: a step serves all of them
+        self.session = Session(self.engine, model.tokenizer, model.eos_token_ids)
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold, so that a measurement starts cold. Unfinished requests continue."""

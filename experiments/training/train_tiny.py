@@ -333,13 +333,13 @@ def write_model(folder: Path, setup: Setup, tokenizer: Tokenizer, params: nnx.St
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
+@compilations.disk_cache()  # for the process that continues after a kill
 def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = print) -> list[Loss]:
     """Train, or go on with what `out` has, up to its model's folder -> the losses of every `every` steps.
 
     Raises:
         ValueError: `out` is of another run, or of something else.
     """
-    compilations.keep_compilations()  # for the process that goes on after a kill
     data = prepare(setup.vocab)
     begin(out, setup, data)
     hf = hf_config(setup)

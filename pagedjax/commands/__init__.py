@@ -1,1 +1,1 @@
-"""Commands of `pagedjax` that need more than a function of cli.py."""
+"""Commands of `pagedjax` that are too long for cli.py, one module each."""

@@ -1,26 +1,33 @@
-"""XLA compilations: counted, so that a measured run can prove it had none, and kept on disk between processes."""
+"""XLA compilations: a count of them, and a bounded cache of them on disk."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
-# Recorded by JAX once for each program it builds or loads, and once more for each it loads from the cache on disk.
+# JAX records the first event for each program that it compiles or loads, the second for each that it loads from disk.
 _MADE = "/jax/core/compile/backend_compile_duration"
 _CACHED = "/jax/compilation_cache/cache_hits"
 _events = {_MADE: 0, _CACHED: 0}
-_lock = threading.Lock()  # programs are made in threads
+_lock = threading.Lock()  # programs are compiled in threads
+
+MAX_BYTES = 2**30  # of the cache on disk; the program that was not used for the longest time goes first
+_active = False  # whether a block of `disk_cache` runs and has set JAX's options
+_options = threading.Lock()  # of _active and JAX's options
 
 
 class Counts(NamedTuple):
-    """Programs this process has compiled so far; one loaded from the cache on disk counts as well."""
+    """Programs that this process has compiled, including those that it loaded from disk."""
 
     compilations: int
-    cached: int  # of them, loaded from the cache on disk
+    cached: int  # of them, loaded from disk
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(self.compilations - other.compilations, self.cached - other.cached)
@@ -41,13 +48,56 @@ def counts() -> Counts:
 
 
 def compilations() -> int:
-    """Programs this process has compiled or loaded so far."""
+    """Programs that this process has compiled or loaded."""
     return _events[_MADE]
 
 
-def keep_compilations() -> None:
-    """Use JAX's persistent compilation cache, in the user's cache folder unless JAX was told another place."""
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-        home = Path(os.path.expanduser("~/.cache"))
-        jax.config.update("jax_compilation_cache_dir", str(home / "pagedjax" / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+def disk_cache_active() -> bool:
+    """Whether a block of `disk_cache` runs."""
+    return _active
+
+
+@contextmanager
+def disk_cache(enabled: bool = True) -> Iterator[None]:
+    """Within the block, JAX keeps programs in the user's cache folder, MAX_BYTES of them at most.
+
+    JAX's options apply to the whole process, so they are restored after the block. If JAX has a cache folder already
+    (`JAX_COMPILATION_CACHE_DIR`), or its cache is switched off (`JAX_ENABLE_COMPILATION_CACHE=0`), nothing changes.
+    """
+    global _active
+    folder = Path(os.path.expanduser("~/.cache")) / "pagedjax" / "xla"
+    options = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_compilation_cache_max_size": MAX_BYTES,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    with _options:
+        before = {name: getattr(jax.config, name) for name in options}
+        switched_on = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009  (pyright does not know it)
+        mine = enabled and switched_on and before["jax_compilation_cache_dir"] is None
+        if mine:
+            _active = True
+            _add_access_times(folder)
+            _set(options)
+    try:
+        yield
+    finally:
+        if mine:
+            with _options:
+                _active = False
+                _set(before)
+
+
+def _set(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX reads the options only when it opens the cache
+
+
+def _add_access_times(folder: Path) -> None:
+    """JAX cannot evict a program without a file of its access time, and writes none without a bound."""
+    with suppress(OSError):
+        for program in folder.glob("*-cache"):
+            time = program.with_name(program.name.removesuffix("-cache") + "-atime")
+            if not time.exists():
+                time.write_bytes(program.stat().st_mtime_ns.to_bytes(8, "little"))

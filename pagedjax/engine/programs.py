@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pagedjax.config import Resolved
+from pagedjax.engine import compilations
 
 Build = Callable[[int, Resolved], Any]  # (tokens of the bucket, config) -> its program, for config.num_blocks blocks
 
@@ -55,9 +56,11 @@ class LazyPrograms(dict[int, Any]):
     def __init__(self, build: Build, config: Resolved) -> None:
         super().__init__()
         self._build, self._config = build, config
+        self._on_disk = compilations.disk_cache_active()
 
     def __missing__(self, tokens: int) -> Any:
-        self[tokens] = self._build(tokens, self._config)
+        with compilations.disk_cache(self._on_disk):
+            self[tokens] = self._build(tokens, self._config)
         return self[tokens]
 
 

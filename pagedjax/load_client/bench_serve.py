@@ -1,4 +1,4 @@
-"""`pagedjax bench serve`: its options, and what it prints and writes of a measurement."""
+"""The command `pagedjax bench serve`: its options, its table and its JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def options(words: argparse.ArgumentParser) -> None:
     """Declare the options of `bench serve`."""
     add = words.add_argument
     add("--url", default="http://127.0.0.1:8000", help="the server's address, with or without /v1")
-    add("--model", help="its name there; the default is the first that the server lists")
+    add("--model", help="the name of the model; the default is the first that the server lists")
     add("--endpoint", choices=("completions", "chat"), help="completions (the default) sends token ids, chat words")
     add("--rate", type=float, help="requests a second")
     add("--arrivals", choices=("poisson", "gamma", "uniform", "at-once"), help="the default is poisson")
@@ -32,22 +32,26 @@ def options(words: argparse.ArgumentParser) -> None:
     add("--max-output-tokens", type=int, help="clip longer ones to this")
     add("--trace", metavar="CSV", help="arrivals and lengths: TIMESTAMP,ContextTokens,GeneratedTokens")
     add("--time-scale", type=float, help="multiplies a trace's gaps: 0.5 doubles its rate")
-    add("--prompts", metavar="FILE", help="texts, one a line; from its top again if more are asked for")
+    add("--prompts", metavar="FILE", help="texts, one a line; read again from the top if there are too few")
     add("--vocab", type=int, help="random token ids are below this; the default, 32000, suits most models")
     add("--seed", type=int, help="the same seed sends the same requests at the same times; the default is 0")
     add("--ignore-eos", action="store_true", help="ask for all output tokens, for servers that know ignore_eos")
     add("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
     add("--ttft-target", type=float, help="seconds until the first token, for goodput")
     add("--itl-target", type=float, help="seconds per later token (TPOT), for goodput")
-    add("--max-concurrency", type=int, help="requests under way at most; others wait, and their latencies tell")
+    add("--max-concurrency", type=int, help="requests at the same time; the others wait, and latencies include it")
     add("--timeout", type=float, default=600.0, help="seconds from a request's arrival to its end; the default is 600")
-    add("--warmup", type=int, default=0, help="requests to send before, unmeasured")
+    add("--warmup", type=int, default=0, help="requests to send before the measurement")
     add("--api-key-file", help="a file with nothing but the key")
-    add("--json", metavar="FILE", help="write the summary and every request there")
+    add("--json", metavar="FILE", help="write the summary and every request to this file")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, print a table, write the JSON. 0: all completed; 1: some failed; a ValueError: nothing was measured."""
+    """Measure, print a table, write the JSON. Returns 0 if all completed, 1 if some failed.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
     from pagedjax.load_client import plan, summary
 
     names = plan.Load.__dataclass_fields__
@@ -56,9 +60,9 @@ def main(args: argparse.Namespace) -> int:
     for file, others in clash.items():
         if file in given and (both := [name for name in others if name in given]):
             named = ", ".join(f"--{name.replace('_', '-')}" for name in both)
-            raise ValueError(f"--{file} says what {named} would say; leave one of them out")
+            raise ValueError(f"--{file} already gives {named}; leave one of them out")
     if "time_scale" in given and "trace" not in given:
-        raise ValueError("--time-scale is of a --trace, and there is none; use --rate")
+        raise ValueError("--time-scale needs a --trace; without one use --rate")
     for name in ("ttft_target", "itl_target"):
         if (value := getattr(args, name)) is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be above 0 seconds")
@@ -74,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         api_key=_key(args.api_key_file),
     )
-    if args.json and not Path(args.json).absolute().parent.is_dir():  # told before minutes of measuring
+    if args.json and not Path(args.json).absolute().parent.is_dir():  # an error now, not after minutes of measuring
         raise ValueError(f"--json is {args.json!r}, and its folder does not exist; make it first")
     file = load.trace or load.prompts
     content = _text(file) if file else ""

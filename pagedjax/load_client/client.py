@@ -1,8 +1,7 @@
 """An open-loop load client for any OpenAI-compatible server.
 
-Requests are sent when their time has come, whether or not earlier ones were answered, because users do not wait for
-each other either. load_plan.py says what is asked and when, load_stream.py reads what is answered, load_summary.py says
-what comes of it; here is what talks.
+Each request is sent at its planned time, whether or not earlier ones were answered, because users do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pagedjax.load_client.stream import Events, Reading, message_of
+from pagedjax.load_client.stream import AnswerReader, EventParser, message_of
 
 if TYPE_CHECKING:
     import httpx
 
-    from pagedjax.load_client.plan import Load, Planned
-    from pagedjax.load_client.summary import Timed
+    from pagedjax.load_client.plan import Load, PlannedRequest
+    from pagedjax.load_client.summary import RequestTimes
 
-TICK = 0.02  # seconds between looks at whether the client itself gets to run
+TICK = 0.02  # seconds between two checks whether the client itself is late
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whom to ask, and how. `timeout` is seconds from a request's intended arrival to its end; `api_key` is a secret.
+    """The server, and options of all requests. `timeout` is seconds from a request's planned arrival to its end.
 
     Raises:
         ValueError: an address or a number that cannot be used.
@@ -41,7 +40,7 @@ class Target:
     max_concurrency: int | None = None
     ignore_eos: bool = False
     temperature: float = 0.0
-    api_key: str | None = field(default=None, repr=False)
+    api_key: str | None = field(default=None, repr=False)  # a secret
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", self.url):
@@ -55,30 +54,30 @@ class Target:
 
     @property
     def base(self) -> str:
-        """With /v1 at its end, whether or not it was given."""
+        """The address with /v1 at its end, whether or not `url` has it."""
         return self.url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 @asynccontextmanager
 async def connected(target: Target) -> AsyncIterator[httpx.AsyncClient]:
-    """A client that opens as many connections as it needs, and whose own timeouts and proxies are off."""
+    """A client with any number of connections, and without timeouts and proxies."""
     import httpx
 
     headers = {"Content-Type": "application/json"}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
-    # None kept: with each answer httpcore looks at all connections for each one that is idle, which at 1000 of them
-    # takes longer than the answers
+    # No connection is kept: at each answer httpcore checks all connections for each idle one, which takes longer than
+    # the answers at 1000 of them
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(headers=headers, timeout=None, limits=limits, trust_env=False) as client:
         yield client
 
 
 async def model_of(client: httpx.AsyncClient, target: Target) -> str:
-    """The model to name in requests: the target's, if the server has it, or the first one listed.
+    """The model's name for requests: the target's, if the server has it, or the first one listed.
 
     Raises:
-        ValueError: no server answers, or it does not have the model; says which it has.
+        ValueError: no server answers, or it does not have the model; the message lists the models it has.
     """
     import httpx
 
@@ -90,14 +89,14 @@ async def model_of(client: httpx.AsyncClient, target: Target) -> str:
         why = str(error) or type(error).__name__
         raise ValueError(f"no server answers at {target.url}: {why}; start one, or give another --url") from None
     if response.status_code in (401, 403):
-        raise ValueError(f"{url} answers {response.status_code}: {_said(response)}; give --api-key-file")
+        raise ValueError(f"{url} answers {response.status_code}: {_message(response)}; give --api-key-file")
     try:
         entries = response.json()["data"] if response.status_code == 200 else []
         names = [str(entry["id"]) for entry in entries]
     except (ValueError, TypeError, KeyError):
         names = []
     if target.model is not None and (target.model in names or not names):
-        return target.model  # a server that lists nothing may serve it
+        return target.model  # a server without a list may serve it
     if target.model is not None:
         raise ValueError(f"the server has no model {target.model!r}; it has {', '.join(names)}")
     if not names:
@@ -105,7 +104,7 @@ async def model_of(client: httpx.AsyncClient, target: Target) -> str:
     return names[0]
 
 
-def body_of(load: Load, target: Target, model: str, planned: Planned) -> bytes:
+def body_of(load: Load, target: Target, model: str, planned: PlannedRequest) -> bytes:
     """The JSON of one request."""
     chat = load.endpoint == "chat"
     prompt: Any = [{"role": "user", "content": planned.prompt}] if chat else planned.prompt
@@ -121,7 +120,7 @@ def body_of(load: Load, target: Target, model: str, planned: Planned) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-async def ask(
+async def send_one(
     client: httpx.AsyncClient,
     url: str,
     body: bytes,
@@ -130,28 +129,28 @@ async def ask(
     now: Callable[[], float],
     gate: Any,
     timeout: float,
-) -> Timed:
-    """Send one request at its arrival and read its answer. Failures are in the result; none is raised.
+) -> RequestTimes:
+    """Send one request at its arrival and read its answer. A failure is in the result; nothing is raised.
 
     Args:
         now: seconds since the start of the run.
-        gate: held while the request is under way.
+        gate: a context manager that is open during the request.
         timeout: seconds after the arrival, waiting at the gate included.
     """
     import httpx
 
-    from pagedjax.load_client.summary import Timed
+    from pagedjax.load_client.summary import RequestTimes
 
     await asyncio.sleep(max(0.0, arrival - now()))
     due, sent, error, detail = now(), None, None, ""
-    events, reading = Events(), Reading()
+    events, reading = EventParser(), AnswerReader()
     try:
         async with asyncio.timeout(max(0.0, arrival + timeout - due)), gate:
             sent = now()
             async with client.stream("POST", url, content=body) as response:
                 if response.status_code != 200:
                     await response.aread()
-                    error, detail = f"status {response.status_code}", _said(response)
+                    error, detail = f"status {response.status_code}", _message(response)
                 else:
                     async for chunk in response.aiter_bytes():
                         at = now()
@@ -166,10 +165,10 @@ async def ask(
     if reading.error is not None:
         error, detail = "stream", reading.error
     elif reading.closed is not None:
-        error, detail = None, ""  # all was there before anything went wrong
+        error, detail = None, ""  # the answer was complete before the error
     elif error is None:
         error, detail = "connection", "the stream ended without a finish_reason"
-    return Timed(
+    return RequestTimes(
         arrival=arrival,
         due=due,
         sent=sent,
@@ -184,7 +183,7 @@ async def ask(
     )
 
 
-def _said(response: httpx.Response) -> str:
+def _message(response: httpx.Response) -> str:
     try:
         return message_of(response.json())
     except ValueError:
@@ -192,22 +191,27 @@ def _said(response: httpx.Response) -> str:
 
 
 async def send(
-    client: httpx.AsyncClient, load: Load, target: Target, model: str, items: Sequence[Planned], ended: Callable = print
-) -> tuple[list[Timed], float]:
-    """Send requests at their arrivals -> what each lived through, and the client's worst lag in seconds.
+    client: httpx.AsyncClient,
+    load: Load,
+    target: Target,
+    model: str,
+    items: Sequence[PlannedRequest],
+    ended: Callable = print,
+) -> tuple[list[RequestTimes], float]:
+    """Send requests at their arrivals -> the times of each, and the client's worst lag in seconds.
 
-    It takes until the last arrival + target.timeout at most. `ended` is called with each result.
+    Takes until the last arrival + target.timeout at most. `ended` is called with each result.
     """
     url = f"{target.base}/{'chat/completions' if load.endpoint == 'chat' else 'completions'}"
-    bodies = [body_of(load, target, model, item) for item in items]  # now, so that nothing is built while it measures
+    bodies = [body_of(load, target, model, item) for item in items]  # before the measurement
     gate = nullcontext() if target.max_concurrency is None else asyncio.Semaphore(target.max_concurrency)
     start = time.perf_counter()
 
     def now() -> float:
         return time.perf_counter() - start
 
-    async def one(body: bytes, arrival: float) -> Timed:
-        timed = await ask(client, url, body, arrival, now=now, gate=gate, timeout=target.timeout)
+    async def one(body: bytes, arrival: float) -> RequestTimes:
+        timed = await send_one(client, url, body, arrival, now=now, gate=gate, timeout=target.timeout)
         ended(timed)
         return timed
 
@@ -222,7 +226,7 @@ async def send(
 
 
 async def _watch(worst: list[float]) -> None:
-    """Keep in worst[0] for how long a task of this process had to wait for its turn."""
+    """Keep in worst[0] the longest time that a task of this process waited to run."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(TICK)
@@ -231,12 +235,12 @@ async def _watch(worst: list[float]) -> None:
 
 async def measure(
     load: Load, target: Target, content: str = "", *, warmup: int = 0, progress: bool = False
-) -> tuple[str, Any, list[Timed], float]:
-    """Run a load -> (the model's name, the plan, what each request lived through, the client's worst lag in seconds).
+) -> tuple[str, Any, list[RequestTimes], float]:
+    """Run a load -> (the model's name, the plan, the times of each request, the client's worst lag in seconds).
 
     Args:
-        content: of the load's file.
-        warmup: requests that are sent before, all at once, and not measured.
+        content: the text of the load's file.
+        warmup: requests to send before the measurement, all at once.
 
     Raises:
         ValueError: nothing could be measured: no server, no such model, or a warm-up request failed.
@@ -245,7 +249,7 @@ async def measure(
 
     from pagedjax.load_client import plan
 
-    planned = plan.plan(load, content)
+    planned = plan.make_plan(load, content)
     async with connected(target) as client:
         model = await model_of(client, target)
         if warmup:

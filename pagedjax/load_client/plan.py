@@ -1,8 +1,8 @@
-"""What a load client asks and when: a pure function of (`Load`, the text of its file).
+"""The requests of a load and their times: a pure function of (`Load`, the text of its file).
 
-Every random choice has a stream of its own, so that other arrivals change no prompt, and the first k requests are the
-same however many follow. The same seed asks the same things at the same times; a server that keeps a prefix cache finds
-them all when it is asked a second time, so measure it again with another seed.
+Each random choice has a separate random stream. So other arrivals change no prompt, and the first k requests do not
+depend on the number of requests. The same seed gives the same requests at the same times. A server with a prefix cache
+finds all of them in a second run, so use another seed for it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ WORDS = tuple(_ENGLISH.split())
 
 @dataclass(frozen=True)
 class Load:
-    """What to ask. Lengths are tokens, as `Lengths` reads them; times are seconds.
+    """The description of a load. Lengths are tokens, in the formats of `Lengths`; times are seconds.
 
-    Exactly one of three says it: lengths and arrivals drawn at random; `trace`, a file that gives both; or `prompts`, a
-    file of texts, whose arrivals and output lengths are drawn. The two fields hold the name of the file.
+    There are three kinds: lengths and arrivals are drawn at random; `trace` is the name of a file with both; or
+    `prompts` is the name of a file of texts, and arrivals and output lengths are drawn.
 
     Raises:
         ValueError: a value out of its range, or values that exclude each other.
@@ -76,7 +76,7 @@ class Load:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.trace is not None and self.prompts is not None:
             raise ValueError(
-                "there is a trace and a file of prompts; a trace has lengths and no texts, give one of them"
+                "there is a trace and a file of prompts; a trace has lengths and no texts, so give one of them"
             )
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ValueError(f"rate is {self.rate}; it must be above 0 requests a second (or use arrivals at-once)")
@@ -96,7 +96,7 @@ class Load:
             Lengths.read(name, getattr(self, name))
 
 
-class Planned(NamedTuple):
+class PlannedRequest(NamedTuple):
     """One request: `arrival` seconds after the start, a prompt of token ids or a text, `max_tokens` of output."""
 
     arrival: float
@@ -104,20 +104,20 @@ class Planned(NamedTuple):
     max_tokens: int
 
 
-class Plan(NamedTuple):
-    """Requests by arrival, and how many lengths were moved to the limits."""
+class LoadPlan(NamedTuple):
+    """Requests by arrival, and the number of lengths that were clipped."""
 
-    items: tuple[Planned, ...]
+    items: tuple[PlannedRequest, ...]
     clipped_prompts: int = 0
     clipped_outputs: int = 0
 
 
-def plan(load: Load, content: str = "", *, stream: int = 3) -> Plan:
+def make_plan(load: Load, content: str = "", *, stream: int = 3) -> LoadPlan:
     """The requests of `load`.
 
     Args:
         content: the text of its trace or its prompts, "" if it has neither.
-        stream: of random choices, that random prompts are drawn from.
+        stream: the random stream of random prompts.
 
     Raises:
         ValueError: a file without requests, or a line of it that cannot be read.
@@ -133,17 +133,17 @@ def plan(load: Load, content: str = "", *, stream: int = 3) -> Plan:
         times = arrivals(load.arrivals, load.rate, load.burstiness, count, arrival_gaps)
         prompts = Lengths.read("prompt_tokens", load.prompt_tokens).draw(count, prompt_lengths)
         outputs = Lengths.read("output_tokens", load.output_tokens).draw(count, output_lengths)
-    kept_outputs, moved_outputs = clip(outputs, load.max_output_tokens)
+    kept_outputs, clipped_outputs = clip(outputs, load.max_output_tokens)
     if texts is not None:
-        return Plan(tuple(map(Planned, times, texts, kept_outputs)), 0, moved_outputs)
-    kept, moved = clip(prompts, load.max_prompt_tokens)
+        return LoadPlan(tuple(map(PlannedRequest, times, texts, kept_outputs)), 0, clipped_outputs)
+    kept, clipped = clip(prompts, load.max_prompt_tokens)
     made = [random_prompt(load, tokens, np.random.default_rng([load.seed, stream, i])) for i, tokens in enumerate(kept)]
-    return Plan(tuple(map(Planned, times, made, kept_outputs)), moved, moved_outputs)
+    return LoadPlan(tuple(map(PlannedRequest, times, made, kept_outputs)), clipped, clipped_outputs)
 
 
-def warm_up(load: Load, count: int) -> Plan:
-    """`count` requests at once, random ones with other prompts than the plan's, so that they leave no prefix of it."""
-    return plan(replace(load, trace=None, prompts=None, arrivals="at-once", requests=count), stream=4)
+def warm_up(load: Load, count: int) -> LoadPlan:
+    """`count` random requests at once. Their prompts differ from the plan's, so that no prefix of it is cached."""
+    return make_plan(replace(load, trace=None, prompts=None, arrivals="at-once", requests=count), stream=4)
 
 
 # times ---------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def warm_up(load: Load, count: int) -> Plan:
 def arrivals(
     process: Process, rate: float | None, burstiness: float, count: int, rng: np.random.Generator
 ) -> list[float]:
-    """Arrival times in seconds, ascending; the first is 0, so that a run begins with work.
+    """Arrival times in seconds, ascending. The first is 0, so that a run begins with work.
 
     The gaps have the mean 1 / rate: exponential ones (poisson), those of a gamma distribution of shape `burstiness`,
     whose coefficient of variation is burstiness ** -0.5 (gamma), or equal ones (uniform).
@@ -208,7 +208,7 @@ class Lengths(NamedTuple):
 
 
 def clip(lengths: Sequence[int], most: int | None) -> tuple[list[int], int]:
-    """Lengths within [1, most], None for any, and how many were moved. A recorded request may have asked for 0."""
+    """Lengths within [1, most] (None: no limit), and the number of clipped ones. A recorded length may be 0."""
     kept = [max(1, length if most is None else min(length, most)) for length in lengths]
     return kept, sum(a != b for a, b in zip(lengths, kept, strict=True))
 
@@ -252,7 +252,7 @@ def read_trace(file: str, content: str, limit: int | None, scale: float) -> tupl
 
 
 def read_prompts(file: str, content: str, count: int | None) -> list[str]:
-    """The texts of a file, one a line; blank lines are none. `count` beyond the file starts over from its top.
+    """The texts of a file, one a line; blank lines do not count. If `count` is above their number, they repeat.
 
     Raises:
         ValueError: there are none.
@@ -264,9 +264,9 @@ def read_prompts(file: str, content: str, count: int | None) -> list[str]:
 
 
 def random_prompt(load: Load, tokens: int, rng: np.random.Generator) -> tuple[int, ...] | str:
-    """For completions `tokens` ids of [17, vocab); for chat as many ordinary words, mostly a token each.
+    """For completions `tokens` ids of [17, vocab); for chat as many ordinary words, most of them one token.
 
-    Fair for speed, which does not depend on which tokens are read; not for prefix caching or speculative decoding.
+    Valid for speed, which does not depend on the tokens; not for prefix caching or speculative decoding.
     """
     if load.endpoint == "completions":
         return tuple(rng.integers(FIRST_TOKEN, load.vocab, size=tokens).tolist())

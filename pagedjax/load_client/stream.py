@@ -1,4 +1,4 @@
-"""What a server streams, read: events from bytes, and what those of one answer tell. Pure; it knows no clock."""
+"""Reads streamed answers: events from bytes, and the content of one answer's events. Pure, without a clock."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-MAX_LINE = 1 << 24  # bytes of one line of a stream; more is no stream of ours
+MAX_LINE = 1 << 24  # bytes of one line of a stream
 
 
-class Events:
-    """Server-sent events, from bytes however they are cut. Only their data matters here."""
+class EventParser:
+    """The data of server-sent events, from bytes that are cut anywhere."""
 
     def __init__(self) -> None:
         self._line = b""
@@ -26,7 +26,7 @@ class Events:
         """
         if not chunk:
             return []
-        if self._after_cr:  # it ended a line already; with this it is one end and not two
+        if self._after_cr:  # \r ended a line already; \r\n is one end
             chunk = chunk.removeprefix(b"\n")
         self._after_cr = chunk.endswith(b"\r")
         *lines, self._line = re.split(rb"\r\n|\r|\n", self._line + chunk)
@@ -45,11 +45,11 @@ class Events:
 
 
 @dataclass
-class Reading:
-    """What the events of one answer have told so far. Times are given, never taken."""
+class AnswerReader:
+    """The content of one answer so far. The caller gives the times."""
 
-    chunks: list[float] = field(default_factory=list)  # of those that carry output
-    closed: float | None = None  # when the reason for the end came, or the end itself
+    chunks: list[float] = field(default_factory=list)  # times of chunks with output
+    closed: float | None = None  # when the finish_reason arrived, or the end itself
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -58,14 +58,14 @@ class Reading:
         """Read the data of one event, received at `at`.
 
         Raises:
-            ValueError: it is no JSON object of the expected form.
+            ValueError: the data is not a JSON object of the expected form.
         """
         if data == "[DONE]":
             self.closed = at if self.closed is None else self.closed
             return
         chunk = json.loads(data)
         if not isinstance(chunk, dict):
-            raise ValueError(f"an event is {data!r:.80}, no object")
+            raise ValueError(f"an event is {data!r:.80}, not an object")
         if chunk.get("error"):
             self.error = message_of(chunk)
             return
@@ -73,7 +73,7 @@ class Reading:
             self.usage = chunk["usage"]
         choices = chunk.get("choices") or []
         if not (isinstance(choices, list) and all(isinstance(choice, dict) for choice in choices)):
-            raise ValueError(f"choices are {choices!r:.80}, no list of objects")
+            raise ValueError(f"choices are {choices!r:.80}, not a list of objects")
         if any(map(carries_output, choices)):
             self.chunks.append(at)
         for reason in (choice.get("finish_reason") for choice in choices):
@@ -92,7 +92,7 @@ class Reading:
 
 
 def carries_output(choice: dict[str, Any]) -> bool:
-    """Whether a chunk's choice brings output: text, or a token without text, but not a role or the end alone."""
+    """Whether a chunk's choice has output: text, or a token without text; a role or the end alone is none."""
     delta = choice.get("delta")
     if not isinstance(delta, dict):
         return bool(choice.get("text")) or ("text" in choice and choice.get("finish_reason") is None)
@@ -102,7 +102,7 @@ def carries_output(choice: dict[str, Any]) -> bool:
 
 
 def message_of(body: Any) -> str:
-    """What an error's JSON says: {"error": {"message": ...}} or near it."""
+    """The message of an error's JSON: {"error": {"message": ...}} or similar."""
     error = body.get("error", body) if isinstance(body, dict) else body
     text = error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
     return str(text)

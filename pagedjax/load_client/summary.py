@@ -1,13 +1,13 @@
-"""What a load run amounts to: a pure fold over what was seen of each request. Seconds count from the start of the run.
+"""The summary of a load run: a pure fold over the times of its requests. Seconds count from the start of the run.
 
-Latencies count from a request's *intended* arrival, so that neither a server nor a client that falls behind can hide
-its delay. The client sees chunks, and one may carry several tokens or none, so:
+Latencies count from a request's *planned* arrival, so that a late server or client cannot hide its delay. The client
+sees chunks; one chunk may have several tokens or none, so:
 
-    chunks c1 <= ... <= ck that carry output, the end e at the chunk that says why it ended, n output tokens
+    chunks c1 <= ... <= ck with output, the end e at the chunk with the finish_reason, n output tokens
     ttft  c1 - arrival                    itl   the gaps c2 - c1, c3 - c2, ... of all requests together
     e2e   e - arrival                     tpot  (e - c1) / (n - 1), one value per request; none for n = 1
 
-n is the server's count (`usage`); where it gives none, the chunks are counted, and the summary says for how many.
+n is the server's count (`usage`). Without it, the chunks are counted, and the summary has the number of such requests.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import numpy as np
 PERCENTILES = (50, 90, 99)
 
 
-class Timed(NamedTuple):
-    """What one request lived through. What it did not get to, or the server did not tell, is None.
+class RequestTimes(NamedTuple):
+    """The times of one request. None: it did not happen, or the server did not report it.
 
-    `due` is when the client's clock had come to the arrival, `sent` when a place was free too (max_concurrency), and
-    `ended` when the answer was complete or the request had failed. `error` is why it failed in a few words, for
-    counting; `detail` is more of it.
+    `due` is when the client noticed that the arrival had come, `sent` when max_concurrency allowed it too, and `ended`
+    when the answer was complete or the request had failed. `error` is a short reason, for counting; `detail` is the
+    whole message.
     """
 
     arrival: float
@@ -47,7 +47,7 @@ class Timed(NamedTuple):
 
     @property
     def first(self) -> float | None:
-        """When output was first seen; of an answer without any, its end."""
+        """The time of the first output; the end for an answer without output."""
         return self.chunks[0] if self.chunks else None if self.error else self.ended
 
     @property
@@ -67,14 +67,14 @@ class Timed(NamedTuple):
         return self.ended - self.arrival
 
     def meets(self, ttft: float | None, itl: float | None) -> bool:
-        """Whether it completed within the targets, in seconds; `itl` holds its tpot, and one token meets any."""
+        """Whether it completed within the targets, in seconds. `itl` is the limit of its tpot; one token meets any."""
         if self.error is not None or self.ttft is None:
             return False
         return (ttft is None or self.ttft <= ttft) and (itl is None or self.tpot is None or self.tpot <= itl)
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float | int | None]:
-    """Count, mean, percentiles (numpy's method "linear") and maximum of what is not None; None without any."""
+    """Count, mean, percentiles (numpy's method "linear") and maximum of the values that are not None."""
     kept = [value for value in values if value is not None]
     names = ("mean", *(f"p{p}" for p in PERCENTILES), "max")
     if not kept:
@@ -84,16 +84,16 @@ def spread(values: Iterable[float | None]) -> dict[str, float | int | None]:
 
 
 def summarize(
-    seen: Sequence[Timed], *, ttft: float | None = None, itl: float | None = None, lag: float = 0.0
+    seen: Sequence[RequestTimes], *, ttft: float | None = None, itl: float | None = None, lag: float = 0.0
 ) -> dict[str, Any]:
     """The summary of a run. Keys that end in `_s` are seconds, in `_per_s` per second; shares are between 0 and 1.
 
     Rates and latencies are of completed requests, over the time from the first arrival to the last end of any. Goodput
-    is of all requests: a failed one met no target. None without a target.
+    counts all requests: a failed one misses its target. It is None without a target.
 
     Args:
         ttft, itl: targets in seconds.
-        lag: how long the client itself once did not get to run, see `client`.
+        lag: the longest time that the client itself could not run, see `client`.
 
     Raises:
         ValueError: there are no requests.
@@ -131,8 +131,8 @@ def summarize(
         "e2e_s": spread(one.e2e for one in done),
         "goodput": None if ttft is None and itl is None else {"ttft_s": ttft, "itl_s": itl, **goodput},
         "client": {
-            "late_s": spread(one.due - one.arrival for one in seen),  # a request's turn came so long after its time
-            "waited_s": spread(None if one.sent is None else one.sent - one.due for one in seen),  # for a place
+            "late_s": spread(one.due - one.arrival for one in seen),  # how late the client noticed the arrival
+            "waited_s": spread(None if one.sent is None else one.sent - one.due for one in seen),  # for max_concurrency
             "lag_s": lag,
         },
     }
@@ -178,13 +178,11 @@ def table(summary: dict[str, Any]) -> str:
         values = (s[key][name] for name in ("p50", "p90", "p99", "mean", "max"))
         lines.append(f"{title:<22}" + "".join(f"{'-' if v is None else f'{1000 * v:.1f}':>10}" for v in values))
     late, lag, waited = client["late_s"]["max"], client["lag_s"], client["waited_s"]["max"] or 0.0
-    lines += ["", f"the client: at most {1000 * late:.1f} ms late, {1000 * lag:.1f} ms without its turn"]
+    lines += ["", f"the client: at most {1000 * late:.1f} ms late, {1000 * lag:.1f} ms not running"]
     if waited > BUSY:
-        lines.append(
-            f"  requests waited for a place (max_concurrency) for {waited:.2f} s at most, which the latencies hold"
-        )
+        lines.append(f"  requests waited for max_concurrency for {waited:.2f} s at most; the latencies include it")
     if max(late, lag) > BUSY:
         lines.append(
-            "  it could not keep up, and what it measured is partly its own delay: give it cores, or lower the rate"
+            "  it could not keep up, so its delay is part of the latencies: give it more cores, or lower the rate"
         )
     return "\n".join(lines)

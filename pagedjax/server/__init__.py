@@ -1,18 +1,15 @@
-"""An OpenAI-compatible server over one engine (the extra `serve`). `pagedjax serve` starts it.
+"""An OpenAI-compatible HTTP server over one engine, started by `pagedjax serve`. Needs the extra `serve`.
 
-worker.py    the engine's own thread: asks in, deltas out
-schema.py    what a request may say, and what it means for sampling
-answers.py   what a client is told: JSON of answers, chunks and errors
-app.py       the routes
-metrics.py   Prometheus's view of the events
-gate.py      the API key, and how large a body may be
-refusals.py  answers that are errors
-lecture.py   the two routes of vllmini
-run.py       sockets, signals, the command line's options
+worker.py      the engine's thread: requests in, tokens out
+schema.py      request bodies: fields, limits, and the sampling parameters that they mean
+responses.py   response bodies: JSON of answers and stream chunks
+streaming.py   server-sent events, and waiting that ends when the client leaves
+app.py         options and routes
+lecture.py     the two routes of vllmini
+errors.py      responses that are errors
+middleware.py  the API key, and the size of a body
+metrics.py     Prometheus metrics, from the events of the engine
+run.py         the command: sockets, signals, options of the command line
 
-load.py          `pagedjax bench serve`, a client for any such server: what talks
-load_plan.py     what is asked, and when
-load_stream.py   what is answered, read
-load_summary.py  what comes of it
-load_command.py  the command line
+The load client is not here: see pagedjax/load_client.
 """

@@ -1,73 +1,126 @@
-"""The two endpoints of vllmini, the engine that a lecture is built on: ask, and come back for what is there.
+"""The two endpoints of vllmini, the engine of a lecture: start a generation, and ask for its text so far.
 
-    POST /generate {"prompt": "...", "max_length": 100}   ->  {"sequence_id": 1}
-    GET  /result/1                                        ->  {"status": "in progress", "generated": "so far"}
+    POST /generate {"prompt": "...", "max_length": 100}   ->  {"sequence_id": "kQ3v..."}
+    GET  /result/kQ3v...                                  ->  {"status": "in progress", "generated": "so far"}
 
-`status` is "not found", "in progress", "completed" or "error". Greedy, as there.
+`status` is "not found", "in progress", "completed" or "error". Sampling is greedy. In vllmini `sequence_id` is a number
+that counts up. Here it is a random text, so that a client cannot read the results of another client.
+
+A result is kept for `result_seconds` after its POST or its last GET. Then it is forgotten, and its generation is
+cancelled if it still runs. At most MAX_RESULTS are kept; the oldest completed one makes room for a new one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from dataclasses import dataclass
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
 
 from pagedjax.params import SamplingParams
-from pagedjax.server.answers import JSON
-from pagedjax.server.refusals import prepared, submitted
+from pagedjax.server.errors import ApiError, in_thread, submit
+from pagedjax.server.responses import JSON
 from pagedjax.server.schema import LectureRequest
-from pagedjax.server.worker import Stopped, Ticket, Worker
+from pagedjax.server.streaming import CLIENT_LEFT, unless_client_leaves
+from pagedjax.server.worker import EngineStopped, Submission, Worker
 from pagedjax.session import GenerationRequest
 
-KEPT = 1024  # results that somebody may still come back for; of more, the oldest that have ended are forgotten
+MAX_RESULTS = 1024
+ID_BYTES = 16  # random bytes of an id: 128 bits cannot be guessed
 
 
-@dataclass
+@dataclass(eq=False)
 class Result:
+    """One generation. `reader` collects its text."""
+
+    submission: Submission
     status: str = "in progress"
     generated: str = ""
+    reader: asyncio.Task[None] | None = None
 
-
-def add_routes(app: FastAPI, worker: Worker) -> None:
-    results: dict[int, Result] = {}
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def follow(ticket: Ticket, result: Result) -> None:
+    async def read(self) -> None:
         try:
-            async for delta in ticket:
-                result.generated += delta.text
-            result.status = "completed"
-        except Stopped:
-            result.status = "error"
+            async for delta in self.submission:
+                self.generated += delta.text
+            self.status = "completed"
+        except EngineStopped:
+            self.status = "error"
+
+
+class Results:
+    """The results that are kept, in order of their POST. For use in the event loop."""
+
+    def __init__(self, worker: Worker, seconds: float) -> None:
+        self._worker, self._seconds = worker, seconds
+        self._results: dict[str, Result] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def add(self, submission: Submission) -> str:
+        """Keep the result of a submission, and read its text from now on. Returns its id.
+
+        Raises:
+            ApiError: all results are in progress, and there is no room for one more. The submission is cancelled.
+        """
+        if len(self._results) >= MAX_RESULTS:
+            completed = next((name for name, one in self._results.items() if one.status != "in progress"), None)
+            if completed is None:
+                self._worker.cancel(submission)
+                message = f"{MAX_RESULTS} generations are in progress, the limit of /generate; try again later"
+                raise ApiError(429, message, code="queue_full", seconds=1)
+            self._forget(completed)
+        name, result = secrets.token_urlsafe(ID_BYTES), Result(submission)
+        result.reader = asyncio.create_task(result.read())
+        self._results[name] = result
+        self._keep(name)
+        return name
+
+    def get(self, name: str) -> Result | None:
+        """The result; it is kept for `seconds` more."""
+        found = self._results.get(name)
+        if found is not None:
+            self._timers.pop(name).cancel()
+            self._keep(name)
+        return found
+
+    def _keep(self, name: str) -> None:
+        self._timers[name] = asyncio.get_running_loop().call_later(self._seconds, self._forget, name)
+
+    def _forget(self, name: str) -> None:
+        result = self._results.pop(name)
+        self._timers.pop(name).cancel()
+        self._worker.cancel(result.submission)
+        if result.reader is not None:
+            result.reader.cancel()  # a cancelled submission gets no more updates
+
+
+def add_routes(app: FastAPI, worker: Worker, result_seconds: float) -> None:
+    results = Results(worker, result_seconds)
 
     @app.post("/generate")
-    async def generate(body: LectureRequest) -> JSON:
-        """Begin to continue a prompt; the answer names what to ask /result for."""
-        ask = await prepared(asked, worker, body)
-        result = Result()
-        ticket = await submitted(worker, [ask])
-        number = app.state.sequences = getattr(app.state, "sequences", 0) + 1
-        results[number] = result
-        task = asyncio.create_task(follow(ticket, result))
-        tasks.add(task)  # the event loop itself only holds weak references
-        task.add_done_callback(tasks.discard)
-        ended = [key for key, one in results.items() if one.status != "in progress"]
-        for key in ended[: max(0, len(results) - KEPT)]:
-            del results[key]
-        return {"sequence_id": number}
+    async def generate(body: LectureRequest, request: Request) -> Response:
+        """Start to continue a prompt. The answer is the id for /result."""
+        generation = await in_thread(_request, worker, body)
+        submission = await unless_client_leaves(request, submit(worker, [generation]))
+        if submission is None:
+            return Response(status_code=CLIENT_LEFT)
+        if await request.is_disconnected():
+            worker.cancel(submission)
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse({"sequence_id": results.add(submission)})
 
-    @app.get("/result/{seq_id}")
-    async def result(seq_id: int) -> JSON:
-        """What exists so far."""
-        found = results.get(seq_id)
+    @app.get("/result/{sequence_id}")
+    async def result(sequence_id: str) -> JSON:
+        """The text so far."""
+        found = results.get(sequence_id)
         if found is None:
             return {"status": "not found", "generated": None}
         return {"status": found.status, "generated": found.generated}
 
 
-def asked(worker: Worker, body: LectureRequest) -> GenerationRequest:
-    """Raises ValueError for a prompt that is as long as the whole sequence may become."""
+def _request(worker: Worker, body: LectureRequest) -> GenerationRequest:
+    """Raises ValueError if `max_length` leaves no room for output."""
     ids = worker.llm.tokenizer.encode(body.prompt)
     room = body.max_length - len(ids)
     if room < 1:

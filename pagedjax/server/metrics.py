@@ -1,7 +1,7 @@
-"""What Prometheus is told: a fold over the engine's events, under vLLM's names with this project's prefix.
+"""Prometheus metrics: a fold over the engine's events, with vLLM's names and the prefix of this project.
 
-https://docs.vllm.ai/en/latest/usage/metrics.html lists what the names mean; a dashboard made for them works after its
-prefix is changed. Times are seconds and counted as experiments/core/metrics.py counts them.
+https://docs.vllm.ai/en/latest/usage/metrics.html explains the names. A dashboard for vLLM works after its prefix is
+changed. Times are seconds, with the definitions of experiments/core/metrics.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ COUNTS = (1, 2, 5, 10, 20)
 
 
 @dataclass
-class _Asked:
-    """When a request came and was first computed, in seconds of time.perf_counter. Its branches share the prompt."""
+class _Request:
+    """Times of a request, in seconds of time.perf_counter. Its branches share the prompt."""
 
     added: float
     branches: int
@@ -34,14 +34,14 @@ class _Asked:
 
 
 @dataclass
-class _Life:
-    """What has happened to a branch so far. The beams of a search, which comes whole, have one life."""
+class _Branch:
+    """Times and tokens of a branch. The beams of a search share one record."""
 
-    asked: _Asked
-    last: float | None = None  # when its last token came
-    first: float | None = None
+    request: _Request
+    last: float | None = None  # time of the last token
+    first: float | None = None  # time of the first token
     tokens: int = 0
-    sequences: tuple[int, ...] = ()  # tokens of each that a beam search found
+    sequences: tuple[int, ...] = ()  # tokens of each sequence that a beam search found
 
 
 class Metrics:
@@ -51,7 +51,7 @@ class Metrics:
 
     def __init__(self, model: str, config: Resolved) -> None:
         self.registry = prometheus.CollectorRegistry()
-        self._model, self._lives = model, dict[str, _Life]()
+        self._model, self._branches = model, dict[str, _Branch]()
         self._state: SchedulerState | None = None
         gauges = {
             "num_requests_running": "Sequences in the running set",
@@ -63,7 +63,7 @@ class Metrics:
             "prompt_tokens": "Prompt tokens computed, those found in the cache left out",
             "generation_tokens": "Tokens generated",
             "prefix_cache_queries": "Tokens of admitted requests, looked up in the prefix cache",
-            "prefix_cache_hits": "Of these, tokens that were found there",
+            "prefix_cache_hits": "Of these, tokens that were found in it",
             "num_preemptions": "Sequences that gave their blocks up",
         }
         times = {
@@ -80,14 +80,16 @@ class Metrics:
             "iteration_tokens_total": ("Tokens computed in a step", TOKENS),
             "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
             "request_generation_tokens": ("Tokens generated for a branch", TOKENS),
-            "request_params_n": ("Branches asked for", COUNTS),
-            "request_params_max_tokens": ("Tokens asked for at most", TOKENS),
+            "request_params_n": ("Branches of a request", COUNTS),
+            "request_params_max_tokens": ("The max_tokens of a request", TOKENS),
         }
-        self._gauges = {name: self._made(prometheus.Gauge, name, text) for name, text in gauges.items()}
-        self._counters = {name: self._made(prometheus.Counter, name, text) for name, text in counters.items()}
+        self._gauges = {name: self._metric(prometheus.Gauge, name, text) for name, text in gauges.items()}
+        self._counters = {name: self._metric(prometheus.Counter, name, text) for name, text in counters.items()}
         self._histograms = {
-            name: self._made(prometheus.Histogram, name, text, buckets=SECONDS) for name, text in times.items()
-        } | {name: self._made(prometheus.Histogram, name, text, buckets=steps) for name, (text, steps) in sizes.items()}
+            name: self._metric(prometheus.Histogram, name, text, buckets=SECONDS) for name, text in times.items()
+        } | {
+            name: self._metric(prometheus.Histogram, name, text, buckets=steps) for name, (text, steps) in sizes.items()
+        }
         self._success = prometheus.Counter(
             f"{PREFIX}:request_success",
             "Branches that ended, by reason",
@@ -95,15 +97,15 @@ class Metrics:
             registry=self.registry,
         )
         info = prometheus.Info(f"{PREFIX}:cache_config", "Of the cache", registry=self.registry)
-        said = ("block_size", "num_blocks", "enable_prefix_caching", "kv_cache_dtype", "swap_space_gib")
-        info.info({name: str(getattr(config, name)) for name in said})
+        fields = ("block_size", "num_blocks", "enable_prefix_caching", "kv_cache_dtype", "swap_space_gib")
+        info.info({name: str(getattr(config, name)) for name in fields})
 
-    def _made(self, kind: Any, name: str, text: str, **options: Any) -> Any:
-        made = kind(f"{PREFIX}:{name}", text, ("model_name",), registry=self.registry, **options)
-        return made.labels(self._model)
+    def _metric(self, kind: Any, name: str, text: str, **options: Any) -> Any:
+        metric = kind(f"{PREFIX}:{name}", text, ("model_name",), registry=self.registry, **options)
+        return metric.labels(self._model)
 
     def text(self, waiting: int) -> str:
-        """The page that Prometheus reads."""
+        """The metrics in Prometheus's text format. `waiting`: requests that are not admitted yet."""
         state = self._state
         if state is not None:
             self._gauges["num_requests_running"].set(len(state.running.seqs))
@@ -112,15 +114,15 @@ class Metrics:
         self._gauges["num_requests_waiting"].set(waiting)
         return prometheus.generate_latest(self.registry).decode()
 
-    # as an observer, in the engine's thread ---------------------------------------------------------------------
+    # as an observer, in the engine's thread ---------------------------------------------------------------------------
 
-    def added(self, names: Sequence[str], ask: GenerationRequest, at: float, after: SchedulerState) -> None:
-        asked = _Asked(at, len(names))
-        self._lives |= {name: _Life(asked) for name in names}
-        width = ask.params.beam_width if isinstance(ask.params, BeamSearchParams) else ask.params.n
-        self._histograms["request_prompt_tokens"].observe(len(ask.prompt_token_ids))
-        self._histograms["request_params_n"].observe(ask.params.n or width)
-        self._histograms["request_params_max_tokens"].observe(ask.params.max_tokens)
+    def added(self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState) -> None:
+        timed = _Request(at, len(names))
+        self._branches |= {name: _Branch(timed) for name in names}
+        width = request.params.beam_width if isinstance(request.params, BeamSearchParams) else request.params.n
+        self._histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))
+        self._histograms["request_params_n"].observe(request.params.n or width)
+        self._histograms["request_params_max_tokens"].observe(request.params.max_tokens)
 
     def stepped(
         self, before: SchedulerState, result: StepResult | None, events: tuple[Event, ...], after: SchedulerState
@@ -138,20 +140,20 @@ class Metrics:
         computed = 0
         for seq, start, count in zip(result.plan.seqs, result.plan.starts, result.plan.counts, strict=True):
             computed += max(0, min(start + count, seq.request.prompt_len) - start)
-            life = self._lives.get(seq.request_id)
-            if life is not None and life.asked.scheduled is None:
-                life.asked.scheduled = result.started
-                for _ in range(life.asked.branches):
-                    self._histograms["request_queue_time_seconds"].observe(result.started - life.asked.added)
+            branch = self._branches.get(seq.request_id)
+            if branch is not None and branch.request.scheduled is None:
+                branch.request.scheduled = result.started
+                for _ in range(branch.request.branches):
+                    self._histograms["request_queue_time_seconds"].observe(result.started - branch.request.added)
         self._counters["prompt_tokens"].inc(computed)
 
     def _searched(self, search: BeamResult, now: float) -> None:
-        """Its last position. Tokens are those of the sequences it found, since beams come and go on the way there."""
+        """The end of a beam search. It counts the tokens of the sequences that it found."""
         lengths = tuple(len(one.token_ids) for one in search.sequences)
         self._counters["generation_tokens"].inc(sum(lengths))
         self._tokens((search.request_id,), now)
-        if (life := self._lives.get(search.request_id)) is not None:
-            life.sequences = lengths
+        if (branch := self._branches.get(search.request_id)) is not None:
+            branch.sequences = lengths
 
     def _event(self, event: Event, result: StepResult | None) -> None:
         if isinstance(event, Admitted):
@@ -171,28 +173,28 @@ class Metrics:
     def _tokens(self, names: Iterable[str], now: float) -> None:
         gap, first = self._histograms["inter_token_latency_seconds"], self._histograms["time_to_first_token_seconds"]
         for name in names:
-            if (life := self._lives.get(name)) is None:
+            if (branch := self._branches.get(name)) is None:
                 continue
-            if life.last is None:
-                first.observe(now - life.asked.added)
-                life.first = now
+            if branch.last is None:
+                first.observe(now - branch.request.added)
+                branch.first = now
             else:
-                gap.observe(now - life.last)
-            life.last, life.tokens = now, life.tokens + 1
+                gap.observe(now - branch.last)
+            branch.last, branch.tokens = now, branch.tokens + 1
 
     def _ended(self, event: Finished) -> None:
-        life = self._lives.pop(event.request_id, None)
-        if life is None or event.reason == "abort" or life.first is None or life.last is None:
+        branch = self._branches.pop(event.request_id, None)
+        if branch is None or event.reason == "abort" or branch.first is None or branch.last is None:
             return
-        times, begun = self._histograms, life.asked.scheduled or life.first
-        for count in life.sequences or (life.tokens,):
+        times, begun = self._histograms, branch.request.scheduled or branch.first
+        for count in branch.sequences or (branch.tokens,):
             self._histograms["request_generation_tokens"].observe(count)
-        times["e2e_request_latency_seconds"].observe(life.last - life.asked.added)
-        times["request_prefill_time_seconds"].observe(life.first - begun)
-        times["request_decode_time_seconds"].observe(life.last - life.first)
-        times["request_inference_time_seconds"].observe(life.last - begun)
-        if life.tokens > 1:
-            per_token = (life.last - life.first) / (life.tokens - 1)
+        times["e2e_request_latency_seconds"].observe(branch.last - branch.request.added)
+        times["request_prefill_time_seconds"].observe(branch.first - begun)
+        times["request_decode_time_seconds"].observe(branch.last - branch.first)
+        times["request_inference_time_seconds"].observe(branch.last - begun)
+        if branch.tokens > 1:
+            per_token = (branch.last - branch.first) / (branch.tokens - 1)
             times["request_time_per_output_token_seconds"].observe(per_token)
 
 

@@ -1,4 +1,4 @@
-"""`pagedjax serve`: load a model, listen, and on SIGTERM or Ctrl-C finish what is under way before leaving."""
+"""The command `pagedjax serve`: loads a model and serves it until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from pagedjax.llm import LLM
 from pagedjax.server.app import Options, create_app
 from pagedjax.server.worker import Worker
 
-GRACE = 3  # seconds for answers of 503 to leave
+GRACE = 3  # seconds to send the answers of 503
+log = logging.getLogger("pagedjax.server")
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, so that a port in use is told before a model is loaded. It listens once uvicorn does.
+    """A socket bound to an address, before a model is loaded, so that a port in use is an early error.
 
     Raises:
-        ValueError: the address cannot be had.
+        ValueError: the address cannot be used.
     """
-    if not 0 <= port < 2**16:  # getaddrinfo would take it modulo that
-        raise ValueError(f"port is {port}; it must be from 0 (any that is free) to {2**16 - 1}")
+    if not 0 <= port < 2**16:  # getaddrinfo takes a port modulo 2**16
+        raise ValueError(f"port is {port}; it must be from 0 (a free one) to {2**16 - 1}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, kind, protocol)
@@ -42,18 +43,18 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def serve(llm: LLM, options: Options, at: socket.socket, *, drain_seconds: int = 60, log_level: str = "info") -> None:
-    """Serve until a signal. Prints the address once somebody can connect.
+    """Serve until a signal. Prints the address when the server listens.
 
-    SIGTERM and SIGINT close the port; requests under way have `drain_seconds` to end, then they are answered 503, and
-    who does not take the answer is cut off. A second SIGINT does not wait for them.
+    SIGTERM and SIGINT close the port. Unfinished requests have `drain_seconds` to end, then they are answered 503, and
+    connections that do not read the answer are closed. A second SIGINT does not wait for them.
     """
     app = create_app(llm, options)
     config = uvicorn.Config(
         app,
         log_level=log_level,
         access_log=log_level == "debug",
-        timeout_graceful_shutdown=drain_seconds + 2 * GRACE,  # what it cancels gets no answer but a page in the log
-        timeout_keep_alive=75,  # seconds; longer than clients keep an idle connection, so that they close it, not we
+        timeout_graceful_shutdown=drain_seconds + 2 * GRACE,  # then uvicorn cancels, without an answer
+        timeout_keep_alive=75,  # seconds; longer than clients keep an idle connection, so that clients close it
         server_header=False,
     )
     name, number = at.getsockname()[:2]
@@ -63,12 +64,12 @@ def serve(llm: LLM, options: Options, at: socket.socket, *, drain_seconds: int =
 
 
 class _Server(uvicorn.Server):
-    """Says a line once it listens, and ends in time what uvicorn would cancel."""
+    """Prints a line when it listens, and ends unfinished requests before uvicorn cancels them."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker, drain_seconds: int, line: str) -> None:
         super().__init__(config)
         self._worker, self._drain_seconds, self._line = worker, drain_seconds, line
-        self._hurry = asyncio.Event()  # a second SIGINT
+        self._second_signal = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -80,24 +81,24 @@ class _Server(uvicorn.Server):
         ending.cancel()
 
     async def _end(self) -> None:
-        """Answer what is left when the time is over, and then leave those who do not read their answers."""
+        """Answer unfinished requests when the time is over, and then close the connections that do not read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._drain_seconds):
-                await self._hurry.wait()
+                await self._second_signal.wait()
         self._worker.halt()
         await asyncio.sleep(GRACE)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit and sig == signal.SIGINT and not self._hurry.is_set():
-            self._hurry.set()  # the loop looks at it when it next wakes, ten times a second
+        if self.should_exit and sig == signal.SIGINT and not self._second_signal.is_set():
+            self._second_signal.set()  # the loop reads it when it next wakes, ten times a second
         else:
             super().handle_exit(sig, frame)
 
 
 def name_of(model: str) -> str:
-    """A model's own name, also of "."; what a link points at may have any."""
+    """The name of a model's folder or file, also for ".". Of a link it is the link's name."""
     return Path(os.path.abspath(model)).name
 
 
@@ -112,9 +113,17 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         max_queue=args.max_queue,
         max_body_bytes=int(args.max_body_mib * 2**20),
         allow_origins=tuple(args.allow_origin),
+        min_priority=args.min_priority,
+        max_priority=args.max_priority,
+        allow_user=args.allow_user,
+        lecture_endpoints=args.lecture_endpoints,
+        result_seconds=args.result_seconds,
     )
+    if engine.get("policy") == "fair" and not options.allow_user:
+        log.warning("the policy is fair, but the field user of requests is ignored; add --allow-user to share by it")
     with bound(args.host, args.port) as at:
-        llm = LLM(args.model, progress=sys.stderr.isatty(), **engine)
+        cache = args.compilation_cache
+        llm = LLM(args.model, progress=sys.stderr.isatty(), compilation_cache=cache, **engine)
         if args.record:
             llm.engine.record(args.record, times=True)
         try:

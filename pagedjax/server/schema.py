@@ -1,7 +1,7 @@
-"""What a request to the server may say, and what it means for sampling. Names and defaults are OpenAI's and vLLM's.
+"""Request bodies, and the sampling parameters that they mean. Names and defaults are OpenAI's and vLLM's.
 
-A field that is unknown is an error that suggests the near name; so is one that asks for what this server cannot do.
-Those that change no token here (`IGNORED`) are accepted, because clients send them.
+An unknown field is an error that suggests a similar name. A field that needs an unsupported feature is an error too.
+Fields that change no token here (`IGNORED`) are accepted, because clients send them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pagedjax.params import BeamSearchParams, SamplingParams
 
 MAX_BRANCHES = 128  # of a request, as OpenAI's
-MAX_STOP = 1000  # characters of a stop string: so much of an answer may be held back, and is looked at for each token
+MAX_STOP = 1000  # characters of a stop string; so many characters of an answer may wait, and are searched at each token
 MAX_FIELDS = 256  # of an object, more than any request needs
 MAX_TEXT = 2**20  # characters to /tokenize, tokens to /detokenize
 MAX_LISTED = 4096  # tokens that a field lists or biases
 
 
 def at_most(limit: int) -> Callable[[Any], Any]:
-    """A check of an object's size, before its fields are looked at: each wrong one would be an error of its own."""
+    """A check of an object's size, before its fields are checked: each wrong field would be one more error."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > limit:
@@ -32,9 +32,9 @@ def at_most(limit: int) -> Callable[[Any], Any]:
     return check
 
 
-# Lists are checked up to their first error (fail_fast): those of a body of 8 MiB would be millions.
-Count = Annotated[int, Field(ge=0, lt=2**31)]  # what the engine and its metrics can count
-Some = Annotated[int, Field(ge=1, lt=2**31)]
+# Lists are checked up to their first error (fail_fast): a body of 8 MiB could have millions of errors.
+Count = Annotated[int, Field(ge=0, lt=2**31)]  # the limit of the engine and its metrics
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Listed = Annotated[list[TokenId], Field(max_length=MAX_LISTED, fail_fast=True)]
@@ -51,7 +51,7 @@ IGNORED = (
     "verbosity",
     "parallel_tool_calls",
 )
-# What SamplingParams takes under the same name.
+# Fields that SamplingParams has under the same name.
 SAMPLING = (
     "n",
     "best_of",
@@ -78,7 +78,7 @@ SHARED_WITH_BEAMS = ("stop_token_ids", "ignore_eos", "include_stop_str_in_output
 
 
 class Strict(BaseModel):
-    # "3" is no number, 1 no truth value, and no number is infinite
+    # "3" is not a number, 1 is not a boolean, and numbers are finite
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     _few = model_validator(mode="before")(at_most(MAX_FIELDS))
 
@@ -93,8 +93,8 @@ class ResponseFormat(Strict):
     type: Literal["text"]
 
 
-class Generating(Strict):
-    """What completions and chats have in common."""
+class GenerationBody(Strict):
+    """The fields that completions and chats share."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] | None = None
@@ -109,8 +109,8 @@ class Generating(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    user: str | None = None
-    # vLLM's
+    user: str | None = None  # the share of the policy "fair", if the server has --allow-user
+    # fields of vLLM
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -129,7 +129,7 @@ class Generating(Strict):
     early_stopping: bool | Literal["never"] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    # accepted and without an effect, see IGNORED
+    # accepted without effect, see IGNORED
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
@@ -142,13 +142,13 @@ class Generating(Strict):
 
 
 def form(prompt: Any) -> str:
-    """Which of its forms a prompt has, by its first element: it is checked as that one alone."""
+    """The form of a prompt, by its first element. The prompt is checked as that form only."""
     first = prompt[0] if isinstance(prompt, list) and prompt else prompt
     several = "lists" if isinstance(first, list) else "texts" if isinstance(first, str) else "ids"
     return several if isinstance(prompt, list) else "text"
 
 
-class CompletionRequest(Generating):
+class CompletionRequest(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Annotated[
@@ -170,7 +170,7 @@ class TextPart(Strict):
 
 
 class Message(BaseModel):
-    """One message. What else clients send with one (`name`, `refusal`, ...) goes to the chat template."""
+    """One message. Other fields (`name`, `refusal`, ...) go to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     _few = model_validator(mode="before")(at_most(MAX_FIELDS))
@@ -179,7 +179,7 @@ class Message(BaseModel):
     content: str | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates want it: content is a text, and a developer is a system."""
+        """The message for a chat template: content is a text, and the role developer is system."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
         rest = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
@@ -189,12 +189,12 @@ class Message(BaseModel):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
-class ChatRequest(Generating):
+class ChatRequest(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: Some | None = None
-    max_tokens: Some | None = None  # its older name
+    max_completion_tokens: Positive | None = None
+    max_tokens: Positive | None = None  # its older name
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
@@ -225,19 +225,19 @@ class LectureRequest(Strict):
     """`POST /generate`, as in vllmini: `max_length` counts the tokens of prompt and output together."""
 
     prompt: Annotated[str, Field(min_length=1)]
-    max_length: Some = 100
+    max_length: Positive = 100
 
 
 def given(request: BaseModel, names: Sequence[str]) -> dict[str, Any]:
-    """The fields that say something; null is OpenAI's way to leave one out."""
+    """The fields that are not null; in OpenAI's API null means absent."""
     return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 
-def sampling(request: Generating, max_tokens: int, logprobs: int | None) -> SamplingParams | BeamSearchParams:
-    """What the engine is asked for.
+def sampling(request: GenerationBody, max_tokens: int, logprobs: int | None) -> SamplingParams | BeamSearchParams:
+    """The sampling parameters of a request.
 
     Raises:
-        ValueError: a value out of its range, or fields that do not go together.
+        ValueError: a value out of its range, or fields that exclude each other.
     """
     if request.use_beam_search:
         return beam_search(request, max_tokens, logprobs)
@@ -249,8 +249,8 @@ def sampling(request: Generating, max_tokens: int, logprobs: int | None) -> Samp
     return SamplingParams(**values, max_tokens=max(1, max_tokens), logprobs=logprobs)
 
 
-def beam_search(request: Generating, max_tokens: int, logprobs: int | None) -> BeamSearchParams:
-    """As in vLLM's requests: `n` is the width."""
+def beam_search(request: GenerationBody, max_tokens: int, logprobs: int | None) -> BeamSearchParams:
+    """The parameters of a beam search; `n` is its width, as in vLLM."""
     neutral: Mapping[str, Any] = {"temperature": (0.0,), "top_p": (1.0,), "top_k": (0, -1), "best_of": (request.n,)}
     used = given(request, [name for name in SAMPLING if name not in (*SHARED_WITH_BEAMS, "n")])
     used = {name: value for name, value in used.items() if value not in neutral.get(name, ())}
@@ -261,7 +261,7 @@ def beam_search(request: Generating, max_tokens: int, logprobs: int | None) -> B
     return BeamSearchParams(beam_width=request.n or 1, max_tokens=max(1, max_tokens), **shared)
 
 
-# What a field of several forms may be, which pydantic would tell form by form.
+# The forms of a field, for one error message; pydantic has an error for each form.
 FORMS = {
     "prompt": "a text, a list of token ids, or a list of texts or of such lists",
     "stop": "a text, or a list of texts",
@@ -270,13 +270,13 @@ FORMS = {
 }
 
 
-def told(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """What is wrong with a request, of pydantic's errors -> (message, field)."""
+def first_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """The most useful of pydantic's errors -> (message, field)."""
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     long = [error for error in errors if error["type"] in ("too_long", "string_too_long")]
     first = (unknown or long or list(errors))[0]
     if first["type"] == "json_invalid":
-        return f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
+        return f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
     place, *rest = first["loc"]
     path = [str(part) for part in (rest if place in ("body", "query", "path") else first["loc"])]
     field = path[0][:80] if path else None
@@ -284,9 +284,9 @@ def told(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
         known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
         near = difflib.get_close_matches(path[-1], known, n=1)
         return f"unknown field {'.'.join(path)!r:.120}" + (f"; did you mean {near[0]!r}?" if near else ""), field
-    said = first["msg"].removeprefix("Value error, ")
+    text = first["msg"].removeprefix("Value error, ")
     for at, part in enumerate(path):
         if part in FORMS and first["type"] != "missing":
             name = ".".join(path[: at + 1])[:120]
-            return f"{name}: {said}" if long else f"{name} must be {FORMS[part]}", field
-    return f"{'.'.join(path)[:120] or 'the body'}: {said}", field
+            return f"{name}: {text}" if long else f"{name} must be {FORMS[part]}", field
+    return f"{'.'.join(path)[:120] or 'the body'}: {text}", field

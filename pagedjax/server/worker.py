@@ -1,11 +1,14 @@
-"""The engine's own thread: asks go in, deltas come out, and nobody else touches the engine.
+"""The engine's thread. Only this thread uses the engine; requests and cancellations reach it through a queue.
 
-    ticket = await worker.submit(asks)      # ValueError: one can never run; Full: come back later
-    async for delta in ticket: ...          # as tokens are made, of all asks
-    ticket.outputs                          # once they have ended
-    worker.cancel(ticket)                   # at any time; its blocks are free at once
+    submission = await worker.submit(requests)      # ValueError: one can never run; QueueFull: try again later
+    async for delta in submission: ...              # new tokens, of all requests
+    submission.outputs                              # when all requests have ended
+    worker.cancel(submission)                       # at any time; its blocks are free before the next step
 
-What a step brought goes to the event loop in one call, however many requests it served.
+One call to the event loop delivers everything that a step produced, for all requests.
+
+A failed step is rolled back: its requests return to the queue and the worker continues. Only MAX_FAILED_STEPS failed
+steps in a row end the engine.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ from pagedjax.llm import LLM
 from pagedjax.session import Branches, GenerationRequest, output_of
 from pagedjax.text.outputs import OutputBuilder, PositionLogprobs, RequestOutput
 
+MAX_FAILED_STEPS = 3  # in a row: the last of them ends the engine
 log = logging.getLogger("pagedjax.server")
 
 
 class Delta(NamedTuple):
-    """What a step brought to one branch. `text` may lag behind the token: it is what can no longer change."""
+    """One new token of a branch. `text` is final; it may be behind the tokens."""
 
-    ask: int  # which of the ticket's
+    request: int  # index in the submission
     index: int  # of the branch
     text: str
     token_id: int
@@ -39,113 +43,117 @@ class Delta(NamedTuple):
     stop_reason: str | int | None
 
 
-class Full(Exception):
-    """The queue has no room. `seconds`: about how long until it has."""
+class Completed(NamedTuple):
+    """The output of a request whose branches have all ended."""
 
-    def __init__(self, waiting: int, limit: int, seconds: int) -> None:
-        super().__init__(f"{waiting} requests are waiting, and {limit} may; try again in about {seconds} s")
-        self.seconds = seconds
-
-
-class Stopped(Exception):
-    """The engine runs no more; its error is the cause."""
-
-
-class Ended(NamedTuple):
-    ask: int
+    request: int
     output: RequestOutput
 
 
-News = Delta | Ended | Exception
+class QueueFull(Exception):
+    """The queue has no room. `seconds`: about how long until it has."""
+
+    def __init__(self, waiting: int, limit: int, seconds: int) -> None:
+        super().__init__(f"{waiting} requests are waiting, and the limit is {limit}; try again in about {seconds} s")
+        self.seconds = seconds
 
 
-class Ticket:
-    """What the event loop holds of asks that came together. It yields deltas until all of them have ended."""
+class EngineStopped(Exception):
+    """The engine does not run any more. Its error, if there is one, is the cause."""
 
-    def __init__(self, asks: Sequence[GenerationRequest], deltas: bool) -> None:
-        """`deltas`: False for who only wants the outputs."""
-        self.asks, self.deltas = tuple(asks), deltas
-        self.at = time.perf_counter()
+
+Update = Delta | Completed | Exception
+
+
+class Submission:
+    """Requests that one client sent together. Iterating yields deltas until all requests have ended."""
+
+    def __init__(self, requests: Sequence[GenerationRequest], deltas: bool) -> None:
+        """`deltas`: False if only the outputs are needed."""
+        self.requests, self.deltas = tuple(requests), deltas
+        self.received_at = time.perf_counter()
         self._outputs: dict[int, RequestOutput] = {}
-        self._news: asyncio.Queue[News] = asyncio.Queue()
+        self._updates: asyncio.Queue[Update] = asyncio.Queue()
 
     @property
     def done(self) -> bool:
-        return len(self._outputs) == len(self.asks)
+        return len(self._outputs) == len(self.requests)
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """Of each ask, in order, once it is done."""
-        return [self._outputs[i] for i in range(len(self.asks))]
+        """The output of each request, in order. All requests must have ended."""
+        return [self._outputs[i] for i in range(len(self.requests))]
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """Raises Stopped if the engine fails."""
+        """Raises EngineStopped if the engine ends."""
         while not self.done:
-            news = await self._news.get()
-            if isinstance(news, Exception):
-                raise news
-            if isinstance(news, Ended):
-                self._outputs[news.ask] = news.output
+            update = await self._updates.get()
+            if isinstance(update, Exception):
+                raise update
+            if isinstance(update, Completed):
+                self._outputs[update.request] = update.output
             else:
-                yield news
+                yield update
 
-    async def whole(self) -> list[RequestOutput]:
-        """The outputs, once all asks have ended. Raises Stopped if the engine fails."""
+    async def completed(self) -> list[RequestOutput]:
+        """Wait for all requests -> their outputs. Raises EngineStopped if the engine ends."""
         async for _ in self:
             pass
         return self.outputs
 
-    def put(self, news: News) -> None:
-        self._news.put_nowait(news)
+    def put(self, update: Update) -> None:
+        self._updates.put_nowait(update)
 
 
-class _Mine(NamedTuple):
-    """Where the news of a branch go."""
+class _Owner(NamedTuple):
+    """The request that a sequence belongs to."""
 
-    ticket: Ticket
-    ask: int
-    branches: Branches  # of the ask
+    submission: Submission
+    request: int
+    branches: Branches  # of the request
 
 
 class Observer(Protocol):
-    """Somebody who is told what happens, in the engine's thread, and changes nothing."""
+    """A reader of what happens. Its methods run in the engine's thread and change nothing."""
 
-    def added(self, names: Sequence[str], ask: GenerationRequest, at: float, after: SchedulerState) -> None:
-        """A request has come, with these branches. `at`: seconds of time.perf_counter when the server got it."""
+    def added(self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState, /) -> None:
+        """A request was queued; `names` are its branches. `at`: time.perf_counter when the server received it."""
 
     def stepped(
-        self, before: SchedulerState, result: StepResult | None, events: tuple[Event, ...], after: SchedulerState
+        self, before: SchedulerState, result: StepResult | None, events: tuple[Event, ...], after: SchedulerState, /
     ) -> None:
-        """A step, with what stop strings ended behind it; no result: requests were cancelled."""
+        """A step, with the stop strings found after it. `result` is None for cancellations and for a failed step."""
 
 
 class Worker:
-    """Runs an engine in a thread of its own, between `start` and `stop`."""
+    """Runs an engine in a thread, from `start` to `stop`."""
 
     def __init__(self, llm: LLM, *, max_queue: int = 256, observers: Sequence[Observer] = ()) -> None:
-        """`max_queue`: requests that may wait; one more is refused with `Full`."""
+        """`max_queue`: requests that may wait; one more raises `QueueFull`."""
         self.llm, self.max_queue = llm, max_queue
-        self.failed: BaseException | None = None
+        self.error: BaseException | None = None  # that ended the engine
         self._session = llm.session
         self._observers = tuple(observers)
-        self._failing: set[int] = set()  # ids of observers whose error was logged
+        self._logged: set[int] = set()  # ids of observers whose first error was logged
         self._inbox: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
-        self._mine: dict[str, _Mine] = {}  # by the names of branches under way
-        self._asked = 0  # requests on their way to the engine; written by the event loop alone
-        self._taken = 0  # of them, those that arrived there; written by the thread alone
-        self._pace, self._busy = 0.1, 0.0  # seconds of steps between two ends, lately; and since the last one
-        self._over = True  # before the start and after the end
+        self._owners: dict[str, _Owner] = {}  # by the name of each unfinished sequence
+        self._submitted = 0  # requests put into the inbox; only the event loop writes it
+        self._received = 0  # requests taken from the inbox; only the thread writes it
+        self._failures = 0  # failed steps in a row
+        self._seconds_per_request = 0.1  # of steps between two requests that end, as a moving average
+        self._busy_seconds = 0.0  # of steps since a request ended
+        self._stopped = True  # before the start and after the end
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="pagedjax-engine", daemon=True)
 
     def start(self) -> None:
-        """Called in the event loop that will ask."""
+        """Must be called in the event loop that submits requests."""
         self._loop = asyncio.get_running_loop()
-        self._over = False
+        self._stopped = False
         self._thread.start()
 
     def halt(self) -> None:
-        """Let what is under way end with `Stopped` after the present step. From any thread, any number of times."""
+        """Stop after the present step; unfinished requests get EngineStopped. Any thread, any number of times."""
         self._inbox.put(("stop", None, None))
 
     def stop(self) -> None:
@@ -155,155 +163,170 @@ class Worker:
 
     @property
     def healthy(self) -> bool:
-        return not self._over
+        return not self._stopped
 
     @property
     def waiting(self) -> int:
-        """Requests that are not admitted yet, those on their way included."""
-        return self._asked - self._taken + len(self.llm.engine.state.waiting)
+        """Requests that are not admitted yet, including those in the inbox."""
+        return self._submitted - self._received + len(self.llm.engine.state.waiting)
 
-    async def submit(self, asks: Sequence[GenerationRequest], *, deltas: bool = True) -> Ticket:
-        """Queue all of them, or none.
+    async def submit(self, requests: Sequence[GenerationRequest], *, deltas: bool = True) -> Submission:
+        """Queue all requests, or none of them.
 
         Raises:
-            ValueError: one that can never run.
-            Full: no room in the queue.
-            Stopped: the engine has failed.
+            ValueError: a request that can never run.
+            QueueFull: no room in the queue.
+            EngineStopped: the engine has ended.
         """
-        assert self._loop is not None, "start comes first"
+        assert self._loop is not None, "call start first"
         waiting = self.waiting
-        if waiting + len(asks) > self.max_queue:
-            raise Full(waiting, self.max_queue, max(1, min(60, round(self._pace * waiting))))
-        ticket = Ticket(asks, deltas)
+        if waiting + len(requests) > self.max_queue:
+            seconds = max(1, min(60, round(self._seconds_per_request * waiting)))
+            raise QueueFull(waiting, self.max_queue, seconds)
+        submission = Submission(requests, deltas)
         accepted: asyncio.Future[None] = self._loop.create_future()
-        self._asked += len(asks)
-        self._inbox.put(("add", ticket, accepted))
-        if self._over:  # looked at after the put, so that an end meanwhile is not missed
+        self._submitted += len(requests)
+        self._inbox.put(("add", submission, accepted))
+        if self._stopped:  # read after the put, so that an end in between is noticed
             accepted.cancel()
-            raise self._stopped() from self.failed
+            raise self._reason() from self.error
         try:
             await accepted
-        except asyncio.CancelledError:  # the client left before it was answered
-            self.cancel(ticket)
+        except asyncio.CancelledError:  # the client left before the request was queued
+            self.cancel(submission)
             raise
-        return ticket
+        return submission
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End what has not ended of it."""
-        if not ticket.done:
-            self._inbox.put(("cancel", ticket, None))
+    def cancel(self, submission: Submission) -> None:
+        """End its unfinished requests."""
+        if not submission.done:
+            self._inbox.put(("cancel", submission, None))
 
-    # in the engine's thread ------------------------------------------------------------------------------------
+    # in the engine's thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._take_in():
+            while self._receive():
                 if self._session.branches:
                     self._step()
-        except BaseException as error:
+        except BaseException as error:  # clients are answered in any case
             log.exception("the engine failed")
-            self.failed = error
-        self._end(self._stopped())
+            self.error = error
+        self._finish(self._reason())
 
-    def _take_in(self) -> bool:
-        """Do what was asked meanwhile; wait for something if there is nothing else to do. False is the end."""
+    def _receive(self) -> bool:
+        """Handle the messages of the inbox; wait for one if no request is unfinished. Returns False for the end."""
         wait = not self._session.branches
         while True:
             try:
-                verb, subject, accepted = self._inbox.get(block=wait)
+                verb, submission, accepted = self._inbox.get(block=wait)
             except queue.Empty:
                 return True
             wait = False
             if verb == "stop":
                 return False
             if verb == "add":
-                self._add(subject, accepted)
+                self._add(submission, accepted)
             else:
-                self._cancel(subject)
+                self._cancel(submission)
 
-    def _add(self, ticket: Ticket, accepted: asyncio.Future[None]) -> None:
+    def _add(self, submission: Submission, accepted: asyncio.Future[None]) -> None:
         try:
-            requests = self._session.add(ticket.asks)
+            added = self._session.add(submission.requests)
         except ValueError as error:
-            self._tell(_refuse, accepted, error)
-        except Exception as error:  # it ends the engine, and nobody else would answer this client
-            self.failed = error
-            self._tell(_refuse, accepted, self._stopped())
+            self._call_in_loop(_refuse, accepted, error)
+        except Exception as error:  # it ends the engine; this client is not among the owners, so answer it here
+            self.error = error
+            self._call_in_loop(_refuse, accepted, self._reason())
             raise
         else:
             state = self.llm.engine.state
-            for i, branches in enumerate(requests):
-                self._mine |= dict.fromkeys(branches, _Mine(ticket, i, branches))
-                self._observe("added", tuple(branches), ticket.asks[i], ticket.at, state)
-            self._tell(_accept, accepted)
-        self._taken += len(ticket.asks)
+            for i, branches in enumerate(added):
+                self._owners |= dict.fromkeys(branches, _Owner(submission, i, branches))
+                self._notify("added", tuple(branches), submission.requests[i], submission.received_at, state)
+            self._call_in_loop(_accept, accepted)
+        self._received += len(submission.requests)
 
-    def _cancel(self, ticket: Ticket) -> None:
-        """What has ended meanwhile is no longer there."""
+    def _cancel(self, submission: Submission) -> None:
+        """Abandon each unfinished request of the submission once."""
         before, events = self.llm.engine.state, ()
-        for name in [name for name, mine in self._mine.items() if mine.ticket is ticket]:
-            events += self._session.abandon(self._mine.pop(name).branches)
-        self._observe("stepped", before, None, events, self.llm.engine.state)
+        owned = {name: owner for name, owner in self._owners.items() if owner.submission is submission}
+        for name in owned:
+            del self._owners[name]
+        for branches in {owner.request: owner.branches for owner in owned.values()}.values():
+            events += self._session.abandon(branches)
+        self._notify("stepped", before, None, events, self.llm.engine.state)
 
     def _step(self) -> None:
         before = self.llm.engine.state
-        stepped = self._session.step()
-        self._observe("stepped", before, stepped.result, stepped.events, self.llm.engine.state)
-        news: list[tuple[Ticket, News]] = []
-        for name, token_id, text in stepped.deltas:
-            ticket, ask, branches = self._mine[name]
-            if not ticket.deltas:
+        try:
+            step = self._session.step()
+        except Exception:  # the engine has rolled the step back
+            self._failures += 1
+            if self._failures == MAX_FAILED_STEPS:
+                raise
+            log.exception("a step failed (%d of %d in a row); it runs again", self._failures, MAX_FAILED_STEPS)
+            self._notify("stepped", before, None, (), self.llm.engine.state)
+            return
+        self._failures = 0
+        self._notify("stepped", before, step.result, step.events, self.llm.engine.state)
+        updates: list[tuple[Submission, Update]] = []
+        for name, token_id, text in step.deltas:
+            submission, request, branches = self._owners[name]
+            if not submission.deltas:
                 continue
             branch = branches[name]
-            assert isinstance(branch, OutputBuilder), "beams come whole"
+            assert isinstance(branch, OutputBuilder), "a beam search has no deltas"
             entry = branch.logprobs.get(len(branch.token_ids) - 1)
             reason = branch.finish_reason
-            news.append((ticket, Delta(ask, branch.index, text, token_id, entry, reason, branch.stop_reason)))
-        ends, self._busy = 0, self._busy + stepped.result.finished - stepped.result.started
-        for name in stepped.ended:
-            ticket, ask, branches = self._mine.pop(name)
+            delta = Delta(request, branch.index, text, token_id, entry, reason, branch.stop_reason)
+            updates.append((submission, delta))
+        ends, self._busy_seconds = 0, self._busy_seconds + step.result.finished - step.result.started
+        for name in step.ended:
+            submission, request, branches = self._owners.pop(name)
             if all(branch.finish_reason is not None for branch in branches.values()):
-                news.append((ticket, Ended(ask, output_of(name, ticket.asks[ask], branches))))
+                output = output_of(name, submission.requests[request], branches)
+                updates.append((submission, Completed(request, output)))
                 ends += 1
         if ends:
-            self._pace += 0.2 * (self._busy / ends - self._pace)
-            self._busy = 0.0
-        if news:
-            self._tell(_deliver, news)
+            self._seconds_per_request += 0.2 * (self._busy_seconds / ends - self._seconds_per_request)
+            self._busy_seconds = 0.0
+        if updates:
+            self._call_in_loop(_deliver, updates)
 
-    def _observe(self, what: Literal["added", "stepped"], *args: Any) -> None:
-        """Tell the observers. One that fails must not stop the engine; its first error is logged."""
+    def _notify(self, method: Literal["added", "stepped"], *args: Any) -> None:
+        """Call the observers. One that fails must not stop the engine; its first error is logged."""
         for observer in self._observers:
             try:
-                getattr(observer, what)(*args)
+                getattr(observer, method)(*args)
             except Exception:
-                if id(observer) not in self._failing:
-                    self._failing.add(id(observer))
+                if id(observer) not in self._logged:
+                    self._logged.add(id(observer))
                     log.exception("%s failed as an observer; further errors of it are not logged", type(observer))
 
-    def _end(self, error: Exception) -> None:
-        """Tell everybody, and let go of what is under way unless the engine is broken."""
-        self._over = True
-        if self.failed is None:
-            for mine in self._mine.values():
-                self._session.abandon(mine.branches)
-        tickets = {id(mine.ticket): mine.ticket for mine in self._mine.values()}
-        self._mine.clear()
-        self._tell(_deliver, [(ticket, error) for ticket in tickets.values()])
+    def _finish(self, error: Exception) -> None:
+        """Answer every client with the error. A working engine also cancels what is unfinished."""
+        self._stopped = True
+        submissions = {id(owner.submission): owner.submission for owner in self._owners.values()}
+        if self.error is None:
+            for submission in submissions.values():
+                self._cancel(submission)
+        self._owners.clear()
+        self._call_in_loop(_deliver, [(submission, error) for submission in submissions.values()])
         while not self._inbox.empty():
             verb, _, accepted = self._inbox.get()
             if verb == "add":
-                self._tell(_refuse, accepted, error)
+                self._call_in_loop(_refuse, accepted, error)
 
-    def _stopped(self) -> Stopped:
-        return Stopped("the server is stopping" if self.failed is None else f"the engine failed: {self.failed}")
+    def _reason(self) -> EngineStopped:
+        return EngineStopped("the server is stopping" if self.error is None else f"the engine failed: {self.error}")
 
-    def _tell(self, function: Callable[..., None], *args: Any) -> None:
-        assert self._loop is not None, "start comes first"
+    def _call_in_loop(self, function: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None, "call start first"
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop is closed, so nobody listens
-            log.debug("nobody was told: the event loop is closed")
+        except RuntimeError:  # the loop is closed
+            log.debug("an update is dropped: the event loop is closed")
 
 
 def _accept(accepted: asyncio.Future[None]) -> None:
@@ -316,6 +339,6 @@ def _refuse(accepted: asyncio.Future[None], error: Exception) -> None:
         accepted.set_exception(error)
 
 
-def _deliver(news: Sequence[tuple[Ticket, News]]) -> None:
-    for ticket, one in news:
-        ticket.put(one)
+def _deliver(updates: Sequence[tuple[Submission, Update]]) -> None:
+    for submission, update in updates:
+        submission.put(update)

@@ -1,4 +1,4 @@
-"""The terminal chat: commands apart from the engine, and conversations through a real one, fed as a pipe would."""
+"""The terminal chat: its commands without an engine, and conversations with the tiny model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TALK = Conversation("be brief", (Exchange("one", "two"), Exchange("three", "four
 
 @pytest.fixture
 def llm(tiny_llm):
-    """Nothing may be left behind, whatever the test did."""
+    """The shared engine. After the test it has no request, and the signal handler is restored."""
     handler = signal.getsignal(signal.SIGINT)
     yield tiny_llm
     assert signal.getsignal(signal.SIGINT) is handler
@@ -33,7 +33,7 @@ def llm(tiny_llm):
 
 
 def talk(llm, *lines: str, params=GREEDY, **options):
-    """(the conversation, what was shown, what was noted) of a session of these lines."""
+    """Run these lines -> (the conversation, the shown text, the notes)."""
     shown, notes = [], []
     end = chat(llm, params, lines=iter(lines), show=shown.append, note=notes.append, **options)
     return end, "".join(shown), notes
@@ -42,7 +42,7 @@ def talk(llm, *lines: str, params=GREEDY, **options):
 # commands, without an engine -----------------------------------------------------------------------------------------
 
 
-def test_what_is_said_goes_to_the_model_and_changes_nothing_until_it_has_answered():
+def test_a_text_line_asks_for_an_answer_and_changes_nothing():
     assert turn(TALK, "  hello there\n") == (TALK, "", "answer", "hello there")
     assert turn(TALK, "//etc/hosts is a file") == (TALK, "", "answer", "/etc/hosts is a file")
     assert turn(TALK, " \n") == (TALK, "", "nothing", "")
@@ -64,8 +64,8 @@ def test_messages_are_the_system_text_the_turns_and_the_new_line():
 
 
 def test_turns_can_be_dropped_one_by_one_and_all_at_once():
-    once, note, do, _ = turn(TALK, "/undo")
-    assert (once.turns, do) == (TALK.turns[:1], "nothing")
+    once, note, action, _ = turn(TALK, "/undo")
+    assert (once.turns, action) == (TALK.turns[:1], "nothing")
     assert "three" in note
     assert turn(turn(once, "/undo").conversation, "/undo").note == "there is no turn to drop"
     assert turn(TALK, "/reset").conversation == Conversation("be brief")
@@ -77,7 +77,7 @@ def test_the_system_text_is_set_shown_and_removed():
     assert turn(TALK, "/system off").conversation == replace(TALK, system=None)
 
 
-def test_stats_tell_of_the_last_answer():
+def test_stats_are_those_of_the_last_answer():
     assert turn(TALK, "/stats").note == "there is no answer yet"
     stats = Stats(prompt_tokens=40, cached_tokens=32, tokens=5, first_token=0.5, seconds=1.5, compilations=0)
     assert stats.tokens_per_s == 4.0
@@ -96,13 +96,13 @@ def test_stats_tell_of_the_last_answer():
         ("/quti", "did you mean /quit?"),
         ("/", "there is no command /"),
         ("/what now", "/help lists the commands"),
-        ("/undo 2", "/undo takes nothing after it, but there is '2'"),
+        ("/undo 2", "/undo takes no argument, but there is '2'"),
         ("/save", "/save needs a file"),
     ],
 )
-def test_a_mistaken_command_is_told_and_does_nothing(line, note):
+def test_an_invalid_command_gives_a_note_and_does_nothing(line, note):
     reply = turn(TALK, line)
-    assert (reply.conversation, reply.do) == (TALK, "nothing")
+    assert (reply.conversation, reply.action) == (TALK, "nothing")
     assert note in reply.note
 
 
@@ -112,18 +112,18 @@ def test_help_lists_every_command():
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.one_of(st.text(), st.sampled_from(sorted(COMMANDS)), st.text().map(lambda t: f"/system {t}"))))
-def test_any_line_leads_somewhere(lines):
+def test_every_line_has_an_effect_or_a_note(lines):
     conversation = TALK
     for line in lines:
         reply = turn(conversation, line)
-        assert reply.do in ("nothing", "answer", "save", "quit")
-        assert bool(reply.what) == (reply.do in ("answer", "save"))
-        assert reply.do == "answer" or reply.note or reply.do in ("save", "quit") or not line.strip()
+        assert reply.action in ("nothing", "answer", "save", "quit")
+        assert bool(reply.argument) == (reply.action in ("answer", "save"))
+        assert reply.action == "answer" or reply.note or reply.action in ("save", "quit") or not line.strip()
         assert reply.conversation.turns in (TALK.turns, TALK.turns[:1], ())
         conversation = reply.conversation
 
 
-def test_a_conversation_without_room_for_an_answer_names_the_limit_and_the_remedies():
+def test_a_conversation_that_is_too_long_names_the_limit_and_the_remedies():
     assert too_long(511, 512, 3) is None
     text = too_long(512, 512, 3)
     assert text is not None
@@ -135,10 +135,10 @@ def test_a_conversation_without_room_for_an_answer_names_the_limit_and_the_remed
 # through an engine ---------------------------------------------------------------------------------------------------
 
 
-def test_each_turn_is_what_the_library_answers_and_finds_the_turns_before_it_in_the_cache(llm):
+def test_each_turn_matches_the_library_and_finds_earlier_turns_in_the_cache(llm):
     llm.reset_prefix_cache()
     lines = ["the cat", "the other cat", "hears the rain"]
-    # letters that no merge joins: a text of them has the tokens that were generated, so that they are found again
+    # no merge joins these letters, so their text has the generated tokens again, and the cache finds them
     letters = tuple(token for letter in "qxz" for token in llm.tokenizer.encode(letter)[-1:])
     params = replace(GREEDY, allowed_token_ids=letters)
     messages, wanted, cached = [], [], []
@@ -148,7 +148,7 @@ def test_each_turn_is_what_the_library_answers_and_finds_the_turns_before_it_in_
         wanted.append(output.outputs[0].text)
         messages.append({"role": "assistant", "content": wanted[-1]})
     conversation = Conversation()
-    for i, line in enumerate(lines):  # one chat each, to see what each found
+    for i, line in enumerate(lines):  # one chat for each, to see the cached tokens of each
         end, shown, notes = talk(llm, *lines[: i + 1], params=params)
         llm.reset_prefix_cache()
         assert notes == ["[the answer ends at --max-tokens 8]"] * (i + 1)
@@ -160,11 +160,11 @@ def test_each_turn_is_what_the_library_answers_and_finds_the_turns_before_it_in_
         assert end.stats.tokens == 8
     assert conversation.messages() == messages
     before = [0, *(len(llm.tokenizer.apply_chat_template(messages[: 2 * i], False)) for i in (1, 2))]
-    computed = [max(0, tokens - 3) for tokens in before]  # not the answer's last token and the two marks behind it
+    computed = [max(0, tokens - 3) for tokens in before]  # without the answer's last token and the two marks after it
     assert cached == [tokens // 16 * 16 for tokens in computed]
 
 
-def test_the_system_text_counts_from_the_next_line_on(llm):
+def test_the_system_text_applies_from_the_next_line_on(llm):
     end, shown, notes = talk(llm, "/system she sells sea shells", "the cat", system="the rain")
     messages = [{"role": "system", "content": "she sells sea shells"}, {"role": "user", "content": "the cat"}]
     (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
@@ -173,31 +173,31 @@ def test_the_system_text_counts_from_the_next_line_on(llm):
     assert "is set" in notes[0]
 
 
-def test_undo_makes_the_conversation_go_on_as_if_the_turn_had_not_been(llm):
+def test_undo_removes_the_turn_from_the_conversation(llm):
     once, _, _ = talk(llm, "the cat", "the house")
     again, _, _ = talk(llm, "the cat", "the rain", "/undo", "the house", "/quit", "never read")
     assert again.turns == once.turns
 
 
-def test_a_line_that_does_not_fit_is_refused_and_the_conversation_goes_on_once_there_is_room(llm):
+def test_a_line_that_does_not_fit_is_refused_and_works_after_undo(llm):
     long = "the cat and the other cat are in the house " * 25
     end, shown, notes = talk(llm, long, long, "/undo", "the cat")
     assert len(end.turns) == 1
     (refusal,) = [note for note in notes if "max_model_len is 512" in note]
-    assert refusal.endswith("The line was not taken into the conversation")
+    assert refusal.endswith("The line is not part of the conversation")
     assert "/undo drops the last turn" in refusal
     assert end.turns[0].user == "the cat"
     assert shown.count("\n") >= 2
 
 
-def test_an_answer_that_meets_the_models_limit_says_so(llm):
+def test_an_answer_that_reaches_the_models_limit_has_a_note(llm):
     end, _, notes = talk(llm, "the cat and the other cat " * 10, params=replace(GREEDY, max_tokens=2000))
     assert notes == ["[the answer ends at max_model_len (512): /undo or /reset makes room]"]
     assert end.stats is not None
     assert end.stats.prompt_tokens + end.stats.tokens == 512
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(llm):
+def test_ctrl_c_stops_the_answer_and_keeps_its_text(llm):
     said, notes = [], []
 
     def show(piece: str) -> None:
@@ -217,7 +217,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(llm):
     assert end.stats.tokens > 3  # the second answer was not stopped
 
 
-def test_ctrl_c_pressed_twice_leaves_at_once_without_leaving_anything_behind(llm):
+def test_ctrl_c_pressed_twice_interrupts_and_frees_all_blocks(llm):
     def show(piece: str) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -227,18 +227,18 @@ def test_ctrl_c_pressed_twice_leaves_at_once_without_leaving_anything_behind(llm
 
 
 def test_an_answer_stopped_before_its_first_token_is_empty(llm):
-    requests = Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
-    said = answer(requests, [5, 6, 7], GREEDY, show=pytest.fail, stopped=lambda: True)
-    assert (said.text, said.ended, said.stats.tokens, said.stats.first_token) == ("", "abort", 0, None)
+    session = Session(llm.engine, llm.tokenizer, llm.model.eos_token_ids)
+    found = answer(session, [5, 6, 7], GREEDY, show=pytest.fail, stopped=lambda: True)
+    assert (found.text, found.reason, found.stats.tokens, found.stats.first_token) == ("", "abort", 0, None)
 
 
-def test_a_model_without_a_chat_template_cannot_chat_and_says_so(llm, monkeypatch):
+def test_a_model_without_a_chat_template_is_an_error(llm, monkeypatch):
     monkeypatch.setattr(llm, "tokenizer", replace(llm.tokenizer, chat_template=None))
     with pytest.raises(ValueError, match="has no chat template, so it cannot chat; `pagedjax generate`"):
         talk(llm, "hello")
 
 
-def test_a_template_that_refuses_the_system_text_is_told_at_the_start_or_at_the_line(llm, monkeypatch):
+def test_a_template_that_refuses_the_system_text_is_an_error_at_the_start_or_a_note(llm, monkeypatch):
     refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}the cat"
     monkeypatch.setattr(llm, "tokenizer", replace(llm.tokenizer, chat_template=refuses))
     with pytest.raises(ValueError, match="refuses these messages: no system"):
@@ -261,7 +261,7 @@ def test_a_conversation_is_saved_as_messages(llm, tmp_path):
 SMALL = ("--max-model-len", "64", "--max-tokens", "4", "--temperature", "0")
 
 
-def test_the_command_reads_lines_of_a_pipe_and_prints_the_answers_alone(tiny_folder, tiny_llm, monkeypatch, capsys):
+def test_the_command_reads_lines_from_a_pipe_and_prints_only_the_answers(tiny_folder, tiny_llm, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n\n/stats\nthe rain"))
     assert cli.main(["chat", "--model", str(tiny_folder), *SMALL]) == 0
     out, err = capsys.readouterr()
@@ -273,7 +273,7 @@ def test_the_command_reads_lines_of_a_pipe_and_prints_the_answers_alone(tiny_fol
     assert len(end.turns) == 2
 
 
-def test_mistakes_of_the_command_are_one_line(tiny_folder, capsys):
+def test_errors_of_the_command_are_one_line(tiny_folder, capsys):
     assert cli.main(["chat", "--model", str(tiny_folder), "--top-p", "2"]) == 2
     assert "top_p is 2.0" in capsys.readouterr().err
 

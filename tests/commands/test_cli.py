@@ -1,12 +1,16 @@
-"""The command line, in this process: what it prints, and what it says of mistakes."""
+"""The command line: its output, its options and its errors."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import subprocess
+import sys
 
 import pytest
 
 from pagedjax import LLM, SamplingParams, cli
+from pagedjax.config import EngineConfig
 from pagedjax.server import run
 
 
@@ -14,7 +18,7 @@ def generate(*words: str, model) -> int:
     return cli.main(["generate", *words, "--model", str(model), "--max-model-len", "64", "--max-tokens", "4"])
 
 
-def test_it_prints_the_prompt_and_what_the_library_generates(tiny_folder, tiny, capsys):
+def test_generate_prints_the_prompt_and_the_text_of_the_library(tiny_folder, tiny, capsys):
     assert generate("abc", model=tiny_folder) == 0
     llm = LLM(tiny, progress=False, max_num_seqs=1, num_blocks=8, token_buckets=(64,), max_num_batched_tokens=64)
     (wanted,) = llm.generate("abc", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
@@ -29,7 +33,7 @@ def test_a_prompt_may_come_from_standard_input(tiny_folder, monkeypatch, capsys)
     assert capsys.readouterr().out.startswith("abc")
 
 
-def test_its_engine_compiles_the_buckets_of_one_request_when_they_are_needed():
+def test_the_engine_of_generate_is_lazy_and_for_one_request():
     options = cli.engine_options(cli.parser().parse_args(["generate", "", "--budget", "16", "--dtype", "bfloat16"]))
     assert options["token_buckets"] == (2, 16)
     assert (options["compilation"], options["max_num_seqs"]) == ("lazy", 1)
@@ -43,14 +47,14 @@ def test_its_engine_compiles_the_buckets_of_one_request_when_they_are_needed():
         (["--model", "nowhere-at-all"], "nowhere-at-all"),
     ],
 )
-def test_mistakes_are_one_line_and_an_exit_code(tiny_folder, capsys, words, message):
+def test_errors_of_generate_are_one_line_and_exit_code_2(tiny_folder, capsys, words, message):
     assert cli.main(["generate", "abc", "--model", str(tiny_folder), *words]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert line.startswith("pagedjax: ")
     assert message in line
 
 
-def test_convert_writes_a_folder_that_generates_the_same(tiny_folder, tmp_path, capsys):
+def test_a_converted_model_generates_the_same_text(tiny_folder, tmp_path, capsys):
     assert generate("abc", model=tiny_folder) == 0
     wanted = capsys.readouterr().out
     model = tiny_folder
@@ -71,7 +75,7 @@ def test_convert_writes_a_folder_that_generates_the_same(tiny_folder, tmp_path, 
         (["--to", "safetensors", "--shard-gb", "0"], "shard_bytes is 0"),
     ],
 )
-def test_mistakes_of_convert_are_one_line(tiny_folder, capsys, words, message):
+def test_errors_of_convert_are_one_line(tiny_folder, capsys, words, message):
     assert cli.main(["convert", str(tiny_folder), str(tiny_folder), *words]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("pagedjax: ")
@@ -79,27 +83,27 @@ def test_mistakes_of_convert_are_one_line(tiny_folder, capsys, words, message):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "printed"),
     [
         (PermissionError(13, "Permission denied", "x"), 2, "pagedjax: [Errno 13] Permission denied: 'x'\n"),
         (IsADirectoryError(21, "Is a directory", "x"), 2, "pagedjax: [Errno 21] Is a directory: 'x'\n"),
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, error, code, said):
+def test_errors_of_the_system_are_one_line(monkeypatch, capsys, error, code, printed):
     def fail(*args):
         raise error
 
     monkeypatch.setattr(cli, "generate", fail)
     assert cli.main(["generate", "abc"]) == code
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == printed
 
 
-def test_a_reader_that_has_gone_is_no_mistake(monkeypatch):
-    def leave(*args):
+def test_a_closed_pipe_is_not_an_error(monkeypatch):
+    def close(*args):
         raise BrokenPipeError
 
-    monkeypatch.setattr(cli, "generate", leave)
+    monkeypatch.setattr(cli, "generate", close)
     monkeypatch.setattr("sys.stderr", io.StringIO())
     assert cli.main(["generate", "abc"]) == 0
 
@@ -108,15 +112,68 @@ def test_a_reader_that_has_gone_is_no_mistake(monkeypatch):
     ("model", "name"),
     [(".", "here"), ("../here", "here"), ("link", "link"), ("org/model", "model"), ("m.gguf", "m.gguf")],
 )
-def test_a_server_names_its_model_after_the_folder(tmp_path, monkeypatch, model, name):
-    """A link's own name is the one that was meant: Hugging Face's cache links to files that are named by hashes."""
+def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypatch, model, name):
+    """The name of a link counts, because links of Hugging Face's cache point to files named by hashes."""
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path / "here")
     assert run.name_of(model) == name
 
 
-def test_an_unknown_command_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["serve-nothing"], "argument command: invalid choice: 'serve-nothing'"),
+        (["serve", "--block-size", "x"], "argument --block-size: invalid int value: 'x'"),
+        (["serve", "--dtype", "float31"], "argument --dtype: invalid choice: 'float31' (choose from 'float32', "),
+        (["serve", "--preemption", "stop"], "argument --preemption: invalid choice: 'stop' (choose from 'recompute', "),
+        (["serve", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (["generate"], "the following arguments are required: prompt"),
+    ],
+)
+def test_errors_of_options_are_one_line_and_exit_code_2(capsys, words, message):
     with pytest.raises(SystemExit) as ended:
-        cli.main(["serve-nothing"])
+        cli.main(words)
     assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pagedjax: {message}")
+
+
+def test_every_engine_option_is_a_field_with_its_type():
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    args = vars(cli.parser().parse_args(["serve"]))
+    assert {name for name in fields if args[name] is not None} == set()
+    words = ["--block-size", "8", "--memory-fraction", "0.25", "--no-mixed-steps", "--token-buckets", "8,2048"]
+    args = vars(cli.parser().parse_args(["serve", *words, "--policy", "a.py:B", "--kv-cache-dtype", "float16"]))
+    assert EngineConfig(**{name: args[name] for name in fields if args[name] is not None}) == EngineConfig(
+        block_size=8,
+        memory_fraction=0.25,
+        mixed_steps=False,
+        token_buckets=(8, 2048),
+        policy="a.py:B",
+        kv_cache_dtype="float16",
+    )
+
+
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["bench", "serve", "--help"]])
+def test_help_does_not_import_jax(words):
+    code = f"""
+import sys
+from pagedjax import cli
+try:
+    cli.main({words!r})
+except SystemExit as ended:
+    assert ended.code == 0
+heavy = {{"jax", "numpy", "flax", "transformers", "fastapi", "httpx"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: pagedjax")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_the_compilation_cache_has_a_switch(command):
+    words = [command, *(["x"] if command == "generate" else [])]
+    assert cli.parser().parse_args(words).compilation_cache is True
+    assert cli.parser().parse_args([*words, "--no-compilation-cache"]).compilation_cache is False

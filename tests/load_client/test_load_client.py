@@ -1,7 +1,4 @@
-"""The load client against a server that misbehaves on purpose.
-
-The server is a stub that streams at known times: the client's clock is what is tested.
-"""
+"""The load client against a stub server that streams at known times and can fail in many ways."""
 
 from __future__ import annotations
 
@@ -15,16 +12,16 @@ import pytest
 
 from pagedjax import cli
 from pagedjax.load_client.client import Target, connected, model_of
-from pagedjax.load_client.plan import Load, plan
+from pagedjax.load_client.plan import Load, make_plan
 from tests.load_client.test_load_plan import HEADER
 from tests.load_client.test_load_stream import delta, text
 
 
 class Stub:
-    """Streams each answer's tokens `gap` seconds apart after `first` seconds; what `max_tokens` says may change that.
+    """Streams each answer's tokens `gap` seconds apart after `first` seconds. Some values of `max_tokens` mean a fault:
 
-    401: status 401 ... 429; 1000: hangs up in the middle; 1001: sends half and stalls; 1002: an error in the stream;
-    1003: no usage, and both tokens in one chunk; 1004: [DONE] and nothing else; 1005: garbage.
+    400 to 599: that status; 1000: hangs up in the middle; 1001: sends half and stalls; 1002: an error in the stream;
+    1003: no usage, and both tokens in one chunk; 1004: only [DONE]; 1005: not JSON.
     """
 
     def __init__(self) -> None:
@@ -113,7 +110,7 @@ class Stub:
 
 @contextmanager
 def running() -> Iterator[tuple[Stub, str]]:
-    """The stub on a free port, in a thread of its own."""
+    """The stub on a free port, in a thread."""
     stub, loop = Stub(), asyncio.new_event_loop()
     ready, address = threading.Event(), []
 
@@ -145,14 +142,14 @@ def server():
 
 
 def bench(url: str, *words: str, tmp_path=None) -> tuple[int, dict]:
-    """The exit status and what was written."""
+    """The exit status and the JSON file."""
     file = [] if tmp_path is None else ["--json", str(tmp_path / "out.json")]
     code = cli.main(["bench", "serve", "--url", url, "--timeout", "20", *words, *file])
     return code, json.loads((tmp_path / "out.json").read_text("utf-8")) if file else {}
 
 
 def test_no_connection_is_kept_idle(server):
-    """httpcore looks at every connection for every idle one: with a thousand, that is what would be measured."""
+    """httpcore checks every connection for every idle one, which takes longer than the answers at 1000 of them."""
     _, url = server
 
     async def idle() -> list:
@@ -163,7 +160,7 @@ def test_no_connection_is_kept_idle(server):
     assert asyncio.run(idle()) == []
 
 
-def test_it_measures_the_delays_of_the_server(server, tmp_path, capsys):
+def test_latencies_are_the_delays_of_the_server(server, tmp_path, capsys):
     stub, url = server
     stub.first, stub.gap = 0.1, 0.03
     words = ["--rate", "20", "--requests", "8", "--prompt-tokens", "5:9", "--output-tokens", "4", "--vocab", "99"]
@@ -172,7 +169,7 @@ def test_it_measures_the_delays_of_the_server(server, tmp_path, capsys):
     s = out["summary"]
     assert (s["completed"], s["output_tokens"], s["requests_without_usage"]) == (8, 32, 0)
     assert s["prompt_tokens"] == sum(len(body["prompt"]) for body in stub.bodies)
-    assert 0.1 <= s["ttft_s"]["p50"] < 1.0  # above, only what a busy machine adds
+    assert 0.1 <= s["ttft_s"]["p50"] < 1.0  # the upper limit allows for a busy machine
     assert 0.025 <= s["tpot_s"]["p50"] < 0.5
     assert s["itl_s"]["count"] == 24
     assert 0.19 <= s["e2e_s"]["p50"] < 2.0
@@ -189,14 +186,15 @@ def test_it_measures_the_delays_of_the_server(server, tmp_path, capsys):
     }
     assert "ignore_eos" not in stub.bodies[0]
     assert [item["arrival"] for item in out["requests"]] == [
-        item.arrival for item in plan(Load(rate=20, requests=8, prompt_tokens="5:9", output_tokens="4", vocab=99)).items
+        item.arrival
+        for item in make_plan(Load(rate=20, requests=8, prompt_tokens="5:9", output_tokens="4", vocab=99)).items
     ]
     shown = capsys.readouterr().out
     assert "8 of 8 completed" in shown
     assert "first token (TTFT)" in shown
 
 
-def test_an_open_loop_does_not_wait_for_answers_and_cannot_hide_a_queue(server, tmp_path):
+def test_requests_do_not_wait_for_answers_and_latencies_include_the_queue(server, tmp_path):
     stub, url = server
     stub.first, stub.serial = 0.1, True
     code, out = bench(url, "--arrivals", "at-once", "--requests", "6", "--output-tokens", "1", tmp_path=tmp_path)
@@ -207,11 +205,11 @@ def test_an_open_loop_does_not_wait_for_answers_and_cannot_hide_a_queue(server, 
     words = ["--arrivals", "at-once", "--requests", "6", "--output-tokens", "1", "--max-concurrency", "1"]
     code, out = bench(url, *words, tmp_path=tmp_path)
     assert stub.most == 1
-    assert out["summary"]["ttft_s"]["max"] >= 0.6  # of waiting for a place as well
+    assert out["summary"]["ttft_s"]["max"] >= 0.6  # includes the wait for max_concurrency
     assert out["summary"]["client"]["waited_s"]["max"] >= 0.5
 
 
-def test_every_way_to_fail_is_counted_and_makes_the_status_1(server, tmp_path, capsys):
+def test_every_kind_of_failure_is_counted_and_the_exit_status_is_1(server, tmp_path, capsys):
     _, url = server
     file = tmp_path / "trace.csv"
     kinds = [429, 500, 1000, 1001, 1002, 1005, 1003, 1004, 2, 3]
@@ -233,7 +231,7 @@ def test_every_way_to_fail_is_counted_and_makes_the_status_1(server, tmp_path, c
     assert "2 answers came without usage" in shown
 
 
-def test_a_chat_sends_messages_and_its_role_is_no_token(server, tmp_path):
+def test_a_chat_sends_messages_and_its_role_chunk_is_not_output(server, tmp_path):
     stub, url = server
     stub.first = 0.1
     texts = tmp_path / "texts.txt"
@@ -251,7 +249,7 @@ def test_a_chat_sends_messages_and_its_role_is_no_token(server, tmp_path):
     assert out["summary"]["itl_s"]["count"] == 2
 
 
-def test_the_key_of_a_file_is_sent_and_written_nowhere(server, tmp_path, capsys):
+def test_the_api_key_is_sent_and_not_written(server, tmp_path, capsys):
     stub, url = server
     file = tmp_path / "key"
     file.write_text("s3cret\n")
@@ -263,7 +261,7 @@ def test_the_key_of_a_file_is_sent_and_written_nowhere(server, tmp_path, capsys)
     assert "s3cret" not in repr(Target("http://x", api_key="s3cret"))
 
 
-def test_a_warm_up_is_not_measured_and_its_failure_ends_the_run(server, tmp_path, capsys):
+def test_a_warm_up_is_not_measured_and_a_failed_one_ends_the_run(server, tmp_path, capsys):
     stub, url = server
     words = ["--arrivals", "at-once", "--requests", "2", "--warmup", "3"]
     code, out = bench(url, *words, "--output-tokens", "2", tmp_path=tmp_path)
@@ -276,10 +274,10 @@ def test_a_warm_up_is_not_measured_and_its_failure_ends_the_run(server, tmp_path
     ("words", "message"),
     [
         ([], "arrivals poisson need a rate"),
-        (["--rate", "1", "--model", "nobody"], "the server has no model 'nobody'; it has stub, other"),
-        (["--rate", "1", "--trace", "x.csv"], "--trace says what --rate would say"),
-        (["--rate", "1", "--prompts", "x", "--vocab", "5"], "--prompts says what --vocab would say"),
-        (["--rate", "1", "--time-scale", "2"], "--time-scale is of a --trace"),
+        (["--rate", "1", "--model", "unknown"], "the server has no model 'unknown'; it has stub, other"),
+        (["--rate", "1", "--trace", "x.csv"], "--trace already gives --rate"),
+        (["--rate", "1", "--prompts", "x", "--vocab", "5"], "--prompts already gives --vocab"),
+        (["--rate", "1", "--time-scale", "2"], "--time-scale needs a --trace"),
         (["--trace", "nowhere.csv"], "nowhere.csv cannot be read"),
         (["--rate", "1", "--ttft-target", "0"], "--ttft-target is 0.0; it must be above 0 seconds"),
         (["--rate", "1", "--max-concurrency", "0"], "max_concurrency is 0"),
@@ -299,7 +297,7 @@ def test_bad_arguments_are_one_line_and_nothing_is_sent(server, capsys, words, m
     assert (out, stub.bodies) == ("", [])
 
 
-def test_a_server_that_is_not_there_or_lists_nothing_is_told(server, capsys):
+def test_a_server_without_answer_or_without_models_is_an_error(server, capsys):
     stub, url = server
     with running() as (_, gone):
         pass

@@ -1,4 +1,4 @@
-"""What the load client plans: what is asked, and when."""
+"""The plan of a load: its requests and their times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.load_client.plan import FIRST_TOKEN, WORDS, Lengths, Load, arrivals, clip, plan, warm_up
+from pagedjax.load_client.plan import FIRST_TOKEN, WORDS, Lengths, Load, arrivals, clip, make_plan, warm_up
 
 AT_ONCE = {"arrivals": "at-once"}
 
@@ -57,48 +57,48 @@ def test_lognormal_lengths_have_the_median_asked_for():
 @pytest.mark.parametrize(
     "text", ["", "0", "x", "5:4", "1:2:3", "-3", "lognormal:1", "lognormal:1,-1", "lognormal:inf,1"]
 )
-def test_lengths_that_cannot_be_read_are_told_with_the_forms_that_can(text):
+def test_an_invalid_length_gives_an_error_with_the_valid_formats(text):
     with pytest.raises(ValueError, match=r"prompt_tokens is .*; it must be like"):
         Load(prompt_tokens=text, **AT_ONCE)
 
 
-def test_clipping_counts_what_it_moves():
+def test_clipping_counts_the_clipped_lengths():
     assert clip([0, 5, 9], 8) == ([1, 5, 8], 2)
     assert clip([5], None) == ([5], 0)
 
 
-def test_the_same_seed_asks_the_same_at_the_same_times_and_more_requests_begin_with_the_fewer():
+def test_the_same_seed_gives_the_same_plan_and_more_requests_begin_with_the_same_ones():
     load = {"rate": 3.0, "prompt_tokens": "5:20", "output_tokens": "lognormal:3,1", "vocab": 300}
-    ten, five = plan(Load(**load, requests=10, seed=4)), plan(Load(**load, requests=5, seed=4))
-    assert ten == plan(Load(**load, requests=10, seed=4))
+    ten, five = make_plan(Load(**load, requests=10, seed=4)), make_plan(Load(**load, requests=5, seed=4))
+    assert ten == make_plan(Load(**load, requests=10, seed=4))
     assert ten.items[:5] == five.items
-    assert ten.items != plan(Load(**load, requests=10, seed=5)).items
-    faster = plan(Load(**load | {"rate": 30.0}, requests=10, seed=4))
+    assert ten.items != make_plan(Load(**load, requests=10, seed=5)).items
+    faster = make_plan(Load(**load | {"rate": 30.0}, requests=10, seed=4))
     assert [item.prompt for item in faster.items] == [item.prompt for item in ten.items]
     for item in ten.items:
         assert 5 <= len(item.prompt) <= 20
         assert all(FIRST_TOKEN <= token < 300 for token in item.prompt)
 
 
-def test_a_chat_gets_as_many_ordinary_words_as_it_has_tokens():
-    (item,) = plan(Load(endpoint="chat", requests=1, prompt_tokens="30", **AT_ONCE)).items
+def test_a_chat_prompt_has_one_word_for_each_token():
+    (item,) = make_plan(Load(endpoint="chat", requests=1, prompt_tokens="30", **AT_ONCE)).items
     assert isinstance(item.prompt, str)
     assert len(item.prompt.split()) == 30
     assert set(item.prompt.split()) <= set(WORDS)
     assert len(set(WORDS)) == len(WORDS) > 200
 
 
-def test_limits_hold_for_drawn_lengths_and_what_they_moved_is_told():
-    made = plan(
+def test_limits_clip_drawn_lengths_and_the_plan_counts_them():
+    made = make_plan(
         Load(requests=9, prompt_tokens="50", output_tokens="7", max_prompt_tokens=20, max_output_tokens=7, rate=1)
     )
     assert {len(item.prompt) for item in made.items} == {20}
     assert (made.clipped_prompts, made.clipped_outputs) == (9, 0)
 
 
-def test_a_warm_up_is_of_the_same_kind_with_other_prompts_and_all_at_once():
+def test_a_warm_up_has_other_prompts_of_the_same_lengths_all_at_once():
     load = Load(requests=4, prompt_tokens="20", output_tokens="3", rate=1)
-    prompts = {item.prompt for item in plan(load).items}
+    prompts = {item.prompt for item in make_plan(load).items}
     warm = warm_up(load, 6).items
     assert [(item.arrival, len(item.prompt), item.max_tokens) for item in warm] == [(0, 20, 3)] * 6
     assert not prompts & {item.prompt for item in warm}
@@ -111,20 +111,20 @@ TRACE = HEADER + "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.680590
 
 
 def test_a_trace_gives_arrivals_and_lengths_in_order_of_arrival():
-    made = plan(Load(trace="a.csv", time_scale=0.5, max_prompt_tokens=100), TRACE)
+    made = make_plan(Load(trace="a.csv", time_scale=0.5, max_prompt_tokens=100), TRACE)
     assert [item.arrival for item in made.items] == pytest.approx([0, 0.659705, 2.0])
     assert [len(item.prompt) for item in made.items] == [100, 5, 20]
     assert [item.max_tokens for item in made.items] == [44, 1, 109]
     assert (made.clipped_prompts, made.clipped_outputs) == (1, 1)
-    assert len(plan(Load(trace="a.csv", requests=2), TRACE).items) == 2
+    assert len(make_plan(Load(trace="a.csv", requests=2), TRACE).items) == 2
 
 
 @given(st.lists(st.tuples(st.datetimes(), st.integers(0, 60), st.integers(0, 60)), min_size=1, max_size=8))
 @settings(deadline=None)
-def test_any_trace_that_was_written_is_read(rows):
+def test_any_written_trace_can_be_read(rows):
     text = io.StringIO()
     csv.writer(text).writerows([HEADER.strip().split(","), *((at.isoformat(" "), a, b) for at, a, b in rows)])
-    items = plan(Load(trace="a.csv"), text.getvalue()).items
+    items = make_plan(Load(trace="a.csv"), text.getvalue()).items
     rows = sorted(rows, key=lambda row: row[0])
     assert [item.arrival for item in items] == [(at - rows[0][0]).total_seconds() for at, _, _ in rows]
     assert [(len(item.prompt), item.max_tokens) for item in items] == [(max(1, a), max(1, b)) for _, a, b in rows]
@@ -143,17 +143,17 @@ def test_any_trace_that_was_written_is_read(rows):
         (HEADER + "2023-11-16,5,6\n2023-11-16T00:00:00Z,5,6\n", "some times have a time zone"),
     ],
 )
-def test_a_trace_that_cannot_be_read_names_the_line(content, message):
+def test_an_invalid_trace_gives_an_error_with_the_line(content, message):
     with pytest.raises(ValueError, match=message):
-        plan(Load(trace="a.csv"), content)
+        make_plan(Load(trace="a.csv"), content)
 
 
-def test_prompts_are_lines_over_and_over():
-    made = plan(Load(prompts="a.txt", requests=3, output_tokens="9", **AT_ONCE), " one \n\ntwo\n")
+def test_prompts_are_lines_that_repeat():
+    made = make_plan(Load(prompts="a.txt", requests=3, output_tokens="9", **AT_ONCE), " one \n\ntwo\n")
     assert [(item.prompt, item.max_tokens) for item in made.items] == [("one", 9), ("two", 9), ("one", 9)]
-    assert len(plan(Load(prompts="a.txt", **AT_ONCE), "one\ntwo\n").items) == 2
+    assert len(make_plan(Load(prompts="a.txt", **AT_ONCE), "one\ntwo\n").items) == 2
     with pytest.raises(ValueError, match=r"a\.txt holds no prompts"):
-        plan(Load(prompts="a.txt", **AT_ONCE), "\n \n")
+        make_plan(Load(prompts="a.txt", **AT_ONCE), "\n \n")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,6 @@ def test_prompts_are_lines_over_and_over():
         ({"arrivals": "sometimes"}, "arrivals is 'sometimes'; it must be one of poisson"),
     ],
 )
-def test_what_cannot_be_asked_is_told(fields, message):
+def test_an_invalid_load_is_an_error(fields, message):
     with pytest.raises(ValueError, match=message):
         Load(**fields)

@@ -1,4 +1,4 @@
-"""How the load client reads streams, however they are cut and whatever is in them."""
+"""The load client reads streams that are cut anywhere and have any content."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pagedjax.load_client.stream import Events, Reading, carries_output, message_of
+from pagedjax.load_client.stream import AnswerReader, EventParser, carries_output, message_of
 
 STREAM = (
     '\ufeff: hello\r\nevent: x\nid: 7\ndata: {"a": "é€😀"}\r\n\r\n:\n\ndata:one\rdata: two\r\rdata\n\n'
@@ -20,18 +20,18 @@ DATA = ['{"a": "é€😀"}', "one\ntwo", "", "[DONE]"]
 
 def test_a_stream_may_be_cut_at_every_byte():
     for at in range(len(STREAM) + 1):
-        events = Events()
+        events = EventParser()
         assert events.push(STREAM[:at]) + events.push(b"") + events.push(STREAM[at:]) == DATA, at
-    events = Events()
+    events = EventParser()
     assert [data for i in range(len(STREAM)) for data in events.push(STREAM[i : i + 1])] == DATA
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=6), st.data())
-def test_any_events_in_any_pieces_come_out_whole(texts, data):
+def test_any_events_in_any_pieces_are_read_completely(texts, data):
     end = data.draw(st.sampled_from(["\n", "\r\n", "\r"]))
     raw = "".join(f": note{end}data: {text}{end}{end}" for text in texts).encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=8)))
-    events = Events()
+    events = EventParser()
     pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
     assert [event for piece in pieces for event in events.push(piece)] == texts
 
@@ -39,11 +39,11 @@ def test_any_events_in_any_pieces_come_out_whole(texts, data):
 def test_a_line_without_end_is_refused(monkeypatch):
     monkeypatch.setattr("pagedjax.load_client.stream.MAX_LINE", 10)
     with pytest.raises(ValueError, match="more than 10 bytes"):
-        Events().push(b"x" * 11)
+        EventParser().push(b"x" * 11)
 
 
-def reading(*events) -> Reading:
-    one = Reading()
+def reading(*events) -> AnswerReader:
+    one = AnswerReader()
     for at, event in enumerate(events):
         one.take(event if isinstance(event, str) else json.dumps(event), float(at))
     return one
@@ -94,7 +94,7 @@ def test_errors_in_a_stream_are_read_in_several_forms():
     )
 )
 @example({"choices": [{"delta": None, "text": None, "finish_reason": 3}], "usage": {"completion_tokens": "5"}})
-def test_nothing_that_a_server_sends_raises_anything_but_a_value_error(event):
+def test_invalid_events_raise_only_value_errors(event):
     with suppress(ValueError):
         one = reading(event)
         assert one.cached is None or isinstance(one.cached, int)

@@ -1,34 +1,34 @@
-"""What the load client makes of what its requests lived through."""
+"""The summary of a load run, from the times of its requests."""
 
 from __future__ import annotations
 
 import json
 
-from pagedjax.load_client.summary import Timed, spread, summarize, table
+from pagedjax.load_client.summary import RequestTimes, spread, summarize, table
 
 
-def timed(arrival: float, *chunks: float, **fields) -> Timed:
-    return Timed(
+def timed(arrival: float, *chunks: float, **fields) -> RequestTimes:
+    return RequestTimes(
         **{"arrival": arrival, "due": arrival, "sent": arrival, "chunks": chunks, "ended": chunks[-1], **fields}
     )
 
 
-def test_latencies_are_those_of_the_definitions():
+def test_latencies_follow_their_definitions():
     one = timed(1.0, 1.5, 1.75, 2.5, output_tokens=5, ended=3.5)
     assert (one.ttft, one.gaps, one.tpot, one.e2e) == (0.5, (0.25, 0.75), 0.5, 2.5)
     assert timed(0.0, 1.0, 2.0).tokens == 2
     assert timed(0.0, 1.0, output_tokens=1).tpot is None
-    silent = Timed(arrival=1, due=1, sent=1, chunks=(), ended=4, output_tokens=3)
+    silent = RequestTimes(arrival=1, due=1, sent=1, chunks=(), ended=4, output_tokens=3)
     assert (silent.ttft, silent.tpot) == (3, 0)
 
 
-def test_the_summary_folds_completed_requests_and_counts_failed_ones():
+def test_the_summary_has_latencies_of_completed_requests_and_counts_of_failed_ones():
     seen = [
         timed(0.0, 0.5, 1.0, 1.5, output_tokens=3, prompt_tokens=10, cached_tokens=4, finish_reason="stop"),
         timed(1.0, 2.0, 4.0, output_tokens=2, prompt_tokens=20, due=1.25, sent=1.5, finish_reason="length"),
         timed(2.0, 2.5, ended=5.0, error="timeout", detail="not complete"),
-        Timed(arrival=3, due=3, sent=None, chunks=(), ended=3, error="status 429", detail="full"),
-        Timed(arrival=3, due=3, sent=3, chunks=(), ended=3, error="status 429", detail="full again"),
+        RequestTimes(arrival=3, due=3, sent=None, chunks=(), ended=3, error="status 429", detail="full"),
+        RequestTimes(arrival=3, due=3, sent=3, chunks=(), ended=3, error="status 429", detail="full again"),
     ]
     s = summarize(seen, ttft=1.0, itl=0.5, lag=0.25)
     assert (s["requests"], s["completed"], s["failed"]) == (5, 2, {"status 429": 2, "timeout": 1})
@@ -46,10 +46,10 @@ def test_the_summary_folds_completed_requests_and_counts_failed_ones():
     shown = table(s)
     for part in ("2 of 5 completed in 5.00 s", "2 x status 429: full", "1 x timeout", "could not keep up", "1000.0"):
         assert part in shown
-    assert "waited for a place" in shown
+    assert "waited for max_concurrency" in shown
 
 
-def test_without_targets_there_is_no_goodput_and_with_one_only_it_counts():
+def test_goodput_needs_a_target_and_uses_the_given_ones():
     seen = [timed(0.0, 1.0, 2.0), timed(0.0, 3.0, 3.5)]
     assert summarize(seen)["goodput"] is None
     assert summarize(seen, ttft=1.0)["goodput"]["share"] == 0.5
@@ -57,8 +57,8 @@ def test_without_targets_there_is_no_goodput_and_with_one_only_it_counts():
     assert "goodput" not in table(summarize(seen))
 
 
-def test_a_run_in_which_all_failed_has_a_summary_too():
-    s = summarize([Timed(arrival=0, due=0, sent=None, chunks=(), ended=0, error="connection")])
+def test_a_run_without_completed_requests_has_a_summary():
+    s = summarize([RequestTimes(arrival=0, due=0, sent=None, chunks=(), ended=0, error="connection")])
     assert s["completed"] == 0
     assert s["ttft_s"] == spread([]) == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}
     assert "0 of 1 completed" in table(s)

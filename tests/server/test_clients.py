@@ -1,6 +1,6 @@
-"""Clients that nobody here wrote, unmodified: a load generator and an evaluation harness from PyPI.
+"""Public clients from PyPI, unmodified: a load generator and an evaluation harness.
 
-They bring torch and much else, so they live in an environment of their own, whose programs have to be on the PATH:
+They depend on torch, so they are in a separate environment, whose programs must be on the PATH:
 
     python -m venv .venvclients && .venvclients/bin/pip install guidellm 'lm-eval[api]'
     PATH=$PATH:$PWD/.venvclients/bin python -m pytest -m clients
@@ -37,8 +37,8 @@ def run(*words: str, cwd: Path) -> str:
     return done.stdout
 
 
-def test_an_evaluation_harness_scores_as_the_library_does(served, reference, tiny_folder, tmp_path):
-    """Sums of log-probabilities of continuations, which `local-completions` asks for by echo."""
+def test_an_evaluation_harness_gets_the_scores_of_the_library(served, reference, tiny_folder, tmp_path):
+    """Sums of log-probabilities of continuations. `local-completions` reads them with echo."""
     questions = [
         {"context": "the cat and", "choices": [" the other cat", " the rain on the window"], "gold": 0},
         {"context": "she sells sea", "choices": [" shells", " cats", " hears the rain and then"], "gold": 0},
@@ -72,7 +72,7 @@ def test_an_evaluation_harness_scores_as_the_library_does(served, reference, tin
 
 
 def score(llm, context: str, continuation: str) -> float:
-    """The log-probability of the continuation's tokens behind those of the context."""
+    """The log-probability of the continuation's tokens after the context."""
     whole = llm.tokenizer.encode(context + continuation)
     begun = len(llm.tokenizer.encode(context))
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)

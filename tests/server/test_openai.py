@@ -1,4 +1,4 @@
-"""The official client against the running server: the same tokens as the library, in OpenAI's shapes."""
+"""OpenAI's client against the running server: the same tokens as the library, in OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
-from tests.server.conftest import serving
+from tests.server.support import serving
 
 GREEDY = {"temperature": 0.0}
 PROMPT = "abc def"
@@ -34,7 +34,7 @@ def test_the_model_is_listed(client):
     assert error.value.code == "model_not_found"
 
 
-def test_a_greedy_completion_is_what_the_library_generates(client, reference):
+def test_a_greedy_completion_matches_the_library(client, reference):
     wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=12)
     found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, **GREEDY)
     (choice,) = found.choices
@@ -46,7 +46,7 @@ def test_a_greedy_completion_is_what_the_library_generates(client, reference):
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
 
 
-def test_the_defaults_are_openais(client):
+def test_defaults_are_those_of_openai(client):
     found = client.completions.create(model="tiny", prompt=PROMPT)
     assert found.usage.completion_tokens <= 16
     assert len(found.choices) == 1
@@ -60,7 +60,7 @@ def test_several_prompts_are_answered_in_order(client, reference, prompts):
     assert [choice.index for choice in found.choices] == list(range(len(prompts)))
 
 
-def test_token_ids_are_a_prompt(client, reference):
+def test_a_prompt_may_be_token_ids(client, reference):
     wanted = generated(reference, [20, 30, 40], temperature=0.0, max_tokens=5)
     extra = {"return_token_ids": True}
     found = client.completions.create(model="tiny", prompt=[20, 30, 40], max_tokens=5, extra_body=extra, **GREEDY)
@@ -68,7 +68,7 @@ def test_token_ids_are_a_prompt(client, reference):
     assert found.choices[0].prompt_token_ids == [20, 30, 40]
 
 
-def test_branches_have_seeds_of_their_own(client, reference):
+def test_branches_have_different_seeds(client, reference):
     wanted = generated(reference, PROMPT, n=3, seed=7, max_tokens=6)
     found = client.completions.create(model="tiny", prompt=PROMPT, n=3, seed=7, max_tokens=6)
     assert [choice.text for choice in found.choices] == [one.text for one in wanted.outputs]
@@ -109,7 +109,7 @@ def test_a_stop_string_ends_an_answer(client, reference):
     assert stop not in found.text
 
 
-def test_log_probabilities_are_the_librarys(client, reference):
+def test_log_probabilities_match_the_library(client, reference):
     wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=6, logprobs=3)
     found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6, logprobs=3, **GREEDY).choices[0]
     one = wanted.outputs[0]
@@ -124,8 +124,8 @@ def test_log_probabilities_are_the_librarys(client, reference):
     assert found.logprobs.text_offset == [0, *ends[:-1]]
 
 
-def test_an_echo_brings_the_prompt_with_its_log_probabilities(client, reference):
-    """What evaluation harnesses score texts with."""
+def test_an_echo_has_the_prompt_with_its_log_probabilities(client, reference):
+    """Evaluation harnesses score texts with it."""
     wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1)
     ids = wanted.prompt_token_ids
     expected = [p[t].logprob for t, p in zip(ids[1:], wanted.prompt_logprobs[1:], strict=True)]
@@ -146,20 +146,20 @@ def test_an_echo_brings_the_prompt_with_its_log_probabilities(client, reference)
     assert with_ids.choices[0].text == PROMPT
 
 
-def test_prompt_log_probabilities_are_vllms(client, reference):
+def test_prompt_log_probabilities_have_vllms_format(client, reference):
     wanted = generated(reference, PROMPT, temperature=0.0, max_tokens=1, prompt_logprobs=2)
     found = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 2}, **GREEDY
     ).choices[0]
     assert found.prompt_logprobs[0] is None
-    for told, position in zip(found.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
-        assert {int(token) for token in told} == set(position)
+    for entries, position in zip(found.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
+        assert {int(token) for token in entries} == set(position)
         for token, entry in position.items():
-            assert told[str(token)]["logprob"] == pytest.approx(entry.logprob, abs=1e-5)
-            assert told[str(token)]["rank"] == entry.rank
+            assert entries[str(token)]["logprob"] == pytest.approx(entry.logprob, abs=1e-5)
+            assert entries[str(token)]["rank"] == entry.rank
 
 
-def test_beam_search_is_the_librarys(client, reference):
+def test_beam_search_matches_the_library(client, reference):
     (wanted,) = reference.generate(PROMPT, BeamSearchParams(beam_width=3, max_tokens=6), use_tqdm=False)
     found = client.completions.create(
         model="tiny", prompt=PROMPT, n=3, max_tokens=6, extra_body={"use_beam_search": True}, **GREEDY
@@ -189,7 +189,7 @@ def test_a_stream_is_the_answer_in_pieces(client, reference, n):
     assert chunks > 3
 
 
-def test_a_stream_of_several_prompts_tells_them_apart(client, reference):
+def test_a_stream_of_several_prompts_numbers_their_choices(client, reference):
     prompts = ["abc", "b", "cc dd"]
     wanted = reference.generate(prompts, SamplingParams(n=2, seed=4, max_tokens=5), use_tqdm=False)
     texts = {i: "" for i in range(6)}
@@ -199,7 +199,7 @@ def test_a_stream_of_several_prompts_tells_them_apart(client, reference):
     assert list(texts.values()) == [one.text for output in wanted for one in output.outputs]
 
 
-def test_a_stream_may_echo_and_may_tell_log_probabilities(client, reference):
+def test_a_stream_may_have_an_echo_and_log_probabilities(client, reference):
     text = "".join(
         choice.text
         for chunk in client.completions.create(
@@ -225,7 +225,7 @@ def test_a_stream_may_echo_and_may_tell_log_probabilities(client, reference):
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "abc"}]
 
 
-def test_a_chat_is_answered_in_the_models_template(client, reference):
+def test_a_chat_uses_the_models_template(client, reference):
     (wanted,) = reference.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
     found = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=8, **GREEDY)
     (choice,) = found.choices
@@ -239,7 +239,7 @@ def test_a_chat_is_answered_in_the_models_template(client, reference):
     assert same.choices[0].message.content == choice.message.content
 
 
-def test_a_chat_may_go_on_to_the_models_limit(client, reference):
+def test_a_chat_without_max_tokens_ends_at_the_models_limit(client, reference):
     found = client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body={"ignore_eos": True}, **GREEDY)
     assert found.usage.total_tokens == reference.engine.config.max_model_len
     assert found.choices[0].finish_reason == "length"
@@ -269,8 +269,8 @@ def test_a_chat_streams_with_its_role_first(client):
     )
 
 
-def test_a_chat_tells_of_its_prompt_beside_its_choices(client):
-    """Where vLLM does."""
+def test_a_chat_has_its_prompt_fields_beside_its_choices(client):
+    """As in vLLM."""
     extra = {"prompt_logprobs": 1, "return_token_ids": True}
     found = client.chat.completions.create(model="tiny", messages=MESSAGES, n=2, max_tokens=2, extra_body=extra)
     assert len(found.prompt_token_ids) == len(found.prompt_logprobs) == found.usage.prompt_tokens
@@ -291,14 +291,14 @@ def test_a_stream_begins_with_the_ids_of_its_prompt(client, reference):
     stream = client.completions.create(
         model="tiny", prompt=[PROMPT, "b"], max_tokens=2, stream=True, extra_body=extra, **GREEDY
     )
-    told = {}
+    first_ids = {}
     for chunk in stream:
         for choice in chunk.choices:
-            told.setdefault(choice.index, choice.model_extra.get("prompt_token_ids"))
-    assert told == {0: ids, 1: reference.tokenizer.encode("b")}
+            first_ids.setdefault(choice.index, choice.model_extra.get("prompt_token_ids"))
+    assert first_ids == {0: ids, 1: reference.tokenizer.encode("b")}
 
 
-def test_usage_along_a_stream_is_that_of_the_branch(client, reference):
+def test_continuous_usage_of_a_stream_counts_one_branch(client, reference):
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": True}}
     prompts = [[20, 30, 40], [50]]
     extra = {"ignore_eos": True}
@@ -316,17 +316,17 @@ def test_usage_along_a_stream_is_that_of_the_branch(client, reference):
     assert {chunk.usage.completion_tokens for chunk in echo} == {0}
 
 
-def test_many_clients_at_once_get_their_own_answers(served, reference):
+def test_each_of_many_clients_gets_its_answer(served, reference):
     prompts = [[20 + i, 30, 40 + i] for i in range(24)]
     wanted = reference.generate(prompts, SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False)
 
-    async def all_of_them():
+    async def all_clients():
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=60) as client:
             create = client.completions.create
-            asks = (create(model="tiny", prompt=prompt, max_tokens=10, **GREEDY) for prompt in prompts)
-            return await asyncio.gather(*asks)
+            calls = (create(model="tiny", prompt=prompt, max_tokens=10, **GREEDY) for prompt in prompts)
+            return await asyncio.gather(*calls)
 
-    found = asyncio.run(all_of_them())
+    found = asyncio.run(all_clients())
     assert [one.choices[0].text for one in found] == [one.outputs[0].text for one in wanted]
 
 
@@ -336,7 +336,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 WRONG = [
     ({"temperature": 3.0}, "temperature is 3.0; it must be between 0", "temperature"),
     ({"max_tokens": -1}, "max_tokens: .*greater than or equal to 0", "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens is 0.*only echo: true", "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens is 0.*needs echo: true", "max_tokens"),
     ({"prompt": ""}, "prompt is empty", "prompt"),
     ({"prompt": []}, "prompt", "prompt"),
     ({"prompt": [400]}, "token id 400; the vocabulary is 0 to 319", None),
@@ -368,7 +368,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "message", "param"), WRONG, ids=[str(options)[:50] for options, *_ in WRONG])
-def test_what_is_wrong_is_a_400_that_names_it(client, options, message, param):
+def test_an_invalid_field_is_a_400_that_names_it(client, options, message, param):
     create = client.chat.completions.create if "messages" in options else client.completions.create
     options = options if "messages" in options else {"prompt": PROMPT} | options
     with pytest.raises(openai.BadRequestError, match=message) as error:
@@ -377,15 +377,15 @@ def test_what_is_wrong_is_a_400_that_names_it(client, options, message, param):
     assert error.value.param == param
 
 
-def test_another_model_is_not_here(client):
+def test_another_model_is_a_404(client):
     with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here; 'tiny' is") as error:
         client.completions.create(model="gpt-5", prompt="a")
     assert (error.value.code, error.value.param) == ("model_not_found", "model")
 
 
 @pytest.mark.slow
-def test_the_embedded_model_says_over_the_wire_what_the_library_says(smollm2):
-    """Greedy, through a tokenizer and a chat template that were not made for tests."""
+def test_the_embedded_model_gives_the_same_text_over_http(smollm2):
+    """Greedy, with a real tokenizer and chat template."""
     options = {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64, "token_buckets": (64,)}
     llm = LLM(smollm2, progress=False, **options)
     prompts = ["The capital of France is", "Once upon a time, in 2024, ", "Write “émigré” in capitals:"]
@@ -400,6 +400,6 @@ def test_the_embedded_model_says_over_the_wire_what_the_library_says(smollm2):
         options = {"model": "smollm2-135m", "max_tokens": 24, **GREEDY}
         texts = [choice.text for choice in client.completions.create(prompt=prompts, **options).choices]
         stream = client.chat.completions.create(messages=messages, stream=True, **options)
-        said = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
+        text = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
     assert texts == wanted
-    assert said == answer.outputs[0].text
+    assert text == answer.outputs[0].text

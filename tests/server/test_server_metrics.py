@@ -1,4 +1,4 @@
-"""Times and tokens of requests with several branches, from steps whose times are known."""
+"""Metrics of requests with several branches, from steps with known times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = (20, 30, 40, 50)
 
 
 class Run:
-    """Metrics that are told of steps."""
+    """Metrics, and steps for them."""
 
     def __init__(self, llm) -> None:
         self.state, self.metrics = llm.engine.state, Metrics("m", llm.engine.config)
@@ -58,7 +58,7 @@ def run(reference) -> Run:
     return Run(reference)
 
 
-def test_branches_wait_and_compute_their_prompt_as_the_first_of_them_does(run):
+def test_branches_share_the_queue_and_prefill_times_of_the_first(run):
     run.add(("0", "1"), SamplingParams(n=2, max_tokens=2))
     run.step(10, 20, {"0": 4}, Sampled(0, ("0",), (7,)))
     run.step(20, 21, {"0": 1, "1": 1}, Sampled(1, ("0", "1"), (7, 8)), Finished(1, "0", "length", 2))
@@ -69,7 +69,7 @@ def test_branches_wait_and_compute_their_prompt_as_the_first_of_them_does(run):
     assert run.value("e2e_request_latency_seconds_sum") == 21 + 22
 
 
-def test_a_beam_search_is_one_request_whose_tokens_are_those_it_found(run):
+def test_a_beam_search_counts_as_one_request_with_the_tokens_it_found(run):
     names = ("0", "1")
     run.add(("0",), BeamSearchParams(beam_width=2, max_tokens=3))
     run.step(1, 2, {"0": 4}, Beamed(0, names, ("0", "0"), (7, 8)))

@@ -1,6 +1,6 @@
-"""A server under load for minutes: answers stay right, the queue stays within its bound, and memory stays where it is.
+"""A server under load for minutes: answers stay right, the queue stays within its bound, and memory stays constant.
 
-The default length is a minute (slow); ten minutes are by hand: -m exhaustive.
+One minute runs with -m slow, ten minutes with -m exhaustive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from pagedjax import SamplingParams
-from tests.server.test_server import GREEDY, started
+from tests.server.support import GREEDY, gauge, started
 
 CLIENTS, QUEUE, TOKENS = 200, 150, 24
 SIZES = ("--max-num-seqs", "16", "--num-blocks", "256", "--max-num-batched-tokens", "64", "--token-buckets", "16,64")
@@ -28,7 +28,7 @@ def resident(pid: int) -> float:
 
 
 def soak(reference, folder, seconds: float) -> dict:
-    """Load with clients of whom a third leave -> counts, and memory along the way."""
+    """Load with clients of which a third leave -> counts, and memory over time."""
     draw = random.Random(0)
     prompts = [[draw.randint(20, 300) for _ in range(draw.randint(1, 60))] for _ in range(100)]
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
@@ -37,7 +37,7 @@ def soak(reference, folder, seconds: float) -> dict:
     end, counts = time.monotonic() + seconds, {"right": 0, "wrong": 0, "left": 0, "refused": 0}
     memory, waiting = [], []
 
-    async def ask(client, i, stream) -> str | None:
+    async def request(client, i, stream) -> str | None:
         options = {**GREEDY, "prompt": prompts[i], "max_tokens": TOKENS, "ignore_eos": True, "stream": stream}
         if not stream:
             answer = await client.post("/v1/completions", json=options)
@@ -56,9 +56,9 @@ def soak(reference, folder, seconds: float) -> dict:
             i, leaves = draw.randrange(100), draw.random() < 1 / 3
             try:
                 async with asyncio.timeout(0.5 * draw.random() if leaves else 60):
-                    text = await ask(client, i, draw.random() < 0.5)
+                    text = await request(client, i, draw.random() < 0.5)
             except TimeoutError:
-                assert leaves, "an answer took a minute"
+                assert leaves, "an answer took 60 s"
                 counts["left"] += 1
                 continue
             counts["refused" if text is None else "right" if text == wanted[i] else "wrong"] += 1
@@ -68,23 +68,23 @@ def soak(reference, folder, seconds: float) -> dict:
     async def watch(client):
         while time.monotonic() < end:
             memory.append(resident(process.pid))
-            waiting.append(value((await client.get("/metrics")).text, "num_requests_waiting"))
+            waiting.append(gauge((await client.get("/metrics")).text, "num_requests_waiting"))
             await asyncio.sleep(seconds / 60)
 
-    async def everybody():
+    async def all_clients():
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
             await asyncio.gather(watch(client), *(live(client) for _ in range(CLIENTS)))
 
     try:
-        asyncio.run(everybody())
+        asyncio.run(all_clients())
         with httpx.Client(base_url=url) as client:
             for _ in range(100):
                 page = client.get("/metrics").text
-                if not value(page, "num_requests_running") + value(page, "num_requests_waiting"):
+                if not gauge(page, "num_requests_running") + gauge(page, "num_requests_waiting"):
                     break
                 time.sleep(0.1)
-            assert value(page, "kv_cache_usage_perc") == 0, "a block leaked"
+            assert gauge(page, "kv_cache_usage_perc") == 0, "a block leaked"
             assert client.get("/health").status_code == 200
         process.terminate()
         process.wait(60)
@@ -92,10 +92,6 @@ def soak(reference, folder, seconds: float) -> dict:
         process.kill()
         process.wait()
     return counts | {"memory": memory, "waiting": max(waiting)}
-
-
-def value(page: str, name: str) -> float:
-    return float(next(line.split()[-1] for line in page.splitlines() if line.startswith(f"pagedjax:{name}{{")))
 
 
 def check(found: dict) -> None:
@@ -110,10 +106,10 @@ def check(found: dict) -> None:
 
 
 @pytest.mark.slow
-def test_a_minute_of_clients_who_come_and_leave(reference, tiny_folder):
+def test_one_minute_of_load_while_clients_leave(reference, tiny_folder):
     check(soak(reference, tiny_folder, 60))
 
 
 @pytest.mark.exhaustive
-def test_ten_minutes_of_them(reference, tiny_folder):
+def test_ten_minutes_of_load_while_clients_leave(reference, tiny_folder):
     check(soak(reference, tiny_folder, 600))

@@ -108,8 +108,8 @@ def middles(times: Times, batch: int, name: str) -> list[tuple[float, float]]:
     return [(c, 1e3 * statistics.median(by[name])) for (b, c), by in times.items() if b == batch and name in by]
 
 
+@compilations.disk_cache()
 def run(folder: Path, quick: bool) -> Findings:
-    compilations.keep_compilations()
     grid = QUICK if quick else FULL
     model = load_model(DEFAULT_MODEL, progress=False).model
     number = jnp.dtype(model.dtype).itemsize

@@ -1,4 +1,4 @@
-"""What is no request is told at its first mistake, in one sentence, however large the body is."""
+"""An invalid body gives one short error message, however large it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagedjax.server.schema import (
     DetokenizeRequest,
     LectureRequest,
     TokenizeRequest,
-    told,
+    first_error,
 )
 
 MANY = 20_000
@@ -23,7 +23,7 @@ CONTENT = 'messages.0.content must be a text, or a list of {"type": "text", "tex
 
 
 def errors(kind: type[BaseModel], fields: dict) -> list:
-    """As FastAPI has them."""
+    """In FastAPI's format."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(fields)
     return [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
@@ -58,12 +58,12 @@ def user(content: object, **more: object) -> list[dict]:
         (DetokenizeRequest, {"tokens": [20] * (MAX_TEXT + 1)}, f"tokens: List should have at most {MAX_TEXT}"),
     ],
 )
-def test_a_mistake_that_is_made_often_is_told_once(kind, fields, message):
+def test_a_repeated_mistake_gives_one_message(kind, fields, message):
     found = errors(kind, fields)
     assert len(found) <= 3
-    said, _ = told(found)
-    assert said.startswith(message)
-    assert len(said) < 200
+    text, _ = first_error(found)
+    assert text.startswith(message)
+    assert len(text) < 200
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [20, 30], [[20], [30, 40]]])
@@ -72,9 +72,9 @@ def test_a_prompt_has_four_forms(prompt):
 
 
 @pytest.mark.parametrize("prompt", [3, None, {}, [], [[]], [1.5], [True], [-1], ["a", 20], [20, "a"], [[20], "a"]])
-def test_and_no_other(prompt):
-    said, field = told(errors(CompletionRequest, {"prompt": prompt}))
-    assert (said, field) == (PROMPT, "prompt")
+def test_other_forms_of_a_prompt_are_refused(prompt):
+    message, field = first_error(errors(CompletionRequest, {"prompt": prompt}))
+    assert (message, field) == (PROMPT, "prompt")
 
 
 HUGE = 10**400
@@ -96,20 +96,20 @@ COMPLETION = {"prompt": "a"}
         (LectureRequest, COMPLETION | {"max_length": HUGE}, "less than 2147483648"),
     ],
 )
-def test_a_number_beyond_all_reason_is_refused_with_the_limit(kind, fields, limit):
+def test_a_number_above_its_limit_is_refused_with_the_limit(kind, fields, limit):
     name = list(fields)[-1]
-    said, field = told(errors(kind, fields))
-    assert said.startswith(f"{name}: ")
-    assert limit in said
+    message, field = first_error(errors(kind, fields))
+    assert message.startswith(f"{name}: ")
+    assert limit in message
     assert field == name
 
 
-def test_what_is_no_json_is_told_with_the_place():
+def test_a_json_error_names_the_place():
     error = {"type": "json_invalid", "loc": ("body", 15), "msg": "JSON decode error", "ctx": {"error": "Expecting ','"}}
-    assert told([error]) == ("the body is no JSON: Expecting ',' at character 15", None)
+    assert first_error([error]) == ("the body is not JSON: Expecting ',' at character 15", None)
 
 
-def test_a_parameter_of_an_address_goes_by_its_own_name():
+def test_a_parameter_of_the_url_is_named():
     for place in ("query", "path"):
         error = {"type": "int_parsing", "loc": (place, "since"), "msg": "Input should be a valid integer"}
-        assert told([error]) == ("since: Input should be a valid integer", "since")
+        assert first_error([error]) == ("since: Input should be a valid integer", "since")

@@ -1,4 +1,4 @@
-"""The JSON of answers, from outputs that a model would hardly make."""
+"""The JSON of answers, from outputs that models rarely produce."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from pagedjax.server import answers
-from pagedjax.server.answers import LOWEST, Style, finite, legacy_logprobs
+from pagedjax.server import responses
+from pagedjax.server.responses import LOWEST, Style, finite, legacy_logprobs
 from pagedjax.text.outputs import Logprob
 
 
@@ -19,13 +19,13 @@ def style(logprobs: int) -> Style:
     return Style("m", chat=False, tokenizer=cast(Any, tokenizer), logprobs=logprobs)
 
 
-def test_what_json_cannot_say_is_the_lowest_log_probability():
+def test_infinite_and_nan_log_probabilities_become_the_lowest():
     assert [finite(x) for x in (math.nan, -math.inf, -1e5, -2.5)] == [LOWEST, LOWEST, LOWEST, -2.5]
     with pytest.raises(ValueError, match="JSON"):
-        answers.event({"logprob": math.nan})
+        responses.event({"logprob": math.nan})
 
 
-def test_of_tokens_with_one_text_the_likeliest_is_told():
+def test_of_tokens_with_the_same_text_the_most_likely_is_listed():
     position = {
         7: Logprob(-0.1, 1, "\ufffd"),
         8: Logprob(-2.0, 2, "\ufffd"),
@@ -36,7 +36,7 @@ def test_of_tokens_with_one_text_the_likeliest_is_told():
 
 
 @pytest.mark.parametrize(("count", "texts"), [(0, ["z"]), (1, ["a", "z"]), (2, ["a", "b", "z"])])
-def test_the_sampled_token_is_told_beside_the_likeliest(count, texts):
+def test_the_sampled_token_is_listed_beside_the_most_likely(count, texts):
     ranked = {7: Logprob(-0.1, 1, "a"), 8: Logprob(-2.0, 2, "b")}
     position = {90: Logprob(-9.0, 40, "z")} | dict(list(ranked.items())[:count])
     found = legacy_logprobs(style(count), (90,), (position,))
@@ -44,7 +44,7 @@ def test_the_sampled_token_is_told_beside_the_likeliest(count, texts):
     assert found["token_logprobs"] == [-9.0] == [found["top_logprobs"][0]["z"]]
 
 
-def test_one_that_is_among_them_is_not_told_twice():
+def test_a_sampled_token_among_the_most_likely_is_listed_once():
     position = {7: Logprob(-0.1, 1, "a"), 8: Logprob(-2.0, 2, "b")}
     assert legacy_logprobs(style(1), (7,), (position,))["top_logprobs"] == [{"a": -0.1}]
-    assert json.loads(answers.event({"a": 1}).removeprefix("data: ")) == {"a": 1}
+    assert json.loads(responses.event({"a": 1}).removeprefix("data: ")) == {"a": 1}

@@ -1,6 +1,6 @@
-"""What a client is told, as JSON: answers, chunks of streams, errors. Pure functions of outputs and deltas.
+"""Response bodies as JSON: whole answers, stream chunks, errors. Pure functions of outputs and deltas.
 
-Shapes are those of OpenAI's API reference, with vLLM's additions (`stop_reason`, `prompt_logprobs`, token ids).
+Formats are those of OpenAI's API reference, with vLLM's additions (`stop_reason`, `prompt_logprobs`, token ids).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pagedjax.text.outputs import CompletionOutput, Logprob, PositionLogprobs, R
 from pagedjax.text.tokenizer import Tokenizer
 
 JSON = dict[str, Any]
-LOWEST = -9999.0  # what JSON gets for the logarithm of 0, which it cannot say
+LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot express
 
 
 @dataclass(frozen=True)
 class Style:
-    """How one request wants its answer. `chat` is the kind of endpoint; `logprobs`: how many candidates, or None."""
+    """The format of one answer. `chat`: the kind of endpoint. `logprobs`: the number of candidates, or None."""
 
     model: str
     chat: bool
     tokenizer: Tokenizer
     logprobs: int | None = None
     echo: bool = False
-    only_echo: bool = False  # the one token that was generated is not shown
+    only_echo: bool = False  # hide the one token that is generated
     token_ids: bool = False
     tokens_as_ids: bool = False
     role: str = "assistant"
@@ -54,7 +54,7 @@ class Style:
 
 
 def answer(style: Style, outputs: Sequence[RequestOutput]) -> JSON:
-    """The body of an answer to one request, whose prompts have these outputs."""
+    """The answer to one HTTP request. It has one output for each prompt."""
     choices, width = [], max(len(output.outputs) for output in outputs)
     for i, output in enumerate(outputs):
         choices += [choice(style, output, one, i * width + one.index) for one in output.outputs]
@@ -78,7 +78,7 @@ def choice(style: Style, output: RequestOutput, one: CompletionOutput, index: in
 
 
 def about_prompt(style: Style, output: RequestOutput) -> JSON:
-    """What vLLM tells of a prompt: in a chat's answer itself, in each choice of a completion."""
+    """vLLM's fields about a prompt: in a chat they are in the answer, in a completion in each choice."""
     about: JSON = {}
     if output.prompt_logprobs is not None and not (style.echo and wanted(style)):
         about["prompt_logprobs"] = [position and candidates(position) for position in output.prompt_logprobs]
@@ -120,12 +120,12 @@ def used(prompt: int, generated: int, cached: int = 0) -> JSON:
 
 
 def finite(logprob: float) -> float:
-    """What JSON can say: a NaN, which compares with nothing, is the lowest as well."""
+    """The value, or LOWEST if JSON cannot express it. A NaN gives LOWEST too."""
     return logprob if logprob > LOWEST else LOWEST
 
 
 def candidates(position: PositionLogprobs) -> JSON:
-    """vLLM's spelling: by token id."""
+    """vLLM's format: by token id."""
     return {
         str(token): {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
         for token, one in position.items()
@@ -133,27 +133,27 @@ def candidates(position: PositionLogprobs) -> JSON:
 
 
 def best(style: Style, position: PositionLogprobs) -> list[tuple[int, Logprob]]:
-    """As many of a position as were asked for, the most likely first."""
+    """The requested number of candidates of a position, the most likely first."""
     ranked = sorted(position.items(), key=lambda entry: entry[1].rank)
     return ranked[: style.logprobs]
 
 
 def chat_logprobs(style: Style, token_ids: Sequence[int], positions: Sequence[PositionLogprobs]) -> JSON:
-    def told(token: int, one: Logprob) -> JSON:
+    def entry(token: int, one: Logprob) -> JSON:
         coded = style.tokenizer.coding is not None
         raw = style.tokenizer.token_bytes(token) if coded else one.decoded_token.encode()
         text = style.spelled(token, one.decoded_token)
         return {"token": text, "logprob": finite(one.logprob), "bytes": list(raw)}
 
     content = [
-        told(token, position[token]) | {"top_logprobs": [told(*entry) for entry in best(style, position)]}
+        entry(token, position[token]) | {"top_logprobs": [entry(*candidate) for candidate in best(style, position)]}
         for token, position in zip(token_ids, positions, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(style: Style, output: RequestOutput, one: CompletionOutput) -> JSON:
-    """Of a whole answer; behind an echo, those of the prompt come first, and its first token has none."""
+    """Of a whole answer. With an echo, those of the prompt come first, and its first token has none."""
     tokens = () if style.only_echo else one.token_ids
     positions: list[PositionLogprobs | None] = list((one.logprobs or ())[: len(tokens)])
     if style.echo:
@@ -165,7 +165,7 @@ def completion_logprobs(style: Style, output: RequestOutput, one: CompletionOutp
 def legacy_logprobs(
     style: Style, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None], offset: int = 0
 ) -> JSON:
-    """Columns, as completions have them. `offset`: characters before the first token."""
+    """In columns, the format of completions. `offset`: characters before the first token."""
     texts, values, tops, offsets = [], [], [], []
     for token, position in zip(token_ids, positions, strict=True):
         plain = position[token].decoded_token if position else style.tokenizer.decode_token(token)
@@ -178,7 +178,7 @@ def legacy_logprobs(
 
 
 def legacy_top(style: Style, token: int, position: PositionLogprobs) -> dict[str, float]:
-    """By text: the most likely, and the token itself if it is not one of them. Of tokens with one text, the best."""
+    """By text: the most likely tokens, and the token itself. Of tokens with the same text, the most likely one."""
     top: dict[str, float] = {}
     for other, one in (*best(style, position), (token, position[token])):
         top.setdefault(style.spelled(other, one.decoded_token), finite(one.logprob))
@@ -196,12 +196,12 @@ def event(body: JSON | str) -> str:
 
 
 def opening(style: Style, index: int, prompt: GenerationRequest) -> JSON | None:
-    """The first chunk of a branch: who speaks in a chat, the prompt of a completion that wants it; or there is none."""
+    """The first chunk of a branch: the role in a chat, the prompt in a completion with echo; None if there is none."""
     plain: JSON = {"index": index, "logprobs": None, "finish_reason": None}
     ids = {"prompt_token_ids": list(prompt.prompt_token_ids)} if style.token_ids else {}
     if style.chat:
-        told = chunk(style, {**plain, "delta": {"role": style.role, "content": ""}})
-        return {**told, **(ids if index == 0 else {})}
+        first = chunk(style, {**plain, "delta": {"role": style.role, "content": ""}})
+        return {**first, **(ids if index == 0 else {})}
     if not (style.echo or ids):
         return None
     return chunk(style, {**plain, "text": echoed(style, prompt) if style.echo else "", **ids})
@@ -212,27 +212,27 @@ def chunk(style: Style, choice: JSON | None, usage: JSON | None = None) -> JSON:
 
 
 def delta_choice(style: Style, delta: Delta, index: int, offset: int, text: str) -> JSON:
-    """A branch's news. `offset`: characters of its tokens before this one."""
+    """The choice of a stream chunk, for one new token. `offset`: characters of the branch's tokens before this one."""
     position = delta.logprobs or {}
-    told: JSON = {"index": index, "finish_reason": delta.finish_reason, "logprobs": None}
+    fields: JSON = {"index": index, "finish_reason": delta.finish_reason, "logprobs": None}
     if delta.finish_reason is not None:
-        told["stop_reason"] = delta.stop_reason
+        fields["stop_reason"] = delta.stop_reason
     if style.chat:
-        told["delta"] = {"content": text}
+        fields["delta"] = {"content": text}
         if wanted(style):
-            told["logprobs"] = chat_logprobs(style, (delta.token_id,), (position,))
+            fields["logprobs"] = chat_logprobs(style, (delta.token_id,), (position,))
     else:
-        told["text"] = text
+        fields["text"] = text
         if wanted(style):
-            told["logprobs"] = legacy_logprobs(style, (delta.token_id,), (position,), offset)
+            fields["logprobs"] = legacy_logprobs(style, (delta.token_id,), (position,), offset)
     if style.token_ids:
-        told["token_ids"] = [] if style.only_echo else [delta.token_id]
-    return told
+        fields["token_ids"] = [] if style.only_echo else [delta.token_id]
+    return fields
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def error(message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None) -> JSON:
-    """OpenAI's shape of an error."""
+    """OpenAI's format of an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,96 @@
+"""Responses that are errors, all in OpenAI's format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+
+from pagedjax.server import responses, schema
+from pagedjax.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
+from pagedjax.server.worker import EngineStopped, QueueFull, Submission, Worker
+from pagedjax.session import GenerationRequest
+
+Result = TypeVar("Result")
+
+
+class ApiError(Exception):
+    """A response that is an error. `seconds` is its Retry-After."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        *,
+        code: str | None = None,
+        seconds: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.seconds = status, param, code, seconds
+
+    def response(self) -> JSONResponse:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        headers = {} if self.seconds is None else {"Retry-After": str(self.seconds)}
+        return JSONResponse(responses.error(str(self), kind, self.param, self.code), self.status, headers)
+
+
+async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
+    """Call a function in a thread, because a long prompt takes long to tokenize. Raises ApiError for its ValueError."""
+    try:
+        return await run_in_threadpool(function, *args)
+    except ValueError as error:
+        raise invalid(error) from error
+
+
+def invalid(error: ValueError) -> ApiError:
+    """A 400. It names a field if the message begins with one."""
+    first = str(error).split(" ", 1)[0].rstrip(":")
+    known = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *DetokenizeRequest.model_fields}
+    too_long = "max_model_len" in str(error)
+    return ApiError(
+        400, str(error), param=first if first in known else None, code="context_length_exceeded" if too_long else None
+    )
+
+
+async def submit(worker: Worker, requests: Sequence[GenerationRequest], *, deltas: bool = True) -> Submission:
+    """Queue requests. Raises ApiError if they can never run, or if the queue has no room."""
+    if len(requests) > worker.max_queue:
+        message = f"prompt lists {len(requests)}, but the queue has room for {worker.max_queue}; send fewer at once"
+        raise ApiError(400, message, "prompt")
+    try:
+        return await worker.submit(requests, deltas=deltas)
+    except ValueError as error:
+        raise invalid(error) from error
+    except QueueFull as error:
+        raise ApiError(429, str(error), code="queue_full", seconds=error.seconds) from error
+
+
+def add_errors(app: FastAPI) -> None:
+    """Give every error OpenAI's format."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid_body(request: Request, error: RequestValidationError) -> Response:
+        return ApiError(400, *schema.first_error(error.errors())).response()
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        return ApiError(error.status_code, str(error.detail)).response()
+
+    @app.exception_handler(EngineStopped)
+    async def stopped(request: Request, error: EngineStopped) -> Response:
+        return ApiError(503, str(error), code="engine_stopped").response()
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> Response:
+        return ApiError(500, f"internal error: {type(error).__name__}").response()

@@ -1,0 +1,119 @@
+"""The bounded cache of compiled programs on disk: for our own compilations only, and JAX keeps its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from pagedjax import LLM, SamplingParams, llm
+from pagedjax.engine import compilations
+
+OPTIONS = (
+    "jax_compilation_cache_dir",
+    "jax_compilation_cache_max_size",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "token_buckets": (8,), "num_blocks": 32}
+
+
+def options() -> dict:
+    return {name: getattr(jax.config, name) for name in OPTIONS}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A home folder, and JAX as a user starts it: without a cache. Returns the folder of programs."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = options()
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    compilation_cache.reset_cache()
+    yield tmp_path / ".cache" / "pagedjax" / "xla"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def programs(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*-cache"))
+
+
+def compile_one(size: int) -> None:
+    """Compile a program that no other size shares."""
+    jax.jit(lambda x: jnp.sin(x) * size).lower(jax.ShapeDtypeStruct((size,), jnp.float32)).compile()
+
+
+def test_jax_options_are_set_while_an_llm_compiles_and_restored_after(tiny, folder, monkeypatch):
+    before, seen, engine = options(), [], llm.Engine
+    monkeypatch.setattr(llm, "Engine", lambda *args, **config: seen.append(options()) or engine(*args, **config))
+    LLM(tiny, progress=False, **SIZES)
+    assert options() == before
+    assert seen == [dict(zip(OPTIONS, (str(folder), compilations.MAX_BYTES, 0.0), strict=True))]
+    kept = programs(folder)
+    assert kept
+    compile_one(1001)
+    assert programs(folder) == kept  # the user's own program is not kept
+
+
+def test_lazy_programs_are_kept_too(tiny, folder):
+    made = LLM(tiny, progress=False, compilation="lazy", **SIZES)
+    before, kept = options(), len(programs(folder))
+    made.generate([5, 6, 7], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(programs(folder)) > kept
+    assert options() == before
+
+
+@pytest.mark.parametrize("compilation", ["eager", "lazy"])
+def test_the_cache_can_be_switched_off(tiny, folder, compilation):
+    made = LLM(tiny, progress=False, compilation_cache=False, compilation=compilation, **SIZES)
+    made.generate([5, 6, 7], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert not folder.exists()
+
+
+def test_the_cache_of_jax_itself_is_left_alone(folder, tmp_path):
+    own = tmp_path / "own"
+    jax.config.update("jax_compilation_cache_dir", str(own))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    before = options()
+    with compilations.disk_cache():
+        assert options() == before
+        compile_one(1002)
+    assert programs(own)
+    assert not folder.exists()
+
+
+def test_the_oldest_program_is_dropped_at_the_bound(folder, monkeypatch):
+    with compilations.disk_cache():
+        compile_one(1003)
+    (first,) = programs(folder)
+    monkeypatch.setattr(compilations, "MAX_BYTES", int(2.5 * first.stat().st_size))
+    for size in (1004, 1005, 1006):
+        with compilations.disk_cache():
+            compile_one(size)
+    assert len(programs(folder)) == 2
+    assert not first.exists()
+
+
+def test_programs_of_an_unbounded_cache_can_be_dropped(folder, monkeypatch):
+    """Earlier versions kept programs without a bound, and without the times of their last use."""
+    with compilations.disk_cache():
+        compile_one(1007)
+    (first,) = programs(folder)
+    for file in folder.glob("*-atime"):
+        file.unlink()
+    monkeypatch.setattr(compilations, "MAX_BYTES", int(1.5 * first.stat().st_size))
+    with compilations.disk_cache():
+        compile_one(1008)
+    assert len(programs(folder)) == 1
+    assert not first.exists()
+
+
+def test_options_are_restored_after_an_error(folder):
+    before = options()
+    with pytest.raises(ZeroDivisionError), compilations.disk_cache():
+        raise ZeroDivisionError
+    assert options() == before

@@ -1,0 +1,93 @@
+"""Helpers of the server's tests: a server in a thread, a server in a process, and small reads of its answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import IO
+
+import httpx
+import uvicorn
+
+from pagedjax import LLM
+from pagedjax.server.app import Options, create_app
+
+ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+GREEDY = {"model": "tiny", "temperature": 0.0}
+
+
+@contextmanager
+def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
+    """A server for the time of a test -> its url, app, worker and uvicorn's server."""
+    options = Options(**{"name": "tiny"} | options)
+    app = create_app(llm, options)
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=10)
+    server, socket = uvicorn.Server(config), config.bind_socket()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]}, daemon=True)
+    thread.start()
+    try:
+        for _ in range(1000):
+            if server.started:
+                break
+            thread.join(0.01)
+        assert server.started
+        url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        yield SimpleNamespace(url=url, app=app, worker=app.state.worker, server=server, thread=thread)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def served_to(llm: LLM, **options) -> Iterator[tuple[SimpleNamespace, httpx.Client]]:
+    """A server for one test, and a client of it."""
+    with serving(llm, **options) as found, httpx.Client(base_url=found.url, timeout=60) as client:
+        yield found, client
+
+
+def started(*words: str, errors: IO[str] | None = None) -> tuple[subprocess.Popen[str], str]:
+    """`pagedjax serve` as a separate process -> the process and its url. `errors`: the file for its log."""
+    command = [sys.executable, "-m", "pagedjax", "serve", *words, "--port", "0", "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("serving "), line
+    return process, line.split(" at ")[1].strip().removesuffix("/v1")
+
+
+def completed(client: httpx.Client, **options) -> dict:
+    """The answer to a completion request, which must succeed."""
+    answer = client.post("/v1/completions", json={**GREEDY, "prompt": "abc", **options})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def error_of(answer: httpx.Response) -> dict:
+    """The error, which has OpenAI's shape."""
+    found = answer.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return found
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true in time"
+        time.sleep(0.01)
+
+
+def idle(worker) -> bool:
+    """Whether no request is under way and no block has an owner."""
+    state = worker.llm.engine.state
+    return not worker.llm.engine.has_work and not worker.waiting and state.pool.num_free == state.config.num_blocks
+
+
+def gauge(page: str, name: str) -> float:
+    """The value of a gauge on the page of metrics of one server."""
+    return float(next(line.split()[-1] for line in page.splitlines() if line.startswith(f"pagedjax:{name}{{")))

@@ -1,0 +1,86 @@
+"""A client that leaves: its requests are cancelled, once, and their blocks are free."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+
+import httpx
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from tests.server.support import ENGINE, GREEDY, idle, serving, wait_until
+
+
+def leave_while_running(found, **options) -> None:
+    """Send a request, and close the connection once it runs."""
+    request = {**GREEDY, "prompt": "abc", "max_tokens": 480, "ignore_eos": True, **options}
+
+    async def leave():
+        async with httpx.AsyncClient(base_url=found.url, timeout=60) as client:
+            task = asyncio.create_task(client.post("/v1/completions", json=request))
+            for _ in range(2000):
+                if found.worker.llm.engine.state.running.seqs:
+                    break
+                await asyncio.sleep(0.005)
+            assert found.worker.llm.engine.state.running.seqs
+            task.cancel()
+
+    asyncio.run(leave())
+
+
+def test_each_branch_is_cancelled_once(tiny, monkeypatch):
+    sizes = {"max_num_seqs": 128, "max_num_batched_tokens": 128, "token_buckets": (128,)}
+    llm = LLM(tiny, progress=False, **(ENGINE | sizes))
+    cancel, cancelled = llm.engine.cancel, []
+    monkeypatch.setattr(llm.engine, "cancel", lambda name, *args: cancelled.append(name) or cancel(name, *args))
+    with serving(llm) as found:
+        leave_while_running(found, n=128, prompt=["abc", "b"])
+        wait_until(lambda: idle(found.worker))
+    assert len(cancelled) == 2 * 128
+    assert max(Counter(cancelled).values()) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_blocks_are_freed_when_the_client_leaves(served, stream):
+    before = served.worker.llm.engine.state.arrivals
+    leave_while_running(served, n=2, stream=stream)
+    wait_until(lambda: idle(served.worker))
+    assert served.worker.llm.engine.state.arrivals > before
+
+
+def test_answers_stay_right_while_a_third_of_two_hundred_clients_leave(served, reference):
+    """Every other answer is complete, and no block leaks."""
+    draw = random.Random(0)
+    prompts = [[20 + i % 250, 30, 40 + i // 250, *(draw.randint(20, 300) for _ in range(i % 30))] for i in range(200)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    wanted = [output.outputs[0].text for output in reference.generate(prompts, params, use_tqdm=False)]
+    leaving = {i for i in range(200) if draw.random() < 1 / 3}
+
+    async def one(client, i):
+        options = {**GREEDY, "prompt": prompts[i], "max_tokens": 24, "ignore_eos": True, "stream": bool(i % 2)}
+        async with asyncio.timeout(0.002 + 0.8 * draw.random() if i in leaving else 120):
+            if not i % 2:
+                return (await client.post("/v1/completions", json=options)).json()["choices"][0]["text"]
+            text = ""
+            async with client.stream("POST", "/v1/completions", json=options) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+            return text
+
+    async def all_clients():
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=served.url, timeout=120, limits=limits) as client:
+            return await asyncio.gather(*(one(client, i) for i in range(200)), return_exceptions=True)
+
+    found = asyncio.run(all_clients())
+    left = [i for i, text in enumerate(found) if isinstance(text, TimeoutError)]
+    assert set(left) <= leaving
+    assert len(left) > 20
+    for i, text in enumerate(found):
+        if i not in left:
+            assert text == wanted[i]
+    wait_until(lambda: idle(served.worker))
