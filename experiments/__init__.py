@@ -28,6 +28,7 @@ def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
         ValueError: no run lies below `folder`; the message says what one looks like.
         ImportError: pandas is missing; the message says how to install it.
     """
+    from experiments.core.libraries import require
     from experiments.core.store import read_runs
 
     pandas = require("pandas")
@@ -37,28 +38,9 @@ def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
 
 def _row(run: dict[str, Any]) -> dict[str, Any]:
     from experiments.core.config import short_names
+    from experiments.core.store import flatten
 
     names = short_names(run["swept"])
     swept = {names[path]: value for path, value in run["swept"].items()}
     known = {key: run[key] for key in ("label", "point", "repeat", "failed", "commit", "device", "run")}
     return {**swept, **known, **flatten(run["metrics"] or {})}
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted names, in order: {"a": {"b": 1}} becomes {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def require(module: str) -> Any:
-    """The imported module, or an ImportError that says which extra brings it."""
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"experiments needs {module.split('.')[0]}, which is not installed: pip install 'pagedjax[experiments]'"
-        ) from error

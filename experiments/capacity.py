@@ -31,13 +31,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import flatten, run
+from experiments import run
 from experiments.analysis.sweep_points import aligned, number
 from experiments.core import config, store
 from experiments.core.config import Point, Slo
 from experiments.core.draws import AtOnce
 from experiments.core.engines import plan_runs
 from experiments.core.metrics import RequestRecord
+from experiments.core.store import flatten
 from experiments.core.workloads import Spec, Trace
 from pagedjax.load_client.summary import PERCENTILES
 

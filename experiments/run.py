@@ -25,18 +25,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments import require
 from experiments.core import config, parallel, store
 from experiments.core.config import Experiment, Point
 from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key, plan_runs
 from experiments.core.environment import code, environment, load_average, processor_time, stolen_share
+from experiments.core.libraries import require
 from experiments.core.metrics import RequestRecord
 from experiments.core.parallel import Result
 from experiments.core.workloads import Prompts
 from experiments.simulation.cost import SIMULATED
 from pagedjax.config import EngineConfig
-from pagedjax.weights.checkpoint import HUB_ID, open_checkpoint
+from pagedjax.weights.locate import HUB_ID, open_checkpoint
 
 Measure = Callable[[Iterable[Run], dict[str, Any]], Generator[Result, None, None]]  # runs, and where they run
 COPIED = 1 << 18  # characters of a workload's file that are copied beside each run
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         if options.jobs > 1:
-            measure_all: Measure = partial(parallel.results, jobs=options.jobs, backend=options.backend)
+            measure_all: Measure = partial(parallel.results, one_run, jobs=options.jobs, backend=options.backend)
         else:
             measure_all = partial(in_turn, engines=make_engines(options.engines, quiet=options.quiet))
         summaries = sweep(plan, folder, done, measure_all, quiet=options.quiet)

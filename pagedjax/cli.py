@@ -130,8 +130,8 @@ def _decoder(model: str) -> Any:
     """Token ids -> text, by a model's tokenizer. The weights are not loaded."""
     from functools import partial
 
-    from pagedjax.text.tokenizer import load_tokenizer
-    from pagedjax.weights.checkpoint import open_checkpoint
+    from pagedjax.weights.locate import open_checkpoint
+    from pagedjax.weights.tokenizer_files import load_tokenizer
 
     return partial(load_tokenizer(open_checkpoint(model)).decode, skip_special_tokens=False)
 

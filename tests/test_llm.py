@@ -10,7 +10,7 @@ import pytest
 from pagedjax import LLM, SamplingParams
 from pagedjax.host import scheduler
 from pagedjax.text.outputs import RequestOutput
-from pagedjax.weights.checkpoint import embedded_file
+from pagedjax.weights.locate import embedded_file
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TEXT = "the cat and the other cat"

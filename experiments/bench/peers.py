@@ -88,8 +88,8 @@ def write_out(model: str, folder: Path) -> Path:
     from safetensors.numpy import save_file
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from pagedjax.text.tokenizer import load_tokenizer
-    from pagedjax.weights.checkpoint import open_checkpoint
+    from pagedjax.weights.locate import open_checkpoint
+    from pagedjax.weights.tokenizer_files import load_tokenizer
 
     checkpoint = open_checkpoint(model)
     if checkpoint.format == "huggingface":

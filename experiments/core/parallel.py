@@ -1,25 +1,26 @@
 """Simulated runs side by side: python -m experiments.run CONFIG --jobs 4 [--backend ray].
 
 joblib starts the processes: `loky` on this machine, `ray` where ray runs. Time is virtual in a simulated run, so that
-neighbours change none of its numbers; measured ones would disturb each other and are refused. The process that asked
-writes every folder itself, one at a time as results come, so that stopping and going on are what they are without; if
-it is killed, its workers write nothing and leave after five idle minutes.
+neighbours change none of its numbers. Measured runs would disturb each other and are refused. The parent process
+writes every folder, one at a time as results come, so stopping and resuming work as with one process. If it is killed,
+its workers write nothing and exit after five idle minutes.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from experiments import require
 from experiments.core.config import Point
 from experiments.core.engines import Engines, Run
+from experiments.core.libraries import require
 
 BACKENDS = ("loky", "ray")
 Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run and its summary
+OneRun = Callable[[Run, Engines, dict[str, Any]], Result]  # experiments.run.one_run
 
 
 def check(points: Sequence[Point], jobs: int, backend: str) -> None:
@@ -40,14 +41,14 @@ def check(points: Sequence[Point], jobs: int, backend: str) -> None:
 
 
 def results(
-    runs: Iterable[Run], where: dict[str, Any], *, jobs: int, backend: str = "loky"
+    one_run: OneRun, runs: Iterable[Run], where: dict[str, Any], *, jobs: int, backend: str = "loky"
 ) -> Generator[Result, None, None]:
-    """What `run.one_run` gives for each of `runs`, as they are done. Closing the generator ends the processes."""
+    """`one_run` of each of `runs`, as they are done. Closing the generator ends the processes."""
     joblib = require("joblib")
     if backend == "ray":
         require("ray.util.joblib").register_ray()
     warnings.filterwarnings("ignore", "[0-9]+ tasks (which|have been)")  # stopping is no mistake
-    tasks = (joblib.delayed(_one)(run, where) for run in runs)
+    tasks = (joblib.delayed(_one)(one_run, run, where) for run in runs)
     with joblib.parallel_config(backend=backend, n_jobs=jobs):
         if backend == "loky":
             yield from joblib.Parallel(return_as="generator_unordered", batch_size=1)(tasks)
@@ -57,10 +58,8 @@ def results(
                 yield from parallel(group)
 
 
-def _one(run: Run, where: dict[str, Any]) -> Result:
-    """One simulated run, in a process of its own."""
-    from experiments.run import one_run
-
+def _one(one_run: OneRun, run: Run, where: dict[str, Any]) -> Result:
+    """One simulated run, in a worker process."""
     return one_run(run, Engines(1, _no_device, _no_device), where)
 
 

@@ -27,8 +27,8 @@ from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
 from pagedjax.host.types import Event, Finished, Plan, StepResult
 from pagedjax.params import SamplingParams
-from pagedjax.text.tokenizer import load_tokenizer
-from pagedjax.weights.checkpoint import open_checkpoint
+from pagedjax.weights.locate import open_checkpoint
+from pagedjax.weights.tokenizer_files import load_tokenizer
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from pagedjax.host.types import FinishReason, Hypothesis, TokenLogprobs
 from pagedjax.params import BeamSearchParams, SamplingParams
-from pagedjax.text.tokenizer import Detokenizer, StopChecker, Tokenizer
+from pagedjax.text.detokenizer import Detokenizer, StopChecker
+from pagedjax.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

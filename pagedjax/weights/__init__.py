@@ -1,12 +1,10 @@
-"""Weights on disk: open a checkpoint, read its tensors, make them a model's parameters.
+"""Weights on disk: open a checkpoint, read its tensors, make them a model's parameters; and the way back.
 
-    checkpoint = open_checkpoint("smollm2-135m")
-    params = load_params(checkpoint, table, "float32")
-
-The table is the model's: which tensors make which parameter.
+checkpoint = open_checkpoint("smollm2-135m")               # locate.py: headers only, no jax
+model = pretrained.read_model(checkpoint, "float32")       # load.py, by the table of the model's family
 """
 
-from pagedjax.weights.checkpoint import Checkpoint, Tensor, open_checkpoint
-from pagedjax.weights.load import ParamSource, load_params
+from pagedjax.weights.checkpoint import Checkpoint, Tensor
+from pagedjax.weights.locate import open_checkpoint
 
-__all__ = ["Checkpoint", "ParamSource", "Tensor", "load_params", "open_checkpoint"]
+__all__ = ["Checkpoint", "Tensor", "open_checkpoint"]

@@ -23,10 +23,12 @@ from tqdm import tqdm
 from pagedjax.config import DType, one_of
 from pagedjax.device.models import FAMILIES
 from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.models.param_table import ParamSource
 from pagedjax.weights import architectures
-from pagedjax.weights.checkpoint import Checkpoint, open_checkpoint
+from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.huggingface import np_dtype
-from pagedjax.weights.load import OWN_BUFFERS, ParamSource, assemble, check_table, own_table, restore_params
+from pagedjax.weights.load import OWN_BUFFERS, assemble, check_table, own_table, restore_params
+from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.safetensors_file import Group, write_shards
 from pagedjax.weights.tree import nested
 

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from pagedjax.config import DType, one_of
+from pagedjax.device.models.param_table import ParamSource
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
 from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.int8 import has_scales, with_scales
@@ -23,24 +24,6 @@ if TYPE_CHECKING:
 READERS = 2  # threads; most of the time goes to memory that is touched for the first time, which a core does slowly
 BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints stored it
 OWN_BUFFERS = ("angles",)  # the same of our own trees: a trainer that saves its whole state stores it
-
-
-class ParamSource(NamedTuple):
-    """One parameter of a model: the named tensors, each [out, in] or [n], joined on axis 0, then transposed if asked.
-
-    path: where it goes in the tree of parameters, e.g. ("layers", "0", "qkv").
-    shape: of the finished parameter.
-    rows: rows of each source, for a message that says which one is wrong; () where there is one source, or to check
-        only their sum.
-    optional: leave the parameter out when none of its sources is there.
-    """
-
-    path: tuple[str, ...]
-    sources: tuple[str, ...]
-    shape: tuple[int, ...]
-    transpose: bool = False
-    rows: tuple[int, ...] = ()
-    optional: bool = False
 
 
 def load_params(

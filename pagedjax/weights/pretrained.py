@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ from pagedjax.config import one_of
 from pagedjax.device import models
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.text.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 from pagedjax.weights.architectures import normalised
-from pagedjax.weights.checkpoint import Checkpoint, open_checkpoint
+from pagedjax.weights.checkpoint import Checkpoint
+from pagedjax.weights.load import load_params
+from pagedjax.weights.locate import open_checkpoint
+from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.trained import model_of
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -56,10 +59,25 @@ def load_model(
     one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
     one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
     checkpoint = open_checkpoint(model)
-    loaded = models.load(checkpoint, dtype, int8=weight_dtype == "int8", progress=progress)
+    loaded = read_model(checkpoint, dtype, int8=weight_dtype == "int8", progress=progress)
     tokenizer = load_tokenizer(checkpoint)
     eos = tuple(sorted({*checkpoint.eos_token_ids, *tokenizer.eos_token_ids}))
     return LoadedModel(str(model), loaded, tokenizer, eos, time.perf_counter() - started)
+
+
+def read_model(checkpoint: Checkpoint, dtype: str, *, int8: bool = False, progress: bool = False) -> Model:
+    """Read a checkpoint's parameters in `dtype`, its matrices in int8 if asked.
+
+    Raises:
+        ValueError: an architecture that is not in FAMILIES, or tensors that do not fit (all are named).
+    """
+    kind = checkpoint.config.get("model_type")
+    if kind not in models.FAMILIES:
+        raise ValueError(f"model_type is {kind!r}; supported are {', '.join(sorted(models.FAMILIES))}")
+    family = models.FAMILIES[kind]
+    config = replace(family.from_hf(checkpoint.config), int8=int8)
+    options = {"int8": int8, "progress": progress, "ignore": family.IGNORED}
+    return models.assemble(config, load_params(checkpoint, family.param_table(config), dtype, **options), dtype)
 
 
 def from_params(

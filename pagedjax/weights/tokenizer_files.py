@@ -1,12 +1,12 @@
-"""The parts of a tokenizer as a checkpoint stores them. `pagedjax.text.tokenizer` puts them together."""
+"""The tokenizer of a checkpoint, from its tokenizer.json or its GGUF metadata (`load_tokenizer`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -79,9 +79,16 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return template
 
 
-@cache
-def byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes as visible characters: character -> byte."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The checkpoint's tokenizer, from its tokenizer.json or its GGUF metadata; needs no network and no torch.
+
+    Its `eos_token_ids` are the checkpoint's and the tokenizer's own.
+
+    Raises:
+        FileNotFoundError: a directory without tokenizer.json.
+        ValueError: a damaged or unsupported tokenizer; names the file and what is supported.
+    """
+    parts = from_gguf(checkpoint) if checkpoint.format == "gguf" else from_directory(checkpoint.path)
+    eos = parts.backend.token_to_id(parts.special_tokens.get("eos_token", ""))
+    ends = {*checkpoint.eos_token_ids, *(() if eos is None else (eos,))}
+    return Tokenizer(parts.backend, tuple(sorted(ends)), parts.special_tokens, parts.chat_template)

@@ -161,7 +161,7 @@ def test_smollm2_beams_equal_transformers(smollm2):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from pagedjax.weights.checkpoint import open_checkpoint
+    from pagedjax.weights.locate import open_checkpoint
 
     path = Path(open_checkpoint("smollm2-135m").path)
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)

@@ -26,8 +26,8 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from pagedjax.text.tokenizer import load_tokenizer
 from pagedjax.weights import Checkpoint, open_checkpoint
+from pagedjax.weights.tokenizer_files import load_tokenizer
 
 MODEL = "smollm2-135m"
 NUM_TOKENS = 64

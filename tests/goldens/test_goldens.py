@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagedjax.text.tokenizer import load_tokenizer
 from pagedjax.weights import open_checkpoint
+from pagedjax.weights.tokenizer_files import load_tokenizer
 
 HERE = Path(__file__).parent
 

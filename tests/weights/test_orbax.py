@@ -23,16 +23,17 @@ from flax import nnx
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import models
 from pagedjax.device.models.decoder import Decoder
-from pagedjax.text.tokenizer import load_tokenizer
 from pagedjax.weights import open_checkpoint, orbax_checkpoint
 from pagedjax.weights.convert import convert
 from pagedjax.weights.load import restore_params
+from pagedjax.weights.pretrained import read_model
+from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.tree import named
 from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama
 
 
 def params(folder: Path, dtype: str = "float32") -> dict[str, np.ndarray]:
-    return {name: np.asarray(x) for name, x in named(models.load(open_checkpoint(folder), dtype).params).items()}
+    return {name: np.asarray(x) for name, x in named(read_model(open_checkpoint(folder), dtype).params).items()}
 
 
 def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
@@ -128,7 +129,8 @@ def test_parameters_go_where_a_sharding_says(folder):
     program = f"""
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from pagedjax import models
+from pagedjax.device import models
+from pagedjax.weights.pretrained import read_model
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.load import restore_params
 opened = open_checkpoint({str(folder)!r})
@@ -194,7 +196,7 @@ def test_truncated_data_names_the_parameters_and_the_folder(tmp_path, folder):
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     opened = open_checkpoint(broken)
     with pytest.raises(ValueError, match=rf"^{broken}/params is damaged or incomplete; parameters: \d+") as caught:
-        models.load(opened, "float32")
+        read_model(opened, "float32")
     name = str(caught.value).split("unreadable: ")[1].split()[0]
     with pytest.raises(ValueError, match=f"unreadable: {name}"):
         opened.tensors[name].read()

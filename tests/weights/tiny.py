@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from pagedjax.weights.tokenizer_files import byte_alphabet
+from pagedjax.text.tokenizer import byte_alphabet
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2: unknown, BOS, EOS and padding
 CHAT_TEMPLATE = (

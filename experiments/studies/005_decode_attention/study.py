@@ -17,7 +17,7 @@ from experiments.studies import draw
 from experiments.studies.findings import Claim, Findings, exactly, markdown, span, told
 from pagedjax import load_model
 from pagedjax.engine import compilations
-from pagedjax.weights.checkpoint import open_checkpoint
+from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 from .timed import (

@@ -27,7 +27,7 @@ from experiments.studies import draw
 from experiments.studies.findings import Claim, Findings, Summary, dig, markdown, span, told
 from pagedjax import LLM, load_model
 from pagedjax.device.models import Model
-from pagedjax.weights.checkpoint import open_checkpoint
+from pagedjax.weights.locate import open_checkpoint
 
 QUESTION = "How well does a simulation predict runs that were not measured, and how well does a machine repeat itself?"
 PAPER = "Vidur (arXiv 2405.05465)"

@@ -1,8 +1,7 @@
-"""Architectures, each a configuration over shared layers (decoder.py). `load` makes one of a checkpoint."""
+"""Model families, each a configuration of one decoder (decoder.py). `FAMILIES` lists them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +10,6 @@ from flax import nnx
 
 from pagedjax.device.models import gemma, gpt2, llama
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, angle_tables
-from pagedjax.weights.checkpoint import Checkpoint
-from pagedjax.weights.load import load_params
 
 # Hugging Face model_type -> module with from_hf, param_table and IGNORED
 FAMILIES = {
@@ -39,21 +36,6 @@ class Model(NamedTuple):
         """The parameters as a step takes them: in every call, nnx's own containers take longer to flatten than all
         that a scheduler does."""
         return tuple(jax.tree.leaves(self.params))
-
-
-def load(checkpoint: Checkpoint, dtype: str, *, int8: bool = False, progress: bool = False) -> Model:
-    """Read a checkpoint's parameters in `dtype`, its matrices in int8 if asked.
-
-    Raises:
-        ValueError: an architecture that is not in FAMILIES, or tensors that do not fit (all are named).
-    """
-    kind = checkpoint.config.get("model_type")
-    if kind not in FAMILIES:
-        raise ValueError(f"model_type is {kind!r}; supported are {', '.join(sorted(FAMILIES))}")
-    family = FAMILIES[kind]
-    config = replace(family.from_hf(checkpoint.config), int8=int8)
-    options = {"int8": int8, "progress": progress, "ignore": family.IGNORED}
-    return assemble(config, load_params(checkpoint, family.param_table(config), dtype, **options), dtype)
 
 
 def assemble(config: DecoderConfig, params: dict[str, Any], dtype: str) -> Model:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
 from pagedjax.device.models.llama import SLIDING, attention_table, frozen, mlp_table, norm_table
-from pagedjax.weights.load import ParamSource
+from pagedjax.device.models.param_table import ParamSource
 
 IGNORED = ()
 

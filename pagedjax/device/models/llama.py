@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, Rope
-from pagedjax.weights.load import ParamSource
+from pagedjax.device.models.param_table import ParamSource
 
 IGNORED = ()  # patterns of tensors that are no parameters of the model
 SLIDING = "sliding_attention"

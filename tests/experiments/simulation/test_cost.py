@@ -26,7 +26,7 @@ from experiments.simulation.cost import (
     work_of,
 )
 from pagedjax.host.types import EMPTY_PLAN, Request, Seq
-from pagedjax.weights.checkpoint import open_checkpoint
+from pagedjax.weights.locate import open_checkpoint
 
 rows = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12), st.booleans()), min_size=1, max_size=6)
 
