@@ -12,8 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-import pagedjax
-from pagedjax import viewer
+from pagedjax import __version__, viewer
 from pagedjax.llm import LLM
 from pagedjax.params import BeamSearchParams
 from pagedjax.server import lecture, responses, schema
@@ -81,7 +80,7 @@ def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -
         yield
         await run_in_threadpool(worker.stop)
 
-    app = FastAPI(title="PagedJAX", version=pagedjax.__version__, lifespan=lifespan)
+    app = FastAPI(title="PagedJAX", version=__version__, lifespan=lifespan)
     app.state.worker = worker
     add_errors(app)
     add_routes(app, worker, options, metrics)
@@ -142,7 +141,7 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
 
     @app.get("/version")
     async def version() -> JSON:
-        return {"version": pagedjax.__version__}
+        return {"version": __version__}
 
     @app.get("/metrics")
     async def prometheus() -> Response:

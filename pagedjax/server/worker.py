@@ -7,8 +7,8 @@
 
 One call to the event loop delivers everything that a step produced, for all requests.
 
-A failed step is rolled back: its requests return to the queue and the worker continues. Only MAX_FAILED_STEPS failed
-steps in a row end the engine.
+A failed step is rolled back: its requests return to the queue and the worker continues. MAX_FAILED_STEPS failed steps
+in a row end the engine. So does an error after the step, while its tokens become text, because tokens would be missing.
 """
 
 from __future__ import annotations
@@ -261,9 +261,9 @@ class Worker:
         before = self.llm.engine.state
         try:
             step = self._session.step()
-        except Exception:  # the engine has rolled the step back
+        except Exception:
             self._failures += 1
-            if self._failures == MAX_FAILED_STEPS:
+            if self._failures == MAX_FAILED_STEPS or not _rolled_back(before, self.llm.engine.state):
                 raise
             log.exception("a step failed (%d of %d in a row); it runs again", self._failures, MAX_FAILED_STEPS)
             self._notify("stepped", before, None, (), self.llm.engine.state)
@@ -327,6 +327,11 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop is closed
             log.debug("an update is dropped: the event loop is closed")
+
+
+def _rolled_back(before: SchedulerState, after: SchedulerState) -> bool:
+    """Whether a step left the state as after a roll-back. If not, the step was made, and its tokens are lost."""
+    return not after.running.seqs and len(after.ids) == len(before.ids)
 
 
 def _accept(accepted: asyncio.Future[None]) -> None:

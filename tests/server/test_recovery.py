@@ -11,6 +11,7 @@ import pytest
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.engine import step
+from pagedjax.text.outputs import OutputBuilder
 from tests.server.support import ENGINE, GREEDY, completed, error_of, idle, served_to, serving, wait_until
 
 
@@ -76,6 +77,20 @@ def test_a_successful_step_resets_the_count_of_failed_steps(tiny, failing):
         for _ in range(3):
             assert completed(http, max_tokens=3)["choices"]
         assert found.worker.healthy
+
+
+def test_an_error_after_a_step_ends_the_engine_because_its_tokens_are_lost(tiny, monkeypatch):
+    push, calls = OutputBuilder.push, itertools.count(1)
+
+    def faulty(*args):
+        if next(calls) == 3:
+            raise RuntimeError("no text")
+        return push(*args)
+
+    with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
+        monkeypatch.setattr(OutputBuilder, "push", faulty)
+        answer = http.post("/v1/completions", json={**GREEDY, "prompt": "abc", "max_tokens": 8, "ignore_eos": True})
+        assert (answer.status_code, error_of(answer)["message"]) == (503, "the engine failed: no text")
 
 
 def test_an_error_while_a_request_is_queued_is_answered(tiny, monkeypatch):
