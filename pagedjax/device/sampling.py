@@ -190,14 +190,24 @@ def _draw(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:
     weights = jax.lax.cond(cut, _top, lambda w, _: w, weights, s)
 
     pieces = jnp.pad(weights, ((0, 0), (0, -v % LANES))).reshape(len(weights), -1, LANES)
-    sums = pieces @ jnp.ones(LANES)
+    sums = _sum(pieces)
     ends = jnp.cumsum(sums, axis=-1)
     target = _uniform(s, seed) * ends[:, -1]
     piece = _first_above(ends, target, sums)
-    before = jnp.take_along_axis(ends - sums, piece[:, None], axis=-1)[:, 0]
+    of = lambda x: jnp.take_along_axis(x, piece[:, None], axis=-1)[:, 0]  # noqa: E731
     within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
-    drawn = piece * LANES + _first_above(jnp.cumsum(within, axis=-1), target - before, within)
+    inner = jnp.cumsum(within, axis=-1)
+    # The share of the piece, and not the difference, is looked up in it: a sum of the piece that was rounded in another
+    # way than its running sum then favours no token at its end.
+    share = (target - of(ends - sums)) / of(sums)
+    drawn = piece * LANES + _first_above(inner, share * inner[:, -1], within)
     return jnp.minimum(drawn, v - 1)  # a model that computes NaN has no weights, and still no token past its vocabulary
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    """Sums over the last axis, in exact float32. XLA's CPU reductions are slow; a product at the default precision
+    rounds its arguments, to bfloat16 on a TPU and to TF32 on a GPU."""
+    return jnp.matmul(x, jnp.ones(x.shape[-1]), precision=jax.lax.Precision.HIGHEST)
 
 
 def _uniform(s: SamplingBatch, seed: jax.Array) -> jax.Array:
@@ -236,11 +246,10 @@ def _top(weights: jax.Array, s: SamplingBatch) -> jax.Array:
         start = jnp.zeros(len(bits), jnp.int32), bits.max(-1) + 1
         return jax.lax.fori_loop(0, 31, halve, start)[0]
 
-    ones = jnp.ones(weights.shape[-1])
     k = jnp.where(s.top_k > 0, s.top_k, weights.shape[-1])
     weights = jnp.where(bits >= largest(lambda keep: keep.sum(-1) >= k)[:, None], weights, 0.0)
-    share = s.top_p * (weights @ ones)
+    share = s.top_p * _sum(weights)
     share = jnp.where(s.top_p < 1.0, share, 0.0)  # off: nothing is cut, whatever rounding says
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-    threshold = largest(lambda keep: jnp.where(keep, weights, 0.0) @ ones >= share)
+    threshold = largest(lambda keep: _sum(jnp.where(keep, weights, 0.0)) >= share)
     return jnp.where((bits >= threshold[:, None]) | (s.top_p >= 1.0)[:, None], weights, 0.0)
