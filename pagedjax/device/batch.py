@@ -25,7 +25,6 @@ class SamplingBatch(NamedTuple):
     seed: Any  # [B] u32
     position: Any  # [B] i32: index of the sampled token among the request's outputs
     prompt_len: Any  # [B] i32
-    history: Any  # [B, max_model_len] i32 known tokens, -1 padded; all -1 for rows without penalties
     listed: Any  # [B, MAX_LISTED] i32 token ids, -1 padded
     bias: Any  # [B, MAX_LISTED] f32 added to their logits
     only_listed: Any  # [B] bool: every other token is forbidden
@@ -89,7 +88,6 @@ def blank_sampling(shapes: Shapes, t: int) -> SamplingBatch:
     return SamplingBatch(
         *floats,
         *ints,
-        history=np.full((b, shapes.max_model_len), -1, np.int32),
         listed=np.full((b, MAX_LISTED), -1, np.int32),
         bias=np.zeros((b, MAX_LISTED), np.float32),
         only_listed=np.zeros(b, bool),

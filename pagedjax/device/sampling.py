@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.device.batch import MAX_TOP, SamplingBatch
+from pagedjax.device.checks import check_shape
 
 LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over the pieces
 PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
+HISTORY_SPAN = 512  # tokens of each row that penalties read at a time
 CPU_TILE = 8  # rows for `sample` on a CPU: malloc gives blocks above 32 MiB back, to be mapped again page by page
 
 
@@ -29,6 +31,14 @@ class SampledTokens(NamedTuple):
     ranks: jax.Array  # [B] int32, 1 for the most likely token
     top_ids: jax.Array  # [B, MAX_TOP] int32, most likely first; -1 past a small vocabulary
     top_logprobs: jax.Array  # [B, MAX_TOP] f32
+
+
+class History(NamedTuple):
+    """Where the tokens of the rows are: in the cache, through the block tables."""
+
+    tokens: jax.Array  # [P, S] int32, of a `KVCache`
+    block_tables: jax.Array  # [B, M] int32
+    seq_lens: jax.Array  # [B] int32
 
 
 class PromptLogprobs(NamedTuple):
@@ -45,18 +55,29 @@ def device_tile() -> int | None:
     return CPU_TILE if jax.default_backend() == "cpu" else None
 
 
-def sample(logits: jax.Array, s: SamplingBatch, seed: jax.Array, tile: int | None = None) -> SampledTokens:
+def sample(
+    logits: jax.Array, s: SamplingBatch, history: History, seed: jax.Array, tile: int | None = None
+) -> SampledTokens:
     """One token for each row.
 
     Args:
-        logits: [V, B] float32, columns as the model leaves them: the rows that only the best token is wanted of are
-            never transposed.
+        logits: [V, B] float32, in the layout that the model computes. Greedy rows are never transposed.
+        history: read only if some row has penalties.
         seed: [] uint32, the engine's.
-        tile: so many rows are drawn for, or have their log-probabilities taken, at a time; None is all.
+        tile: number of rows that are sampled, or have their log-probabilities computed, at a time; None is all.
+
+    Raises:
+        ValueError: the arrays have not one row (or column) for each row of the step.
     """
-    choose = lambda x, s: _tiled(lambda x, s: _choose(x, s, seed), tile, x, s)  # noqa: E731
-    # In two branches: one that hands the logits on as they came, for want of a bias, would copy them.
-    tokens = jax.lax.cond(_plain(s), lambda x, _: _best(x), choose, logits, s)
+    _check_rows(logits, s, history)
+
+    def choose(x: jax.Array, s: SamplingBatch, tables: jax.Array, lens: jax.Array) -> jax.Array:
+        one = lambda x, rows: _choose(x, rows[0], History(history.tokens, *rows[1:]), seed)  # noqa: E731
+        return _tiled(one, tile, x, (s, tables, lens))
+
+    # Two whole branches: XLA copies logits that a branch returns unchanged.
+    rows = s, history.block_tables, history.seq_lens
+    tokens = jax.lax.cond(_plain(s), lambda x, *_: _best(x), choose, logits, *rows)
     zeros = SampledTokens(tokens, *_no_logprobs(len(tokens)))
     with_logprobs = lambda: SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))  # noqa: E731
     return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
@@ -78,19 +99,29 @@ def _tiled(function: Callable[[jax.Array, Any], Any], tile: int | None, logits: 
     return jax.lax.fori_loop(0, -(-b // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
 
 
+def _check_rows(logits: jax.Array, s: SamplingBatch, history: History) -> None:
+    b = len(s.temperature)
+    check_shape("logits", logits, (None, b))
+    check_shape("tokens", history.tokens, (None, None))
+    check_shape("block_tables", history.block_tables, (b, None))
+    check_shape("seq_lens", history.seq_lens, (b,))
+    for name, array in s._asdict().items():
+        check_shape(name, array, (b, *array.shape[1:]))
+
+
 def _adjusts(s: SamplingBatch) -> jax.Array:
     return jnp.any(s.listed >= 0) | jnp.any(s.only_listed)
 
 
 def _plain(s: SamplingBatch) -> jax.Array:
     """Every row wants the best token as the model sees it."""
-    return ~(_adjusts(s) | jnp.any(s.history >= 0) | jnp.any(s.temperature > 0))
+    return ~(_adjusts(s) | jnp.any(_penalised(s)) | jnp.any(s.temperature > 0))
 
 
-def _choose(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:
-    """[B] the best or a drawn token, after what the rows' rules make of their logits."""
+def _choose(logits: jax.Array, s: SamplingBatch, history: History, seed: jax.Array) -> jax.Array:
+    """[B] the best or a drawn token, after the rows' options have changed their logits."""
     adjusted = jax.lax.cond(_adjusts(s), _bias, lambda x, _: x, logits, s)
-    adjusted = jax.lax.cond(jnp.any(s.history >= 0), _penalties, lambda x, _: x, adjusted, s)
+    adjusted = jax.lax.cond(jnp.any(_penalised(s)), _penalties, lambda x, *_: x, adjusted, s, history)
     best = _best(adjusted)
     drawn = jax.lax.cond(jnp.any(s.temperature > 0), _draw, lambda x, s, _: best, adjusted, s, seed)
     return jnp.where(s.temperature > 0, drawn, best)
@@ -166,16 +197,40 @@ def _bias(logits: jax.Array, s: SamplingBatch) -> jax.Array:
     return logits.at[ids, row].add(s.bias, mode="drop")
 
 
-def _penalties(logits: jax.Array, s: SamplingBatch) -> jax.Array:
+def _penalised(s: SamplingBatch) -> jax.Array:
+    return (s.presence != 0) | (s.frequency != 0) | (s.repetition != 1)
+
+
+def _penalties(logits: jax.Array, s: SamplingBatch, history: History) -> jax.Array:
     """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over the output."""
-    v, b = logits.shape
-    row = jnp.arange(b)[:, None]
-    known = s.history >= 0
-    seen = jnp.zeros((v, b), bool).at[jnp.where(known, s.history, v), row].set(True, mode="drop")
+    seen, counts = _counted(logits.shape[0], s, history)
     logits = jnp.where(seen, jnp.where(logits > 0, logits / s.repetition, logits * s.repetition), logits)
-    output = known & (jnp.arange(s.history.shape[1]) >= s.prompt_len[:, None])
-    counts = jnp.zeros((v, b)).at[jnp.where(output, s.history, v), row].add(1.0, mode="drop")
     return logits - s.frequency * counts - s.presence * (counts > 0)
+
+
+def _counted(v: int, s: SamplingBatch, history: History) -> tuple[jax.Array, jax.Array]:
+    """[V, B] whether each token is in the row's prompt or output, and how often it is in the output.
+
+    The blocks of a row are read some at a time, up to the longest row with penalties: the histories never exist whole.
+    """
+    (b, width), size = history.block_tables.shape, history.tokens.shape[1]
+    lens = jnp.where(_penalised(s), history.seq_lens, 0)
+    span = min(max(HISTORY_SPAN // size, 1), width)  # blocks
+    tables = jnp.pad(history.block_tables, ((0, 0), (0, -width % span)))
+    row = jnp.arange(b)[:, None]
+
+    def body(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        seen, counts = found
+        blocks = jax.lax.dynamic_slice_in_dim(tables, i * span, span, 1)
+        ids = history.tokens.at[blocks].get(mode="promise_in_bounds").reshape(b, span * size)
+        position = i * span * size + jnp.arange(span * size)
+        known = position < lens[:, None]
+        output = known & (position >= s.prompt_len[:, None])
+        seen = seen.at[jnp.where(known, ids, v), row].set(True, mode="drop")  # v is past the end: dropped
+        return seen, counts.at[jnp.where(output, ids, v), row].add(1.0, mode="drop")
+
+    trips = -(-lens.max() // (span * size))
+    return jax.lax.fori_loop(0, trips, body, (jnp.zeros((v, b), bool), jnp.zeros((v, b))))
 
 
 def _draw(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:

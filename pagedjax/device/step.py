@@ -11,9 +11,9 @@ from flax import nnx
 
 from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch
-from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks
+from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, write_tokens
 from pagedjax.device.models import Model
-from pagedjax.device.sampling import PromptLogprobs, SampledTokens, prompt_logprobs, sample
+from pagedjax.device.sampling import History, PromptLogprobs, SampledTokens, prompt_logprobs, sample
 
 Step = Callable[[Any, KVCache, Batch], tuple[KVCache, "StepOutput"]]
 
@@ -43,8 +43,10 @@ def make_step(model: Model, attend: Attend, seed: int, tile: int | None = None) 
         model, feed = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch.feed
         if feed is not None:
             batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
+        cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
         cache, hidden = model.hidden(cache, batch, attend)
-        sampled = sample(model.logits(hidden[:, batch.last]), batch.sampling, jnp.uint32(seed), tile)
+        history = History(cache.tokens, batch.block_tables, batch.seq_lens)
+        sampled = sample(model.logits(hidden[:, batch.last]), batch.sampling, history, jnp.uint32(seed), tile)
         fed = None if feed is None else jnp.zeros_like(feed.tokens).at[: len(sampled.tokens)].set(sampled.tokens)
         return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets, tile), fed)
 

@@ -61,7 +61,7 @@ def pack(plan: Plan, sources: Mapping[str, SequenceData], shapes: Shapes, blanks
     targets, sampling = np.full(t, -1, np.int32), _sampling(mine, blanks[t])
     if not all([m.plain for m in mine]):
         targets = _targets(plan, mine, t, cu_q_lens)
-        sampling = sampling._replace(**_history(mine, blanks[t]), **_listed(mine, blanks[t]))
+        sampling = sampling._replace(**_listed(mine, blanks[t]))
     return Batch(tokens, positions, slots, tables, seq_lens, cu_q_lens, last, targets, sampling)
 
 
@@ -97,16 +97,6 @@ def _sampling(mine: Sequence[SequenceData], blank: SamplingBatch) -> SamplingBat
         position=position,
         prompt_len=prompt_len,
     )
-
-
-def _history(mine: Sequence[SequenceData], blank: SamplingBatch) -> dict[str, np.ndarray]:
-    if not any(m.penalised for m in mine):
-        return {}
-    history = np.full(blank.history.shape, -1, np.int32)
-    for i, m in enumerate(mine):
-        if m.penalised:
-            history[i, : m.length] = m.tokens[: m.length]
-    return {"history": history}
 
 
 def _listed(mine: Sequence[SequenceData], blank: SamplingBatch) -> dict[str, np.ndarray]:

@@ -50,7 +50,7 @@ class SequenceData:
         allowed = p.allowed_token_ids
         self.listed = bias if allowed is None else {token: bias.get(token, 0.0) for token in allowed}
         suppresses = bool(self.stop_ids) and p.min_tokens > 0
-        self.plain = not (self.penalised or self.listed or suppresses or p.prompt_logprobs is not None)
+        self.plain = not (self.listed or suppresses or p.prompt_logprobs is not None)
 
     def block_ids(self, blocks: tuple[int, ...]) -> bytes:
         """int32 of a block table's row. It is the same tuple until the row grows, so most steps find it made."""

@@ -40,7 +40,9 @@ def test_a_token_lands_in_its_slot_and_nowhere_else(s):
 def test_a_cache_is_pairs_of_pages_a_layer_with_the_trash_block_first():
     kv = cache.init(**SIZES, blocks=5, block_size=8, dtype="bfloat16")
     assert [a.shape for a in (*kv.k, *kv.v)] == [(6, 2, 8, 4)] * 4
-    assert all(a.dtype == jnp.bfloat16 and not a.any() for a in jax.tree.leaves(kv))
+    assert all(a.dtype == jnp.bfloat16 for a in (*kv.k, *kv.v))
+    assert (kv.tokens.shape, kv.tokens.dtype) == ((6, 8), jnp.int32)
+    assert not any(a.any() for a in jax.tree.leaves(kv))
 
 
 def test_writing_rounds_to_the_type_of_the_cache():

@@ -14,9 +14,14 @@ TINYLLAMA = {"layers": 22, "kv_heads": 4, "head_dim": 64}
 
 
 def test_bytes_of_a_block_are_those_of_the_lectures():
-    assert cache.block_bytes(**SMOLLM2, block_size=1, dtype="float32") == 46_080
-    assert cache.block_bytes(**TINYLLAMA, block_size=1, dtype="bfloat16") == 22 * 1024
-    assert cache.block_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16") / 2**20 == 0.34375
+    assert cache.kv_bytes(**SMOLLM2, block_size=1, dtype="float32") == 46_080
+    assert cache.kv_bytes(**TINYLLAMA, block_size=1, dtype="bfloat16") == 22 * 1024
+    assert cache.kv_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16") / 2**20 == 0.34375
+
+
+def test_a_block_has_four_more_bytes_for_each_token_id():
+    assert cache.block_bytes(**SMOLLM2, block_size=1, dtype="float32") == 46_084
+    assert cache.block_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16") == 0.34375 * 2**20 + 64
 
 
 def test_an_allocated_cache_has_the_bytes_it_was_counted_with():
@@ -33,7 +38,7 @@ def device(free: int, limit: int | None = None, total: int = 2**50) -> memory.De
 
 
 def test_the_lectures_case_of_tinyllama_in_16_bit():
-    block = cache.block_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16")
+    block = cache.kv_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16")
     assert block == 2 * 22 * 16 * 4 * 64 * 2 == 0.34375 * 2**20
     assert memory.whole_blocks(10.86 * GIB, block) == 32_350
     assert memory.host_blocks(4.0, block) == 11_915

@@ -14,20 +14,32 @@ from scipy import stats
 
 from pagedjax.device import sampling
 from pagedjax.device.batch import MAX_LISTED, MAX_TOP, SamplingBatch, Shapes, blank_sampling
-from pagedjax.device.sampling import prompt_logprobs, sample
+from pagedjax.device.sampling import History, prompt_logprobs, sample
 
 B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
 ENGINE_SEED = 11
 TILE = 5  # no divisor of B
-sampled = jax.jit(lambda rows, s, seed: sample(rows.T, s, seed, TILE))  # the tests think in rows
-at_once = jax.jit(lambda rows, s, seed: sample(rows.T, s, seed))
+sampled = jax.jit(lambda rows, s, history, seed: sample(rows.T, s, history, seed, TILE))  # the tests think in rows
+at_once = jax.jit(lambda rows, s, history, seed: sample(rows.T, s, history, seed))
 Row = dict[str, Any]  # the rules of a row by their names in SamplingParams, and "history", "prompt_len", "position"
 
 
-def batch(rows: list[Row], vocab: int = V) -> SamplingBatch:
+def history_of(rows: list[Row], size: int = 4) -> History:
+    """The rows' tokens in blocks of a cache, in any order, among blocks that are full of other tokens."""
+    rng, b, width = np.random.default_rng(len(rows)), len(rows), ROOM // size
+    tables = 1 + rng.permutation(b * width).reshape(b, width).astype(np.int32)
+    tokens, lens = rng.integers(0, 40, (1 + b * width, size)).astype(np.int32), np.zeros(b, np.int32)
+    for i, row in enumerate(rows):
+        known = np.array(row.get("history", ()), np.int32)
+        at, lens[i] = np.arange(len(known)), len(known)
+        tokens[tables[i, at // size], at % size] = known
+    return History(tokens, tables, lens)
+
+
+def batch(rows: list[Row], vocab: int = V) -> tuple[SamplingBatch, History]:
     """The arrays of hand-written rows; what a row leaves out is off."""
     b = len(rows)
-    blank = blank_sampling(Shapes((b,), b, 1, ROOM, ROOM, vocab), b)
+    blank = blank_sampling(Shapes((b,), b, 4, ROOM // 4, ROOM, vocab), b)
     names = {
         "temperature": "temperature",
         "top_p": "top_p",
@@ -45,17 +57,16 @@ def batch(rows: list[Row], vocab: int = V) -> SamplingBatch:
         for column, name in names.items():
             if name in row:
                 getattr(blank, column)[i] = row[name]
-        blank.history[i, : len(row.get("history", ()))] = row.get("history", ())
         bias, allowed = row.get("logit_bias", {}), row.get("allowed_token_ids")
         listed = bias if allowed is None else {t: bias.get(t, 0.0) for t in allowed}
         listed = listed | dict.fromkeys(row.get("suppressed", ()), -np.inf)
         blank.listed[i, : len(listed)], blank.bias[i, : len(listed)] = list(listed), list(listed.values())
         blank.only_listed[i] = allowed is not None
-    return blank
+    return blank, history_of(rows)
 
 
 def draw(logits: np.ndarray, rows: list[Row], seed: int = ENGINE_SEED) -> np.ndarray:
-    return np.asarray(sampled(jnp.asarray(logits), batch(rows, logits.shape[1]), jnp.uint32(seed)).tokens)
+    return np.asarray(sampled(jnp.asarray(logits), *batch(rows, logits.shape[1]), jnp.uint32(seed)).tokens)
 
 
 def adjusted(logits: np.ndarray, row: Row) -> np.ndarray:
@@ -284,7 +295,7 @@ def products(jaxpr: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("tile", [None, TILE])
 def test_all_sums_of_sampling_are_in_exact_float32(tile):
     """At the default precision a TPU rounds the arguments of a product to bfloat16 and a GPU to TF32."""
-    arguments = jnp.zeros((V, B)), batch([{}] * B), jnp.uint32(0)
+    arguments = jnp.zeros((V, B)), *batch([{}] * B), jnp.uint32(0)
     found = list(products(jax.make_jaxpr(lambda *a: sample(*a, tile))(*arguments)))
     assert len(found) >= 3, "sums of pieces, of a row, and of what stays above a threshold"
     assert set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
@@ -304,8 +315,8 @@ def test_products_in_bfloat16_do_not_favour_unlikely_tokens(monkeypatch):
     draws, v = 20_480, 256  # shapes of no other test: traces are cached
     logits = np.full(v, -15.0, np.float32)
     logits[0], logits[128] = 0.0, np.log(0.9982)
-    rows = batch([{"temperature": 1.0}] * draws, v)._replace(position=np.arange(draws, dtype=np.int32))
-    out = jax.jit(lambda x, s: sample(x, s, jnp.uint32(3)))(jnp.tile(jnp.asarray(logits)[:, None], draws), rows)
+    rows = batch([{"temperature": 1.0, "position": i} for i in range(draws)], v)
+    out = jax.jit(lambda *a: sample(*a, jnp.uint32(3)))(jnp.tile(jnp.asarray(logits)[:, None], draws), *rows)
     assert set(np.asarray(out.tokens).tolist()) == {0, 128}
 
 
@@ -395,7 +406,7 @@ def test_rounding_of_running_sums_leads_to_no_weightless_token():
 
 def cuts(weights: np.ndarray, k: int = 0, p: float = 1.0) -> np.ndarray:
     rows = [{"temperature": 1.0, "top_k": k, "top_p": p}] * len(weights)
-    return np.asarray(jax.jit(sampling._top)(jnp.asarray(weights, jnp.float32), batch(rows, weights.shape[1])))
+    return np.asarray(jax.jit(sampling._top)(jnp.asarray(weights, jnp.float32), batch(rows, weights.shape[1])[0]))
 
 
 def hard_weights() -> np.ndarray:
@@ -466,22 +477,22 @@ def test_log_probabilities_are_the_models_own_whatever_the_rules():
     logits, rng = random_logits(10), np.random.default_rng(10)
     rule = {"temperature": 1.7, "top_k": 40, "logit_bias": {5: 20.0}, "presence_penalty": 2.0, "logprobs": 20}
     rows = [rule | {"seed": i} | random_history(rng) for i in range(B)]
-    out = sampled(jnp.asarray(logits), batch(rows), jnp.uint32(0))
+    out = sampled(jnp.asarray(logits), *batch(rows), jnp.uint32(0))
     assert_logprobs(logits, np.asarray(out.tokens), *out[1:])
     assert 5 in out.tokens
 
 
 def test_log_probabilities_come_for_all_rows_or_for_none():
     logits = random_logits(11)
-    none = sampled(jnp.asarray(logits), batch([{}] * B), jnp.uint32(0))
+    none = sampled(jnp.asarray(logits), *batch([{}] * B), jnp.uint32(0))
     assert not any(np.asarray(a).any() for a in none[1:])
-    one = sampled(jnp.asarray(logits), batch([{}] * (B - 1) + [{"logprobs": 0}]), jnp.uint32(0))
+    one = sampled(jnp.asarray(logits), *batch([{}] * (B - 1) + [{"logprobs": 0}]), jnp.uint32(0))
     assert_logprobs(logits, np.asarray(one.tokens), *one[1:])
 
 
 def test_a_vocabulary_below_twenty_has_fewer_best_tokens():
     logits = random_logits(12, b=3, v=12)
-    out = sampled(jnp.asarray(logits), batch([{"logprobs": 20}] * 3, 12), jnp.uint32(0))
+    out = sampled(jnp.asarray(logits), *batch([{"logprobs": 20}] * 3, 12), jnp.uint32(0))
     assert_logprobs(logits, np.asarray(out.tokens), *out[1:])
     assert out.top_ids.shape == (3, MAX_TOP)
     assert (np.asarray(out.top_ids)[:, 12:] == -1).all()
@@ -500,7 +511,7 @@ def test_nobody_draws_a_token_past_the_vocabulary_also_from_nan():
 def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
     rules = ({"temperature": 0.9}, {}, {"temperature": 1.0, "top_p": 0.7}, {"logit_bias": {3: 9.0}})
     rows = [{"seed": i, "position": i, "logprobs": i % 4, **rules[i % 4], "history": [1, 2]} for i in range(b)]
-    arguments = jnp.asarray(random_logits(21, b=b)), batch(rows), jnp.uint32(ENGINE_SEED)
+    arguments = jnp.asarray(random_logits(21, b=b)), *batch(rows), jnp.uint32(ENGINE_SEED)
     few, all_rows = sampled(*arguments), at_once(*arguments)
     for name in ("tokens", "ranks", "top_ids"):
         np.testing.assert_array_equal(getattr(few, name), getattr(all_rows, name))
@@ -511,10 +522,9 @@ def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
 def test_a_few_rows_at_a_time_take_a_few_rows_of_memory():
     """And no copy of the logits on the way: what one hands on as it came, XLA copies."""
     b, v = 64, 4096
-    shapes = Shapes((b,), b, 1, ROOM, ROOM, v)
-    arguments = jax.ShapeDtypeStruct((v, b), jnp.float32), blank_sampling(shapes, b), jnp.uint32(0)
+    arguments = jax.ShapeDtypeStruct((v, b), jnp.float32), *batch([{}] * b, v), jnp.uint32(0)
     taken = [
-        jax.jit(sample, static_argnums=3).lower(*arguments, tile).compile().memory_analysis().temp_size_in_bytes
+        jax.jit(sample, static_argnums=4).lower(*arguments, tile).compile().memory_analysis().temp_size_in_bytes
         for tile in (None, 8)
     ]
     assert taken[0] > 3 * b * v * 4

@@ -131,7 +131,7 @@ def test_how_a_row_samples_travels_with_it():
     equal(s.seed, 0, 2**32 - 1, 0)
     equal(s.position, 2, 2, 0)  # two tokens are out: the next one is the third
     equal(s.prompt_len, 4, 2, 0)
-    assert [a.dtype.name for a in s] == [*["float32"] * 6, *["int32"] * 2, "uint32", *["int32"] * 4, "float32", "bool"]
+    assert [a.dtype.name for a in s] == [*["float32"] * 6, *["int32"] * 2, "uint32", *["int32"] * 3, "float32", "bool"]
 
 
 def test_top_k_off_has_one_spelling():
@@ -139,20 +139,12 @@ def test_top_k_off_has_one_spelling():
         assert packed(("a", source([1], 1, SamplingParams(top_k=off)), 0, 1, (1,))).sampling.top_k[0] == 0
 
 
-@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_only_rows_with_penalties_have_a_history(penalty):
-    mine = source([1, 2, 3], 2, SamplingParams(temperature=0, **{penalty: 0.5}))
-    history = packed(MIXED[0], ("mine", mine, 2, 1, (2,))).sampling.history
-    equal(history, [-1] * 20, [1, 2, 3] + [-1] * 17, [-1] * 20)
-
-
 def test_features_that_no_row_uses_take_the_blank_arrays_as_they_are():
     blanks = {t: blank_sampling(SHAPES, t) for t in SHAPES.tokens}
     the_plan, sources = plan(*MIXED)
     s = pack(the_plan, sources, SHAPES, blanks).sampling
-    for name in ("history", "listed", "bias", "only_listed"):
+    for name in ("listed", "bias", "only_listed"):
         assert getattr(s, name) is getattr(blanks[8], name)
-    assert (blanks[8].history == -1).all()
     assert (blanks[8].listed == -1).all()
 
 
