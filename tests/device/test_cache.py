@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 
 import chex
 import jax
@@ -111,7 +110,7 @@ class WholeBlocks(chex.TestCase):
 
     def test_moves_of_any_blocks_are_one_program(self):
         chex.clear_trace_counter()
-        copy = jax.jit(chex.assert_max_traces(partial(cache.copy), n=1))
+        copy = jax.jit(chex.assert_max_traces(cache.copy, n=1))
         for target in (1, 2, 3):
             copy(filled(), np.array([4]), np.array([target]))
 
