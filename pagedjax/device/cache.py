@@ -1,7 +1,7 @@
 """The KV cache on the device: keys, values and token ids in blocks; an argument of the step, which donates it.
 
-Keys and values are a tuple of arrays, one a layer: with an unrolled layer loop XLA updates such arrays in place, and not
-one stacked array. Block 0 is the trash block: padding tokens write there and no sequence owns it, so no kernel needs a
+Keys and values are tuples of arrays, one a layer, and not one stacked array: with an unrolled layer loop XLA updates
+them in place. Block 0 is the trash block: padding tokens write there and no sequence owns it, so no kernel needs a
 branch for invalid tokens.
 
 Each slot also has its token id. Sampling reads the tokens of a sequence from there where penalties need them, so the

@@ -1,9 +1,8 @@
-"""From logits to tokens, for rows that each have their own rules. Features that no row uses cost nothing.
+"""Sampling: from logits to tokens, for rows that each have their own options. Unused options cost nothing.
 
-No vocabulary is ever sorted: top-k and top-p keep the tokens above a threshold, and the threshold is found by
-bisection over the bits of a float (32 comparisons of the whole row, exact; ties at the threshold are all kept).
-One uniform number a token decides, by inversion of the cumulative distribution. It depends on nothing but
-(engine seed, request seed, output position): the same request gives the same tokens whatever runs beside it.
+The options that change logits or weights are `row_features`; here are temperature, the draw, and log-probabilities. One
+uniform number decides a token, by inversion of the cumulative distribution. It depends only on (engine seed, request
+seed, output position): a request gets the same tokens whatever runs beside it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,12 @@ import jax.numpy as jnp
 
 from pagedjax.device.batch import MAX_TOP, SamplingBatch
 from pagedjax.device.checks import check_shape
+from pagedjax.device.row_features.chain import DEFAULT, RowChain
+from pagedjax.device.row_features.feature import RowContext
+from pagedjax.device.row_features.truncation import row_sums
 
 LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over the pieces
 PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
-HISTORY_SPAN = 512  # tokens of each row that penalties read at a time
 CPU_TILE = 8  # rows for `sample` on a CPU: malloc gives blocks above 32 MiB back, to be mapped again page by page
 
 
@@ -56,31 +57,53 @@ def device_tile() -> int | None:
 
 
 def sample(
-    logits: jax.Array, s: SamplingBatch, history: History, seed: jax.Array, tile: int | None = None
+    logits: jax.Array,
+    s: SamplingBatch,
+    history: History,
+    seed: jax.Array,
+    tile: int | None = None,
+    chain: RowChain = DEFAULT,
 ) -> SampledTokens:
     """One token for each row.
 
     Args:
         logits: [V, B] float32, in the layout that the model computes. Greedy rows are never transposed.
-        history: read only if some row has penalties.
+        history: read only by options that some row uses.
         seed: [] uint32, the engine's.
         tile: number of rows that are sampled, or have their log-probabilities computed, at a time; None is all.
+        chain: the options in `s.features`.
 
     Raises:
-        ValueError: the arrays have not one row (or column) for each row of the step.
+        ValueError: an array has not one row (or column) for each row of the step, or `s.features` is of another chain.
     """
-    _check_rows(logits, s, history)
+    _check(logits, s, history, chain)
 
     def choose(x: jax.Array, s: SamplingBatch, tables: jax.Array, lens: jax.Array) -> jax.Array:
-        one = lambda x, rows: _choose(x, rows[0], History(history.tokens, *rows[1:]), seed)  # noqa: E731
-        return _tiled(one, tile, x, (s, tables, lens))
+        def choose_tile(x: jax.Array, rows: tuple[SamplingBatch, jax.Array, jax.Array]) -> jax.Array:
+            s, tables, lens = rows
+            return _choose(x, s, RowContext(history.tokens, tables, lens, s.prompt_len, s.position), seed, chain)
+
+        return _tiled(choose_tile, tile, x, (s, tables, lens))
 
     # Two whole branches: XLA copies logits that a branch returns unchanged.
+    plain = ~(jnp.any(s.temperature > 0) | chain.uses("logits", s.features))
     rows = s, history.block_tables, history.seq_lens
-    tokens = jax.lax.cond(_plain(s), lambda x, *_: _best(x), choose, logits, *rows)
+    tokens = jax.lax.cond(plain, lambda x, *_: _best(x), choose, logits, *rows)
     zeros = SampledTokens(tokens, *_no_logprobs(len(tokens)))
     with_logprobs = lambda: SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))  # noqa: E731
     return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
+
+
+def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChain) -> None:
+    b = len(s.temperature)
+    check_shape("logits", logits, (None, b))
+    check_shape("tokens", history.tokens, (None, None))
+    check_shape("block_tables", history.block_tables, (b, None))
+    check_shape("seq_lens", history.seq_lens, (b,))
+    if s.features.keys() != (names := {f.name for f in chain.features}):
+        raise ValueError(f"the batch has the row features {sorted(s.features)}; the step has {sorted(names)}")
+    for path, array in jax.tree.leaves_with_path(s):
+        check_shape(jax.tree_util.keystr(path), array, (b, *array.shape[1:]))
 
 
 def _tiled(function: Callable[[jax.Array, Any], Any], tile: int | None, logits: jax.Array, rows: Any) -> Any:
@@ -99,31 +122,12 @@ def _tiled(function: Callable[[jax.Array, Any], Any], tile: int | None, logits: 
     return jax.lax.fori_loop(0, -(-b // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
 
 
-def _check_rows(logits: jax.Array, s: SamplingBatch, history: History) -> None:
-    b = len(s.temperature)
-    check_shape("logits", logits, (None, b))
-    check_shape("tokens", history.tokens, (None, None))
-    check_shape("block_tables", history.block_tables, (b, None))
-    check_shape("seq_lens", history.seq_lens, (b,))
-    for name, array in s._asdict().items():
-        check_shape(name, array, (b, *array.shape[1:]))
-
-
-def _adjusts(s: SamplingBatch) -> jax.Array:
-    return jnp.any(s.listed >= 0) | jnp.any(s.only_listed)
-
-
-def _plain(s: SamplingBatch) -> jax.Array:
-    """Every row wants the best token as the model sees it."""
-    return ~(_adjusts(s) | jnp.any(_penalised(s)) | jnp.any(s.temperature > 0))
-
-
-def _choose(logits: jax.Array, s: SamplingBatch, history: History, seed: jax.Array) -> jax.Array:
+def _choose(logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain) -> jax.Array:
     """[B] the best or a drawn token, after the rows' options have changed their logits."""
-    adjusted = jax.lax.cond(_adjusts(s), _bias, lambda x, _: x, logits, s)
-    adjusted = jax.lax.cond(jnp.any(_penalised(s)), _penalties, lambda x, *_: x, adjusted, s, history)
-    best = _best(adjusted)
-    drawn = jax.lax.cond(jnp.any(s.temperature > 0), _draw, lambda x, s, _: best, adjusted, s, seed)
+    logits = chain.apply("logits", logits, s.features, context)
+    best = _best(logits)
+    draw = lambda x, s, context: _draw(x, s, context, seed, chain)  # noqa: E731
+    drawn = jax.lax.cond(jnp.any(s.temperature > 0), draw, lambda *_: best, logits, s, context)
     return jnp.where(s.temperature > 0, drawn, best)
 
 
@@ -188,64 +192,17 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
     return chosen[:, 0], ranks, ids, jnp.pad(top, fill, constant_values=-jnp.inf)
 
 
-def _bias(logits: jax.Array, s: SamplingBatch) -> jax.Array:
-    v, b = logits.shape
-    row = jnp.arange(b)[:, None]
-    ids = jnp.where(s.listed >= 0, s.listed, v)  # past the end: dropped
-    is_listed = jnp.zeros((v, b), bool).at[ids, row].set(True, mode="drop")
-    logits = jnp.where(s.only_listed & ~is_listed, -jnp.inf, logits)
-    return logits.at[ids, row].add(s.bias, mode="drop")
-
-
-def _penalised(s: SamplingBatch) -> jax.Array:
-    return (s.presence != 0) | (s.frequency != 0) | (s.repetition != 1)
-
-
-def _penalties(logits: jax.Array, s: SamplingBatch, history: History) -> jax.Array:
-    """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over the output."""
-    seen, counts = _counted(logits.shape[0], s, history)
-    logits = jnp.where(seen, jnp.where(logits > 0, logits / s.repetition, logits * s.repetition), logits)
-    return logits - s.frequency * counts - s.presence * (counts > 0)
-
-
-def _counted(v: int, s: SamplingBatch, history: History) -> tuple[jax.Array, jax.Array]:
-    """[V, B] whether each token is in the row's prompt or output, and how often it is in the output.
-
-    The blocks of a row are read some at a time, up to the longest row with penalties: the histories never exist whole.
-    """
-    (b, width), size = history.block_tables.shape, history.tokens.shape[1]
-    lens = jnp.where(_penalised(s), history.seq_lens, 0)
-    span = min(max(HISTORY_SPAN // size, 1), width)  # blocks
-    tables = jnp.pad(history.block_tables, ((0, 0), (0, -width % span)))
-    row = jnp.arange(b)[:, None]
-
-    def body(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        seen, counts = found
-        blocks = jax.lax.dynamic_slice_in_dim(tables, i * span, span, 1)
-        ids = history.tokens.at[blocks].get(mode="promise_in_bounds").reshape(b, span * size)
-        position = i * span * size + jnp.arange(span * size)
-        known = position < lens[:, None]
-        output = known & (position >= s.prompt_len[:, None])
-        seen = seen.at[jnp.where(known, ids, v), row].set(True, mode="drop")  # v is past the end: dropped
-        return seen, counts.at[jnp.where(output, ids, v), row].add(1.0, mode="drop")
-
-    trips = -(-lens.max() // (span * size))
-    return jax.lax.fori_loop(0, trips, body, (jnp.zeros((v, b), bool), jnp.zeros((v, b))))
-
-
-def _draw(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:
-    """[B] tokens by inversion of the cumulative distribution after temperature, min_p, top_k and top_p."""
+def _draw(logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain) -> jax.Array:
+    """[B] tokens by inversion of the cumulative distribution after temperature and the options of the weights."""
     logits = _rows(logits)
     v = logits.shape[-1]
     # The best logit is subtracted before the division: after it, rounding at a low temperature is a factor of its own.
     below = logits - logits.max(-1, keepdims=True)
     weights = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
-    weights = jnp.where(weights >= s.min_p[:, None], weights, 0.0)  # the best token's weight is 1
-    cut = jnp.any((s.temperature > 0) & ((s.top_k > 0) | (s.top_p < 1.0)))
-    weights = jax.lax.cond(cut, _top, lambda w, _: w, weights, s)
+    weights = chain.apply("weights", weights, s.features, context)
 
     pieces = jnp.pad(weights, ((0, 0), (0, -v % LANES))).reshape(len(weights), -1, LANES)
-    sums = _sum(pieces)
+    sums = row_sums(pieces)
     ends = jnp.cumsum(sums, axis=-1)
     target = _uniform(s, seed) * ends[:, -1]
     piece = _first_above(ends, target, sums)
@@ -257,12 +214,6 @@ def _draw(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:
     share = (target - of(ends - sums)) / of(sums)
     drawn = piece * LANES + _first_above(inner, share * inner[:, -1], within)
     return jnp.minimum(drawn, v - 1)  # a model that computes NaN has no weights, and still no token past its vocabulary
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    """Sums over the last axis, in exact float32. XLA's CPU reductions are slow; a product at the default precision
-    rounds its arguments, to bfloat16 on a TPU and to TF32 on a GPU."""
-    return jnp.matmul(x, jnp.ones(x.shape[-1]), precision=jax.lax.Precision.HIGHEST)
 
 
 def _uniform(s: SamplingBatch, seed: jax.Array) -> jax.Array:
@@ -280,31 +231,3 @@ def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.
     passed = positive & (ends > target[:, None])
     last = weights.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
     return jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last).astype(jnp.int32)
-
-
-def _top(weights: jax.Array, s: SamplingBatch) -> jax.Array:
-    """Zero the weights outside the k largest, then outside the smallest set that holds top_p of what is left.
-
-    Weights are at least 0, where floats and their bits, read as integers, have the same order.
-    """
-    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-
-    def largest(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Per row, the largest threshold t with holds(bits >= t); holds is true at 0 and never becomes true again."""
-
-        def halve(_, bounds):
-            low, high = bounds  # holds(low), not holds(high)
-            middle = low + (high - low) // 2
-            ok = holds(bits >= middle[:, None])
-            return jnp.where(ok, middle, low), jnp.where(ok, high, middle)
-
-        start = jnp.zeros(len(bits), jnp.int32), bits.max(-1) + 1
-        return jax.lax.fori_loop(0, 31, halve, start)[0]
-
-    k = jnp.where(s.top_k > 0, s.top_k, weights.shape[-1])
-    weights = jnp.where(bits >= largest(lambda keep: keep.sum(-1) >= k)[:, None], weights, 0.0)
-    share = s.top_p * _sum(weights)
-    share = jnp.where(s.top_p < 1.0, share, 0.0)  # off: nothing is cut, whatever rounding says
-    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-    threshold = largest(lambda keep: _sum(jnp.where(keep, weights, 0.0)) >= share)
-    return jnp.where((bits >= threshold[:, None]) | (s.top_p >= 1.0)[:, None], weights, 0.0)
