@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import chex
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pagedjax import EngineConfig
@@ -26,8 +28,25 @@ def test_a_block_has_four_more_bytes_for_each_token_id():
 
 def test_an_allocated_cache_has_the_bytes_it_was_counted_with():
     sizes = {"layers": 2, "kv_heads": 2, "head_dim": 16, "block_size": 8, "dtype": "float32"}
-    arrays = jax.tree.leaves(cache.init(blocks=5, **sizes))
-    assert sum(a.nbytes for a in arrays) == 6 * cache.block_bytes(**sizes)  # the trash block is the sixth
+    kv = cache.init(blocks=5, **sizes)
+    chex.assert_shape([*kv.k, *kv.v], (6, 2, 8, 16))  # the trash block is the sixth
+    chex.assert_shape(kv.tokens, (6, 8))
+    chex.assert_tree_all_finite(kv)
+    assert memory.held(kv) == nbytes(kv) == 6 * cache.block_bytes(**sizes)
+    assert nbytes((kv.k, kv.v)) == 6 * cache.kv_bytes(**sizes)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", jnp.float32), ("float8_e4m3fn", jnp.uint8)])
+def test_bytes_are_counted_without_an_allocation(dtype, stored):
+    """An engine sizes its cache from shapes alone."""
+    sizes = {"layers": 3, "kv_heads": 2, "head_dim": 64, "block_size": 16, "dtype": dtype}
+    for row in (None, 128):
+        shapes = jax.eval_shape(lambda row=row: cache.init(blocks=2**20, row=row, **sizes))
+        chex.assert_type([*shapes.k, *shapes.v], stored)
+        chex.assert_tree_shape_prefix(shapes, (2**20 + 1,))
+        chex.assert_trees_all_equal_shapes_and_dtypes(shapes.k, shapes.v)
+        total = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes))
+        assert total == (2**20 + 1) * cache.block_bytes(row=row, **sizes)
 
 
 GIB = 2**30

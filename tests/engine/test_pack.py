@@ -240,6 +240,27 @@ def test_extra_args_that_no_feature_reads_are_refused_with_the_names_that_are_kn
         chain((WIDE,)).read(params)
 
 
+def test_extra_args_are_plain_values_by_name():
+    params = SamplingParams(extra_args={"a": 1, "b": [1.5, "x", [True, None]]})
+    assert params.extra_args == {"a": 1, "b": (1.5, "x", (True, None))}
+    assert SamplingParams().extra_args is None
+    with pytest.raises(ValueError, match=r"extra_args is \['a'\]; it must map names to values"):
+        SamplingParams(extra_args=["a"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"extra_args is \{3: 1\}; it must map names to values"):
+        SamplingParams(extra_args={3: 1})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"extra_args\['a'\] is <object .*; it must be a number, a string"):
+        SamplingParams(extra_args={"a": object()})
+
+
+def test_more_listed_tokens_than_the_limit_are_refused():
+    most = SamplingParams(allowed_token_ids=tuple(range(MAX_LISTED - 2)), min_tokens=1)
+    assert DEFAULT.read(most, (5, 2000)).names == {"listed_tokens"}
+    with pytest.raises(ValueError, match=r"^1025 tokens are listed in logit_bias, .*; the limit is 1024; list fewer$"):
+        DEFAULT.read(most, (5, 2000, 2001))
+    with pytest.raises(ValueError, match=r"^allowed_token_ids has only stop tokens, but min_tokens is 1$"):
+        DEFAULT.read(SamplingParams(allowed_token_ids=(5, 6), min_tokens=1), (5, 6, 7))
+
+
 def test_values_that_do_not_fit_their_fields_are_refused():
     options = chain((WIDE,))
     with pytest.raises(ValueError, match=r"^count is 'many'; it must fit int32 of shape"):

@@ -23,15 +23,15 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
     stops = stop_ids if params.min_tokens > 0 else ()
     if not (entries or stops):
         return None
-    ids, numbers = np.full(MAX_LISTED, -1, np.int32), np.zeros(MAX_LISTED, np.float32)
-    total = len(entries) + len(stops)
-    if total > MAX_LISTED:
+    count = len(bias if allowed is None else allowed) + len(stops)
+    if count > MAX_LISTED:
         raise ValueError(
-            f"{total} tokens are listed in logit_bias, allowed_token_ids and (with min_tokens) the stop tokens; the "
+            f"{count} tokens are listed in logit_bias, allowed_token_ids and (with min_tokens) the stop tokens; the "
             f"limit is {MAX_LISTED}; list fewer"
         )
     if allowed is not None and stops and set(allowed) <= set(stops):
         raise ValueError(f"allowed_token_ids has only stop tokens, but min_tokens is {params.min_tokens}")
+    ids, numbers, total = np.full(MAX_LISTED, -1, np.int32), np.zeros(MAX_LISTED, np.float32), len(entries) + len(stops)
     ids[:total], numbers[:total] = [*entries, *stops], [*entries.values(), *[-np.inf] * len(stops)]
     only = allowed is not None
     return {"ids": ids, "bias": numbers, "always": len(entries), "min_tokens": params.min_tokens, "only": only}
