@@ -17,6 +17,7 @@ import pagedjax
 from pagedjax.config import EngineConfig, from_dict
 from pagedjax.device import attention
 from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, programs
 from pagedjax.engine.engine import Engine
 from pagedjax.params import BeamSearchParams, SamplingParams
@@ -39,6 +40,7 @@ class LLM:
         compilation_cache: keep compiled programs in ~/.cache/pagedjax/xla, 1 GiB at most, so that the next process
             starts faster. JAX's options are restored after each compilation. If JAX has a cache folder already
             (`JAX_COMPILATION_CACHE_DIR`), that one is used, and this changes nothing.
+        row_features: sampling options of your own (docs/design/sampling.md); requests set them by `extra_args`.
         engine: the fields of `EngineConfig`, by name.
     """
 
@@ -51,13 +53,16 @@ class LLM:
         tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
         progress: bool = True,
         compilation_cache: bool = True,
+        row_features: Sequence[RowFeature] = (),
         **engine: Any,
     ) -> None:
         engine_config = from_dict(EngineConfig, engine)
         with compilations.disk_cache(compilation_cache):
-            self._open(model, params, config, tokenizer, progress, engine_config)
+            self._open(model, params, config, tokenizer, progress, engine_config, row_features)
 
-    def _open(self, model: Any, params: Any, config: Any, tokenizer: Any, progress: bool, engine_config: Any) -> None:
+    def _open(
+        self, model, params, config, tokenizer, progress: bool, engine_config: EngineConfig, row_features
+    ) -> None:
         """Load the model and make its engine."""
         if params is not None:
             if model is not None or config is None:
@@ -75,7 +80,8 @@ class LLM:
             model = load_model(model, **dtypes, progress=progress)
         self.model = model
         self.tokenizer = model.tokenizer
-        self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, progress=progress)
+        options = {"row_features": row_features, "progress": progress}
+        self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, **options)
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
         # one for all calls: a step serves all of them

@@ -40,6 +40,21 @@ def _bias(value: Any) -> dict[int, float]:
     return bias
 
 
+def _extra_args(value: Any) -> dict[str, Any]:
+    """Names to plain values: None, bool, int, float, str, and lists of them, which become tuples."""
+
+    def plain(name: str, item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return tuple(plain(name, inner) for inner in item)
+        if item is None or isinstance(item, (bool, int, float, str)):
+            return item
+        raise ValueError(f"extra_args[{name!r}] is {item!r:.80}; it must be a number, a string, True, False or a list")
+
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError(f"extra_args is {value!r:.80}; it must map names to values")
+    return {name: plain(name, item) for name, item in value.items()}
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names and defaults are vLLM's.
@@ -76,6 +91,7 @@ class SamplingParams:
     detokenize: bool = True
     enable_prefix_caching: bool = True  # False: neither finds blocks in the cache nor leaves any there
     cache_salt: str | None = None  # shares blocks only with requests of the same salt
+    extra_args: Mapping[str, Any] | None = None  # for the engine's own `row_features`, by the names that they declare
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:  # normalising the spelling of a value, never its meaning
@@ -87,6 +103,8 @@ class SamplingParams:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:
             put("logit_bias", _bias(self.logit_bias))
+        if self.extra_args is not None:
+            put("extra_args", _extra_args(self.extra_args))
 
         for name, kind in _types(type(self)).items():
             value = getattr(self, name)

@@ -29,6 +29,7 @@ import numpy as np
 
 from experiments.core.environment import environment
 from pagedjax import LLM, SamplingParams
+from pagedjax.device.cache import TOKEN_BYTES
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -132,7 +133,7 @@ def compare(model: str, dtype: str | None, count: int, length: int, steps: int, 
                 same_best=float((reading.best == first.best).mean()),
                 same_greedy=agreed / (GREEDY_TOKENS * count),
                 weights=memory.weights,
-                cache=memory.block_bytes // memory.block_size,
+                cache=memory.block_bytes // memory.block_size - TOKEN_BYTES,  # of keys and values
                 step=seconds,
             )
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pagedjax.device.batch import MAX_LISTED
+from pagedjax.device.cache import TOKEN_BYTES
 from pagedjax.device.models import llama
+from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 
 DTYPE, NUMBER = "float32", 4  # and its bytes; token ids and lengths have as many
 BLOCK = 16
@@ -53,7 +54,7 @@ def paper(c: Any, sequences: int, context: int) -> Paper:
         kv_read=NUMBER * 2 * c.layers * keys * context * sequences,
         products=2 * sequences * (c.layers * layer + head),
         attention=4 * c.layers * queries * context * sequences,
-        cache=NUMBER * 2 * c.layers * keys * blocks * BLOCK,
+        cache=(NUMBER * 2 * c.layers * keys + TOKEN_BYTES) * blocks * BLOCK,
         inputs=batch_bytes(sequences, longest),
         # in a layer: its input, what gate and up make, and their product; after the last one: the logits
         activations=NUMBER * sequences * max(c.hidden + 3 * c.intermediate, c.vocab_size),
@@ -61,10 +62,11 @@ def paper(c: Any, sequences: int, context: int) -> Paper:
 
 
 def batch_bytes(sequences: int, longest: int) -> int:
-    """Of a step with one token a sequence: see `batch.Batch` and `batch.SamplingBatch`."""
-    numbers = 7 + 11  # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
-    row = numbers + -(-longest // BLOCK) + longest + 2 * MAX_LISTED  # block table; history, listed and bias
-    return sequences * (NUMBER * row + 1) + NUMBER  # only_listed is a byte
+    """Of a step with one token a sequence: see `batch.Batch`, `batch.SamplingBatch` and the built-in `row_features`."""
+    numbers = 7 + 5  # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
+    numbers += 3 + 1 + 1 + 1  # penalties, min_p, top_k, top_p
+    row = numbers + -(-longest // BLOCK) + 2 * MAX_LISTED + 2  # block table; listed tokens, their biases, two counts
+    return sequences * (NUMBER * row + 1 + 5) + NUMBER  # bytes: only listed tokens, and which of five features are on
 
 
 class Rates(NamedTuple):

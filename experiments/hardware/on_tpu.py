@@ -129,8 +129,8 @@ def fitted(model: Model, target: str, plan: Plan) -> Compiled:
 
 
 def whole_arrays(compiled: Any, blocks: int) -> Counter[str]:
-    """Instructions whose result is a cache array in its whole length, by kind."""
-    whole = re.compile(rf"= \w+\[{blocks + 1},[\d,]+\]\S* ([\w-]+)\(")
+    """Instructions whose result is an array of all keys or values of a layer, by kind."""
+    whole = re.compile(rf"= \w+\[{blocks + 1},\d+,\d+,\d+\]\S* ([\w-]+)\(")
     return Counter(match[1] for match in whole.finditer(compiled.as_text()))
 
 

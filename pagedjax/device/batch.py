@@ -1,4 +1,4 @@
-"""The arrays of one step, as NamedTuples, and the sizes that fix their shapes."""
+"""The arrays of one step as NamedTuples, and the sizes that fix their shapes."""
 
 from __future__ import annotations
 
@@ -7,35 +7,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MAX_TOP = 20  # log-probabilities of so many best tokens can be asked for
-MAX_LISTED = 1024  # entries of logit_bias, allowed_token_ids and suppressed stop tokens a request can have
+from pagedjax.device.row_features.chain import DEFAULT, FeatureRows, RowChain
+
+MAX_TOP = 20  # most top log-probabilities of a request
 
 
 class SamplingBatch(NamedTuple):
-    """How the B rows sample. Neutral values switch a feature off for a row, and off for the step if all rows agree."""
+    """How the B rows sample."""
 
     temperature: Any  # [B] f32; 0 is greedy
-    top_p: Any  # [B] f32; 1 is off
-    min_p: Any  # [B] f32; 0 is off
-    presence: Any  # [B] f32
-    frequency: Any  # [B] f32
-    repetition: Any  # [B] f32; 1 is off
-    top_k: Any  # [B] i32; 0 is off
     num_top: Any  # [B] i32: top log-probabilities wanted; -1 is none at all, not even the chosen token's
     seed: Any  # [B] u32
-    position: Any  # [B] i32: index of the sampled token among the request's outputs
+    position: Any  # [B] i32: index of the sampled token among the row's outputs
     prompt_len: Any  # [B] i32
-    history: Any  # [B, max_model_len] i32 known tokens, -1 padded; all -1 for rows without penalties
-    listed: Any  # [B, MAX_LISTED] i32 token ids, -1 padded
-    bias: Any  # [B, MAX_LISTED] f32 added to their logits
-    only_listed: Any  # [B] bool: every other token is forbidden
+    features: dict[str, FeatureRows]  # by name: the sampling options of a `RowChain`
 
 
 class Feed(NamedTuple):
-    """Tokens that the host does not know yet: those that the step before samples (see ahead.py)."""
+    """Tokens that the host does not know yet, because the step before samples them (engine/lookahead.py)."""
 
-    rows: Any  # [T] row of that step, -1 where `Batch.tokens` holds the token
-    tokens: Any  # [max_num_seqs] what it sampled, on the device
+    rows: Any  # [T] row of that step, -1 where `Batch.tokens` has the token
+    tokens: Any  # [max_num_seqs] its sampled tokens, on the device
 
 
 class Batch(NamedTuple):
@@ -50,7 +42,7 @@ class Batch(NamedTuple):
     last: Any  # [B] index into T of each row's last token
     targets: Any  # [T] the prompt token after this one where its log-probability is wanted, else -1
     sampling: SamplingBatch
-    feed: Feed | None = None  # of an engine that looks ahead, in every step
+    feed: Feed | None = None  # in every step of an engine that looks ahead
 
 
 class Shapes(NamedTuple):
@@ -80,22 +72,19 @@ def token_buckets(max_tokens: int, *, smallest: int = 1) -> tuple[int, ...]:
     return (*sizes, max(max_tokens, smallest))
 
 
-def blank_sampling(shapes: Shapes, t: int) -> SamplingBatch:
-    """Every feature off, for the B rows of bucket t."""
+def blank_sampling(shapes: Shapes, t: int, chain: RowChain = DEFAULT) -> SamplingBatch:
+    """Greedy rows without options, for the B rows of bucket t."""
     b = shapes.rows(t)
-    floats = [np.zeros(b, np.float32) for _ in range(6)]
-    floats[1][:] = floats[5][:] = 1.0
-    ints = [np.zeros(b, np.int32), np.full(b, -1, np.int32), np.zeros(b, np.uint32), *np.zeros((2, b), np.int32)]
     return SamplingBatch(
-        *floats,
-        *ints,
-        history=np.full((b, shapes.max_model_len), -1, np.int32),
-        listed=np.full((b, MAX_LISTED), -1, np.int32),
-        bias=np.zeros((b, MAX_LISTED), np.float32),
-        only_listed=np.zeros(b, bool),
+        temperature=np.zeros(b, np.float32),
+        num_top=np.full(b, -1, np.int32),
+        seed=np.zeros(b, np.uint32),
+        position=np.zeros(b, np.int32),
+        prompt_len=np.zeros(b, np.int32),
+        features=chain.blank(b),
     )
 
 
 def blank_feed(shapes: Shapes, t: int) -> Feed:
-    """The host knows every token of the step."""
+    """The feed of a step whose tokens the host knows."""
     return Feed(np.full(t, -1, np.int32), np.zeros(shapes.max_seqs, np.int32))

@@ -1,52 +1,83 @@
-"""The KV cache on the device: one pair of page arrays a layer, an ordinary argument of the step, donated to it.
+"""The KV cache on the device: keys, values and token ids in blocks; an argument of the step, which donates it.
 
-A tuple of per-layer arrays (not one stacked array) is what XLA updates in place with an unrolled layer loop.
-Block 0 is the trash block: padding tokens write there and nobody owns it, so no kernel needs an "invalid" branch.
+Keys and values are tuples of arrays, one a layer, and not one stacked array: with an unrolled layer loop XLA updates
+them in place. Block 0 is the trash block: padding tokens write there and no sequence owns it, so no kernel needs a
+branch for invalid tokens.
 
-A TPU keeps the last axis of an array in rows of 128 and pads what is shorter, so for its kernel a row of a page holds
-128 / D tokens where D is below 128: [P, K, S D / 128, 128], the same numbers in the same order and no byte more.
+Each slot also has its token id. Sampling reads the tokens of a sequence from there where penalties need them, so the
+host sends no history. What moves blocks (copies, swaps) moves their token ids with them.
 
-Numbers of 8 bits, float8_e4m3fn, are kept as the integers of their bits: to write a few floats of 8 bits, XLA for a CPU
-would widen the whole array, and narrow it again.
+A TPU stores the last axis of an array in rows of 128 and pads shorter ones. So for its kernel a row of a page contains
+128 / D tokens where D is below 128: [P, K, S D / 128, 128], the same numbers in the same order, in as many bytes.
+
+Numbers of 8 bits, float8_e4m3fn, are stored as the integers of their bits: XLA for a CPU writes a few floats of 8 bits
+by converting the whole array to a wider type and back.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pagedjax.device.checks import check_shape
+
+TOKEN_BYTES = 4  # of a slot's token id
 
 
 class KVCache(NamedTuple):
     k: tuple[jax.Array, ...]  # L x [P, K, S, D], or in rows of several tokens
     v: tuple[jax.Array, ...]
+    tokens: jax.Array  # [P, S] int32
 
 
 def init(
     *, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str, row: int | None = None
 ) -> KVCache:
-    """Zeros for `blocks` ownable blocks and the trash block: P = blocks + 1.
+    """Zeros for `blocks` blocks that sequences can own and the trash block: P = blocks + 1.
 
     Args:
         row: numbers in a row of a page, a multiple of head_dim; None is head_dim, a token a row.
+
+    Raises:
+        ValueError: a block does not consist of whole rows of whole tokens.
     """
     row = row or head_dim
+    if row % head_dim or block_size * head_dim % row:
+        raise ValueError(f"a row of {row} numbers does not divide a block of {block_size} tokens of {head_dim} numbers")
     shape = (blocks + 1, kv_heads, block_size * head_dim // row, row)
     dtype = "uint8" if jnp.dtype(dtype).itemsize == 1 else dtype
     k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in "kv")
-    return KVCache(k, v)
+    return KVCache(k, v, jnp.zeros((blocks + 1, block_size), jnp.int32))
 
 
-def block_bytes(
-    *, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: str, row: int | None = None
-) -> int:
-    """Bytes of one block over all layers: 2 (keys and values) * L * S * K * D * bytes of dtype, whatever the rows."""
+def kv_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: str, row: int | None = None) -> int:
+    """Bytes of a block's keys and values in all layers: 2 * L * S * K * D * bytes of dtype, for rows of any length."""
     return 2 * layers * block_size * kv_heads * head_dim * jnp.dtype(dtype).itemsize
 
 
+def block_bytes(*, block_size: int, **sizes: Any) -> int:
+    """Bytes of one block: `kv_bytes`, and TOKEN_BYTES a slot."""
+    return kv_bytes(block_size=block_size, **sizes) + TOKEN_BYTES * block_size
+
+
+def write_tokens(tokens: jax.Array, ids: jax.Array, slots: jax.Array) -> jax.Array:
+    """Put the T token ids of a step into their slots.
+
+    Args:
+        tokens: [P, S].
+        ids: [T] int32.
+        slots: [T] int32, block id * S + offset; padding tokens point into block 0.
+    """
+    check_shape("ids", ids, slots.shape)
+    size = tokens.shape[1]
+    return tokens.at[slots // size, slots % size].set(ids, mode="promise_in_bounds")
+
+
 def copy(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
-    """Copy whole blocks in every layer: all of `source` [n] is read before any of `target` [n] is written."""
+    """Copy whole blocks: all of `source` [n] is read before any of `target` [n] is written."""
+    check_shape("target", target, source.shape)
 
     def one(pages: jax.Array) -> jax.Array:
         return pages.at[target].set(pages.at[source].get(mode="promise_in_bounds"), mode="promise_in_bounds")
@@ -55,10 +86,11 @@ def copy(cache: KVCache, source: jax.Array, target: jax.Array) -> KVCache:
 
 
 def read_blocks(cache: KVCache, ids: jax.Array) -> KVCache:
-    """Whole blocks `ids` [n] of every layer: arrays [n, K, S, D]."""
+    """Whole blocks `ids` [n]: arrays [n, K, S, D] and [n, S]."""
     return jax.tree.map(lambda pages: pages.at[ids].get(mode="promise_in_bounds"), cache)
 
 
 def write_blocks(cache: KVCache, ids: jax.Array, pages: KVCache) -> KVCache:
-    """Put whole blocks, as `read_blocks` gives them, into `ids` [n]."""
+    """Put whole blocks, as `read_blocks` returns them, into `ids` [n]."""
+    jax.tree.map(lambda old, new: check_shape("pages", new, (*ids.shape, *old.shape[1:])), cache, pages)
     return jax.tree.map(lambda old, new: old.at[ids].set(new, mode="promise_in_bounds"), cache, pages)

@@ -1,9 +1,8 @@
-"""From logits to tokens, for rows that each have their own rules. Features that no row uses cost nothing.
+"""Sampling: from logits to tokens, for rows that each have their own options. Unused options cost nothing.
 
-No vocabulary is ever sorted: top-k and top-p keep the tokens above a threshold, and the threshold is found by
-bisection over the bits of a float (32 comparisons of the whole row, exact; ties at the threshold are all kept).
-One uniform number a token decides, by inversion of the cumulative distribution. It depends on nothing but
-(engine seed, request seed, output position): the same request gives the same tokens whatever runs beside it.
+The options that change logits or weights are `row_features`; here are temperature, the draw, and log-probabilities. One
+uniform number decides a token, by inversion of the cumulative distribution. It depends only on (engine seed, request
+seed, output position): a request gets the same tokens whatever runs beside it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from pagedjax.device.batch import MAX_TOP, SamplingBatch
+from pagedjax.device.checks import check_shape
+from pagedjax.device.row_features.chain import DEFAULT, RowChain
+from pagedjax.device.row_features.feature import RowContext
+from pagedjax.device.row_features.truncation import row_sums
 
 LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over the pieces
 PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
@@ -31,6 +34,14 @@ class SampledTokens(NamedTuple):
     top_logprobs: jax.Array  # [B, MAX_TOP] f32
 
 
+class History(NamedTuple):
+    """Where the tokens of the rows are: in the cache, through the block tables."""
+
+    tokens: jax.Array  # [P, S] int32, of a `KVCache`
+    block_tables: jax.Array  # [B, M] int32
+    seq_lens: jax.Array  # [B] int32
+
+
 class PromptLogprobs(NamedTuple):
     """The same for the T packed tokens: of `batch.targets`, where that is not -1."""
 
@@ -45,21 +56,54 @@ def device_tile() -> int | None:
     return CPU_TILE if jax.default_backend() == "cpu" else None
 
 
-def sample(logits: jax.Array, s: SamplingBatch, seed: jax.Array, tile: int | None = None) -> SampledTokens:
+def sample(
+    logits: jax.Array,
+    s: SamplingBatch,
+    history: History,
+    seed: jax.Array,
+    tile: int | None = None,
+    chain: RowChain = DEFAULT,
+) -> SampledTokens:
     """One token for each row.
 
     Args:
-        logits: [V, B] float32, columns as the model leaves them: the rows that only the best token is wanted of are
-            never transposed.
+        logits: [V, B] float32, in the layout that the model computes. Greedy rows are never transposed.
+        history: read only by options that some row uses.
         seed: [] uint32, the engine's.
-        tile: so many rows are drawn for, or have their log-probabilities taken, at a time; None is all.
+        tile: number of rows that are sampled, or have their log-probabilities computed, at a time; None is all.
+        chain: the options in `s.features`.
+
+    Raises:
+        ValueError: an array has not one row (or column) for each row of the step, or `s.features` is of another chain.
     """
-    choose = lambda x, s: _tiled(lambda x, s: _choose(x, s, seed), tile, x, s)  # noqa: E731
-    # In two branches: one that hands the logits on as they came, for want of a bias, would copy them.
-    tokens = jax.lax.cond(_plain(s), lambda x, _: _best(x), choose, logits, s)
+    _check(logits, s, history, chain)
+
+    def choose(x: jax.Array, s: SamplingBatch, tables: jax.Array, lens: jax.Array) -> jax.Array:
+        def choose_tile(x: jax.Array, rows: tuple[SamplingBatch, jax.Array, jax.Array]) -> jax.Array:
+            s, tables, lens = rows
+            return _choose(x, s, RowContext(history.tokens, tables, lens, s.prompt_len, s.position), seed, chain)
+
+        return _tiled(choose_tile, tile, x, (s, tables, lens))
+
+    # Two whole branches: XLA copies logits that a branch returns unchanged.
+    plain = ~(jnp.any(s.temperature > 0) | chain.uses("logits", s.features))
+    rows = s, history.block_tables, history.seq_lens
+    tokens = jax.lax.cond(plain, lambda x, *_: _best(x), choose, logits, *rows)
     zeros = SampledTokens(tokens, *_no_logprobs(len(tokens)))
     with_logprobs = lambda: SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))  # noqa: E731
     return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
+
+
+def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChain) -> None:
+    b = len(s.temperature)
+    check_shape("logits", logits, (None, b))
+    check_shape("tokens", history.tokens, (None, None))
+    check_shape("block_tables", history.block_tables, (b, None))
+    check_shape("seq_lens", history.seq_lens, (b,))
+    if s.features.keys() != (names := {f.name for f in chain.features}):
+        raise ValueError(f"the batch has the row features {sorted(s.features)}; the step has {sorted(names)}")
+    for path, array in jax.tree.leaves_with_path(s):
+        check_shape(jax.tree_util.keystr(path), array, (b, *array.shape[1:]))
 
 
 def _tiled(function: Callable[[jax.Array, Any], Any], tile: int | None, logits: jax.Array, rows: Any) -> Any:
@@ -78,21 +122,12 @@ def _tiled(function: Callable[[jax.Array, Any], Any], tile: int | None, logits: 
     return jax.lax.fori_loop(0, -(-b // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
 
 
-def _adjusts(s: SamplingBatch) -> jax.Array:
-    return jnp.any(s.listed >= 0) | jnp.any(s.only_listed)
-
-
-def _plain(s: SamplingBatch) -> jax.Array:
-    """Every row wants the best token as the model sees it."""
-    return ~(_adjusts(s) | jnp.any(s.history >= 0) | jnp.any(s.temperature > 0))
-
-
-def _choose(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:
-    """[B] the best or a drawn token, after what the rows' rules make of their logits."""
-    adjusted = jax.lax.cond(_adjusts(s), _bias, lambda x, _: x, logits, s)
-    adjusted = jax.lax.cond(jnp.any(s.history >= 0), _penalties, lambda x, _: x, adjusted, s)
-    best = _best(adjusted)
-    drawn = jax.lax.cond(jnp.any(s.temperature > 0), _draw, lambda x, s, _: best, adjusted, s, seed)
+def _choose(logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain) -> jax.Array:
+    """[B] the best or a drawn token, after the rows' options have changed their logits."""
+    logits = chain.apply("logits", logits, s.features, context)
+    best = _best(logits)
+    draw = lambda x, s, context: _draw(x, s, context, seed, chain)  # noqa: E731
+    drawn = jax.lax.cond(jnp.any(s.temperature > 0), draw, lambda *_: best, logits, s, context)
     return jnp.where(s.temperature > 0, drawn, best)
 
 
@@ -157,46 +192,27 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
     return chosen[:, 0], ranks, ids, jnp.pad(top, fill, constant_values=-jnp.inf)
 
 
-def _bias(logits: jax.Array, s: SamplingBatch) -> jax.Array:
-    v, b = logits.shape
-    row = jnp.arange(b)[:, None]
-    ids = jnp.where(s.listed >= 0, s.listed, v)  # past the end: dropped
-    is_listed = jnp.zeros((v, b), bool).at[ids, row].set(True, mode="drop")
-    logits = jnp.where(s.only_listed & ~is_listed, -jnp.inf, logits)
-    return logits.at[ids, row].add(s.bias, mode="drop")
-
-
-def _penalties(logits: jax.Array, s: SamplingBatch) -> jax.Array:
-    """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over the output."""
-    v, b = logits.shape
-    row = jnp.arange(b)[:, None]
-    known = s.history >= 0
-    seen = jnp.zeros((v, b), bool).at[jnp.where(known, s.history, v), row].set(True, mode="drop")
-    logits = jnp.where(seen, jnp.where(logits > 0, logits / s.repetition, logits * s.repetition), logits)
-    output = known & (jnp.arange(s.history.shape[1]) >= s.prompt_len[:, None])
-    counts = jnp.zeros((v, b)).at[jnp.where(output, s.history, v), row].add(1.0, mode="drop")
-    return logits - s.frequency * counts - s.presence * (counts > 0)
-
-
-def _draw(logits: jax.Array, s: SamplingBatch, seed: jax.Array) -> jax.Array:
-    """[B] tokens by inversion of the cumulative distribution after temperature, min_p, top_k and top_p."""
+def _draw(logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain) -> jax.Array:
+    """[B] tokens by inversion of the cumulative distribution after temperature and the options of the weights."""
     logits = _rows(logits)
     v = logits.shape[-1]
     # The best logit is subtracted before the division: after it, rounding at a low temperature is a factor of its own.
     below = logits - logits.max(-1, keepdims=True)
     weights = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
-    weights = jnp.where(weights >= s.min_p[:, None], weights, 0.0)  # the best token's weight is 1
-    cut = jnp.any((s.temperature > 0) & ((s.top_k > 0) | (s.top_p < 1.0)))
-    weights = jax.lax.cond(cut, _top, lambda w, _: w, weights, s)
+    weights = chain.apply("weights", weights, s.features, context)
 
     pieces = jnp.pad(weights, ((0, 0), (0, -v % LANES))).reshape(len(weights), -1, LANES)
-    sums = pieces @ jnp.ones(LANES)
+    sums = row_sums(pieces)
     ends = jnp.cumsum(sums, axis=-1)
     target = _uniform(s, seed) * ends[:, -1]
     piece = _first_above(ends, target, sums)
-    before = jnp.take_along_axis(ends - sums, piece[:, None], axis=-1)[:, 0]
+    of = lambda x: jnp.take_along_axis(x, piece[:, None], axis=-1)[:, 0]  # noqa: E731
     within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
-    drawn = piece * LANES + _first_above(jnp.cumsum(within, axis=-1), target - before, within)
+    inner = jnp.cumsum(within, axis=-1)
+    # The share of the piece, and not the difference, is looked up in it: a sum of the piece that was rounded in another
+    # way than its running sum then favours no token at its end.
+    share = (target - of(ends - sums)) / of(sums)
+    drawn = piece * LANES + _first_above(inner, share * inner[:, -1], within)
     return jnp.minimum(drawn, v - 1)  # a model that computes NaN has no weights, and still no token past its vocabulary
 
 
@@ -215,32 +231,3 @@ def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.
     passed = positive & (ends > target[:, None])
     last = weights.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
     return jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last).astype(jnp.int32)
-
-
-def _top(weights: jax.Array, s: SamplingBatch) -> jax.Array:
-    """Zero the weights outside the k largest, then outside the smallest set that holds top_p of what is left.
-
-    Weights are at least 0, where floats and their bits, read as integers, have the same order.
-    """
-    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-
-    def largest(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Per row, the largest threshold t with holds(bits >= t); holds is true at 0 and never becomes true again."""
-
-        def halve(_, bounds):
-            low, high = bounds  # holds(low), not holds(high)
-            middle = low + (high - low) // 2
-            ok = holds(bits >= middle[:, None])
-            return jnp.where(ok, middle, low), jnp.where(ok, high, middle)
-
-        start = jnp.zeros(len(bits), jnp.int32), bits.max(-1) + 1
-        return jax.lax.fori_loop(0, 31, halve, start)[0]
-
-    ones = jnp.ones(weights.shape[-1])
-    k = jnp.where(s.top_k > 0, s.top_k, weights.shape[-1])
-    weights = jnp.where(bits >= largest(lambda keep: keep.sum(-1) >= k)[:, None], weights, 0.0)
-    share = s.top_p * (weights @ ones)
-    share = jnp.where(s.top_p < 1.0, share, 0.0)  # off: nothing is cut, whatever rounding says
-    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-    threshold = largest(lambda keep: jnp.where(keep, weights, 0.0) @ ones >= share)
-    return jnp.where((bits >= threshold[:, None]) | (s.top_p >= 1.0)[:, None], weights, 0.0)

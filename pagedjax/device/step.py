@@ -1,4 +1,4 @@
-"""The jits of the library and its donations of the cache: to the step, and to what moves whole blocks."""
+"""The compiled programs: the step, and copies of whole blocks. All of them take the cache by donation or read it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from flax import nnx
 
 from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch
-from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks
+from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, write_tokens
+from pagedjax.device.checks import check_shape
 from pagedjax.device.models import Model
-from pagedjax.device.sampling import PromptLogprobs, SampledTokens, prompt_logprobs, sample
+from pagedjax.device.row_features.chain import DEFAULT, RowChain
+from pagedjax.device.sampling import History, PromptLogprobs, SampledTokens, prompt_logprobs, sample
 
 Step = Callable[[Any, KVCache, Batch], tuple[KVCache, "StepOutput"]]
 
@@ -30,22 +32,40 @@ class StepOutput(NamedTuple):
     fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
 
 
-def make_step(model: Model, attend: Attend, seed: int, tile: int | None = None) -> Step:
+def make_step(model: Model, attend: Attend, seed: int, tile: int | None = None, chain: RowChain = DEFAULT) -> Step:
     """step(leaves, cache, batch) -> (cache, StepOutput), jitted; the cache is donated and updated in place.
 
     Args:
         model: its parameters are not kept; every call takes a model's `leaves`.
-        tile: rows that are sampled for at a time, see `sample`.
+        tile, chain: see `sample`.
+
+    Raises:
+        ValueError: arrays of a batch do not fit together, when the step is traced.
     """
     graphdef, tree = model.graphdef, jax.tree.structure(model.params)
 
     def step(leaves: Sequence[Any], cache: KVCache, batch: Batch) -> tuple[KVCache, StepOutput]:
+        _check(batch)
         model, feed = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch.feed
         if feed is not None:
             batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
+        cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
         cache, hidden = model.hidden(cache, batch, attend)
-        sampled = sample(model.logits(hidden[:, batch.last]), batch.sampling, jnp.uint32(seed), tile)
+        history = History(cache.tokens, batch.block_tables, batch.seq_lens)
+        logits = model.logits(hidden[:, batch.last])
+        sampled = sample(logits, batch.sampling, history, jnp.uint32(seed), tile, chain)
         fed = None if feed is None else jnp.zeros_like(feed.tokens).at[: len(sampled.tokens)].set(sampled.tokens)
         return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets, tile), fed)
 
     return jax.jit(step, donate_argnums=1)
+
+
+def _check(batch: Batch) -> None:
+    (t,), (b,) = batch.tokens.shape, batch.seq_lens.shape
+    for name in ("positions", "slots", "targets"):
+        check_shape(name, getattr(batch, name), (t,))
+    check_shape("block_tables", batch.block_tables, (b, None))
+    check_shape("cu_q_lens", batch.cu_q_lens, (b + 1,))
+    check_shape("last", batch.last, (b,))
+    if batch.feed is not None:
+        check_shape("feed.rows", batch.feed.rows, (t,))

@@ -17,6 +17,7 @@ from weakref import WeakSet
 from pagedjax.config import EngineConfig, Resolved
 from pagedjax.device.memory import MemoryReport
 from pagedjax.device.models import Model
+from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import interrupts, runtime, state
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.state import EngineState
@@ -36,9 +37,16 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, *, eos_token_ids: Sequence[int] = (), progress: bool = False
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        row_features: Sequence[RowFeature] = (),
+        progress: bool = False,
     ) -> None:
-        built = runtime.build(model, config, eos_token_ids, progress=progress)
+        """`row_features`: sampling options beside the built-in ones; requests set them by `extra_args`."""
+        built = runtime.build(model, config, eos_token_ids, row_features=row_features, progress=progress)
         self.runtime, cache = runtime.warmed_up(built, built.new_cache())
         self.sessions: WeakSet[Any] = WeakSet()
         self._state = state.init(self.runtime, cache)

@@ -156,8 +156,6 @@ def predict(
     fed = [seq for seq in following.seqs if seq.arrival in unknown]
     if fed and not state.config.mixed_steps and not {seq.arrival for seq in fed}.issubset(sampling(plan)):
         return None  # the unknown token of a decode that waited is older than the step just before
-    if any(sequences[seq.request_id].penalised for seq in fed):
-        return None  # penalties need every token so far
     return predicted, following
 
 

@@ -1,4 +1,4 @@
-"""`pack` turns a plan into padded arrays. The only place where host lists become arrays.
+"""`pack` turns a plan into padded arrays. Nothing else turns host lists into arrays of a step.
 
     plan rows        |decode|decode|decode|chunk of 5 tokens|
     tokens [T]       |  a   |  b   |  c   | d  d  d  d  d   | 0 ... 0 |     T is a bucket: one compiled shape each
@@ -14,19 +14,25 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from pagedjax.device.batch import Batch, SamplingBatch, Shapes
-from pagedjax.engine.requests import SequenceData
+from pagedjax.device.row_features.chain import DEFAULT, RowChain
+from pagedjax.engine.requests import SequenceData, record_of_rows
 from pagedjax.host.types import Plan
 
 
 def pack(
-    plan: Plan, sequences: Mapping[str, SequenceData], shapes: Shapes, blanks: Mapping[int, SamplingBatch]
+    plan: Plan,
+    sequences: Mapping[str, SequenceData],
+    shapes: Shapes,
+    blanks: Mapping[int, SamplingBatch],
+    chain: RowChain = DEFAULT,
 ) -> Batch:
     """Lay a plan out as the arrays of its bucket.
 
     Args:
-        sequences: by id, for every sequence of the plan.
-        blanks: `blank_sampling` by T, ideally already on the device: the large arrays of features that no row of
-            the step uses are taken from there and cost nothing.
+        sequences: by id, for every sequence of the plan. Their options were read by `chain`.
+        blanks: `blank_sampling` by T, ideally already on the device: the arrays of options that no row of the step uses
+            are taken from there and cost nothing.
+        chain: the sampling options of the engine.
     """
     rows, s = len(plan.seqs), shapes.block_size
     t = shapes.bucket(sum(plan.counts))
@@ -60,73 +66,33 @@ def pack(
     seq_lens[:rows] = starts + counts
     last = np.zeros(b, np.int32)
     last[:rows] = cu_q_lens[1 : rows + 1] - 1
-    targets, sampling = np.full(t, -1, np.int32), _sampling(mine, plan.lengths, blanks[t])
-    if not all([m.plain for m in mine]):
-        targets = _targets(plan, mine, t, cu_q_lens)
-        sampling = sampling._replace(
-            **_history(mine, plan.lengths, blanks[t]), **_listed(mine, plan.lengths, blanks[t])
-        )
+    records = np.frombuffer(b"".join([m.record for m in mine]), record_of_rows(chain))
+    targets = _targets(plan, mine, records["prompt_logprobs"], t, cu_q_lens)
+    sampling = _sampling(mine, records, plan.lengths, blanks[t], chain)
     return Batch(tokens, positions, slots, tables, seq_lens, cu_q_lens, last, targets, sampling)
 
 
-def _targets(plan: Plan, mine: Sequence[SequenceData], t: int, cu_q_lens: np.ndarray) -> np.ndarray:
+def _targets(plan: Plan, mine: Sequence[SequenceData], wanted: np.ndarray, t: int, cu_q_lens: np.ndarray) -> np.ndarray:
     """[T] the next prompt token for rows that want prompt log-probabilities."""
     targets = np.full(t, -1, np.int32)
-    for i, data in enumerate(mine):
+    for i in np.flatnonzero(wanted).tolist():
+        data = mine[i]
         start, stop = plan.starts[i], min(plan.starts[i] + plan.counts[i], data.prompt_len - 1)
-        if data.params.prompt_logprobs is not None and start < stop:
+        if start < stop:
             targets[cu_q_lens[i] : cu_q_lens[i] + stop - start] = data.tokens[start + 1 : stop + 1]
     return targets
 
 
-def _sampling(mine: Sequence[SequenceData], lengths: Sequence[int], blank: SamplingBatch) -> SamplingBatch:
-    """How the rows sample, as far as a number or two say it."""
-    rows, b = len(mine), len(blank.temperature)
-    floats, ints = np.zeros((6, b), np.float32), np.zeros((5, b), np.int64)
-    floats[1], floats[5], ints[1] = 1.0, 1.0, -1  # off, in the rows that are padding
-    floats[:, :rows] = np.frombuffer(b"".join([m.floats for m in mine]), np.float32).reshape(rows, 6).T
-    ints[:4, :rows] = np.frombuffer(b"".join([m.ints for m in mine]), np.int64).reshape(rows, 4).T
-    ints[4, :rows] = [length - m.prompt_len for m, length in zip(mine, lengths, strict=True)]
-    top_k, num_top, seed, prompt_len, position = ints.astype(np.int32)
-    return blank._replace(
-        temperature=floats[0],
-        top_p=floats[1],
-        min_p=floats[2],
-        presence=floats[3],
-        frequency=floats[4],
-        repetition=floats[5],
-        top_k=top_k,
-        num_top=num_top,
-        seed=seed.view(np.uint32),
-        position=position,
-        prompt_len=prompt_len,
-    )
-
-
-def _history(mine: Sequence[SequenceData], lengths: Sequence[int], blank: SamplingBatch) -> dict[str, np.ndarray]:
-    if not any(m.penalised for m in mine):
-        return {}
-    history = np.full(blank.history.shape, -1, np.int32)
-    for i, (m, length) in enumerate(zip(mine, lengths, strict=True)):
-        if m.penalised:
-            history[i, :length] = m.tokens[:length]
-    return {"history": history}
-
-
-def _listed(mine: Sequence[SequenceData], lengths: Sequence[int], blank: SamplingBatch) -> dict[str, np.ndarray]:
-    suppressed = [_suppressed(m, length) for m, length in zip(mine, lengths, strict=True)]
-    if not any(m.listed or stops for m, stops in zip(mine, suppressed, strict=True)):
-        return {}
-    listed, bias = np.full(blank.listed.shape, -1, np.int32), np.zeros(blank.bias.shape, np.float32)
-    only = np.zeros(blank.only_listed.shape, bool)
-    for i, m in enumerate(mine):
-        only[i] = m.params.allowed_token_ids is not None
-        entries = m.listed | dict.fromkeys(suppressed[i], -np.inf)
-        listed[i, : len(entries)] = list(entries)
-        bias[i, : len(entries)] = list(entries.values())
-    return {"listed": listed, "bias": bias, "only_listed": only}
-
-
-def _suppressed(data: SequenceData, length: int) -> tuple[int, ...]:
-    """Stop tokens that must not be sampled yet because of min_tokens."""
-    return data.stop_ids if length - data.prompt_len < data.params.min_tokens else ()
+def _sampling(
+    mine: Sequence[SequenceData], records: np.ndarray, lengths: Sequence[int], blank: SamplingBatch, chain: RowChain
+) -> SamplingBatch:
+    """How the rows sample. Arrays of features that no row uses are the blank ones."""
+    n, b = len(mine), len(blank.temperature)
+    packed = {name: np.zeros(b, records[name].dtype) for name in ("temperature", "num_top", "seed", "prompt_len")}
+    packed["num_top"][n:] = -1
+    for name, array in packed.items():
+        array[:n] = records[name]
+    position = np.zeros(b, np.int32)
+    position[:n] = np.asarray(lengths, np.int32) - records["prompt_len"]
+    features = chain.pack(records["options"], lambda row, name: mine[row].options.large[name], b)
+    return SamplingBatch(**packed, position=position, features=blank.features | features)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from immutables import Map
 
-from pagedjax.device.batch import MAX_LISTED, MAX_TOP
+from pagedjax.device.batch import MAX_TOP
+from pagedjax.device.row_features.chain import DEFAULT, RowChain, RowOptions
 from pagedjax.engine import block_hashes
 from pagedjax.host import beams, scheduler
 from pagedjax.host.scheduler import SchedulerState
@@ -37,28 +39,20 @@ class SequenceData:
     tokens: np.ndarray  # int32; branches of a request share the prompt's array until each has a token of its own
     stop_ids: tuple[int, ...] = ()
     root: str | None = None  # the hash before the first block's (block_hashes.py); None: shares no blocks
-    # what does not change from step to step, ready to be joined: hundreds of rows are packed in every step
-    floats: bytes = field(init=False)  # 6 float32: the first six of a `SamplingBatch`
-    ints: bytes = field(init=False)  # 4 int64: the next four but the seed's place
-    penalised: bool = field(init=False)
-    listed: dict[int, float] = field(init=False)
-    plain: bool = field(init=False)  # it needs none of the arrays that most rows leave blank
+    read: InitVar[RowOptions | None] = None  # what the engine's chain read from params; None: the default chain reads
+    options: RowOptions = field(init=False)
+    record: bytes = field(init=False)  # one `record_of_rows`, ready to be joined: a step packs hundreds of rows
     wants_logprobs: bool = field(init=False)
     _blocks: tuple[int, ...] = field(init=False, default=(), repr=False)
     _block_ids: bytes = field(init=False, default=b"", repr=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, read: RowOptions | None) -> None:
         p = self.params
-        floats = (p.temperature, p.top_p, p.min_p, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
-        ints = (max(p.top_k, 0), -1 if p.logprobs is None else p.logprobs, self.seed, self.prompt_len)
-        self.floats, self.ints = np.array(floats, np.float32).tobytes(), np.array(ints, np.int64).tobytes()
-        self.penalised = floats[3:] != (0.0, 0.0, 1.0)
-        bias = dict(p.logit_bias or {})
-        allowed = p.allowed_token_ids
-        self.listed = bias if allowed is None else {token: bias.get(token, 0.0) for token in allowed}
-        suppresses = bool(self.stop_ids) and p.min_tokens > 0
-        self.wants_logprobs = p.logprobs is not None or p.prompt_logprobs is not None
-        self.plain = not (self.penalised or self.listed or suppresses or p.prompt_logprobs is not None)
+        self.options = read or DEFAULT.read(p, self.stop_ids)
+        num_top, prompt_logprobs = -1 if p.logprobs is None else p.logprobs, p.prompt_logprobs is not None
+        core = (p.temperature, num_top, self.seed, self.prompt_len, prompt_logprobs)
+        self.record = np.array(core, np.dtype(CORE)).tobytes() + self.options.record
+        self.wants_logprobs = p.logprobs is not None or prompt_logprobs
 
     def block_ids(self, blocks: tuple[int, ...]) -> bytes:
         """int32 ids of a block table row. The result is kept: the tuple is the same one until the row grows."""
@@ -86,6 +80,15 @@ def appended(data: SequenceData, length: int, token: int, spare: int) -> Sequenc
     return data
 
 
+CORE = [("temperature", "f4"), ("num_top", "i4"), ("seed", "u4"), ("prompt_len", "i4"), ("prompt_logprobs", "?")]
+
+
+@lru_cache
+def record_of_rows(chain: RowChain) -> np.dtype:
+    """The numpy dtype of `SequenceData.record`: the fields of `CORE` and, as "options", those of a chain."""
+    return np.dtype([*CORE, ("options", chain.record)])
+
+
 class PreparedRequest(NamedTuple):
     request: Request
     sequences: dict[str, SequenceData]  # of every branch, by its id
@@ -105,6 +108,7 @@ def prepare(
     user: str,
     tags: Sequence[str] = (),
     spare: int = 0,
+    chain: RowChain = DEFAULT,
 ) -> PreparedRequest:
     """Check a request as far as the scheduler cannot, and prepare it.
 
@@ -113,16 +117,21 @@ def prepare(
         names: ids of its branches; the first one is the request's.
         caching: whether the engine shares prefixes.
         spare: see `appended`.
+        chain: the sampling options of the engine.
 
     Raises:
-        ValueError: a token id outside the vocabulary, more listed tokens than MAX_LISTED, beams without ids, or more
+        ValueError: a token id outside the vocabulary, options that `RowChain.read` refuses, beams without ids, or more
             candidates than MAX_TOP.
     """
     prompt = _checked(names[0], prompt_token_ids, vocab_size)
     stops = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)))
     searches = isinstance(params, BeamSearchParams)
     row = _beam_row(names, params, len(stops), vocab_size) if isinstance(params, BeamSearchParams) else params
-    _check_listed(names[0], row, stops, vocab_size)
+    _check_ids(names[0], row, vocab_size)
+    try:
+        options = chain.read(row, stops)
+    except ValueError as error:
+        raise ValueError(f"request {names[0]!r}: {error}") from None
 
     root, hashes = _hashes(prompt, row, state.config.block_size, tags) if caching else (None, ())
     request = Request(
@@ -144,7 +153,7 @@ def prepare(
     for i, name in enumerate(names):
         default = 0x9E3779B9 * (state.arrivals + 1 + i)
         seed = (default if row.seed is None else row.seed + i) % 2**32
-        sequences[name] = SequenceData(row, seed, len(prompt), tokens, stops, root)
+        sequences[name] = SequenceData(row, seed, len(prompt), tokens, stops, root, options)
     search = None
     if isinstance(params, BeamSearchParams):
         limit = scheduler.final_length(request, state.config)
@@ -239,19 +248,10 @@ def _beam_row(names: Sequence[str], params: BeamSearchParams, stops: int, vocab_
     return params.row(top)
 
 
-def _check_listed(request_id: str, params: SamplingParams, stops: Sequence[int], vocab: int) -> None:
+def _check_ids(request_id: str, params: SamplingParams, vocab: int) -> None:
     named = {"logit_bias": params.logit_bias or {}, "allowed_token_ids": params.allowed_token_ids or ()}
     for name, ids in (*named.items(), ("stop_token_ids", params.stop_token_ids)):
         bad = [t for t in ids if not 0 <= t < vocab]
         if bad:
             last = vocab - 1
             raise ValueError(f"request {request_id!r}: {name} has token id {bad[0]}; the vocabulary is 0 to {last}")
-    allowed, bias = params.allowed_token_ids, params.logit_bias or {}
-    entries = len(bias if allowed is None else allowed) + (len(stops) if params.min_tokens else 0)
-    if entries > MAX_LISTED:
-        raise ValueError(
-            f"request {request_id!r} lists {entries} tokens in logit_bias, allowed_token_ids and (with min_tokens) its "
-            f"stop tokens; the limit is {MAX_LISTED}; list fewer"
-        )
-    if allowed is not None and params.min_tokens and set(allowed) <= set(stops):
-        raise ValueError(f"request {request_id!r} allows only stop tokens, but min_tokens is {params.min_tokens}")

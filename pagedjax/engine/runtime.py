@@ -17,6 +17,7 @@ from pagedjax.device import attention, cache, memory
 from pagedjax.device.batch import Batch, SamplingBatch, Shapes, blank_feed, blank_sampling
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
+from pagedjax.device.row_features import RowChain, RowFeature, chain
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import copy_blocks, make_step
 from pagedjax.engine import compilations, programs
@@ -40,6 +41,7 @@ class Runtime:
 
     config: nothing in it is left open.
     leaves: the model's parameters as a step takes them.
+    options: the sampling options, in their order.
     blanks: by the tokens of a bucket, the sampling arrays of a step whose rows use no option, on the device.
     programs: by the tokens of a bucket, its compiled step.
     copy: the compiled copy of COPIES blocks on the device.
@@ -53,6 +55,7 @@ class Runtime:
     policy: Policy
     leaves: tuple[Any, ...]
     shapes: Shapes
+    options: RowChain
     blanks: Mapping[int, SamplingBatch]
     programs: Mapping[int, Any]
     copy: Any
@@ -77,28 +80,39 @@ class Runtime:
         return replace(self, model=model, leaves=model.leaves)
 
 
-def build(model: Model, config: EngineConfig, eos_token_ids: Sequence[int] = (), *, progress: bool = False) -> Runtime:
+def build(
+    model: Model,
+    config: EngineConfig,
+    eos_token_ids: Sequence[int] = (),
+    *,
+    row_features: Sequence[RowFeature] = (),
+    progress: bool = False,
+) -> Runtime:
     """Resolve the configuration, compile the programs, and settle the number of blocks.
 
     Compiling needs the shapes of a cache and not its memory, which `new_cache` allocates when the number of blocks is
     known to fit.
 
+    Args:
+        row_features: sampling options beside the built-in ones.
+
     Raises:
-        ValueError: see `resolve`.
+        ValueError: see `resolve`, and two sampling options of one name.
     """
+    options = chain(row_features)
     found = memory.read(jax.devices()[0])  # before the cache takes its share
     resolved = resolve(config, model, found)
     sizes, policy, leaves = shapes(resolved, model), policies.find(resolved.policy), model.leaves
-    blanks = {sizes.rows(t): blank_sampling(sizes, t) for t in sizes.tokens}
+    blanks = {sizes.rows(t): blank_sampling(sizes, t, options) for t in sizes.tokens}
     blanks = {rows: jax.device_put(blank) for rows, blank in blanks.items()}
     by_tokens = {t: blanks[sizes.rows(t)] for t in sizes.tokens}
     ahead = resolved.lookahead > 0
-    blank = {t: _blank_batch(sizes, t, by_tokens, ahead) for t in sizes.tokens}
+    blank = {t: _blank_batch(sizes, t, by_tokens, ahead, options) for t in sizes.tokens}
     inputs = memory.held(blanks) + memory.held(blank[sizes.tokens[-1]])  # a step may have arrays in place of the blanks
     found = found._replace(free=max(found.free - inputs, 0))
     before, started = compilations.counts(), time.perf_counter()
     attend = attention.attend(resolved.attention_impl, model.config.attn_scale)
-    step = make_step(model, attend, resolved.seed, device_tile())
+    step = make_step(model, attend, resolved.seed, device_tile(), options)
 
     def compile_step(tokens: int, c: Resolved) -> Any:
         return step.lower(leaves, _cache_shapes(c, model), blank[tokens]).compile()
@@ -131,7 +145,20 @@ def build(model: Model, config: EngineConfig, eos_token_ids: Sequence[int] = (),
         tqdm.write(f"attention {resolved.attention_impl!r}\n{report}", file=sys.stderr)
     startup = {"compile": time.perf_counter() - started, "warmup": 0.0}
     made = compilations.counts() - before
-    parts = (model, resolved, tuple(eos_token_ids), policy, leaves, sizes, by_tokens, steps, copy, swap, report)
+    parts = (
+        model,
+        resolved,
+        tuple(eos_token_ids),
+        policy,
+        leaves,
+        sizes,
+        options,
+        by_tokens,
+        steps,
+        copy,
+        swap,
+        report,
+    )
     return Runtime(*parts, startup={**startup, **made._asdict()})
 
 
@@ -140,7 +167,7 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
     started = time.perf_counter()
     if runtime.config.compilation != "lazy":
         tokens = runtime.shapes.tokens[0]
-        blank = _blank_batch(runtime.shapes, tokens, runtime.blanks, runtime.config.lookahead > 0)
+        blank = _blank_batch(runtime.shapes, tokens, runtime.blanks, runtime.config.lookahead > 0, runtime.options)
         pages, output = runtime.programs[tokens](runtime.leaves, pages, blank)
         jax.block_until_ready(output)
     startup = {**runtime.startup, "warmup": time.perf_counter() - started}
@@ -163,7 +190,9 @@ def _cache_shapes(c: Resolved, model: Model) -> cache.KVCache:
     return jax.eval_shape(lambda: cache.init(blocks=c.num_blocks, **_block(c, model)))
 
 
-def _blank_batch(sizes: Shapes, tokens: int, blanks: Mapping[int, SamplingBatch], ahead: bool) -> Batch:
+def _blank_batch(
+    sizes: Shapes, tokens: int, blanks: Mapping[int, SamplingBatch], ahead: bool, options: RowChain
+) -> Batch:
     """A step of a bucket that computes nothing."""
-    batch = pack(EMPTY_PLAN, {}, sizes._replace(tokens=(tokens,)), blanks)
+    batch = pack(EMPTY_PLAN, {}, sizes._replace(tokens=(tokens,)), blanks, options)
     return batch._replace(feed=blank_feed(sizes, tokens)) if ahead else batch

@@ -101,6 +101,7 @@ def submit(
         user=user,
         tags=tags,
         spare=runtime.config.lookahead,
+        chain=runtime.options,
     )
     after = scheduler.submit(before, prepared.request)
     searches = {**state.searches, before.arrivals: prepared.search} if prepared.search else state.searches

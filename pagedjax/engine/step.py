@@ -92,7 +92,7 @@ def send(
 
 def packed(runtime: Runtime, sequences: Sequences, plan: Plan, previous: SentStep | None, unknown: Set[int]) -> Batch:
     """The arrays of a plan; arguments as in `send`."""
-    batch = pack(plan, sequences, runtime.shapes, runtime.blanks)
+    batch = pack(plan, sequences, runtime.shapes, runtime.blanks, runtime.options)
     if not runtime.config.lookahead:
         return batch
     t = len(batch.tokens)

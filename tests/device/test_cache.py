@@ -1,59 +1,123 @@
-"""The cache on the device: tokens land in their slots, and a step updates it in place."""
+"""The cache on the device: tokens are written to their slots, blocks move whole, and a step updates it in place."""
 
 from __future__ import annotations
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl.testing import parameterized
 
 from pagedjax import SamplingParams
 from pagedjax.device import attention, cache
 from pagedjax.device.batch import Shapes, blank_feed, blank_sampling
-from pagedjax.device.step import make_step, make_steps
+from pagedjax.device.step import make_step
 from pagedjax.engine.pack import pack
 from pagedjax.host.types import EMPTY_PLAN
 from pallas_kernels import kv_write
 
 SIZES = {"layers": 2, "kv_heads": 2, "head_dim": 4}
+DIMS = chex.Dimensions(P=6, K=2, S=8, D=4)
+
+
+def filled(seed: int = 0, blocks: int = 5, dtype: str = "float32") -> cache.KVCache:
+    """A cache whose blocks all differ."""
+    blank = cache.init(**SIZES, blocks=blocks, block_size=8, dtype=dtype)
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda a: jnp.asarray(rng.integers(-99, 99, a.shape), a.dtype), blank)
 
 
 @pytest.mark.parametrize("s", [1, 2, 8, 16, 64])
-def test_a_token_lands_in_its_slot_and_nowhere_else(s):
+def test_a_token_is_written_to_its_slot_and_to_no_other(s):
     rng = np.random.default_rng(s)
     pages = 128 // s + 1
     old = cache.init(layers=1, blocks=pages - 1, block_size=s, kv_heads=2, head_dim=4, dtype="float32")
     k, v = rng.standard_normal((2, 12, 2, 4), np.float32)
+    ids = rng.integers(1, 99, 12).astype(np.int32)
     slots = np.concatenate([s + rng.permutation(128)[:10], [0, 0]]).astype(np.int32)  # two padding tokens
-    k_pages, v_pages = map(np.asarray, jax.jit(kv_write.IMPLS["xla"])(old.k[0], old.v[0], k, v, slots))
-    k_slots = k_pages.transpose(0, 2, 1, 3).reshape(-1, 2, 4)
-    v_slots = v_pages.transpose(0, 2, 1, 3).reshape(-1, 2, 4)
-    np.testing.assert_array_equal(k_slots[slots[:10]], k[:10])
-    np.testing.assert_array_equal(v_slots[slots[:10]], v[:10])
+    k_pages, v_pages = jax.jit(kv_write.IMPLS["xla"])(old.k[0], old.v[0], k, v, slots)
+    tokens = jax.jit(cache.write_tokens)(old.tokens, ids, slots)
+    chex.assert_trees_all_equal_shapes_and_dtypes((k_pages, v_pages, tokens), (old.k[0], old.v[0], old.tokens))
     untouched = np.setdiff1d(np.arange(s, pages * s), slots)
     assert len(untouched) == 118
-    assert not k_slots[untouched].any()
-    assert not v_slots[untouched].any()
+    for found, written in ((k_pages, k), (v_pages, v)):
+        found = jnp.swapaxes(found, 1, 2).reshape(-1, 2, 4)
+        chex.assert_trees_all_equal(found[slots[:10]], written[:10])
+        chex.assert_trees_all_equal(found[untouched], np.zeros((118, 2, 4), np.float32))
+    chex.assert_trees_all_equal(tokens.reshape(-1)[slots[:10]], ids[:10])
+    chex.assert_trees_all_equal(tokens.reshape(-1)[untouched], np.zeros(118, np.int32))
 
 
-def test_a_cache_is_pairs_of_pages_a_layer_with_the_trash_block_first():
+def test_a_cache_is_pages_of_each_layer_and_token_ids_with_the_trash_block_first():
     kv = cache.init(**SIZES, blocks=5, block_size=8, dtype="bfloat16")
-    assert [a.shape for a in (*kv.k, *kv.v)] == [(6, 2, 8, 4)] * 4
-    assert all(a.dtype == jnp.bfloat16 and not a.any() for a in jax.tree.leaves(kv))
+    assert len(kv.k) == len(kv.v) == 2
+    chex.assert_shape([*kv.k, *kv.v], DIMS["PKSD"])
+    chex.assert_shape(kv.tokens, DIMS["PS"])
+    chex.assert_type([*kv.k, *kv.v], jnp.bfloat16)
+    chex.assert_type(kv.tokens, jnp.int32)
+    chex.assert_trees_all_equal(kv, jax.tree.map(jnp.zeros_like, kv))
+
+
+def test_rows_of_several_tokens_hold_whole_tokens_of_one_block():
+    wide = cache.init(layers=1, blocks=5, block_size=8, kv_heads=2, head_dim=64, dtype="bfloat16", row=128)
+    chex.assert_shape([*wide.k, *wide.v], (6, 2, 4, 128))
+    chex.assert_shape(wide.tokens, DIMS["PS"])
+    for row in (96, 1024):
+        with pytest.raises(ValueError, match=f"a row of {row} numbers does not divide a block of 8 tokens of 64"):
+            cache.init(layers=1, blocks=5, block_size=8, kv_heads=2, head_dim=64, dtype="bfloat16", row=row)
 
 
 def test_writing_rounds_to_the_type_of_the_cache():
     kv = cache.init(layers=1, blocks=1, block_size=2, kv_heads=1, head_dim=1, dtype="bfloat16")
     one = np.full((1, 1, 1), 1.001, np.float32)
     k_pages, v_pages = kv_write.IMPLS["xla"](kv.k[0], kv.v[0], one, one, np.array([2]))
-    assert k_pages.dtype == v_pages.dtype == jnp.bfloat16
-    assert k_pages[1, 0, 0, 0] == v_pages[1, 0, 0, 0] == 1.0
+    chex.assert_type([k_pages, v_pages], jnp.bfloat16)
+    chex.assert_trees_all_equal(k_pages[1, 0, 0, 0], v_pages[1, 0, 0, 0], jnp.bfloat16(1.0))
 
 
-def compiled_step(model, *, t: int, blocks: int, steps: int, dtype: str = "float32"):
-    """The engine's step for the one bucket t, over a cache of `blocks` blocks -> (compiled, the cache's shapes)."""
+class WholeBlocks(chex.TestCase):
+    """Copies, reads and writes of blocks, with and without jit."""
+
+    @chex.variants(with_jit=True, without_jit=True)  # type: ignore[attr-defined]
+    def test_a_copy_reads_every_source_before_it_writes_a_target(self):
+        old = filled()
+        new = self.variant(cache.copy)(old, np.array([1, 2, 0, 3]), np.array([2, 3, 0, 5]))
+        expected = jax.tree.map(lambda a: a[np.array([0, 1, 1, 2, 4, 3])], old)
+        chex.assert_trees_all_equal(new, expected)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, old)
+
+    @chex.variants(with_jit=True, without_jit=True)  # type: ignore[attr-defined]
+    @parameterized.parameters("float32", "bfloat16", "float8_e4m3fn")
+    def test_blocks_that_are_read_and_written_elsewhere_are_the_same(self, dtype):
+        old = jax.tree.map(lambda a: jnp.abs(a) if a.dtype == jnp.uint8 else a, filled(dtype=dtype))
+        pages = self.variant(cache.read_blocks)(old, np.array([4, 1]))
+        chex.assert_shape([*pages.k, *pages.v], (2, *DIMS["KSD"]))
+        chex.assert_shape(pages.tokens, (2, DIMS["S"][0]))
+        new = self.variant(cache.write_blocks)(old, np.array([2, 5]), pages)
+        chex.assert_trees_all_equal(new, jax.tree.map(lambda a: a[np.array([0, 1, 4, 3, 4, 1])], old))
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, old)
+
+    def test_shapes_that_do_not_fit_are_refused_when_traced(self):
+        old = filled()
+        with pytest.raises(ValueError, match=r"target has shape \[1\]; it must be \[2\]"):
+            jax.jit(cache.copy)(old, np.array([1, 2]), np.array([3]))
+        with pytest.raises(ValueError, match=r"pages has shape \[2, 2, 8, 4\]; it must be \[1, 2, 8, 4\]"):
+            jax.jit(cache.write_blocks)(old, np.array([1]), cache.read_blocks(old, np.array([2, 3])))
+        with pytest.raises(ValueError, match=r"ids has shape \[3\]; it must be \[2\]"):
+            jax.jit(cache.write_tokens)(old.tokens, np.zeros(3, np.int32), np.zeros(2, np.int32))
+
+    def test_moves_of_any_blocks_are_one_program(self):
+        chex.clear_trace_counter()
+        copy = jax.jit(chex.assert_max_traces(cache.copy, n=1))
+        for target in (1, 2, 3):
+            copy(filled(), np.array([4]), np.array([target]))
+
+
+def compiled_step(model, *, t: int, blocks: int, dtype: str = "float32"):
+    """The engine's step for the one bucket t, over a cache of `blocks` blocks. Returns it and the cache's shapes."""
     m, s = model.config, 16
     kv = jax.eval_shape(
         lambda: cache.init(
@@ -63,17 +127,15 @@ def compiled_step(model, *, t: int, blocks: int, steps: int, dtype: str = "float
     shapes = Shapes((t,), 8, s, m.max_len // s, m.max_len, m.vocab_size)
     batch = pack(EMPTY_PLAN, {}, shapes, {t: blank_sampling(shapes, t)})._replace(feed=blank_feed(shapes, t))
     step = make_step(model, attention.attend("xla", m.head_dim**-0.5), seed=0)
-    if steps == 1:
-        return step.lower(model.leaves, kv, batch).compile(), kv
-    return make_steps(step).lower(model.leaves, kv, (batch,) * steps, np.int32(0)).compile(), kv
+    return step.lower(model.leaves, kv, batch).compile(), kv
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
-@pytest.mark.parametrize(("t", "steps"), [(8, 1), (96, 1), (8, 3)])  # without the loop over prompt chunks, and with it
-def test_a_step_updates_the_cache_in_place(tiny, t, steps, dtype):
-    """Read off the compiled program, for a cache of 160 MB: all of it is aliased, and none of it copied."""
+@pytest.mark.parametrize("t", [8, 96])  # without the loop over prompt chunks, and with it
+def test_a_step_updates_the_cache_in_place(tiny, t, dtype):
+    """The compiled program updates all of a cache of 160 MB in place and copies none of it."""
     size = np.dtype(dtype).itemsize
-    compiled, kv = compiled_step(tiny.model, t=t, blocks=80_000 // size, steps=steps, dtype=dtype)
+    compiled, kv = compiled_step(tiny.model, t=t, blocks=80_000 // size, dtype=dtype)
     leaves = jax.tree.leaves(kv)
     total = sum(a.size * a.dtype.itemsize for a in leaves)
     memory, text = compiled.memory_analysis(), compiled.as_text()
@@ -84,6 +146,20 @@ def test_a_step_updates_the_cache_in_place(tiny, t, steps, dtype):
     kinds = {match[1] for match in whole.finditer(text)}
     assert {"parameter", "scatter"} & kinds, "the pattern finds nothing: the test is blind"
     assert not kinds & {"copy", "copy-start", "transpose", "concatenate", "select", "convert", "add"}, kinds
+
+
+def test_a_step_writes_the_token_ids_of_every_row(tiny_llm):
+    engine = tiny_llm.engine
+    engine.reset()
+    prompt = list(range(5, 26))
+    engine.add("a", prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    generated = []
+    while engine.has_work:
+        blocks = engine.state.running.seqs[0].blocks if engine.state.running.seqs else ()
+        result = engine.step()
+        generated += [token for event in result.events for token in getattr(event, "token_ids", ())]
+    tokens = engine._state.cache.tokens[np.array(blocks)].reshape(-1)
+    chex.assert_trees_all_equal(tokens[: len(prompt) + 3], np.array(prompt + generated[:3], np.int32))
 
 
 def test_the_donated_cache_is_gone_after_a_step(tiny_llm):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import chex
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pagedjax import EngineConfig
@@ -15,15 +17,37 @@ TINYLLAMA = {"layers": 22, "kv_heads": 4, "head_dim": 64}
 
 
 def test_bytes_of_a_block_are_those_of_the_lectures():
-    assert cache.block_bytes(**SMOLLM2, block_size=1, dtype="float32") == 46_080
-    assert cache.block_bytes(**TINYLLAMA, block_size=1, dtype="bfloat16") == 22 * 1024
-    assert cache.block_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16") / 2**20 == 0.34375
+    assert cache.kv_bytes(**SMOLLM2, block_size=1, dtype="float32") == 46_080
+    assert cache.kv_bytes(**TINYLLAMA, block_size=1, dtype="bfloat16") == 22 * 1024
+    assert cache.kv_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16") / 2**20 == 0.34375
+
+
+def test_a_block_has_four_more_bytes_for_each_token_id():
+    assert cache.block_bytes(**SMOLLM2, block_size=1, dtype="float32") == 46_084
+    assert cache.block_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16") == 0.34375 * 2**20 + 64
 
 
 def test_an_allocated_cache_has_the_bytes_it_was_counted_with():
     sizes = {"layers": 2, "kv_heads": 2, "head_dim": 16, "block_size": 8, "dtype": "float32"}
-    arrays = jax.tree.leaves(cache.init(blocks=5, **sizes))
-    assert sum(a.nbytes for a in arrays) == 6 * cache.block_bytes(**sizes)  # the trash block is the sixth
+    kv = cache.init(blocks=5, **sizes)
+    chex.assert_shape([*kv.k, *kv.v], (6, 2, 8, 16))  # the trash block is the sixth
+    chex.assert_shape(kv.tokens, (6, 8))
+    chex.assert_tree_all_finite(kv)
+    assert memory.held(kv) == nbytes(kv) == 6 * cache.block_bytes(**sizes)
+    assert nbytes((kv.k, kv.v)) == 6 * cache.kv_bytes(**sizes)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", jnp.float32), ("float8_e4m3fn", jnp.uint8)])
+def test_bytes_are_counted_without_an_allocation(dtype, stored):
+    """An engine sizes its cache from shapes alone."""
+    sizes = {"layers": 3, "kv_heads": 2, "head_dim": 64, "block_size": 16, "dtype": dtype}
+    for row in (None, 128):
+        shapes = jax.eval_shape(lambda row=row: cache.init(blocks=2**20, row=row, **sizes))
+        chex.assert_type([*shapes.k, *shapes.v], stored)
+        chex.assert_tree_shape_prefix(shapes, (2**20 + 1,))
+        chex.assert_trees_all_equal_shapes_and_dtypes(shapes.k, shapes.v)
+        total = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes))
+        assert total == (2**20 + 1) * cache.block_bytes(row=row, **sizes)
 
 
 GIB = 2**30
@@ -34,7 +58,7 @@ def device(free: int, limit: int | None = None, total: int = 2**50) -> memory.De
 
 
 def test_the_lectures_case_of_tinyllama_in_16_bit():
-    block = cache.block_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16")
+    block = cache.kv_bytes(**TINYLLAMA, block_size=16, dtype="bfloat16")
     assert block == 2 * 22 * 16 * 4 * 64 * 2 == 0.34375 * 2**20
     assert memory.whole_blocks(10.86 * GIB, block) == 32_350
     assert memory.host_blocks(4.0, block) == 11_915

@@ -201,7 +201,7 @@ def test_real_models_have_their_published_size_and_cache(name):
     _, params, _ = nnx.split(nnx.eval_shape(lambda: Decoder(c, "bfloat16")), nnx.Param, ...)
     found = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(params)}
     assert found == {".".join(entry.path): entry.shape for entry in table}
-    block = cache.block_bytes(layers=c.layers, block_size=1, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype="bfloat16")
+    block = cache.kv_bytes(layers=c.layers, block_size=1, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype="bfloat16")
     assert block == cached
 
 

@@ -2,58 +2,75 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl.testing import parameterized
+from jax.extend.core.primitives import dot_general_p
 from scipy import stats
 
 from pagedjax.device import sampling
-from pagedjax.device.batch import MAX_LISTED, MAX_TOP, SamplingBatch, Shapes, blank_sampling
-from pagedjax.device.sampling import prompt_logprobs, sample
+from pagedjax.device.batch import MAX_TOP, SamplingBatch
+from pagedjax.device.row_features import RowChain, RowContext, RowFeature, RowOptions, chain, penalties
+from pagedjax.device.row_features.chain import DEFAULT
+from pagedjax.device.row_features.listed_tokens import MAX_LISTED
+from pagedjax.device.row_features.penalties import PENALTIES
+from pagedjax.device.row_features.truncation import TOP_K, TOP_P
+from pagedjax.device.sampling import History, prompt_logprobs, sample
+from pagedjax.params import SamplingParams
 
 B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
 ENGINE_SEED = 11
 TILE = 5  # no divisor of B
-sampled = jax.jit(lambda rows, s, seed: sample(rows.T, s, seed, TILE))  # the tests think in rows
-at_once = jax.jit(lambda rows, s, seed: sample(rows.T, s, seed))
-Row = dict[str, Any]  # the rules of a row by their names in SamplingParams, and "history", "prompt_len", "position"
+sampled = jax.jit(lambda rows, s, history, seed: sample(rows.T, s, history, seed, TILE))  # the tests think in rows
+at_once = jax.jit(lambda rows, s, history, seed: sample(rows.T, s, history, seed))
+Row = dict[
+    str, Any
+]  # options of a row by their names in SamplingParams; "history", "prompt_len", "position", "suppressed"
+PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
-def batch(rows: list[Row], vocab: int = V) -> SamplingBatch:
-    """The arrays of hand-written rows; what a row leaves out is off."""
-    b = len(rows)
-    blank = blank_sampling(Shapes((b,), b, 1, ROOM, ROOM, vocab), b)
-    names = {
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "top_k": "top_k",
-        "min_p": "min_p",
-        "presence": "presence_penalty",
-        "frequency": "frequency_penalty",
-        "repetition": "repetition_penalty",
-        "num_top": "logprobs",
-        "seed": "seed",
-        "position": "position",
-        "prompt_len": "prompt_len",
-    }
+def history_of(rows: list[Row], size: int = 4) -> History:
+    """The rows' tokens in blocks of a cache, in any order, among blocks that are full of other tokens."""
+    rng, b, width = np.random.default_rng(len(rows)), len(rows), ROOM // size
+    tables = 1 + rng.permutation(b * width).reshape(b, width).astype(np.int32)
+    tokens, lens = rng.integers(0, 40, (1 + b * width, size)).astype(np.int32), np.zeros(b, np.int32)
     for i, row in enumerate(rows):
-        for column, name in names.items():
-            if name in row:
-                getattr(blank, column)[i] = row[name]
-        blank.history[i, : len(row.get("history", ()))] = row.get("history", ())
-        bias, allowed = row.get("logit_bias", {}), row.get("allowed_token_ids")
-        listed = bias if allowed is None else {t: bias.get(t, 0.0) for t in allowed}
-        listed = listed | dict.fromkeys(row.get("suppressed", ()), -np.inf)
-        blank.listed[i, : len(listed)], blank.bias[i, : len(listed)] = list(listed), list(listed.values())
-        blank.only_listed[i] = allowed is not None
-    return blank
+        known = np.array(row.get("history", ()), np.int32)
+        at, lens[i] = np.arange(len(known)), len(known)
+        tokens[tables[i, at // size], at % size] = known
+    return History(jnp.asarray(tokens), jnp.asarray(tables), jnp.asarray(lens))
+
+
+def batch(rows: list[Row], vocab: int = V, options: RowChain = DEFAULT) -> tuple[SamplingBatch, History]:
+    """The arrays of rows whose options are read and packed by a chain; what a row leaves out is off."""
+    b = len(rows)
+    asked = [read(row, options) for row in rows]
+    records = np.frombuffer(b"".join([one.record for one in asked]), options.record)
+    packed = options.pack(records, lambda row, name: asked[row].large[name], b)
+    columns = {"temperature": np.float32, "seed": np.uint32, "position": np.int32, "prompt_len": np.int32}
+    arrays = {name: np.array([row.get(name, 0) for row in rows], dtype) for name, dtype in columns.items()}
+    num_top = np.array([row.get("logprobs", -1) for row in rows], np.int32)
+    return SamplingBatch(**arrays, num_top=num_top, features=options.blank(b) | packed), history_of(rows)
+
+
+def read(row: Row, options: RowChain) -> RowOptions:
+    """Suppressed tokens are stop tokens under min_tokens."""
+    position, suppressed = row.get("position", 0), row.get("suppressed", ())
+    least = {"min_tokens": position + 1, "max_tokens": position + 9} if suppressed else {}
+    values = {name: value for name, value in row.items() if name in PARAMS}
+    return options.read(SamplingParams(**{"temperature": 0.0, **values, **least}), suppressed)
 
 
 def draw(logits: np.ndarray, rows: list[Row], seed: int = ENGINE_SEED) -> np.ndarray:
-    return np.asarray(sampled(jnp.asarray(logits), batch(rows, logits.shape[1]), jnp.uint32(seed)).tokens)
+    return np.asarray(sampled(jnp.asarray(logits), *batch(rows, logits.shape[1]), jnp.uint32(seed)).tokens)
 
 
 def adjusted(logits: np.ndarray, row: Row) -> np.ndarray:
@@ -130,7 +147,7 @@ def test_temperature_zero_is_the_best_token_and_the_first_of_equals():
     logits[4, [50, 60]] = 99.0
     tokens = draw(logits, [{"seed": i} for i in range(B)])
     assert tokens.tolist() == logits.argmax(-1).tolist()
-    assert tokens.dtype == np.int32
+    chex.assert_type(tokens, np.int32)
     mixed = draw(logits, [{"seed": i, "temperature": float(i % 2)} for i in range(B)])
     assert mixed[::2].tolist() == logits.argmax(-1)[::2].tolist()
     assert mixed[1::2].tolist() != logits.argmax(-1)[1::2].tolist()
@@ -141,7 +158,7 @@ def test_the_best_of_any_vocabulary_is_numpys_argmax(v):
     rng = np.random.default_rng(v)
     logits = rng.integers(-3, 3, (5, v)).astype(np.float32)  # many equals
     logits[3], logits[4, : v // 2] = -np.inf, -np.inf
-    np.testing.assert_array_equal(sampling._best(jnp.asarray(logits.T)), logits.argmax(-1))
+    chex.assert_trees_all_equal(sampling._best(jnp.asarray(logits.T)), logits.argmax(-1).astype(np.int32))
 
 
 @pytest.mark.parametrize(
@@ -269,6 +286,44 @@ def test_drawn_tokens_follow_the_distribution(vary):
     assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
 
 
+def products(jaxpr: Any) -> Iterator[Any]:
+    """The precision of every product in a jaxpr, also in its loops and branches."""
+    for equation in jaxpr.eqns:
+        if equation.primitive is dot_general_p:
+            yield equation.params["precision"]
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from products(inner)
+
+
+@pytest.mark.parametrize("tile", [None, TILE])
+def test_all_sums_of_sampling_are_in_exact_float32(tile):
+    """At the default precision a TPU rounds the arguments of a product to bfloat16 and a GPU to TF32."""
+    arguments = jnp.zeros((V, B)), *batch([{}] * B), jnp.uint32(0)
+    found = list(products(jax.make_jaxpr(lambda *a: sample(*a, tile))(*arguments)))
+    assert len(found) >= 3, "sums of pieces, of a row, and of what stays above a threshold"
+    assert set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
+
+
+def test_products_in_bfloat16_do_not_favour_unlikely_tokens(monkeypatch):
+    """As on a TPU. 0.9982 is rounded to 1, so a piece was taken for larger than the running sum of its tokens, and its
+    last token, of probability 1.5e-7, was drawn 21 times in 20,480."""
+    exact = dot_general_p.bind
+
+    def rounded(*arguments, **parameters):
+        if parameters["precision"] != (jax.lax.Precision.HIGHEST,) * 2:
+            arguments = [jax.lax.reduce_precision(x, 8, 7) for x in arguments]
+        return exact(*arguments, **parameters)
+
+    monkeypatch.setattr(dot_general_p, "bind", rounded)
+    draws, v = 20_480, 256  # shapes of no other test: traces are cached
+    logits = np.full(v, -15.0, np.float32)
+    logits[0], logits[128] = 0.0, np.log(0.9982)
+    rows = batch([{"temperature": 1.0, "position": i} for i in range(draws)], v)
+    out = jax.jit(lambda *a: sample(*a, jnp.uint32(3)))(jnp.tile(jnp.asarray(logits)[:, None], draws), *rows)
+    assert set(np.asarray(out.tokens).tolist()) == {0, 128}
+
+
 def test_neighbouring_positions_and_seeds_are_independent():
     for vary in ("position", "seed"):
         tokens = draw(np.zeros((8192, 8), np.float32), [{"temperature": 1.0, vary: i} for i in range(8192)])
@@ -354,8 +409,10 @@ def test_rounding_of_running_sums_leads_to_no_weightless_token():
 
 
 def cuts(weights: np.ndarray, k: int = 0, p: float = 1.0) -> np.ndarray:
-    rows = [{"temperature": 1.0, "top_k": k, "top_p": p}] * len(weights)
-    return np.asarray(jax.jit(sampling._top)(jnp.asarray(weights, jnp.float32), batch(rows, weights.shape[1])))
+    b = len(weights)
+    nothing = RowContext(*[jnp.zeros(())] * 5)
+    kept = TOP_K.apply(jnp.asarray(weights, jnp.float32), {"top_k": jnp.full(b, k)}, nothing)
+    return np.asarray(TOP_P.apply(kept, {"top_p": jnp.full(b, p, jnp.float32)}, nothing))
 
 
 def hard_weights() -> np.ndarray:
@@ -378,14 +435,14 @@ def hard_weights() -> np.ndarray:
 def test_top_k_keeps_what_sorting_keeps_and_all_that_tie_with_it(k):
     weights = hard_weights()
     threshold = np.sort(weights, axis=-1)[:, ::-1][:, [min(k, V) - 1]]
-    np.testing.assert_array_equal(cuts(weights, k=k), np.where(weights >= threshold, weights, 0.0))
+    chex.assert_trees_all_equal(cuts(weights, k=k), np.where(weights >= threshold, weights, np.float32(0)))
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 0.9999999])
 def test_top_p_keeps_the_smallest_set_of_the_best_that_holds_p(p):
     for row, kept in zip(hard_weights(), cuts(hard_weights(), p=p), strict=True):
         least, total = kept[kept > 0].min(), row.sum(dtype=np.float64)
-        np.testing.assert_array_equal(kept, np.where(row >= least, row, 0.0))
+        chex.assert_trees_all_equal(kept, np.where(row >= least, row, np.float32(0)))
         sum_of = lambda keep: row[keep].sum(dtype=np.float64) / total  # noqa: B023, E731
         assert sum_of(row >= least) >= p - 1e-6
         assert sum_of(row > least) < p + 1e-6
@@ -413,42 +470,42 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def assert_logprobs(logits, tokens, logprobs, ranks, top_ids, top_logprobs) -> None:
     want, rows = log_softmax(logits), np.arange(len(logits))
     chosen = want[rows, tokens]
-    np.testing.assert_allclose(logprobs, chosen, atol=2e-5)
-    np.testing.assert_array_equal(ranks, 1 + (logits > logits[rows, tokens][:, None]).sum(-1))
     order = np.argsort(-logits, axis=-1, kind="stable")[:, :MAX_TOP]
-    np.testing.assert_array_equal(np.asarray(top_ids)[:, : order.shape[1]], order)
-    np.testing.assert_allclose(
-        np.asarray(top_logprobs)[:, : order.shape[1]], np.take_along_axis(want, order, axis=-1), atol=2e-5
-    )
+    width = order.shape[1]
+    found = np.asarray(logprobs), np.asarray(top_logprobs)[:, :width]
+    expected = chosen, np.take_along_axis(want, order, axis=-1)
+    chex.assert_trees_all_close(found, tuple(x.astype(np.float32) for x in expected), rtol=1e-7, atol=2e-5)
+    chex.assert_trees_all_equal(np.asarray(ranks), 1 + (logits > logits[rows, tokens][:, None]).sum(-1))
+    chex.assert_trees_all_equal(np.asarray(top_ids)[:, :width], order)
 
 
 def test_log_probabilities_are_the_models_own_whatever_the_rules():
     logits, rng = random_logits(10), np.random.default_rng(10)
     rule = {"temperature": 1.7, "top_k": 40, "logit_bias": {5: 20.0}, "presence_penalty": 2.0, "logprobs": 20}
     rows = [rule | {"seed": i} | random_history(rng) for i in range(B)]
-    out = sampled(jnp.asarray(logits), batch(rows), jnp.uint32(0))
+    out = sampled(jnp.asarray(logits), *batch(rows), jnp.uint32(0))
     assert_logprobs(logits, np.asarray(out.tokens), *out[1:])
     assert 5 in out.tokens
 
 
 def test_log_probabilities_come_for_all_rows_or_for_none():
     logits = random_logits(11)
-    none = sampled(jnp.asarray(logits), batch([{}] * B), jnp.uint32(0))
-    assert not any(np.asarray(a).any() for a in none[1:])
-    one = sampled(jnp.asarray(logits), batch([{}] * (B - 1) + [{"logprobs": 0}]), jnp.uint32(0))
+    none = sampled(jnp.asarray(logits), *batch([{}] * B), jnp.uint32(0))
+    chex.assert_trees_all_equal(none[1:], jax.tree.map(jnp.zeros_like, none[1:]))
+    one = sampled(jnp.asarray(logits), *batch([{}] * (B - 1) + [{"logprobs": 0}]), jnp.uint32(0))
     assert_logprobs(logits, np.asarray(one.tokens), *one[1:])
 
 
 def test_a_vocabulary_below_twenty_has_fewer_best_tokens():
     logits = random_logits(12, b=3, v=12)
-    out = sampled(jnp.asarray(logits), batch([{"logprobs": 20}] * 3, 12), jnp.uint32(0))
+    out = sampled(jnp.asarray(logits), *batch([{"logprobs": 20}] * 3, 12), jnp.uint32(0))
     assert_logprobs(logits, np.asarray(out.tokens), *out[1:])
-    assert out.top_ids.shape == (3, MAX_TOP)
-    assert (np.asarray(out.top_ids)[:, 12:] == -1).all()
-    assert np.isneginf(np.asarray(out.top_logprobs)[:, 12:]).all()
+    chex.assert_shape([out.top_ids, out.top_logprobs], (3, MAX_TOP))
+    chex.assert_trees_all_equal(out.top_ids[:, 12:], np.full((3, MAX_TOP - 12), -1, np.int32))
+    chex.assert_trees_all_equal(out.top_logprobs[:, 12:], np.full((3, MAX_TOP - 12), -np.inf, np.float32))
 
 
-def test_nobody_draws_a_token_past_the_vocabulary_also_from_nan():
+def test_no_token_past_the_vocabulary_is_drawn_also_from_nan():
     logits = random_logits(13)
     logits[2] = np.nan
     tokens = draw(logits, [{"temperature": 1.0, "seed": i} for i in range(B)])
@@ -460,21 +517,20 @@ def test_nobody_draws_a_token_past_the_vocabulary_also_from_nan():
 def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
     rules = ({"temperature": 0.9}, {}, {"temperature": 1.0, "top_p": 0.7}, {"logit_bias": {3: 9.0}})
     rows = [{"seed": i, "position": i, "logprobs": i % 4, **rules[i % 4], "history": [1, 2]} for i in range(b)]
-    arguments = jnp.asarray(random_logits(21, b=b)), batch(rows), jnp.uint32(ENGINE_SEED)
+    arguments = jnp.asarray(random_logits(21, b=b)), *batch(rows), jnp.uint32(ENGINE_SEED)
     few, all_rows = sampled(*arguments), at_once(*arguments)
-    for name in ("tokens", "ranks", "top_ids"):
-        np.testing.assert_array_equal(getattr(few, name), getattr(all_rows, name))
-    for name in ("logprobs", "top_logprobs"):
-        np.testing.assert_allclose(getattr(few, name), getattr(all_rows, name), atol=1e-5)
+    exact = lambda out: (out.tokens, out.ranks, out.top_ids)  # noqa: E731
+    near = lambda out: (out.logprobs, out.top_logprobs)  # noqa: E731
+    chex.assert_trees_all_equal(exact(few), exact(all_rows))
+    chex.assert_trees_all_close(near(few), near(all_rows), rtol=1e-7, atol=1e-5)
 
 
 def test_a_few_rows_at_a_time_take_a_few_rows_of_memory():
     """And no copy of the logits on the way: what one hands on as it came, XLA copies."""
     b, v = 64, 4096
-    shapes = Shapes((b,), b, 1, ROOM, ROOM, v)
-    arguments = jax.ShapeDtypeStruct((v, b), jnp.float32), blank_sampling(shapes, b), jnp.uint32(0)
+    arguments = jax.ShapeDtypeStruct((v, b), jnp.float32), *batch([{}] * b, v), jnp.uint32(0)
     taken = [
-        jax.jit(sample, static_argnums=3).lower(*arguments, tile).compile().memory_analysis().temp_size_in_bytes
+        jax.jit(sample, static_argnums=4).lower(*arguments, tile).compile().memory_analysis().temp_size_in_bytes
         for tile in (None, 8)
     ]
     assert taken[0] > 3 * b * v * 4
@@ -492,12 +548,12 @@ def test_prompt_log_probabilities_of_any_number_of_tokens(t):
     logits = (head @ hidden).T
     wanted = targets >= 0
     assert_logprobs(logits[wanted], targets[wanted], *(np.asarray(a)[wanted] for a in out))
-    assert all(len(a) == t for a in out)
+    chex.assert_shape(list(out), [(t,), (t,), (t, MAX_TOP), (t, MAX_TOP)])
 
 
 def test_prompt_log_probabilities_cost_nothing_where_no_token_wants_them():
     out = prompt_logprobs(lambda h: jnp.full((V, h.shape[1]), jnp.nan), jnp.ones((8, 70)), jnp.full(70, -1))
-    assert not any(np.asarray(a).any() for a in out)
+    chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
 
 
 # --- against the reference implementations ----------------------------------------------------------------------------
@@ -530,4 +586,147 @@ def test_the_list_of_a_row_holds_as_many_tokens_as_it_may():
     allowed = tuple(range(0, 2 * MAX_LISTED, 2))
     logits = random_logits(14, b=2, v=2 * MAX_LISTED)
     tokens = draw(logits, [{"allowed_token_ids": allowed}, {}])
-    assert tokens.tolist() == [2 * logits[0, ::2].argmax(), logits[1].argmax()]
+    chex.assert_trees_all_equal(tokens, np.array([2 * logits[0, ::2].argmax(), logits[1].argmax()], np.int32))
+
+
+# --- features of a user -----------------------------------------------------------------------------------------------
+
+NEAR = RowFeature(  # an option of one file: favour the tokens beside the newest one
+    name="near",
+    stage="logits",
+    off={"near": np.float32(0)},
+    read=lambda params, stop_ids: {"near": params.extra_args["near"]},
+    apply=lambda x, rows, context: x + rows["near"] * (jnp.abs(jnp.arange(len(x))[:, None] - newest(context)) == 1),
+    params=("near",),
+)
+ODD = RowFeature(
+    name="odd",
+    stage="weights",
+    off={"odd": np.bool_(False)},
+    read=lambda params, stop_ids: {"odd": params.extra_args["odd"]},
+    apply=lambda w, rows, context: jnp.where(rows["odd"][:, None] & (jnp.arange(w.shape[1]) % 2 == 0), 0.0, w),
+    params=("odd",),
+)
+
+
+def newest(context: RowContext) -> jax.Array:
+    """[B] the last token of each row."""
+    at = jnp.maximum(context.seq_lens - 1, 0)
+    size = context.tokens.shape[1]
+    return context.tokens[context.block_tables[jnp.arange(len(at)), at // size], at % size]
+
+
+@pytest.mark.parametrize("tile", [None, TILE])
+def test_a_feature_of_a_user_changes_the_rows_that_use_it_and_no_other(tile):
+    options, logits = chain((NEAR, ODD)), random_logits(30)
+    history = {"history": [9, 8, 100], "prompt_len": 1}
+    rows: list[Row] = [{"seed": i, "temperature": 1.0} | history for i in range(B)]
+    rows[3] = history | {"extra_args": {"near": 100.0}}
+    rows[4]["extra_args"] = {"odd": True}
+    rows[5] |= {"extra_args": {"near": 100.0, "odd": True}, "logit_bias": {101: 10.0}}
+    rows[6]["extra_args"] = {"odd": False}
+    run = jax.jit(lambda *a: sample(*a, jnp.uint32(ENGINE_SEED), tile, options))
+    tokens = np.asarray(run(jnp.asarray(logits.T), *batch(rows, options=options)).tokens)
+    without = draw(logits, [{key: row[key] for key in row if key not in ("extra_args", "logit_bias")} for row in rows])
+    others = np.r_[0:3, 6:B]
+    chex.assert_trees_all_equal(tokens[others], without[others])
+    assert tokens[3] == (99 if logits[3, 99] > logits[3, 101] else 101)
+    assert tokens[4] % 2 == 1
+    assert tokens[5] == 101
+
+
+def test_a_batch_of_another_chain_is_refused_when_traced():
+    arguments = jnp.zeros((V, 2)), *batch([{}] * 2), jnp.uint32(0)
+    with pytest.raises(ValueError, match=r"the batch has the row features \[.*\]; the step has \[.*'near'"):
+        jax.jit(lambda *a: sample(*a, None, chain((NEAR,))))(*arguments)
+
+
+def test_arrays_that_do_not_fit_are_refused_when_traced():
+    s, history = batch([{}] * 3)
+    seed = jnp.uint32(0)
+    with pytest.raises(ValueError, match=r"logits has shape \[300, 2\]; it must be \[any, 3\]"):
+        jax.jit(sample)(jnp.zeros((V, 2)), s, history, seed)
+    with pytest.raises(ValueError, match=r"seq_lens has shape \[2\]; it must be \[3\]"):
+        jax.jit(sample)(jnp.zeros((V, 3)), s, history._replace(seq_lens=jnp.zeros(2, jnp.int32)), seed)
+    with pytest.raises(ValueError, match=r"\.seed has shape \[1\]; it must be \[3\]"):
+        jax.jit(sample)(jnp.zeros((V, 3)), s._replace(seed=np.zeros(1, np.uint32)), history, seed)
+
+
+# --- shapes, types and traces -----------------------------------------------------------------------------------------
+
+DIMS = chex.Dimensions(B=B, V=V, O=MAX_TOP)
+
+
+def mixed_rows() -> list[Row]:
+    rng = np.random.default_rng(31)
+    rules: list[Row] = [
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 1.2, "top_k": 9, "min_p": 0.01},
+        {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "frequency_penalty": 0.3, "logit_bias": {3: 2.0}},
+        {"allowed_token_ids": (5, 6, 7), "suppressed": (6,)},
+    ]
+    return [rules[i % 6] | {"seed": i, "position": i} | random_history(rng) for i in range(B)]
+
+
+class Sampling(chex.TestCase):
+    """With and without jit, and at every tile."""
+
+    @chex.variants(with_jit=True, without_jit=True)  # type: ignore[attr-defined]
+    @parameterized.parameters(None, TILE)
+    def test_shapes_types_and_values_are_those_of_a_step(self, tile):
+        logits = jnp.asarray(random_logits(31))
+        arguments = *batch(mixed_rows()), jnp.uint32(ENGINE_SEED)
+        out = self.variant(lambda x, *a: sample(x.T, *a, tile))(logits, *arguments)
+        chex.assert_shape([out.tokens, out.logprobs, out.ranks], DIMS["B"])
+        chex.assert_shape([out.top_ids, out.top_logprobs], DIMS["BO"])
+        chex.assert_type(list(out), [jnp.int32, jnp.float32, jnp.int32, jnp.int32, jnp.float32])
+        chex.assert_tree_all_finite(out)
+        chex.assert_trees_all_equal(out.tokens, sampled(logits, *arguments).tokens)
+
+    @chex.variants(with_jit=True, without_jit=True)  # type: ignore[attr-defined]
+    def test_penalties_are_those_of_a_plain_computation(self):
+        """Of the logits themselves, for histories of any length up to a whole block table."""
+        rng, logits = np.random.default_rng(32), random_logits(32)[:, :40]
+        names = "presence_penalty", "frequency_penalty", "repetition_penalty"
+        rows = [{name: float(rng.uniform(0.5, 1.5)) for name in names} | random_history(rng) for _ in range(B)]
+        rows[0]["history"], rows[1]["history"] = [], rng.integers(0, 12, ROOM).tolist()
+        s, history = batch(rows)
+        context = RowContext(*history, s.prompt_len, s.position)
+        found = self.variant(PENALTIES.apply)(jnp.asarray(logits.T), s.features["penalties"].fields, context)
+        expected = np.array([adjusted(x, row) for x, row in zip(logits, rows, strict=True)], np.float32)
+        chex.assert_trees_all_close(found.T, expected, rtol=1e-5, atol=1e-5)
+
+    @chex.variants(with_jit=True, without_jit=True)  # type: ignore[attr-defined]
+    def test_spans_of_any_length_read_the_same_history(self):
+        rng = np.random.default_rng(33)
+        rows = [{"frequency_penalty": 0.5} | random_history(rng) for _ in range(B)]
+        s, history = batch(rows)
+        context, logits = RowContext(*history, s.prompt_len, s.position), jnp.zeros((40, B))
+        found = []
+        for span in (4, 12, 20, 512):  # 1, 3 and 5 blocks of 6, and the whole table
+            with mock.patch.object(penalties, "SPAN", span):
+                run = self.variant(lambda *a: PENALTIES.apply(*a))
+                found.append(run(logits, s.features["penalties"].fields, context))
+        for other in found[1:]:
+            chex.assert_trees_all_equal(found[0], other)
+        assert found[0].any()
+
+    def test_options_of_the_rows_are_arguments_of_one_program(self):
+        chex.clear_trace_counter()
+        run = jax.jit(chex.assert_max_traces(lambda *a: sample(*a, jnp.uint32(0), TILE), n=1))
+        logits = jnp.asarray(random_logits(34).T)
+        tokens = {run(logits, *batch(rows)).tokens.tobytes() for rows in ([{}] * B, mixed_rows())}
+        assert len(tokens) == 2
+
+
+def test_histories_of_any_length_take_no_memory():
+    """Penalties of 131,072 tokens for 8 rows: their ids alone are 4 MiB, and the step reads 512 a row at a time."""
+    b, v, size, width = 8, 64, 16, 131_072 // 16
+    s = batch([{}] * b, v)[0]
+    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    history = History(int32(1000, size), int32(b, width), int32(b))
+    logits = jax.ShapeDtypeStruct((v, b), jnp.float32)
+    compiled = jax.jit(sample).lower(logits, s, history, jnp.uint32(0)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20

@@ -12,10 +12,15 @@ import numpy as np
 
 from pagedjax.engine.engine import Engine
 
+STRAY_TOKEN = 3  # an ordinary token: penalties that read one of a free block change the text
+
 
 @partial(jax.jit, donate_argnums=0)
 def _spoil(pages, free):
-    return jax.tree.map(lambda array: array.at[free].set(jnp.nan), pages)
+    def value(array):
+        return jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else STRAY_TOKEN
+
+    return jax.tree.map(lambda array: array.at[free].set(value(array)), pages)
 
 
 def poison(engine: Engine) -> int:

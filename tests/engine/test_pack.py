@@ -1,14 +1,18 @@
-"""pack: a plan laid out as padded arrays, by hand-made examples."""
+"""`pack`: plans become padded arrays; examples by hand, and any plan."""
 
 from __future__ import annotations
 
+import chex
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedjax.device.batch import MAX_LISTED, Batch, Shapes, blank_sampling, token_buckets
-from pagedjax.engine.pack import _suppressed, pack
+from pagedjax.device.batch import Batch, Shapes, blank_sampling, token_buckets
+from pagedjax.device.row_features import RowFeature, chain
+from pagedjax.device.row_features.chain import DEFAULT
+from pagedjax.device.row_features.listed_tokens import MAX_LISTED
+from pagedjax.engine.pack import pack
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.types import Plan, Request, Seq
 from pagedjax.params import SamplingParams
@@ -37,13 +41,18 @@ def plan(*rows: tuple[str, SequenceData, int, int, tuple[int, ...]]) -> tuple[Pl
     return Plan(0, seqs, lengths, starts, counts, *[()] * 9, 0, 0, 9), {name: s for name, s, *_ in rows}
 
 
-def packed(*rows, shapes: Shapes = SHAPES) -> Batch:
+def packed(*rows, shapes: Shapes = SHAPES, options=DEFAULT) -> Batch:
     the_plan, sources = plan(*rows)
-    return pack(the_plan, sources, shapes, {t: blank_sampling(shapes, t) for t in shapes.tokens})
+    return pack(the_plan, sources, shapes, {t: blank_sampling(shapes, t, options) for t in shapes.tokens}, options)
 
 
 def equal(array: np.ndarray, *expected) -> None:
-    assert array.tolist() == list(expected)
+    chex.assert_trees_all_equal(array, np.array(expected, array.dtype))
+
+
+def assert_blank(feature: str, batch: Batch) -> None:
+    blank = DEFAULT.blank(len(batch.seq_lens))[feature]
+    chex.assert_trees_all_equal(batch.sampling.features[feature], blank)
 
 
 MIXED = (
@@ -64,7 +73,7 @@ def test_a_decode_a_chunk_and_a_whole_prompt_in_one_bucket():
     equal(batch.last, 0, 3, 5)
     equal(batch.targets, *[-1] * 8)
     assert batch.feed is None
-    assert all(a.dtype == np.int32 for a in batch[:8])
+    chex.assert_type(list(batch[:8]), np.int32)
 
 
 def test_padding_rows_have_no_tokens_and_padding_tokens_write_to_the_trash_block():
@@ -74,17 +83,18 @@ def test_padding_rows_have_no_tokens_and_padding_tokens_write_to_the_trash_block
     equal(batch.seq_lens, 6, 0, 0)
     equal(batch.cu_q_lens, 0, 1, 1, 1)
     equal(batch.last, 0, 0, 0)
-    assert not batch.block_tables[1:].any()
+    equal(batch.block_tables, [7, 3, 0, 0, 0], [0] * 5, [0] * 5)
     equal(batch.sampling.num_top, -1, -1, -1)
-    equal(batch.sampling.top_p, 1, 1, 1)
-    equal(batch.sampling.repetition, 1, 1, 1)
+    equal(batch.sampling.features["top_p"].fields["top_p"], 1, 1, 1)
+    equal(batch.sampling.features["penalties"].fields["repetition"], 1, 1, 1)
 
 
 def test_an_empty_plan_is_all_padding():
     batch = packed()
-    assert not any(a.any() for a in batch[:7])
+    chex.assert_trees_all_equal(batch[:7], tuple(np.zeros_like(a) for a in batch[:7]))
     equal(batch.targets, *[-1] * 4)
     equal(batch.cu_q_lens, 0, 0, 0, 0)
+    chex.assert_trees_all_equal(batch.sampling, blank_sampling(SHAPES, 4))
 
 
 def test_the_bucket_is_the_smallest_that_holds_the_tokens():
@@ -109,7 +119,7 @@ def test_buckets_are_powers_of_two_and_the_budget(budget, smallest, sizes):
     assert token_buckets(budget, smallest=smallest) == sizes
 
 
-def test_how_a_row_samples_travels_with_it():
+def test_options_of_a_row_are_in_its_row_of_the_arrays():
     params = SamplingParams(
         temperature=0.5,
         top_p=0.9,
@@ -123,46 +133,53 @@ def test_how_a_row_samples_travels_with_it():
     mine = source([1, 2, 3, 4], 2, params, seed=2**32 - 1)
     s = packed(MIXED[0], ("mine", mine, 3, 1, (2,))).sampling
     equal(s.temperature, 0, 0.5, 0)
-    np.testing.assert_array_equal(s.top_p, np.array([1, 0.9, 1], np.float32))
-    np.testing.assert_array_equal(s.min_p, np.array([0, 0.1, 0], np.float32))
-    equal(s.presence, 0, 1.5, 0)
-    equal(s.frequency, 0, -0.5, 0)
-    equal(s.repetition, 1, 1.25, 1)
-    equal(s.top_k, 0, 7, 0)
     equal(s.num_top, -1, 3, -1)
     equal(s.seed, 0, 2**32 - 1, 0)
     equal(s.position, 2, 2, 0)  # two tokens are out: the next one is the third
     equal(s.prompt_len, 4, 2, 0)
-    assert [a.dtype.name for a in s] == [*["float32"] * 6, *["int32"] * 2, "uint32", *["int32"] * 4, "float32", "bool"]
+    chex.assert_type(list(s[:5]), [np.float32, np.int32, np.uint32, np.int32, np.int32])
+    fields = {name: array for rows in s.features.values() for name, array in rows.fields.items()}
+    equal(fields["top_p"], 1, 0.9, 1)
+    equal(fields["min_p"], 0, 0.1, 0)
+    equal(fields["top_k"], 0, 7, 0)
+    equal(fields["presence"], 0, 1.5, 0)
+    equal(fields["frequency"], 0, -0.5, 0)
+    equal(fields["repetition"], 1, 1.25, 1)
+    chex.assert_type([fields[name] for name in ("top_p", "min_p", "presence", "repetition")], np.float32)
+    chex.assert_type(fields["top_k"], np.int32)
+    for name in ("top_p", "min_p", "top_k", "penalties"):
+        equal(s.features[name].on, False, True, False)
 
 
-def test_top_k_off_has_one_spelling():
-    for off in (0, -1):
-        assert packed(("a", source([1], 1, SamplingParams(top_k=off)), 0, 1, (1,))).sampling.top_k[0] == 0
+@pytest.mark.parametrize("value", [0, -1])
+def test_top_k_of_0_and_of_minus_1_is_off(value):
+    assert_blank("top_k", packed(("a", source([1], 1, SamplingParams(top_k=value)), 0, 1, (1,))))
 
 
-@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
-def test_only_rows_with_penalties_have_a_history(penalty):
-    mine = source([1, 2, 3], 2, SamplingParams(temperature=0, **{penalty: 0.5}))
-    history = packed(MIXED[0], ("mine", mine, 2, 1, (2,))).sampling.history
-    equal(history, [-1] * 20, [1, 2, 3] + [-1] * 17, [-1] * 20)
+@pytest.mark.parametrize("option", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_options_of_weights_are_off_for_greedy_rows(option):
+    batch = packed(("a", source([1], 1, SamplingParams(temperature=0, **option)), 0, 1, (1,)))
+    assert_blank(next(iter(option)), batch)
 
 
 def test_features_that_no_row_uses_take_the_blank_arrays_as_they_are():
     blanks = {t: blank_sampling(SHAPES, t) for t in SHAPES.tokens}
     the_plan, sources = plan(*MIXED)
     s = pack(the_plan, sources, SHAPES, blanks).sampling
-    for name in ("history", "listed", "bias", "only_listed"):
-        assert getattr(s, name) is getattr(blanks[8], name)
-    assert (blanks[8].history == -1).all()
-    assert (blanks[8].listed == -1).all()
+    assert s.features.keys() == {"listed_tokens", "penalties", "min_p", "top_k", "top_p"}
+    assert all(rows is blanks[8].features[name] for name, rows in s.features.items())
+    chex.assert_trees_all_equal(blanks[8], blank_sampling(SHAPES, 8))
 
 
-def listed(row: int, batch: Batch) -> dict[int, float]:
-    s = batch.sampling
-    entries = [(t, b) for t, b in zip(s.listed[row].tolist(), s.bias[row].tolist(), strict=True) if t >= 0]
-    assert len(entries) == len(dict(entries)), "a token is listed twice: its bias would be added twice"
-    return dict(entries)
+def listed(row: int, batch: Batch) -> tuple[dict[int, float], list[int]]:
+    """The biases of a row that always count, and the tokens that are forbidden until min_tokens."""
+    fields = batch.sampling.features["listed_tokens"].fields
+    ids, always = fields["ids"][row], fields["always"][row]
+    entries = dict(zip(ids[:always].tolist(), fields["bias"][row, :always].tolist(), strict=True))
+    assert len(entries) == always, "a token is listed twice: its bias would be added twice"
+    stops = ids[always:][ids[always:] >= 0]
+    chex.assert_trees_all_equal(fields["bias"][row, always:][: len(stops)], np.full(len(stops), -np.inf, np.float32))
+    return entries, stops.tolist()
 
 
 def test_biases_allowed_tokens_and_suppressed_stops_share_one_list():
@@ -174,17 +191,92 @@ def test_biases_allowed_tokens_and_suppressed_stops_share_one_list():
         row("allowed", allowed_token_ids=(4, 5, 5), logit_bias={5: 0.5, 6: 3.0}),
         row("early", min_tokens=2, logit_bias={9: 7.0, 3: 1.0}),
     )
-    assert listed(0, batch) == {4: 1.5, 9: -2.0}
-    assert listed(1, batch) == {4: 0.0, 5: 0.5}
-    assert listed(2, batch) == {3: 1.0, 8: -np.inf, 9: -np.inf}
-    equal(batch.sampling.only_listed, False, True, False)
-    assert batch.sampling.listed.shape == (3, MAX_LISTED)
+    assert listed(0, batch) == ({4: 1.5, 9: -2.0}, [])
+    assert listed(1, batch) == ({4: 0.0, 5: 0.5}, [])
+    assert listed(2, batch) == ({3: 1.0, 9: 7.0}, [8, 9])
+    fields = batch.sampling.features["listed_tokens"].fields
+    equal(fields["only"], False, True, False)
+    equal(fields["min_tokens"], 0, 0, 2)
+    chex.assert_shape([fields["ids"], fields["bias"]], (3, MAX_LISTED))
 
 
-@pytest.mark.parametrize(("outputs", "suppressed"), [(0, (8, 9)), (1, (8, 9)), (2, ()), (3, ())])
-def test_stop_tokens_are_suppressed_until_min_tokens_are_out(outputs, suppressed):
-    params = SamplingParams(min_tokens=2, max_tokens=9)
-    assert _suppressed(source([1] * (3 + outputs), 3, params, stop_ids=(8, 9)), 3 + outputs) == suppressed
+def test_only_rows_with_a_list_have_one():
+    mine = source([1, 2, 3], 2, SamplingParams(logit_bias={4: 1.5}))
+    rows = packed(MIXED[0], ("mine", mine, 2, 1, (1,))).sampling.features["listed_tokens"]
+    equal(rows.on, False, True, False)
+    chex.assert_trees_all_equal(rows.fields["ids"][[0, 2]], np.full((2, MAX_LISTED), -1, np.int32))
+
+
+# --- features of a user -----------------------------------------------------------------------------------------------
+
+WIDE = RowFeature(
+    name="wide",
+    stage="logits",
+    off={"numbers": np.zeros(50, np.float32), "count": np.int32(-1)},
+    read=lambda params, stop_ids: {"numbers": np.arange(50), "count": params.extra_args["wide"]},
+    apply=lambda x, rows, context: x + rows["numbers"].T,
+    params=("wide",),
+)
+
+
+def test_a_feature_of_a_user_is_packed_for_the_rows_that_use_it():
+    options = chain((WIDE,))
+    params = SamplingParams(temperature=0, extra_args={"wide": 3})
+    mine = source([1, 2, 3], 2, params, read=options.read(params))
+    other = source([1, 2, 3], 2, GREEDY, read=options.read(GREEDY))
+    features = packed(("a", other, 2, 1, (1,)), ("b", mine, 2, 1, (2,)), options=options).sampling.features
+    assert features.keys() == options.blank(1).keys()
+    equal(features["wide"].on, False, True, False)
+    equal(features["wide"].fields["count"], -1, 3, -1)
+    expected = np.zeros((3, 50), np.float32)
+    expected[1] = np.arange(50)
+    chex.assert_trees_all_equal(features["wide"].fields["numbers"], expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(features, options.blank(3))
+
+
+def test_extra_args_that_no_feature_reads_are_refused_with_the_names_that_are_known():
+    params = SamplingParams(extra_args={"wude": 3})
+    with pytest.raises(ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: none$"):
+        DEFAULT.read(params)
+    with pytest.raises(ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: 'wide'$"):
+        chain((WIDE,)).read(params)
+
+
+def test_extra_args_are_plain_values_by_name():
+    params = SamplingParams(extra_args={"a": 1, "b": [1.5, "x", [True, None]]})
+    assert params.extra_args == {"a": 1, "b": (1.5, "x", (True, None))}
+    assert SamplingParams().extra_args is None
+    with pytest.raises(ValueError, match=r"extra_args is \['a'\]; it must map names to values"):
+        SamplingParams(extra_args=["a"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"extra_args is \{3: 1\}; it must map names to values"):
+        SamplingParams(extra_args={3: 1})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match=r"extra_args\['a'\] is <object .*; it must be a number, a string"):
+        SamplingParams(extra_args={"a": object()})
+
+
+def test_more_listed_tokens_than_the_limit_are_refused():
+    most = SamplingParams(allowed_token_ids=tuple(range(MAX_LISTED - 2)), min_tokens=1)
+    assert DEFAULT.read(most, (5, 2000)).names == {"listed_tokens"}
+    with pytest.raises(ValueError, match=r"^1025 tokens are listed in logit_bias, .*; the limit is 1024; list fewer$"):
+        DEFAULT.read(most, (5, 2000, 2001))
+    with pytest.raises(ValueError, match=r"^allowed_token_ids has only stop tokens, but min_tokens is 1$"):
+        DEFAULT.read(SamplingParams(allowed_token_ids=(5, 6), min_tokens=1), (5, 6, 7))
+
+
+def test_values_that_do_not_fit_their_fields_are_refused():
+    options = chain((WIDE,))
+    with pytest.raises(ValueError, match=r"^count is 'many'; it must fit int32 of shape"):
+        options.read(SamplingParams(extra_args={"wide": "many"}))
+    with pytest.raises(ValueError, match=r"^a row feature has the fields"):
+        chain((WIDE._replace(read=lambda params, stop_ids: {"count": 1}),)).read(SamplingParams(extra_args={"wide": 1}))
+
+
+def test_features_of_one_name_are_refused():
+    for twice in ((WIDE, WIDE), (WIDE._replace(name="top_k"),)):
+        with pytest.raises(ValueError, match=r"use the name '.*' twice"):
+            chain(twice)
+    with pytest.raises(ValueError, match="'wide' has stage 'logit'; it must be 'logits' or 'weights'"):
+        chain((WIDE._replace(stage="logit"),))  # type: ignore[arg-type]
 
 
 def test_prompt_tokens_are_targets_of_the_tokens_before_them():
@@ -217,7 +309,8 @@ def test_any_plan_lays_every_token_where_its_block_table_says(data):
     batch = packed(*rows, shapes=shapes)
     t = shapes.bucket(total)
     shapes_of_t = [(t,), (t,), (t,), (min(t, 5), 5), (min(t, 5),), (min(t, 5) + 1,), (min(t, 5),), (t,)]
-    assert [a.shape for a in batch[:8]] == shapes_of_t
+    chex.assert_shape(list(batch[:8]), shapes_of_t)
+    chex.assert_type(list(batch[:8]), np.int32)
     at = 0
     for row, (_, s, start, count, table) in enumerate(rows):
         assert batch.cu_q_lens[row] == at
@@ -228,5 +321,5 @@ def test_any_plan_lays_every_token_where_its_block_table_says(data):
             assert batch.positions[at] == position
             assert batch.slots[at] == table[position // 4] * 4 + position % 4
             at += 1
-    assert (batch.cu_q_lens[len(rows) :] == at).all()
-    assert not batch.slots[at:].any()
+    equal(batch.cu_q_lens[len(rows) :], *[at] * (len(batch.cu_q_lens) - len(rows)))
+    equal(batch.slots[at:], *[0] * (t - at))

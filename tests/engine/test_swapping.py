@@ -112,7 +112,7 @@ def test_swapped_blocks_return_bit_identical(dtype, pinned):
     kv = cache.init(layers=2, blocks=9, block_size=4, kv_heads=2, head_dim=3, dtype=dtype)
     leaves, tree = jax.tree.flatten(kv)
     rng = np.random.default_rng(0)
-    leaves = [jnp.asarray(rng.standard_normal(leaf.shape), dtype) for leaf in leaves]
+    leaves = [jnp.asarray(rng.standard_normal(leaf.shape) * 9, leaf.dtype) for leaf in leaves]
     before = [np.asarray(leaf).copy() for leaf in leaves]
     swap, host_pages = SwapPrograms(kv, batch=3, pinned=pinned), host_cache(kv, 7)
     device, host, target = (3, 1, 9, 4, 7), (2, 7, 1, 5, 3), (5, 9, 1, 2, 8)

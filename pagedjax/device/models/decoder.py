@@ -275,7 +275,7 @@ class Decoder(nnx.Module):
             x, k_pages, v_pages = _run_block(*nnx.split(block), attend, x, k_pages, v_pages, batch, angles)
             k_all.append(k_pages)
             v_all.append(v_pages)
-        return kv.KVCache(tuple(k_all), tuple(v_all)), self.norm(x)
+        return cache._replace(k=tuple(k_all), v=tuple(v_all)), self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[H, R] -> [V, R] float32."""

@@ -1,0 +1,18 @@
+"""Checks of static shapes. They run when a function is traced and cost nothing when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def check_shape(name: str, array: Any, expected: Sequence[int | None]) -> None:
+    """Check the shape of an array (or tracer, or jax.ShapeDtypeStruct); None is any length.
+
+    Raises:
+        ValueError: names the array and both shapes.
+    """
+    shape = tuple(array.shape)
+    if len(shape) != len(expected) or any(want not in (None, n) for n, want in zip(shape, expected, strict=True)):
+        wanted = ", ".join("any" if n is None else str(n) for n in expected)
+        raise ValueError(f"{name} has shape {list(shape)}; it must be [{wanted}]")

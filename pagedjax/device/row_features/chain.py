@@ -1,0 +1,180 @@
+"""`RowChain`: the sampling options of an engine in their order, and how their values travel to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.device.row_features.feature import RowContext, RowFeature, Stage
+from pagedjax.device.row_features.listed_tokens import LISTED_TOKENS
+from pagedjax.device.row_features.penalties import PENALTIES
+from pagedjax.device.row_features.truncation import MIN_P, TOP_K, TOP_P
+
+if TYPE_CHECKING:
+    from pagedjax.params import SamplingParams
+
+SMALL = 64  # bytes: fields of at most so many travel with every row, larger ones with the rows that use them
+
+
+class FeatureRows(NamedTuple):
+    """A feature's arrays in a step."""
+
+    on: Any  # [B] bool: the row uses the feature
+    fields: dict[str, Any]  # [B, ...] each
+
+
+class RowOptions(NamedTuple):
+    """What one request asks of a chain, ready to be packed."""
+
+    names: frozenset[str]  # of the features that it uses
+    record: bytes  # one `RowChain.record`
+    large: dict[str, bytes]  # by feature
+
+
+class RowChain:
+    """Features in the order in which they are applied.
+
+    Attributes:
+        features: all of them.
+        record: the numpy dtype of what each row brings: which features it uses, and the fields of the small ones.
+    """
+
+    def __init__(self, features: Sequence[RowFeature]) -> None:
+        self.features = tuple(features)
+        for names in ([f.name for f in self.features], [name for f in self.features for name in f.params]):
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"row_features use the name {twice[0]!r} twice")
+        for f in self.features:
+            if f.stage not in ("logits", "weights"):
+                raise ValueError(f"row feature {f.name!r} has stage {f.stage!r}; it must be 'logits' or 'weights'")
+        self._off = {f.name: _record(f.off) for f in self.features}
+        small = [(name, off.dtype) for name, off in self._off.items() if off.nbytes <= SMALL]
+        self._small = frozenset(name for name, _ in small)
+        self.record = np.dtype([("on", "?", (len(self.features),)), *small])
+        self._blank = np.zeros((), self.record)
+        for name, _ in small:
+            self._blank[name] = self._off[name]
+
+    def stage(self, stage: Stage) -> tuple[RowFeature, ...]:
+        return tuple(f for f in self.features if f.stage == stage)
+
+    @cached_property
+    def nothing(self) -> RowOptions:
+        return RowOptions(frozenset(), self._blank.tobytes(), {})
+
+    # a request -----------------------------------------------------------------------------------------------------
+
+    def read(self, params: SamplingParams, stop_ids: tuple[int, ...] = ()) -> RowOptions:
+        """What a request asks of the features.
+
+        Raises:
+            ValueError: extra_args has a name that no feature reads, or a value that a feature refuses.
+        """
+        extra = params.extra_args or {}
+        known = [name for f in self.features for name in f.params]
+        for name in extra:
+            if name not in known:
+                names = ", ".join(map(repr, known)) or "none"
+                raise ValueError(f"extra_args has {name!r}; the names that this engine knows are: {names}")
+        record, names, large = self._blank.copy(), [], {}
+        for i, f in enumerate(self.features):
+            values = f.read(params, stop_ids) if not f.params or any(name in extra for name in f.params) else None
+            if values is None:
+                continue
+            names.append(f.name)
+            record["on"][i] = True
+            if f.name in self._small:
+                record[f.name] = _record(f.off, values)
+            else:
+                large[f.name] = _record(f.off, values).tobytes()
+        return RowOptions(frozenset(names), record.tobytes(), large) if names else self.nothing
+
+    # a step --------------------------------------------------------------------------------------------------------
+
+    def blank(self, b: int) -> dict[str, FeatureRows]:
+        """By name: arrays of `b` rows that use no feature."""
+        return {f.name: self._rows(f.name, np.zeros(b, bool)) for f in self.features}
+
+    def pack(self, records: np.ndarray, large: Callable[[int, str], bytes], b: int) -> dict[str, FeatureRows]:
+        """By name: the arrays of the features that some row uses, for `b` rows of which the first ones are given.
+
+        Args:
+            records: [rows] of `record`.
+            large: (row, name) -> the bytes of a feature in `RowOptions.large`.
+        """
+        packed = {}
+        for i in np.flatnonzero(records["on"].any(axis=0)):
+            name, on = self.features[i].name, np.zeros(b, bool)
+            on[: len(records)] = records["on"][:, i]
+            if name in self._small:
+                rows, values = slice(len(records)), records[name]
+            else:
+                rows = np.flatnonzero(on)
+                values = np.frombuffer(b"".join([large(row, name) for row in rows.tolist()]), self._off[name].dtype)
+            packed[name] = self._rows(name, on, rows, values)
+        return packed
+
+    def _rows(self, name: str, on: np.ndarray, rows: Any = (), values: np.ndarray | None = None) -> FeatureRows:
+        off, fields = self._off[name], {}
+        for field in off.dtype.names or ():
+            fields[field] = np.empty((len(on), *off[field].shape), off[field].dtype)
+            if values is None or len(values) < len(on):
+                fields[field][:] = off[field]
+            if values is not None:
+                fields[field][rows] = values[field]
+        return FeatureRows(on, fields)
+
+    # on the device -------------------------------------------------------------------------------------------------
+
+    def uses(self, stage: Stage, rows: Mapping[str, FeatureRows]) -> jax.Array:
+        """[] bool: some row uses a feature of this stage."""
+        return jnp.any(jnp.array([jnp.any(rows[f.name].on) for f in self.stage(stage)]))
+
+    def apply(self, stage: Stage, x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext) -> jax.Array:
+        """The features of a stage, each only if some row uses it."""
+        features = self.stage(stage)
+
+        def apply_all(x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext) -> jax.Array:
+            for f in features:
+                on, fields = rows[f.name]
+                x = jax.lax.cond(jnp.any(on), f.apply, lambda x, *_: x, x, fields, context)
+            return x
+
+        # In one more branch: a conditional copies what it passes on, and most steps use none.
+        return jax.lax.cond(self.uses(stage, rows), apply_all, lambda x, *_: x, x, dict(rows), context)
+
+
+def _record(off: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> np.ndarray:
+    """[] of the dtype that `off` describes."""
+    arrays = {name: np.asarray(value) for name, value in off.items()}
+    record = np.zeros((), np.dtype([(name, a.dtype, a.shape) for name, a in arrays.items()]))
+    values = off if values is None else values
+    if values.keys() != off.keys():
+        raise ValueError(f"a row feature has the fields {sorted(off)} and reads {sorted(values)}")
+    for name, value in values.items():
+        try:
+            record[name] = value
+        except (TypeError, ValueError, OverflowError):
+            a = arrays[name]
+            raise ValueError(f"{name} is {value!r:.80}; it must fit {a.dtype} of shape {list(a.shape)}") from None
+    return record
+
+
+BUILT_IN = (LISTED_TOKENS, PENALTIES, MIN_P, TOP_K, TOP_P)
+
+
+def chain(extra: Sequence[RowFeature] = ()) -> RowChain:
+    """The built-in options in vLLM's order, and a user's own after those of their stage.
+
+    Raises:
+        ValueError: two features, or two names in extra_args, are the same.
+    """
+    return RowChain((*BUILT_IN, *extra))
+
+
+DEFAULT = chain()

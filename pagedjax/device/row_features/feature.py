@@ -1,0 +1,57 @@
+"""`RowFeature`: one sampling option, from the parameters of a request to the logits of its row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+
+if TYPE_CHECKING:
+    from pagedjax.params import SamplingParams
+
+Stage = Literal["logits", "weights"]
+Values = Mapping[str, Any]  # by field: the numbers of one row, or their arrays for B rows
+
+
+class RowContext(NamedTuple):
+    """What a feature may read of the rows beside its own arrays."""
+
+    tokens: jax.Array  # [P, S] int32 token ids of the cache's slots
+    block_tables: jax.Array  # [B, M] int32
+    seq_lens: jax.Array  # [B] int32 tokens known, with those of this step
+    prompt_len: jax.Array  # [B] int32
+    position: jax.Array  # [B] int32 index of the sampled token among the outputs
+
+
+class RowFeature(NamedTuple):
+    """A sampling option.
+
+        BOOST = RowFeature(
+            name="boost_eos",
+            stage="logits",
+            off={"boost": np.float32(0)},
+            read=lambda params, stop_ids: {"boost": params.extra_args["boost_eos"]},
+            apply=lambda x, rows, context: x.at[EOS].add(rows["boost"]),
+            params=("boost_eos",),
+        )
+
+    Attributes:
+        name: unique in a chain.
+        stage: "logits" changes [V, B] logits, also of greedy rows; "weights" changes [B, V] weights, which are
+            probabilities up to a factor, after the temperature.
+        off: by field, the value that changes nothing, a numpy scalar or array. It fixes dtype and shape.
+        read: (params, stop_ids) -> the value of each field for one request, or None if it does not use the feature.
+            It is called once a request. It may raise ValueError with the part of the message after "request 'a': ".
+            A feature with `params` is read only if extra_args has one of them.
+        apply: (x, fields, context) -> x, traced. Each field is an array [B, ...]; rows that do not use the feature
+            have the `off` values and must not change.
+        params: names in `SamplingParams.extra_args` that the feature reads.
+    """
+
+    name: str
+    stage: Stage
+    off: Mapping[str, Any]
+    read: Callable[[SamplingParams, tuple[int, ...]], Values | None]
+    apply: Callable[[jax.Array, Mapping[str, jax.Array], RowContext], jax.Array]
+    params: tuple[str, ...] = ()

@@ -1,0 +1,63 @@
+"""`allowed_token_ids`, `logit_bias` and `min_tokens`: options that name tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.device.row_features.feature import RowContext, RowFeature
+
+if TYPE_CHECKING:
+    from pagedjax.params import SamplingParams
+
+MAX_LISTED = 1024  # entries of logit_bias, allowed_token_ids and stop tokens under min_tokens that a request can have
+
+
+def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] | None:
+    bias, allowed = dict(params.logit_bias or {}), params.allowed_token_ids
+    entries = bias if allowed is None else {token: bias.get(token, 0.0) for token in allowed}
+    stops = stop_ids if params.min_tokens > 0 else ()
+    if not (entries or stops):
+        return None
+    count = len(bias if allowed is None else allowed) + len(stops)
+    if count > MAX_LISTED:
+        raise ValueError(
+            f"{count} tokens are listed in logit_bias, allowed_token_ids and (with min_tokens) the stop tokens; the "
+            f"limit is {MAX_LISTED}; list fewer"
+        )
+    if allowed is not None and stops and set(allowed) <= set(stops):
+        raise ValueError(f"allowed_token_ids has only stop tokens, but min_tokens is {params.min_tokens}")
+    ids, numbers, total = np.full(MAX_LISTED, -1, np.int32), np.zeros(MAX_LISTED, np.float32), len(entries) + len(stops)
+    ids[:total], numbers[:total] = [*entries, *stops], [*entries.values(), *[-np.inf] * len(stops)]
+    only = allowed is not None
+    return {"ids": ids, "bias": numbers, "always": len(entries), "min_tokens": params.min_tokens, "only": only}
+
+
+def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
+    v, b = logits.shape
+    row, entry = jnp.arange(b)[:, None], jnp.arange(MAX_LISTED)
+    stops = entry >= rows["always"][:, None]  # they count until min_tokens are out
+    counts = (rows["ids"] >= 0) & (~stops | (context.position < rows["min_tokens"])[:, None])
+    ids = jnp.where(counts, rows["ids"], v)  # past the end: dropped
+    is_listed = jnp.zeros((v, b), bool).at[ids, row].set(True, mode="drop")
+    logits = jnp.where(rows["only"] & ~is_listed, -jnp.inf, logits)
+    return logits.at[ids, row].add(rows["bias"], mode="drop")
+
+
+LISTED_TOKENS = RowFeature(
+    name="listed_tokens",
+    stage="logits",
+    off={
+        "ids": np.full(MAX_LISTED, -1, np.int32),
+        "bias": np.zeros(MAX_LISTED, np.float32),
+        "always": np.int32(0),  # so many entries count at every position; the stop tokens behind them do not
+        "min_tokens": np.int32(0),
+        "only": np.bool_(False),  # tokens that are not listed are forbidden
+    },
+    read=_read,
+    apply=_apply,
+)

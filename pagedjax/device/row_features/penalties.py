@@ -1,0 +1,66 @@
+"""`repetition_penalty`, `presence_penalty` and `frequency_penalty`: options that depend on the tokens so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.device.row_features.feature import RowContext, RowFeature
+
+if TYPE_CHECKING:
+    from pagedjax.params import SamplingParams
+
+SPAN = 512  # tokens of each row that are read at a time
+
+
+def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, float] | None:
+    values = params.presence_penalty, params.frequency_penalty, params.repetition_penalty
+    if values == (0.0, 0.0, 1.0):
+        return None
+    return dict(zip(("presence", "frequency", "repetition"), values, strict=True))
+
+
+def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
+    """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over the output."""
+    presence, frequency, repetition = rows["presence"], rows["frequency"], rows["repetition"]
+    used = (presence != 0) | (frequency != 0) | (repetition != 1)
+    seen, counts = _counted(logits.shape[0], jnp.where(used, context.seq_lens, 0), context)
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def _counted(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Array, jax.Array]:
+    """[V, B] whether each of the first `lens` tokens of the rows has the id, and how many outputs have it.
+
+    Blocks are read some at a time, as far as the longest row, so no array of [B, max_model_len] exists.
+    """
+    (b, width), size = context.block_tables.shape, context.tokens.shape[1]
+    span = min(max(SPAN // size, 1), width)  # blocks
+    tables = jnp.pad(context.block_tables, ((0, 0), (0, -width % span)))
+    row = jnp.arange(b)[:, None]
+
+    def body(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        seen, counts = found
+        blocks = jax.lax.dynamic_slice_in_dim(tables, i * span, span, 1)
+        ids = context.tokens.at[blocks].get(mode="promise_in_bounds").reshape(b, span * size)
+        position = i * span * size + jnp.arange(span * size)
+        known = position < lens[:, None]
+        output = known & (position >= context.prompt_len[:, None])
+        seen = seen.at[jnp.where(known, ids, v), row].set(True, mode="drop")  # v is past the end: dropped
+        return seen, counts.at[jnp.where(output, ids, v), row].add(1.0, mode="drop")
+
+    trips = -(-lens.max() // (span * size))
+    return jax.lax.fori_loop(0, trips, body, (jnp.zeros((v, b), bool), jnp.zeros((v, b))))
+
+
+PENALTIES = RowFeature(
+    name="penalties",
+    stage="logits",
+    off={"presence": np.float32(0), "frequency": np.float32(0), "repetition": np.float32(1)},
+    read=_read,
+    apply=_apply,
+)

@@ -1,0 +1,81 @@
+"""`min_p`, `top_k` and `top_p`: options that forbid unlikely tokens.
+
+No vocabulary is sorted. top_k and top_p keep the tokens above a threshold, which is found by bisection over the bits of
+a float: 31 comparisons of the whole row, exact. Tokens that tie at the threshold are all kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.device.row_features.feature import RowContext, RowFeature
+
+
+def row_sums(x: jax.Array) -> jax.Array:
+    """Sums over the last axis, in exact float32. XLA's CPU reductions are slow; a product at the default precision
+    rounds its arguments, to bfloat16 on a TPU and to TF32 on a GPU."""
+    return jnp.matmul(x, jnp.ones(x.shape[-1]), precision=jax.lax.Precision.HIGHEST)
+
+
+def _min_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
+    return jnp.where(weights >= rows["min_p"][:, None], weights, 0.0)  # the best token's weight is 1
+
+
+def _top_k(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
+    """Zero the weights outside the k largest."""
+    k = jnp.where(rows["top_k"] > 0, rows["top_k"], weights.shape[-1])
+    bits = _bits(weights)
+    return jnp.where(bits >= _largest(bits, lambda keep: keep.sum(-1) >= k)[:, None], weights, 0.0)
+
+
+def _top_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
+    """Zero the weights outside the smallest set that holds top_p of what is left."""
+    top_p, bits = rows["top_p"], _bits(weights)
+    share = jnp.where(top_p < 1.0, top_p * row_sums(weights), 0.0)  # off: nothing is cut, whatever rounding says
+    threshold = _largest(bits, lambda keep: row_sums(jnp.where(keep, weights, 0.0)) >= share)
+    return jnp.where((bits >= threshold[:, None]) | (top_p >= 1.0)[:, None], weights, 0.0)
+
+
+def _bits(weights: jax.Array) -> jax.Array:
+    """Weights are at least 0, where floats and their bits, read as integers, have the same order."""
+    return jax.lax.bitcast_convert_type(weights, jnp.int32)
+
+
+def _largest(bits: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Per row, the largest threshold t with holds(bits >= t). It holds at 0, and at no t above one where it fails."""
+
+    def halve(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds  # holds(low), not holds(high)
+        middle = low + (high - low) // 2
+        ok = holds(bits >= middle[:, None])
+        return jnp.where(ok, middle, low), jnp.where(ok, high, middle)
+
+    start = jnp.zeros(len(bits), jnp.int32), bits.max(-1) + 1
+    return jax.lax.fori_loop(0, 31, halve, start)[0]
+
+
+MIN_P = RowFeature(
+    name="min_p",
+    stage="weights",
+    off={"min_p": np.float32(0)},
+    read=lambda p, _: {"min_p": p.min_p} if p.min_p > 0 and p.temperature > 0 else None,
+    apply=_min_p,
+)
+TOP_K = RowFeature(
+    name="top_k",
+    stage="weights",
+    off={"top_k": np.int32(0)},
+    read=lambda p, _: {"top_k": p.top_k} if p.top_k > 0 and p.temperature > 0 else None,
+    apply=_top_k,
+)
+TOP_P = RowFeature(
+    name="top_p",
+    stage="weights",
+    off={"top_p": np.float32(1)},
+    read=lambda p, _: {"top_p": p.top_p} if p.top_p < 1 and p.temperature > 0 else None,
+    apply=_top_p,
+)
