@@ -362,14 +362,14 @@ def test_an_invalid_beam_choice_is_refused():
     state, plan = scheduler.schedule(start, FCFS)
     for choices, message in (
         ({"x": Choice(("a", "a"), (1, 2))}, "'x' is not the first beam of a running request"),
-        ({"a": Choice(("a",), (1,))}, "2 beams of 'a' cannot go on from"),
-        ({"a": Choice(("a", "b"), (1, 2))}, "2 beams of 'a' cannot go on from"),
+        ({"a": Choice(("a",), (1,))}, "2 beams of 'a' cannot continue"),
+        ({"a": Choice(("a", "b"), (1, 2))}, "2 beams of 'a' cannot continue"),
     ):
         with pytest.raises(ValueError, match=message):
             scheduler.commit(state, plan, [0], {}, choices)
     small = scheduler.submit(scheduler.init(config._replace(max_num_batched_tokens=4)), Request("a", 5, 9, beams=True))
     state, plan = scheduler.schedule(small, FCFS)
-    with pytest.raises(ValueError, match="a beam of 'a' has tokens left to compute; all of them go on together"):
+    with pytest.raises(ValueError, match="a beam of 'a' has tokens left to compute; all beams advance together"):
         scheduler.commit(state, plan, [0], {}, {"a": Choice(("a",), (1,))})
     short = scheduler.submit(scheduler.init(config), Request("a", 5, 1, beams=True))
     state, plan = scheduler.schedule(short, FCFS)
