@@ -206,17 +206,17 @@ def test_a_request_tells_its_story(shown: Shown, lecture: tuple[Path, list[str]]
     story = shown.story()
     assert "You are request 2" in story
     assert "The capital of France is Paris" in story  # the prompt, and what it has got up to this step
-    told = [
+    sentences = [
         "You arrive with 5 tokens and may grow to 17.",
-        "You are let in, with 5 tokens to compute.",
+        "You are admitted, with 5 tokens to compute.",
         "You get blocks 5, 6.",
-        "You compute your prompt, tokens 0 to 3 of 5; the rest has to wait.",
+        "You compute your prompt, tokens 0 to 3 of 5; the rest is for later steps.",
         "You compute your prompt, token 4. Your next token is “·Paris”.",
         "You get a token in each of 11 steps",
-        "You end: you are as long as you may get, after 12 tokens.",
-        "the content stays, to be found.",
+        "You end: you reached your maximum length, after 12 tokens.",
+        ", now without an owner. Others can still find the content.",
     ]
-    places = [story.index(line) for line in told]
+    places = [story.index(line) for line in sentences]
     assert places == sorted(places)
     assert f"“{lecture[1][2].removeprefix(' Paris').replace(chr(10), '⏎')}”" in story
     shown.page.click("#lines li .at >> nth=0")
@@ -240,8 +240,8 @@ def test_a_block_tells_its_story(shown: Shown):
     assert "Block 5: 2\n4 of 4 slots\nothers can find it" in story
     for line in (
         "Request 2 gets it.",
-        "Request 2 has filled it; it can be found",
-        "Nobody has it now, but its content",
+        "Request 2 has filled it; others can find it now.",
+        "It has no owner now, but others can still find its content.",
     ):
         assert line in story
     shown.page.click("#lines .links .chip")
@@ -483,14 +483,14 @@ def test_a_server_with_a_key_is_asked_with_it(chromium: Any, served: tuple[Fake,
     fake, server = served
     server.key = "s3cret"
     one = Shown(chromium, server.url, wait=False)
-    one.wait("document.getElementById('note').textContent === 'this server wants its API key'")
-    for key, note in (("wrong", "that was not the key of this server"), ("s3cret", "")):
+    one.wait("document.getElementById('note').textContent === 'this server requires its API key'")
+    for key, note in (("wrong", "this is not the key of this server"), ("s3cret", "")):
         one.page.fill("#key input", key)
         one.page.keyboard.press("Enter")
         one.wait(f"document.getElementById('note').textContent === '{note}'")
     until(one, fake)
     assert not one.page.is_visible("#key")
-    assert len([url for url in one.asked if "steps" in url]) <= 6  # nobody is asked while the key is missing
+    assert len([url for url in one.asked if "steps" in url]) <= 6  # no request is sent while the key is missing
     assert all("401" in complaint for complaint in one.complaints)
     one.page.close()
 
