@@ -92,7 +92,7 @@ function storyOf(life, history, names, words) {
     const done = start + count >= length;
     const sample = got ? ` Your next token is ${words.quoted(life, ...got)}.` : "";
     const span = count === 1 ? `token ${start}` : `tokens ${start} to ${start + count - 1}`;
-    say(index, kind, `You compute ${what}, ${span}${done ? "" : ` of ${length}; the rest is for later steps`}.${sample}`);
+    say(index, kind, `You compute ${what}, ${span}${done ? "" : ` of ${length}; the rest follows later`}.${sample}`);
   }
 }
 
