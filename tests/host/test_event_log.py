@@ -409,7 +409,7 @@ def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
         assert path.read_text().count("\n") == 4
 
 
-def test_the_command_prints_a_summary(log: Path):
+def test_the_command_says_what_it_found(log: Path):
     command = [sys.executable, "-m", "pagedjax.host.event_log", str(log)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
     report = verify(log)

@@ -39,7 +39,7 @@ def queue(*requests: Request) -> tuple[Seq, ...]:
 
 
 def order(policy: Policy, waiting: Iterable[Seq], running: Iterable[Seq] = ()) -> str:
-    """The names in the order of admission, for any order of the queue."""
+    """The names in the order of admission, whatever order the queue is in."""
     seqs, waiting = tuple(running), tuple(waiting)
     active = Running(seqs, tuple(seq.length for seq in seqs), (0,) * len(seqs))
     once = names(policy.order(waiting, active))
@@ -204,8 +204,8 @@ def test_an_endless_stream_of_short_prompts_overtakes_a_bounded_number_of_times(
     assert push_back(STRICT_SHORTEST, victim, short) == 600
 
 
-def test_fair_admits_another_user_before_the_queue_of_a_greedy_one():
-    """As soon as one request of the greedy user runs, the other user is next."""
+def test_one_greedy_user_does_not_keep_another_waiting():
+    """However many it has in the queue: as soon as one of them runs, the other user is next."""
     victim = ask("victim", user="modest")
     greedy = lambda i: ask(str(i), 3, 1 + i % 7, user="greedy")  # noqa: E731
     state = start(*map(greedy, range(300)), seqs=4, num_blocks=256)
@@ -403,7 +403,7 @@ def test_many_requests_end_in_baseline_modes(chunked: bool, mixed: bool):
 
 @given(config=st.one_of(configs, baselines), workload=workloads, seed=st.integers(0, 2**16))
 @settings(deadline=None, max_examples=160)
-def test_a_finite_workload_ends_under_a_random_policy(config: SchedulerConfig, workload, seed: int):
+def test_a_finite_workload_ends_whatever_a_policy_says(config: SchedulerConfig, workload, seed: int):
     """DESIGN.md promises it: each step leaves a sequence that computes, and what it generated survives a preemption."""
     draw = random.Random(seed)
     moody = Policy(
