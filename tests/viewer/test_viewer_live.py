@@ -135,7 +135,7 @@ def test_without_readers_only_the_last_steps_are_kept():
     page = Page(fake.live)
     page.ask()
     fake.run(100, rate=1.0)
-    assert len(fake.live._noted) == 5
+    assert len(fake.live._records) == 5
     page.ask()
     assert page.begun == 2  # the page's frames and the kept frames have a gap
     state, plan = fake.planned[-1]
