@@ -1,17 +1,17 @@
-"""Beam search as a pure fold: which continuations of which beams go on, which are finished, and when that is enough.
+"""Beam search as a pure fold: it chooses the continuations that run, those that are finished, and the end.
 
-It knows tokens and log-probabilities. That beams share blocks, and copy the one they write to, is the scheduler's
-affair (branches.py): a step's choice reaches it as one (parent, token) for each beam.
+It uses tokens and log-probabilities only. Sharing and copying blocks is the scheduler's task (branches.py): the
+scheduler receives the choice of a step as one (parent, token) for each beam.
 
 The rules are those of transformers' `generate(num_beams=W, do_sample=False)`, so that scores agree sequence by
 sequence. Of the continuations of all beams, ranked by the sum of their log-probabilities,
 
-    finished    those among the best W that end: by a stop token, or by reaching max_tokens. A sequence of m tokens
-                scores sum / m ** length_penalty, and the W best finished ones are kept.
+    finished    those of the best W that end, by a stop token or at max_tokens. A sequence of m tokens has the score
+                sum / m ** length_penalty, and the W best finished sequences are kept.
     running     the best W of those that do not end.
 
-W + (number of stop tokens) continuations of each beam are enough to know both: at most so many of them are better than
-the W best that do not end.
+W + (number of stop tokens) continuations of each beam are enough for both: of one beam's continuations, at most one for
+each stop token ends, so its W best others are among them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ class Beam(NamedTuple):
 class Search(NamedTuple):
     params: BeamSearchParams
     stops: frozenset[int]
-    names: tuple[str, ...]  # of the W places; the beam at place i runs under names[i]
+    names: tuple[str, ...]  # ids of the W beams: beam i runs as the sequence names[i]
     beams: tuple[Beam, ...]  # one before the first step, W after it
-    offers: tuple[tuple[str, tuple[int, ...], tuple[float, ...]], ...] = ()  # this position's, as far as they are in
+    offers: tuple[
+        tuple[str, tuple[int, ...], tuple[float, ...]], ...
+    ] = ()  # (name, tokens, logprobs) of the beams that have offered at this position
     finished: tuple[Hypothesis, ...] = ()  # at most W, the best first
 
     @property
@@ -42,7 +44,7 @@ class Search(NamedTuple):
 
 
 def candidates(params: BeamSearchParams, stops: int) -> int:
-    """Continuations that each beam has to offer."""
+    """Returns the number of continuations that each beam must offer."""
     return params.beam_width + stops
 
 
@@ -51,15 +53,15 @@ def start(params: BeamSearchParams, stops: frozenset[int], names: tuple[str, ...
 
 
 def offer(search: Search, name: str, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Search:
-    """Take in the best continuations of the beam called `name`, which may be offering them again."""
+    """Stores the best continuations of the beam `name`. A second offer replaces the first."""
     others = tuple(other for other in search.offers if other[0] != name)
     return search._replace(offers=(*others, (name, token_ids, logprobs)))
 
 
 def advance(search: Search) -> tuple[Search, Choice | None]:
-    """Decide on the next position, once every beam has made its offer -> (search, how the beams go on).
+    """Decides the next position when every beam has made its offer -> (search, choice for the beams).
 
-    None ends the search; `search.finished` is its outcome.
+    The choice is None if the search ends; `search.finished` is its result.
     """
     p, width = search.params, search.params.beam_width
     place = {name: i for i, name in enumerate(search.names)}
@@ -85,17 +87,17 @@ def advance(search: Search) -> tuple[Search, Choice | None]:
     finished = search.finished
     if not (p.early_stopping is True and len(finished) == width):
         finished = tuple(sorted((*finished, *ended), key=lambda one: -one.score)[:width])
-    going = [(total, at, token) for total, at, token in best if not reason(token)][:width]
+    running = [(total, at, token) for total, at, token in best if not reason(token)][:width]
     search = search._replace(finished=finished, offers=())
-    if not going or _enough(search, going[0][0], length):
+    if not running or _is_done(search, running[0][0], length):
         return search, None
-    beams = tuple(Beam((*search.beams[at].token_ids, token), total) for total, at, token in going)
-    choice = Choice(tuple(search.names[at] for _, at, _ in going), tuple(token for _, _, token in going))
+    beams = tuple(Beam((*search.beams[at].token_ids, token), total) for total, at, token in running)
+    choice = Choice(tuple(search.names[at] for _, at, _ in running), tuple(token for _, _, token in running))
     return search._replace(beams=beams), choice
 
 
-def _enough(search: Search, best: float, length: int) -> bool:
-    """Whether no beam can improve on the finished ones, by the rule of `early_stopping`."""
+def _is_done(search: Search, best: float, length: int) -> bool:
+    """Whether no beam can become better than the finished ones, by the rule of `early_stopping`."""
     p, finished = search.params, search.finished
     if len(finished) < p.beam_width:
         return False

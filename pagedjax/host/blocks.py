@@ -1,16 +1,16 @@
-"""The block pool: who owns which cache block, and what the blocks hold. Pure: every transition returns a new pool and
-leaves the old one whole.
+"""The block pool: the owners and the content of cache blocks. Every transition returns a new pool and does not change
+the old one.
 
-Ids run from 1 to num_blocks; block 0 is the trash block and never in the pool. A block is in one of three states:
+Ids are 1 to num_blocks; block 0 is the trash block and never in the pool. A block is in one of three states:
 
     empty --allocate--> owned (one or more block tables list it) --release--> empty, or, if its content was
       ^                   ^                                                   published, idle
       |                   +---------------------- share ----------------------- |
       +------------------------- evicted by `allocate`, oldest first -----------+
 
-`publish` says what an owned block holds: a hash that stands for its tokens and everything before them (prefix.py).
-`find` gives the blocks of a chain of hashes. An idle block keeps its content until nothing empty is left. Costs are
-per block touched, never per block of the pool.
+`publish` records the content of an owned block: a hash of its tokens and of all tokens before them (block_hashes.py).
+`find` returns the blocks of a chain of hashes. An idle block keeps its content until no block is empty. The cost of an
+operation depends on the blocks that it touches, never on the size of the pool.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from immutables import Map
 class BlockPool(NamedTuple):
     num_blocks: int
     num_free: int  # blocks without an owner: empty or idle
-    fresh: int  # ids from here to num_blocks have never been handed out
-    returned: Any  # empty ids below `fresh`, as a list of pairs: None | (id, rest); the last returned comes first
+    fresh: int  # ids from here to num_blocks were never allocated
+    returned: Any  # empty ids below `fresh`, as a linked list: None | (id, rest); the last released is first
     owners: Map[int, int]  # id -> number of owners, for owned blocks only
     contents: Map[str, int] = Map()  # hash -> the block that holds it
-    hashes: Map[int, str] = Map()  # the same, the other way round
-    idle: Map[int, int] = Map()  # stamp -> published block without an owner; the lowest stamp was let go first
-    stamps: Map[int, int] = Map()  # the same, the other way round
+    hashes: Map[int, str] = Map()  # the inverse of `contents`
+    idle: Map[int, int] = Map()  # stamp -> published block without an owner; the lowest stamp was released first
+    stamps: Map[int, int] = Map()  # the inverse of `idle`
     oldest: int = 0  # no stamp in `idle` is lower
     newest: int = 0  # the next stamp
 
-    # The list of pairs nests as deep as it is long: compared, printed or pickled as a tuple it would exhaust the stack.
-    # (A Map as the stack would not, but costs 6 % of a step with arrivals, and collections of garbage.)
+    # The linked list nests as deep as it is long: comparing, printing or pickling it as a tuple exhausts the stack.
+    # (A Map would not, but it costs 6 % of a step with arrivals, and garbage collections.)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockPool) and _flat(self) == _flat(other)
@@ -52,15 +52,15 @@ class BlockPool(NamedTuple):
         return f"BlockPool({self.num_free} of {self.num_blocks} free)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _pile_up, _flat(self)
+        return _from_flat, _flat(self)
 
 
 def _flat(pool: BlockPool) -> tuple[Any, ...]:
-    """The pool with its free blocks in a row."""
+    """The fields of the pool with its free blocks as flat tuples."""
     return pool.num_blocks, _returned(pool), pool.owners, pool.contents, idle_ids(pool)
 
 
-def _pile_up(
+def _from_flat(
     num_blocks: int, returned: tuple[int, ...], owners: Map[int, int], contents: Map[str, int], idle: tuple[int, ...]
 ) -> BlockPool:
     pile = None
@@ -80,14 +80,14 @@ def init(num_blocks: int) -> BlockPool:
 
 
 def needed(tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Returns the number of blocks for a number of tokens."""
     return -(-tokens // block_size)
 
 
 def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | None:
-    """Take n free blocks, one owner each -> (pool, ids); None when there is no room (the pool is untouched).
+    """Takes n free blocks, one owner each -> (pool, ids); None if fewer are free.
 
-    Empty blocks go first, then idle ones, whose content is lost, least recently used first.
+    Empty blocks are taken first, then idle ones, least recently used first. The content of these is lost.
     """
     if n > pool.num_free:
         return None
@@ -109,13 +109,13 @@ def allocate(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | Non
 
 
 def allocate_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] | None:
-    """Take n free blocks in a row, n a power of two, the first at a multiple of n -> (pool, ids); None without one.
+    """Takes n contiguous free blocks, n a power of two, aligned to n -> (pool, ids); None if no such run is free.
 
-    As from a buddy allocator (Knowlton 1965): of the free pieces that are large enough the smallest is split, and
-    pieces that are free together are whole again. Costs go by the pool's blocks: this is a baseline (reservation.py).
+    As a buddy allocator does (Knowlton 1965): the smallest sufficient free piece is split, and two free halves of a
+    piece merge. The cost depends on the size of the pool: this is a baseline (reservation.py).
 
     Raises:
-        ValueError: n is no power of two, or blocks have been published, whose content it would not see.
+        ValueError: n is no power of two, or the pool has published blocks, which this function does not evict.
     """
     if n < 1 or n & (n - 1):
         raise ValueError(f"n is {n}; a run is a power of two of blocks")
@@ -135,7 +135,7 @@ def allocate_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]] |
 
 
 def _smallest_piece(used: Sequence[int], n: int) -> int | None:
-    """Where the smallest free piece of at least n blocks begins. `used` counts the owned ones before each."""
+    """Start of the smallest free piece of at least n blocks. used[i] is the number of owned blocks before block i."""
     blocks, size = len(used) - 1, n
     while size <= blocks:
         for start in range(0, blocks - size + 1, size):
@@ -148,12 +148,12 @@ def _smallest_piece(used: Sequence[int], n: int) -> int | None:
 
 
 def _evict(pool: BlockPool, n: int) -> tuple[BlockPool, list[int]]:
-    """Forget the content of the n blocks that have been idle for longest -> (pool without them, their ids)."""
+    """Evicts the n blocks that have been idle for longest -> (pool without them, their ids)."""
     contents, hashes = pool.contents.mutate(), pool.hashes.mutate()
     idle, stamps = pool.idle.mutate(), pool.stamps.mutate()
     ids, oldest = [], pool.oldest
     while len(ids) < n:
-        block = idle.pop(oldest, None)  # a gap is a block that found an owner again
+        block = idle.pop(oldest, None)  # a gap is a block that has an owner again
         oldest += 1
         if block is not None:
             ids.append(block)
@@ -165,7 +165,7 @@ def _evict(pool: BlockPool, n: int) -> tuple[BlockPool, list[int]]:
 
 
 def share(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
-    """One more owner for each block, owned or idle. Raises ValueError for an empty one."""
+    """Adds an owner to each block, owned or idle. Raises ValueError for an empty one."""
     owners, revived = pool.owners.mutate(), 0
     idle, stamps = pool.idle.mutate(), pool.stamps.mutate()
     for block in ids:
@@ -183,13 +183,13 @@ def share(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
 
 
 def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
-    """One owner less for each block; without owners it is free: idle if published, else empty.
+    """Removes an owner from each block. A block without owners is free: idle if published, else empty.
 
-    Of blocks that go idle those earlier in `ids` are evicted earlier: give a table's last block first, because a
+    Of the blocks that become idle, those earlier in `ids` are evicted earlier. Give a table's last block first: a
     prefix without its end can still be used, an end without its beginning cannot.
 
     Raises:
-        ValueError: a block that nobody owns.
+        ValueError: a block has no owner.
     """
     owners, returned, freed = pool.owners.mutate(), pool.returned, 0
     idle, stamps, newest, hashes = pool.idle.mutate(), pool.stamps.mutate(), pool.newest, pool.hashes
@@ -213,10 +213,10 @@ def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
 
 
 def publish(pool: BlockPool, filled: Iterable[tuple[int, str]]) -> BlockPool:
-    """Owned blocks and what they hold now, so that `find` gives them. A hash that is already held stays where it is.
+    """Records the content of owned blocks, so that `find` returns them. A hash that is known keeps its first block.
 
     Raises:
-        ValueError: a block that nobody owns, or that holds something else.
+        ValueError: a block has no owner, or has other content.
     """
     contents, hashes = pool.contents.mutate(), pool.hashes.mutate()
     for block, key in filled:
@@ -229,7 +229,7 @@ def publish(pool: BlockPool, filled: Iterable[tuple[int, str]]) -> BlockPool:
 
 
 def find(pool: BlockPool, keys: Iterable[str]) -> tuple[int, ...]:
-    """The blocks that hold the longest known beginning of a chain of hashes. They are owned or idle: `share` them."""
+    """Returns the blocks of the longest known beginning of a chain of hashes. They are owned or idle: `share` them."""
     ids = []
     for key in keys:
         block = pool.contents.get(key)
@@ -240,7 +240,7 @@ def find(pool: BlockPool, keys: Iterable[str]) -> tuple[int, ...]:
 
 
 def forget(pool: BlockPool) -> BlockPool:
-    """Nothing is published any more: idle blocks become empty, owned ones stay with their owners."""
+    """Removes all published content: idle blocks become empty, owned blocks keep their owners."""
     returned = pool.returned
     for block in reversed(idle_ids(pool)):
         returned = (block, returned)
@@ -255,7 +255,7 @@ def _owned(owners: Any, block: int) -> int:
 
 
 def free_ids(pool: BlockPool) -> tuple[int, ...]:
-    """The free blocks in the order in which `allocate` hands them out."""
+    """The free blocks in the order of allocation."""
     return (*_returned(pool), *range(pool.fresh, pool.num_blocks + 1), *idle_ids(pool))
 
 
@@ -273,11 +273,11 @@ def _returned(pool: BlockPool) -> tuple[int, ...]:
 
 
 def check(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
-    """The pool's invariants against the block tables in use.
+    """Checks the invariants of the pool against the block tables in use.
 
     Raises:
-        AssertionError: a block both free and owned, a leaked one, a count that differs from its occurrences, or
-            content that is published twice or not at all.
+        AssertionError: a block is both free and owned, or leaked; a count differs from the occurrences of its block; or
+            two blocks have the same content.
     """
     free = free_ids(pool)
     assert len(free) == len(set(free)) == pool.num_free, "the free list repeats a block or its count is off"

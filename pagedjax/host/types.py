@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 
 class Request(NamedTuple):
-    """What the scheduler has to know of a request: counts and stop tokens, never text or token values."""
+    """A request as the scheduler sees it: counts and stop tokens, never text or token values."""
 
     request_id: str
     prompt_len: int
@@ -73,11 +73,11 @@ class Seq(NamedTuple):
 
 
 class Running(NamedTuple):
-    """The running sequences. What every step changes lies in two columns beside the records.
+    """The running sequences. The values that every step changes are two columns beside the records.
 
-    A record is rebuilt only when its blocks change; its own `length` and `computed` are those of that moment.
-    Rebuilding 256 records a step cost 230 us, two columns of integers cost a third of it; `scheduler.running(state)`
-    gives current records.
+    A record is rebuilt only when its blocks change; its own `length` and `computed` are from that step. Rebuilding 256
+    records a step cost 230 us, two columns of integers cost a third of it. `scheduler.running(state)` returns current
+    records.
     """
 
     seqs: tuple[Seq, ...] = ()
@@ -108,7 +108,7 @@ class Row(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one step computes. A fact, never carried state. Columns, because a step has hundreds of rows."""
+    """The work of one step, in columns because a step has hundreds of rows. It is a result, never carried state."""
 
     step: int
     seqs: tuple[Seq, ...]  # decodes (count 1 at the end of a sequence) first, then prompt chunks; see Row for a view
@@ -130,7 +130,7 @@ class Plan(NamedTuple):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The plan as records, for eyes and folds; the engine reads the columns."""
+        """The plan as records. The engine reads the columns, which are faster."""
         return tuple(map(Row, current(self.seqs, self.lengths, self.starts), self.counts))
 
     @property
@@ -138,7 +138,7 @@ class Plan(NamedTuple):
         return sum(self.counts)
 
 
-# Computes nothing: what shapes are taken from.
+# A plan without rows, to get array shapes from.
 EMPTY_PLAN = Plan(0, (), (), (), (), (), (), (), (), (), (), (), (), (), 0, 0, 1)
 
 
@@ -171,14 +171,14 @@ class Resumed(NamedTuple):
 
 
 class Forked(NamedTuple):
-    """Branches that begin to run, on the blocks of the one that computed their prompt."""
+    """Branches that begin to run on the blocks of the branch that computed their prompt."""
 
     step: int
     request_ids: tuple[str, ...]
 
 
 class Beamed(NamedTuple):
-    """The beams of a request after a step: each goes on from a parent, itself or a sibling, with a new token."""
+    """The beams of a request after a step: each continues from a parent, itself or a sibling, with a new token."""
 
     step: int
     request_ids: tuple[str, ...]
@@ -205,7 +205,7 @@ Event = Admitted | Preempted | Resumed | Sampled | Forked | Beamed | Finished
 
 
 class Choice(NamedTuple):
-    """How the beams of a request go on, in the order of their names: from which of them, and with which token."""
+    """The continuations of a request's beams, in the order of their names: the parent and the token of each."""
 
     parents: tuple[str, ...]
     token_ids: tuple[int, ...]
@@ -236,21 +236,21 @@ class TokenLogprobs(NamedTuple):
     token_id: int
     logprob: float
     rank: int  # 1 is the most likely token
-    top_ids: tuple[int, ...]  # as many as asked for, most likely first
+    top_ids: tuple[int, ...]  # as many as requested, most likely first
     top_logprobs: tuple[float, ...]
 
 
 class StepResult(NamedTuple):
-    """What the engine yields for a step: the plan, what happened, and when (seconds of time.perf_counter)."""
+    """The result of a step: the plan, the events, and the times (seconds of time.perf_counter)."""
 
     plan: Plan
     events: tuple[Event, ...]
     started: float  # before schedule
     finished: float  # after commit
-    device_seconds: float  # that the device was busy between the two
-    padded_tokens: int  # T of the compiled shape that ran; plan.num_tokens of them were real
+    device_seconds: float  # busy time of the device between the two
+    padded_tokens: int  # T of the compiled shape; plan.num_tokens of them are real
     compilations: int  # XLA compilations during this step; 0 after warm-up
-    logprobs: tuple[TokenLogprobs, ...] = ()  # what requests asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  # those that requests asked for
     beams: tuple[BeamResult, ...] = ()  # searches that ended
 
     @property

@@ -1,8 +1,10 @@
-"""A recorded or running engine as a page: who has which block, step by step. Host tower: no jax, no numpy.
+"""The viewer: a recorded or running engine as a page that shows the owner of each block at each step.
+
+This folder holds the page (Python and the JavaScript in assets/) and the trace export. It imports no jax and no numpy.
 
 viewer.page(viewer.read("run.jsonl"))       one HTML file, `pagedjax view`
 viewer.trace(viewer.read("run.jsonl"))      for Perfetto, `pagedjax trace`
-viewer.live_page("viewer/steps")            the same page for a running engine, which `viewer.Live` tells of
+viewer.live_page("viewer/steps")            the same page for a running engine; `viewer.Live` serves its steps
 """
 
 from __future__ import annotations

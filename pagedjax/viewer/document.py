@@ -1,4 +1,4 @@
-"""The page: one HTML file with its style, its script and its data, and nothing from anywhere else."""
+"""The page: one HTML file that contains its style, its script and its data, and loads nothing else."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ MAX_LABEL = 2_000  # characters of a prompt that a page carries
 
 
 def page(run: Run, *, labels: Mapping[str, str] | None = None, decode: Decode | None = None) -> str:
-    """A recorded run as one HTML file, which opens anywhere.
+    """Returns a recorded run as one HTML file that any browser can open.
 
     Args:
-        labels: request id -> the text of its prompt, where somebody knows it.
-        decode: token ids -> text; shows what was generated, and prompts whose tokens were recorded.
+        labels: request id -> the text of its prompt, for requests whose text is known.
+        decode: token ids -> text; shows generated text, and prompts whose tokens were recorded.
     """
     kept, bare = bounded(run)
-    told = texts(run.frames, run.prompts, decode) if decode and not bare else {}
+    text = texts(run.frames, run.prompts, decode) if decode and not bare else {}
     given, records = labels or {}, (record for frame in run.frames for record in frame.get("came", ()))
     named = {number: given[request_id] for number, request_id, *_ in records if request_id in given}
-    said = {n: shortened(text) for n, text in {**told.get("labels", {}), **named}.items()}
+    shown = {n: shortened(label) for n, label in {**text.get("labels", {}), **named}.items()}
     prompts = run.prompts if sum(map(len, run.prompts.values())) <= MAX_TOKENS else {}
     about = {**facts(run.config._asdict(), run.policy, run.version), "name": run.name, "timed": run.timed}
     about |= {"truncated": run.truncated, "bare": bare}
-    data = {"about": about, "frames": kept.frames, **told, "prompts": prompts if told else {}, "labels": said}
+    data = {"about": about, "frames": kept.frames, **text, "prompts": prompts if text else {}, "labels": shown}
     return assembled(run.name or "a run", about, pack(data))
 
 
 def live_page(url: str = "viewer/steps", *, title: str = "live") -> str:
-    """The page of a running engine: it asks a URL, relative to its own, for the frames since the last it has.
+    """Returns the page of a running engine. The page requests the frames after its last one from a relative URL.
 
     Args:
-        url: answers `url?since=k` with `Live.since(k)` as JSON.
+        url: `url?since=k` returns `Live.since(k)` as JSON.
     """
     return assembled(title, {"live": url, "name": title}, "")
 
 
 def bounded(run: Run) -> tuple[Run, bool]:
-    """The run, without sampled tokens if there are too many for a page; and whether they are left out."""
+    """Returns (run, left out): without sampled tokens if a page cannot carry so many, and whether that is so."""
     tokens = sum(len(frame.get("sampled", ())) for frame in run.frames)
     if tokens <= MAX_TOKENS:
         return run, False
@@ -57,7 +57,7 @@ def bounded(run: Run) -> tuple[Run, bool]:
 
 
 def facts(config: Mapping[str, Any], policy: str, version: str) -> dict[str, Any]:
-    """What the page says of the scheduler's configuration."""
+    """Returns the facts about the scheduler that the page shows."""
     return {"config": dict(config), "policy": policy, "version": version}
 
 
@@ -66,7 +66,7 @@ def shortened(text: str) -> str:
 
 
 def pack(data: Any) -> str:
-    """JSON, compressed, in letters that mean nothing in HTML. The same data give the same letters."""
+    """Compressed JSON in characters that HTML does not interpret. Equal data give equal characters."""
     return base64.b64encode(gzip.compress(dumps(data).encode(), mtime=0)).decode("ascii")
 
 
@@ -75,14 +75,14 @@ def dumps(data: Any) -> str:
 
 
 def assembled(title: str, about: Mapping[str, Any], data: str) -> str:
-    """The template with everything in its place. `about` is readable in the file; `data` is what `pack` gives."""
+    """Fills the template. `about` is readable in the file; `data` is the result of `pack`."""
     connects = "'self'" if "live" in about else "'none'"
     return Template(asset("page.html")).substitute(
         title=html.escape(title),
         connects=connects,
         style=asset("page.css"),
         script="\n".join(asset(f"{name}.js") for name in SCRIPTS),
-        about=dumps(about).replace("<", "\\u003c"),  # so that no text of a user ends the element
+        about=dumps(about).replace("<", "\\u003c"),  # text of a user cannot end the element
         data=data,
     )
 

@@ -1,13 +1,13 @@
-"""From the scheduler's transitions to frames: a pure fold that looks at states, plans and events and keeps no count.
+"""Frames of the page from the scheduler's transitions: a pure fold over states, plans and events.
 
     fold = begin(config)
-    fold = passed(fold, state, events)              # whatever came between two steps: submits, cancels, a restart
-    fold = scheduled(fold, state, plan)             # a step runs
-    fold, frame = committed(fold, state, events)    # it has run
-    fold, frame = rested(fold)                      # nothing is under way any more
+    fold = passed(fold, state, events)              # a change between two steps: a submit, a cancel, a restart
+    fold = scheduled(fold, state, plan)             # a step starts
+    fold, frame = committed(fold, state, events)    # the step has ended
+    fold, frame = rested(fold)                      # no request is unfinished
 
-A recorded run is folded transition by transition (run.py), a running engine step by step (live.py). Costs are those of
-the sequences of a step, never of the pool's blocks.
+A recorded run is folded transition by transition (run.py), a running engine step by step (live.py). The cost of a step
+depends on its sequences, never on the size of the pool.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Finished, Plan, Request, Sampled, Seq
 from pagedjax.viewer import picture, story
 from pagedjax.viewer.picture import Frame, Picture
-from pagedjax.viewer.story import Entry, Tables
+from pagedjax.viewer.story import LogEntry, Tables
 
 
 class Fold(NamedTuple):
     state: SchedulerState  # after the last transition
-    tables: Tables  # block tables then, by number
+    tables: Tables  # block tables at that time, by number
     shown: Picture  # after the last frame
     numbers: Map[str, int] = Map()  # id -> number, of unfinished requests
     count: int = 0  # requests so far
-    came: tuple[list, ...] = ()  # since the last frame, as are the following
-    log: tuple[Entry, ...] = ()
+    came: tuple[list, ...] = ()  # new requests since the last frame; the next three fields too are since then
+    log: tuple[LogEntry, ...] = ()
     published: tuple[int, ...] = ()  # blocks whose content can be found from now on
     evicted: tuple[int, ...] = ()  # blocks whose content was lost
     plan: Plan | None = None  # of the step that runs
-    frame: Frame | None = None  # of that step, as far as it is known
-    at: float | None = None  # seconds: the last that any transition told
+    frame: Frame | None = None  # of that step, without its end
+    at: float | None = None  # seconds: the time of the last transition that has one
 
 
 def begin(config: SchedulerConfig) -> Fold:
@@ -45,14 +45,14 @@ def begin(config: SchedulerConfig) -> Fold:
 
 
 def start_from(state: SchedulerState) -> Fold:
-    """Where a fold begins that was not there from the start: what is under way is taken as new."""
+    """Begins a fold in the middle of a run: unfinished requests count as new."""
     fold = Fold(scheduler.init(state.config), {}, Picture())
     fold = _arrived(fold, [*scheduler.running(state), *state.waiting])
     return fold._replace(state=state, tables=_tables(fold, state), published=tuple(state.pool.hashes))
 
 
 def passed(fold: Fold, state: SchedulerState, events: Iterable[Event] = (), at: float | None = None) -> Fold:
-    """Take in what changed the state other than a step. Who is gone without an event was aborted."""
+    """Applies a change of the state that is no step. A request that is gone without an event was aborted."""
     fold = _arrived(fold, [seq for seq in state.waiting if seq.arrival >= fold.state.arrivals], at)
     fold = fold._replace(at=fold.at if at is None else at)
     if fold.state.pool.hashes and not state.pool.hashes:
@@ -62,7 +62,7 @@ def passed(fold: Fold, state: SchedulerState, events: Iterable[Event] = (), at: 
 
 
 def _stopped(fold: Fold, state: SchedulerState) -> Fold:
-    """Log who went back to the queue because a step failed (scheduler.restart)."""
+    """Logs the sequences that returned to the queue because a step failed (scheduler.restart)."""
     if state.running.seqs is fold.state.running.seqs:
         return fold
     before = {seq.arrival for seq in fold.state.running.seqs}
@@ -71,7 +71,7 @@ def _stopped(fold: Fold, state: SchedulerState) -> Fold:
 
 
 def scheduled(fold: Fold, state: SchedulerState, plan: Plan, at: float | None = None) -> Fold:
-    """Open the frame of a step: the picture while it runs."""
+    """Opens the frame of a step: the picture while the step runs."""
     numbers = fold.numbers
     log = story.planned(plan, numbers)
     fold = _moved(fold._replace(log=fold.log + tuple(log)), state, allocates=True, copies=plan.copies)
@@ -89,7 +89,7 @@ def scheduled(fold: Fold, state: SchedulerState, plan: Plan, at: float | None = 
 def committed(
     fold: Fold, state: SchedulerState, events: Sequence[Event], at: float | None = None
 ) -> tuple[Fold, Frame]:
-    """Close the frame of a step. `events`: of the commit, and of cancels that it brought with it."""
+    """Closes the frame of a step. `events`: those of the commit, and of the cancels that follow from it."""
     frame, plan = fold.frame, fold.plan
     assert frame is not None, "a commit without a schedule before it"
     assert plan is not None, "a commit without a schedule before it"
@@ -104,7 +104,7 @@ def committed(
     if at is not None and "at" in frame:
         frame = frame | {"at": [frame["at"][0], at]}
     found = _filled(plan, fold.state, state)
-    log = story.brought(events, fold.numbers, fold.shown.requests, found)
+    log = story.committed(events, fold.numbers, fold.shown.requests, found)
     fold = fold._replace(published=fold.published + tuple(b for _, ids in found for b in ids), at=at or fold.at)
     fold = _ended(fold._replace(log=fold.log + tuple(log)), state, events)
     fold = _moved(fold, state, allocates=False)
@@ -114,7 +114,7 @@ def committed(
 
 
 def rested(fold: Fold) -> tuple[Fold, Frame]:
-    """The frame of an engine that has nothing to do, or of a run's end: what is in the cache now."""
+    """The frame of an engine without unfinished requests, or of a run's end: the content of the cache."""
     frame = _framed(fold, (), fold.state.step) | {"rest": True}
     if fold.at is not None:
         frame["at"] = [fold.at, fold.at]
@@ -130,14 +130,14 @@ def _fresh(fold: Fold, frame: Frame) -> Fold:
 
 
 def _arrived(fold: Fold, seqs: Sequence[Seq], at: float | None = None) -> Fold:
-    """Number new requests, and their branches, which begin later."""
+    """Numbers new requests, and their branches, which begin later."""
     if not seqs:
         return fold
     numbers, came, log, count = fold.numbers.mutate(), list(fold.came), list(fold.log), fold.count
     for seq in seqs:
         first = count
         for name in (seq.request.request_id, *seq.request.forks):
-            if name in numbers:  # cancelled and asked for again since anybody looked
+            if name in numbers:  # cancelled and submitted again since the last frame
                 log.append(["ended", numbers[name], "abort", None])
             numbers[name] = count
             came.append(_record(count, name, seq.request, seq.limit, None if count == first else first))
@@ -151,7 +151,7 @@ def _record(n: int, name: str, request: Request, limit: int, first: int | None) 
 
 
 def _ended(fold: Fold, state: SchedulerState, events: Iterable[Event]) -> Fold:
-    """Log who finished, and who is gone without a word."""
+    """Logs requests that finished, and those that are gone without an event."""
     numbers, log = fold.numbers, list(fold.log)
     for event in events:
         if isinstance(event, Finished) and event.request_id in numbers and event.request_id not in state.ids:
@@ -170,7 +170,7 @@ def _tables(fold: Fold, state: SchedulerState) -> Tables:
 
 
 def _moved(fold: Fold, state: SchedulerState, *, allocates: bool, copies: Sequence[tuple[int, int]] = ()) -> Fold:
-    """Compare block tables with those of the transition before, and log which blocks came and went."""
+    """Logs the blocks that tables gained and lost since the transition before."""
     if state.running.seqs is fold.state.running.seqs:
         return fold._replace(state=state)
     tables = _tables(fold, state)
@@ -180,7 +180,7 @@ def _moved(fold: Fold, state: SchedulerState, *, allocates: bool, copies: Sequen
 
 
 def _filled(plan: Plan, old: SchedulerState, new: SchedulerState) -> list[tuple[str, list[int]]]:
-    """Blocks that a step filled and that can be found now, by the id of who filled them."""
+    """Blocks that a step filled and that can be found now, by the request that filled them."""
     if new.pool.hashes is old.pool.hashes:
         return []
     size, found = new.config.block_size, []
@@ -193,7 +193,7 @@ def _filled(plan: Plan, old: SchedulerState, new: SchedulerState) -> list[tuple[
 
 
 def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
-    """What changed since the last frame."""
+    """A frame: the changes since the last one."""
     state, shown, numbers = fold.state, fold.shown, fold.numbers
     tables = Map(fold.tables)
     waiting = tuple([numbers[seq.request.request_id] for seq in state.waiting])
@@ -236,24 +236,24 @@ def _table_changes(old: Map[int, tuple[int, ...]], new: Tables) -> list[list]:
 
 
 def _publications(fold: Fold) -> list[list[int]] | None:
-    """Blocks that can be found, as what changed; all of them where that does not explain how many there are."""
-    held, old = fold.state.pool.hashes, fold.shown.published
-    new = [block for block in dict.fromkeys(fold.published) if block not in old and block in held]
-    lost = [block for block in dict.fromkeys(fold.evicted) if block in old and block not in held]
-    if len(old) + len(new) - len(lost) != len(held):
-        return [sorted(held)]
+    """Changes of the blocks that can be found; all of these blocks if the changes do not explain their number."""
+    findable, old = fold.state.pool.hashes, fold.shown.published
+    new = [block for block in dict.fromkeys(fold.published) if block not in old and block in findable]
+    lost = [block for block in dict.fromkeys(fold.evicted) if block in old and block not in findable]
+    if len(old) + len(new) - len(lost) != len(findable):
+        return [sorted(findable)]
     return [new, lost] if new or lost else None
 
 
 def _empty_slots(tables: Tables, ends: Mapping[int, int], owners: Mapping[int, int], size: int) -> int:
-    """Slots of owned blocks that hold no token when the step has computed; shared ones count once, at their fullest."""
-    held: dict[int, int] = {}  # block -> tokens in it, of blocks that some table does not fill
+    """Slots of owned blocks without a token when the step ends. A shared block counts once, at its fullest."""
+    tokens_in: dict[int, int] = {}  # block -> tokens in it, for blocks that some table does not fill
     for n, table in tables.items():
         for i in range(ends[n] // size, len(table)):
-            held[table[i]] = max(held.get(table[i], 0), ends[n] - i * size, 0)
-    several = {block for block in held if owners[block] > 1}
+            tokens_in[table[i]] = max(tokens_in.get(table[i], 0), ends[n] - i * size, 0)
+    several = {block for block in tokens_in if owners[block] > 1}
     if several:  # another table may fill it
         for n, table in tables.items():
             full = ends[n] // size
-            held.update((block, size) for block in several.intersection(table[:full]))
-    return sum(size - tokens for tokens in held.values())
+            tokens_in.update((block, size) for block in several.intersection(table[:full]))
+    return sum(size - tokens for tokens in tokens_in.values())

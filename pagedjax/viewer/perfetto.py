@@ -1,4 +1,4 @@
-"""A run for Perfetto (or chrome://tracing): the trace-event JSON of one track a request, one of steps, and counters.
+"""Export for Perfetto or chrome://tracing: trace-event JSON with a track for each request, one for steps, and counters.
 
 Without recorded times a step is a millisecond.
 """
@@ -18,7 +18,7 @@ Slice = dict[str, Any]
 
 
 def trace(run: Run) -> dict[str, Any]:
-    """Trace events, JSON-able. Timestamps are microseconds and never go back within a track; slices nest."""
+    """Returns trace events, JSON-able. Timestamps are microseconds, never decrease within a track, and slices nest."""
     tracks = Tracks(run.config.num_blocks)
     picture = Picture()
     for index, frame in enumerate(run.frames):
@@ -37,41 +37,41 @@ def _times(frame: Frame, index: int, timed: bool) -> tuple[float, float]:
 
 
 class Tracks:
-    """Takes frames in order, and gathers slices."""
+    """Collects slices from frames in order."""
 
     def __init__(self, num_blocks: int) -> None:
         self._blocks = num_blocks
         self._now = 0.0
-        self._open: dict[int, Slice] = {}  # number -> what the request is in
+        self._open: dict[int, Slice] = {}  # number -> the slice of the request's present phase
         self._prompt_lens: dict[int, int] = {}
-        self._away: dict[int, str] = {}  # who was preempted, and how
-        self._made: list[Slice] = [_name(ENGINE, None, "engine"), _name(REQUESTS, None, "requests")]
-        self._made.append(_name(ENGINE, 0, "steps"))
+        self._away: dict[int, str] = {}  # requests that were preempted -> how
+        self._events: list[Slice] = [_name(ENGINE, None, "engine"), _name(REQUESTS, None, "requests")]
+        self._events.append(_name(ENGINE, 0, "steps"))
 
     def take(self, picture: Picture, frame: Frame, begin: float, end: float) -> None:
-        begin = max(begin, self._now)  # a clock may be read twice at once, and never goes back
+        begin = max(begin, self._now)  # two readings of a clock may be equal; time never decreases
         end = max(begin, end)
         for n, name, prompt_len, *_ in frame.get("came", ()):
             self._prompt_lens[n] = prompt_len
-            self._made.append(_name(REQUESTS, n + 1, name))
+            self._events.append(_name(REQUESTS, n + 1, name))
         for entry in frame.get("before", ()):
-            self._happened(entry, begin)
+            self._take_entry(entry, begin)
         if not picture.rest:
             rows = picture.rows
-            said = {"tokens": picture.counts[0], "sequences": len(rows), "blocks": picture.counts[1]}
-            self._made.append(_slice(ENGINE, 0, f"step {picture.step}", begin, end, said))
+            facts = {"tokens": picture.counts[0], "sequences": len(rows), "blocks": picture.counts[1]}
+            self._events.append(_slice(ENGINE, 0, f"step {picture.step}", begin, end, facts))
         for row in picture.rows:
-            self._worked(row, begin, end)
+            self._take_row(row, begin, end)
         self._count(picture, begin)
         for entry in frame.get("after", ()):
-            self._happened(entry, end)
+            self._take_entry(entry, end)
         self._now = end
 
-    def _happened(self, entry: list[Any], at: float) -> None:
+    def _take_entry(self, entry: list[Any], at: float) -> None:
         what, n, *rest = entry
         if what == "submitted":
-            told = rest[0] * MICRO if rest and rest[0] is not None else at
-            self._enter(n, "queued", min(told, at))
+            arrived = rest[0] * MICRO if rest and rest[0] is not None else at
+            self._enter(n, "queued", min(arrived, at))
         elif what == "preempted":
             self._away[n] = "swapped out" if rest[0] else "preempted"
             self._enter(n, self._away[n], at)
@@ -80,11 +80,11 @@ class Tracks:
                 self._leave(branch, at)
         elif what == "ended":
             self._leave(n, at)
-            self._made.append(
+            self._events.append(
                 {"ph": "i", "s": "t", "name": f"finished: {rest[0]}", "pid": REQUESTS, "tid": n + 1, "ts": round(at, 3)}
             )
 
-    def _worked(self, row: tuple[int, int, int, int], begin: float, end: float) -> None:
+    def _take_row(self, row: tuple[int, int, int, int], begin: float, end: float) -> None:
         n, start, count, length = row
         prompt_len = self._prompt_lens[n]
         lost = length > prompt_len and (count > 1 or start < prompt_len)
@@ -94,10 +94,10 @@ class Tracks:
         inside["tokens"] = inside.get("tokens", 0) + count
         if phase != "decode":
             name = f"tokens {start}-{start + count - 1}"
-            self._made.append(_slice(REQUESTS, n + 1, name, begin, end, {"of": length}))
+            self._events.append(_slice(REQUESTS, n + 1, name, begin, end, {"of": length}))
 
     def _enter(self, n: int, phase: str, at: float) -> None:
-        """A request is in a phase from now on, if it was not."""
+        """Starts a phase of a request, unless it is in that phase."""
         if n in self._open and self._open[n]["name"] == phase:
             return
         self._leave(n, at)
@@ -107,7 +107,7 @@ class Tracks:
         inside = self._open.pop(n, None)
         if inside is not None:
             inside["dur"] = round(max(0.0, round(at, 3) - inside["ts"]), 3)
-            self._made.append(inside)
+            self._events.append(inside)
 
     def _count(self, picture: Picture, at: float) -> None:
         tokens, used, idle, _ = picture.counts
@@ -115,10 +115,10 @@ class Tracks:
         away = len(picture.away)
         queue = {"waiting": len(picture.waiting) - away, "running": len(picture.tables), "swapped": away}
         for name, values in (("blocks", blocks), ("tokens in a step", {"tokens": tokens}), ("requests", queue)):
-            self._made.append({"ph": "C", "name": name, "pid": ENGINE, "ts": round(at, 3), "args": values})
+            self._events.append({"ph": "C", "name": name, "pid": ENGINE, "ts": round(at, 3), "args": values})
 
     def events(self) -> list[Slice]:
-        """Everything so far, in order of time; of slices that begin together the longer one first."""
+        """All events so far in order of time. Of slices that begin together the longer one is first."""
         for n in list(self._open):
             self._leave(n, self._now)
 
@@ -126,7 +126,7 @@ class Tracks:
             chunk = "of" in made["args"] if "args" in made else False
             return made["ph"] != "M", made.get("ts", 0), -made.get("dur", 0), chunk
 
-        return sorted(self._made, key=order)
+        return sorted(self._events, key=order)
 
 
 def _name(pid: int, tid: int | None, name: str) -> Slice:

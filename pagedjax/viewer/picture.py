@@ -1,25 +1,25 @@
-"""What the page shows at one moment, and how a frame takes it to the next. fold.js does the same in the browser.
+"""A picture is the page at one moment; a frame turns it into the next one. fold.js does the same in the browser.
 
-A frame is a JSON-able dict of what changed, so that a run of thousands of steps stays small. What is absent did not
-change. Requests go by numbers, 0, 1, 2 ... in the order in which they came: ids are long, and may be used again.
+A frame is a JSON-able dict of changes, so that a run of thousands of steps stays small. An absent key means no change.
+Requests have numbers 0, 1, 2 ... in the order of arrival, because ids are long and may be used again.
 
-    step       of the scheduler
-    rest       true: no step runs; else the frame shows the cache while its step does
-    at         [seconds when the step began, when it ended], since the recording began
+    step       number of the scheduler's step
+    rest       true: no step runs; else the frame shows the cache while its step runs
+    at         [start, end] of the step in seconds since the recording began
     came       [number, id, prompt_len, most tokens, priority, user, number of the first branch or null] of new requests
     waiting    a splice of the queue's numbers
-    rows       a splice of [number, first token, tokens, known tokens], the packed batch in its order, over what it
-               would be if each row of the last step that still runs got one more token
-    still      [number, computed, known tokens] of those that run and have no row in this step
-    tables     [number, blocks kept, new blocks] where a block table changed; [number, null, []]: it runs no more
+    rows       a splice of [number, first token, tokens, known tokens], the packed batch in its order. Its base is the
+               batch in which each row of the last step that still runs gets one more token
+    still      [number, computed, known tokens] of running requests without a row in this step
+    tables     [number, blocks kept, new blocks] of a changed block table; [number, null, []]: it no longer runs
     published  [added, removed] blocks whose content can be found, or [all of them]
     away       [number, host blocks] of requests that are swapped out
     counts     [tokens computed, blocks with an owner, idle blocks, slots of owned blocks that hold no token]
     sampled    the token that each row gets, or null
-    before     what happened until the step ran, in order: see story.py
-    after      what its end brought
+    before     log entries until the step ran, in order: see story.py
+    after      log entries at its end
 
-A splice is [kept at the front, kept at the back, what lies between].
+A splice is [items kept at the front, items kept at the back, new items between].
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Picture(NamedTuple):
     published: Map[int, None] = Map()
     away: tuple[tuple[int, int], ...] = ()
     counts: tuple[int, ...] = (0, 0, 0, 0)
-    requests: Map[int, tuple[Any, ...]] = Map()  # number -> as in `came`; of those that are under way
+    requests: Map[int, tuple[Any, ...]] = Map()  # number -> its record in `came`, of unfinished requests
 
 
 def splice(old: Sequence[Any], new: Sequence[Any]) -> list[Any] | None:
-    """What turns one sequence into another, None if nothing has to."""
+    """Returns the change from one sequence to another; None if they are equal."""
     if len(old) == len(new) and all(map(_same, old, new)):
         return None
     most = min(len(old), len(new))
@@ -57,7 +57,7 @@ def splice(old: Sequence[Any], new: Sequence[Any]) -> list[Any] | None:
 
 
 def spliced(old: Sequence[Any], change: Sequence[Any] | None) -> tuple[Any, ...]:
-    """`splice` undone: the new sequence."""
+    """Returns the new sequence after a change from `splice`."""
     if change is None:
         return tuple(old)
     front, back, middle = change
@@ -65,12 +65,12 @@ def spliced(old: Sequence[Any], change: Sequence[Any] | None) -> tuple[Any, ...]
 
 
 def expected(rows: Batch, tables: Map[int, tuple[int, ...]]) -> Batch:
-    """The rows of the next step if each that still has blocks gets one more token."""
+    """Returns the rows of the next step if each row that still has blocks gets one more token."""
     return tuple([(n, a + c, 1, a + c + 1) for n, a, c, _ in rows if n in tables])
 
 
 def apply(picture: Picture, frame: Frame) -> Picture:
-    """The picture after a frame."""
+    """Returns the picture after a frame."""
     tables = picture.tables.mutate()
     for n, kept, new in frame.get("tables", ()):
         if kept is None:
@@ -111,7 +111,7 @@ def _published(old: Map[int, None], change: Sequence[Sequence[int]] | None) -> M
 
 
 def whole(picture: Picture) -> Frame:
-    """The frame that makes this picture from nothing: where a page may begin."""
+    """Returns the frame that makes this picture from an empty one: a page can begin with it."""
     frame: Frame = {
         "step": picture.step,
         "came": [list(record) for _, record in sorted(picture.requests.items())],

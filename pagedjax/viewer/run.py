@@ -1,4 +1,4 @@
-"""A recorded run as the page shows it: `read(path)`."""
+"""Reads a recorded run as frames of the page: `read(path)`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Run(NamedTuple):
     policy: str
     version: str  # the pagedjax that recorded
     frames: tuple[Frame, ...]
-    prompts: dict[int, tuple[int, ...]]  # token ids by the request's number, where they were recorded
-    name: str = ""  # the file's
+    prompts: dict[int, tuple[int, ...]]  # token ids by the request's number, if they were recorded
+    name: str = ""  # of the file
     truncated: bool = False  # its last line is cut off
 
     @property
@@ -32,10 +32,10 @@ class Run(NamedTuple):
 
 
 def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES) -> Run:
-    """Replay a recorded run into frames.
+    """Replays a recorded run into frames.
 
     Raises:
-        ReplayError: no recorded run, or one that this version does not replay; names the line and the remedy.
+        ReplayError: the file is no recorded run, or this version cannot replay it; names the line and the remedy.
         FileNotFoundError: there is no such file.
     """
     path = os.fspath(path)
@@ -54,7 +54,7 @@ def read(path: str | os.PathLike[str], policies: Mapping[str, Policy] = POLICIES
 
 
 def fold(transitions: Iterable[Transition], prompts: dict[int, tuple[int, ...]] | None = None) -> Iterator[Frame]:
-    """The frames of a run: one a step, one wherever nothing is left to do, and one for its end.
+    """Yields the frames of a run: one for each step, one whenever no request is left, and one for its end.
 
     Args:
         prompts: filled with the recorded token ids of prompts, by number.
@@ -65,7 +65,7 @@ def fold(transitions: Iterable[Transition], prompts: dict[int, tuple[int, ...]] 
             state = frames.begin(made.config)
         elif kind == "schedule":
             assert plan is not None, "a schedule makes a plan"
-            if state.frame is not None:  # planned again, because the step never ran
+            if state.frame is not None:  # planned again, because the step did not run
                 state, frame = frames.committed(state, state.state, ())
                 yield frame
             state = frames.scheduled(state, made, plan, at)

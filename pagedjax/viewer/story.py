@@ -1,16 +1,22 @@
-"""What happened, as entries of a log: small lists [what, number of the request, ...], in the order of events.
+"""Log entries: small lists [what, number of the request, ...], in the order of events.
 
-    submitted n [seconds]          forked n [numbers]             begins branches, on the blocks of its prompt
-    admitted n known cached        beamed n parent token          goes on from a beam, itself or a sibling
-    resumed n                      ended n reason outputs         outputs: null where nobody said
-    preempted n swapped            forgot null                    the prefix cache
-    shared n [blocks]              found in the cache, or held by others too
-    evicted n [blocks]             their content was lost for it  allocated n [blocks]           those and empty ones
-    copied n from to               it was about to write where others look
-    cached n [blocks]              filled, and can be found from now on
-    freed n [blocks]               nobody has them now: empty     kept n [blocks]   the same, but their content stays
+    submitted n [seconds]      a new request; the seconds if they were recorded
+    admitted n known cached    it runs now: its known tokens, and how many of them were in the cache
+    resumed n                  it runs again, with its content from host memory
+    preempted n swapped        it runs no longer; swapped: its content moved to host memory
+    forked n [numbers]         branches begin on the blocks of its prompt
+    beamed n parent token      a beam continues from a parent, itself or a sibling
+    ended n reason outputs     outputs: null if no event says how many
+    forgot null                the prefix cache was reset
+    shared n [blocks]          blocks that were found in the cache, or that others own as well
+    allocated n [blocks]       blocks that were empty or evicted
+    evicted n [blocks]         those of them whose content was lost
+    copied n from to           copy on write: the old block is shared or published
+    cached n [blocks]          blocks that it filled and that can be found now
+    freed n [blocks]           blocks without an owner now: empty
+    kept n [blocks]            blocks without an owner now: their content stays
 
-Chunks and tokens are not among them: they are the rows of a frame. The page puts the two together (story.js).
+Chunks and tokens are rows of a frame, not entries. The page combines the two (story.js).
 """
 
 from __future__ import annotations
@@ -22,12 +28,12 @@ from typing import Any
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import Beamed, Event, Forked, Plan
 
-Entry = list[Any]
+LogEntry = list[Any]
 Tables = dict[int, tuple[int, ...]]  # number -> block table
 
 
-def planned(plan: Plan, numbers: Mapping[str, int]) -> list[Entry]:
-    """Who gave way, who came back and who entered."""
+def planned(plan: Plan, numbers: Mapping[str, int]) -> list[LogEntry]:
+    """Entries of a plan: sequences that were preempted, resumed and admitted."""
     entered = zip(plan.admitted, plan.known, plan.cached, strict=True)
     swapped, resumed = set(plan.swapped), set(plan.resumed)
     return [
@@ -37,19 +43,19 @@ def planned(plan: Plan, numbers: Mapping[str, int]) -> list[Entry]:
     ]
 
 
-def brought(
+def committed(
     events: Sequence[Event],
     numbers: Mapping[str, int],
     requests: Mapping[int, Sequence[Any]],
     filled: Sequence[tuple[str, list[int]]],
-) -> list[Entry]:
-    """What a commit brought, but for ends, which have to be noticed without it, too.
+) -> list[LogEntry]:
+    """Entries of a commit, except ends, which also occur without a commit.
 
     Args:
-        requests: what `came` said of each, by number.
-        filled: ids of requests and their blocks that can be found from now on.
+        requests: the records in `came`, by number.
+        filled: (request id, its blocks that can be found now).
     """
-    log: list[Entry] = [["cached", numbers[name], ids] for name, ids in filled if name in numbers]
+    log: list[LogEntry] = [["cached", numbers[name], ids] for name, ids in filled if name in numbers]
     for event in events:
         if isinstance(event, Forked):
             branches = [numbers[name] for name in event.request_ids]
@@ -68,43 +74,43 @@ def moves(
     *,
     allocates: bool,
     copies: Iterable[tuple[int, int]] = (),
-) -> list[Entry]:
-    """Compare the block tables of two states -> which blocks came and went, and how.
+) -> list[LogEntry]:
+    """Compares the block tables of two states -> entries for the blocks that they gained and lost.
 
     Args:
-        allocates: whether a new block may have been a free one: so in `schedule`, but a commit only shares.
+        allocates: whether a new block may have been free: true for `schedule`; a commit only shares.
         copies: (from, to) of blocks that were copied.
     """
     gains, losses = _changes(old, new)
     source = {to: origin for origin, to in copies}
     takers = Counter(block for _, ids in gains for block in ids)
-    came: list[Entry] = []
+    gained: list[LogEntry] = []
     taken: set[int] = set(source)  # were free
     for n, ids in gains:
         fresh, found = [], []
         for block in ids:
-            held = after.owners[block] > takers[block] or block in after.hashes or block in taken
+            in_use = after.owners[block] > takers[block] or block in after.hashes or block in taken
             if block not in source:
-                (found if held or not allocates else fresh).append(block)
+                (found if in_use or not allocates else fresh).append(block)
         taken.update(fresh)
         lost = [block for block in ids if block in taken and block in before.hashes]
-        came += _entry("shared", n, found)
-        came += _entry("evicted", n, [block for block in lost if block not in found])
-        came += _entry("allocated", n, fresh)
-        came += [["copied", n, source[block], block] for block in ids if block in source]
-    went: list[Entry] = []
-    told: set[int] = set()
+        gained += _entry("shared", n, found)
+        gained += _entry("evicted", n, [block for block in lost if block not in found])
+        gained += _entry("allocated", n, fresh)
+        gained += [["copied", n, source[block], block] for block in ids if block in source]
+    given_up: list[LogEntry] = []
+    seen: set[int] = set()
     for n, ids in losses:
-        gone = [block for block in ids if block not in told and (block not in after.owners or block in taken)]
-        told.update(gone)
+        gone = [block for block in ids if block not in seen and (block not in after.owners or block in taken)]
+        seen.update(gone)
         kept = [block for block in gone if block in before.hashes or block in after.hashes]
-        went += _entry("freed", n, [block for block in gone if block not in kept])
-        went += _entry("kept", n, kept)
-    return went + came
+        given_up += _entry("freed", n, [block for block in gone if block not in kept])
+        given_up += _entry("kept", n, kept)
+    return given_up + gained
 
 
 def _changes(old: Tables, new: Tables) -> tuple[list[tuple[int, list[int]]], list[tuple[int, list[int]]]]:
-    """Blocks that each request has more, and less."""
+    """Returns (gains, losses): (number, blocks) of each request that gained or lost blocks."""
     gains, losses = [], []
     for n, table in new.items():
         had = old.get(n, ())
@@ -120,5 +126,5 @@ def _changes(old: Tables, new: Tables) -> tuple[list[tuple[int, list[int]]], lis
     return [g for g in gains if g[1]], [lost for lost in losses if lost[1]]
 
 
-def _entry(what: str, n: int, blocks: list[int]) -> list[Entry]:
+def _entry(what: str, n: int, blocks: list[int]) -> list[LogEntry]:
     return [[what, n, blocks]] if blocks else []

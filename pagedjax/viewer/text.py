@@ -1,4 +1,4 @@
-"""The text of tokens, where somebody can tell it. The scheduler never saw any; a recording has token ids."""
+"""The text of tokens for the page, if a tokenizer is given. A recording has token ids, never text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from pagedjax.viewer.picture import Frame, Picture, apply
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text, as a tokenizer's `decode`
-REPLACEMENT = "\ufffd"  # what bytes that are not (yet) a character decode to
-HELD = 16  # tokens held back at most: more than any character has bytes
+REPLACEMENT = "\ufffd"  # the result of decoding an incomplete character
+MAX_PENDING = 16  # tokens that may wait for the rest of a character: more than any character has bytes
 
 
 def generated(frames: Iterable[Frame]) -> dict[int, list[int]]:
-    """Token ids that each request sampled, by its number. Beams have none: their past changes."""
+    """Returns the token ids that each request sampled, by its number. Beams have none: their past changes."""
     tokens: dict[int, list[int]] = {}
     picture = Picture()
     for frame in frames:
@@ -25,16 +25,16 @@ def generated(frames: Iterable[Frame]) -> dict[int, list[int]]:
 
 
 def beamed(frames: Iterable[Frame]) -> set[int]:
-    """Token ids that beams went on with."""
+    """Returns the token ids with which beams continued."""
     return {entry[3] for frame in frames for entry in frame.get("after", ()) if entry[0] == "beamed"}
 
 
 def texts(frames: Sequence[Frame], prompts: Mapping[int, Sequence[int]], decode: Decode) -> dict[str, Any]:
-    """What the page has to know to show text.
+    """Returns the data that the page needs to show text.
 
     Returns:
-        words: the text of each token id by itself; fixes: by request number and place in its output, the text of a
-        token that is another there, because a character needs several tokens; labels: prompts by request number.
+        words: the text of each single token id; fixes: by request number and position in its output, the text of a
+        token that differs there, because a character needs several tokens; labels: prompts by request number.
     """
     outputs = generated(frames)
     known = {token for ids in (*outputs.values(), *prompts.values()) for token in ids} | beamed(frames)
@@ -49,12 +49,12 @@ def texts(frames: Sequence[Frame], prompts: Mapping[int, Sequence[int]], decode:
 
 
 def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """The text that is final with each token and was not before; joined, the text of all of them."""
+    """Returns, for each token, the text that becomes final with it. The pieces join to the whole text."""
     found: list[str] = []
     begin = read = 0  # decode what follows `begin`, with and without what follows `read`
     for end in range(1, len(ids) + 1):
         before, after = decode(ids[begin:read]), decode(ids[begin:end])
-        waits = after.endswith(REPLACEMENT) and end - read < HELD and end < len(ids)
+        waits = after.endswith(REPLACEMENT) and end - read < MAX_PENDING and end < len(ids)
         if waits or len(after) < len(before):
             found.append("")
             continue

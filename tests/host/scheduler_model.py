@@ -1,13 +1,13 @@
-"""A naive scheduler to compare the real one with, written from its rules alone. Mutable, slow, first come first served.
+"""The reference model: a naive scheduler written from the rules alone. Mutable, slow, first come first served.
 
-The cache is modelled slot by slot: `slots[block, offset]` says which token, after which tokens, the device wrote there
-last. So a block that is shared but holds something else, or is written past, shows as a sequence that reads a wrong
-token. Prompts come in families: those of one family begin alike. `spell` writes out the tokens of a sequence, and the
-hash of a block is what it and everything before it spell.
+The model stores the cache slot by slot: `slots[block, offset]` is the token that the device wrote there last, with all
+tokens before it. So a sequence reads a wrong token if a shared block has other content or a write goes past a block.
+Prompts of one family begin with the same tokens. `Life.key` spells the tokens of a sequence; the hash of a block is the
+spelling of its tokens and of all tokens before it.
 
-Which ids new blocks get is the pool's own affair: the model puts a negative number in their place, takes the ids from
-the real plan and checks that nobody else has them. Which published blocks a sequence shares, the model says itself.
-Of a reserved piece it checks that its ids are in a row and aligned, and says itself whether one is free, by halving.
+The pool chooses the ids of new blocks. The model uses a negative number for each, takes the ids from the real plan, and
+checks that no other sequence owns them. The model itself decides which published blocks a sequence shares. It checks
+that the ids of a reserved piece are contiguous and aligned, and decides by halving whether a piece is free.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from pagedjax.host.types import (
 )
 
 
-@dataclass(eq=False)  # compared by identity: an id may come back after its request ended
+@dataclass(eq=False)  # compared by identity: an id may be used again after its request ended
 class Life:
     request: Request
     arrival: int
     outputs: list[int] = field(default_factory=list)
     computed: int = 0
-    table: list[int] = field(default_factory=list)  # its blocks; negative until the real scheduler chose the id
-    hashed: int = 0  # blocks whose hash the scheduler was told
+    table: list[int] = field(default_factory=list)  # its blocks; negative until the real scheduler has chosen the id
+    hashed: int = 0  # blocks whose hash the scheduler has
     group: int | None = None  # arrival of the first branch, if there are several
-    away: list[int] = field(default_factory=list)  # its blocks in host memory while it waits, if it has any
+    away: list[int] = field(default_factory=list)  # its blocks in host memory while it waits
 
     @property
     def name(self) -> str:
@@ -59,8 +59,8 @@ class Life:
     def known(self) -> int:
         return self.request.prompt_len + len(self.outputs)
 
-    def holds(self) -> bool:
-        """A beam that has computed all it knows, and waits for its siblings."""
+    def awaits_siblings(self) -> bool:
+        """Whether it is a beam that has computed all its tokens and waits for its siblings."""
         return self.request.beams and self.computed == self.known
 
     def shares(self) -> bool:
@@ -81,7 +81,7 @@ def power(number: int) -> int:
 
 
 def free_pieces(free: set[int], start: int, size: int) -> list[int]:
-    """Sizes of the free pieces of a buddy allocator among `size` ids from `start` on, found by halving what is not."""
+    """Sizes of the free pieces of a buddy allocator among `size` ids from `start` on, found by halving."""
     if free.issuperset(range(start, start + size)):
         return [size]
     half = size // 2
@@ -90,7 +90,7 @@ def free_pieces(free: set[int], start: int, size: int) -> list[int]:
 
 @dataclass
 class Step:
-    """What the rules want of one step."""
+    """One step as the rules require it."""
 
     rows: list[tuple[Life, int, int]]  # sequence, first token to compute, how many
     admitted: list[Life]
@@ -107,16 +107,16 @@ class Step:
 class Model:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.waiting: list[Life] = []  # in no order that matters: the earliest arrival is next
+        self.waiting: list[Life] = []  # in any order: the earliest arrival is next
         self.running: list[Life] = []  # decodes first, else in order of admission
         self.slots: dict[tuple[int, int], str] = {}
         self.host_slots: dict[tuple[int, int], str] = {}
-        self.published: dict[str, int] = {}  # what a block holds -> the block
-        self.idle: list[int] = []  # published blocks that nobody has; the first is the next to lose its content
+        self.published: dict[str, int] = {}  # content -> the block
+        self.idle: list[int] = []  # published blocks without an owner; the first is evicted next
         self.flight: Step | None = None
         self.arrivals = self.steps = self.unseen = 0
-        self.pieces: list[int] = []  # sizes of those that are free, where caches are reserved
-        self.uncut = self.fragmented = 0  # how often a prompt did not fit whole, or blocks but no piece were free
+        self.pieces: list[int] = []  # sizes of the free pieces, if caches are reserved
+        self.uncut = self.fragmented = 0  # how often a whole prompt did not fit, or free blocks made no piece
 
     def alive(self) -> list[Life]:
         return self.waiting + self.running
@@ -140,7 +140,7 @@ class Model:
         return alone and self.reserved(request) <= max(free_pieces(self.ids(), 1, power(self.config.num_blocks)))
 
     def reserved(self, request: Request) -> int:
-        """Blocks of the piece that a request has for its whole life."""
+        """Blocks of the piece that a request owns for its whole life."""
         c, prompt, limit = self.config, request.prompt_len, self.limit(request)
         slots = {"oracle": limit, "pow2": prompt + power(limit - prompt), "max": c.max_model_len}[c.reservation]
         return power(math.ceil(min(slots, c.max_model_len) / c.block_size))
@@ -152,7 +152,7 @@ class Model:
         return [name for life in self.alive() for name in (life.name, *life.request.forks)]
 
     def hashes(self, name: str, prompt_len: int) -> tuple[str, ...]:
-        """What a request says of its prompt."""
+        """The hashes of the full blocks of a prompt."""
         life, size = Life(Request(name, prompt_len, 1), 0), self.config.block_size
         return tuple(life.key(j * size) for j in range(1, prompt_len // size + 1)) if life.shares() else ()
 
@@ -167,12 +167,12 @@ class Model:
     def free(self) -> int:
         return self.config.num_blocks - len(self.owned())
 
-    def tells(self, life: Life) -> bool:
-        """Whether the shell gives hashes for blocks that it fills."""
+    def publishes(self, life: Life) -> bool:
+        """Whether the engine gives hashes for blocks that a sequence fills."""
         return self.config.reservation == "none" and life.shares()
 
     def take(self, life: Life, number: int) -> None:
-        """New blocks for a sequence. When no empty block is left, an idle one loses its content."""
+        """Gives a sequence new blocks. If no block is empty, an idle block loses its content."""
         for _ in range(number):
             if self.free() == len(self.idle):
                 lost = self.idle.pop(0)
@@ -180,27 +180,27 @@ class Model:
             self.unseen -= 1
             life.table.append(self.unseen)
 
-    def let_go(self, life: Life) -> None:
-        """A sequence that no longer runs gives up its blocks, the last one first."""
-        held = set(self.published.values()) - self.owned()
-        self.idle += [block for block in reversed(life.table) if block in held]
+    def release(self, life: Life) -> None:
+        """Takes the blocks of a sequence that no longer runs, the last one first."""
+        cached = set(self.published.values()) - self.owned()
+        self.idle += [block for block in reversed(life.table) if block in cached]
         life.table = []
 
     def stop(self, step: Step, lives: list[Life]) -> None:
-        """Preempt sequences: their content moves to host memory if all of it fits there, or else is lost."""
+        """Preempts sequences: their content moves to host memory if all of it fits there; else it is lost."""
         step.preempted += [life.name for life in lives]
         for life in lives:
             life.computed = min(life.computed, life.known - 1)
         tables = [life.table[: math.ceil(life.computed / self.config.block_size)] for life in lives]
-        held = list(dict.fromkeys(block for table in tables for block in table))
+        distinct = list(dict.fromkeys(block for table in tables for block in table))
         taken = {block for life in self.waiting for block in life.away}
-        fits = all(tables) and len(held) <= self.config.host_blocks - len(taken)
-        place = {block: self.unseen - i for i, block in enumerate(held, 1)}
-        self.unseen -= len(held)
+        fits = all(tables) and len(distinct) <= self.config.host_blocks - len(taken)
+        place = {block: self.unseen - i for i, block in enumerate(distinct, 1)}
+        self.unseen -= len(distinct)
         for life, table in zip(lives, tables, strict=True):
             self.running.remove(life)
             self.waiting.append(life)
-            self.let_go(life)
+            self.release(life)
             life.away = [place[block] for block in table] if fits else []
             life.computed = life.computed if fits else 0
         step.swapped += [life.name for life in lives] if fits else []
@@ -209,9 +209,9 @@ class Model:
     def schedule(self) -> Step:
         c, step = self.config, Step([], [], [])
 
-        def starving() -> list[Life]:  # their next token lies past their last block
+        def starving() -> list[Life]:  # the next token lies past the last block
             edge = [life for life in self.running if life.computed >= len(life.table) * c.block_size]
-            return [life for life in edge if not life.holds()]
+            return [life for life in edge if not life.awaits_siblings()]
 
         while len(starving()) + len(self.copying()) > self.free():
             victim = max(self.running, key=lambda life: life.arrival)
@@ -227,25 +227,25 @@ class Model:
             life.table[at] = new
         for old, _ in step.copies:
             if old not in self.owned() and old not in self.idle:
-                assert old in self.published.values(), "a block was copied though nobody else needs it"
+                assert old in self.published.values(), "a block was copied although no other sequence needs it"
                 self.idle.append(old)
 
-        held = [life for life in self.running if life.holds()]
+        ready = [life for life in self.running if life.awaits_siblings()]
         decodes = [life for life in self.running if life.known - life.computed == 1]
-        prompts = [life for life in self.running if life not in decodes and life not in held]
+        prompts = [life for life in self.running if life not in decodes and life not in ready]
         if c.mixed_steps:
-            self.compose(step, decodes + prompts, held, decodes, admits=not step.preempted)
-        elif c.chunked_prefill and self.steps % 2 and decodes:  # by turns
-            self.compose(step, decodes, prompts + held, decodes, admits=False)
+            self.compose(step, decodes + prompts, ready, decodes, admits=not step.preempted)
+        elif c.chunked_prefill and self.steps % 2 and decodes:  # alternating steps
+            self.compose(step, decodes, prompts + ready, decodes, admits=False)
         else:
-            self.compose(step, prompts, decodes + held, decodes, admits=not step.preempted)
+            self.compose(step, prompts, decodes + ready, decodes, admits=not step.preempted)
             if not step.rows:
-                self.compose(step, decodes, prompts + held, decodes, admits=False)
+                self.compose(step, decodes, prompts + ready, decodes, admits=False)
         self.flight = step
         return step
 
     def compose(self, step: Step, turn: list[Life], others: list[Life], decodes: list[Life], *, admits: bool) -> None:
-        """Tokens for those whose turn it is, then for those that can enter. The others own blocks, and places."""
+        """Gives tokens to the sequences of this kind of step, then admits. The others keep their blocks and rows."""
         c = self.config
         places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(life.width for life in self.running)
         self.budget = c.max_num_batched_tokens
@@ -271,7 +271,7 @@ class Model:
         self.running = [life for life in self.running if life not in others] + others
 
     def all_enter(self, step: Step, unit: list[Life], decodes: list[Life]) -> bool:
-        """Admit some sequences, or, if one of them does not fit, none."""
+        """Admits all sequences of a group, or none if one of them does not fit."""
         before = [(life, list(life.table), list(life.away), life.computed) for life in unit]
         mine = [list(self.waiting), list(self.running), list(self.idle), dict(self.published), dict(self.moved)]
         numbers, lists = (self.budget, self.unseen), {name: list(value) for name, value in vars(step).items()}
@@ -325,7 +325,7 @@ class Model:
         return True
 
     def split(self, need: int) -> bool:
-        """Take a piece out of the smallest that is large enough, if there is one."""
+        """Takes a piece out of the smallest sufficient one, if there is one."""
         enough = [size for size in self.pieces if size >= need]
         if not enough:
             return False
@@ -337,11 +337,11 @@ class Model:
         return True
 
     def copying(self) -> list[Life]:
-        """Branches whose next token goes to a block that others have as well, or might find."""
+        """Branches whose next token goes to a block that others own or can find."""
         size, found = self.config.block_size, []
         owners = Counter(block for life in self.running for block in life.table)
         for life in self.running:
-            if life.group is None or life.computed // size >= len(life.table) or life.holds():
+            if life.group is None or life.computed // size >= len(life.table) or life.awaits_siblings():
                 continue
             block = life.table[life.computed // size]
             if owners[block] > 1 or block in self.published.values():
@@ -350,7 +350,7 @@ class Model:
         return found
 
     def found(self, life: Life, chunks: list[tuple[Life, int, int]]) -> list[int]:
-        """Blocks that hold, or hold when this step has written, the beginning of a sequence without its last token."""
+        """Blocks that contain the beginning of a sequence without its last token, now or after this step's writes."""
         size, found = self.config.block_size, []
         for j in range(min(life.hashed, (life.known - 1) // size)):
             key = life.key((j + 1) * size)
@@ -360,7 +360,7 @@ class Model:
                 if start <= j * size and (j + 1) * size <= start + count and j < other.hashed
                 if other.key((j + 1) * size) == key
             ]
-            # a chunk may have begun within the block: then the step completes it
+            # a chunk may begin within the block and complete it in this step
             coming += [
                 other.table[j]
                 for other, start, count in chunks
@@ -376,25 +376,25 @@ class Model:
         return found
 
     def filled(self) -> dict[str, tuple[str, ...]]:
-        """What the shell tells the scheduler of blocks of generated tokens when the step is done."""
+        """The hashes that the engine gives for blocks of generated tokens when the step is done."""
         assert self.flight is not None
-        size, told = self.config.block_size, {}
+        size, hashes = self.config.block_size, {}
         for life, start, count in self.flight.rows:
             full = (start + count) // size
-            if self.tells(life) and full > start // size and full > life.hashed:
-                told[life.name] = tuple(life.key((j + 1) * size) for j in range(life.hashed, full))
-        return told
+            if self.publishes(life) and full > start // size and full > life.hashed:
+                hashes[life.name] = tuple(life.key((j + 1) * size) for j in range(life.hashed, full))
+        return hashes
 
     def execute(self, plan: Plan, real: Sequence[Seq]) -> None:
-        """Take the block ids of the real sequences and let the device write and read the cache through them."""
+        """Takes the block ids of the real sequences, then writes and reads the cache as the device does."""
         assert self.flight is not None
         size = self.config.block_size
         seen: dict[int, int] = {}
         for life, seq in zip(self.running, real, strict=True):
             assert len(seq.blocks) == len(life.table), f"{life.name}: {len(seq.blocks)} blocks, not {len(life.table)}"
             for mine, theirs in zip(life.table, seq.blocks, strict=True):
-                assert seen.setdefault(mine, theirs) == theirs, f"{life.name}: blocks it had or shares were moved"
-                assert mine < 0 or mine == theirs, f"{life.name}: blocks it had or shares were taken or moved"
+                assert seen.setdefault(mine, theirs) == theirs, f"{life.name}: blocks that it owned or shares changed"
+                assert mine < 0 or mine == theirs, f"{life.name}: blocks that it owned or shares were lost or changed"
         for (life, start, count), seq in zip(self.flight.rows, plan.seqs, strict=True):
             assert start + count <= len(life.table) * size, f"{life.name}: writes past its blocks"
             assert [seen[block] for block in life.table] == list(seq.blocks), f"{life.name}: the plan has other blocks"
@@ -423,14 +423,16 @@ class Model:
                 written.add(slot)
                 for other in self.running:
                     read = other.computed > at and other.table[at // size] == slot[0] and other is not life
-                    assert not read or other in self.flight.admitted, f"{life.name} writes what {other.name} has"
+                    assert not read or other in self.flight.admitted, (
+                        f"{life.name} writes to a block that {other.name} reads"
+                    )
                 self.slots[slot] = life.key(at + 1)
         for life, start, count in self.flight.rows:
             for at in range(start + count):
-                assert self.slots[life.table[at // size], at % size] == life.key(at + 1), "reads another's token"
+                assert self.slots[life.table[at // size], at % size] == life.key(at + 1), "reads a wrong token"
 
     def move(self, plan: Plan, seen: dict[int, int]) -> None:
-        """Blocks go to host memory, then others come back."""
+        """Moves blocks to host memory, then other blocks back."""
         assert self.flight is not None
         flight, size = self.flight, self.config.block_size
         assert [old for old, _ in plan.swap_out] == [old for old, _ in flight.out], "other blocks move out"
@@ -450,8 +452,8 @@ class Model:
                 self.slots[device, offset] = self.host_slots[host, offset]
 
     def ready(self) -> tuple[list[list[Life]], list[Life]]:
-        """Beams of requests of which all will have caught up when the step is done, and the first ones of those that
-        are then at their limit."""
+        """Groups of beams that all have computed their tokens after this step, and the first beams of those at their
+        limit."""
         assert self.flight is not None
         ends = {id(life): start + count for life, start, count in self.flight.rows}
         done = [life for life in self.running if life.request.beams]
@@ -481,9 +483,9 @@ class Model:
             self.running += new
             for life in old:
                 if life.name not in parents:
-                    held = set(self.published.values()) - self.owned()
+                    cached = set(self.published.values()) - self.owned()
                     others = {b for o in old[old.index(life) + 1 :] if o.name not in parents for b in o.table}
-                    self.idle += [block for block in reversed(life.table) if block in held - others]
+                    self.idle += [block for block in reversed(life.table) if block in cached - others]
             events.append(Beamed(self.steps, tuple(names), parents, tokens))
         return events
 
@@ -519,7 +521,7 @@ class Model:
                 ends.append(Finished(self.steps, life.name, reason, len(life.outputs)))
         for life in gone:
             self.running.remove(life)
-            self.let_go(life)
+            self.release(life)
         beamed = self.advance(choices)
         events += forked
         if new:
@@ -531,7 +533,7 @@ class Model:
         return events + ends
 
     def fork(self, life: Life) -> list[str]:
-        """The branches of a sequence whose prompt is computed begin: they have all of it but the last token."""
+        """Starts the branches of a sequence whose prompt is computed: they have all of it but the last token."""
         forks, request = life.request.forks, life.request._replace(forks=())
         life.request, computed = request, request.prompt_len - 1
         for number, name in enumerate(forks, 1):
@@ -542,10 +544,10 @@ class Model:
         return list(forks)
 
     def publish(self, life: Life, start: int) -> None:
-        """Blocks that a sequence filled in this step can be found from now on, unless others hold the same."""
+        """Makes the blocks that a sequence filled in this step findable, unless others have the same content."""
         size = self.config.block_size
         full = life.computed // size
-        if self.tells(life) and full > start // size:
+        if self.publishes(life) and full > start // size:
             life.hashed = max(life.hashed, full)
         for j in range(start // size, min(full, life.hashed)):
             self.published.setdefault(life.key((j + 1) * size), life.table[j])
@@ -554,7 +556,7 @@ class Model:
         self.published, self.idle = {}, []
 
     def restart(self) -> None:
-        """All that runs is computed again, and nothing that was computed is found."""
+        """Running sequences are computed again, and the cache is reset."""
         for life in list(self.running):
             self.running.remove(life)
             self.waiting.append(life)
@@ -580,7 +582,7 @@ class Model:
                 group = [other for other in lives if other.group == life.group] if life.request.beams else [life]
                 for other in group:
                     (self.waiting if other in self.waiting else self.running).remove(other)
-                    self.let_go(other)
+                    self.release(other)
                 return [
                     Finished(self.steps, each, reason, len(other.outputs))
                     for other in group
@@ -589,7 +591,7 @@ class Model:
         return []
 
     def compare(self, state: SchedulerState) -> None:
-        """The real state says what the model says, block by block."""
+        """Compares the real state with the model, block by block."""
         by_arrival = sorted(self.waiting, key=lambda life: life.arrival)
         assert [seq.arrival for seq in state.waiting] == [life.arrival for life in by_arrival], "queue out of order"
         away = [(seq.length, seq.computed, list(seq.blocks)) for seq in state.waiting]

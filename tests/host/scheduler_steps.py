@@ -1,4 +1,4 @@
-"""Small schedulers in few words, for the tests by example."""
+"""Helpers that build and run small schedulers, for the tests by example."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def until_end(state: SchedulerState, steps: int = 100) -> list[Event]:
 
 
 def crowded() -> SchedulerState:
-    """a, b, c hold all three blocks of 4, each block is full, and d waits."""
+    """a, b and c own all three blocks of 4, each block is full, and d waits."""
     state, *_ = step(start(*(request(name, 4) for name in "abc"), request("d", 1), num_blocks=3))
     return state

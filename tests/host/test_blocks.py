@@ -1,4 +1,4 @@
-"""The block pool: allocate, share and release against a dictionary, and what is refused."""
+"""The block pool: its operations match a dictionary of counts, and invalid operations are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_allocated_blocks_are_distinct_and_owned_once():
     blocks.check(pool, [ids])
 
 
-def test_no_room_gives_none_and_the_last_block_can_still_be_had():
+def test_allocation_beyond_the_free_blocks_returns_none():
     pool, _ = take(blocks.init(3), 2)
     assert blocks.allocate(pool, 2) is None
     assert take(pool, 1)[0].num_free == 0
@@ -55,7 +55,7 @@ def test_allocating_nothing_changes_nothing():
     assert take(pool, 0) == (pool, ())
 
 
-def test_a_shared_block_is_free_only_when_its_last_owner_lets_go():
+def test_a_shared_block_is_free_when_its_last_owner_releases_it():
     pool, ids = take(blocks.init(2), 1)
     pool = blocks.share(pool, ids)
     blocks.check(pool, [ids, ids])
@@ -67,7 +67,7 @@ def test_a_shared_block_is_free_only_when_its_last_owner_lets_go():
     blocks.check(pool, [])
 
 
-def test_the_block_returned_last_is_handed_out_first():
+def test_the_block_released_last_is_allocated_first():
     pool, (a, b, c) = take(blocks.init(5), 3)
     pool = blocks.release(pool, [a, c])
     assert blocks.free_ids(pool) == (c, a, 4, 5)
@@ -76,14 +76,14 @@ def test_the_block_returned_last_is_handed_out_first():
 
 
 @pytest.mark.parametrize("ids", [[0], [3], [-1], [1, 1]])
-def test_releasing_a_block_that_nobody_owns_is_an_error(ids):
+def test_releasing_a_block_without_an_owner_is_an_error(ids):
     pool, _ = take(blocks.init(3), 2)
     with pytest.raises(ValueError, match=rf"block {ids[-1]} has no owner; it was released twice or never allocated"):
         blocks.release(pool, ids)
     blocks.check(pool, [(1, 2)])
 
 
-def test_sharing_a_block_that_nobody_owns_is_an_error():
+def test_sharing_a_block_without_an_owner_is_an_error():
     pool, _ = take(blocks.init(3), 2)
     with pytest.raises(ValueError, match="block 3 has no owner"):
         blocks.share(pool, [1, 3])
@@ -130,7 +130,7 @@ def test_check_finds_a_wrong_count_of_free_blocks():
         blocks.check(blocks.init(4)._replace(num_free=3), [])
 
 
-def test_pools_of_one_history_are_equal_and_others_are_not():
+def test_pools_with_equal_history_are_equal():
     pool, ids = take(blocks.init(9), 4)
     assert blocks.release(pool, ids) == blocks.release(take(blocks.init(9), 4)[0], ids)
     assert hash(blocks.release(pool, ids)) == hash(blocks.release(take(blocks.init(9), 4)[0], ids))
@@ -139,7 +139,7 @@ def test_pools_of_one_history_are_equal_and_others_are_not():
     assert all(blocks.release(pool, ids) != other for other in others)
 
 
-def test_a_large_pool_with_a_history_can_be_compared_printed_and_copied():
+def test_a_large_pool_can_be_compared_printed_and_copied():
     """The free list must not make Python recurse once for each block."""
     pool, ids = take(blocks.init(30_000), 20_000)
     pool = blocks.release(pool, ids[1:])
@@ -151,7 +151,7 @@ def test_a_large_pool_with_a_history_can_be_compared_printed_and_copied():
     assert repr(pool) == "BlockPool(29999 of 30000 free)"
 
 
-def test_published_content_outlives_its_owners_and_is_shared_with_the_next():
+def test_published_content_stays_after_release_and_can_be_shared():
     pool, (a, b) = take(blocks.init(4), 2)
     pool = blocks.publish(pool, [(a, "x"), (b, "xy")])
     assert blocks.find(pool, ["x", "xy", "xyz"]) == (a, b)
@@ -165,7 +165,7 @@ def test_published_content_outlives_its_owners_and_is_shared_with_the_next():
     blocks.check(pool, [(a,)])
 
 
-def test_content_is_lost_only_when_nothing_empty_is_left_and_the_longest_idle_first():
+def test_the_longest_idle_block_is_evicted_when_no_block_is_empty():
     pool, ids = take(blocks.init(4), 3)
     pool = blocks.release(blocks.publish(pool, zip(ids, "abc", strict=True)), (2, 1, 3))
     pool, taken = take(pool, 3)
@@ -174,7 +174,7 @@ def test_content_is_lost_only_when_nothing_empty_is_left_and_the_longest_idle_fi
     blocks.check(pool, [taken])
 
 
-def test_content_stays_in_the_block_that_held_it_first():
+def test_content_published_twice_stays_in_its_first_block():
     pool, (a, b) = take(blocks.init(2), 2)
     pool = blocks.publish(blocks.publish(pool, [(a, "x")]), [(b, "x")])
     assert blocks.find(pool, ["x"]) == (a,)
@@ -183,7 +183,7 @@ def test_content_stays_in_the_block_that_held_it_first():
     blocks.check(pool, [])
 
 
-def test_a_block_cannot_hold_two_things_nor_anything_without_an_owner():
+def test_publish_refuses_a_second_content_and_a_block_without_an_owner():
     pool, (a,) = take(blocks.init(2), 1)
     pool = blocks.publish(pool, [(a, "x")])
     assert blocks.publish(pool, [(a, "x")]) == pool
@@ -193,7 +193,7 @@ def test_a_block_cannot_hold_two_things_nor_anything_without_an_owner():
         blocks.publish(pool, [(2, "y")])
 
 
-def test_forgetting_empties_what_is_idle_and_leaves_owners_alone():
+def test_forget_empties_idle_blocks_and_keeps_owned_blocks():
     pool, ids = take(blocks.init(3), 3)
     pool = blocks.forget(blocks.release(blocks.publish(pool, zip(ids, "abc", strict=True)), (3, 1)))
     assert (blocks.find(pool, "a"), blocks.find(pool, "b"), pool.num_free) == ((), (), 2)
@@ -211,7 +211,7 @@ def test_forgetting_empties_what_is_idle_and_leaves_owners_alone():
         ({"newest": 0}, "outside the queue"),
     ],
 )
-def test_check_finds_content_that_does_not_add_up(broken, message):
+def test_check_finds_inconsistent_content(broken, message):
     pool, ids = take(blocks.init(3), 2)
     pool = blocks.release(blocks.publish(pool, zip(ids, "ab", strict=True)), ids[:1])
     blocks.check(pool, [ids[1:]])
@@ -229,12 +229,12 @@ def take_run(pool: BlockPool, n: int) -> tuple[BlockPool, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("n", [-1, 0, 3, 6])
-def test_a_run_that_is_no_power_of_two_is_an_error(n):
+def test_a_run_must_be_a_power_of_two(n):
     with pytest.raises(ValueError, match=f"n is {n}; a run is a power of two of blocks"):
         blocks.allocate_run(blocks.init(8), n)
 
 
-def test_a_pool_that_shares_content_gives_no_runs_until_it_is_forgotten():
+def test_runs_are_refused_while_blocks_are_published():
     pool, ids = take(blocks.init(4), 1)
     pool = blocks.release(blocks.publish(pool, [(1, "x")]), ids)
     with pytest.raises(ValueError, match="runs come from pools that share nothing, and this one has published blocks"):
@@ -242,19 +242,19 @@ def test_a_pool_that_shares_content_gives_no_runs_until_it_is_forgotten():
     assert take_run(blocks.forget(pool), 4)[1] == (1, 2, 3, 4)
 
 
-def test_the_smallest_piece_that_is_large_enough_is_split():
+def test_a_run_splits_the_smallest_sufficient_piece():
     pool = blocks.init(14)  # pieces of 8, 4 and 2
     pool, pair = take_run(pool, 2)
     assert pair == (13, 14)
     pool, one = take_run(pool, 1)
-    assert one == (9,)  # of the 4: what is left of them is 1 and 2
+    assert one == (9,)  # of the 4, which leaves pieces of 1 and 2
     pool, more = take_run(pool, 2)
     assert more == (11, 12)
     assert take_run(pool, 8)[1] == tuple(range(1, 9))
     assert blocks.allocate_run(pool, 16) is None
 
 
-def test_enough_blocks_that_are_not_in_one_piece_are_refused_and_the_pool_is_untouched():
+def test_a_run_is_refused_when_free_blocks_are_not_contiguous():
     pool, _ = take_run(blocks.init(8), 4)
     pool, _ = take_run(pool, 2)
     pool = blocks.release(pool, (1, 2, 3, 4))
@@ -266,12 +266,12 @@ def test_enough_blocks_that_are_not_in_one_piece_are_refused_and_the_pool_is_unt
     assert take_run(pool, 4)[1] == (1, 2, 3, 4)
 
 
-def test_pieces_that_are_free_together_are_whole_again_and_others_are_not():
+def test_free_buddies_merge_and_other_neighbours_do_not():
     pool, a = take_run(blocks.init(8), 2)
     pool, b = take_run(pool, 2)
     pool, c = take_run(pool, 2)
     assert (a, b, c) == ((1, 2), (3, 4), (5, 6))
-    beside = blocks.release(pool, (*b, *c))  # 3-6 are in a row and no piece: it would have to begin at 1 or 5
+    beside = blocks.release(pool, (*b, *c))  # 3-6 are contiguous but no piece: a piece of 4 begins at 1 or 5
     assert take_run(beside, 4)[1] == (5, 6, 7, 8)
     assert take_run(blocks.release(pool, (*a, *b)), 4)[1] == (1, 2, 3, 4)
 
@@ -309,7 +309,7 @@ class Buddies:
 
 @settings(max_examples=200, deadline=None)
 @given(size=st.integers(1, 31), script=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
-def test_any_history_of_runs_agrees_with_a_buddy_allocator(size: int, script: list[tuple[bool, int]]):
+def test_random_runs_match_a_buddy_allocator(size: int, script: list[tuple[bool, int]]):
     pool, buddies = blocks.init(size), Buddies(size)
     runs: list[tuple[int, ...]] = []
     past = []
@@ -350,10 +350,10 @@ actions = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(size=st.integers(1, 12), script=actions)
-def test_any_history_agrees_with_a_dictionary_of_counts(size: int, script: list[tuple[str, int]]):
+def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[tuple[str, int]]):
     pool = blocks.init(size)
-    tables: list[list[int]] = []  # the owners: each holds some blocks, once
-    held: dict[str, int] = {}  # content, and the block that has it
+    tables: list[list[int]] = []  # one table for each owner
+    content: dict[str, int] = {}  # hash -> block
     idle: list[int] = []
     past = []
     for action, number in script:
@@ -362,7 +362,7 @@ def test_any_history_agrees_with_a_dictionary_of_counts(size: int, script: list[
         if action == "allocate":
             counts = Counter(block for table in tables for block in table)
             taken = blocks.allocate(pool, number)
-            assert (taken is None) == (number > size - len(counts)), "refused although there was room, or the reverse"
+            assert (taken is None) == (number > size - len(counts)), "refused although blocks were free, or the reverse"
             if taken is not None:
                 pool, ids = taken
                 assert len(set(ids)) == len(ids) == number
@@ -375,25 +375,27 @@ def test_any_history_agrees_with_a_dictionary_of_counts(size: int, script: list[
             pool = blocks.release(pool, tables.pop(number % len(tables)))
         elif action == "publish" and tables:
             keys = [(block, f"{block}@{len(past)}") for block in tables[number % len(tables)]]
-            new = [(block, key) for block, key in keys if block not in held.values()]
-            held |= {key: block for block, key in new}
+            new = [(block, key) for block, key in keys if block not in content.values()]
+            content |= {key: block for block, key in new}
             pool = blocks.publish(pool, new)
         elif action == "reuse" and idle:
             tables.append([idle[number % len(idle)]])
             pool = blocks.share(pool, tables[-1])
         elif action == "forget":
-            held.clear()
+            content.clear()
             pool = blocks.forget(pool)
 
         now = {block for table in tables for block in table}
         gone = [block for block in idle if block in now and action == "allocate"]
-        assert gone == idle[: len(gone)], "not the longest idle block was emptied"
-        assert not gone or set(range(1, size + 1)) <= now | set(idle), "emptied an idle block though others were empty"
-        held = {key: block for key, block in held.items() if block not in gone}
-        left = [block for block in idle if block not in now and block in held.values()]
-        idle = left + [b for b in blocks.idle_ids(pool) if b in before - now and b in held.values()]
+        assert gone == idle[: len(gone)], "another block than the longest idle one was evicted"
+        assert not gone or set(range(1, size + 1)) <= now | set(idle), (
+            "evicted an idle block although others were empty"
+        )
+        content = {key: block for key, block in content.items() if block not in gone}
+        left = [block for block in idle if block not in now and block in content.values()]
+        idle = left + [b for b in blocks.idle_ids(pool) if b in before - now and b in content.values()]
         assert list(blocks.idle_ids(pool)) == idle
-        assert dict(pool.contents) == held
+        assert dict(pool.contents) == content
         counts = Counter(block for table in tables for block in table)
         assert dict(pool.owners) == dict(counts)
         assert sorted(blocks.free_ids(pool)) == sorted(set(range(1, size + 1)) - set(counts))

@@ -1,4 +1,4 @@
-"""The event log: what is recorded replays byte for byte, and anything else is found and named."""
+"""The event log: a recording replays byte for byte, and any change of it is found at its line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAYS = ("chunked_prefill", "mixed_steps", "reservation")  # of earlier engines
 
 
 def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: str = "r") -> list[Transition]:
-    """A random run with everything in it, recorded -> its transitions as they were."""
+    """Records a random run with all kinds of transitions -> these transitions."""
     draw = random.Random(seed)
     state, plan, made = scheduler.init(config), None, []
     made.append(Transition("init", state, None, ()))
@@ -43,7 +43,7 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
             return new
 
         for _ in range(length):
-            name = f"{names}{draw.randrange(8)}"  # ids come back after their request ended
+            name = f"{names}{draw.randrange(8)}"  # ids are used again after their request ended
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
             if draw.random() < 0.4 and name not in alive:
                 stops = frozenset(draw.sample(range(4), draw.randrange(3)))
@@ -58,7 +58,7 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
                     request = request._replace(forks=(), hashes=(), beams=False)
                 try:
                     state = arrive("submit", scheduler.submit(state, request))
-                except scheduler.Rejected:  # more beams than the pool can hold, or a budget that holds no whole prompt
+                except scheduler.Rejected:  # more beams than the pool has blocks for, or a budget below a whole prompt
                     continue
                 recorder.submit(request)
             alive = [seq.request_id for seq in (*state.waiting, *state.running.seqs)]
@@ -92,7 +92,7 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
 
 
 def chosen(state: SchedulerState, plan: Plan, draw: random.Random) -> tuple[dict[str, Choice], list[str]]:
-    """How beams go on that this step lets catch up, and the first beams of requests that end because of their limit."""
+    """Choices for beams that are complete after this step, and the first beams of requests that reach their limit."""
     ends = {seq.arrival: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)}
     groups: dict[int | None, list[Seq]] = {}
     for seq in scheduler.running(state):
@@ -151,7 +151,7 @@ ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation))]
     seed=st.integers(0, 2**32 - 1),
     names=st.text(max_size=3),
 )
-def test_any_run_replays_byte_for_byte(tmp_path: Path, config: SchedulerConfig, seed: int, names: str):
+def test_random_recordings_replay_byte_for_byte(tmp_path: Path, config: SchedulerConfig, seed: int, names: str):
     path = tmp_path / "run.jsonl"
     made = record(path, config, seed, length=80, names=names)
     assert list(replay.replay(path)) == made
@@ -164,15 +164,15 @@ def test_any_run_replays_byte_for_byte(tmp_path: Path, config: SchedulerConfig, 
     assert report.finished == {reason: ends.count(reason) for reason in sorted(set(ends))}
 
 
-def test_the_log_holds_preemptions_and_cancels_in_flight(log: Path):
-    """So that the tests below speak of those, too."""
+def test_the_example_log_contains_preemptions_and_cancels_in_flight(log: Path):
+    """The tests below need them."""
     report, lines = verify(log), log.read_text().splitlines()
     assert report.preemptions >= 3
     assert set(report.finished) == {"abort", "length", "stop"}
     assert any(b.startswith('{"cancel"') for a, b in itertools.pairwise(lines) if a.startswith('{"schedule"'))
 
 
-def test_the_format_is_this(tmp_path: Path):
+def test_the_format_is_fixed_byte_for_byte(tmp_path: Path):
     """Byte for byte: a change here needs a new format number."""
     path = tmp_path / "run.jsonl"
     recorder, state = Recorder(path, SMALL), scheduler.init(SMALL)
@@ -226,8 +226,8 @@ def test_the_format_is_this(tmp_path: Path):
     ],
     ids=str,
 )
-def test_a_header_says_how_it_was_done_only_where_that_is_unusual(tmp_path: Path, way: dict):
-    """So that logs of the usual way are what they were before there was another."""
+def test_a_header_contains_baseline_options_only_if_they_are_not_default(tmp_path: Path, way: dict):
+    """So logs of the default mode do not change when a mode is added."""
     path, config = tmp_path / "run.jsonl", SMALL._replace(num_blocks=20)._replace(**way)
     made = record(path, config, seed=3, length=120)
     header = json.loads(path.read_text().splitlines()[0])["config"]
@@ -238,7 +238,7 @@ def test_a_header_says_how_it_was_done_only_where_that_is_unusual(tmp_path: Path
     assert report.requests >= 10
 
 
-def test_block_tables_can_be_read_from_the_log_alone(log: Path):
+def test_block_tables_can_be_rebuilt_from_the_log_alone(log: Path):
     tables: dict[str, list[int]] = {}
     plans = (transition.plan for transition in replay.replay(log) if transition.plan)
     for line in log.read_text().splitlines()[1:]:
@@ -255,7 +255,7 @@ def test_block_tables_can_be_read_from_the_log_alone(log: Path):
     assert next(plans, None) is None
 
 
-def test_every_changed_number_of_an_outcome_is_caught_at_its_line(log: Path):
+def test_every_changed_number_of_an_outcome_is_reported_with_its_line(log: Path):
     """Plans, sampled tokens and events: each number in turn is raised by one."""
     whole, tried = log.read_text(), 0
     for match in re.finditer(r"(?<=[\[,:])\d+(?=[\],}])", whole):
@@ -270,7 +270,7 @@ def test_every_changed_number_of_an_outcome_is_caught_at_its_line(log: Path):
     assert tried > 200
 
 
-def test_a_difference_shows_what_was_recorded_and_what_comes_out_now(log: Path, capsys):
+def test_a_difference_shows_the_recorded_and_the_recomputed_line(log: Path, capsys):
     lines = log.read_text().splitlines()
     number = next(i for i, line in enumerate(lines, 1) if '"counts":[1,' in line)
     tampered = lines[number - 1].replace('"counts":[1,', '"counts":[2,')
@@ -285,7 +285,7 @@ def test_a_difference_shows_what_was_recorded_and_what_comes_out_now(log: Path, 
 
 
 @pytest.mark.parametrize("change", ["drop", "repeat", "swap", "spaces"])
-def test_lines_dropped_repeated_swapped_or_spelled_differently_are_caught(log: Path, change: str):
+def test_dropped_repeated_swapped_and_respelled_lines_are_detected(log: Path, change: str):
     lines = log.read_text().splitlines()
     last = max(at for at, line in enumerate(lines) if line.startswith('{"schedule"'))  # later submits show nowhere
     for at in range(1, last):
@@ -300,7 +300,7 @@ def test_lines_dropped_repeated_swapped_or_spelled_differently_are_caught(log: P
             continue  # a submit may come a line later and change nothing
         bare = ('{"forget":{}}', '{"restart":{}}')
         if lines[at] in bare or (change == "swap" and lines[at + 1] in bare):
-            continue  # what is forgotten may never be asked for again, and nobody may run
+            continue  # forgotten content may never be needed again, and no sequence may run
         if (
             change == "repeat"
             and '"blocks":{},"copies":[],"tables":{},"swap_out":[],"swap_in":[],"admitted":[],"cached":[]' in lines[at]
@@ -310,7 +310,7 @@ def test_lines_dropped_repeated_swapped_or_spelled_differently_are_caught(log: P
         assert not verify(log).identical, f"{change} line {at + 1}"
 
 
-def test_a_run_killed_while_it_wrote_is_replayed_as_far_as_it_is_whole(log: Path, capsys):
+def test_a_truncated_recording_is_replayed_up_to_its_last_whole_line(log: Path, capsys):
     whole = log.read_bytes()
     header = whole.index(b"\n") + 1
     ends = [match.end() for match in re.finditer(b"\n", whole)]
@@ -361,7 +361,7 @@ def header(**changes: object) -> str:
         (5, '{"cancel":{}}', "line 5 is a malformed cancel: KeyError"),
     ],
 )
-def test_what_is_not_a_log_is_an_error_that_names_the_line(log: Path, capsys, number: int, text: str, message: str):
+def test_a_malformed_line_is_an_error_with_its_number(log: Path, capsys, number: int, text: str, message: str):
     edit(log, replace_line(number, text))
     with pytest.raises(ReplayError, match=message):
         verify(log)
@@ -381,7 +381,7 @@ def test_what_is_not_a_log_is_an_error_that_names_the_line(log: Path, capsys, nu
         ),
     ],
 )
-def test_a_transition_that_the_scheduler_refuses_is_a_difference(log: Path, text: str, why: str):
+def test_a_transition_refused_by_the_scheduler_is_a_difference(log: Path, text: str, why: str):
     edit(log, replace_line(2, text))
     number, recorded, recomputed = verify(log).difference  # type: ignore[misc]
     assert (number, recorded) == (2, text)
@@ -390,7 +390,7 @@ def test_a_transition_that_the_scheduler_refuses_is_a_difference(log: Path, text
         list(replay.replay(log))
 
 
-def test_a_policy_of_ones_own_can_be_given(tmp_path: Path):
+def test_verify_takes_user_policies(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     Recorder(path, SMALL, "mine").close()
     with pytest.raises(ReplayError, match="'mine'; known are fair, fcfs"):

@@ -1,4 +1,4 @@
-"""What each policy promises: its order, who gives way, and how far an endless stream can push a request back."""
+"""The promises of each policy: its order, its victim, and how many later requests can come before a request."""
 
 from __future__ import annotations
 
@@ -80,49 +80,49 @@ def alive(state: SchedulerState) -> tuple[Seq, ...]:
 # --- order ----------------------------------------------------------------------------------------------------------
 
 
-def test_first_come_first_served_leaves_the_queue_as_it_is():
+def test_fcfs_keeps_the_order_of_the_queue():
     assert order(FCFS, queue(ask("a", 9), ask("b", 1, priority=-5), ask("c"))) == "abc"
 
 
-def test_the_lower_number_is_the_more_urgent():
+def test_priority_admits_the_lower_number_first():
     assert order(PRIORITY, queue(ask("a", priority=1), ask("b"), ask("c", priority=-1), ask("d"))) == "cbda"
 
 
-def test_a_level_of_priority_is_worth_a_window_of_arrivals():
+def test_one_priority_level_is_worth_window_arrivals():
     first, *others = queue(ask("a", priority=1), ask("b"), ask("c"))
     young, old = (seq._replace(arrival=WINDOW + i) for seq, i in zip(others, (-1, 0), strict=True))
     assert order(PRIORITY, (first, young, old)) == "bac"  # equal keys: the earlier arrival
 
 
-def test_the_shorter_prompt_is_first():
+def test_shortest_admits_the_shorter_prompt_first():
     assert order(SHORTEST, queue(ask("a", 300), ask("b", 100), ask("c", 200), ask("d", 40))) == "dbca"
 
 
-def test_an_arrival_is_worth_some_tokens_of_a_prompt():
+def test_one_arrival_is_worth_rate_prompt_tokens():
     assert order(SHORTEST, queue(ask("a", 1 + RATE), ask("b", 2), ask("c", 1))) == "abc"
     assert order(SHORTEST, queue(ask("a", 2 + RATE), ask("b", 1), ask("c", 1))) == "bac"
 
 
-def test_a_generated_token_changes_no_place_by_prompt_length():
+def test_generated_tokens_do_not_change_the_order_of_shortest():
     first, *others = queue(ask("a", 2), ask("b", 2))
     assert order(SHORTEST, (first._replace(length=60), *others)) == "ab"
 
 
-def test_users_take_turns_by_tokens_and_keep_their_own_order():
+def test_fair_alternates_users_by_tokens_and_keeps_each_users_order():
     waiting = queue(*(ask(name, 10, user="greedy") for name in "abc"), *(ask(name, 4, user="modest") for name in "xyz"))
     assert order(FAIR, waiting) == "axyzbc"  # 0 and 0, then modest at 4, at 8; greedy at 10 and at 20
 
 
-def test_what_runs_counts_for_its_user_with_the_tokens_it_has_now():
+def test_fair_counts_the_current_tokens_of_running_sequences():
     run, a, x = queue(ask("r", 3, user="one"), ask("a", user="one"), ask("x", user="two"))
     assert order(FAIR, (a, x)) == "ax"
     assert order(FAIR, (a, x), [run]) == "xa"
-    active = Running((run,), (9,), (8,))  # the column counts, not the record, which is of some steps ago
+    active = Running((run,), (9,), (8,))  # the column counts, not the record, which is some steps old
     y, b = (seq._replace(length=5, arrival=5 + i) for i, seq in enumerate((x, a)))
     assert names(FAIR.order((a, x, y, b), active, len)) == ["x", "x", "a", "a"]
 
 
-def test_without_users_a_fair_share_is_first_come_first_served():
+def test_fair_without_users_is_fcfs():
     assert order(FAIR, queue(*(ask(name, 9 - i) for i, name in enumerate("abcdef")))) == "abcdef"
 
 
@@ -162,23 +162,23 @@ def test_cached_tokens_are_those_of_blocks_in_the_pool():
 # --- preemption -----------------------------------------------------------------------------------------------------
 
 
-def test_the_least_urgent_gives_way():
+def test_priority_preempts_the_least_urgent():
     assert PRIORITY.preempt(queue(ask("a", priority=1), ask("b"), ask("c"))).request_id == "a"
     first, last = queue(ask("a", priority=1), ask("b"))
     assert PRIORITY.preempt((first, last._replace(arrival=WINDOW))).request_id == "b"
 
 
-def test_the_longest_prompt_gives_way():
+def test_shortest_preempts_the_longest_prompt():
     assert SHORTEST.preempt(queue(ask("a", 200), ask("b", 1), ask("c", 100))).request_id == "a"
 
 
-def test_the_user_with_the_most_tokens_gives_way_with_its_latest_request():
+def test_fair_preempts_the_latest_request_of_the_user_with_most_tokens():
     waiting = queue(*(ask(name, 10, user="greedy") for name in "abc"), *(ask(name, 4, user="modest") for name in "xyz"))
     assert FAIR.preempt(waiting).request_id == "c"
 
 
-def test_a_preempted_request_goes_back_to_its_old_place():
-    """b is the victim, stands at the front of the queue, and still comes after d, which is more urgent."""
+def test_a_preempted_request_returns_to_its_old_position():
+    """b is the victim and returns to the front of the queue, but d is more urgent and is admitted first."""
     requests = [ask(name, 4, 4, priority=priority) for name, priority in (("a", 0), ("b", 2), ("c", 1))]
     state, plan, _ = step(start(*requests, num_blocks=4), PRIORITY)
     assert plan.admitted == ("a", "c", "b")
@@ -208,7 +208,7 @@ seqs = st.lists(
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @given(drawn=seqs)
 @settings(deadline=None, max_examples=50)
-def test_who_would_be_offered_last_gives_way(policy: Policy, drawn: list[tuple[int, int, int, str]]):
+def test_the_victim_is_the_last_in_order(policy: Policy, drawn: list[tuple[int, int, int, str]]):
     requests = [Request(str(i), p, 51, 0, frozenset(), level, user) for i, (p, _, level, user) in enumerate(drawn)]
     some = tuple(
         Seq(request, i, request.prompt_len + 51, request.prompt_len + output)
@@ -223,9 +223,9 @@ Stream = Callable[[int], Request]  # the number of an arrival -> the request
 
 
 def push_back(policy: Policy, victim: Request, stream: Stream, ahead: int = 0, steps: int = 600) -> int:
-    """Later requests admitted before `victim`; there are always some in the queue, and two run at a time.
+    """Number of later requests admitted before `victim`, with a queue that is never empty and two running.
 
-    `ahead` requests of the stream are there when the victim arrives. Gives `steps` when it was never admitted.
+    `ahead` requests of the stream arrive before the victim. Returns `steps` if the victim is never admitted.
     """
     state = start(*map(stream, range(ahead)), victim, num_blocks=256, seqs=2, model_len=512)
     number, admitted = ahead, list[str]()
@@ -240,7 +240,7 @@ def push_back(policy: Policy, victim: Request, stream: Stream, ahead: int = 0, s
 
 
 @pytest.mark.parametrize("levels", [1, 3])
-def test_urgent_requests_without_end_overtake_a_bounded_number_of_times(levels: int):
+def test_an_endless_stream_of_urgent_requests_overtakes_a_bounded_number_of_times(levels: int):
     victim = ask("victim", priority=levels)
     urgent = lambda i: ask(str(i), max_tokens=1)  # noqa: E731
     assert push_back(PRIORITY, victim, urgent) == WINDOW * levels - 1
@@ -248,7 +248,7 @@ def test_urgent_requests_without_end_overtake_a_bounded_number_of_times(levels: 
 
 
 @pytest.mark.parametrize("prompt_len", [40, 400])
-def test_short_prompts_without_end_overtake_a_bounded_number_of_times(prompt_len: int):
+def test_an_endless_stream_of_short_prompts_overtakes_a_bounded_number_of_times(prompt_len: int):
     victim = ask("victim", prompt_len)
     short = lambda i: ask(str(i), max_tokens=1)  # noqa: E731
     assert push_back(SHORTEST, victim, short) == math.ceil((prompt_len - 1) / RATE) - 1 <= prompt_len / RATE
@@ -283,8 +283,8 @@ def test_one_greedy_user_does_not_keep_another_waiting():
     assert waits["fcfs"] > 250
 
 
-def test_new_users_without_end_do_not_overtake_one_that_has_nothing_running():
-    """Without arrival as the tie-breaker they would: everybody who is new has no tokens."""
+def test_new_users_do_not_overtake_a_user_without_running_requests():
+    """Without arrival as the tie-breaker they would overtake it: every new user has no tokens."""
     victim = ask("victim", user="user z")
     newcomers = lambda i: ask(str(i), 2, 3, user=f"user {i}")  # noqa: E731
     by_name = FAIR._replace(
@@ -294,7 +294,7 @@ def test_new_users_without_end_do_not_overtake_one_that_has_nothing_running():
     assert push_back(by_name, victim, newcomers, ahead=9) == 600
 
 
-def test_new_users_without_end_overtake_a_second_request_only_while_the_first_is_unfinished():
+def test_new_users_overtake_a_second_request_only_while_the_first_is_unfinished():
     state = start(ask("first", 1, 30, user="z"), ask("second", user="z"), seqs=2, model_len=64)
     ended = False
     for number in range(100):
@@ -334,10 +334,10 @@ def hostile(policy: Policy, victim: Request, stream: Stream, steps: int) -> tupl
 
 @pytest.mark.parametrize("policy", [POLICIES[name] for name in HOSTILE], ids=HOSTILE)
 def test_every_request_ends_in_an_endless_stream_with_too_few_blocks(policy: Policy):
-    """The best-placed request of all enters when the running ones have ended or given way, and is never preempted.
+    """The first request in order is admitted when the running ones have ended or were preempted; it is never preempted.
 
-    Both take fewer steps than the longest request has tokens. Those that come before the victim are the six that were
-    there and the later ones that may overtake it.
+    Both take fewer steps than the longest request has tokens. The six earlier requests and the later ones that may
+    overtake come before the victim.
     """
     bound = 2 * 36 * (6 + OVERTAKEN[policy.name] + 1)
     steps, preempted = hostile(policy, *HOSTILE[policy.name], bound)
@@ -346,7 +346,7 @@ def test_every_request_ends_in_an_endless_stream_with_too_few_blocks(policy: Pol
 
 
 @pytest.mark.parametrize(("policy", "like"), [(STRICT_PRIORITY, "priority"), (STRICT_SHORTEST, "shortest")])
-def test_without_ageing_it_starves_in_the_same_stream(policy: Policy, like: str):
+def test_a_key_without_ageing_starves_in_the_same_stream(policy: Policy, like: str):
     bound = 2 * 36 * (6 + OVERTAKEN[like] + 1)
     assert hostile(policy, *HOSTILE[like], bound)[0] == bound
 
@@ -378,7 +378,7 @@ baselines = st.builds(SchedulerConfig, **sizes, **ways)
 
 
 def roomy(config: SchedulerConfig) -> SchedulerConfig:
-    """With blocks for any one request, and tokens for its whole prompt where that must not be cut."""
+    """With blocks for any single request, and a budget for its whole prompt if prompts must not be cut."""
     need, budget = -(-config.max_model_len // config.block_size), config.max_num_batched_tokens
     need = need if config.reservation == "none" else 1 << (need - 1).bit_length()
     budget += 0 if config.chunked_prefill else config.max_model_len
@@ -392,13 +392,13 @@ def rank(policy: Policy, state: SchedulerState) -> list[int]:
 
 
 def drive(policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int, int, str, bool]]) -> int:
-    """Submit with steps between, then run to the end, watching the rules -> preemptions."""
+    """Submits with steps between, runs to the end and checks the rules -> number of preemptions."""
     config = roomy(config)
     state, preempted, left = scheduler.init(config), 0, list(enumerate(workload))
     steps = 2 * 32 * (len(workload) + 1) + len(workload)
     if not config.mixed_steps:  # every second step, or after all that can be admitted before it
         steps *= 2 if config.chunked_prefill else 1 + len(workload)
-    still: list[str] = []  # the best placed, if it stood still in the step before
+    still: list[str] = []  # the first in order, if it made no progress in the step before
     while left or alive(state):
         assert steps > 0, "does not end"
         steps -= 1
@@ -414,15 +414,17 @@ def drive(policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int
 
         waited = [str(arrival) for arrival in before if arrival not in ran]
         stayed = [str(arrival) for arrival in before if arrival in ran]
-        assert plan.admitted == tuple(waited[: len(plan.admitted)]), "somebody was overtaken"
-        assert plan.preempted == tuple(stayed[::-1][: len(plan.preempted)]), "somebody better placed gave way"
+        assert plan.admitted == tuple(waited[: len(plan.admitted)]), "a request was overtaken"
+        assert plan.preempted == tuple(stayed[::-1][: len(plan.preempted)]), (
+            "another request than the last in order was preempted"
+        )
         stands = [name for name in stayed[:1] if name not in names(plan.seqs)]
-        assert not (stands and config.mixed_steps), "the best placed stood still"
+        assert not (stands and config.mixed_steps), "the first in order made no progress"
         if config.chunked_prefill:
-            assert not stands or stands != still, "the best placed stood still twice"
+            assert not stands or stands != still, "the first in order made no progress twice"
             still = stands
         else:
-            assert not stands or plan.admitted, "the best placed waits for nobody"
+            assert not stands or plan.admitted, "the first in order made no progress without a reason"
     assert state.pool.num_free == config.num_blocks
     return preempted
 
@@ -430,35 +432,35 @@ def drive(policy: Policy, config: SchedulerConfig, workload: list[tuple[int, int
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @given(config=configs, workload=workloads)
 @settings(deadline=None, max_examples=80)
-def test_any_workload_ends_and_the_best_placed_always_advances(policy: Policy, config: SchedulerConfig, workload):
+def test_random_workloads_end_and_the_first_in_order_always_advances(policy: Policy, config: SchedulerConfig, workload):
     drive(policy, config, workload)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @given(config=baselines, workload=workloads)
 @settings(deadline=None, max_examples=80)
-def test_any_workload_ends_in_the_ways_of_earlier_engines(policy: Policy, config: SchedulerConfig, workload):
+def test_random_workloads_end_in_baseline_modes(policy: Policy, config: SchedulerConfig, workload):
     drive(policy, config, workload)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_so_does_a_crowd_in_a_pool_that_is_too_small(policy: Policy):
+def test_many_requests_end_in_a_pool_that_is_too_small(policy: Policy):
     draw, preempted = random.Random(0), 0
     for _ in range(20):
         crowd = [(draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0) for i in range(14)]
         preempted += drive(policy, SchedulerConfig(2, 16, 12, 6, 32), crowd)
-    assert preempted >= 100, "no storm"
+    assert preempted >= 100, "too few preemptions"
 
 
 @pytest.mark.parametrize(("chunked", "mixed"), [(True, False), (False, True), (False, False)])
-def test_so_does_a_crowd_in_the_ways_of_earlier_engines(chunked: bool, mixed: bool):
+def test_many_requests_end_in_baseline_modes(chunked: bool, mixed: bool):
     draw, preempted = random.Random(0), 0
     for policy in POLICIES.values():
         config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
         for _ in range(4):
             crowd = [(draw.randint(1, 9), 16, draw.randint(-2, 2), draw.choice("xyz"), i % 3 == 0) for i in range(14)]
             preempted += drive(policy, config, crowd)
-    assert preempted >= 100, "no storm"
+    assert preempted >= 100, "too few preemptions"
 
 
 @given(config=st.one_of(configs, baselines), workload=workloads, seed=st.integers(0, 2**16))
@@ -489,8 +491,8 @@ def test_a_finite_workload_ends_whatever_a_policy_says(config: SchedulerConfig, 
     [*((policy, True, True) for policy in POLICIES.values()), (FCFS, True, False), (FAIR, False, False)],
     ids=[*POLICIES, "fcfs by turns", "fair with whole prompts first"],
 )
-def test_branches_end_too_in_a_pool_that_is_too_small(policy: Policy, chunked: bool, mixed: bool):
-    """A victim takes its branches along, even the best placed."""
+def test_branches_end_in_a_pool_that_is_too_small(policy: Policy, chunked: bool, mixed: bool):
+    """All branches of a victim are preempted, even the first in order."""
     draw, preempted = random.Random(0), 0
     for _ in range(10):
         config = SchedulerConfig(2, 16, 12, 6, 32, chunked_prefill=chunked, mixed_steps=mixed)
@@ -504,11 +506,11 @@ def test_branches_end_too_in_a_pool_that_is_too_small(policy: Policy, chunked: b
             state, plan, _ = step(state, policy)
             preempted, left = preempted + len(plan.preempted), left - 1
             assert left >= 0, "does not end"
-    assert preempted >= 50, "no storm"
+    assert preempted >= 50, "too few preemptions"
 
 
 @pytest.mark.parametrize("policy", [POLICIES[name] for name in HOSTILE], ids=HOSTILE)
-def test_branches_end_too_in_an_endless_stream(policy: Policy):
+def test_branches_end_in_an_endless_stream(policy: Policy):
     victim, stream = HOSTILE[policy.name]
     state = start(victim._replace(forks=("b", "c")), num_blocks=9, block_size=4, budget=8, seqs=5, model_len=36)
     missing, preempted = {"victim", "b", "c"}, set[str]()
@@ -538,14 +540,14 @@ def documented(tmp_path) -> Path:
     return tmp_path / "least_work.py"
 
 
-def test_the_policy_of_the_design_document_works(documented):
+def test_the_documented_policy_orders_and_ends_all_requests(documented):
     mine = find(f"{documented}:LEAST_WORK")
     assert order(mine, queue(ask("a", 10, 600), ask("b", 200, 10), ask("c", 1, 2))) == "cba"
     sizes = SchedulerConfig(2, 16, 8, 4, 32)
     drive(mine, sizes, [(1 + i % 9, 16 - i, 0, "x", bool(i % 2)) for i in range(14)])
 
 
-def test_it_runs_in_an_engine_and_its_recording_replays(documented, tiny, tmp_path, capsys):
+def test_the_documented_policy_runs_in_an_engine_and_its_recording_replays(documented, tiny, tmp_path, capsys):
     name = f"{documented}:LEAST_WORK"
     sizes = {"max_num_seqs": 1, "num_blocks": 32, "max_model_len": 64, "max_num_batched_tokens": 8}
     llm = LLM(tiny, progress=False, policy=name, token_buckets=(8,), **sizes)
@@ -560,7 +562,7 @@ def test_it_runs_in_an_engine_and_its_recording_replays(documented, tiny, tmp_pa
     assert "names the policy 'least_work'" in capsys.readouterr().err
 
 
-def test_it_runs_in_the_simulator_and_in_a_comparison(documented, tmp_path, capsys):
+def test_the_documented_policy_runs_in_the_simulator_and_in_a_comparison(documented, tmp_path, capsys):
     raw = {
         "name": "mine",
         "model": "nothing is loaded",
@@ -586,7 +588,7 @@ def test_it_runs_in_the_simulator_and_in_a_comparison(documented, tmp_path, caps
     assert compare.main(folders) == 0
     assert "ttft" in capsys.readouterr().out
     documented.write_text(documented.read_text().replace("seq.limit,", "2 * seq.limit,"))
-    assert config.load(tmp_path / "mine.yaml")[1].key != second.key  # a policy is what its file holds
+    assert config.load(tmp_path / "mine.yaml")[1].key != second.key  # the key of a policy is the content of its file
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Contiguous caches by example: what each way reserves, where it lies, and what does not fit though it is free."""
+"""Contiguous reservations by example: their size, their place, and fragmentation."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def holes(**ways) -> SchedulerState:
         ("oracle", 1, 3, 4, 1),
         ("pow2", 1, 3, 1 + 4, 2),
         ("oracle", 50, 99, 64, 16),  # max_model_len cuts the output off
-        ("pow2", 50, 14, 64, 16),  # 50 + 16 would be more than anybody can have
+        ("pow2", 50, 14, 64, 16),  # 50 + 16 is more than max_model_len
         ("max", 1, 1, 64, 16),
     ],
 )
-def test_what_a_request_reserves(way, prompt_len, max_tokens, tokens, blocks):
+def test_reserved_tokens_and_blocks_of_each_mode(way, prompt_len, max_tokens, tokens, blocks):
     state = start(request("a", prompt_len, max_tokens), reservation=way)
     (seq,) = state.waiting
     assert reservation.tokens(state.config, seq) == tokens
@@ -57,7 +57,7 @@ def test_what_a_request_reserves(way, prompt_len, max_tokens, tokens, blocks):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_has_its_piece_from_its_first_token_to_its_last(way):
+def test_a_sequence_keeps_its_reserved_piece_for_its_whole_life(way):
     state, found = start(request("a", 5, 9), reservation=way, model_len=20), []
     while state.waiting or state.running.seqs:
         state, plan, _ = step(state)
@@ -75,8 +75,8 @@ def test_one_sequence_has_at_most_the_largest_piece_of_the_pool(way, largest):
 # --- where ----------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_are_free_and_not_in_a_row_are_of_no_use():
-    """e needs four, and four are free: 1-2 and 5-6. f would fit, but overtakes nobody."""
+def test_a_reservation_cannot_use_free_blocks_that_are_not_contiguous():
+    """e needs four, and four are free: 1-2 and 5-6. f would fit, but does not overtake e."""
     state = holes(reservation="oracle")
     for name, prompt_len in (("e", 9), ("f", 1)):
         state = scheduler.submit(state, request(name, prompt_len, 7))
@@ -88,13 +88,13 @@ def test_blocks_that_are_free_and_not_in_a_row_are_of_no_use():
     assert until_end(state)[-1].request_id == "f"  # type: ignore[union-attr]
 
 
-def test_paging_has_use_for_them():
+def test_paging_uses_free_blocks_that_are_not_contiguous():
     state = scheduler.submit(holes(), request("e", 9, 7))
     state, plan, _ = step(state)
     assert plan.admitted == ("e",)
 
 
-def test_a_short_request_goes_where_no_long_one_could():
+def test_a_short_reservation_takes_the_smallest_free_piece():
     state = holes(reservation="oracle")
     state, *_ = step(scheduler.cancel(state, "d")[0])  # 1-2 and 5-8 are free
     for name in "xy":
@@ -102,15 +102,15 @@ def test_a_short_request_goes_where_no_long_one_could():
     assert tables(step(state)[1]) == {"b": (3, 4), "x": (1, 2), "y": (5, 6)}
 
 
-def test_a_policy_is_told_what_a_request_reserves():
-    asked = []
-    curious = FCFS._replace(admit=lambda seq, need, free: asked.append((seq.request_id, need, free)) or True)
-    step(start(request("a", 5), request("b", 1, 1), num_blocks=9, reservation="oracle"), policy=curious)
-    assert asked == [("a", 4, 9), ("b", 1, 5)]
+def test_policy_admit_receives_the_reserved_blocks():
+    calls = []
+    recording = FCFS._replace(admit=lambda seq, need, free: calls.append((seq.request_id, need, free)) or True)
+    step(start(request("a", 5), request("b", 1, 1), num_blocks=9, reservation="oracle"), policy=recording)
+    assert calls == [("a", 4, 9), ("b", 1, 5)]
 
 
 @pytest.mark.parametrize(("way", "together"), [("none", 3), ("oracle", 2), ("pow2", 2), ("max", 2)])
-def test_nobody_gives_way_where_paging_preempts(way, together):
+def test_reservations_never_preempt_where_paging_does(way, together):
     state = start(*(request(name, 4, 8) for name in "abc"), num_blocks=8, model_len=12, reservation=way)
     state, plan, _ = step(state)
     assert len(plan.admitted) == together
@@ -118,10 +118,10 @@ def test_nobody_gives_way_where_paging_preempts(way, together):
     assert any(isinstance(event, Preempted) for event in events) == (way == "none")
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- refused requests -----------------------------------------------------------------------------------------------
 
 
-def test_a_piece_that_the_pool_does_not_have_is_refused_with_the_remedy():
+def test_a_reservation_larger_than_the_pool_is_refused_with_the_remedy():
     state = start(num_blocks=6, model_len=32, reservation="oracle")
     with pytest.raises(
         Rejected,
@@ -146,7 +146,7 @@ def test_a_piece_that_the_pool_does_not_have_is_refused_with_the_remedy():
     ids=str,
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_what_would_share_blocks_is_refused_with_the_remedy(way, shared):
+def test_requests_that_share_blocks_are_refused_with_the_remedy(way, shared):
     with pytest.raises(
         Rejected,
         match=rf"^request 'a' has branches or a shareable prefix, and a contiguous reservation \('{way}'\) shares "
@@ -159,7 +159,7 @@ def test_what_would_share_blocks_is_refused_with_the_remedy(way, shared):
 
 
 @pytest.mark.parametrize(("way", "blocks"), [("none", 6), *((way, 8) for way in WAYS)])
-def test_an_engine_has_room_for_the_pieces_of_all_that_run(tiny, way, blocks):
+def test_an_engine_has_blocks_for_the_reservations_of_all_running_sequences(tiny, way, blocks):
     """Two of 40 tokens: three blocks each, or four in a piece. With six blocks no request could have one of those."""
     sizes = {"max_num_seqs": 2, "max_model_len": 40, "max_num_batched_tokens": 8}
     config = resolve(EngineConfig(**sizes, reservation=way, enable_prefix_caching=way == "none"), tiny.model)

@@ -1,4 +1,4 @@
-"""Each rule of admission, budget and preemption by example. test_scheduler_machine.py holds them in any order."""
+"""Each rule of admission, budget and preemption by example. test_scheduler_machine.py checks them in any order."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_a_rejection_is_a_value_error():
     assert issubclass(Rejected, ValueError)
 
 
-def test_a_request_that_exactly_fits_is_taken():
+def test_a_request_that_exactly_fits_is_accepted():
     state = start(request("a", 12, 8), num_blocks=5)  # 20 tokens, 5 blocks of 4
     assert until_end(state)[-1] == Finished(7, "a", "length", 8)
 
 
-def test_an_id_in_use_is_rejected_while_it_runs_and_free_again_when_it_ended():
+def test_an_id_is_rejected_while_it_is_in_use():
     state, *_ = step(start(request("a", 3, 2)))
     with pytest.raises(Rejected, match="in use"):
         scheduler.submit(state, request("a", 1))
@@ -64,7 +64,7 @@ def test_sizes_below_the_least_are_refused(name):
 
 @pytest.mark.parametrize("name", ["chunked_prefill", "mixed_steps"])
 @pytest.mark.parametrize("value", [0, 1, None, "no"])
-def test_a_switch_that_is_no_truth_value_is_refused(name, value):
+def test_a_switch_must_be_a_boolean(name, value):
     with pytest.raises(ValueError, match=rf"^{name} is {value!r}; it must be True or False$"):
         scheduler.init(SchedulerConfig(1, 1, 1, 1, 1)._replace(**{name: value}))
 
@@ -75,7 +75,7 @@ def test_an_unknown_reservation_is_refused(value):
         scheduler.init(SchedulerConfig(1, 1, 1, 1, 1, reservation=value))
 
 
-def test_submit_leaves_the_old_state_alone():
+def test_submit_does_not_change_the_old_state():
     old = start(request("a", 3))
     scheduler.submit(old, request("b", 3))
     assert names(old.waiting) == ["a"]
@@ -99,7 +99,7 @@ def test_whole_prompts_are_admitted_together_in_order_of_arrival():
     assert (plan.blocks_used, plan.num_blocks, plan.num_waiting) == (2 + 1 + 3, 64, 0)
 
 
-def test_decodes_come_before_prompt_chunks_and_chunks_share_what_is_left():
+def test_decodes_come_before_prompt_chunks_which_share_the_rest():
     state, *_ = step(start(request("a", 2), request("b", 2), budget=6))
     for name, length in (("c", 7), ("d", 3)):
         state = scheduler.submit(state, request(name, length))
@@ -112,7 +112,7 @@ def test_decodes_come_before_prompt_chunks_and_chunks_share_what_is_left():
     assert events == (Sampled(4 - 1, ("a", "b", "c", "d"), (WORD,) * 4),)
 
 
-def test_a_prompt_is_computed_one_token_a_step_when_the_budget_is_one():
+def test_a_budget_of_one_computes_one_token_a_step():
     state = start(request("a", 3, 2), request("b", 2, 1), budget=1)
     plans = []
     while state.waiting or state.running.seqs:
@@ -141,7 +141,7 @@ def test_no_more_sequences_run_than_max_num_seqs():
     assert (names(plan.seqs), plan.num_waiting) == (["a", "b"], 1)
 
 
-def test_a_place_that_frees_up_is_taken_in_the_next_step():
+def test_a_free_row_is_used_in_the_next_step():
     state, *_ = step(start(request("a", 1, 1), request("b", 1), seqs=1))
     assert step(state)[1].admitted == ("b",)
 
@@ -157,14 +157,14 @@ def test_a_request_is_admitted_only_when_blocks_for_its_whole_prompt_are_free():
 # --- preemption -----------------------------------------------------------------------------------------------------
 
 
-def test_the_latest_arrival_is_the_victim_and_decodes_of_the_others_go_on():
+def test_the_latest_arrival_is_preempted_and_the_other_decodes_continue():
     _state, plan, events = step(crowded())
     assert plan.preempted == ("c", "b")
     assert rows(plan) == [("a", 4, 1)]
     assert events[:2] == (Preempted(1, "c", False), Preempted(1, "b", False))
 
 
-def test_preempted_requests_are_back_at_the_front_of_the_queue_in_order_of_arrival():
+def test_preempted_requests_return_to_the_front_of_the_queue_in_order_of_arrival():
     state, plan, _ = step(crowded())
     assert names(state.waiting) == ["b", "c", "d"]
     assert plan.num_waiting == 3
@@ -180,7 +180,7 @@ def test_nothing_is_admitted_in_a_step_that_preempted():
     assert scheduler.schedule(state, SHORTEST)[1].admitted == ("d",)
 
 
-def test_a_preempted_request_recomputes_prompt_and_outputs_and_goes_on():
+def test_a_preempted_request_recomputes_prompt_and_outputs_and_continues():
     state = start(request("a", 3, 6), request("b", 3, 6), num_blocks=3)
     state, *_ = step(state, 10, 20)
     state, *_ = step(state, 11, 21)  # a and b: 5 tokens known, 4 computed, one block each, one is free

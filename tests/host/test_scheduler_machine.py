@@ -1,4 +1,4 @@
-"""The scheduler against a naive model: submit, schedule, commit and cancel in any order, with pools too small."""
+"""The scheduler against the reference model: transitions in any order, with pools that are too small."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ sizes = {
     "max_model_len": st.integers(2, 40),
     "host_blocks": st.one_of(st.just(0), st.integers(1, 12)),
 }
-# (chunked_prefill, mixed_steps, reservation): this scheduler's own way, and those of earlier engines
+# (chunked_prefill, mixed_steps, reservation): the default mode, and the baseline modes
 USUAL, *BASELINES = itertools.product((True, False), (True, False), get_args(Reservation))
-PAGED = [way for way in BASELINES if way[2] == "none"]  # where somebody can branch, give way or be found
+PAGED = [way for way in BASELINES if way[2] == "none"]  # modes with branches, preemption and prefix sharing
 
 
 def config_of(way: tuple[bool, bool, Reservation], **sizes: int) -> SchedulerConfig:
-    """Where every request reserves max_model_len tokens, that is cut to what one piece holds: else all are refused."""
+    """With reservation "max", max_model_len is cut to the largest piece: else all requests are refused."""
     config = SchedulerConfig(*(sizes[name] for name in SchedulerConfig._fields[:6]), *way)
     if config.reservation != "max":
         return config
@@ -45,7 +45,7 @@ def config_of(way: tuple[bool, bool, Reservation], **sizes: int) -> SchedulerCon
 
 
 def longest(config: SchedulerConfig) -> int:
-    """Tokens that one request can have blocks for."""
+    """The most tokens for which one request can get blocks."""
     pieces = [1 << i for i in range(8) if 1 << i <= config.num_blocks]
     return config.block_size * (config.num_blocks if config.reservation == "none" else pieces[-1])
 
@@ -69,7 +69,7 @@ def plain(value: Any) -> Any:
 
 
 class Driver:
-    """One run of the real scheduler and the model side by side. Every transition is checked from all sides."""
+    """Runs the real scheduler and the model side by side, and compares them after every transition."""
 
     def __init__(self, config: SchedulerConfig, tally: Counter[str]) -> None:
         self.tally = tally
@@ -77,7 +77,7 @@ class Driver:
         self.model = Model(config)
         self.plan: Plan | None = None
         self.names = 0
-        self.still: Life | None = None  # the oldest request, if it stood still in the step before
+        self.still: Life | None = None  # the oldest request, if it made no progress in the step before
         self.past: list[tuple[Any, Any]] = []  # every state and plan so far, with a copy from when it was new
         self.remember(self.state)
 
@@ -85,7 +85,7 @@ class Driver:
         self.past = [*self.past[-40:], (value, plain(value))]
 
     def arrive(self, state: SchedulerState) -> None:
-        """Enter a new state: it is sound, equals the model's, and the earlier ones are as they were."""
+        """Checks a new state: it is valid, it equals the model, and earlier states have not changed."""
         scheduler.check(state)
         self.model.compare(state)
         assert all(plain(value) == copy for value, copy in self.past[-3:]), "an old state changed"
@@ -115,10 +115,10 @@ class Driver:
         forks: int = 0,
         beams: bool = False,
     ) -> None:
-        """Families 0 and 1 are large, and so are their common prefixes; 2 is a request that shares with nobody."""
+        """Requests of families 0 and 1 share prefixes within their family; a request of family 2 shares nothing."""
         self.names += 1
         if self.state.config.reservation != "none" and family < 2:
-            family, forks, beams = 2, 0, False  # what is neither alone nor private is refused: the others are enough
+            family, forks, beams = 2, 0, False  # requests that share are refused in these modes
         kind, end = ("private", "") if family == 2 else ("r", f".{family}")
         names = [f"{kind}{self.names}{branch}{end}" for branch in ("", "b", "c", "d")[: forks + 1]]
         least = min(min_tokens, max_tokens)
@@ -128,8 +128,10 @@ class Driver:
     def schedule(self) -> None:
         decodes = {seq.request_id for seq in scheduler.running(self.state) if seq.length - seq.computed == 1}
         lives = self.model.alive()
-        moving = {life.group for life in lives if not life.holds()}
-        lazy = any(life.holds() and life.group not in moving for life in lives)  # beams in the way that await a choice
+        moving = {life.group for life in lives if not life.awaits_siblings()}
+        lazy = any(
+            life.awaits_siblings() and life.group not in moving for life in lives
+        )  # beams that wait for a choice block the queue
         oldest = min([] if lazy else lives, key=lambda life: life.arrival, default=None)
         state, plan = scheduler.schedule(self.state, FCFS)
         assert scheduler.schedule(self.state, FCFS)[1] == plan, "the same state gave another plan"
@@ -147,15 +149,15 @@ class Driver:
         assert len(ids) <= c.max_num_seqs
         assert min(plan.counts, default=1) >= 1
         for name in decodes - set(plan.preempted) if c.mixed_steps else ():
-            assert plan.counts[ids.index(name)] == 1, f"the decode of {name} had to wait"
+            assert plan.counts[ids.index(name)] == 1, f"the decode of {name} was deferred"
         same = [seq for seq in plan.seqs if oldest and (seq.arrival, seq.group) == (oldest.arrival, oldest.group)]
         same += [seq for seq in plan.seqs if oldest and oldest.request.beams and seq.group == oldest.group]
         if c.mixed_steps:
-            assert oldest is None or same, "the oldest request stands still"
+            assert oldest is None or same, "the oldest request makes no progress"
         else:
-            self.take_turns(plan, decodes - set(plan.preempted), None if same else oldest)
+            self.check_unmixed(plan, decodes - set(plan.preempted), None if same else oldest)
         if c.reservation != "none":
-            assert not plan.preempted, "nobody grows, and somebody gave way"
+            assert not plan.preempted, "a sequence with a reservation was preempted"
         assert (plan.step, plan.num_waiting) == (self.model.steps, len(self.model.waiting))
         assert (plan.blocks_used, plan.num_blocks) == (c.num_blocks - self.model.free(), c.num_blocks)
         partial = [row for row in plan.rows if not row.samples]
@@ -182,24 +184,24 @@ class Driver:
         self.tally += Counter({"no whole prompt": self.model.uncut, "no piece": self.model.fragmented})
         self.model.uncut = self.model.fragmented = 0
 
-    def take_turns(self, plan: Plan, decodes: set[str], waits: Life | None) -> None:
-        """Without mixed steps one has all decodes and nothing else, or none. `waits`: the oldest, if it stands still.
+    def check_unmixed(self, plan: Plan, decodes: set[str], waits: Life | None) -> None:
+        """Without mixed steps, a step has all decodes and nothing else, or no decode. `waits`: the oldest, if it waits.
 
-        With chunks it does so for one step at a time: an odd step has its decode, an even one its chunk, before all
-        other chunks. With whole prompts it waits only in steps that admit somebody.
+        With chunks it waits for one step at a time: an odd step has its decode, an even step its chunk, before all
+        other chunks. With whole prompts it waits only in steps that admit a request.
         """
         ids = {seq.request_id for seq in plan.seqs}
         if ids & decodes:
             assert (ids, set(plan.counts), plan.admitted) == (decodes, {1}, ()), "prompts among decodes"
         if self.state.config.chunked_prefill:
-            assert waits is None or waits is not self.still, "the oldest request stood still twice"
+            assert waits is None or waits is not self.still, "the oldest request made no progress twice"
             self.still = waits
         else:
             assert ids & decodes or ids == set(plan.admitted), "a prompt that entered before was left over"
-            assert waits is None or plan.admitted, "the oldest request waits for nobody"
+            assert waits is None or plan.admitted, "the oldest request waits without a reason"
 
     def commit(self, sampled: list[int], seed: int, *, lazy: bool = True) -> None:
-        """`lazy`: the shell may let beams wait though all of them have caught up."""
+        """`lazy`: the engine may leave out the choice for beams that are all complete."""
         assert self.plan is not None
         draw = random.Random(seed)
         hashes = self.model.filled()
@@ -221,7 +223,7 @@ class Driver:
             self.cancel(life.name, "length")
         self.tally["beams went on"] += len(choices)
         self.tally["a beam had several children"] += sum(len(set(c.parents)) < len(c.parents) for c in choices.values())
-        self.tally["beams waited"] += any(life.holds() for life in self.model.running)
+        self.tally["beams waited"] += any(life.awaits_siblings() for life in self.model.running)
         self.tally["step"] += 1
         self.tally["forked"] += sum(isinstance(event, Forked) for event in events)
         self.count_ends(events)
@@ -241,7 +243,7 @@ class Driver:
         self.tally["forgot"] += 1
 
     def restart(self) -> None:
-        """A step failed, which was planned from this state: the shell goes on from before its plan."""
+        """A step failed after this state: the engine continues from the state before its plan."""
         if self.plan is None:
             self.tally["restarted"] += bool(self.state.running.seqs)
             self.model.restart()
@@ -259,7 +261,7 @@ class Driver:
         return prompt_len, 1 + int(output * (most - prompt_len))
 
     def traffic(self, number: int, seed: int, *, busy: bool = True) -> None:
-        """`number` steps with random tokens; when `busy`, requests come and are cancelled before any transition."""
+        """Runs `number` steps with random tokens; if `busy`, requests arrive and are cancelled before transitions."""
         draw = random.Random(seed)
         for _ in range(number):
             if self.plan is None:
@@ -271,7 +273,7 @@ class Driver:
 
     def disturb(self, draw: random.Random, busy: bool) -> None:
         if busy and draw.random() < 0.3 and len(self.model.alive()) < 12:
-            # short prompts with long outputs: many are let in, then the pool is too small for all of them
+            # short prompts with long outputs: many are admitted, then the pool is too small for all
             lengths = self.fit(draw.random() ** 3, draw.random())
             stops = frozenset(draw.sample(STOPS, draw.randrange(4)))
             forks, beams = max(0, draw.randrange(-3, 4)), draw.random() < 0.3
@@ -283,22 +285,22 @@ class Driver:
         if busy and draw.random() < 0.05 and self.model.alive():
             name = draw.choice(self.model.names())
             self.cancel(name, "abort")
-            if draw.random() < 0.5:  # the id comes back, perhaps while the cancelled request is still in flight
+            if draw.random() < 0.5:  # the id is used again, perhaps while the cancelled request is in flight
                 self.submit(Request(name, *self.fit(draw.random(), draw.random())))
 
     def drain(self, seed: int) -> None:
-        """Every request ends.
+        """Runs until every request has ended, and checks a bound on the steps.
 
-        The bound: the oldest request alive is in every plan (asserted in `schedule`), so it computes at least one of
-        its tokens a step, and it is never preempted: the victim is the latest arrival, and a sequence that runs alone
-        fits by the rule of `submit`. So it ends within limit - 1 steps (its last token is sampled, never computed; a
-        branch computes the last token of its prompt once more), and then the next one is the oldest.
+        The oldest request is in every plan (asserted in `schedule`), so it computes at least one token a step. It is
+        never preempted: the victim is the latest arrival, and a sequence that runs alone fits by the rule of `submit`.
+        So it ends within limit - 1 steps (its last token is sampled, never computed; a branch computes the last token
+        of its prompt once more), and then the next request is the oldest.
 
-        Where chunks and decodes take turns, it is in every second plan at least. Where whole prompts go first, it
-        stands still in steps that admit somebody, and between two that advance it nobody is admitted twice: a step in
-        which somebody gives way is one of decodes.
+        If chunks and decodes alternate, it is at least in every second plan. If whole prompts go first, it waits in
+        steps that admit a request, and between two steps that advance it no request is admitted twice: a step that
+        preempts is a step of decodes.
         """
-        self.traffic(self.plan is not None, seed, busy=False)  # a step in flight may not know the latest arrivals
+        self.traffic(self.plan is not None, seed, busy=False)  # a step in flight does not contain the latest arrivals
         bound = sum(life.width * self.model.limit(life.request) for life in self.model.alive())
         c, crowd = self.state.config, sum(life.width for life in self.model.alive())
         for _ in range(1 if c.mixed_steps else 2 if c.chunked_prefill else 1 + crowd):
@@ -375,7 +377,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def run_machine(configs: st.SearchStrategy[SchedulerConfig], examples: int, steps: int, at_least: int) -> Counter[str]:
-    """Run machines, `examples` at a time, until their schedulers made `at_least` steps -> what happened in them."""
+    """Runs machines, `examples` at a time, until their schedulers made `at_least` steps -> a tally of events."""
     tally: Counter[str] = Counter()
     start = initialize(config=configs)(SchedulerMachine.start)
     machine = type("Machine", (SchedulerMachine,), {"tally": tally, "start": start})
@@ -385,23 +387,23 @@ def run_machine(configs: st.SearchStrategy[SchedulerConfig], examples: int, step
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
     )
-    for _ in range(5):  # one draw of examples may be tame
+    for _ in range(5):  # one draw of examples may have few steps
         run_state_machine_as_test(machine, settings=profile)
         if tally["step"] >= at_least:
             return tally
-    raise AssertionError(f"no more than {tally} in five runs")
+    raise AssertionError(f"only {tally} in five runs")
 
 
-def test_any_sequence_of_transitions_agrees_with_the_naive_model():
+def test_random_transitions_match_the_reference_model():
     run_machine(configs, examples=70, steps=40, at_least=10_000)
 
 
-def test_so_does_any_sequence_of_transitions_in_the_ways_of_earlier_engines():
+def test_baseline_modes_match_the_reference_model():
     run_machine(baselines, examples=20, steps=30, at_least=2_500)
 
 
-def test_the_driver_meets_everything_that_can_happen():
-    """The same checks on drawn configs from a fixed seed: what happens there, and how often, is the same everywhere."""
+def test_the_driver_reaches_every_kind_of_event():
+    """The same checks on random configs from a fixed seed: the tally is the same on every machine."""
     draw = random.Random(0)
     tally: Counter[str] = Counter()
     for _ in range(50):
@@ -441,8 +443,8 @@ def test_the_driver_meets_everything_that_can_happen():
         assert tally[happened] >= 20, f"{happened}: {tally}"
 
 
-def test_the_driver_meets_what_can_happen_in_the_ways_of_earlier_engines():
-    """On drawn configs from a fixed seed. Pieces of one size leave no holes, so the others come more often."""
+def test_the_driver_reaches_every_kind_of_event_in_baseline_modes():
+    """On random configs from a fixed seed. Pieces of equal size leave no holes, so other modes are drawn more often."""
     draw = random.Random(0)
     tally: Counter[str] = Counter()
     times = {"none": 6, "oracle": 4, "pow2": 4, "max": 1}
@@ -481,13 +483,15 @@ def test_the_driver_meets_what_can_happen_in_the_ways_of_earlier_engines():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("configs", [configs, baselines], ids=["usual", "baselines"])
-def test_any_sequence_of_transitions_agrees_with_the_naive_model_at_length(configs):
+def test_random_transitions_match_the_reference_model_in_long_runs(configs):
     run_machine(configs, examples=300, steps=60, at_least=50_000)
 
 
 @pytest.mark.parametrize("budget", [6, 7, 32])
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 24), (2, 9), (3, 7), (4, 5), (8, 2)])
-def test_every_request_ends_when_the_pool_holds_little_more_than_one(block_size: int, num_blocks: int, budget: int):
+def test_every_request_ends_when_the_pool_has_blocks_for_little_more_than_one(
+    block_size: int, num_blocks: int, budget: int
+):
     config = SchedulerConfig(block_size, num_blocks, budget, max_num_seqs=6, max_model_len=block_size * num_blocks)
     tally: Counter[str] = Counter()
     for seed in range(4):
@@ -496,5 +500,5 @@ def test_every_request_ends_when_the_pool_holds_little_more_than_one(block_size:
         for _ in range(10):
             driver.submit_new(*driver.fit(0.0, 0.999), 0, frozenset())
         driver.drain(seed)
-    assert tally["preempted"] >= 25, "no storm"
+    assert tally["preempted"] >= 25, "too few preemptions"
     assert tally["length"] >= 40

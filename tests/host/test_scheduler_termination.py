@@ -1,4 +1,4 @@
-"""How requests end, by example: stop tokens, lengths, cancelling; and what commit makes of it."""
+"""The end of requests, by example: stop tokens, lengths, cancelling, and the events of commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Event, Finished, Request, Sampled
 from tests.host.scheduler_steps import EOS, WORD, crowded, names, request, start, step
 
-# --- how a request ends ---------------------------------------------------------------------------------------------
+# --- the end of a request ---------------------------------------------------------------------------------------------
 
 
 def ends(max_tokens: int, tokens: list[int], *, min_tokens: int = 0, prompt_len: int = 3, **sizes: int) -> Event:
@@ -42,7 +42,7 @@ def test_max_tokens_of_one_ends_with_the_prompt():
     assert ends(1, [WORD]) == Finished(0, "a", "length", 1)
 
 
-def test_stop_tokens_before_min_tokens_are_passed_over():
+def test_stop_tokens_before_min_tokens_are_ignored():
     assert ends(8, [EOS, EOS, EOS], min_tokens=3) == Finished(2, "a", "stop", 3)
 
 
@@ -82,7 +82,7 @@ def test_cancelling_an_unknown_or_finished_id_changes_nothing():
         assert scheduler.cancel(state, name) == (state, ())
 
 
-def test_cancelling_a_waiting_request_takes_it_out_of_the_queue():
+def test_cancelling_a_waiting_request_removes_it_from_the_queue():
     state, events = scheduler.cancel(start(request("a", 3), request("b", 3)), "a")
     assert events == (Finished(0, "a", "abort", 0),)
     assert names(state.waiting) == ["b"]
@@ -115,7 +115,7 @@ def test_a_stop_string_ends_a_request_with_the_reason_stop():
 
 
 @pytest.mark.parametrize("gone", ["a", "b", "c"])
-def test_a_request_cancelled_between_schedule_and_commit_is_passed_over(gone):
+def test_a_request_cancelled_between_schedule_and_commit_is_ignored_by_commit(gone):
     state, plan = scheduler.schedule(start(*(request(name, 2) for name in "abc")), FCFS)
     state, _ = scheduler.cancel(state, gone)
     state, events = scheduler.commit(state, plan, [10, 11, 12])
@@ -150,8 +150,8 @@ def test_a_request_that_arrives_between_schedule_and_commit_waits_for_the_next_s
     assert step(state)[1].admitted == ("b",)
 
 
-def test_one_of_many_is_ended_wherever_it_is():
-    """Both lines from either end and the middle; what is left keeps its order."""
+def test_cancel_finds_a_request_anywhere_in_both_queues():
+    """At both ends and in the middle of both queues; the others keep their order."""
     config = scheduler.SchedulerConfig(2, 40, 16, 4, 12)
     for name in ("0", "2", "3", "4", "5", "9"):
         state = scheduler.init(config)

@@ -1,4 +1,4 @@
-"""How earlier engines made a step, by example: whole prompts, unmixed steps, batches that stay together."""
+"""Baseline modes of a step, by example: whole prompts, unmixed steps, static batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.host.scheduler_steps import names, request, rows, start, step, until_
 
 ORCA = {"chunked_prefill": False}  # whole prompts join the decodes
 PROMPTS_FIRST = {"chunked_prefill": False, "mixed_steps": False}  # vLLM before chunks
-BY_TURNS = {"mixed_steps": False}
+ALTERNATING = {"mixed_steps": False}
 
 
 def steps(state: SchedulerState, **options) -> list[list[tuple[str, int, int]]]:
@@ -55,7 +55,7 @@ def steps(state: SchedulerState, **options) -> list[list[tuple[str, int, int]]]:
             ],
         ),
         (
-            BY_TURNS,
+            ALTERNATING,
             [
                 [("a", 0, 2), ("b", 0, 4), ("c", 0, 3)],
                 [("a", 2, 1), ("b", 4, 1)],
@@ -64,9 +64,9 @@ def steps(state: SchedulerState, **options) -> list[list[tuple[str, int, int]]]:
             ],
         ),
     ],
-    ids=["usual", "orca", "prompts first", "by turns"],
+    ids=["usual", "orca", "prompts first", "alternating"],
 )
-def test_three_requests_with_nine_tokens_a_step(way, expected):
+def test_the_steps_of_three_requests_in_each_mode(way, expected):
     state = start(request("a", 2, 3), request("b", 4, 2), request("c", 7, 2), budget=9, model_len=9, **way)
     assert steps(state) == expected
 
@@ -74,12 +74,12 @@ def test_three_requests_with_nine_tokens_a_step(way, expected):
 # --- whole prompts --------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_is_not_cut_waits_and_nobody_overtakes_it():
+def test_a_whole_prompt_that_does_not_fit_waits_and_is_not_overtaken():
     state = start(request("a", 2, 3), request("b", 8, 1), request("c", 1, 1), budget=9, **ORCA)
     assert steps(state) == [[("a", 0, 2)], [("a", 2, 1), ("b", 0, 8)], [("a", 3, 1), ("c", 0, 1)]]
 
 
-def test_what_a_victim_had_is_computed_again_in_one_step():
+def test_a_preempted_sequence_is_recomputed_whole_in_one_step():
     state = start(request("a", 4, 8), request("b", 4, 8), num_blocks=3, budget=12, model_len=12, **ORCA)
     assert steps(state) == [
         [("a", 0, 4), ("b", 0, 4)],
@@ -90,7 +90,7 @@ def test_what_a_victim_had_is_computed_again_in_one_step():
 
 
 @pytest.mark.parametrize("way", [ORCA, PROMPTS_FIRST], ids=["orca", "prompts first"])
-def test_a_request_that_may_outgrow_a_step_is_refused_with_the_remedy(way):
+def test_a_request_longer_than_the_budget_is_refused_without_chunks(way):
     state = start(budget=16, model_len=40, **way)
     with pytest.raises(
         Rejected,
@@ -106,7 +106,7 @@ def test_a_request_that_may_outgrow_a_step_is_refused_with_the_remedy(way):
     assert scheduler.submit(state, beams._replace(beams=False)).waiting  # each of these can enter alone
 
 
-def test_a_prompt_that_is_found_needs_no_budget():
+def test_cached_prompt_tokens_need_no_budget():
     """Eight of its ten tokens are in the cache."""
     first, second = (Request(name, 10, 2, hashes=("x", "xy")) for name in "ab")
     state, *_ = step(start(first, budget=12, model_len=12, **ORCA))
@@ -117,7 +117,7 @@ def test_a_prompt_that_is_found_needs_no_budget():
 # --- unmixed steps --------------------------------------------------------------------------------------------------
 
 
-def test_decodes_wait_as_long_as_whole_prompts_come():
+def test_decodes_wait_while_whole_prompts_arrive():
     state, *_ = step(start(request("a", 3, 3), seqs=2, **PROMPTS_FIRST))
     for i in range(5):
         state, plan, _ = step(scheduler.submit(state, request(str(i), 3, 1)))
@@ -125,24 +125,24 @@ def test_decodes_wait_as_long_as_whole_prompts_come():
     assert steps(state) == [[("a", 3, 1)], [("a", 4, 1)]]
 
 
-def test_by_turns_a_prompt_that_comes_before_a_step_of_decodes_waits_for_the_next():
-    state, *_ = step(start(request("a", 3, 4), **BY_TURNS))
+def test_alternating_steps_defer_a_prompt_that_arrives_before_a_decode_step():
+    state, *_ = step(start(request("a", 3, 4), **ALTERNATING))
     state = scheduler.submit(state, request("b", 2, 2))
     assert steps(state) == [[("a", 3, 1)], [("b", 0, 2)], [("b", 2, 1), ("a", 4, 1)], [("a", 5, 1)]]
 
 
-def test_a_turn_that_nobody_wants_goes_to_the_others():
-    assert steps(start(request("a", 10, 2), budget=4, **BY_TURNS)) == [
+def test_a_step_kind_without_work_is_replaced_by_the_other():
+    assert steps(start(request("a", 10, 2), budget=4, **ALTERNATING)) == [
         [("a", 0, 4)],
-        [("a", 4, 4)],  # the second step is for decodes, and there are none
+        [("a", 4, 4)],  # the second step is for decodes, but there is none
         [("a", 8, 2)],
         [("a", 10, 1)],
     ]
-    assert steps(start(request("a", 1, 4), **BY_TURNS)) == [[("a", i, 1)] for i in range(4)]
+    assert steps(start(request("a", 1, 4), **ALTERNATING)) == [[("a", i, 1)] for i in range(4)]
 
 
-def test_chunks_keep_their_order_while_decodes_have_their_turn():
-    state = start(request("a", 2, 4), request("b", 9, 1), request("c", 3, 1), budget=4, model_len=12, **BY_TURNS)
+def test_chunks_keep_their_order_across_decode_steps():
+    state = start(request("a", 2, 4), request("b", 9, 1), request("c", 3, 1), budget=4, model_len=12, **ALTERNATING)
     assert steps(state) == [
         [("a", 0, 2), ("b", 0, 2)],
         [("a", 2, 1)],
@@ -154,8 +154,8 @@ def test_chunks_keep_their_order_while_decodes_have_their_turn():
     ]
 
 
-def test_a_decode_that_waits_has_the_block_of_its_next_token():
-    """Those that enter before it cannot take it."""
+def test_a_deferred_decode_owns_the_block_of_its_next_token():
+    """Sequences admitted before it cannot take that block."""
     state, *_ = step(start(request("a", 4, 4), num_blocks=3, **PROMPTS_FIRST))
     state, plan, _ = step(scheduler.submit(state, request("b", 8, 1)))
     assert (rows(plan), plan.blocks_used, plan.preempted) == ([("a", 4, 1)], 2, ())  # b needs two, and one is left
@@ -164,7 +164,7 @@ def test_a_decode_that_waits_has_the_block_of_its_next_token():
     assert (rows(plan), plan.blocks_used) == ([("b", 0, 8)], 4)
 
 
-@pytest.mark.parametrize("way", [PROMPTS_FIRST, BY_TURNS], ids=["prompts first", "by turns"])
+@pytest.mark.parametrize("way", [PROMPTS_FIRST, ALTERNATING], ids=["prompts first", "alternating"])
 def test_nothing_is_admitted_in_a_step_that_preempted(way):
     state, *_ = step(start(*(request(name, 4) for name in "abc"), num_blocks=3, **way))
     state, plan, _ = step(scheduler.submit(state, request("d", 1)))
@@ -172,8 +172,8 @@ def test_nothing_is_admitted_in_a_step_that_preempted(way):
     assert names(state.waiting) == ["b", "c", "d"]
 
 
-def test_a_branch_that_waits_has_its_copy_already():
-    """It is made at once, so that a block that two write to does not outlive the step after they fork."""
+def test_a_deferred_branch_already_owns_its_copy():
+    """The copy is made at once, so no block with two writers exists after the step that follows the fork."""
     state, *_ = step(start(request("a", 6, 3)._replace(forks=("b",)), **PROMPTS_FIRST))
     state, plan, _ = step(scheduler.submit(state, request("c", 2, 1)))
     assert (rows(plan), plan.copies) == ([("c", 0, 2)], ((2, 3),))
@@ -182,10 +182,10 @@ def test_a_branch_that_waits_has_its_copy_already():
     assert (rows(plan), plan.copies) == ([("a", 6, 1), ("b", 5, 1)], ())
 
 
-# --- batches that stay together -------------------------------------------------------------------------------------
+# --- static batches -------------------------------------------------------------------------------------------------
 
 
-def test_nobody_enters_before_a_static_batch_is_done():
+def test_static_admits_the_next_batch_when_the_last_has_ended():
     state = start(request("a", 1, 1), request("b", 2, 3), request("c", 1, 2), request("d", 1, 1), seqs=2)
     assert steps(state, policy=STATIC) == [
         [("a", 0, 1), ("b", 0, 2)],
@@ -196,7 +196,7 @@ def test_nobody_enters_before_a_static_batch_is_done():
     ]
 
 
-def test_who_gives_way_in_a_static_batch_comes_first_in_the_next():
+def test_a_preempted_member_of_a_static_batch_is_first_in_the_next_batch():
     state = start(*(request(name, 4, 3) for name in "abc"), request("d", 1, 1), num_blocks=3)
     admitted = []
     while state.waiting or state.running.seqs:
@@ -213,10 +213,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 
 @pytest.mark.parametrize(
     "way",
-    [PROMPTS_FIRST, {**BY_TURNS, "reservation": "pow2", "enable_prefix_caching": False, "policy": "static"}],
-    ids=["prompts first", "by turns, reserved, static"],
+    [PROMPTS_FIRST, {**ALTERNATING, "reservation": "pow2", "enable_prefix_caching": False, "policy": "static"}],
+    ids=["prompts first", "alternating, reserved, static"],
 )
-def test_a_way_changes_no_token(tiny, tiny_llm, way):
+def test_no_mode_changes_a_token(tiny, tiny_llm, way):
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
     llm = LLM(tiny, progress=False, **sizes, **way)
     found, expected = (one.generate(PROMPTS, GREEDY, use_tqdm=False) for one in (llm, tiny_llm))

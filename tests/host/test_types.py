@@ -1,4 +1,4 @@
-"""The records: sampling parameters in and out of range, and what sequences and plans say about themselves."""
+"""Records: ranges of sampling parameters, and properties of sequences and plans."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "value"), GOOD)
-def test_a_value_in_range_is_taken_as_it_is(name, value):
+def test_a_value_in_range_is_accepted_unchanged(name, value):
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "value", "rule"), BAD)
-def test_a_value_out_of_range_is_named_with_its_rule(name, value, rule):
+def test_a_value_out_of_range_is_refused_with_its_rule(name, value, rule):
     with pytest.raises(ValueError, match=rf"^{name} (is|holds) .*{rule}"):
         SamplingParams(**{name: value})
 
@@ -112,7 +112,7 @@ def test_spellings_are_normalised(name, given, kept):
     assert type(value) is type(kept)
 
 
-def test_the_callers_own_list_and_dict_are_not_kept():
+def test_lists_and_dicts_of_the_caller_are_copied():
     stop, bias = ["a"], {1: 2.0}
     params = SamplingParams(stop=stop, logit_bias=bias)  # type: ignore[arg-type]
     stop.append("b")
@@ -152,7 +152,7 @@ def test_a_sequence_counts_its_output():
     assert seq("a", 3, 5).request_id == "a"
 
 
-def test_rows_of_a_plan_have_the_lengths_of_their_columns_and_not_of_the_old_records():
+def test_rows_of_a_plan_use_the_lengths_of_its_columns():
     plan = Plan(
         step=4,
         seqs=(seq("a", 3, 4, 3), seq("b", 9, 9)),

@@ -1,4 +1,4 @@
-"""Recorded runs for the tests of the viewer: random ones of the scheduler alone."""
+"""Recorded runs for the tests of the viewer: random runs of the scheduler without an engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.host.test_event_log import SMALL, record
 
 
 def random_run(path: Path, seed: int, length: int = 120, **config) -> list[Transition]:
-    """Everything that a scheduler does, in any order -> the transitions of the recording."""
+    """Records a random run with all kinds of transitions -> the transitions of the recording."""
     record(path, SMALL._replace(**config), seed, length)
     return list(replay.replay(path))
 
 
 def crowd(path: Path, *, steps: int, blocks: int, seqs: int, size: int = 16, seed: int = 0) -> SchedulerConfig:
-    """Many requests with prefixes in common in a pool that is too small for them, recorded for so many steps."""
+    """Records `steps` steps of many requests with common prefixes in a pool that is too small."""
     config = SchedulerConfig(size, blocks, 256, seqs, 1024)
     draw, state, count = random.Random(seed), scheduler.init(config), 0
     recorder = Recorder(path, config)
@@ -59,9 +59,9 @@ def brute_force_empty(state: SchedulerState, plan: Plan) -> int:
     """Slots of owned blocks without a token when the step has computed, block by block."""
     size = state.config.block_size
     ends = {seq.arrival: a + c for seq, a, c in zip(plan.seqs, plan.starts, plan.counts, strict=True)}
-    held: dict[int, int] = {}
+    filled: dict[int, int] = {}
     for seq in scheduler.running(state):
         end = ends.get(seq.arrival, seq.computed)
         for i, block in enumerate(seq.blocks):
-            held[block] = max(held.get(block, 0), min(size, max(0, end - i * size)))
-    return sum(size - tokens for tokens in held.values())
+            filled[block] = max(filled.get(block, 0), min(size, max(0, end - i * size)))
+    return sum(size - tokens for tokens in filled.values())

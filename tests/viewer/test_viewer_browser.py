@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what it shows against the scheduler's states, and what its reader can do.
+"""The page in a real Chromium: its content matches the scheduler's states, and its controls work.
 
 pip install -e '.[browser]', a Chromium from the system's packages, and: pytest -m browser tests/viewer
 """
@@ -46,7 +46,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Shown:
-    """A page that is open, and everything it complained of."""
+    """An open page, with its console messages and its requests."""
 
     def __init__(self, browser: Any, url: str, *, wait: bool = True, **options: Any) -> None:
         self.page = browser.new_page(viewport=LAPTOP, **options)
@@ -60,14 +60,14 @@ class Shown:
             self.wait("window.pagedjax && window.pagedjax.view.picture")
 
     def heard(self, message: Any) -> None:
-        if "willReadFrequently" not in message.text:  # said when `pixel` reads
+        if "willReadFrequently" not in message.text:  # a warning when `pixel` reads
             self.complaints.append(message.text)
 
     def state(self) -> dict[str, Any]:
         return self.page.evaluate("pagedjax.shown()")
 
     def wait(self, condition: str, seconds: float = 20) -> None:
-        """Ask until it is so. (Playwright's own waiting evaluates strings in the page, which the page forbids.)"""
+        """Polls until the condition is true. (The page forbids the evaluation that Playwright's own waiting needs.)"""
         end = time.monotonic() + seconds
         while not self.page.evaluate(f"Boolean({condition})"):
             assert time.monotonic() < end, f"never so: {condition}"
@@ -146,7 +146,7 @@ def same(shown: dict[str, Any], transition: Transition) -> bool:
     return shown["step"] == plan.step
 
 
-def test_every_step_is_the_schedulers_forward_and_back(shown: Shown, lecture: tuple[Path, list[str]]):
+def test_every_step_matches_the_scheduler_forward_and_backward(shown: Shown, lecture: tuple[Path, list[str]]):
     """By button and by key: blocks come when the scheduler gives them and go when it takes them."""
     plans = steps(lecture[0])
     assert shown.state()["count"] == len(plans) + 1
@@ -200,23 +200,23 @@ def test_play_runs_to_the_end_and_stops(shown: Shown):
     assert shown.state()["index"] <= 1
 
 
-def test_a_request_tells_its_story(shown: Shown, lecture: tuple[Path, list[str]]):
+def test_the_story_of_a_request(shown: Shown, lecture: tuple[Path, list[str]]):
     shown.go(3)
     shown.page.click("#queues .chip >> nth=2")
     story = shown.story()
     assert "You are request 2" in story
     assert "The capital of France is Paris" in story  # the prompt, and what it has got up to this step
-    told = [
+    sentences = [
         "You arrive with 5 tokens and may grow to 17.",
-        "You are let in, with 5 tokens to compute.",
+        "You are admitted, with 5 tokens to compute.",
         "You get blocks 5, 6.",
-        "You compute your prompt, tokens 0 to 3 of 5; the rest has to wait.",
+        "You compute your prompt, tokens 0 to 3 of 5; the rest follows later.",
         "You compute your prompt, token 4. Your next token is “·Paris”.",
         "You get a token in each of 11 steps",
-        "You end: you are as long as you may get, after 12 tokens.",
-        "the content stays, to be found.",
+        "You end: you reached your maximum length, after 12 tokens.",
+        ", now without an owner. Others can still find the content.",
     ]
-    places = [story.index(line) for line in told]
+    places = [story.index(line) for line in sentences]
     assert places == sorted(places)
     assert f"“{lecture[1][2].removeprefix(' Paris').replace(chr(10), '⏎')}”" in story
     shown.page.click("#lines li .at >> nth=0")
@@ -225,14 +225,14 @@ def test_a_request_tells_its_story(shown: Shown, lecture: tuple[Path, list[str]]
     assert "Click a request or a block" in shown.story()
 
 
-def test_the_end_of_a_story_has_all_its_text(shown: Shown, lecture: tuple[Path, list[str]]):
+def test_the_end_of_a_story_contains_all_its_text(shown: Shown, lecture: tuple[Path, list[str]]):
     shown.page.keyboard.press("End")
     for n, (prompt, output) in enumerate(zip(PROMPTS, lecture[1], strict=True)):
         shown.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
         assert shown.page.text_content("#lines blockquote") == prompt + output
 
 
-def test_a_block_tells_its_story(shown: Shown):
+def test_the_story_of_a_block(shown: Shown):
     shown.go(4)
     x, y = shown.block_at(5)
     shown.page.click("#grid", position={"x": x, "y": y})
@@ -240,8 +240,8 @@ def test_a_block_tells_its_story(shown: Shown):
     assert "Block 5: 2\n4 of 4 slots\nothers can find it" in story
     for line in (
         "Request 2 gets it.",
-        "Request 2 has filled it; it can be found",
-        "Nobody has it now, but its content",
+        "Request 2 has filled it; others can find it now.",
+        "It has no owner now, but others can still find its content.",
     ):
         assert line in story
     shown.page.click("#lines .links .chip")
@@ -250,7 +250,7 @@ def test_a_block_tells_its_story(shown: Shown):
     assert "Block 5" in shown.story()
 
 
-def test_the_grid_can_be_walked_with_the_keyboard(shown: Shown):
+def test_the_keyboard_moves_through_the_grid(shown: Shown):
     shown.go(4)
     shown.page.focus("#grid")
     for key in ("ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp"):
@@ -276,7 +276,7 @@ def test_every_control_has_a_name_and_can_be_reached(shown: Shown):
     assert {"play", "forward", "slider", "speed", "grid", "theme"} <= reached
 
 
-def test_blocks_are_drawn_as_they_are(shown: Shown):
+def test_pixels_of_the_grid_match_the_state(shown: Shown):
     """An owned block has its request's colour, an empty one has none, and both change with the theme."""
     shown.go(0)
     colours = {}
@@ -311,7 +311,7 @@ def test_it_fits_a_laptop_in_the_readers_colours(
     one.page.close()
 
 
-def test_what_users_write_is_shown_and_never_run(chromium: Any, tmp_path: Path):
+def test_text_of_users_is_shown_and_never_executed(chromium: Any, tmp_path: Path):
     config = scheduler.SchedulerConfig(2, 6, 5, 4, 12)
     nasty = "</script><img src=x onerror=alert(1)> é 漢字 🙂"
     recorder = event_log.Recorder(tmp_path / "run.jsonl", config)
@@ -331,8 +331,8 @@ def test_what_users_write_is_shown_and_never_run(chromium: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
-def test_a_run_with_everything_in_it_is_the_schedulers(chromium: Any, tmp_path: Path, seed: int):
-    """Branches, beams, swaps, cancels and a forgotten cache: each picture of the page, and a story of everybody."""
+def test_random_runs_match_the_scheduler(chromium: Any, tmp_path: Path, seed: int):
+    """Branches, beams, swaps, cancels and a forgotten cache: each picture of the page, and a story of every request."""
     log = tmp_path / "run.jsonl"
     transitions = [made for made in random_run(log, seed, num_blocks=8, host_blocks=4 * (seed % 2)) if made.plan]
     (tmp_path / "run.html").write_text(viewer.page(viewer.read(log)), "utf-8")
@@ -351,14 +351,14 @@ def test_a_run_with_everything_in_it_is_the_schedulers(chromium: Any, tmp_path: 
     one.page.close()
 
 
-def test_the_timeline_goes_where_it_is_clicked(shown: Shown):
+def test_a_click_on_the_timeline_moves_to_that_step(shown: Shown):
     x = shown.page.evaluate("document.getElementById('lanes').clientWidth") - 13  # the last step, in the second lane
     shown.page.click("#lanes", position={"x": x, "y": 3 + 15 + 5})
     assert shown.state()["rest"]
     assert "You are request 1" in shown.story()
     shown.page.click("#curve", position={"x": 126, "y": 20})
     assert shown.state()["index"] == 0
-    shown.page.click("#lanes", position={"x": 20, "y": 3 + 5})  # a name tells a story and goes nowhere
+    shown.page.click("#lanes", position={"x": 20, "y": 3 + 5})  # a name shows a story and does not change the step
     assert (shown.state()["index"], "You are request 0" in shown.story()) == (0, True)
     shown.page.hover("#lanes", position={"x": 130, "y": 3 + 5})
     assert "0: computes its prompt" in shown.page.inner_text("#tip")
@@ -441,7 +441,7 @@ def until(one: Shown, fake: Fake) -> None:
         }
 
 
-def test_a_running_engine_is_followed_unless_the_reader_goes_back(chromium: Any, served: tuple[Fake, Server]):
+def test_the_page_follows_a_running_engine_unless_the_reader_steps_back(chromium: Any, served: tuple[Fake, Server]):
     fake, server = served
     one = Shown(chromium, server.url)
     until(one, fake)
@@ -461,7 +461,7 @@ def test_a_running_engine_is_followed_unless_the_reader_goes_back(chromium: Any,
     one.page.close()
 
 
-def test_it_asks_ever_more_seldom_and_comes_back_after_an_outage(chromium: Any, served: tuple[Fake, Server]):
+def test_polling_slows_down_and_recovers_after_an_outage(chromium: Any, served: tuple[Fake, Server]):
     fake, server = served
     one = Shown(chromium, server.url)
     until(one, fake)
@@ -479,23 +479,23 @@ def test_it_asks_ever_more_seldom_and_comes_back_after_an_outage(chromium: Any, 
     one.page.close()
 
 
-def test_a_server_with_a_key_is_asked_with_it(chromium: Any, served: tuple[Fake, Server]):
+def test_the_page_sends_the_api_key(chromium: Any, served: tuple[Fake, Server]):
     fake, server = served
     server.key = "s3cret"
     one = Shown(chromium, server.url, wait=False)
-    one.wait("document.getElementById('note').textContent === 'this server wants its API key'")
-    for key, note in (("wrong", "that was not the key of this server"), ("s3cret", "")):
+    one.wait("document.getElementById('note').textContent === 'this server requires its API key'")
+    for key, note in (("wrong", "this is not the key of this server"), ("s3cret", "")):
         one.page.fill("#key input", key)
         one.page.keyboard.press("Enter")
         one.wait(f"document.getElementById('note').textContent === '{note}'")
     until(one, fake)
     assert not one.page.is_visible("#key")
-    assert len([url for url in one.asked if "steps" in url]) <= 6  # nobody is asked while the key is missing
+    assert len([url for url in one.asked if "steps" in url]) <= 6  # no request is sent while the key is missing
     assert all("401" in complaint for complaint in one.complaints)
     one.page.close()
 
 
-def test_a_restarted_engine_begins_a_new_page(chromium: Any, served: tuple[Fake, Server]):
+def test_a_restarted_engine_starts_a_new_page(chromium: Any, served: tuple[Fake, Server]):
     fake, server = served
     one = Shown(chromium, server.url)
     until(one, fake)
@@ -522,7 +522,7 @@ def test_frames_of_a_live_page_are_those_of_a_recording(chromium: Any, served: t
     one.page.close()
 
 
-def test_the_fold_that_tests_compare_with_is_the_pages_own(lecture: tuple[Path, list[str]]):
+def test_the_frames_of_the_page_are_those_of_the_python_fold(lecture: tuple[Path, list[str]]):
     """A check of the tests: the frames of the lecture are one a step, and one for its end."""
     frames = list(runs.fold(replay.replay(lecture[0])))
     assert len(frames) == len(steps(lecture[0])) + 1

@@ -1,4 +1,4 @@
-"""Frames against the states that they were made of: every picture, every block that came or went, every story."""
+"""Frames match the states they were made from: every picture, every block gained or lost, every log entry."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_every_frame_shows_the_state_while_its_step_ran(tmp_path: Path, seed: in
 
 @many
 @given(**runs, at=st.integers(0, 60))
-def test_a_whole_picture_is_a_place_to_begin(tmp_path: Path, seed: int, blocks_: int, host: int, at: int):
-    """What a page is given that comes late, against deltas from the start."""
+def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, seed: int, blocks_: int, host: int, at: int):
+    """The whole picture for a late page equals the sum of all frames."""
     made = list(run.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
     after = [shown for _, shown in pictures(made)]
     at = min(at, len(made) - 1)
@@ -98,26 +98,26 @@ def test_the_log_accounts_for_every_block(tmp_path: Path, seed: int, blocks_: in
 
 @many
 @given(**runs)
-def test_a_story_has_its_order(tmp_path: Path, seed: int, blocks_: int, host: int):
-    """Submitted, let in, working, ended; who was preempted is let in again before anything else happens to him."""
+def test_log_entries_of_a_request_are_in_order(tmp_path: Path, seed: int, blocks_: int, host: int):
+    """Submitted, admitted, working, ended; a preempted request is admitted again before any other entry."""
     made = list(run.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
     log = [entry for frame in made for part in ("before", "after") for entry in frame.get(part, ())]
     works = {"shared", "allocated", "copied", "cached", "beamed", "forked"}
     for n, *_, first in (record for frame in made for record in frame.get("came", ())):
-        told = [entry[0] for entry in log if entry[1] == n]
+        entries = [entry[0] for entry in log if entry[1] == n]
         if first is None:
-            assert told[0] == "submitted"
-        assert told.count("ended") <= 1
+            assert entries[0] == "submitted"
+        assert entries.count("ended") <= 1
         inside = first is not None  # a branch begins on the blocks of the first one
-        for what in told:
+        for what in entries:
             inside = {"admitted": True, "resumed": True, "preempted": False, "ended": False}.get(what, inside)
-            assert inside or what not in works, told
-        if "ended" in told:
-            assert set(told[told.index("ended") + 1 :]) <= {"freed", "kept"}
+            assert inside or what not in works, entries
+        if "ended" in entries:
+            assert set(entries[entries.index("ended") + 1 :]) <= {"freed", "kept"}
 
 
-def test_the_story_of_one_that_gives_way_and_comes_back(tmp_path: Path):
-    """By hand: a and b fill three blocks of 2 with their prompts; b gives way, twice finds its place again."""
+def test_log_entries_of_a_preempted_request(tmp_path: Path):
+    """By hand: a and b fill three blocks of 2 with their prompts; b is preempted and admitted again twice."""
     config = SMALL._replace(block_size=2, num_blocks=3, max_num_batched_tokens=8)
     fold, state, made = frames.begin(config), scheduler.init(config), []
     for name in "ab":
@@ -143,7 +143,7 @@ def test_the_story_of_one_that_gives_way_and_comes_back(tmp_path: Path):
     ]
 
 
-def test_an_id_that_is_used_again_is_another_request(tmp_path: Path):
+def test_a_reused_id_is_another_request(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     config = SMALL._replace(num_blocks=6)
     with_two = event_log.Recorder(path, config)
@@ -186,11 +186,11 @@ def test_a_run_that_ends_within_a_step_shows_that_step(tmp_path: Path):
         (((1, 2), (3, 4)), ((1, 2), (5, 6), (3, 4)), [1, 1, [[5, 6]]]),
     ],
 )
-def test_a_splice_is_what_changed(old: tuple, new: tuple, change: list | None):
+def test_a_splice_contains_only_the_changes(old: tuple, new: tuple, change: list | None):
     assert picture.splice(old, new) == change
     assert picture.spliced(old, change) == new
 
 
 @given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))
-def test_a_splice_undone_is_the_sequence(old: list, new: list):
+def test_applying_a_splice_gives_the_new_sequence(old: list, new: list):
     assert picture.spliced(tuple(old), picture.splice(tuple(old), tuple(new))) == tuple(new)

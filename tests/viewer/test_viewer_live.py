@@ -1,4 +1,4 @@
-"""The buffer that a watching page reads: the same pictures as of a recording, bounded, from any thread."""
+"""The buffer of a live page: the same pictures as from a recording, bounded, read from any thread."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Fake:
             return
         before = self.state
         self.state, events = scheduler.cancel(self.state, self.draw.choice(sorted(alive)), "stop")
-        if self.draw.random() < 0.5:  # or nobody is told, and the next step's state says so
+        if self.draw.random() < 0.5:  # else only the state of the next step shows it
             self.live.stepped(before, None, events, self.state)
 
     def result(self, plan: Plan, events: tuple[Event, ...]) -> StepResult:
@@ -66,7 +66,7 @@ class Fake:
 
 
 class Page:
-    """What the script does: asks, applies, asks for the next."""
+    """Does what the page does: requests frames, applies them, requests the next ones."""
 
     def __init__(self, live: Live) -> None:
         self.live, self.next, self.picture = live, 0, Picture()
@@ -100,7 +100,7 @@ def wanted(fake: Fake) -> list[tuple]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("every", [1, 7, 1000])
-def test_a_page_sees_every_step_as_it_was(seed: int, every: int):
+def test_a_live_page_shows_every_step(seed: int, every: int):
     fake = Fake(seed)
     page = Page(fake.live)
     for _ in range(0, 140, min(every, 140)):
@@ -116,7 +116,7 @@ def test_a_page_sees_every_step_as_it_was(seed: int, every: int):
         assert not page.tables()
 
 
-def test_a_page_that_comes_late_begins_with_what_is_kept():
+def test_a_late_page_starts_with_the_kept_frames():
     fake = Fake(1, keep=10)
     early, late = Page(fake.live), Page(fake.live)
     for _ in range(60):
@@ -130,14 +130,14 @@ def test_a_page_that_comes_late_begins_with_what_is_kept():
     assert early.seen[-10:] == late.seen
 
 
-def test_nobody_watched_for_long_and_only_the_last_steps_are_kept():
+def test_without_readers_only_the_last_steps_are_kept():
     fake = Fake(2, keep=5)
     page = Page(fake.live)
     page.ask()
     fake.run(100, rate=1.0)
-    assert len(fake.live._noted) == 5
+    assert len(fake.live._records) == 5
     page.ask()
-    assert page.begun == 2  # what it has does not lead to what is kept
+    assert page.begun == 2  # the page's frames and the kept frames have a gap
     state, plan = fake.planned[-1]
     assert page.picture.step == plan.step
     assert page.tables() == {seq.request_id: seq.blocks for seq in state.running.seqs}
@@ -145,7 +145,7 @@ def test_nobody_watched_for_long_and_only_the_last_steps_are_kept():
     assert [page.picture.requests[n][1] for n in page.picture.waiting] == [seq.request_id for seq in state.waiting]
 
 
-def test_a_page_of_another_engine_or_of_the_future_begins_anew():
+def test_a_page_with_unknown_frames_starts_again():
     fake = Fake(3)
     fake.run(20)
     for k in (10_000, 0):
@@ -154,7 +154,7 @@ def test_a_page_of_another_engine_or_of_the_future_begins_anew():
     assert Fake(3).live.since(0)["run"] != fake.live.since(0)["run"]
 
 
-def test_replies_are_bounded_and_say_that_there_is_more(monkeypatch: pytest.MonkeyPatch):
+def test_replies_are_bounded_and_mark_that_more_frames_exist(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pagedjax.viewer.live.REPLY", 4)
     fake = Fake(4)
     fake.run(40, rate=1.0)
@@ -167,7 +167,7 @@ def test_replies_are_bounded_and_say_that_there_is_more(monkeypatch: pytest.Monk
     assert page.begun == 1
 
 
-def test_why_a_request_ended_is_known_if_it_was_said():
+def test_the_reason_of_an_end_is_shown_if_its_event_was_recorded():
     state = scheduler.init(SMALL)
     live = Live(state)
     for name in "ab":
@@ -183,7 +183,7 @@ def test_why_a_request_ended_is_known_if_it_was_said():
     assert [entry for entry in log if entry[0] == "ended"] == [["ended", 0, "stop", 1], ["ended", 1, "abort", None]]
 
 
-def test_threads_may_ask_while_the_engine_works():
+def test_threads_can_read_while_the_engine_runs():
     fake = Fake(5)
     pages, errors, over = [Page(fake.live) for _ in range(3)], [], threading.Event()
 
@@ -214,7 +214,7 @@ def test_since_is_a_number_of_a_frame(k: Any):
         Live(scheduler.init(SMALL)).since(k)
 
 
-def test_what_it_is_made_with_is_checked():
+def test_arguments_of_live_are_checked():
     with pytest.raises(ValueError, match="keep is 0; a page shows at least 1 step"):
         Live(scheduler.init(SMALL), keep=0)
     with pytest.raises(ValueError, match="policy is 'lifo'"):
@@ -222,7 +222,7 @@ def test_what_it_is_made_with_is_checked():
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_a_real_engine_is_shown_as_its_recording_shows_it(tiny, tmp_path: Path, preemption: str):
+def test_live_frames_of_an_engine_match_its_recording(tiny, tmp_path: Path, preemption: str):
     """Branches, beams, shared prefixes, preemptions and a cancel, in a pool too small for all of them."""
     llm = LLM(
         tiny, progress=False, block_size=4, num_blocks=11, max_num_seqs=6, max_num_batched_tokens=16,
@@ -251,10 +251,10 @@ def test_a_real_engine_is_shown_as_its_recording_shows_it(tiny, tmp_path: Path, 
     assert [shown._replace(requests=Map()) for _, shown in pictures(watched)] == [
         shown._replace(requests=Map()) for _, shown in pictures(recorded)
     ]
-    log = told(recorded)
+    log = log_of(recorded)
     assert "preempted" in {entry[0] for entry in log}
-    assert told(watched) == log  # though the end of a search is the next step's in a recording
+    assert log_of(watched) == log  # though the end of a search is the next step's in a recording
 
 
-def told(frames: list[dict]) -> list[list]:
+def log_of(frames: list[dict]) -> list[list]:
     return [entry for frame in frames for part in ("before", "after") for entry in frame.get(part, ())]

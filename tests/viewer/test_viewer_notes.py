@@ -1,4 +1,4 @@
-"""What a recording may say beside its transitions, when and what, and that a replay does not mind."""
+"""Notes of a recording beside its transitions (times and prompts), which a replay ignores and keeps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def log(tmp_path: Path) -> Path:
     return tmp_path / "run.jsonl"
 
 
-def test_times_and_prompts_stand_beside_a_transition(log: Path):
+def test_times_and_prompts_are_notes_beside_a_transition(log: Path):
     lines = log.read_text().splitlines()
     assert '"at"' not in lines[0]
     ends = ['},"at":0.25,"prompt":[15496,11]}', '},"at":0.3}', '},"at":0.5}', '{"forget":{},"at":0.75}', '},"at":1.0}']
@@ -66,13 +66,13 @@ def test_times_and_prompts_stand_beside_a_transition(log: Path):
         ('"at":0.5}', '"at":0.5,"prompt":[1]}', r"line 4 notes the prompt \[1\]; a commit has none"),
     ],
 )
-def test_notes_that_are_none_are_errors_that_name_the_line(log: Path, old: str, new: str, message: str):
+def test_malformed_notes_are_errors_with_the_line(log: Path, old: str, new: str, message: str):
     log.write_text(log.read_text().replace(old, new, 1))
     with pytest.raises(ReplayError, match=message):
         replay.verify(log)
 
 
-def test_an_engine_notes_them_when_it_is_asked(tiny, tiny_folder: Path, tmp_path: Path):
+def test_an_engine_records_notes_only_on_request(tiny, tiny_folder: Path, tmp_path: Path):
     llm = LLM(tiny, progress=False, max_num_seqs=4, max_num_batched_tokens=16, token_buckets=(16,), num_blocks=64)
     said = {}
     for name, options in {"bare": {}, "again": {}, "noted": {"times": True, "prompts": True}}.items():

@@ -1,4 +1,4 @@
-"""The page as a file: nothing from outside, nothing of a user's text in its code, and never too large."""
+"""The page as a file: it loads nothing, no text of a user becomes code, and its size is bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NASTY = "</script><script>alert(1)</script> $title ${data} <!-- é 漢字 🙂 \
 
 
 def parts(html: str) -> tuple[dict, dict | None]:
-    """What the page knows: the element that can be read, and the packed one."""
+    """The data of the page: the readable element, and the packed one."""
     (about,) = re.findall(r'<script type="application/json" id="about">(.*?)</script>', html, re.DOTALL)
     (data,) = re.findall(r'<script type="text/plain" id="data">(.*?)</script>', html, re.DOTALL)
     return json.loads(about), json.loads(gzip.decompress(base64.b64decode(data))) if data else None
@@ -35,7 +35,7 @@ def log(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("live", [False, True])
-def test_it_needs_nothing_from_outside(log: Path, live: bool):
+def test_the_page_loads_nothing_from_outside(log: Path, live: bool):
     html = viewer.live_page() if live else viewer.page(viewer.read(log))
     code = re.sub(r'(id="data">)[^<]*', r"\1", html)
     assert len(code) > 50_000
@@ -45,7 +45,7 @@ def test_it_needs_nothing_from_outside(log: Path, live: bool):
     assert html.count("</script>") == 3
 
 
-def test_it_carries_the_frames(log: Path):
+def test_the_page_contains_the_frames(log: Path):
     run = viewer.read(log)
     about, data = parts(viewer.page(run))
     assert data is not None
@@ -55,7 +55,7 @@ def test_it_carries_the_frames(log: Path):
     assert viewer.page(run) == viewer.page(viewer.read(log))  # the same run, the same bytes
 
 
-def test_what_users_write_stays_text(tmp_path: Path):
+def test_text_of_users_is_escaped(tmp_path: Path):
     path = tmp_path / "</script><b>$data.jsonl".replace("/", "_")
     recorder = Recorder(path, SchedulerConfig(2, 6, 5, 4, 12))
     recorder.submit(Request(NASTY, 2, 2))
@@ -71,7 +71,7 @@ def test_what_users_write_stays_text(tmp_path: Path):
     assert "<title>&lt;_script&gt;&lt;b&gt;$data.jsonl" in html
 
 
-def test_a_live_page_knows_where_to_ask():
+def test_a_live_page_contains_its_url():
     about, data = parts(viewer.live_page("viewer/steps?<x>"))
     assert about["live"] == "viewer/steps?<x>"
     assert data is None
@@ -91,19 +91,19 @@ def test_pieces_join_to_the_text_and_never_show_half_a_character(said: str):
     assert text.REPLACEMENT not in "".join(pieces)
 
 
-def test_an_end_within_a_character_is_shown_as_such():
+def test_an_incomplete_character_at_the_end_is_shown_as_a_replacement():
     assert text.pieces(decode, [65, 0xF0, 0x9F]) == ["A", "", text.REPLACEMENT]
 
 
-def test_texts_are_words_and_what_differs_from_them(tmp_path: Path):
+def test_texts_are_words_and_their_corrections(tmp_path: Path):
     frames = [
         {"step": 0, "came": [[0, "a", 2, 9, 0, "", None]], "rows": [0, 0, [[0, 0, 2, 2]]], "tables": [[0, 0, [1]]]}
         | {"counts": [2, 1, 0, 0], "sampled": [0xC3]},
         {"step": 1, "counts": [1, 1, 0, 0], "sampled": [0xA9]},
     ]
-    told = text.texts(frames, {0: (72, 105)}, decode)
+    found = text.texts(frames, {0: (72, 105)}, decode)
     half = text.REPLACEMENT
-    assert told == {
+    assert found == {
         "words": {72: "H", 105: "i", 0xC3: half, 0xA9: half},
         "fixes": {0: {0: "", 1: "é"}},
         "labels": {0: "Hi"},
@@ -120,7 +120,7 @@ def test_a_run_of_many_steps_stays_small(tmp_path: Path):
     assert len(html) < (tmp_path / "run.jsonl").stat().st_size / 3
 
 
-def test_too_many_tokens_are_left_out_and_the_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tokens_beyond_the_limit_are_left_out_and_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     crowd(tmp_path / "run.jsonl", steps=40, blocks=60, seqs=8)
     run = viewer.read(tmp_path / "run.jsonl")
     monkeypatch.setattr(document, "MAX_TOKENS", 10)
@@ -135,7 +135,7 @@ def test_too_many_tokens_are_left_out_and_the_page_says_so(tmp_path: Path, monke
 # the commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_view_writes_a_page_beside_the_recording_or_where_it_is_told(log: Path, tmp_path: Path, capsys):
+def test_view_writes_a_page_beside_the_recording_or_to_the_given_path(log: Path, tmp_path: Path, capsys):
     assert cli.main(["view", str(log)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'run.html'}\n"
     assert parts((tmp_path / "run.html").read_text("utf-8"))[0]["name"] == "run.jsonl"
@@ -155,7 +155,7 @@ def test_view_writes_a_page_beside_the_recording_or_where_it_is_told(log: Path, 
     ],
 )
 @pytest.mark.parametrize("command", ["view", "trace"])
-def test_what_is_no_recording_is_one_line_that_says_how_to_make_one(
+def test_a_file_that_is_no_recording_is_an_error_with_the_remedy(
     tmp_path: Path, capsys, command: str, content: bytes, message: str
 ):
     path = tmp_path / "run.jsonl"
@@ -167,7 +167,7 @@ def test_what_is_no_recording_is_one_line_that_says_how_to_make_one(
     assert "llm.engine.record('run.jsonl')" in line
 
 
-def test_files_that_are_not_there_or_must_not_be_written(log: Path, tmp_path: Path, capsys):
+def test_missing_files_and_forbidden_targets_are_errors(log: Path, tmp_path: Path, capsys):
     assert cli.main(["view", str(tmp_path / "none.jsonl")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
     assert cli.main(["view", str(tmp_path)]) == 2
@@ -180,7 +180,7 @@ def test_files_that_are_not_there_or_must_not_be_written(log: Path, tmp_path: Pa
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_a_recording_that_this_scheduler_refuses_is_an_error_with_its_line(log: Path):
+def test_a_recording_refused_by_the_scheduler_is_an_error_with_its_line(log: Path):
     lines = log.read_text().splitlines(keepends=True)
     log.write_text(lines[0] + '{"commit":{"sampled":[],"hashes":{},"choices":{},"events":[]}}\n')
     with pytest.raises(ReplayError, match="line 2 is refused: a commit without a schedule"):

@@ -1,4 +1,4 @@
-"""The trace as Perfetto reads it: valid JSON, slices that nest, time that goes on."""
+"""The trace as Perfetto reads it: valid JSON, nested slices, time that never decreases."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check(trace: dict) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_slices_nest_and_time_goes_on(tmp_path: Path, seed: int):
+def test_slices_nest_and_time_never_decreases(tmp_path: Path, seed: int):
     random_run(tmp_path / "run.jsonl", seed, num_blocks=9, host_blocks=4 * (seed % 2))
     run = viewer.read(tmp_path / "run.jsonl")
     trace = viewer.trace(run)
@@ -83,8 +83,8 @@ def test_phases_of_a_request_have_the_recorded_times(tmp_path: Path):
     trace = viewer.trace(viewer.read(tmp_path / "run.jsonl"))
     check(trace)
     assert trace["otherData"]["time"] == "seconds as recorded"
-    told = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in tracks(trace)[2, 2]]
-    assert told == [
+    phases = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in tracks(trace)[2, 2]]
+    assert phases == [
         ("queued", 1.0, 0.5),
         ("prefill", 1.5, 1.5),
         ("tokens 0-1", 1.5, 1.0),
@@ -97,7 +97,7 @@ def test_phases_of_a_request_have_the_recorded_times(tmp_path: Path):
     assert steps == [(f"step {k}", 1.5 + 1.5 * k, 1.0) for k in range(5)]
 
 
-def test_the_command_writes_it(tmp_path: Path, capsys):
+def test_the_command_writes_a_trace(tmp_path: Path, capsys):
     timed(tmp_path / "run.jsonl")
     assert cli.main(["trace", str(tmp_path / "run.jsonl")]) == 0
     target = tmp_path / "run.trace.json"

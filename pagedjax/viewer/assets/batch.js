@@ -1,6 +1,6 @@
-// What one step computes: whose tokens, and how much of the budget they take.
+// The batch of one step: the tokens of each sequence, and their share of the budget.
 
-const MOST_ROWS = 120; // chips in the list; the bar has all rows
+const MOST_ROWS = 120; // chips in the list; the bar shows all rows
 
 function drawBatch(view) {
   const { picture, config, frame } = view;
@@ -19,20 +19,20 @@ function drawBatch(view) {
 function chunks(view) {
   const kinds = view.picture.rows.map((row) => view.kind(row));
   const decodes = kinds.filter((kind) => kind === "decode").length, prompts = kinds.length - decodes;
-  const said = [decodes && many(decodes, "decode"), prompts && many(prompts, "prompt chunk")].filter(Boolean);
-  return said.length ? ` (${said.join(", ")})` : "";
+  const parts = [decodes && many(decodes, "decode"), prompts && many(prompts, "prompt chunk")].filter(Boolean);
+  return parts.length ? ` (${parts.join(", ")})` : "";
 }
 
 function segment(view, row, budget) {
   const [n, , count] = row;
-  const part = element("div", { className: view.kind(row), title: `${view.name(n)}: ${rowSays(row, view)}` });
+  const part = element("div", { className: view.kind(row), title: `${view.name(n)}: ${rowText(row, view)}` });
   part.style.setProperty("--hue", colour(n));
   part.style.width = `${(100 * count) / budget}%`;
   if (count / budget < 0.006) part.classList.add("thin"); // too thin for a gap beside it
   return part;
 }
 
-function rowSays(row, view) {
+function rowText(row, view) {
   const [, start, count, length] = row, kind = view.kind(row);
   const span = count === 1 ? `${start}` : `${start}–${start + count - 1}`;
   if (kind === "decode") return `token ${start}`;
@@ -41,7 +41,7 @@ function rowSays(row, view) {
 
 function rowChip(view, row, token) {
   const [n, , , length] = row, life = view.lives.all.get(n);
-  const chip = requestChip(view, n, rowSays(row, view), `batch${n}`);
+  const chip = requestChip(view, n, rowText(row, view), `batch${n}`);
   if (token !== null && token !== undefined) {
     const text = life ? view.words.at(life, length) : null;
     chip.append(element("strong", { textContent: `→ ${text === null ? token : visible(text) || "…"}` }));

@@ -1,4 +1,4 @@
-// Slider, buttons, keys, theme: what the reader does, as calls of the view.
+// Slider, buttons, keys, theme: actions of the reader become calls of the view.
 
 class Controls {
   constructor(view) {
@@ -25,7 +25,7 @@ class Controls {
   key(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const target = event.target, presses = target.closest && target.closest("button, select");
-    if (event.key === " " && presses) return; // it presses the button
+    if (event.key === " " && presses) return; // the key presses the button
     if (target.tagName === "SELECT" || target.type === "password") return;
     const { view } = this, last = view.history.count - 1;
     const act = {

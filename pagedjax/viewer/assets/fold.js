@@ -1,19 +1,19 @@
-// Frames to pictures: what picture.py does, in the browser. A picture is never changed; the next one shares its parts.
+// Frames to pictures, as in picture.py. A picture is never changed; the next one shares its parts.
 
 const NOTHING = {
   step: 0, rest: true, waiting: [], rows: [], still: [], tables: new Map(), published: new Uint8Array(0), away: [],
   counts: [0, 0, 0, 0], at: null,
 };
-const KEYFRAME = 64; // frames from one kept picture to the next: what a seek has to go through at most
+const KEYFRAME = 64; // frames from one kept picture to the next: a seek applies at most so many
 
-/** A sequence after a splice: [kept at the front, kept at the back, what lies between]. */
+/** A sequence after a splice: [items kept at the front, items kept at the back, new items between]. */
 function spliced(old, change) {
   if (!change) return old;
   const [front, back, middle] = change;
   return [...old.slice(0, front), ...middle, ...(back ? old.slice(-back) : [])];
 }
 
-/** The rows of the next step if each that still has blocks gets one more token. */
+/** The rows of the next step if each row that still has blocks gets one more token. */
 function expected(rows, tables) {
   return rows.filter(([n]) => tables.has(n)).map(([n, start, count]) => [n, start + count, 1, start + count + 1]);
 }
@@ -38,7 +38,7 @@ function changedPublished(old, change, blocks) {
   return published;
 }
 
-/** The picture after a frame. `blocks`: how many the pool has. */
+/** The picture after a frame. `blocks`: number of blocks in the pool. */
 function applied(picture, frame, blocks) {
   const tables = changedTables(picture.tables, frame.tables);
   return {
@@ -55,7 +55,7 @@ function applied(picture, frame, blocks) {
   };
 }
 
-/** The frames of a run, growing at the end, with a picture kept every so often so that any other is near. */
+/** The frames of a run. One picture is kept for every KEYFRAME frames, so that any other is computed quickly. */
 class History {
   constructor(blocks, base = null) {
     this.blocks = blocks;
@@ -77,7 +77,7 @@ class History {
     return this.frames.length;
   }
 
-  /** The picture of a frame, from the nearest one that is known. */
+  /** The picture of a frame, computed from the nearest kept one. */
   at(index) {
     const from = Math.floor(index / KEYFRAME) * KEYFRAME;
     let [i, picture] = this.last;
@@ -95,7 +95,7 @@ function progress(picture) {
   return found;
 }
 
-/** Who has each block: block -> [[number, index in its table], ...]. */
+/** The owners of each block: block -> [[number, index in its table], ...]. */
 function owners(picture) {
   const found = new Map();
   for (const [n, table] of picture.tables) {

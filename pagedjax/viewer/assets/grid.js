@@ -1,9 +1,9 @@
-// The block grid: each block with who has it, how full it is, and what this step writes to it.
+// The block grid: each block with its owners, its filled slots, and the slots that this step writes.
 
 const GAP = 3;
-const LARGEST = 32_768; // squares; of a larger pool a square stands for several blocks
+const LARGEST = 32_768; // squares; in a larger pool a square represents several blocks
 
-/** How to lay so many blocks of `size` slots out in a box. */
+/** The layout of a number of blocks of `size` slots in a box. */
 function gridLayout(blocks, size, width, height) {
   for (const slot of [58, 50, 42, 36, 30, 26]) {
     const found = inRows(blocks, size * slot + 4, 36, width, height);
@@ -88,7 +88,7 @@ class Grid {
     c.strokeStyle = idle ? p.idle : p.freeline;
     c.lineWidth = 1;
     if (kind !== "dots") c.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
-    this.numbered(c, x, y, block, p.soft, idle && w >= 60 ? "cached" : ""); // the hatching says it in a small one
+    this.numbered(c, x, y, block, p.soft, idle && w >= 60 ? "cached" : ""); // in a small square the hatching is enough
   }
 
   /** A cached block too small for hatching. */
@@ -99,8 +99,8 @@ class Grid {
     c.globalAlpha = 1;
   }
 
-  /** How many tokens a block holds before this step and after it, over all who have it. */
-  held(mine) {
+  /** The number of tokens in a block before this step and after it, over all its owners. */
+  filled(mine) {
     const size = this.view.config.block_size;
     let before = 0, after = 0;
     for (const [n, i] of mine) {
@@ -114,7 +114,7 @@ class Grid {
   /** A square filled from below; what this step writes has a strong edge. */
   fill(c, x, y, block, mine) {
     const { w, h } = this.lay, p = this.palette, size = this.view.config.block_size;
-    const [before, after] = this.held(mine);
+    const [before, after] = this.filled(mine);
     this.striped(c, x, y, w, h, mine, p.pale);
     const level = Math.round((h * after) / size);
     this.striped(c, x, y + h - level, w, level, mine, p.of);
@@ -129,13 +129,13 @@ class Grid {
   }
 
   dot(c, x, y, mine) {
-    const { w, h } = this.lay, [, after] = this.held(mine);
+    const { w, h } = this.lay, [, after] = this.filled(mine);
     this.striped(c, x, y, w, h, mine, this.palette.pale);
     const level = Math.max(1, Math.round((h * after) / this.view.config.block_size));
     this.striped(c, x, y + h - level, w, level, mine, this.palette.of);
   }
 
-  /** Several blocks in one square: how many of them have an owner, and the colour of the first. */
+  /** Several blocks in one square: the number of them with an owner, and the colour of the first. */
   heap(c, i, x, y) {
     const { w, h, per } = this.lay, p = this.palette;
     let used = 0, idle = 0, first = null;
@@ -151,12 +151,12 @@ class Grid {
     if (used) (c.fillStyle = p.of(first)), c.fillRect(x, y, w, (h * used) / per);
   }
 
-  /** A block whose slots can be seen one by one, with their tokens if there is room and they are known. */
+  /** A block with visible slots, and their tokens if they are known and there is room. */
   words(c, x, y, block, mine) {
     const { w, h, slot, kind } = this.lay, p = this.palette, size = this.view.config.block_size;
     this.striped(c, x, y, w, h, mine, p.pale);
     const top = kind === "words" ? 14 : 9, high = h - top - 2;
-    const [before, after] = this.held(mine), [n, i] = mine[0], life = this.view.lives.all.get(n);
+    const [before, after] = this.filled(mine), [n, i] = mine[0], life = this.view.lives.all.get(n);
     for (let k = 0; k < size; k++) {
       const left = x + 2 + k * slot, width = slot - 1.5;
       c.fillStyle = k < after ? (mine.length > 1 ? this.mixed(c, left, y + top, width, high, mine) : p.of(n)) : p.panel;
@@ -175,12 +175,12 @@ class Grid {
     c.fillStyle = this.palette.text(life.n);
     c.font = `11.5px ${FONT}`;
     c.textBaseline = "middle";
-    // nearly all words begin with a space, which would only take room
+    // nearly all words begin with a space, which only takes room
     const shown = text === null ? `${position}` : visible(text.replace(/^ (?=.)/, ""));
     c.fillText(fitted(c, shown, width - 4), x + 3, y + height / 2 - 0.5);
   }
 
-  /** Stripes in the colours of all who have a block. */
+  /** Stripes in the colours of all owners of a block. */
   striped(c, x, y, w, h, mine, shade) {
     if (h <= 0) return;
     c.fillStyle = mine.length > 1 ? this.mixed(c, x, y, w, this.lay.h, mine, shade) : shade(mine[0][0]);
@@ -269,11 +269,11 @@ class Grid {
   says(block) {
     const mine = (this.owners && this.owners.get(block)) || [], size = this.view.config.block_size;
     const published = this.view.picture.published[block];
-    if (!mine.length) return `Block ${block}: ${published ? "cached, nobody has it" : "empty"}`;
-    const [before, after] = this.held(mine), names = mine.slice(0, 6).map(([n]) => this.view.name(n)).join(", ");
-    const who = `${names}${mine.length > 6 ? " …" : ""}${mine.length > 1 ? ` (${mine.length} owners)` : ""}`;
+    if (!mine.length) return `Block ${block}: ${published ? "cached, no owner" : "empty"}`;
+    const [before, after] = this.filled(mine), names = mine.slice(0, 6).map(([n]) => this.view.name(n)).join(", ");
+    const owners = `${names}${mine.length > 6 ? " …" : ""}${mine.length > 1 ? ` (${mine.length} owners)` : ""}`;
     const wet = after > before ? `, ${after - before} written in this step` : "";
-    return `Block ${block}: ${who}\n${after} of ${size} slots${wet}${published ? "\nothers can find it" : ""}`;
+    return `Block ${block}: ${owners}\n${after} of ${size} slots${wet}${published ? "\nothers can find it" : ""}`;
   }
 
   key(event) {

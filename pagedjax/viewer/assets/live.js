@@ -1,8 +1,7 @@
-// A running engine: ask for the frames since the last, soon while there are some, ever more seldom while there are
-// none.
+// A running engine: request the frames after the last one, often while there are some, less and less often otherwise.
 
 const SOON = 250, SELDOM = 5_000, LOST = 15_000; // milliseconds
-const MOST_FRAMES = 5_000; // then the page begins anew with what the engine still keeps
+const MOST_FRAMES = 5_000; // then the page starts again with the frames that the engine still has
 
 class Watch {
   constructor(view, url) {
@@ -45,14 +44,14 @@ class Watch {
     const options = { cache: "no-store", headers, signal: AbortSignal.timeout(LOST) };
     const reply = await fetch(`${this.url}?since=${this.next}`, options);
     if (reply.status === 401) return this.lock();
-    if (!reply.ok) throw new Error(`the server says ${reply.status}`);
+    if (!reply.ok) throw new Error(`the server returned ${reply.status}`);
     return reply.json();
   }
 
-  /** Ask the reader for the server's key, and nobody else until then. The key stays in this page's memory. */
+  /** Ask the reader for the server's key, and send no request until then. The key stays in this page's memory. */
   lock() {
     this.locked = true;
-    this.view.note(this.key ? "that was not the key of this server" : "this server wants its API key");
+    this.view.note(this.key ? "this is not the key of this server" : "this server requires its API key");
     byId("key").hidden = false;
     return null;
   }
@@ -66,7 +65,7 @@ class Watch {
   }
 
   take(reply) {
-    if (this.run !== null && reply.run !== this.run) this.next = 0; // another engine answers now
+    if (this.run !== null && reply.run !== this.run) this.next = 0; // another engine replies now
     const anew = reply.base || this.run === null;
     if (this.run !== null && reply.run !== this.run && !anew) {
       this.run = null;

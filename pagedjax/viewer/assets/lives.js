@@ -1,4 +1,4 @@
-// What each request lived through, for the timeline, and the tokens that it got. Grows with every frame.
+// The phases of each request, for the timeline, and its tokens. Grows with every frame.
 
 class Lives {
   constructor() {
@@ -15,7 +15,7 @@ class Lives {
     return life;
   }
 
-  /** Take in a frame that became picture `picture` at `index`. */
+  /** Add a frame and its picture, at `index`. */
   take(frame, picture, index) {
     for (const record of frame.came || []) this.begin(record);
     for (const entry of frame.before || []) this.happened(entry, index, picture);
@@ -30,7 +30,7 @@ class Lives {
     return life && life.away ? life.away : "queued";
   }
 
-  /** Mark what a request does in a frame; neighbours of one kind become one span. */
+  /** Record the phase of a request in a frame; equal neighbours become one span. */
   during(n, kind, index) {
     const life = this.all.get(n);
     if (!life) return;
@@ -56,7 +56,7 @@ class Lives {
   }
 }
 
-/** What a row is to its request: a part of its prompt, the same once more after a preemption, or a next token. */
+/** The kind of a row: a part of the prompt, lost content computed again after a preemption, or a next token. */
 function kindOf(life, start, count, length) {
   if (length > life.prompt && (count > 1 || start < life.prompt)) return "again";
   return start < life.prompt ? "prompt" : "decode";
@@ -72,14 +72,14 @@ class Words {
     this.labels = data.labels || {};
   }
 
-  /** The text of the token at a position of a request; null where it is not known. */
+  /** The text of the token at a position of a request; null if it is unknown. */
   at(life, position) {
     const source = life.first === null ? life.n : life.first;
     if (position < life.prompt) {
       const ids = this.prompts[source];
       return ids ? this.word(ids[position]) : null;
     }
-    if (life.beam) return null; // its past changes as it goes on from siblings
+    if (life.beam) return null; // its past changes when it continues from a sibling
     const token = life.tokens[position];
     if (token === undefined) return null;
     const fixed = (this.fixes[life.n] || {})[position - life.prompt];
@@ -90,7 +90,7 @@ class Words {
     return token in this.words ? this.words[token] : null;
   }
 
-  /** A token for people: its text in quotes, or its number. */
+  /** A token for the reader: its text in quotes, or its number. */
   quoted(life, position, token) {
     const text = life ? this.at(life, position) : this.word(token);
     return text === null ? `token ${token}` : `“${visible(text)}”`;
@@ -101,7 +101,7 @@ class Words {
     return this.labels[source] ?? null;
   }
 
-  /** What a request has generated, up to a position. */
+  /** The generated text of a request, up to a position. */
   output(life, end) {
     let text = "";
     for (let p = life.prompt; p < Math.min(end, life.tokens.length); p++) {
@@ -113,7 +113,7 @@ class Words {
   }
 }
 
-/** What cannot be seen at the edges of a text, as signs. */
+/** A text with signs for its line breaks, tabs and outer spaces. */
 function visible(text) {
   const lines = text.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
   return lines.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));

@@ -7,7 +7,7 @@ const NAMED = ["panel", "line", "ink", "soft", "faint", "accent", "free", "freel
 const hue = (n) => (250 + n * GOLDEN) % 360;
 const colour = (n) => `oklch(var(--light) var(--chroma) ${hue(n).toFixed(1)})`;
 
-/** The theme's values, for canvases, which know no variables. */
+/** The theme's values for canvases, which cannot use CSS variables. */
 function palette() {
   const style = getComputedStyle(document.documentElement);
   const get = (name) => style.getPropertyValue(`--${name}`).trim();
@@ -20,7 +20,7 @@ function palette() {
   };
 }
 
-/** Size a canvas for the screen's pixels -> its context, in CSS pixels, empty. */
+/** Size a canvas for the screen's pixels -> its empty context, in CSS pixels. */
 function prepared(canvas, width, height) {
   const dense = Math.min(window.devicePixelRatio || 1, 2);
   const [w, h] = [Math.round(width * dense), Math.round(height * dense)];

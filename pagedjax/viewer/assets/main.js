@@ -1,4 +1,4 @@
-// The view: one run, one step of it, perhaps a request or block that was chosen; and everybody who draws it.
+// The view: one run, one step of it, perhaps a chosen request or block, and the objects that draw them.
 
 class View {
   constructor(about, data) {
@@ -8,7 +8,7 @@ class View {
     this.history = new History(1);
     this.lives = new Lives();
     this.words = new Words(data);
-    this.told = new Map();
+    this.storyCache = new Map();
     this.grid = new Grid(this);
     this.timeline = new Timeline(this);
     byId("name").textContent = about.name || "";
@@ -25,7 +25,7 @@ class View {
     this.index = 0;
     this.history = new History(config.num_blocks, base);
     this.lives = new Lives();
-    this.told.clear();
+    this.storyCache.clear();
     for (const record of (base && base.came) || []) this.lives.begin(record);
     byId("facts").textContent = [
       `${config.num_blocks} blocks of ${config.block_size}`,
@@ -45,7 +45,7 @@ class View {
   grow(frames) {
     if (!frames.length) return;
     for (const frame of frames) this.lives.take(frame, this.history.push(frame), this.history.count - 1);
-    this.told.clear();
+    this.storyCache.clear();
     this.go(this.following ? this.history.count - 1 : this.index);
   }
 
@@ -53,7 +53,7 @@ class View {
     return this.history.frames[this.index];
   }
 
-  /** Show a step. Whoever goes back in a running engine stays there; at the newest step he follows again. */
+  /** Show a step. In a running engine the page stays at an older step, and follows again from the newest step on. */
   go(index) {
     const last = this.history.count - 1;
     if (last < 0) return;
@@ -98,7 +98,7 @@ class View {
     return life ? life.id : `#${n}`;
   }
 
-  /** Its id and what its prompt begins with. */
+  /** Its id and the beginning of its prompt. */
   short(n) {
     const life = this.lives.all.get(n), label = life && this.words.label(life);
     return label ? `${this.name(n)}  ${visible(label.slice(0, 40))}` : this.name(n);
@@ -126,10 +126,10 @@ class View {
     return `${of} (${index + 1} of ${this.history.count})${time}`;
   }
 
-  /** A story, told once for as long as no frame comes. */
-  stories(key, tell) {
-    if (!this.told.has(key)) this.told.set(key, tell());
-    return this.told.get(key);
+  /** A story, computed once until the next frame. */
+  stories(key, compute) {
+    if (!this.storyCache.has(key)) this.storyCache.set(key, compute());
+    return this.storyCache.get(key);
   }
 
   note(text) {
@@ -147,7 +147,7 @@ class View {
   }
 }
 
-/** JSON that was compressed and written in letters. */
+/** Data from `document.pack`. */
 async function unpacked(letters) {
   const bytes = Uint8Array.from(atob(letters.trim()), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -161,7 +161,7 @@ const view = new View(about, data);
 const watch = about.live ? new Watch(view, about.live) : null;
 if (!watch) view.grow(data.frames), view.go(0);
 
-// For tests and for the curious: what is shown, in plain values.
+// For tests and readers: the shown picture as plain values.
 window.pagedjax = {
   view,
   watch,

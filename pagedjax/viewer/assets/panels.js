@@ -1,8 +1,8 @@
-// The queues and the story, as ordinary elements: buttons, lists, headings.
+// The queues and the story as ordinary elements: buttons, lists, headings.
 
-const MOST_CHIPS = 200; // of a queue; a page of thousands of buttons would crawl
+const MOST_CHIPS = 200; // of a queue; thousands of buttons would make the page slow
 
-/** A button that tells the story of a request. */
+/** A button that shows the story of a request. */
 function requestChip(view, n, note, key, label = "") {
   const mine = view.chosen && view.chosen.kind === "request" && view.chosen.n === n;
   const chip = element("button", { className: "chip", type: "button", title: view.title(n) },
@@ -15,7 +15,7 @@ function requestChip(view, n, note, key, label = "") {
   return chip;
 }
 
-/** Replace what a box holds; whoever had the keyboard's focus has it again. */
+/** Replace the children of a box; the element with the keyboard's focus keeps it. */
 function keepingFocus(box, children) {
   const key = box.contains(document.activeElement) ? document.activeElement.dataset.key : null;
   box.replaceChildren(...children);
@@ -39,12 +39,12 @@ function drawQueues(view) {
 function queue(view, title, numbers, note) {
   const head = element("h2", { textContent: title }, element("span", { textContent: numbers.length }));
   const chips = numbers.slice(0, MOST_CHIPS).map((n) => queued(view, n, note(n), `${title}${n}`));
-  if (!numbers.length) chips.push(aside("nobody"));
+  if (!numbers.length) chips.push(aside("none"));
   if (numbers.length > MOST_CHIPS) chips.push(aside(`and ${numbers.length - MOST_CHIPS} more`));
   return [head, ...chips];
 }
 
-/** With what its prompt begins with, where that is known, and the note behind it. */
+/** A chip with the beginning of the prompt, if it is known, and the note behind it. */
 function queued(view, n, note, key) {
   const life = view.lives.all.get(n), label = life && view.words.label(life);
   return label ? requestChip(view, n, visible(label.slice(0, 60)), key, note) : requestChip(view, n, note, key);
@@ -74,10 +74,10 @@ function drawStory(view) {
     return lines.replaceChildren(...help(view));
   }
   const story = chosen.kind === "request" ? requestStory(view, chosen.n) : blockStory(view, chosen.block);
-  const { title, intro, told } = story;
+  const { title, intro, entries } = story;
   byId("whose").textContent = title;
-  const follows = (line, i) => i > 0 && told[i - 1].index === line.index && line.last === undefined;
-  const items = told.map((line, i) => storyLine(view, line, follows(line, i)));
+  const follows = (line, i) => i > 0 && entries[i - 1].index === line.index && line.last === undefined;
+  const items = entries.map((line, i) => storyLine(view, line, follows(line, i)));
   const top = lines.dataset.of === title ? lines.scrollTop : 0;
   const key = lines.contains(document.activeElement) ? document.activeElement.dataset.key : null;
   lines.replaceChildren(...intro, element("ol", {}, ...items));
@@ -89,34 +89,34 @@ function drawStory(view) {
 
 function help(view) {
   const about = [
-    "Click a request or a block to hear its story.",
+    "Click a request or a block to read its story.",
     `Each square is a cache block of ${many(view.config.block_size, "token slot")}, in the colour of the request ` +
-      "that has it. Squares of several colours are shared; hatched ones are cached: nobody has them, and what they " +
-      "hold can still be found. A filled corner says that others can find a block.",
+      "that owns it. Squares of several colours are shared. Hatched squares are cached: they have no owner, but " +
+      "their content can still be found. A filled corner means that others can find the block.",
     "The bar below shows the tokens that this step computes: decodes first, then prompt chunks (hatched), under one " +
       "budget.",
-    "Keys: ← → or , . a step · space plays · Home End · arrows in the grid move from block to block.",
+    "Keys: ← → or , . one step · space plays · Home End · arrows in the grid move from block to block.",
   ];
   return about.map((text) => element("p", { className: "whose", textContent: text }));
 }
 
 function requestStory(view, n) {
   const life = view.lives.all.get(n);
-  if (!life) return { title: `Request ${view.name(n)}`, intro: [], told: [] };
+  if (!life) return { title: `Request ${view.name(n)}`, intro: [], entries: [] };
   byId("lines").style.setProperty("--hue", colour(n));
-  const told = view.stories(`r${n}`, () => storyOf(life, view.history, (m) => view.name(m), view.words));
+  const entries = view.stories(`r${n}`, () => storyOf(life, view.history, (m) => view.name(m), view.words));
   const more = [
     life.first !== null && life.first !== n ? `a branch of ${view.name(life.first)}` : "",
     life.user && `user ${life.user}`,
     life.priority ? `priority ${life.priority}` : "",
   ].filter(Boolean);
   const kin = more.length ? element("p", { className: "whose", textContent: more.join(" · ") }) : null;
-  const intro = [said(view, life), kin, blocksNow(view, n)];
-  return { title: `You are ${view.called(n)}`, intro: intro.filter(Boolean), told };
+  const intro = [textNow(view, life), kin, blocksNow(view, n)];
+  return { title: `You are ${view.called(n)}`, intro: intro.filter(Boolean), entries };
 }
 
-/** The prompt, and in bold what the request has generated up to this step. */
-function said(view, life) {
+/** The prompt, and in bold the text generated up to this step. */
+function textNow(view, life) {
   const label = view.words.label(life), known = progress(view.picture).get(life.n);
   const row = view.picture.rows.findIndex(([n]) => n === life.n);
   const ended = life.ended && life.ended.index <= view.index;
@@ -143,12 +143,12 @@ function blockLink(view, block) {
 }
 
 function blockStory(view, block) {
-  const told = view.stories(`b${block}`, () => storyOfBlock(block, view.history, (n) => view.called(n)));
+  const entries = view.stories(`b${block}`, () => storyOfBlock(block, view.history, (n) => view.called(n)));
   const mine = view.grid.owners.get(block) || [];
   const intro = [element("p", { className: "whose", textContent: view.grid.says(block) })];
   const chips = mine.slice(0, 12).map(([n]) => requestChip(view, n, "", `o${n}`));
   if (chips.length) intro.push(element("div", { className: "links" }, ...chips));
-  return { title: `Block ${block}`, intro, told };
+  return { title: `Block ${block}`, intro, entries };
 }
 
 function storyLine(view, line, same) {
@@ -162,6 +162,6 @@ function storyLine(view, line, same) {
   const ends = line.until ?? line.index;
   if (line.index <= view.index && view.index <= ends) item.className = "now";
   else if (line.index > view.index) item.className = "later";
-  if (same) item.classList.add("same"); // as the line above: its step need not be said again
+  if (same) item.classList.add("same"); // the same step as the line above: its number is not repeated
   return item;
 }

@@ -1,4 +1,4 @@
-// The log in sentences. A request's story speaks to it: put yourself in the shoes of the prompt.
+// The log in sentences. The story of a request addresses the reader as the request: "You get block 5".
 
 const many = (number, one, more = `${one}s`) => `${number} ${number === 1 ? one : more}`;
 /** Numbers in words: runs of neighbours as first–last, and of many runs the first few and the last. */
@@ -9,8 +9,8 @@ function list(ids) {
     if (run && run[1] + 1 === id) run[1] = id;
     else runs.push([id, id]);
   }
-  const said = runs.map(([a, b]) => (a === b ? `${a}` : b === a + 1 ? `${a}, ${b}` : `${a}–${b}`));
-  return said.length > 8 ? `${said.slice(0, 6).join(", ")} … ${said[said.length - 1]}` : said.join(", ");
+  const parts = runs.map(([a, b]) => (a === b ? `${a}` : b === a + 1 ? `${a}, ${b}` : `${a}–${b}`));
+  return parts.length > 8 ? `${parts.slice(0, 6).join(", ")} … ${parts[parts.length - 1]}` : parts.join(", ");
 }
 
 const blocksOf = (ids) => `${ids.length === 1 ? "block" : "blocks"} ${list(ids)}`;
@@ -19,27 +19,28 @@ const YOU = {
   submitted: (e, life) => `You arrive with ${many(life.prompt, "token")} and may grow to ${life.limit}.`,
   admitted: ([, , known, cached]) =>
     cached
-      ? `You are let in. Of your ${many(known, "token")} ${cached} are in the cache already.`
-      : `You are let in, with ${many(known, "token")} to compute.`,
-  resumed: () => "Your content comes back from host memory, and you go on where you stopped.",
+      ? `You are admitted. ${cached} of your ${many(known, "token")} are in the cache already.`
+      : `You are admitted, with ${many(known, "token")} to compute.`,
+  resumed: () => "Your content returns from host memory, and you continue where you stopped.",
   preempted: ([, , swapped]) =>
     swapped
-      ? "The blocks ran out, and you give way. Your content moves to host memory."
-      : "The blocks ran out, and you give way. What you computed is lost; you are next in the queue.",
+      ? "Too few blocks are free, so you are preempted. Your content moves to host memory."
+      : "Too few blocks are free, so you are preempted. Your content is lost; you return to the front of the queue.",
   shared: ([, , ids]) =>
-    `You share ${blocksOf(ids)}: what ${ids.length === 1 ? "it holds" : "they hold"} is what you begin with.`,
+    `You share ${blocksOf(ids)}, which ${ids.length === 1 ? "holds" : "hold"} tokens that you begin with.`,
   allocated: ([, , ids]) => `You get ${blocksOf(ids)}.`,
-  evicted: ([, , ids]) => `For you the cache forgets what ${blocksOf(ids)} held.`,
-  copied: ([, , from, to]) => `You are about to write where others look, so block ${from} is copied to ${to} for you.`,
-  cached: ([, , ids]) => `You filled ${blocksOf(ids)}; others may find ${ids.length === 1 ? "it" : "them"} now.`,
+  evicted: ([, , ids]) => `The old content of ${blocksOf(ids)} is evicted for you.`,
+  copied: ([, , from, to]) => `Your next token goes to block ${from}. Others use it, so it is copied to ${to} for you.`,
+  cached: ([, , ids]) => `You filled ${blocksOf(ids)}; others can find ${ids.length === 1 ? "it" : "them"} now.`,
   freed: ([, , ids]) => `Your ${blocksOf(ids)} ${ids.length === 1 ? "is" : "are"} empty again.`,
-  kept: ([, , ids]) => `Nobody has your ${blocksOf(ids)} now, but the content stays, to be found.`,
+  kept: ([, , ids]) =>
+    `You release ${blocksOf(ids)}, now without an owner. Others can still find the content.`,
   ended: ([, , reason, outputs]) =>
     `You end: ${WHY[reason] || reason}${outputs === null ? "" : `, after ${many(outputs, "token")}`}.`,
 };
 const WHY = {
-  stop: "a token or text that stops you",
-  length: "you are as long as you may get",
+  stop: "you reached a stop token or stop text",
+  length: "you reached your maximum length",
   abort: "you were cancelled",
 };
 
@@ -57,15 +58,15 @@ function storyOf(life, history, names, words) {
     const decodes = at >= 0 && kindOf(life, ...picture.rows[at].slice(1)) === "decode";
     const before = frame.before || [];
     if (decodes && !run && before.every(([what, n]) => n !== life.n || ASIDES.has(what))) begin(frame, index);
-    for (const entry of before) told(entry, index);
+    for (const entry of before) take(entry, index);
     if (at >= 0) worked(picture.rows[at], frame.sampled && frame.sampled[at], index, frame);
-    for (const entry of frame.after || []) told(entry, index);
+    for (const entry of frame.after || []) take(entry, index);
   });
   flush();
   return lines;
 
-  function told(entry, index) {
-    if (run && onTheWay(entry, life.n, run)) return; // of a decode that goes on
+  function take(entry, index) {
+    if (run && inRun(entry, life.n, run)) return; // part of a line of decodes
     const text = aboutYou(entry, life, names, words);
     if (!text) return;
     flush();
@@ -87,18 +88,18 @@ function storyOf(life, history, names, words) {
       return;
     }
     flush();
-    const what = kind === "again" ? "again what was lost" : "your prompt";
+    const what = kind === "again" ? "lost content again" : "your prompt";
     const done = start + count >= length;
     const sample = got ? ` Your next token is ${words.quoted(life, ...got)}.` : "";
     const span = count === 1 ? `token ${start}` : `tokens ${start} to ${start + count - 1}`;
-    say(index, kind, `You compute ${what}, ${span}${done ? "" : ` of ${length}; the rest has to wait`}.${sample}`);
+    say(index, kind, `You compute ${what}, ${span}${done ? "" : ` of ${length}; the rest follows later`}.${sample}`);
   }
 }
 
 const ASIDES = new Set(["allocated", "cached", "evicted"]);
 
-/** Blocks that come and fill up while a request decodes are told at the end of that line. */
-function onTheWay([what, n, ids], me, run) {
+/** Collects the blocks that a request gets and fills while it decodes, for the end of that line. */
+function inRun([what, n, ids], me, run) {
   if (n !== me || !ASIDES.has(what)) return false;
   ({ allocated: run.taken, cached: run.filled, evicted: run.lost })[what].push(...ids);
   return true;
@@ -109,15 +110,15 @@ function decoded({ index, step, last, until, kind, got, steps, taken, filled, lo
   const pieces = got.map(([position]) => words.at(life, position));
   const text = pieces.includes(null) ? tokensOf(got) : `“${visible(pieces.join(""))}”`;
   const head = steps === 1 ? "You get your next token" : `You get a token in each of ${steps} steps`;
-  const where = lost.length === taken.length ? "there" : `in ${list(lost)}`;
-  const forgotten = lost.length ? ` (the cache forgets what was ${where})` : "";
-  const both = [taken.length && `get ${blocksOf(taken)}${forgotten}`, filled.length && `fill ${blocksOf(filled)}`];
-  const said = both.filter(Boolean).join(" and "), found = filled.length ? ", to be found by others" : "";
-  const whole = `${head}${got.length ? `: ${text}` : ""}.${said ? ` You ${said}${found}.` : ""}`;
+  const which = lost.length === taken.length ? "" : ` of ${list(lost)}`;
+  const evicted = lost.length ? ` (the old content${which} is evicted)` : "";
+  const both = [taken.length && `get ${blocksOf(taken)}${evicted}`, filled.length && `fill ${blocksOf(filled)}`];
+  const work = both.filter(Boolean).join(" and "), found = filled.length ? ", which others can find now" : "";
+  const whole = `${head}${got.length ? `: ${text}` : ""}.${work ? ` You ${work}${found}.` : ""}`;
   return { index, until, step, last: last === step ? undefined : last, kind, text: whole };
 }
 
-/** Token ids are no runs of neighbours. */
+/** Token ids, without joining neighbours to runs. */
 function tokensOf(got) {
   const ids = got.map(([, token]) => token);
   return ids.length > 10 ? `${ids.slice(0, 8).join(", ")} … ${ids[ids.length - 1]}` : ids.join(", ");
@@ -132,8 +133,8 @@ function aboutYou(entry, life, names, words) {
   }
   if (n !== life.n) return null;
   if (what === "beamed") {
-    const from = entry[2] === n ? "from where you are" : `from where ${names(entry[2])} was`;
-    return `You go on ${from}, with ${words.quoted(null, 0, entry[3])}.`;
+    const from = entry[2] === n ? "your own tokens" : `the tokens of ${names(entry[2])}`;
+    return `You continue from ${from}, with ${words.quoted(null, 0, entry[3])}.`;
   }
   return YOU[what] ? YOU[what](entry, life) : null;
 }
@@ -141,10 +142,10 @@ function aboutYou(entry, life, names, words) {
 const BLOCK = {
   shared: (who) => `${who} shares it.`,
   allocated: (who) => `${who} gets it.`,
-  evicted: (who) => `What it held is forgotten, for ${who}.`,
-  cached: (who) => `${who} has filled it; it can be found from now on.`,
-  freed: (who) => `${who} leaves it, and it is empty.`,
-  kept: (who) => `${who} leaves it. Nobody has it now, but its content stays.`,
+  evicted: (who) => `Its old content is evicted, for ${who}.`,
+  cached: (who) => `${who} has filled it; others can find it now.`,
+  freed: (who) => `${who} releases it. It is empty now.`,
+  kept: (who) => `${who} releases it. It has no owner now, but others can still find its content.`,
 };
 
 /** Sentences about a block. */

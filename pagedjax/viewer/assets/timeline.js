@@ -1,9 +1,9 @@
-// Over all steps: budget, empty slots and free blocks as curves, and a lane for each request.
+// The timeline over all steps: budget, free blocks and empty slots as curves, and a lane for each request.
 
 const LEFT = 124, RIGHT = 12; // pixels beside the plot
 const LANE = 15; // height of a request's lane
 
-/** Which frames the timeline shows, and where. */
+/** The frames that the timeline shows, and their positions. */
 function scaleOf(view, width) {
   const all = Math.max(1, view.history.count), plot = Math.max(10, width - LEFT - RIGHT);
   const count = Math.min(all, Number(byId("zoom").value) || all);
@@ -38,7 +38,7 @@ class Timeline {
     this.drawLanes();
   }
 
-  /** Scroll to who lives in this step, or was chosen, when that changes and none of it can be seen. */
+  /** Scroll to the requests of this step, or to the chosen one, if the choice changed and none of them is visible. */
   reveal() {
     const { view } = this, { order, all } = view.lives, key = `${view.index} ${view.chosen && view.chosen.n}`;
     if (key === this.seen || !order.length) return;
@@ -202,16 +202,16 @@ class Timeline {
 }
 
 const SPANS = {
-  queued: "queued", prompt: "computes its prompt", again: "computes again what was lost", decode: "decodes",
+  queued: "queued", prompt: "computes its prompt", again: "computes lost content again", decode: "decodes",
   pause: "waits for its turn", preempted: "preempted, back in the queue", swapped: "swapped out",
 };
 
 const percent = (share) => `${Math.round(100 * share)} %`;
 
-/** [x, width, value] of each column of a curve: a frame, or the mean of those that fall on one pixel. */
+/** [x, width, value] of each column of a curve: a frame, or the mean of the frames of one pixel. */
 function* columns(frames, value, scale) {
   const per = Math.max(1, Math.ceil(scale.count / scale.plot));
-  const start = Math.floor(scale.from / per) * per; // so that columns do not change as the window moves
+  const start = Math.floor(scale.from / per) * per; // columns do not change when the window moves
   for (let i = start; i < scale.to; i += per) {
     const some = frames.slice(i, i + per);
     yield [scale.x(i), scale.x(i + some.length) - scale.x(i), some.reduce((sum, f) => sum + value(f), 0) / some.length];
