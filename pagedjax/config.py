@@ -43,8 +43,8 @@ class EngineConfig:
     weight_dtype: of matrices; None is dtype, and beside it there is "int8": 8 bits and a scale for each output.
     kv_cache_dtype: of the keys and values that the cache keeps; None is dtype. "float8_e4m3fn" holds four times as many
         tokens as float32 and twice as many as bfloat16, to 3 bits of mantissa and without scales: nothing above 448.
-    policy: who is admitted next and who gives way when blocks run out; policies.py says what each one promises. One of
-        your own is "module:NAME" or "folder/file.py:NAME".
+    policy: the order of admission and the choice of victims when blocks run out; host/policies.py states the promise of
+        each. A user's own policy is "module:NAME" or "folder/file.py:NAME".
     attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once. One of your own
         is "module:NAME" or "folder/file.py:NAME".
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.

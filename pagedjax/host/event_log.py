@@ -26,6 +26,7 @@ same bytes on any machine, so a recorder writes them only when asked.
 from __future__ import annotations
 
 import json
+import runpy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -191,3 +192,7 @@ def header_line(config: SchedulerConfig, policy: str, version: str) -> str:
 def dump(record: dict[str, Any]) -> str:
     """The JSON of a record: no spaces, ASCII, keys in the order written, array scalars as integers."""
     return json.dumps(record, separators=(",", ":"), default=int)
+
+
+if __name__ == "__main__":  # `python -m pagedjax.host.event_log run.jsonl`, the older name of the replay command
+    runpy.run_module("pagedjax.host.replay", run_name="__main__")

@@ -78,8 +78,8 @@ def check(state: SchedulerState) -> None:
     assert state.host is not None or not away, "a waiting sequence holds cache"
     if state.host is not None:
         blocks.check(state.host, [seq.blocks for seq in away])
-    held = all(len(seq.blocks) == blocks.needed(seq.computed, c.block_size) for seq in state.waiting)
-    assert held, "content is lost"
+    complete = all(len(seq.blocks) == blocks.needed(seq.computed, c.block_size) for seq in state.waiting)
+    assert complete, "content is lost"
     assert sum(seq.num_rows for seq in active) <= c.max_running, "too many sequences run, or will"
     for seq in active:
         behind = 0 if seq.request.beams else 1

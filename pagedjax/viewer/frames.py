@@ -147,7 +147,8 @@ def _arrived(fold: Fold, seqs: Sequence[Seq], at: float | None = None) -> Fold:
 
 
 def _record(n: int, name: str, request: Request, limit: int, first: int | None) -> list:
-    return [n, name, request.prompt_len, limit, request.priority, request.user, first]
+    record = [n, name, request.prompt_len, limit, request.priority, request.user, first]
+    return [*record, list(request.tags)] if request.tags else record
 
 
 def _ended(fold: Fold, state: SchedulerState, events: Iterable[Event]) -> Fold:

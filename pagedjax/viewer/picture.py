@@ -6,7 +6,8 @@ Requests have numbers 0, 1, 2 ... in the order of arrival, because ids are long 
     step       number of the scheduler's step
     rest       true: no step runs; else the frame shows the cache while its step runs
     at         [start, end] of the step in seconds since the recording began
-    came       [number, id, prompt_len, most tokens, priority, user, number of the first branch or null] of new requests
+    came       [number, id, prompt_len, most tokens, priority, user, number of the first branch or null] of new
+               requests, and a list of their tags if they have any
     waiting    a splice of the queue's numbers
     rows       a splice of [number, first token, tokens, known tokens], the packed batch in its order. Its base is the
                batch in which each row of the last step that still runs gets one more token

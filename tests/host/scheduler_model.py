@@ -114,6 +114,7 @@ class Model:
         self.published: dict[str, int] = {}  # content -> the block
         self.idle: list[int] = []  # published blocks without an owner; the first is evicted next
         self.flight: Step | None = None
+        self.cached: dict[int, int] = {}  # arrival -> cached tokens of a waiting sequence when admission began
         self.arrivals = self.steps = self.unseen = 0
         self.pieces: list[int] = []  # sizes of the free pieces, if caches are reserved
         self.uncut = self.fragmented = 0  # how often a whole prompt did not fit, or free blocks made no piece
@@ -258,6 +259,7 @@ class Model:
         self.moved: dict[int, int] = {}
         if c.reservation != "none":
             self.pieces = free_pieces(self.ids() - self.owned(), 1, power(c.num_blocks))
+        self.cached = {life.arrival: life.computed if life.away else self.cached_tokens(life) for life in self.waiting}
         while self.waiting and self.budget > 0 and admits:
             first = min(self.waiting, key=lambda life: life.arrival)
             unit = [first]
@@ -348,6 +350,13 @@ class Model:
                 found.append(life)
                 owners[block] -= 1
         return found
+
+    def cached_tokens(self, life: Life) -> int:
+        """Tokens at the beginning of a sequence, without its last one, whose blocks are published."""
+        size, number = self.config.block_size, 0
+        while number < min(life.hashed, (life.known - 1) // size) and life.key((number + 1) * size) in self.published:
+            number += 1
+        return number * size
 
     def found(self, life: Life, chunks: list[tuple[Life, int, int]]) -> list[int]:
         """Blocks that contain the beginning of a sequence without its last token, now or after this step's writes."""

@@ -22,7 +22,7 @@ from pagedjax import __version__
 from pagedjax.config import Reservation
 from pagedjax.host import event_log, replay, scheduler
 from pagedjax.host.event_log import Recorder
-from pagedjax.host.policies import FCFS, POLICIES
+from pagedjax.host.policies import FCFS, POLICIES, Policy
 from pagedjax.host.replay import ReplayError, Transition, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Finished, Plan, Request, Seq
@@ -31,12 +31,14 @@ SMALL = SchedulerConfig(block_size=2, num_blocks=6, max_num_batched_tokens=5, ma
 WAYS = ("chunked_prefill", "mixed_steps", "reservation")  # of earlier engines
 
 
-def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: str = "r") -> list[Transition]:
+def record(
+    path: Path, config: SchedulerConfig, seed: int, length: int, names: str = "r", policy: Policy = FCFS
+) -> list[Transition]:
     """Records a random run with all kinds of transitions -> these transitions."""
     draw = random.Random(seed)
     state, plan, made = scheduler.init(config), None, []
     made.append(Transition("init", state, None, ()))
-    with closing(Recorder(path, config, FCFS.name)) as recorder:
+    with closing(Recorder(path, config, policy.name)) as recorder:
 
         def arrive(kind: str, new: SchedulerState, plan: Plan | None = None, events=()) -> SchedulerState:
             made.append(Transition(kind, new, plan, events))  # type: ignore[arg-type]
@@ -74,7 +76,7 @@ def record(path: Path, config: SchedulerConfig, seed: int, length: int, names: s
                 state = arrive("restart", scheduler.restart(state))
                 recorder.restart()
             if plan is None:
-                state, plan = scheduler.schedule(state, FCFS)
+                state, plan = scheduler.schedule(state, policy)
                 state = arrive("schedule", state, plan)
                 recorder.schedule(plan)
             else:
@@ -410,8 +412,9 @@ def test_array_scalars_are_recorded_as_integers(tmp_path: Path):
         assert path.read_text().count("\n") == 4
 
 
-def test_the_command_says_what_it_found(log: Path):
-    command = [sys.executable, "-m", "pagedjax.host.replay", str(log)]
+@pytest.mark.parametrize("module", ["replay", "event_log"])
+def test_the_command_prints_a_summary(log: Path, module: str):
+    command = [sys.executable, "-m", f"pagedjax.host.{module}", str(log)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True)
     report = verify(log)
     assert f"{report.steps} steps, {report.requests} requests, {report.preemptions} preemptions" in done.stdout

@@ -57,7 +57,7 @@ def queue(*requests: Request) -> tuple[Seq, ...]:
 
 
 def order(policy: Policy, waiting: Iterable[Seq], running: Iterable[Seq] = (), cached: Cached = lambda seq: 0) -> str:
-    """The names in the order of admission, whatever order the queue is in."""
+    """The names in the order of admission, for any order of the queue."""
     seqs, waiting = tuple(running), tuple(waiting)
     active = Running(seqs, tuple(seq.length for seq in seqs), (0,) * len(seqs))
     once = names(policy.order(waiting, active, cached))
@@ -255,7 +255,7 @@ def test_an_endless_stream_of_short_prompts_overtakes_a_bounded_number_of_times(
     assert push_back(STRICT_SHORTEST, victim, short) == 600
 
 
-def test_cached_prefixes_without_end_overtake_a_bounded_number_of_times():
+def test_an_endless_stream_of_cached_prefixes_overtakes_a_bounded_number_of_times():
     prompt = 200
     victim = ask("victim", 9)
     cached = lambda i: with_hashes(ask(str(i), prompt, max_tokens=1), prompt // 4, "shared")  # noqa: E731
@@ -264,8 +264,8 @@ def test_cached_prefixes_without_end_overtake_a_bounded_number_of_times():
     assert push_back(strict, victim, cached, ahead=3) == 600
 
 
-def test_one_greedy_user_does_not_keep_another_waiting():
-    """However many it has in the queue: as soon as one of them runs, the other user is next."""
+def test_fair_admits_another_user_before_the_queue_of_a_greedy_one():
+    """As soon as one request of the greedy user runs, the other user is next."""
     victim = ask("victim", user="modest")
     greedy = lambda i: ask(str(i), 3, 1 + i % 7, user="greedy")  # noqa: E731
     state = start(*map(greedy, range(300)), seqs=4, num_blocks=256)
@@ -386,7 +386,7 @@ def roomy(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def rank(policy: Policy, state: SchedulerState) -> list[int]:
-    """Arrivals of everybody unfinished, the best placed first: as if all were waiting."""
+    """Arrivals of all unfinished requests in the order of the policy, as if all were waiting."""
     line = tuple(sorted(alive(state), key=lambda seq: seq.arrival))
     return [seq.arrival for seq in policy.order(line, Running(), lambda seq: 0)]  # these requests have no hashes
 
@@ -465,7 +465,7 @@ def test_many_requests_end_in_baseline_modes(chunked: bool, mixed: bool):
 
 @given(config=st.one_of(configs, baselines), workload=workloads, seed=st.integers(0, 2**16))
 @settings(deadline=None, max_examples=160)
-def test_a_finite_workload_ends_whatever_a_policy_says(config: SchedulerConfig, workload, seed: int):
+def test_a_finite_workload_ends_under_a_random_policy(config: SchedulerConfig, workload, seed: int):
     """Each step leaves a sequence that computes, and what it generated survives a preemption."""
     draw = random.Random(seed)
     moody = Policy(

@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from pagedjax.config import Reservation
 from pagedjax.host import blocks, scheduler
-from pagedjax.host.policies import FCFS
+from pagedjax.host.policies import FCFS, Cached
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
-from pagedjax.host.types import Choice, Event, Finished, FinishReason, Forked, Plan, Request
+from pagedjax.host.types import Choice, Event, Finished, FinishReason, Forked, Plan, Request, Running, Seq
 from tests.host.scheduler_model import Life, Model
 
 STOPS = (0, 1, 2)
@@ -133,10 +133,18 @@ class Driver:
             life.awaits_siblings() and life.group not in moving for life in lives
         )  # beams that wait for a choice block the queue
         oldest = min([] if lazy else lives, key=lambda life: life.arrival, default=None)
-        state, plan = scheduler.schedule(self.state, FCFS)
+        cached: dict[int, int] = {}
+
+        def order(waiting: tuple[Seq, ...], running: Running, found: Cached) -> tuple[Seq, ...]:
+            cached.update({seq.arrival: found(seq) for seq in waiting})
+            return waiting
+
+        state, plan = scheduler.schedule(self.state, FCFS._replace(order=order))
         assert scheduler.schedule(self.state, FCFS)[1] == plan, "the same state gave another plan"
 
         step = self.model.schedule()
+        assert not cached or cached == self.model.cached, "`order` got other numbers of cached tokens"
+        self.tally["cached in the queue"] += sum(number > 0 for number in cached.values())
         assert plan.admitted == tuple(life.name for life in step.admitted)
         assert plan.cached == tuple(step.cached)
         assert plan.preempted == tuple(step.preempted)
@@ -429,6 +437,7 @@ def test_the_driver_reaches_every_kind_of_event():
         "beams waited",
         "a group preempted",
         "found",
+        "cached in the queue",
         "shared",
         "forgot",
         "restarted",

@@ -7,9 +7,9 @@ class Lives {
   }
 
   begin(record) {
-    const [n, id, prompt, limit, priority, user, first] = record;
+    const [n, id, prompt, limit, priority, user, first, tags = []] = record;
     if (this.all.has(n)) return this.all.get(n);
-    const life = { n, id, prompt, limit, priority, user, first, spans: [], tokens: [], beam: false, ended: null };
+    const life = { n, id, prompt, limit, priority, user, first, tags, spans: [], tokens: [], beam: false, ended: null };
     this.all.set(n, life);
     this.order.push(life);
     return life;

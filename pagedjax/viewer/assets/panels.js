@@ -109,6 +109,7 @@ function requestStory(view, n) {
     life.first !== null && life.first !== n ? `a branch of ${view.name(life.first)}` : "",
     life.user && `user ${life.user}`,
     life.priority ? `priority ${life.priority}` : "",
+    life.tags.length ? `tags ${life.tags.join(", ")}` : "",
   ].filter(Boolean);
   const kin = more.length ? element("p", { className: "whose", textContent: more.join(" · ") }) : null;
   const intro = [textNow(view, life), kin, blocksNow(view, n)];

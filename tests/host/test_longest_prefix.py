@@ -1,0 +1,145 @@
+"""The policy `longest_prefix` in whole runs: its order of admission, its bound, its recordings."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.host import replay, scheduler
+from pagedjax.host.policies import LONGEST_PREFIX, RATE
+from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
+from pagedjax.host.types import Finished, Request, Seq
+from tests.host.scheduler_steps import WORD, names, start, step
+from tests.host.test_event_log import SMALL, record
+
+
+def shared(name: str, prompt_len: int, blocks: int, max_tokens: int = 4, *, size: int = 4) -> Request:
+    """A request whose first `blocks` full blocks are those of every other request; its other blocks are its own."""
+    hashes = tuple(f"all {i}" if i < blocks else f"{name} {i}" for i in range(prompt_len // size))
+    return Request(name, prompt_len, max_tokens, hashes=hashes)
+
+
+def brute_force(state: SchedulerState, seq: Seq) -> int:
+    """Cached tokens of a waiting sequence, block by block."""
+    size, number = state.config.block_size, 0
+    if seq.blocks:
+        return seq.computed
+    while number < (seq.length - 1) // size and seq.hashes[number : number + 1]:
+        if seq.hashes[number] not in state.pool.contents:
+            break
+        number += 1
+    return number * size
+
+
+def test_the_request_with_the_longest_cached_prefix_is_admitted_first():
+    state, *_ = step(start(shared("warm", 81, 20, 1), num_blocks=128, model_len=128, seqs=1))
+    for name, blocks in (("short", 4), ("middle", 12), ("long", 20), ("none", 0)):
+        state = scheduler.submit(state, shared(name, 81, blocks))
+    admitted, found = [], []
+    while state.waiting or state.running.seqs:
+        state, plan, _ = step(state, policy=LONGEST_PREFIX)
+        admitted += plan.admitted
+        found += plan.cached
+    assert admitted == ["long", "middle", "short", "none"]
+    assert found == [80, 48, 16, 0]
+
+
+@pytest.mark.parametrize("host_blocks", [0, 8])
+@pytest.mark.parametrize("seed", range(6))
+def test_recordings_replay_byte_for_byte(tmp_path: Path, seed: int, host_blocks: int):
+    config = SMALL._replace(num_blocks=10, max_model_len=14, host_blocks=host_blocks)
+    made = record(tmp_path / "run.jsonl", config, seed, length=150, policy=LONGEST_PREFIX)
+    assert list(replay.replay(tmp_path / "run.jsonl")) == made
+    report = replay.verify(tmp_path / "run.jsonl")
+    assert report.identical
+    assert report.requests >= 10
+
+
+def run(config: SchedulerConfig, requests: list[Request], draw: random.Random) -> Counter[str]:
+    """Submits with steps between and runs to the end; checks the order of each admission -> a tally."""
+    state, left, tally = scheduler.init(config), requests[::-1], Counter()
+    for _ in range(64 * 32 * len(requests)):
+        while left and draw.random() < 0.5:
+            state = scheduler.submit(state, left.pop())
+        before = {seq.request_id: seq for seq in state.waiting}
+        state, plan = scheduler.schedule(state, LONGEST_PREFIX)
+        for name in plan.admitted:
+            arrival = before.pop(name).arrival
+            oldest = min((seq.arrival for seq in before.values()), default=arrival)
+            assert arrival - oldest < config.max_model_len / RATE, "a request was overtaken from too far behind"
+            tally["overtook"] += arrival > oldest
+        state, events = scheduler.commit(state, plan, [WORD] * len(plan.seqs))
+        scheduler.check(state)
+        tally.update(type(event).__name__ for event in events)
+        tally["cached"] += sum(plan.cached) > 0
+        if not (left or state.waiting or state.running.seqs):
+            break
+    else:
+        raise AssertionError("does not end")
+    assert tally["Finished"] == len(requests)
+    return tally
+
+
+workloads = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 15), st.integers(1, 40)), min_size=1, max_size=14)
+
+
+@given(workload=workloads, seed=st.integers(0, 2**16), blocks=st.integers(25, 40), host=st.sampled_from([0, 10]))
+@settings(deadline=None, max_examples=60)
+def test_random_workloads_with_shared_prefixes_end(workload, seed: int, blocks: int, host: int):
+    config = SchedulerConfig(4, blocks, 16, 4, 100, host)
+    run(config, [shared(str(i), *each) for i, each in enumerate(workload)], random.Random(seed))
+
+
+def test_many_requests_with_shared_prefixes_overtake_within_the_bound_and_end():
+    draw, tally = random.Random(0), Counter()
+    for _ in range(10):
+        requests = [shared(str(i), draw.randint(1, 60), draw.randint(0, 15), draw.randint(1, 40)) for i in range(40)]
+        tally += run(SchedulerConfig(4, 26, 16, 4, 100, draw.choice([0, 10])), requests, draw)
+    assert min(tally[name] for name in ("cached", "overtook", "Preempted", "Resumed")) >= 20, tally
+
+
+def test_the_first_admitted_has_the_least_key():
+    """`RATE * arrival - cached` by brute force, in steps that change nothing else before admission."""
+    draw, checked = random.Random(0), 0
+    state = scheduler.init(SchedulerConfig(4, 48, 24, 3, 100, 10))
+    for _ in range(1_000):
+        while len(state.waiting) < 6:
+            request = shared(str(state.arrivals), draw.randint(1, 60), draw.randint(0, 15), draw.randint(1, 20))
+            state = scheduler.submit(state, request)
+        line = sorted(state.waiting, key=lambda seq: (RATE * seq.arrival - brute_force(state, seq), seq.arrival))
+        full = any(done % 4 == 0 for done in state.running.computed)  # a decode may evict a block before admission
+        state, plan = scheduler.schedule(state, LONGEST_PREFIX)
+        if plan.admitted and not full:
+            assert plan.admitted[0] == line[0].request_id
+            checked += line[0].arrival > min(seq.arrival for seq in line)
+        state, _ = scheduler.commit(state, plan, [WORD] * len(plan.seqs))
+    assert checked > 20, "no request was admitted before an earlier one"
+
+
+def test_a_request_without_a_cached_prefix_ends_in_an_endless_stream_of_cached_ones():
+    """Too few blocks: sequences are preempted, and fewer than max_model_len / RATE later requests come before it."""
+    config = SchedulerConfig(4, 26, 16, 4, 100)
+    state, later, preempted = scheduler.init(config), 0, 0
+    state = scheduler.submit(state, shared("warm", 60, 15, 1))
+    victim = shared("victim", 60, 0, 30)
+    state = scheduler.submit(state, victim)
+    for _ in range(2_000):
+        while len(state.waiting) < 8:
+            state = scheduler.submit(state, shared(str(state.arrivals), 60, 15, 30))
+        waits = "victim" in names(state.waiting)
+        state, plan = scheduler.schedule(state, LONGEST_PREFIX)
+        before = plan.admitted[: plan.admitted.index("victim")] if "victim" in plan.admitted else plan.admitted
+        later += len([name for name in before if name != "warm"]) if waits else 0
+        preempted += len(plan.preempted)
+        assert "victim" not in plan.preempted, "the oldest request was preempted"
+        state, events = scheduler.commit(state, plan, [WORD] * len(plan.seqs))
+        if any(isinstance(event, Finished) and event.request_id == "victim" for event in events):
+            assert 0 < later <= 100 // RATE + preempted
+            assert preempted > 0, "the pool was large enough"
+            return
+    raise AssertionError("starved")

@@ -1,0 +1,57 @@
+"""Tags of requests: the scheduler, the event log and the viewer carry them along."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+from pagedjax import viewer
+from pagedjax.host import replay, scheduler
+from pagedjax.host.event_log import Recorder, submit_line
+from pagedjax.host.policies import FCFS
+from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.types import Request
+
+CONFIG = SchedulerConfig(2, 20, 16, 4, 12)
+TAGGED = Request("a", 3, 2, forks=("b",), tags=("adapter", "grammar \u00e9"))
+
+
+def recording(path: Path, *requests: Request) -> list[replay.Transition]:
+    """Records one step of these requests."""
+    state = scheduler.init(CONFIG)
+    with closing(Recorder(path, CONFIG)) as recorder:
+        for request in requests:
+            state = scheduler.submit(state, request)
+            recorder.submit(request)
+        state, plan = scheduler.schedule(state, FCFS)
+        recorder.schedule(plan)
+        sampled = [7] * len(plan.seqs)
+        recorder.commit(sampled, {}, {}, scheduler.commit(state, plan, sampled)[1])
+    return list(replay.replay(path))
+
+
+def test_a_log_contains_tags_only_if_there_are_any():
+    assert "tags" not in submit_line(TAGGED._replace(tags=()))
+    assert json.loads(submit_line(TAGGED))["submit"]["tags"] == list(TAGGED.tags)
+
+
+def test_a_recording_with_tags_replays_byte_for_byte(tmp_path: Path):
+    *_, last = recording(tmp_path / "run.jsonl", TAGGED, Request("c", 3, 2))
+    assert replay.verify(tmp_path / "run.jsonl").identical
+    tags = {seq.request_id: seq.request.tags for seq in scheduler.running(last.state)}
+    assert tags == {"a": TAGGED.tags, "b": TAGGED.tags, "c": ()}, "branches keep the tags of their request"
+
+
+def test_changed_tags_are_another_run(tmp_path: Path):
+    recording(tmp_path / "run.jsonl", TAGGED)
+    lines = (tmp_path / "run.jsonl").read_text().splitlines()
+    assert replay.verify(tmp_path / "run.jsonl").lines == len(lines)
+    (tmp_path / "run.jsonl").write_text("\n".join([lines[0], lines[1].replace('["adapter",', '["adapter" ,'), ""]))
+    assert replay.verify(tmp_path / "run.jsonl").difference is not None
+
+
+def test_the_viewer_shows_tags_only_if_there_are_any(tmp_path: Path):
+    recording(tmp_path / "run.jsonl", TAGGED, Request("c", 3, 2))
+    records = {record[1]: record[7:] for record in viewer.read(tmp_path / "run.jsonl").frames[0]["came"]}
+    assert records == {"a": [list(TAGGED.tags)], "b": [list(TAGGED.tags)], "c": []}
