@@ -91,7 +91,7 @@ class SamplingParams:
     detokenize: bool = True
     enable_prefix_caching: bool = True  # False: neither finds blocks in the cache nor leaves any there
     cache_salt: str | None = None  # shares blocks only with requests of the same salt
-    extra_args: Mapping[str, Any] | None = None  # for the engine's own `row_features`, by the names that they declare
+    extra_args: Mapping[str, Any] | None = None  # for the engine's `row_features`, by the names that they declare
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:  # normalising the spelling of a value, never its meaning

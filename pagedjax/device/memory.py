@@ -1,18 +1,18 @@
-"""How much memory there is, how many cache blocks fit into it, and a report of where it goes.
+"""The memory of the device: how many cache blocks fit, and a report of what uses it.
 
-    total                                        what the device lets a program have
-      weights, other                             in use when the engine asks; other is whatever is not weights, and
-                                                 the inputs of steps, of which a blank set stays on the device
+    total                                        what a program may use of the device
+      weights, other                             in use before the cache; other is all that is not weights, with the
+                                                 inputs of steps, of which a blank set stays on the device
       free
         activations peak                         measured: what the compiled step of the largest bucket needs
         KV cache                                 a rule: (blocks + the trash block) * bytes of a block
         left
 
-The number of blocks is wanted before the cache exists, but the step to be measured has a cache among its arguments. So
-the engine compiles the largest bucket on shapes alone, for as many blocks as would fit if a step took nothing. What a
-step needs does not depend on that number, for the cache is updated in place (docs/design/kv-cache-and-memory.md). If
-the step fits beside those blocks, as it does wherever max_num_seqs, num_blocks or a CPU's limit bind before the memory
-does, this program is the one that runs and nothing is compiled twice; else that one bucket is compiled again.
+The number of blocks must be known before the cache exists, but the step to be measured takes a cache as an argument.
+So the engine compiles the largest bucket from shapes alone, for as many blocks as fit if a step needs no memory. The
+memory of a step does not depend on that number, because the cache is updated in place. If the step fits beside those
+blocks, nothing is compiled twice; this is so wherever max_num_seqs, num_blocks or the limit of a CPU is reached before
+the memory is full. Otherwise this one bucket is compiled again.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ import jax
 
 GIB, MIB = 2**30, 2**20
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")  # the two kinds of them
-CPU_LIMIT = 4 * GIB  # a laptop's memory belongs to its owner: a CPU's default cache never exceeds this
+V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")  # versions of groups
+CPU_LIMIT = 4 * GIB  # largest default cache on a CPU, whose memory other programs need too
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device at one moment. total is 0 where the device does not tell."""
+    """Bytes of a device at one moment. total is 0 if the device does not report it."""
 
     name: str
     total: int
     free: int
-    cache_limit: int | None = None  # of a cache that nobody gave a size
+    cache_limit: int | None = None  # of a cache whose size is not configured
 
 
 class MemoryReport(NamedTuple):
-    """Where a device's memory goes: bytes, and what the cache holds."""
+    """What uses a device's memory, in bytes, and the size of the cache in blocks and tokens."""
 
     device: str
-    total: int  # 0: the device does not tell
+    total: int  # 0: the device does not report it
     free: int  # before the cache
     weights: int
     activations: int | None  # what the step of the largest bucket needs beside its arguments; None: not compiled yet
@@ -51,15 +51,15 @@ class MemoryReport(NamedTuple):
     cache: int  # with its trash block
     block_size: int
     block_bytes: int
-    device_blocks: int  # that requests can own
+    device_blocks: int  # that sequences can own
     host_blocks: int  # of the swap space
     tokens: int  # slots of the device's blocks
     max_model_len: int
-    sequences: int  # of max_model_len that the device's blocks hold at once, whatever max_num_seqs allows
+    sequences: int  # of max_model_len that fit into the device's blocks at once; max_num_seqs may allow fewer
 
     @property
     def left(self) -> int:
-        """Free bytes that neither the step nor the cache takes."""
+        """Free bytes that neither the step nor the cache uses."""
         return self.free - (self.activations or 0) - self.cache if self.total else 0
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ def _system() -> tuple[int, int]:
         with open("/proc/meminfo") as file:
             fields = dict(line.split(":") for line in file)
         total, free = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    except (OSError, KeyError, ValueError):  # not Linux: half of what is installed
+    except (OSError, KeyError, ValueError):  # not Linux: half of the installed memory
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         free = total // 2
     for limit, left in _limits():
@@ -117,9 +117,9 @@ def _system() -> tuple[int, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """(limit, what is left of it) of each control group of Linux that this process is in, or that those are in.
+    """(limit, bytes left of it) of each Linux control group of this process and of the groups around it.
 
-    Pages of files that nobody has looked at lately count as left: the kernel gives them up when it needs them.
+    Pages of files that were not read recently count as left: the kernel frees them when memory is needed.
     """
     try:
         lines = OWN_GROUPS.read_text().splitlines()
@@ -141,7 +141,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 def activations_peak(compiled: Any) -> int:
     """Bytes that a compiled step needs beside its arguments: temporaries, and outputs that are not the donated cache.
 
-    It is XLA's own plan of its buffers, known before the step has run. 0 where a backend does not tell.
+    It is XLA's plan of its buffers, which is known before the step runs. 0 if a backend does not report it.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -155,20 +155,20 @@ def held(tree: Any) -> int:
 
 
 def whole_blocks(nbytes: float, block_bytes: int) -> int:
-    """Blocks that `nbytes` hold whole."""
+    """Number of whole blocks in `nbytes`."""
     return int(nbytes // block_bytes)
 
 
 def host_blocks(swap_space_gib: float, block_bytes: int) -> int:
-    """Blocks of the swap space on the host. It has no trash block: nothing pads a copy to it."""
+    """Number of blocks of the swap space on the host. It has no trash block, because no copy to it is padded."""
     return whole_blocks(swap_space_gib * GIB, block_bytes)
 
 
 def blocks_that_fit(block_bytes: int, fraction: float, device: DeviceMemory, activations: int = 0) -> int:
-    """Blocks in `fraction` of the free memory less what a step needs, the trash block not counted.
+    """Number of blocks in `fraction` of the free memory less the memory of a step, without the trash block.
 
     Raises:
-        ValueError: not even one fits, or the device does not say what is free.
+        ValueError: not even one fits, or the device does not report its free memory.
     """
     if not device.total:
         raise ValueError(f"{device.name} does not say how much memory it has; set num_blocks")
@@ -186,7 +186,7 @@ def blocks_that_fit(block_bytes: int, fraction: float, device: DeviceMemory, act
 
 
 def check_fit(num_blocks: int, block_bytes: int, device: DeviceMemory, activations: int = 0) -> None:
-    """Refuse a number of blocks that the free memory does not hold. A device that does not tell refuses later itself.
+    """Check that a number of blocks fits into the free memory. Without a report of the device nothing is checked.
 
     Raises:
         ValueError: with the largest number that fits.
@@ -212,8 +212,8 @@ def report(
     max_model_len: int,
     swap_space_gib: float,
 ) -> MemoryReport:
-    """Where the memory of `device`, as it was before the cache, goes. Arithmetic alone."""
-    # weights that are still a mapped file count as free memory: what else is in use is then none, not below it
+    """The report of `device` as it was before the cache. It only adds and divides."""
+    # weights that are still a mapped file count as free memory; `other` is then 0 and not negative
     other = max(device.total - device.free - weights, 0) if device.total else 0
     return MemoryReport(
         device=device.name,

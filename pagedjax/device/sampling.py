@@ -2,7 +2,7 @@
 
 The options that change logits or weights are `row_features`; here are temperature, the draw, and log-probabilities. One
 uniform number decides a token, by inversion of the cumulative distribution. It depends only on (engine seed, request
-seed, output position): a request gets the same tokens whatever runs beside it.
+seed, output position): a request gets the same tokens beside any other requests.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pagedjax.device.row_features.truncation import row_sums
 
 LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over the pieces
 PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
-CPU_TILE = 8  # rows for `sample` on a CPU: malloc gives blocks above 32 MiB back, to be mapped again page by page
+CPU_TILE = 8  # rows for `sample` on a CPU: malloc returns blocks above 32 MiB, which are mapped again page by page
 
 
 class SampledTokens(NamedTuple):
-    """What a step hands back. Log-probability fields hold zeros unless some row asked for them."""
+    """The sampled tokens of a step. Log-probability fields are zeros unless some row wants them."""
 
     tokens: jax.Array  # [B] int32
     logprobs: jax.Array  # [B] f32 of the chosen token, under the model's own distribution (before any adjustment)
@@ -43,7 +43,7 @@ class History(NamedTuple):
 
 
 class PromptLogprobs(NamedTuple):
-    """The same for the T packed tokens: of `batch.targets`, where that is not -1."""
+    """Log-probabilities of the T packed tokens' targets (`batch.targets`), where those are not -1."""
 
     logprobs: jax.Array  # [T]
     ranks: jax.Array  # [T]
@@ -138,7 +138,7 @@ def prompt_logprobs(
 
     Args:
         project: [H, R] -> logits [V, R].
-        tile: as in `sample`; of the logits that are there at the same time.
+        tile: as in `sample`, of the logits that exist at the same time.
     """
     t = targets.shape[0]
     some = min(PROMPT_TILE, t)
@@ -151,7 +151,7 @@ def prompt_logprobs(
         update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * some, 0)  # noqa: E731
         return jax.tree.map(update, out, PromptLogprobs(*_tiled(_logprobs, tile, logits, ids)))
 
-    # A loop of zero trips is not enough: XLA hoists work (a transposed head, 113 MB) out of loops, not out of branches.
+    # A loop of zero trips is not enough: XLA moves work (a transposed head, 113 MB) out of loops, not out of branches.
     zeros = PromptLogprobs(*_no_logprobs(len(wanted)))
     walk = lambda: jax.lax.fori_loop(0, len(wanted) // some, body, zeros)  # noqa: E731
     out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)
@@ -196,7 +196,7 @@ def _draw(logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Ar
     """[B] tokens by inversion of the cumulative distribution after temperature and the options of the weights."""
     logits = _rows(logits)
     v = logits.shape[-1]
-    # The best logit is subtracted before the division: after it, rounding at a low temperature is a factor of its own.
+    # The best logit is subtracted before the division. After it, a low temperature would multiply the rounding error.
     below = logits - logits.max(-1, keepdims=True)
     weights = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
     weights = chain.apply("weights", weights, s.features, context)
@@ -209,11 +209,11 @@ def _draw(logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Ar
     of = lambda x: jnp.take_along_axis(x, piece[:, None], axis=-1)[:, 0]  # noqa: E731
     within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
     inner = jnp.cumsum(within, axis=-1)
-    # The share of the piece, and not the difference, is looked up in it: a sum of the piece that was rounded in another
-    # way than its running sum then favours no token at its end.
+    # The piece is searched by the share of its sum that is left, not by the difference. So a sum that is rounded in
+    # another way than the running sum does not favour the tokens at the end of the piece.
     share = (target - of(ends - sums)) / of(sums)
     drawn = piece * LANES + _first_above(inner, share * inner[:, -1], within)
-    return jnp.minimum(drawn, v - 1)  # a model that computes NaN has no weights, and still no token past its vocabulary
+    return jnp.minimum(drawn, v - 1)  # NaN has no weights, and its token is within the vocabulary
 
 
 def _uniform(s: SamplingBatch, seed: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ class RowChain:
 
     Attributes:
         features: all of them.
-        record: the numpy dtype of what each row brings: which features it uses, and the fields of the small ones.
+        record: the numpy dtype of a row's options: which features it uses, and the fields of the small ones.
     """
 
     def __init__(self, features: Sequence[RowFeature]) -> None:
@@ -80,7 +80,7 @@ class RowChain:
         for name in extra:
             if name not in known:
                 names = ", ".join(map(repr, known)) or "none"
-                raise ValueError(f"extra_args has {name!r}; the names that this engine knows are: {names}")
+                raise ValueError(f"extra_args has {name!r}; the names of this engine's row_features are: {names}")
         record, names, large = self._blank.copy(), [], {}
         for i, f in enumerate(self.features):
             values = f.read(params, stop_ids) if not f.params or any(name in extra for name in f.params) else None

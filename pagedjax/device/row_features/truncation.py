@@ -35,7 +35,7 @@ def _top_k(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContex
 def _top_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
     """Zero the weights outside the smallest set that holds top_p of what is left."""
     top_p, bits = rows["top_p"], _bits(weights)
-    share = jnp.where(top_p < 1.0, top_p * row_sums(weights), 0.0)  # off: nothing is cut, whatever rounding says
+    share = jnp.where(top_p < 1.0, top_p * row_sums(weights), 0.0)  # off: no token is cut by a rounding error
     threshold = _largest(bits, lambda keep: row_sums(jnp.where(keep, weights, 0.0)) >= share)
     return jnp.where((bits >= threshold[:, None]) | (top_p >= 1.0)[:, None], weights, 0.0)
 
