@@ -59,7 +59,7 @@ class Dataset(NamedTuple):
     prompt: float
     output: float
     paper: dict[int, float | None]
-    beams: dict[int, float | None]  # the same, by beam width (see bench_beams)
+    beams: dict[int, float | None]  # the same, by beam width (see experiments.bench.beams)
 
 
 # of ShareGPT the paper gives ranges

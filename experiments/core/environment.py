@@ -46,8 +46,9 @@ def code() -> dict[str, str | None]:
 def source() -> str:
     """A hash of the code that measures, committed or not: 16 digits, as it was when this process first asked.
 
-    In it is every .py file of pagedjax, of pallas_kernels and directly in experiments, and the kernels' tiles. Left out
-    are what only reads runs in folders of its own (studies, peers), and libraries, of which JAX is compared by version.
+    It covers every .py file of pagedjax and pallas_kernels, the tuned tiles, and of experiments the top, core,
+    simulation and analysis. It leaves out studies, bench, hardware, training and results, and libraries (JAX is
+    compared by version).
     """
     root = Path(__file__).parents[2]
     places = ("pagedjax/**/*.py", "pallas_kernels/**/*.py", "pallas_kernels/tiles/*.json", "experiments/*.py")

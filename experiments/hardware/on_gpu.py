@@ -2,10 +2,10 @@
 
     python -m experiments.hardware.on_gpu --name h200 --out experiments/results/h200
 
-    1. bench_kernels --quick      are the kernels right, and where do they stand before any tuning
+    1. hardware.kernels --quick   are the kernels right, and where do they stand before any tuning
     2. pallas_kernels.tune        better tiles, written to pallas_kernels/tiles/<name>.json
-    3. bench_kernels              all shapes, with the tuned tiles, beside what a user would take instead
-    4. bench_random_llama         a Llama of 1.1 B parameters end to end, through the kernels and through plain XLA
+    3. hardware.kernels           all shapes, with the tuned tiles, beside what a user would take instead
+    4. bench.random_llama         a Llama of 1.1 B parameters end to end, through the kernels and through plain XLA
 
 A part that fails is reported and the next one runs, but for 1: kernels that are wrong are not timed. Each part's output
 goes to <out>/<part>.log as it appears, its figures to <out>/<part>.json. `--minutes` bounds the whole; what does not

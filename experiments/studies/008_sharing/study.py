@@ -1,7 +1,7 @@
 """008: what parallel sampling and beam search share, after Fig. 15 of the PagedAttention paper (Kwon et al. 2023).
 
-No config: it runs the two measurements of experiments, bench_sharing (the scheduler alone, on lengths like the paper's)
-and bench_beams (beams of a real model on English text), with their own settings.
+No config: it runs the two measurements of experiments.bench, sharing (the scheduler alone, on lengths like the paper's)
+and beams (beams of a real model on English text), with their own settings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""bench_peers: contenders are real processes; one here is this engine, the others a few lines of Python."""
+"""experiments.bench.peers: contenders are real processes; one here is this engine, the others a few lines of Python."""
 
 from __future__ import annotations
 

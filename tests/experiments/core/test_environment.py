@@ -38,3 +38,22 @@ def test_the_hash_of_the_source_follows_what_measures_and_needs_no_commit(tmp_pa
         found.append(environment.source.__wrapped__())
     assert len(set(found[:6])) == 6
     assert found[5:] == [found[5]] * 3, "studies and notes measure nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "identifies"),
+    [
+        ("experiments/run.py", True),
+        ("experiments/simulation/simulate.py", True),
+        ("experiments/analysis/plots.py", True),
+        ("experiments/bench/floors.py", False),
+        ("experiments/results/w1.json", False),
+        ("experiments/studies/findings.py", False),
+    ],
+)
+def test_source_hash_covers_what_makes_a_run(name: str, identifies: bool, tmp_path: Path, monkeypatch):
+    (tmp_path / name).parent.mkdir(parents=True)
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "experiments/core/environment.py"))
+    before = environment.source.__wrapped__()
+    (tmp_path / name).write_text("edited")
+    assert (environment.source.__wrapped__() != before) == identifies

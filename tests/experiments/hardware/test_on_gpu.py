@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +50,22 @@ def test_a_part_that_is_not_there_is_an_error_and_not_a_session_of_nothing(tmp_p
         main(["--name", "h200", "--out", str(tmp_path), "--only", "foo"])
     assert "invalid choice: 'foo'" in capsys.readouterr().err
     assert tuple(part.name for part in parts("h200", Path())) == PARTS
+
+
+class Parsed(Exception):
+    """Raised in place of the run that would follow."""
+
+
+@pytest.mark.parametrize("part", parts("h200", Path("out")), ids=lambda part: part.name)
+def test_each_part_is_a_module_that_accepts_its_arguments(part: Part, monkeypatch):
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self, args=None, namespace=None):
+        parse(self, args, namespace)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr(sys, "argv", list(part.arguments))
+    monkeypatch.delitem(sys.modules, part.arguments[0], raising=False)
+    with pytest.raises(Parsed):
+        runpy.run_module(part.arguments[0], run_name="__main__")
