@@ -31,13 +31,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import flatten, run
 from experiments.analysis.sweep_points import aligned, number
-from experiments.core import config, store
+from experiments.core import config, store, sweep
 from experiments.core.config import Point, Slo
 from experiments.core.draws import AtOnce
 from experiments.core.engines import plan_runs
 from experiments.core.metrics import RequestRecord
+from experiments.core.store import flatten
 from experiments.core.workloads import Spec, Trace
 from pagedjax.load_client.summary import PERCENTILES
 
@@ -232,14 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(options.out) / _name(base)
         again = f"Delete {folder} to measure all probes again"
         store.clean(folder)
-        measure_all = partial(run.in_turn, engines=run.make_engines(1, quiet=options.quiet))
+        measure_all = partial(sweep.in_turn, engines=sweep.make_engines(1, quiet=options.quiet))
         while (rate := next_rate(probes, bounds)) is not None:
             rates = sorted([rate, *(probe.rate for probe in probes)])
             points = at_rates(raw, base, path.parent, rates)
             plan = plan_runs(points, 1)
-            run.write_sweep(folder, points, shlex.join(["python", "-m", "experiments.capacity", *arguments]))
-            done = run.finished_runs(plan, folder, again)
-            summaries = run.sweep(plan, folder, done, measure_all, quiet=True, remedy=again)
+            sweep.write_sweep(folder, points, shlex.join(["python", "-m", "experiments.capacity", *arguments]))
+            done = sweep.finished_runs(plan, folder, again)
+            summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=True, remedy=again)
             probes.append(judge(rate, [s for s in summaries if s["order"] == rates.index(rate)], criterion, folder))
             if not options.quiet:
                 print(f"{rate:g} {unit}: {'met' if probes[-1].met else 'not met'}", file=sys.stderr)

@@ -42,10 +42,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from experiments import flatten
 from experiments.analysis.sweep_points import aligned, number
 from experiments.core import store
 from experiments.core.metrics import RequestRecord
+from experiments.core.store import flatten
 from pagedjax.config import one_of
 
 METRICS = ("output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "itl_s.p50", "itl_s.p99", "e2e_s.p50")

@@ -13,7 +13,6 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from experiments import require
 from experiments.analysis import sweep_points
 from experiments.analysis.sweep_points import (
     FRAGMENTATION,
@@ -30,6 +29,7 @@ from experiments.analysis.sweep_points import (
     number,
 )
 from experiments.core import store
+from experiments.core.libraries import require
 
 
 def write(folder: Path) -> Path:

@@ -21,8 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from experiments import require
 from experiments.core.environment import cpu_model, git_state, usable_cores
+from experiments.core.libraries import require
 from experiments.core.workloads import AZURE
 from experiments.studies.findings import Claim, Findings, Interval, markdown, times, told
 

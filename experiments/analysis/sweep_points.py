@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from experiments import flatten
 from experiments.core.config import short_names
+from experiments.core.store import flatten
 
 
 class Metric(NamedTuple):

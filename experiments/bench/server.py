@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments import require
 from experiments.core.environment import environment
+from experiments.core.libraries import require
 from pagedjax import LLM, SamplingParams
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 

@@ -13,6 +13,15 @@ from typing import Any
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "pagedjax")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_SOURCES = (
+    "pagedjax/**/*.py",
+    "pallas_kernels/**/*.py",
+    "pallas_kernels/tiles/*.json",
+    "experiments/*.py",
+    "experiments/core/**/*.py",
+    "experiments/simulation/**/*.py",
+    "experiments/analysis/**/*.py",
+)
 _FLAG_FAMILIES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 
@@ -44,18 +53,21 @@ def code() -> dict[str, str | None]:
 
 @functools.cache
 def source() -> str:
-    """A hash of the code that measures, committed or not: 16 digits, as it was when this process first asked.
-
-    In it is every .py file of pagedjax, of pallas_kernels and directly in experiments, and the kernels' tiles. Left out
-    are what only reads runs in folders of its own (studies, peers), and libraries, of which JAX is compared by version.
-    """
+    """A hash of the code that measures, committed or not: 16 digits, as the files were at the first call."""
     root = Path(__file__).parents[2]
-    places = ("pagedjax/**/*.py", "pallas_kernels/**/*.py", "pallas_kernels/tiles/*.json", "experiments/*.py")
-    places += ("experiments/core/*.py", "experiments/simulation/*.py", "experiments/analysis/*.py")
     found = hashlib.sha256()
-    for path in sorted(path for place in places for path in root.glob(place)):
+    for path in source_files(root):
         found.update(f"{path.relative_to(root).as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:16]
+
+
+def source_files(root: Path) -> list[Path]:
+    """The files below `root` that decide what a run measures, sorted.
+
+    Not among them: folders whose modules only start runs or read them (studies, bench, hardware, training, results),
+    and other libraries. JAX is compared by its version (`code`).
+    """
+    return sorted(path for place in _SOURCES for path in root.glob(place))
 
 
 def _device() -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Simulated runs side by side: python -m experiments.run CONFIG --jobs 4 [--backend ray].
 
 joblib starts the processes: `loky` on this machine, `ray` where ray runs. Time is virtual in a simulated run, so that
-neighbours change none of its numbers; measured ones would disturb each other and are refused. The process that asked
-writes every folder itself, one at a time as results come, so that stopping and going on are what they are without; if
-it is killed, its workers write nothing and leave after five idle minutes.
+neighbours change none of its numbers. Measured runs would disturb each other and are refused. The parent process
+writes every folder, one at a time as results come, so stopping and resuming work as with one process. If it is killed,
+its workers write nothing and exit after five idle minutes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Generator, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from experiments import require
 from experiments.core.config import Point
 from experiments.core.engines import Engines, Run
+from experiments.core.execution import Result, one_run
+from experiments.core.libraries import require
 
 BACKENDS = ("loky", "ray")
-Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run and its summary
 
 
 def check(points: Sequence[Point], jobs: int, backend: str) -> None:
@@ -59,8 +59,6 @@ def results(
 
 def _one(run: Run, where: dict[str, Any]) -> Result:
     """One simulated run, in a process of its own."""
-    from experiments.run import one_run
-
     return one_run(run, Engines(1, _no_device, _no_device), where)
 
 

@@ -38,7 +38,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from experiments import require
+from experiments.core.libraries import require
 from pagedjax import LLM, SamplingParams
 from pagedjax.device import cache, models
 from pagedjax.device.batch import Batch

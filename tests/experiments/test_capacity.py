@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import yaml
 
-from experiments import capacity, run
+from experiments import capacity
 from experiments.capacity import Bounds, Probe, bracket, next_rate, unordered
-from experiments.core import store
+from experiments.core import store, sweep
 from experiments.core.metrics import BranchRecord, RequestRecord
 
 MD1 = {  # one request of one step at a time, Poisson arrivals: an M/D/1 queue
@@ -117,7 +117,7 @@ def test_the_capacity_of_a_queue_is_the_one_that_theory_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[float] = []
-    one_run = run.one_run
+    one_run = sweep.one_run
 
     def counted(wanted: Any, *rest: Any) -> Any:
         measured.append(wanted.point.swept["workload.arrivals.rate"])
@@ -125,7 +125,7 @@ def test_the_capacity_of_a_queue_is_the_one_that_theory_knows(
             raise KeyboardInterrupt  # the search is stopped in its fourth probe
         return one_run(wanted, *rest)
 
-    monkeypatch.setattr(run, "one_run", counted)
+    monkeypatch.setattr(sweep, "one_run", counted)
     command = [str(write(tmp_path)), "--out", str(tmp_path / "runs"), "--quiet"]
     assert capacity.main(command) == 130
     assert capacity.main(command) == 0

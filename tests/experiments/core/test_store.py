@@ -11,6 +11,7 @@ import pytest
 
 import experiments
 from experiments.core import store
+from experiments.core.libraries import require
 
 
 def summary(point: str = "abc", repeat: int = 0, order: int = 0, **more: Any) -> dict[str, Any]:
@@ -109,7 +110,7 @@ def test_a_damaged_or_foreign_summary_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_missing_extra_names_the_command_that_brings_it() -> None:
     with pytest.raises(ImportError, match=r"needs nosuchthing, .*pip install 'pagedjax\[experiments\]'"):
-        experiments.require("nosuchthing.inner")
+        require("nosuchthing.inner")
 
 
 def test_plain_yaml_and_json() -> None:
