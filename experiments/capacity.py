@@ -37,7 +37,9 @@ from experiments.core.config import Point, Slo
 from experiments.core.draws import AtOnce
 from experiments.core.engines import plan_runs
 from experiments.core.metrics import RequestRecord
+from experiments.core.overrides import override_all
 from experiments.core.store import flatten
+from experiments.core.strict import load_file
 from experiments.core.workloads import Spec, Trace
 from pagedjax.load_client.summary import PERCENTILES
 
@@ -158,8 +160,8 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
 
 def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Point]:
     """The raw config after `overrides`, and the one point that it is."""
-    raw = config.load_file(path)
-    config.override_all(raw, overrides)
+    raw = load_file(path)
+    override_all(raw, overrides)
     points = config.expand(raw, folder=path.parent)
     if len(points) > 1:
         keys = " and ".join(points[0].swept)

@@ -1,13 +1,12 @@
 """Measure an experiment: python -m experiments.run configs/quickstart.yaml [--set a.b=c ...] [--jobs 4]
 
-Every point of the sweep times its repeats becomes a folder (see store.py). A sweep that was stopped, even by SIGKILL,
-goes on where it was: the same command measures only what is missing or has failed. What was made by other code, which
-need not be committed to be other, is named and kept, unless a repeat of the same point is missing: then all of the
-point is measured again. --no-resume measures everything again. Simulated points can run in several processes (--jobs,
-see parallel.py), with the same results.
+Each repeat of each point of the sweep becomes a folder (see store.py). The same command resumes a sweep that was
+stopped, even by SIGKILL: it measures only runs that are missing or failed. Runs made by other code, committed or not,
+are named and kept; if a repeat of their point is missing, the whole point is measured again. --no-resume measures
+everything again. Simulated points can run in several processes (--jobs, see parallel.py), with the same results.
 
-Exit status: 0 all runs are good, 1 some run failed (the table says which and why), 2 the config is wrong or
---out cannot be written to.
+Exit status: 0 all runs are good, 1 a run failed (the table gives the reason), 2 the config is wrong or --out is not
+writable.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             print(describe(plan, done, folder))
             return 0
-        for module in ("pandas", "matplotlib"):  # found out now, not after minutes of measuring
+        for module in ("pandas", "matplotlib"):  # fails now, not after minutes of measuring
             require(module)
         command = ["python", "-m", "experiments.run", *(sys.argv[1:] if arguments is None else arguments)]
         sweep.write_sweep(folder, points, shlex.join(command))
@@ -65,12 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=options.quiet)
     except KeyboardInterrupt:
         again = "the same command without --no-resume" if options.no_resume else "the same command"
-        print(f"\nstopped; {again} goes on from here. Results so far: {folder}", file=sys.stderr)
+        print(f"\nstopped; {again} resumes the sweep. Results so far: {folder}", file=sys.stderr)
         return 130
     path = report.write(folder)
     if others := store.points(folder) - {point.key[:12] for point in points}:
-        what = f"{len(others)} points in {folder} are not of this sweep, and not in its report"
-        print(f"note: {what}; --set name=... gives a sweep a folder of its own", file=sys.stderr)
+        what = f"{len(others)} points in {folder} do not belong to this sweep and are not in its report"
+        print(f"note: {what}; --set name=... gives this sweep another folder", file=sys.stderr)
     failed = [summary for summary in summaries if summary["failed"]]
     if not options.quiet:
         print(sweep_points.text_table(sweep_points.points(store.read_runs(folder))))
@@ -88,17 +87,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engines", type=int, default=4, help="engines kept alive at a time (default: 4)")
     parser.add_argument("--jobs", type=int, default=1, help="simulated runs at a time (default: 1)")
     parser.add_argument("--backend", choices=parallel.BACKENDS, default="loky", help="of --jobs (default: loky)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would run, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     parser.add_argument("--no-resume", action="store_true", help="measure everything again")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no table")
     return parser
 
 
 def check_models(experiments: Iterable[Experiment], *, download: bool) -> None:
-    """Open each model of which an engine or a workload will ask something, so that one that is not there is told now.
+    """Open each model that an engine or a workload needs, to report a missing one before anything runs.
 
     Raises:
-        ValueError: one that is missing, damaged or not supported.
+        ValueError: a model is missing, damaged or not supported.
     """
     for model in dict.fromkeys(one.model for one in experiments if _reads_model(one)):
         if HUB_ID.fullmatch(model) and not download:
@@ -115,7 +114,7 @@ def _reads_model(experiment: Experiment) -> bool:
 
 
 def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], folder: Path) -> str:
-    """The plan in words, one line a point, in the order of measuring."""
+    """The plan as text, one line for each point, in the order of measuring."""
     lines = [f"{len(plan)} runs, {len(done)} of them done, in {folder}"]
     for point in dict.fromkeys((run.point.key, run.point.label) for run in plan):
         repeats = [run.repeat for run in plan if run.point.key == point[0]]

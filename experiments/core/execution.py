@@ -19,7 +19,7 @@ COPIED = 1 << 18  # a workload file of at most this many characters is copied in
 
 
 def head_of(run: Run) -> dict[str, Any]:
-    """What a summary says of the run's place in its sweep. `run` is its folder, relative to the sweep's."""
+    """The keys of a summary that name the run within its sweep. `run` is its folder, relative to the sweep's."""
     return {
         "name": run.point.experiment.name,
         "label": run.point.label,
@@ -32,7 +32,7 @@ def head_of(run: Run) -> dict[str, Any]:
 
 
 def noise(busy: float | None, since: tuple[int, int] | None) -> dict[str, float | None]:
-    """What else the machine did, before a run and during it."""
+    """The machine's other load: before the run (load average) and during it (stolen processor time)."""
     return {"load_average": busy, "stolen_share": stolen_share(since)}
 
 
@@ -92,8 +92,8 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
 def config_files(run: Run, engine: Any) -> dict[str, str]:
     """config.yaml, which runs this point again: the experiment without its sweep, the engine as it was resolved.
 
-    Beside it lie copies of the workload's file, where it is small, and of a policy's; the paths that are left in it (a
-    model, a large file, a fitted run) are absolute or the user's own, and have to be there still.
+    A small workload file and a policy's file are copied beside it. Other paths in it (a model, a large file, a fitted
+    run) are absolute or the user's own, and must still exist.
     """
     experiment = run.point.experiment
     values = dataclasses.asdict(experiment)

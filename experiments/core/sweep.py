@@ -24,16 +24,16 @@ NAMED = 6  # run folders that a note names
 
 
 def finished_runs(plan: Sequence[Run], folder: Path, remedy: str = REMEDY) -> dict[tuple[str, int], dict[str, Any]]:
-    """Summaries of the plan's runs that are in place and good; a failed run counts as missing.
+    """Summaries of the plan's finished runs; a failed run counts as missing.
 
-    Those that were made by other code (see environment.code) are named. They are kept where all repeats of their point
-    are there; else they are left out, to be measured again: the repeats of a point differ by noise alone.
+    Runs made by other code (see environment.code) are named on stderr. They are kept if all repeats of their point are
+    finished. Otherwise they are left out and measured again, because repeats of a point must differ by noise alone.
     """
     found = {}
     for run in plan:
         summary = store.read_summary(store.run_folder(folder, run.point.key, run.repeat))
         if summary is not None and not summary["failed"]:
-            found[run.point.key, run.repeat] = {**summary, **head_of(run)}  # the sweep may have been reworded since
+            found[run.point.key, run.repeat] = {**summary, **head_of(run)}  # its place may be another one now
     missing = {run.point.key for run in plan if (run.point.key, run.repeat) not in found}
     other = {key: summary for key, summary in found.items() if made_by(summary) != code()}
     again = {key: summary for key, summary in other.items() if key[0] in missing}
@@ -46,12 +46,12 @@ def finished_runs(plan: Sequence[Run], folder: Path, remedy: str = REMEDY) -> di
 
 
 def made_by(summary: dict[str, Any]) -> dict[str, str | None]:
-    """What `environment.code` said when the run was made; None where it did not say so yet."""
+    """The value of `environment.code` at the time of the run; None for a key that older runs lack."""
     return {name: summary.get(name) for name in code()}
 
 
 def note_runs(runs: dict[Any, dict[str, Any]], folder: Path, how: str, then: str) -> None:
-    """Name finished runs that were made in another way than those of now: a sweep should compare like with like."""
+    """Print a note on finished runs that were made in another way (`how`) than new ones, and the remedy (`then`)."""
     if not runs:
         return
     names = [str(folder / summary["run"]) for summary in runs.values()]
@@ -61,7 +61,7 @@ def note_runs(runs: dict[Any, dict[str, Any]], folder: Path, how: str, then: str
 
 
 def write_sweep(folder: Path, points: Sequence[Point], command: str) -> None:
-    """sweep.json: what the report says about the sweep as a whole."""
+    """Write sweep.json, the facts of the sweep as a whole that the report shows."""
     first = points[0].experiment
     about = {
         "name": first.name,
@@ -79,7 +79,7 @@ def make_engines(alive: int, *, quiet: bool) -> Engines:
 
 
 def in_turn(runs: Iterable[Run], where: dict[str, Any], engines: Engines) -> Generator[Result, None, None]:
-    """Each run after the other, in this process."""
+    """`one_run` of each of `runs`, in order, in this process."""
     for run in runs:
         yield one_run(run, engines, where)
 
@@ -93,11 +93,11 @@ def measure_missing(
     quiet: bool,
     remedy: str = REMEDY,
 ) -> list[dict[str, Any]]:
-    """Measure what is missing of `plan`; the summaries of all its runs, in the order of the sweep."""
+    """Measure the missing runs of `plan`. Returns the summaries of all its runs, in the order of the sweep."""
     missing = [run for run in plan if (run.point.key, run.repeat) not in done]
-    write_index(folder, plan, done)  # now, so that a sweep that is stopped can be read
+    write_index(folder, plan, done)  # now, so that an interrupted sweep can be read
     if missing:
-        # if this is stopped, what goes on from there must not take an old run for a new one
+        # if this sweep is interrupted, the next one must not take an old run for a new one
         store.set_aside([store.run_folder(folder, run.point.key, run.repeat) for run in missing])
         where = environment(device=not all(run.point.experiment.simulate for run in plan))
         device = where["device"]["kind"]
@@ -117,14 +117,14 @@ def measure_missing(
 
 
 def announced(runs: Iterable[Run], bar: Any) -> Iterator[Run]:
-    """The runs; the progress bar names each when it begins."""
+    """The runs, unchanged. The progress bar shows the name of each when it begins."""
     for run in runs:
         bar.set_description(f"{run.point.label}, repeat {run.repeat}")
         yield run
 
 
 def write_index(folder: Path, plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """runs.jsonl, rebuilt whole: the summaries of the sweep's runs that are in place, in the order of the sweep."""
+    """Rewrite runs.jsonl: the summaries of the sweep's finished runs, in the order of the sweep."""
     runs = sorted(plan, key=lambda run: (run.order, run.repeat))
     summaries = [done[run.point.key, run.repeat] for run in runs if (run.point.key, run.repeat) in done]
     store.write_file(folder / "runs.jsonl", store.json_lines(summaries))

@@ -199,7 +199,7 @@ def test_pages_without_axes_and_without_results_are_drawn_too(tmp_path: Path) ->
     assert "dtype=bfloat16" in report.page(ABOUT, by_name, [{}] * 4)
     assert report.page(ABOUT, [run(0, 0, {}, 90.0)], [{}]).count("<svg") == 1
     assert "there is nothing to read" in report.page(ABOUT, [run(0, 0, {}, 1.0, failed="x", metrics=None)], [{}])
-    with pytest.raises(ValueError, match="holds no runs"):
+    with pytest.raises(ValueError, match="contains no runs"):
         report.write(tmp_path)
 
 

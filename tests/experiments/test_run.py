@@ -266,7 +266,7 @@ def test_runs_side_by_side_are_those_of_one_process(
     assert len([name for name in together if name.endswith("summary.json")]) == 6
     assert [name for name, text in together.items() if alone[name] != text] == ["side-by-side/runs.jsonl"]
     assert len(experiments.load_runs(tmp_path / "two")) == 6
-    assert "stopped; the same command goes on from here" in capsys.readouterr().err
+    assert "stopped; the same command resumes the sweep" in capsys.readouterr().err
     assert measured("two") == 1  # by this process alone: the failed ones again, and what is missing
     assert files("two") == alone
     assert len([name for name in files("two") if name.endswith("error.txt")]) == 4
@@ -338,7 +338,7 @@ def test_what_a_stopped_measuring_again_has_not_reached_is_missing(
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_run", write)
         assert simulated("--no-resume") == 130
-    assert "stopped; the same command without --no-resume goes on from here" in capsys.readouterr().err
+    assert "stopped; the same command without --no-resume resumes the sweep" in capsys.readouterr().err
     assert simulated("--dry-run") == 0
     assert "4 runs, 1 of them done" in capsys.readouterr().out
     aside = list(tmp_path.rglob("stale.json"))
@@ -350,7 +350,7 @@ def test_points_of_another_sweep_in_the_folder_are_counted(simulated: Any, capsy
     assert simulated() == 0
     assert "note" not in capsys.readouterr().err
     assert simulated("--set", "engine.block_size=32") == 0
-    assert "are not of this sweep, and not in its report; --set name=..." in capsys.readouterr().err
+    assert "do not belong to this sweep and are not in its report; --set name=..." in capsys.readouterr().err
 
 
 def test_an_output_that_the_engine_would_cut_is_not_called_served(

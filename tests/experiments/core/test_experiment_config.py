@@ -246,9 +246,9 @@ def test_the_key_follows_what_a_local_model_is_and_the_name_of_any_other(tmp_pat
 
 def test_what_a_policy_file_raises_is_told(tmp_path: Path) -> None:
     for text, message in (
-        ("raise KeyError('x')", r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; mend it"),
+        ("raise KeyError('x')", r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; correct the file"),
         ("X = 5 +", r"whose file raises SyntaxError"),
-        ("raise ValueError('no')", r"whose file raises ValueError: no; mend it"),
+        ("raise ValueError('no')", r"whose file raises ValueError: no; correct the file"),
         ("P = 5", r"engine\.policy is '.*P in .* is no Policy"),
     ):
         (tmp_path / "p.py").write_text(text)

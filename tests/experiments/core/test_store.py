@@ -60,7 +60,7 @@ def test_a_write_that_dies_leaves_nothing_that_counts(tmp_path: Path, monkeypatc
             store.write_file(tmp_path / "runs.jsonl", "x")
     assert store.read_summary(store.run_folder(tmp_path, "abc", 0)) is None
     assert not (tmp_path / "runs.jsonl").exists()
-    with pytest.raises(ValueError, match="holds no runs"):
+    with pytest.raises(ValueError, match="contains no runs"):
         store.read_runs(tmp_path)
     store.clean(tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
@@ -92,7 +92,7 @@ def test_runs_come_back_as_a_frame(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_runs_says_what_one_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no runs: a run is a folder with a summary\.json"):
+    with pytest.raises(ValueError, match=r"contains no runs: a run is a folder with a summary\.json"):
         experiments.load_runs(tmp_path)
     with pytest.raises(ValueError, match="there is no folder"):
         experiments.load_runs(tmp_path / "no")
