@@ -1,4 +1,4 @@
-"""The benchmark of random weights, at a size where it is a test."""
+"""The benchmark of a Llama with random weights, at the smallest size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from experiments.bench import random_llama
 
 
-def test_engines_run_on_random_weights(tmp_path, capsys):
+def test_random_llama_command(tmp_path, capsys):
     out = tmp_path / "figures.json"
     sizes = ["--seqs", "3", "--context", "20", "--tokens", "4", "--budget", "16", "--dtype", "float32"]
     arguments = ["--shape", "small", "--impls", "xla", "pallas_gpu", *sizes, "--json", str(out), "--bandwidth", "1e10"]
@@ -29,13 +29,13 @@ def test_engines_run_on_random_weights(tmp_path, capsys):
         (["--seqs", "0"], "--seqs is 0; it must be at least 1"),
     ],
 )
-def test_what_gives_no_number_is_refused(wrong, message, capsys):
+def test_arguments_without_a_result_are_refused(wrong, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         random_llama.main(wrong)
     assert message in capsys.readouterr().err
 
 
-def test_a_run_without_a_whole_decode_says_so(capsys):
+def test_run_without_full_decode_step_is_an_error(capsys):
     sizes = ["--seqs", "3", "--context", "20", "--tokens", "2", "--budget", "16", "--dtype", "float32"]
     assert random_llama.main(["--shape", "small", "--impls", "xla", *sizes]) == 1
     assert "no step decoded all 3 sequences and nothing else; raise --tokens or --budget" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A tiny model trained for a few steps: served as it was trained, and the same bits after a kill."""
+"""Training a tiny model for a few steps: served logits match, and a killed run resumes bit-exact."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def test_no_paragraph_is_in_both_texts_and_a_tenth_is_held_out():
+def test_held_out_text_is_a_tenth_without_overlap():
     parts = train_tiny.texts()
     paragraphs = [[p for topic in topics for p in topic.split("\n\n") if p] for topics in parts]
     assert not set(paragraphs[0]) & set(paragraphs[1])
@@ -106,7 +106,7 @@ def test_tokens_are_the_text_and_topics_have_an_end(data):
         assert 0 <= tokens.min() <= tokens.max() < SETUP.vocab
 
 
-def test_a_window_follows_from_seed_and_step_alone(data):
+def test_window_depends_on_seed_and_step_only(data):
     one = train_tiny.windows(data.train, SETUP, 7)
     assert one.shape == (SETUP.batch, SETUP.context + 1)
     np.testing.assert_array_equal(one, train_tiny.windows(data.train, SETUP, 7))
@@ -116,7 +116,7 @@ def test_a_window_follows_from_seed_and_step_alone(data):
     assert all(text.find(row.astype(np.int32).tobytes()) >= 0 for row in one)
 
 
-def test_every_held_out_token_that_fills_a_batch_is_predicted_once(data):
+def test_held_out_tokens_are_predicted_once(data):
     parts = np.concatenate(train_tiny.held_out_batches(data.held_out, SETUP))
     count = len(parts) * SETUP.context
     assert len(data.held_out) - count <= SETUP.batch * SETUP.context
@@ -132,7 +132,7 @@ def module():
     return train_tiny.initial(llama.from_hf(train_tiny.hf_config(replace(SETUP, layers=2))), 1)
 
 
-def test_dense_attention_is_paged_attention(module, data):
+def test_dense_attention_matches_paged_attention(module, data):
     """On the same windows, each in a page of its own."""
     tokens = jnp.asarray(train_tiny.windows(data.train, SETUP, 0)[:, :-1])
     b, s = tokens.shape
@@ -142,7 +142,7 @@ def test_dense_attention_is_paged_attention(module, data):
     np.testing.assert_allclose(jax.jit(train_tiny.logits)(module, tokens), run(), atol=1e-5)
 
 
-def test_logits_depend_on_no_later_token_and_on_no_other_window(module, data):
+def test_logits_are_causal_and_independent_of_other_windows(module, data):
     tokens = jnp.asarray(train_tiny.windows(data.train, SETUP, 0)[:, :-1])
 
     def at(row: int, place: int):
@@ -155,7 +155,7 @@ def test_logits_depend_on_no_later_token_and_on_no_other_window(module, data):
     assert (before != other).any()
 
 
-def test_the_model_that_is_written_says_what_training_says(run):
+def test_written_model_gives_training_logprobs(run):
     """Greedy tokens are the forward's best, and their log-probabilities are its own."""
     llm = LLM(model=run.out / "model", **train_tiny.serving())
     (out,) = llm.generate(["The function"], GREEDY, use_tqdm=False)
@@ -168,7 +168,7 @@ def test_the_model_that_is_written_says_what_training_says(run):
     assert out.outputs[0].text == llm.tokenizer.decode(tokens[-LENGTH:])
 
 
-def test_every_parameter_learns_and_newer_ones_are_served_without_a_compilation(config, data):
+def test_all_parameters_train_and_are_served_without_compilation(config, data):
     trainer = train_tiny.make_trainer(SETUP, config, data)
     state, tokenizer = trainer.start, data.tokenizer
     first = {name: np.array(x) for name, x in named(state.params).items()}
@@ -191,7 +191,7 @@ def test_every_parameter_learns_and_newer_ones_are_served_without_a_compilation(
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_learns_tells_and_leaves_a_model(run):
+def test_run_learns_and_writes_model(run):
     first, *_, last = run.losses
     assert [entry["step"] for entry in run.losses] == [8, 16, 24]
     assert last["train"] < first["train"]
@@ -213,7 +213,7 @@ def test_a_run_learns_tells_and_leaves_a_model(run):
 
 
 @pytest.mark.parametrize("where", ["between", pytest.param("while saving", marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_to_the_same_bits(run, tmp_path, where):
+def test_killed_run_resumes_bit_exact(run, tmp_path, where):
     out = tmp_path / "tiny"
     child = [sys.executable, "-c", CHILD, where, str(out), repr(SETUP), str(EVERY)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -229,7 +229,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(run, tmp_path, where):
         np.testing.assert_array_equal(x, wanted[name], err_msg=name)
 
 
-def test_a_finished_run_trains_no_more_and_writes_a_model_that_is_missing(run, monkeypatch):
+def test_finished_run_only_rewrites_missing_model(run, monkeypatch):
     monkeypatch.setattr(train_tiny, "windows", lambda *_: pytest.fail("it has no step left"))
     wanted, model, said = stored(run.out / "model"), run.out / "model", []
     model.rename(run.out / "before")
@@ -245,7 +245,7 @@ def test_a_finished_run_trains_no_more_and_writes_a_model_that_is_missing(run, m
 
 
 @pytest.mark.slow
-def test_the_command_makes_sense_of_english(tmp_path):
+def test_command_trains_on_english(tmp_path):
     """With its defaults: minutes, and far below what frequencies alone give."""
     out = tmp_path / "tiny"
     words = [sys.executable, "-m", "experiments.training.train_tiny", "--out", str(out)]
@@ -284,7 +284,7 @@ def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, 
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_folder_of_something_else_is_refused_and_left_alone(run, data, tmp_path, capsys):
+def test_foreign_folder_is_refused_and_unchanged(run, data, tmp_path, capsys):
     begin = train_tiny.begin
     with pytest.raises(ValueError, match=r"tiny holds another run: steps is 9, there 24; seed is 2, there 0\. Ask for"):
         begin(run.out, replace(SETUP, steps=9, seed=2), data)
@@ -300,5 +300,5 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(run, data, tmp_pat
         begin(tmp_path, SETUP, data)
 
 
-def test_a_run_says_what_it_is(run):
+def test_run_file_describes_run(run):
     assert json.loads((run.out / "run.json").read_text()).items() >= {"steps": 24, "seed": 0, "context": 32}.items()
