@@ -77,10 +77,10 @@ def test_non_monotone_rates_are_reported() -> None:
 @pytest.mark.parametrize(
     ("met", "bounds", "alone", "probes", "message"),
     [
-        (False, Bounds(1.0), 0.3, 3, "No capacity: not met at 0.25 requests/s, where no request meets another."),
+        (False, Bounds(1.0), 0.3, 3, "No capacity: not met at 0.25 requests/s, where no two requests overlap."),
         (False, Bounds(1.0), 0.0, 13, "No capacity found: not met even at 0.0002441 requests/s."),
         (False, Bounds(1.0, 0.5), 0.0, 1, "not met even at 0.5 requests/s. Give a lower --low"),
-        (True, Bounds(1.0), 0.0, 13, "met even at 4096 requests/s. The requests are too few for a limit"),
+        (True, Bounds(1.0), 0.0, 13, "met even at 4096 requests/s. The number of requests is too small for a limit"),
         (True, Bounds(1.0, high=4.0), 0.0, 1, "met even at 4 requests/s. Give a higher --high."),
     ],
 )

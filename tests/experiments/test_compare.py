@@ -70,14 +70,14 @@ def test_sweeps_are_compared_point_by_point(tmp_path: Path, capsys: pytest.Captu
     text = told(capsys, *command)
     assert "engine.block_size=8 (5 pairs of repeats)" in text
     assert "only in A: engine.block_size=32" in text
-    assert "of 2 intervals at 0.95, 0.1 leave out 1 by chance alone" in text
+    assert "of 2 intervals at 0.95, 0.1 exclude 1 by chance alone" in text
     found = {(row["point"], row["metric"]): row for row in json.loads(file.read_text())["comparisons"]}
     real = found["engine.block_size=8", "output_tokens_per_s"]
     assert 1.0 < real["low"] < 1.12 < real["high"] < 1.16
     assert real["verdict"] == f"B is {real['ratio']:.2f} times A ({real['low']:.2f} to {real['high']:.2f}): real"
     same = found["engine.block_size=16", "output_tokens_per_s"]
     assert same["low"] < 1.0 < same["high"]
-    assert same["verdict"].startswith("no difference can be told: B is ")
+    assert same["verdict"].startswith("no difference can be shown: B is ")
     assert found["engine.block_size=16", "preemptions"]["verdict"] == "the same in every run"
 
 
@@ -120,9 +120,9 @@ def test_single_runs_give_intervals_over_requests_only(tmp_path: Path, capsys: p
     metrics = ("--metric", "output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "preemptions")
     text = told(capsys, tmp_path / "a", tmp_path / "b", *metrics).splitlines()
     assert text[0] == "one point (one run each of the same requests)"
-    assert text[2].endswith("one run each: nothing can be said of noise (B is 0.90 times A)")
-    assert "real, of these 60 requests; one run each: nothing can be said of noise between runs" in text[3]
-    assert text[4].endswith("60 requests are too few for its p99, which takes 200")
+    assert text[2].endswith("one run each: the noise between runs is not known (B is 0.90 times A)")
+    assert "real, of these 60 requests; one run each: the noise between runs is not known" in text[3]
+    assert text[4].endswith("60 requests are too few for p99, which needs 200")
     put(tmp_path / "b", 3, 90.0, first=first.tolist(), workload={**WORKLOAD, "last_arrival_s": 2.0})
     text = told(capsys, tmp_path / "a", tmp_path / "b", *metrics)
     assert "(the workloads of repeat 0 differ in last_arrival_s)" in text
@@ -195,7 +195,7 @@ def test_metric_without_interval_does_not_affect_others(tmp_path: Path, capsys: 
         summary["metrics"]["queue_s"] = spread(request.queue for request in lived)
         file.write_text(json.dumps(summary))
     text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "queue_s.p90", "ttft_s.p50")
-    assert "no interval can be formed" in text
+    assert "no interval can be computed" in text
     assert "of these 40 requests" in text
 
 
@@ -217,7 +217,7 @@ def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "B is 1.20 times A (1.17 to 1.22): real" in text  # Welch's, all the same
     assert f"1 of 4 runs of {tmp_path / 'b'} failed and are left out" in text
     one, *_ = sorted((tmp_path / "a").glob("*/0"))
-    assert "A has one run: nothing can be said of noise" in told(
+    assert "A has one run: the noise between runs is not known" in told(
         capsys, one, tmp_path / "b", "--metric", "output_tokens_per_s"
     )
     several = told(capsys, f"{tmp_path}/a/*/[01]", tmp_path / "c", "--metric", "output_tokens_per_s")
@@ -265,7 +265,7 @@ def test_difference_without_noise_is_real() -> None:
     assert of_runs([10.0, 20.0], [10.0, 20.0], paired=True, confidence=0.95).verdict == "the same in every run"
     assert "a zero" in of_runs([0.0, 1.0], [1.0, 1.0], paired=False, confidence=0.95).verdict
     wild = of_runs([1.0, 1e9], [1.0, 2.0], paired=False, confidence=0.99)
-    assert wild.verdict.startswith("no difference can be told")
+    assert wild.verdict.startswith("no difference can be shown")
     json.dumps(wild, allow_nan=False)
 
 

@@ -195,7 +195,7 @@ def test_page_is_well_formed_and_self_contained() -> None:
 
 def test_pages_without_axes_or_results(tmp_path: Path) -> None:
     by_name = [run(i, r, {"engine.dtype": d}, 90.0 + r) for i, d in enumerate(("float32", "bfloat16")) for r in (0, 1)]
-    assert "No numeric key is swept, so the points lie side by side." in report.page(ABOUT, by_name, [{}] * 4)
+    assert "No numeric key is swept, so the points are side by side." in report.page(ABOUT, by_name, [{}] * 4)
     assert "dtype=bfloat16" in report.page(ABOUT, by_name, [{}] * 4)
     assert report.page(ABOUT, [run(0, 0, {}, 90.0)], [{}]).count("<svg") == 1
     assert "there is nothing to read" in report.page(ABOUT, [run(0, 0, {}, 1.0, failed="x", metrics=None)], [{}])
