@@ -7,7 +7,7 @@
     kernels   experiments.hardware.kernels: all shapes with the tuned tiles, compared with alternatives
     llama     experiments.bench.random_llama: a Llama of 1.1 B parameters, through the kernels and through plain XLA
 
-A failed part is reported and the next one runs. Only a failure of `first` ends the session: wrong kernels are not timed.
+A failed part is reported and the next one runs. A failure of `first` ends the session: wrong kernels are not timed.
 Each part writes its output to <out>/<part>.log and its figures to <out>/<part>.json. `--minutes` limits the session;
 parts that do not fit are listed. Needs JAX 0.11 with CUDA; torch is included if it is installed.
 """

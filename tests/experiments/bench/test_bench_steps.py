@@ -6,9 +6,27 @@ import json
 from collections import namedtuple
 from types import SimpleNamespace
 
+import chex
+import jax
 import pytest
 
 from experiments.bench import floors, idle
+
+
+def test_floor_products_have_the_shapes_of_the_step(tiny):
+    model, batch, context = tiny.model, 3, 20
+    c = model.config
+    rows = [w.shape[0] for w in jax.tree.leaves(model.params) if w.ndim == 2]
+    products = floors.weight_products(model, batch)()
+    chex.assert_shape(products, [(n, batch) for n in rows])
+    chex.assert_type(products, model.dtype)
+    sums = floors.read_weights(model)()
+    chex.assert_shape(sums, [()] * len(rows))
+    chex.assert_trees_all_close(sums, [w.sum() for w in jax.tree.leaves(model.params) if w.ndim == 2], rtol=1e-3)
+    scores, values = floors.attention_products(model, batch, context)()
+    heads = (batch, c.kv_heads, c.heads // c.kv_heads)
+    chex.assert_shape(scores, [(*heads, context)] * c.layers)
+    chex.assert_shape(values, [(*heads, c.head_dim)] * c.layers)
 
 
 def test_floors_command(tiny_folder, tmp_path, capsys):
@@ -24,7 +42,7 @@ def test_floors_command(tiny_folder, tmp_path, capsys):
 
 def test_idle_command_reads_trace(tiny_folder, tmp_path, capsys):
     out = tmp_path / "idle.json"
-    for _ in range(3):  # other processes come between the clocks of the trace and of the engine
+    for _ in range(3):  # other processes can disturb the clocks of the trace and of the engine
         idle.main(["--model", str(tiny_folder), "--sequences", "8", "--steps", "6", "--json", str(out)])
         plain, ahead = json.loads(out.read_text())["rows"]
         if plain["idle"] > plain["host"]:
@@ -33,7 +51,7 @@ def test_idle_command_reads_trace(tiny_folder, tmp_path, capsys):
     for row in (plain, ahead):
         assert row["idle"] <= row["longest"]
         assert row["step"] > 0
-    assert plain["idle"] > plain["host"] > 0, "without lookahead the device waits for all that the host does"
+    assert plain["idle"] > plain["host"] > 0, "without lookahead the device waits for the host"
     assert "idle / step" in capsys.readouterr().out
 
 

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -47,7 +48,7 @@ def test_paper_weights_match_parameters(tied: bool, bias: bool):
     p = paper(model.config, sequences=5, context=30)
     assert p.weights == size(model.params)
     read = size(model.params) - size(model.params["angles"])
-    assert p.weights_read == read - (0 if tied else (320 - 5) * 48 * 4), "of an embedding, the rows of five tokens"
+    assert p.weights_read == read - (0 if tied else (320 - 5) * 48 * 4), "five rows of the embedding"
 
 
 def test_paper_products_match_compiler_flops():
@@ -92,6 +93,9 @@ def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
     p = paper(c, sequences, context)
     assert p.cache == size(pages)
     assert p.inputs == size(batch)
+    chex.assert_type(jax.tree.leaves(pages), scale_paper.DTYPE)
+    chex.assert_shape([batch.tokens, batch.positions], (sequences,))
+    chex.assert_shape(batch.block_tables, (sequences, math.ceil((context + ROOM) / BLOCK)))
 
 
 def test_roofline_takes_slower_of_traffic_and_arithmetic():
@@ -112,14 +116,15 @@ def test_middle_step_has_the_given_context(sequences: int, steps: int):
     host, lengths, tokens = scale.prompted(shapes, context, lead), [], []
     for i in range(WARM + steps):
         host, _, batch = scale.advance(host, shapes, blanks, lambda batch, i=i: batch.tokens * 0 + i)
-        assert batch.cu_q_lens.tolist() == list(range(sequences + 1)), "one token of each"
+        chex.assert_trees_all_equal(batch.cu_q_lens, jnp.arange(sequences + 1), custom_message="one token each")
         lengths.append(batch.seq_lens)
         tokens.append(batch.tokens)
-    assert len(host.state.running.seqs) == sequences, "nobody has ended"
+    assert len(host.state.running.seqs) == sequences, "no sequence has ended"
     assert lengths[lead][0] == context
     assert lengths[lead].mean() == pytest.approx(context, abs=0.5)
     assert lengths[-1].max() < context + ROOM
-    assert tokens[-1].tolist() == [WARM + steps - 2] * sequences, "a step computes what the one before it sampled"
+    sampled = jnp.full(sequences, WARM + steps - 2, jnp.int32)
+    chex.assert_trees_all_equal(tokens[-1], sampled, custom_message="a step computes the tokens sampled before it")
     assert all(len(seq.hashes) >= (context - lead) // BLOCK - 1 for seq in host.state.running.seqs)
 
 
