@@ -1,10 +1,25 @@
-"""Experiments on PagedJAX: strict configs, workloads, sweeps, metrics and a report.
+"""Experiments on PagedJAX: strict configs, workloads, sweeps, metrics and reports.
 
 python -m experiments.run configs/quickstart.yaml        measure
 experiments.load_runs("runs/quickstart")                 read the results as a pandas DataFrame
 python -m experiments.report runs/quickstart             draw the report again
 python -m experiments.compare runs/before runs/after     is a difference real?
 python -m experiments.capacity configs/...yaml           the highest rate that meets the config's targets
+python -m experiments.reproduce 003                      a published result, reproduced
+
+This folder holds one module for each of these commands, and nothing else. Imports between the folders go one way:
+
+    reproduce -> studies -> hardware -> bench -> core
+    run, capacity, compare, report -> analysis -> core -> simulation -> pagedjax
+
+    core/         config, workload, driver, metrics, sweep, and the folders of results
+    simulation/   an engine without a device, and its cost model
+    analysis/     a sweep as tables, sentences and plots
+    bench/        benchmarks, one question in each module
+    hardware/     programs that run on, or compile for, a GPU or a TPU
+    training/     a small model that is served while it is trained
+    studies/      published results, one folder each
+    results/      measurements that the documents quote
 """
 
 from __future__ import annotations
@@ -19,21 +34,21 @@ __all__ = ["load_runs"]
 
 
 def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
-    """Every run found below `folder`, one row for each point and repeat.
+    """Every run below `folder`, one row for each point and repeat.
 
     Columns: the swept keys by their short names (`block_size`), `label`, `point` (hash), `repeat`, `failed` (missing,
-    or why), the summary's numbers with dotted names (`ttft_s.p50`), `commit`, `device`, and `run` (the run's folder).
+    or the reason), the summary's numbers with dotted names (`ttft_s.p50`), `commit`, `device`, and `run` (the run's
+    folder).
 
     Raises:
-        ValueError: no run lies below `folder`; the message says what one looks like.
+        ValueError: there is no run below `folder`; the message describes a run's folder.
         ImportError: pandas is missing; the message says how to install it.
     """
     from experiments.core.libraries import require
     from experiments.core.store import read_runs
 
     pandas = require("pandas")
-    runs = read_runs(folder)
-    return pandas.DataFrame([_row(run) for run in runs])
+    return pandas.DataFrame([_row(run) for run in read_runs(folder)])
 
 
 def _row(run: dict[str, Any]) -> dict[str, Any]:

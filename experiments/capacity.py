@@ -3,18 +3,18 @@
     --share 0.9         at least this share of requests meets every target of the config's `slo`, as goodput counts them
     --percentile 99     or: the 99th percentiles of TTFT and ITL (all gaps pooled) are each within slo.ttft and slo.itl
 
-Each probe measures the config at one rate (workload.arrivals.rate; for a trace 1 / time_scale: so many times as fast as
-it was recorded) and is a point of the sweep <out>/<name>-capacity, so that the same command goes on from the probes
-that are done. The first is at the config's own rate; the next ones double or halve it until one probe meets the targets
-and one does not; then comes the geometric middle of the two, until they are within `tolerance`. Repeats count by their
-median.
+Each probe measures the config at one rate (workload.arrivals.rate; for a trace 1 / time_scale, a multiple of the
+recorded speed). It is a point of the sweep <out>/<name>-capacity, so the same command resumes after the finished
+probes. The first probe has the config's own rate. The next ones double or halve it until one probe meets the targets
+and one does not; then the geometric middle of the two is probed, until they are within `tolerance`. The median of
+repeats counts.
 
-Bisection believes that every rate below one that is met is met too. Nothing makes that so: a batch that happens to fill
-better can turn it around. So two rates above the answer are probed as well, and where a higher rate was met than one
-that was not, the answer says so. It holds for this workload: with few requests the queue of a rate that is too high has
-no time to grow, and the answer comes out too high.
+Bisection assumes that every rate below a met rate is met too. This need not hold: a batch that happens to fill better
+can reverse it. So two rates above the answer are probed as well, and the answer says if a rate was met above a rate
+that was not. The answer is valid for this workload: with few requests, the queue of a rate that is too high has no time
+to grow, and the answer is too high.
 
-Exit status: 0 found, 1 not found or a run failed (the last line says why), 2 the config is wrong.
+Exit status: 0 found, 1 not found or a run failed (the last line gives the reason), 2 the config is wrong.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import run
 from experiments.analysis.sweep_points import aligned, number
-from experiments.core import config, store
+from experiments.core import config, store, sweep
 from experiments.core.config import Point, Slo
 from experiments.core.draws import AtOnce
 from experiments.core.engines import plan_runs
 from experiments.core.metrics import RequestRecord
+from experiments.core.overrides import override_all
 from experiments.core.store import flatten
+from experiments.core.strict import load_file
 from experiments.core.workloads import Spec, Trace
 from pagedjax.load_client.summary import PERCENTILES
 
-OUTWARD = 12  # probes at most that look for a rate that is met and one that is not
+OUTWARD = 12  # most probes to find one met rate and one unmet rate
 BEYOND = 2  # probes above the answer
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """What a rate must meet: a share of requests, or a percentile of each latency."""
+    """The condition on a rate: a share of requests, or a percentile of each latency, within the targets."""
 
     slo: Slo
     share: float = 0.9
@@ -61,14 +62,14 @@ class Criterion:
             raise ValueError(f"--share is {self.share}; it must be above 0 and at most 1")
 
     def values(self, summaries: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """The numbers that decide, each the median over repeats, by their columns in a summary."""
+        """The deciding numbers, each the median over repeats, by their columns in a summary."""
         wanted = ["goodput.share"]
         if self.percentile is not None:
             targets = {"ttft_s": self.slo.ttft, "itl_s": self.slo.itl}
             wanted = [f"{name}.p{self.percentile}" for name, target in targets.items() if target is not None]
         flat = [flatten(summary["metrics"]) for summary in summaries]
         found = {name: [row[name] for row in flat if row[name] is not None] for name in wanted}
-        return {name: statistics.median(values) for name, values in found.items() if values}  # no gap: no ITL
+        return {name: statistics.median(values) for name, values in found.items() if values}  # no gaps: no ITL
 
     def met(self, values: dict[str, float]) -> bool:
         if self.percentile is None:
@@ -85,7 +86,7 @@ class Criterion:
 
 
 class Probe(NamedTuple):
-    """What was found at a rate. `alone`: no request met another, so that a lower rate changes nothing."""
+    """The result at a rate. `alone`: no two requests overlapped, so a lower rate changes nothing."""
 
     rate: float
     met: bool
@@ -94,7 +95,7 @@ class Probe(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Where to search: from `start`, or from `low` and `high`, beyond which nothing is probed."""
+    """The range of the search: from `start`, or within `low` and `high`."""
 
     start: float
     low: float | None = None
@@ -103,13 +104,13 @@ class Bounds(NamedTuple):
 
 
 def bracket(probes: Sequence[Probe]) -> tuple[float, float]:
-    """The lowest rate that was not met and the highest met one below it: (met, unmet), 0 and infinity without any."""
+    """(met, unmet): the lowest rate that was not met (or infinity), and the highest met rate below it (or 0)."""
     unmet = min((probe.rate for probe in probes if not probe.met), default=math.inf)
     return max((probe.rate for probe in probes if probe.met and probe.rate < unmet), default=0.0), unmet
 
 
 def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
-    """The rate to probe after `probes`; None when the search is over. Pure, so that a search can be taken up again."""
+    """The rate to probe after `probes`; None when the search is over. Pure, so that a search can be resumed."""
     start, low, high, tolerance = bounds
     done = {probe.rate for probe in probes}
     given = [rate for rate in (low, high) if rate is not None] or [start]
@@ -131,7 +132,7 @@ def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
 
 
 def rounded(rate: float) -> float:
-    """Four digits: a rate that can be read and typed, the same whenever the search comes by."""
+    """The rate with four digits, so that it is readable and the same in every search."""
     return float(f"{rate:.4g}")
 
 
@@ -146,7 +147,7 @@ def alone(requests: Sequence[RequestRecord]) -> bool:
 
 
 def rate_of(workload: Spec) -> tuple[float, str, str]:
-    """A workload's own rate, what it is counted in, and the key of the config that sets it."""
+    """(rate, unit, key of the config that sets it) of a workload."""
     if isinstance(workload, Trace):
         return 1 / workload.time_scale if workload.time_scale else 1.0, "times as recorded", "workload.time_scale"
     if isinstance(workload.arrivals, AtOnce):
@@ -159,8 +160,8 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
 
 def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Point]:
     """The raw config after `overrides`, and the one point that it is."""
-    raw = config.load_file(path)
-    config.override_all(raw, overrides)
+    raw = load_file(path)
+    override_all(raw, overrides)
     points = config.expand(raw, folder=path.parent)
     if len(points) > 1:
         keys = " and ".join(points[0].swept)
@@ -169,7 +170,7 @@ def read_config(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], P
 
 
 def at_rates(raw: dict[str, Any], base: Point, folder: Path, rates: Sequence[float]) -> list[Point]:
-    """The config as a sweep over `rates`, under a name of its own."""
+    """The config as a sweep over `rates`, under the name <name>-capacity."""
     key = rate_of(base.experiment.workload)[2]
     values = [1 / rate if isinstance(base.experiment.workload, Trace) else rate for rate in rates]
     sweep = {"list": [{**base.swept, key: value} for value in values]}
@@ -177,42 +178,42 @@ def at_rates(raw: dict[str, Any], base: Point, folder: Path, rates: Sequence[flo
 
 
 def _name(base: Point) -> str:
-    return f"{base.experiment.name}-capacity"  # not the config's own folder: its sweep is another one
+    return f"{base.experiment.name}-capacity"  # not the config's own folder, which has another sweep
 
 
 def judge(rate: float, summaries: Sequence[dict[str, Any]], criterion: Criterion, folder: Path) -> Probe:
-    """Raises RuntimeError when a repeat failed: its numbers say nothing of the rate."""
+    """The probe of a rate. Raises RuntimeError if a repeat failed."""
     for summary in summaries:
         if summary["failed"]:
             raise RuntimeError(f"the run at rate {rate:g}, repeat {summary['repeat']}, failed: {summary['failed']}")
     values = criterion.values(summaries)
     met = criterion.met(values)
-    lonely = not met and alone(store.read_requests(folder / summaries[0]["run"]))
-    return Probe(rate, met, lonely, values)
+    single = not met and alone(store.read_requests(folder / summaries[0]["run"]))
+    return Probe(rate, met, single, values)
 
 
 def reading(probes: Sequence[Probe], bounds: Bounds, criterion: Criterion, unit: str) -> list[str]:
     """The answer in sentences."""
     met, unmet = bracket(probes)
     if not met and any(probe.alone for probe in probes):
-        return [f"No capacity: not met at {unmet:g} {unit}, where no request meets another. Loosen the config's slo."]
+        return [f"No capacity: not met at {unmet:g} {unit}, where no two requests overlap. Loosen the config's slo."]
     if not met:
         return [f"No capacity found: not met even at {unmet:g} {unit}. Give a lower --low, or loosen the config's slo."]
     if unmet == math.inf:
-        more = "Give a higher --high" if bounds.high else "The requests are too few for a limit: raise their number"
+        more = "Give a higher --high" if bounds.high else "The number of requests is too small for a limit; raise it"
         return [f"No limit found: met even at {met:g} {unit}. {more}."]
-    said = [f"Capacity: {met:g} {unit} ({unmet:g} is too much), by {criterion}."]
+    sentences = [f"Capacity: {met:g} {unit} ({unmet:g} is too much), by {criterion}."]
     if higher := unordered(probes):
         rates = " and ".join(f"{rate:g}" for rate in higher)
-        said.append(
-            f"Not monotone: met at {rates} although not at {unmet:g}, so the limit lies anywhere from {met:g} up to "
-            f"beyond {max(higher):g}. More requests or repeats tell it better."
+        sentences.append(
+            f"Not monotone: met at {rates} although not at {unmet:g}, so the limit is between {met:g} and a rate above "
+            f"{max(higher):g}. More requests or repeats give a better answer."
         )
-    return said
+    return sentences
 
 
 def table(probes: Sequence[Probe], unit: str) -> str:
-    """The probes in order of rate, with the numbers that decided."""
+    """The probes in order of rate, with the deciding numbers."""
     rows = sorted(probes, key=lambda probe: probe.rate)
     columns = {unit: [f"{probe.rate:g}" for probe in rows]}
     for name in dict.fromkeys(name for probe in rows for name in probe.values):
@@ -233,14 +234,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(options.out) / _name(base)
         again = f"Delete {folder} to measure all probes again"
         store.clean(folder)
-        measure_all = partial(run.in_turn, engines=run.make_engines(1, quiet=options.quiet))
+        measure_all = partial(sweep.in_turn, engines=sweep.make_engines(1, quiet=options.quiet))
         while (rate := next_rate(probes, bounds)) is not None:
             rates = sorted([rate, *(probe.rate for probe in probes)])
             points = at_rates(raw, base, path.parent, rates)
             plan = plan_runs(points, 1)
-            run.write_sweep(folder, points, shlex.join(["python", "-m", "experiments.capacity", *arguments]))
-            done = run.finished_runs(plan, folder, again)
-            summaries = run.sweep(plan, folder, done, measure_all, quiet=True, remedy=again)
+            sweep.write_sweep(folder, points, shlex.join(["python", "-m", "experiments.capacity", *arguments]))
+            done = sweep.finished_runs(plan, folder, again)
+            summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=True, remedy=again)
             probes.append(judge(rate, [s for s in summaries if s["order"] == rates.index(rate)], criterion, folder))
             if not options.quiet:
                 print(f"{rate:g} {unit}: {'met' if probes[-1].met else 'not met'}", file=sys.stderr)
@@ -251,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from the probes that are done", file=sys.stderr)
+        print("\nstopped; the same command resumes after the finished probes", file=sys.stderr)
         return 130
     met, unmet = bracket(probes)
     found = {"criterion": str(criterion), "unit": unit, "met": met, "unmet": unmet if unmet < math.inf else None}
@@ -284,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--high", type=float, help="highest rate to probe (default: doubled from the config's own)")
     parser.add_argument("--tolerance", type=float, default=0.05, help="of the answer, as a share (default: 0.05)")
     parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
-    parser.add_argument("--quiet", action="store_true", help="say nothing until the end")
+    parser.add_argument("--quiet", action="store_true", help="print nothing until the end")
     return parser
 
 

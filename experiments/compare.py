@@ -1,29 +1,29 @@
 """Is a difference real? python -m experiments.compare A B [--metric output_tokens_per_s ...] [--confidence 0.95]
 
-A and B are folders of a sweep, of a point or of a run, or globs of such ('runs/w1/*/0', in quotes). Sweeps over the
-same keys are compared point by point; else each side must be one point. Runs that failed are left out.
+A and B are folders of a sweep, a point or a run, or globs of such folders ('runs/w1/*/0', in quotes). Sweeps over the
+same keys are compared point by point; otherwise each side must be one point. Failed runs are left out.
 
-The ratio B / A comes with an interval:
+The ratio B / A has an interval:
 
-    several runs each   of geometric means over repeats, by Student's t on the logarithms: over the pairs of repeats of
+    several runs each   of geometric means over repeats, by Student's t on the logarithms: over pairs of repeats with
                         one number if both sides have the same repeats of the same workload, else Welch's. It covers
-                        what other repeats on such a machine would show.
+                        other repeats on the same machine.
     one run each        of a percentile of latencies (ttft_s.p90 ...) if both ran the same requests: a bootstrap over
-                        requests, each drawn on both sides at once, with all its gaps. It covers what other requests
-                        would show, not other runs: a slow minute of the machine hides in it, and as neighbours in a
-                        queue are alike it is rather too narrow. A number of the whole run (throughput) has none.
+                        requests, each drawn on both sides together, with all its gaps. It covers other requests, not
+                        other runs: it does not show a slow minute of the machine, and it is rather too narrow, because
+                        neighbours in a queue are alike. A number of the whole run (throughput) has no interval.
 
-The same requests are those that come at the same times, with prompts of the same lengths, as many output tokens at
-most and as many branches, one by one (requests.jsonl); which tokens a prompt had is not kept. Where the device, commit
-or version of JAX of the two sides differ, that is said.
+Two runs have the same requests if arrival times, prompt lengths, maximum output tokens and numbers of branches agree,
+one by one (requests.jsonl; the prompts' tokens are not recorded). A difference of device, commit or version of JAX
+between the sides is reported.
 
-A difference is called real when the interval leaves out 1. That is weak with few repeats: with two or three only large
-differences can be told, and t takes logarithms to spread normally. What takes nothing for granted does no better: a
-bootstrap of three repeats calls a quarter of all equal things different, and a permutation test of them can call none
-different at 0.95. Repeats with one seed say nothing of other workloads (`reseed` does). Of many comparisons some look
-real by chance; the last line says how many.
+A difference is called real if the interval excludes 1. This is weak with few repeats: two or three show only large
+differences, and t assumes normally distributed logarithms. Methods without that assumption are not better: a bootstrap
+of three repeats calls a quarter of all equal things different, and a permutation test of three can call none different
+at 0.95. Repeats with one seed say nothing about other workloads (use `reseed`). Of many comparisons, some look real by
+chance; the last line says how many.
 
-Exit status: 0 whatever the verdict, 2 for what cannot be compared.
+Exit status: 0 for any verdict, 2 if the folders cannot be compared.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ LATENCIES = {
     "e2e_s": lambda request: [request.e2e],
     "queue_s": lambda request: [request.queue],
 }
-WHERE = ("device", "commit", "source", "jax")  # source: what run.py says of code that need not be committed
-NOISE = "nothing can be said of noise"
+WHERE = ("device", "commit", "source", "jax")  # source: the hash of the code, committed or not
+NOISE = "the noise between runs is not known"
 ONCE = f"one run each: {NOISE}"
 
 
 class Ratio(NamedTuple):
-    """B / A with its interval, and the sentence; numbers are None where there is none."""
+    """B / A with its interval, and the verdict in words; None for numbers that cannot be computed."""
 
     ratio: float | None
     low: float | None
@@ -73,7 +73,7 @@ class Ratio(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The good runs of one point, in order of repeat."""
+    """The successful runs of one point, in order of repeat."""
 
     label: str
     runs: tuple[dict[str, Any], ...]
@@ -84,10 +84,10 @@ class Side(NamedTuple):
 
 
 def read(where: str) -> tuple[list[Side], list[str]]:
-    """The points that `where` names, and what was left out, in words."""
+    """The points that `where` names, and notes on runs that are left out."""
     folders = [where] if Path(where).is_dir() else sorted(path for path in glob.glob(where) if Path(path).is_dir())
     if not folders:
-        raise ValueError(f"there is no folder {where!r}; give that of a sweep, a point or a run, or a glob of such")
+        raise ValueError(f"there is no folder {where!r}; give a folder of a sweep, a point or a run, or a glob")
     runs = list({run["run"]: run for folder in folders for run in store.read_runs(folder)}.values())
     good = [run for run in runs if not run["failed"]]
     if not good:
@@ -101,14 +101,14 @@ def read(where: str) -> tuple[list[Side], list[str]]:
 
 
 def match(a: Sequence[Side], b: Sequence[Side]) -> tuple[list[tuple[str, Side, Side]], list[str]]:
-    """The pairs of points to compare, each with its label, and what has no partner, in words."""
+    """The pairs of points to compare, each with its label, and notes on points without a partner."""
     if len(a) == len(b) == 1:
         one, other = a[0].label, b[0].label
         return [(one if one == other else f"{one} (A) against {other} (B)", a[0], b[0])], []
     keys = [sorted({path for side in sides for path in side.runs[0]["swept"]}) for sides in (a, b)]
     if keys[0] != keys[1]:
-        said = [f"{len(sides)} points over {', '.join(k) or 'nothing'}" for sides, k in zip((a, b), keys, strict=True)]
-        raise ValueError(f"A has {said[0]}, and B {said[1]}: give sweeps over the same keys, or one point of each")
+        texts = [f"{len(sides)} points over {', '.join(k) or 'nothing'}" for sides, k in zip((a, b), keys, strict=True)]
+        raise ValueError(f"A has {texts[0]}, and B {texts[1]}: give sweeps over the same keys, or one point of each")
     places = [_by_swept(name, sides) for name, sides in (("A", a), ("B", b))]
     both = [swept for swept in places[0] if swept in places[1]]
     if not both:
@@ -138,7 +138,7 @@ def _by_swept(name: str, sides: Sequence[Side]) -> dict[str, Side]:
 
 
 def unpaired(a: Side, b: Side) -> str | None:
-    """Why the runs of two points make no pairs; None when they do. One run each is a pair, whatever their numbers."""
+    """Why the runs of two points are not paired; None if they are. One run each is always a pair."""
     if len(a.runs) == len(b.runs) == 1:
         return other_workload(a.runs[0], b.runs[0])
     for name, side in (("A", a), ("B", b)):
@@ -151,13 +151,13 @@ def unpaired(a: Side, b: Side) -> str | None:
 
 
 def other_workload(a: dict[str, Any], b: dict[str, Any]) -> str | None:
-    """In what the workloads of two runs differ, in all or in a request; None when they are the same."""
+    """The difference between the workloads of two runs, in total or in a request; None if they are the same."""
     differ = [key for key, value in a["workload"].items() if b["workload"].get(key) != value]
     if differ:
         return f"the workloads of repeat {a['repeat']} differ in {', '.join(differ)}"
     try:
         asked = [[_asked(request) for request in store.read_requests(Path(run["run"]))] for run in (a, b)]
-    except ValueError as error:  # a folder of results may hold the summaries alone
+    except ValueError as error:  # a folder of results may have the summaries only
         return f"whether repeat {a['repeat']} had the same requests is not known: {error}"
     for i, (one, other) in enumerate(zip(*asked, strict=True)):
         for name, value in one.items():
@@ -167,13 +167,13 @@ def other_workload(a: dict[str, Any], b: dict[str, Any]) -> str | None:
 
 
 def _asked(request: RequestRecord) -> dict[str, Any]:
-    """What a request wanted: all that its record has but what became of it."""
-    wanted = {key: value for key, value in request._asdict().items() if key not in ("request_id", "first_scheduled")}
-    return {**wanted, "branches": len(request.branches)}
+    """The input of a request: its record without the results."""
+    inputs = {key: value for key, value in request._asdict().items() if key not in ("request_id", "first_scheduled")}
+    return {**inputs, "branches": len(request.branches)}
 
 
 def elsewhere(a: Side, b: Side) -> list[str]:
-    """Where the sides ran on something else: device, code, version of JAX."""
+    """Notes on differences of device, code and version of JAX between the sides."""
     found = [{key: sorted({_where(run)[key] for run in side.runs}) for key in WHERE} for side in (a, b)]
     return [
         f"{key} differs: A {' and '.join(found[0][key])}, B {' and '.join(found[1][key])}"
@@ -183,7 +183,7 @@ def elsewhere(a: Side, b: Side) -> list[str]:
 
 
 def _where(run: dict[str, Any]) -> dict[str, str]:
-    file = Path(run["run"]) / "env.json"  # has it where the summary, of an earlier version, has not
+    file = Path(run["run"]) / "env.json"  # summaries of earlier versions do not have it
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() and not run.get("jax") else {}
     found = {"jax": kept.get("versions", {}).get("jax"), **{key: run[key] for key in WHERE if run.get(key)}}
     return {key: str(found.get(key) or "not known") for key in WHERE}
@@ -197,19 +197,19 @@ def of_runs(a: Sequence[float], b: Sequence[float], *, paired: bool, confidence:
     """The ratio of geometric means over several runs each."""
     if min(*a, *b) <= 0:
         same = sorted(a) == sorted(b)
-        return Ratio(None, None, None, "the same in every run" if same else "no ratio can be formed: there is a zero")
+        return Ratio(None, None, None, "the same in every run" if same else "no ratio can be computed: there is a zero")
     logs_a, logs_b = np.log(a), np.log(b)
     middle = float(logs_b.mean() - logs_a.mean())
     spreads = [np.ptp(logs_b - logs_a)] if paired else [np.ptp(logs_a), np.ptp(logs_b)]
-    if max(spreads) < 1e-12:  # simulated, or a count: no test has anything to divide by
+    if max(spreads) < 1e-12:  # simulated, or a count: the variance is zero
         ratio = math.exp(middle)
         same = abs(middle) < 1e-12
         words = "the same in every run" if same else f"B is {times(ratio)} times A in every repeat: real, without noise"
         return Ratio(ratio, ratio, ratio, words)
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # one side without noise is no mistake
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # one side without noise is allowed
         test = stats.ttest_rel(logs_b, logs_a) if paired else stats.ttest_ind(logs_b, logs_a, equal_var=False)
     interval = test.confidence_interval(confidence)
-    low, high = (math.exp(min(float(bound), 700.0)) for bound in interval)  # two wild runs reach beyond any number
+    low, high = (math.exp(min(float(bound), 700.0)) for bound in interval)  # avoids overflow
     ratio = math.exp(middle)
     return Ratio(ratio, low, high, verdict(ratio, low, high))
 
@@ -220,7 +220,7 @@ def of_requests(
     """The ratio of a percentile of one latency over the same requests in two runs."""
     needed = max(FEWEST, math.ceil(100 * BEYOND / (100 - percentile)))
     if len(a) < needed:
-        few = f"; and {len(a)} requests are too few for its p{percentile}, which takes {needed}"
+        few = f"; and {len(a)} requests are too few for p{percentile}, which needs {needed}"
         return Ratio(None, None, None, f"{ONCE}{few}")
     sides = []
     for requests in (a, b):
@@ -229,7 +229,7 @@ def of_requests(
         sides.append((owner, np.array([value for own in values for value in own])))
 
     def ratio_of(drawn: np.ndarray) -> float:
-        """Of the requests in `drawn`: those of one number are drawn together, with all their gaps."""
+        """The ratio over the requests in `drawn`, each drawn on both sides with all its gaps."""
         counts = np.bincount(drawn, minlength=len(a))
         chosen = [np.repeat(values, counts[owner]) for owner, values in sides]
         if not all(map(len, chosen)):
@@ -239,9 +239,9 @@ def of_requests(
 
     everyone = np.arange(len(a))
     if not all(len(values) and np.percentile(values, percentile) > 0 for _, values in sides):
-        return Ratio(None, None, None, "no ratio can be formed: there is a zero, or no value")
+        return Ratio(None, None, None, "no ratio can be computed: there is a zero, or no value")
     ratio = ratio_of(everyone)
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of resamples that have no ratio
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # from resamples without a ratio
         found = stats.bootstrap(
             (everyone,),
             ratio_of,
@@ -254,16 +254,16 @@ def of_requests(
     lost = int((~np.isfinite(found.bootstrap_distribution)).sum())
     if lost:
         few = f"{lost} of {RESAMPLES} resamples have no value, or a zero"
-        return Ratio(ratio, None, None, f"no interval can be formed: {few} (B is {times(ratio)} times A); {ONCE}")
+        return Ratio(ratio, None, None, f"no interval can be computed: {few} (B is {times(ratio)} times A); {ONCE}")
     low, high = map(float, found.confidence_interval)
-    return Ratio(ratio, low, high, f"{verdict(ratio, low, high)}, of these {len(a)} requests; {ONCE} between runs")
+    return Ratio(ratio, low, high, f"{verdict(ratio, low, high)}, of these {len(a)} requests; {ONCE}")
 
 
 def verdict(ratio: float, low: float, high: float) -> str:
     """The interval in words."""
     digits = 2 if high <= low else max(2, -math.floor(math.log10(high - low)))
     said = f"B is {times(ratio, digits)} times A ({times(low, digits)} to {times(high, digits)})"
-    return f"{said}: real" if low > 1.0 or high < 1.0 else f"no difference can be told: {said}"
+    return f"{said}: real" if low > 1.0 or high < 1.0 else f"no difference can be shown: {said}"
 
 
 def times(ratio: float, digits: int = 2) -> str:
@@ -274,7 +274,7 @@ def values_of(side: Side, metric: str) -> list[float]:
     """A metric in each run of a point.
 
     Raises:
-        ValueError: there is no such number in a summary; the message says which there are.
+        ValueError: a summary has no such number; the message names the known ones.
     """
     values = []
     for run in side.runs:
@@ -288,7 +288,7 @@ def values_of(side: Side, metric: str) -> list[float]:
 def compare(
     a: Side, b: Side, metric: str, *, apart: str | None, confidence: float
 ) -> tuple[float | None, float | None, Ratio]:
-    """The medians of both sides and what can be said of their ratio. `apart`: what `unpaired` says of them."""
+    """The medians of both sides and their ratio. `apart`: the result of `unpaired`."""
     ours, theirs = values_of(a, metric), values_of(b, metric)
     if not ours or not theirs:
         return None, None, Ratio(None, None, None, "there is no such value in A or in B")
@@ -308,7 +308,7 @@ def compare(
 
 
 def how(a: Side, b: Side, apart: str | None) -> str:
-    """How the runs of two points are set beside each other."""
+    """How the runs of two points are compared, in words."""
     if len(a.runs) == len(b.runs) == 1:
         return apart or "one run each of the same requests"
     return f"{len(a.runs)} pairs of repeats" if apart is None else f"repeats are not paired: {apart}"
@@ -341,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judged = sum(ratio.low is not None and ratio.low < (ratio.high or 0.0) for *_, ratio in rows)
     if judged > 1:
         chance = (1 - options.confidence) * judged
-        notes.append(f"of {judged} intervals at {options.confidence:g}, {chance:.2g} leave out 1 by chance alone")
+        notes.append(f"of {judged} intervals at {options.confidence:g}, {chance:.2g} exclude 1 by chance alone")
     for label, a, b in pairs:
         found = [row for row in rows if row[0] == label]
         columns = {
@@ -363,13 +363,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments.compare", description="Is a difference real?")
-    parser.add_argument("a", help="folder of a sweep, a point or a run, or a glob of such")
+    parser.add_argument("a", help="folder of a sweep, a point or a run, or a glob of such folders")
     parser.add_argument("b", help="the other one; ratios are B / A")
     parser.add_argument(
         "--metric", nargs="+", default=METRICS, help=f"numbers of summary.json (default: {' '.join(METRICS)})"
     )
     parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (default: 0.95)")
-    parser.add_argument("--json", metavar="FILE", help="write all of it there too")
+    parser.add_argument("--json", metavar="FILE", help="also write all results to this file")
     return parser
 
 

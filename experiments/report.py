@@ -1,4 +1,4 @@
-"""report.html of a sweep, one file without outside assets. `python -m experiments.report FOLDER` draws it again."""
+"""report.html of a sweep, one self-contained file. `python -m experiments.report FOLDER` draws it again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from experiments.core.libraries import require
 
 
 def write(folder: Path) -> Path:
-    """Draw the report of the sweep in `folder` and return its path. Raises ValueError when the folder has no runs."""
+    """Draw the report of the sweep in `folder` and return its path. Raises ValueError if the folder has no runs."""
     runs = store.read_runs(folder)
     try:
         about = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
@@ -84,22 +84,22 @@ def page(
 
 
 def mark_labels(sentence: str, rows: Sequence[PointRow]) -> Markup:
-    """The sentence with the points' labels set apart, so that names with underscores do not disturb the reading."""
+    """The sentence with the points' labels in bold."""
     labels = sorted({str(escape(row.label)) for row in rows}, key=len, reverse=True)  # the longest match first
     pattern = re.compile("|".join(map(re.escape, labels)) or "$^")
     return Markup(pattern.sub(lambda found: f"<b>{found[0]}</b>", str(escape(sentence))))
 
 
 def axes_note(axes: Axes) -> str:
-    """How the plots were laid out, in words."""
+    """The axes of the plots, in words."""
     if axes.x is None:
-        return "No numeric key is swept, so the points lie side by side."
+        return "No numeric key is swept, so the points are side by side."
     per_line = f", one line for each {' and '.join(axes.lines)}" if axes.lines else ""
-    return f"{axes.x} runs along x{per_line}. Lines are medians over repeats, bands reach from the least to the most."
+    return f"{axes.x} is the x axis{per_line}. Lines are medians over repeats; bands are the range."
 
 
 def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
-    """The plots in groups; a plot that has nothing to show is left out."""
+    """The plots in groups, without empty plots."""
     if not rows:
         return []
     require("matplotlib")
@@ -121,8 +121,8 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
             "figures": figures(THROUGHPUT, TTFT, ITL),
         },
         {
-            "title": "What throughput costs",
-            "note": "Up and to the left is better. The dashed front joins the points that no other one beats on both.",
+            "title": "Throughput against latency",
+            "note": "Up and to the left is better. The dashed line joins the points that no other point beats in both.",
             "legend": by_line,
             "figures": [
                 figure
@@ -131,14 +131,14 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
             ],
         },
         {
-            "title": "Where memory goes",
-            "note": "Slots of used blocks without a token are internal fragmentation; padding is computed for nothing.",
+            "title": "Memory",
+            "note": "Slots of used blocks without a token are internal fragmentation; padding is computed without use.",
             "legend": by_line,
             "figures": figures(FRAGMENTATION, PEAK_SLOTS, PADDING),
         },
         {
-            "title": "Where a step's time goes",
-            "note": "Device: from dispatch until the sampled tokens are on the host. Host: schedule, pack and commit.",
+            "title": "Time of a step",
+            "note": "Device: from dispatch until the sampled tokens are on the host. Host: schedule, pack, commit.",
             "legend": {"title": "", "entries": ["device", "host"]},
             "figures": wide("Mean time of a step", plots.time_plot(rows)),
         },
@@ -147,7 +147,7 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
 
 
 def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One run over time, step by step: who runs and waits, and how full the cache is."""
+    """One run over time: sequences that run and wait, tokens, and the use of the cache."""
     fastest = sweep_points.best(rows, THROUGHPUT)
     if len(steps) < 2 or fastest is None:
         return []
@@ -169,7 +169,7 @@ def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[
 
 
 def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:
-    """What the colours mean, in their order; None when everything has one colour. One key is named once, in front."""
+    """The legend of the colours in order; None if there is one colour. A single key is its title."""
     if axes.x is None or not axes.lines:
         return None
     entries, keys = list(sweep_points.lines(rows, axes)), list(axes.lines)
@@ -179,7 +179,7 @@ def legend(rows: Sequence[PointRow], axes: Axes) -> dict[str, Any] | None:
 
 
 def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict[str, str]]:
-    """The few numbers to see first."""
+    """The main numbers, for the top of the page."""
     shown = []
     for metric, title in ((THROUGHPUT, "best throughput"), (TTFT, "lowest TTFT p50"), (ITL, "lowest ITL p50")):
         row = sweep_points.best(rows, metric)
@@ -187,7 +187,7 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
             shown.append({"value": number(row.middle(metric)), "unit": metric.unit, "title": title, "note": row.label})
     spread = sweep_points.widest_spread(rows, THROUGHPUT)
     if spread is not None:
-        note = "widest range of one point, of its median"
+        note = "widest range of one point, as a share of its median"
         shown.append({"value": f"{spread:.1%}", "unit": "", "title": "spread over repeats", "note": note})
     good = sum(1 for run in runs if not run["failed"])
     note = f"{len(rows)} point{'s' if len(rows) != 1 else ''}" + (
@@ -197,7 +197,7 @@ def tiles(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow]) -> list[dict
 
 
 def table(rows: Sequence[PointRow]) -> dict[str, Any]:
-    """Head and body of the table of points: each cell its text, its value to sort by, and its range over repeats."""
+    """Head and body of the table of points: text, sort key and range over repeats of each cell."""
     keys = sweep_points.swept_keys(rows)
     metrics = [metric for metric in TABLE if any(metric.column in row.values for row in rows)]
     most = max((row.middle(THROUGHPUT) for row in rows), default=1.0)
@@ -222,7 +222,7 @@ def table(rows: Sequence[PointRow]) -> dict[str, Any]:
 
 
 def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The environment in pairs; where runs differ in a fact, all its values are given."""
+    """The environment as (name, value) pairs. If runs differ, all values are given."""
 
     def values(*path: str) -> str:
         found: list[str] = []
@@ -249,14 +249,14 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         ("Commit", values("commit") + (", with uncommitted changes" if "True" in values("dirty") else "")),
         ("Flags", ", ".join(flags) or "none"),
         ("Load before a run", f"{min(loads):g} to {max(loads):g} processes" if loads else ""),
-        ("Processor time its host gave to others", f"{min(stolen):.0f} to {max(stolen):.0f} % a run" if stolen else ""),
+        ("Processor time stolen by the host", f"{min(stolen):.0f} to {max(stolen):.0f} % a run" if stolen else ""),
         *startup_facts(environments),
     ]
     return [(name, value) for name, value in pairs if value]
 
 
 def startup_facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Seconds that engines took to start, by stage, over the engines of the sweep."""
+    """Start-up seconds by stage, over the engines of the sweep."""
     engines = {json.dumps(env["engine"], sort_keys=True): env["startup"] for env in environments if "startup" in env}
     stages = dict.fromkeys(stage for startup in engines.values() for stage in startup)
     shown = []

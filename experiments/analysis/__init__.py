@@ -1,1 +1,1 @@
-"""Reading results: repeats folded into points, tables, plots."""
+"""Results for a reader: repeats folded into points, sentences, tables and plots. Pure functions of summaries."""

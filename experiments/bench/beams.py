@@ -1,4 +1,4 @@
-"""What beam search saves: the share of cache blocks that beams have together. Real text, a real model, real beams.
+"""Which share of cache blocks does beam search save, on real text with a real model?
 
 python -m experiments.bench.beams
 python -m experiments.bench.beams --requests 8 --widths 4 --block-size 8
@@ -6,9 +6,9 @@ python -m experiments.bench.beams --requests 8 --widths 4 --block-size 8
     saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
 
 It is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values for Alpaca are printed
-beside it. How much beams share depends on where they part, which no random numbers imitate: so the model runs. Prompts
-are windows of configs/prompts/english.txt, prompt and output lengths exponential with Alpaca's means (the paper's
-Fig. 11), rounded and at least 1; the end of text is ignored, prefix caching is off, all requests come at once.
+beside it. Sharing depends on where beams diverge, which random numbers cannot imitate, so a real model runs. Prompts
+are windows of configs/prompts/english.txt. Prompt and output lengths are exponential with Alpaca's means (the paper's
+Fig. 11), rounded and at least 1. The end of text is ignored, prefix caching is off, all requests arrive at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pagedjax import LLM, BeamSearchParams, load_model
 from pagedjax.weights.pretrained import LoadedModel
 
 TEXT = Path(__file__).parents[2] / "configs" / "prompts" / "english.txt"
-PLACES = 48
-LONGEST = 448  # tokens of a request; of exponential lengths with Alpaca's means one in 500 would be longer
+PLACES = 48  # sequences that run at the same time
+LONGEST = 448  # most tokens of a request; with Alpaca's means, one exponential length in 500 is longer
 
 
 def draw(tokens: Sequence[int], data: Dataset, count: int, seed: int) -> list[tuple[list[int], int]]:
@@ -44,7 +44,7 @@ def draw(tokens: Sequence[int], data: Dataset, count: int, seed: int) -> list[tu
 
 
 def searcher(model: LoadedModel, block_size: int) -> LLM:
-    """An engine with PLACES for beams, and a block for each of their tokens."""
+    """An engine that runs PLACES beams, with blocks for all of their tokens."""
     return LLM(
         model,
         progress=False,
@@ -58,17 +58,17 @@ def searcher(model: LoadedModel, block_size: int) -> LLM:
     )
 
 
-def measure(llm: LLM, asks: Sequence[tuple[list[int], int]], width: int) -> Saved:
-    """Search for all of them together, as many at a time as have places."""
+def measure(llm: LLM, requests: Sequence[tuple[list[int], int]], width: int) -> Saved:
+    """Run a beam search of `width` for all requests, as many at a time as PLACES allows."""
     llm.engine.reset()
-    for i, (prompt, output) in enumerate(asks):
+    for i, (prompt, output) in enumerate(requests):
         names = branch_ids(f"r{i}", width)
         llm.engine.add(names[0], prompt, BeamSearchParams(width, output, ignore_eos=True), forks=names[1:])
     listed = used = steps = preemptions = 0
     while llm.engine.has_work:
         result = llm.engine.step()
         assert result is not None
-        listed += sum(len(seq.blocks) for seq in result.plan.seqs)  # beams advance together, so all of them have rows
+        listed += sum(len(seq.blocks) for seq in result.plan.seqs)  # beams advance together, so each has a row
         used += result.plan.blocks_used
         steps += 1
         preemptions += len(result.plan.preempted)
@@ -88,15 +88,15 @@ def main(arguments: list[str] | None = None) -> int:
         if value < 1:
             parser.error(f"--{name} is {value}; it must be at least 1")
     if max(args.widths) > PLACES:
-        parser.error(f"--widths has {max(args.widths)}; {PLACES} beams have a place at a time")
+        parser.error(f"--widths has {max(args.widths)}; at most {PLACES} beams run at the same time")
     try:
         model = load_model(args.model)
         llm, rows = searcher(model, args.block_size), []
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    asks = draw(model.tokenizer.encode(TEXT.read_text("utf-8")), ALPACA, args.requests, args.seed)
+    requests = draw(model.tokenizer.encode(TEXT.read_text("utf-8")), ALPACA, args.requests, args.seed)
     for width in args.widths:
-        saved = measure(llm, asks, width)
+        saved = measure(llm, requests, width)
         rows.append({"width": width, "saved": 100 * saved.share, "paper": ALPACA.beams.get(width), **saved._asdict()})
         if not args.json:
             paper = "-" if rows[-1]["paper"] is None else f"{rows[-1]['paper']:.2f} %"

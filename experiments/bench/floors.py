@@ -1,9 +1,9 @@
-"""What a decode step cannot be faster than: the time of its memory traffic and of its matrix products, alone.
+"""How close is a decode step to its lower bounds, the time of its memory traffic and of its matrix products?
 
     python -m experiments.bench.floors [--batches 1 8 64] [--context 253] [--json out.json]
 
-Timed in turn with the step itself: reading every weight once (what binds at batch 1), and the step's own matrix
-products alone, both without and with the products of attention over contiguous keys and values.
+Timed in turn with the step: reading every weight once (the bound at batch 1), and the step's matrix products alone,
+without and with the products of attention over contiguous keys and values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pagedjax import LLM, SamplingParams
 from pagedjax.device.models import Model
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
-Run = Callable[[], Any]  # runs to the end; times itself nowhere
+Run = Callable[[], Any]  # runs to the end, without timing
 
 
 def _ready(function: Callable[..., Any], *args: Any) -> Run:
@@ -34,21 +34,21 @@ def _ready(function: Callable[..., Any], *args: Any) -> Run:
 
 
 def read_weights(model: Model) -> Run:
-    """Every weight once: one matrix-vector product a matrix, which does nothing but stream it."""
+    """Read every weight once, by one matrix-vector product for each matrix."""
     matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
     vectors = [jnp.ones(w.shape[1], w.dtype) for w in matrices]
     return _ready(lambda ws, xs: [(w @ x).sum() for w, x in zip(ws, xs, strict=True)], matrices, vectors)
 
 
 def weight_products(model: Model, batch: int) -> Run:
-    """The step's products with weights, in its own orientation, chained through nothing but their shapes."""
+    """The step's products with weights, [out, in] @ [in, batch] as in the step, independent of each other."""
     matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
     columns = {n: jnp.ones((n, batch), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
     return _ready(lambda ws, xs: [w @ xs[w.shape[1]] for w in ws], matrices, columns)
 
 
 def attention_products(model: Model, batch: int, context: int) -> Run:
-    """q k^T and p v of every layer over contiguous keys and values, tokens minor and features minor as the cache."""
+    """q k^T and p v of every layer over contiguous keys [.., D, context] and values [.., context, D]."""
     c = model.config
     group = c.heads // c.kv_heads
     dtype = model.dtype
@@ -65,7 +65,7 @@ def attention_products(model: Model, batch: int, context: int) -> Run:
 
 
 def beside_floors(batches: Sequence[int], context: int, repeats: int, name: str) -> list[dict[str, Any]]:
-    """The median decode step of each batch size beside what it cannot be faster than."""
+    """The median decode step of each batch size and its lower bounds, in milliseconds."""
     length = context + repeats + 2
     buckets = sorted({*batches, 2048})
     sizes: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": max(batches), "max_model_len": length}
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--{name} is {value}; it must be at least 1")
     try:
         rows = beside_floors(args.batches, args.context, args.repeats, args.model)
-    except (OSError, ValueError) as error:  # a model that is not there, or lengths that it does not have
+    except (OSError, ValueError) as error:  # the model is missing, or a length is beyond it
         parser.error(str(error))
     show(rows)
     if args.json:

@@ -1,10 +1,10 @@
-"""How long a CPU waits for the host between decode steps, as XLA's own trace has it.
+"""How long does a CPU wait for the host between decode steps, according to XLA's own trace?
 
     python -m experiments.bench.idle [--sequences 1 64 256] [--lookahead 0 1] [--steps 20] [--json out.json]
 
 The default model decodes greedily; `idle` is the time from the end of one step on XLA's threads to the beginning of the
-next one. It is all that a step's host work costs: schedule, pack, dispatch, transfer and commit, less what is hidden
-behind the step before. `host` is what a `StepResult` tells of it.
+next one. It is the whole cost of the host's work (schedule, pack, dispatch, transfer, commit) that is not hidden behind
+the step before. `host` is the host time of a `StepResult`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, load_model
 
 PROMPT = 24  # tokens; their content does not matter
 WARM = 5  # decode steps before the traced ones
-BEGINS, ENDS = "ThunkExecutor::Execute", "ThunkExecutor::Execute (wait for completion)"  # of a program
-CALLERS = "tf_XLAPjRtCpuClient"  # threads that begin programs; others run parts of them, under the same names
+BEGINS, ENDS = "ThunkExecutor::Execute", "ThunkExecutor::Execute (wait for completion)"  # events of a program
+CALLERS = "tf_XLAPjRtCpuClient"  # threads that begin programs; others run parts of them under the same event names
 
 
 class Idle(NamedTuple):
-    """Of one setting, over the traced steps, in milliseconds."""
+    """The times of one setting over the traced steps, in milliseconds."""
 
     sequences: int
     lookahead: int
@@ -45,7 +45,7 @@ class Idle(NamedTuple):
 
 
 def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> Idle:
-    """Trace `steps` decode steps of so many sequences."""
+    """Trace `steps` decode steps of `sequences` sequences."""
     length = PROMPT + WARM + steps + 2 * (lookahead + 1)
     budget = min(512, sequences * PROMPT)
     llm = LLM(
@@ -77,9 +77,9 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
         ran = sorted(programs(ProfileData.from_file(os.fspath(file))))
     longest = sorted((end - begin for begin, end in ran), reverse=True)[:steps]
     usual = statistics.median(longest) if longest else 0.0  # one step may have waited for another process
-    ran = [(begin, end) for begin, end in ran if end - begin > usual / 10]  # steps, and no tiny helpers
+    ran = [(begin, end) for begin, end in ran if end - begin > usual / 10]  # steps, not small helper programs
     if len(ran) < 2:
-        raise RuntimeError(f"the trace has {len(ran)} steps; this version of XLA names them otherwise than {BEGINS!r}")
+        raise RuntimeError(f"the trace has {len(ran)} steps; this version of XLA does not name them {BEGINS!r}")
     idle = [(after[0] - before[1]) / 1e6 for before, after in pairwise(ran)]
     step = statistics.median(end - begin for begin, end in ran) / 1e6
     return Idle(sequences, lookahead, step, statistics.median(idle), max(idle), statistics.median(host))
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if jax.default_backend() != "cpu":
-        parser.error(f"reads the trace of a CPU, and the default device is a {jax.default_backend()}")
+        parser.error(f"this benchmark reads the trace of a CPU, and the default device is a {jax.default_backend()}")
     if min(*args.sequences, args.steps - 2) < 1 or min(args.lookahead) < 0:
         parser.error("--sequences must be at least 1, --steps at least 3 and --lookahead at least 0")
     model = load_model(args.model, dtype="float32")

@@ -1,17 +1,17 @@
-"""What smaller weights and a smaller cache cost: perplexity, agreement, bytes and time, beside the model as it is.
+"""What do smaller weights and a smaller cache cost in perplexity, agreement and time, and how many bytes do they save?
 
     python -m experiments.bench.quality [--model smollm2-135m] [--dtype float32] [--windows 16] [--json out.json]
 
-The text is Python's own documentation, which every Python ships (pydoc_data), cut into windows. The first row is what
-the others are compared with:
+The text is Python's documentation, which every Python ships (pydoc_data), cut into windows. The other rows are compared
+with the first one:
 
     perplexity   exp of the mean negative log-likelihood of every token of a window after its first
     |difference| mean distance of those log-likelihoods, in nats
     same best    share of positions where the most likely next token is the same
-    same greedy  share of the greedy tokens after each window that come before the first that differs
+    same greedy  share of the greedy tokens after each window that come before the first different one
     step         median decode step, as a multiple of the first row's; all engines take turns
 
-Where rows differ from the first in their dtype, that rounding is in their figures too.
+If a row has another dtype than the first one, its figures include that rounding.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "both": {"weight_dtype": "int8", "kv_cache_dtype": "float8_e4m3fn"},
 }
 GREEDY_TOKENS = 32
-TOGETHER = 16  # sequences at a time, of the timed steps as well
+TOGETHER = 16  # sequences that run at the same time, also in the timed steps
 
 
 class Reading(NamedTuple):
-    """What a model makes of the windows."""
+    """The outputs of a model for the windows."""
 
-    logprobs: np.ndarray  # [windows, length - 1] of the tokens that are there
+    logprobs: np.ndarray  # [windows, length - 1] log-probabilities of the tokens of the text
     best: np.ndarray  # [windows, length - 1] ids
     greedy: list[tuple[int, ...]]  # after each window
 
@@ -69,7 +69,7 @@ def windows_of(llm: LLM, count: int, length: int) -> list[list[int]]:
         ValueError: the text is too short.
     """
     text = "\n\n".join(topic for _, topic in sorted(topics.items()))
-    tokens = llm.tokenizer.encode(text[: 8 * count * length])  # a token of English is four letters or so
+    tokens = llm.tokenizer.encode(text[: 8 * count * length])  # an English token has about four letters
     if len(tokens) < count * length:
         raise ValueError(f"{count} windows of {length} tokens are more than the text has, {len(tokens)}; take fewer")
     return [list(tokens[i * length : (i + 1) * length]) for i in range(count)]
@@ -81,7 +81,7 @@ def read(llm: LLM, windows: Sequence[list[int]]) -> Reading:
     )
     logprobs, best, greedy = [], [], []
     for output, window in zip(llm.generate(list(windows), params), windows, strict=True):
-        assert output.prompt_logprobs is not None, "they were asked for"
+        assert output.prompt_logprobs is not None, "SamplingParams asks for them"
         rows = [row for row in output.prompt_logprobs[1:] if row is not None]
         logprobs.append([row[token].logprob for row, token in zip(rows, window[1:], strict=True)])
         best.append([next(token for token, entry in row.items() if entry.rank == 1) for row in rows])
@@ -90,7 +90,7 @@ def read(llm: LLM, windows: Sequence[list[int]]) -> Reading:
 
 
 def alike(mine: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens come before the first that differs."""
+    """The number of tokens before the first different one."""
     return next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), len(mine))
 
 
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--windows and --steps must be at least 1, and --length at least 2")
     try:
         rows = compare(args.model, args.dtype, args.windows, args.length, args.steps, args.variants)
-    except (OSError, ValueError) as error:  # a model that is not there, or lengths that it or the text does not have
+    except (OSError, ValueError) as error:  # the model is missing, or a length is beyond the model or the text
         parser.error(str(error))
     print(table(rows))
     if args.json:

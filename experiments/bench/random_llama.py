@@ -1,12 +1,12 @@
-"""An engine on a Llama of a given shape with random weights: attention against attention, on the device at hand.
+"""How fast is each attention implementation in an engine, on a Llama of random weights, on this device?
 
     python -m experiments.bench.random_llama                                    # TinyLlama-1.1B's shape
     python -m experiments.bench.random_llama --impls pallas_gpu xla --seqs 64 --context 2048 --json out.json
 
-No checkpoint is needed. Each implementation gets an engine of its own and the same requests: prompts of `--context`
-random tokens, then `--tokens` greedy ones. Printed are seconds to the last first token, the median decode step, and the
-share of the parameters' and keys' bytes over that step in what the device could read (`--bandwidth`, bytes/s). Greedy
-tokens of random weights are no check of anything; that the engine's steps run and compile nothing on the way is.
+No checkpoint is needed. Each implementation gets its own engine and the same requests: prompts of `--context` random
+tokens, then `--tokens` greedy ones. Printed are the seconds of the prompt steps, the median decode step and, with
+`--bandwidth` (bytes/s), the share of that bandwidth at which the step reads parameters, keys and values. Greedy tokens
+of random weights check nothing. The benchmark checks that the engine's steps run and compile nothing on the way.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPES = {
 
 
 def random_model(shape: dict[str, Any], dtype: str, seed: int = 0) -> Model:
-    """A Llama whose parameters are normal, of the usual deviation of 0.02; norms are ones."""
+    """A Llama with normal parameters (standard deviation 0.02); norms are ones."""
     config = llama.from_hf(shape)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))
     flat, tree = jax.tree.flatten(state)
@@ -91,12 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument(
-        "--bandwidth", type=float, help="bytes/s of the device, as experiments.hardware.kernels measures them"
-    )
+    parser.add_argument("--bandwidth", type=float, help="bytes/s of the device (see experiments.hardware.kernels)")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
-    for name, least in (("seqs", 1), ("context", 1), ("tokens", 2), ("budget", 1)):  # the first token is no decode
+    for name, least in (("seqs", 1), ("context", 1), ("tokens", 2), ("budget", 1)):  # the first token is not a decode
         if (value := getattr(args, name)) < least:
             parser.error(f"--{name} is {value}; it must be at least {least}")
     model = random_model(SHAPES[args.shape], args.dtype)

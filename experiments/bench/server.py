@@ -1,10 +1,11 @@
-"""What serving costs: the same requests through `LLM.generate` and over HTTP, in turn, on one machine.
+"""What does serving over HTTP cost, compared with the same requests through `LLM.generate`, in turn?
 
     python -m experiments.bench.server [--requests 64] [--rounds 3] [--json out.json]
 
-The server is `pagedjax serve` in a process of its own, and so is the library; only the one whose turn it is has work.
-Each request is a random prompt (16 to 256 tokens) with 16 to 128 tokens of output, greedy, all sent at once; over HTTP
-whole, and as a stream of server-sent events. A round is a pass of each; ratios are of output tokens/s, round by round.
+The server is `pagedjax serve` in a separate process; the library and the server never have work at the same time. Each
+request is a random prompt (16 to 256 tokens) with 16 to 128 output tokens, greedy, and all are sent at once. Over HTTP
+the answers come whole, and as a stream of server-sent events. A round is one pass of each way; ratios are of output
+tokens/s, round by round.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
     """Seconds of a pass.
 
     Raises:
-        RuntimeError: an answer that is not as long as it should be.
+        RuntimeError: an answer has a wrong number of tokens.
     """
     httpx = require("httpx")
 
     async def one(prompt: list[int], count: int) -> None:
-        # a salt of its own, so that no pass finds what an earlier one left in the prefix cache
+        # a new salt for each pass, so that it finds nothing in the prefix cache
         body = {"prompt": prompt, "max_tokens": count, "temperature": 0.0, "ignore_eos": True, "stream": stream}
         body |= {"cache_salt": f"{began}", "stream_options": {"include_usage": True} if stream else None}
         if stream:
@@ -68,7 +69,7 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
         else:
             usage = (await client.post("/v1/completions", json=body)).json()["usage"]
         if usage["completion_tokens"] != count:
-            raise RuntimeError(f"an answer has {usage['completion_tokens']} tokens, and {count} were asked for")
+            raise RuntimeError(f"an answer has {usage['completion_tokens']} tokens instead of {count}")
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
@@ -79,7 +80,7 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
 
 def serve(model: str) -> tuple[subprocess.Popen[str], str]:
     """`pagedjax serve` with the same engine -> its process and url."""
-    options = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", _said(value))]
+    options = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", _option(value))]
     words = [sys.executable, "-m", "pagedjax", "serve", model, "--port", "0", "--log-level", "warning", *options]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -89,8 +90,8 @@ def serve(model: str) -> tuple[subprocess.Popen[str], str]:
     return process, line.split(" at ")[1].strip().removesuffix("/v1")
 
 
-def _said(value: Any) -> str:
-    """As the command line has it."""
+def _option(value: Any) -> str:
+    """The value as the command line writes it."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -1,15 +1,14 @@
-"""Seconds from a command to its first token, by stage: with empty caches on disk and with full ones.
+"""How many seconds pass from a command to its first token, by stage, with empty and with full caches on disk?
 
     python -m experiments.bench.startup                                       # SmolLM2, three processes of each kind
     python -m experiments.bench.startup --model folder --repeats 5 --json out.json
 
-Each measurement is a process of its own that loads the model, makes an engine and asks it for one token. `generate` is
-the engine of `pagedjax generate`, for one request; `LLM()` is the library's with its defaults, which compiles every
-bucket at start-up, and `LLM(lazy)` the same but for compiling a bucket when it is first needed. `cold` processes find
-no XLA program and no attention kernel on disk, `warm` ones what the process before them left. A stage is what that part
-of the process took; `start` is Python itself and whatever else no other stage claims, and the stages sum to the whole,
-which is measured from outside, until the token is there. Processes that lost more than 5 % of the processors to others
-are shown and not counted.
+Each measurement is a separate process that loads the model, makes an engine and generates one token. `generate` is the
+engine of `pagedjax generate`, for one request. `LLM()` is the library with its defaults, which compiles every bucket at
+start-up. `LLM(lazy)` compiles a bucket when it is first needed. `cold` processes find no XLA program and no attention
+kernel on disk; `warm` processes find those of the process before them. `start` is Python itself and all time that is in
+no other stage. The stages sum to the total, which is measured from outside, until the token is printed. Processes that
+lost more than 5 % of the processors to other machines are shown but not counted.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ llm = LLM(sys.argv[1], progress=False, **json.loads(sys.argv[2]))
 began = time.perf_counter()
 params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 llm.generate(sys.argv[3], params, use_tqdm=False)
-from pagedjax import monitor
+from pagedjax.engine import compilations
 seconds = time.perf_counter() - began
-print(json.dumps({**llm.startup, "first token": seconds, "programs": monitor.counts()}), flush=True)
+print(json.dumps({**llm.startup, "first token": seconds, "programs": compilations.counts()}), flush=True)
 """
 
 
 def start(model: str, options: dict[str, Any], caches: Path) -> dict[str, Any]:
-    """Seconds of each stage of one process, and of all ("total"); how many programs it made, or found on disk.
+    """Seconds of each stage of one process and in total; the numbers of programs it compiled and found on disk.
 
     Raises:
-        RuntimeError: the process failed; with what it printed.
+        RuntimeError: the process failed; the message has its output.
     """
     kept = {
         "JAX_COMPILATION_CACHE_DIR": str(caches),  # XLA's programs and the attention kernel
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # as the library has it in its own folder
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # the library's setting for its own folder
     }
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -91,7 +90,7 @@ def start(model: str, options: dict[str, Any], caches: Path) -> dict[str, Any]:
 
 
 def measure(model: str, kinds: dict[str, dict[str, Any]], repeats: int) -> dict[str, list[dict[str, Any]]]:
-    """By "kind, cold" and "kind, warm", `repeats` processes each, in turn: a cold one fills what its warm one finds."""
+    """By "kind, cold" and "kind, warm": `repeats` processes each, in turn. The cold one fills the caches."""
     runs: dict[str, list[dict[str, Any]]] = {f"{kind}, {state}": [] for kind in kinds for state in ("cold", "warm")}
     for _ in range(repeats):
         for kind, options in kinds.items():
@@ -105,7 +104,7 @@ def measure(model: str, kinds: dict[str, dict[str, Any]], repeats: int) -> dict[
 
 
 def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Medians for people, of the processes that count. Medians of stages need not sum to the median of the totals."""
+    """Medians of the counted processes. Medians of stages need not sum to the median of the totals."""
     columns = (*STAGES, "total")
     lines = [" ".join([f"{'seconds':16}", *(f"{name:>11}" for name in columns), f"{'programs':>9} {'from disk':>9}"])]
     for name, several in runs.items():
@@ -117,7 +116,7 @@ def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
 
 
 def counted(several: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Processes that lost at most `STOLEN` of the processors to others; all, where none was so lucky."""
+    """Processes that lost at most `STOLEN` of the processors to other machines; all processes if there is none."""
     return [run for run in several if run["stolen"] <= STOLEN] or several
 
 

@@ -1,1 +1,4 @@
-"""What every experiment is made of: config, workload, engine, driver, metrics and the folders of results."""
+"""What every experiment consists of: config, workload, engine, driver, metrics, and the folders of results.
+
+A module belongs here if the commands (run, compare, capacity, report) or the studies need it. It imports no command.
+"""

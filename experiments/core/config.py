@@ -1,16 +1,16 @@
-"""An experiment: what runs, on what workload, how often, and which keys are swept. Imports no jax.
+"""The config of an experiment: model, engine, workload, repeats, and swept keys. Imports no jax.
 
     name: block-size              # the folder of its results
     question: How much does the block size matter?
     model: smollm2-135m
-    engine: {max_num_seqs: 16}    # fields of pagedjax.config.EngineConfig; policy: mine.py:NAME is one of your own
-    cache_tokens: 8192            # engine.num_blocks = cache_tokens / block_size: every point has the same capacity
+    engine: {max_num_seqs: 16}    # fields of pagedjax.config.EngineConfig; policy: mine.py:NAME is your own policy
+    cache_tokens: 8192            # engine.num_blocks = cache_tokens / block_size, so all points have one capacity
     workload: {kind: prompts, file: prompts/english.txt}      # see workloads.py
-    sampling: {temperature: 0.0}  # fields of SamplingParams; output lengths belong to the workload. n: branches of each
+    sampling: {temperature: 0.0}  # fields of SamplingParams; the workload has the output lengths; n: branches
     warmup: {requests: 2, max_tokens: 4}                      # untimed, before every measured run
     repeats: 3
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
-    simulate: {chip: h200, model: llama-3-8b}    # no device: a model of step times moves a clock, see simulate.py
+    simulate: {chip: h200, model: llama-3-8b}    # no device: a cost model advances a clock, see simulate.py
 
 A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives points key by key.
 """
@@ -22,14 +22,13 @@ import dataclasses
 import hashlib
 import importlib
 import inspect
-import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.core.strict import load_file, load_text, parse
+from experiments.core.overrides import combinations, override_all, put
+from experiments.core.strict import load_file, parse
 from experiments.core.workloads import AZURE, Spec, Trace, check
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
@@ -37,9 +36,8 @@ from pagedjax.config import EngineConfig
 from pagedjax.host import policies
 from pagedjax.params import SamplingParams
 
-# What a point is called, or how often it is measured, does not change what is measured: none of it is in the hash.
+# Keys that do not change what is measured; they are not in a point's hash.
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")
-_ONE_KEY = ("sweep.grid.", "sweep.zip.")  # what --set writes before one swept key
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Slo:
-    """Targets of goodput, in seconds; None is no target. `itl` bounds a request's mean gap between output tokens."""
+    """Targets of goodput in seconds; None means no target. `itl` bounds the mean gap between output tokens."""
 
     ttft: float | None = None
     itl: float | None = None
@@ -90,7 +88,7 @@ class Experiment:
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or any(c in self.name for c in '/\\:*?"<>|'):
-            raise ValueError(f"name is {self.name!r}; it names a folder: letters, digits, '-', '_' and inner dots")
+            raise ValueError(f"name is {self.name!r}; a folder gets it: letters, digits, '-', '_' and inner dots")
         if self.repeats < 1:
             raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
         if self.seed < 0:
@@ -101,7 +99,7 @@ class Experiment:
             )
         if self.simulate and not self.sampling.ignore_eos:
             raise ValueError(
-                "sampling.ignore_eos is false, and a simulation knows no token that would end a request; set it to true"
+                "sampling.ignore_eos is false, and a simulation has no tokens that could end a request; set it to true"
             )
         size = self.engine.block_size
         if self.cache_tokens is not None and self.engine.num_blocks is not None:
@@ -130,14 +128,14 @@ class Point(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The swept keys only, by their last names where those are unique: `block_size=16, rate=2.0`."""
+        """The swept keys, by their last names where those are unique: `block_size=16, rate=2.0`."""
         return (
             ", ".join(f"{short}={self.swept[path]}" for path, short in short_names(self.swept).items()) or "one point"
         )
 
 
 def short_names(paths: Any) -> dict[str, str]:
-    """Path -> its last name, or the whole path where two paths end alike."""
+    """Path -> its last name, or the whole path if two paths have the same last name."""
     last = [path.rsplit(".", 1)[-1] for path in paths]
     return {path: name if last.count(name) == 1 else path for path, name in zip(paths, last, strict=True)}
 
@@ -153,80 +151,8 @@ def load(path: Path, overrides: tuple[str, ...] = ()) -> list[Point]:
     return expand(raw, folder=path.parent)
 
 
-def override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Apply every `a.b=value`. Sweeps come first, so that the order in which they are written changes nothing.
-
-    Raises:
-        ValueError: see `override`; or one of them sets what another one sweeps.
-    """
-    paths = [(text.partition("=")[0], text) for text in overrides]
-    sweeps = [path for path, text in paths if path == "sweep" or path.startswith("sweep.")]
-    for path, text in paths:
-        if path in sweeps:
-            override(raw, text)
-    swept = {path.split(".", 2)[-1] for path in sweeps}
-    if not all(path.startswith(_ONE_KEY) for path in sweeps):  # a whole part of the sweep: any key of it may be new
-        swept = {key for combination in combinations(raw.get("sweep")) for key in combination}
-    for path, text in paths:
-        if path not in sweeps:
-            if both := next((key for key in swept if _overlap(path, key)), None):
-                raise ValueError(f"--set {path}: another --set sweeps {both}; leave one of the two out")
-            override(raw, text)
-
-
-def override(raw: dict[str, Any], text: str) -> None:
-    """Apply `a.b=value` (the value is YAML) to the raw config in place; a key of the grid is then no longer swept.
-
-    After `sweep.grid.` and `sweep.zip.` the rest is one key, the swept path: sweep.grid.engine.block_size=[8, 16].
-    """
-    path, equals, value = text.partition("=")
-    if not equals or not path:
-        raise ValueError(f"--set {text!r}: write it as section.key=value, such as engine.block_size=16")
-    if path.startswith(_ONE_KEY):  # the swept path is itself the key
-        _, form, key = path.split(".", 2)
-        sweep = raw.setdefault("sweep", {})
-        if not isinstance(sweep, dict) or not isinstance(sweep.setdefault(form, {}), dict):
-            raise ValueError(f"--set {path}: the config's sweep is not a mapping of lists")
-        sweep[form][key] = load_text(value, f"--set {path}")
-        return
-    if path != "sweep":
-        _out_of_the_sweep(raw, path)
-    put(raw, path, load_text(value, f"--set {path}"))
-
-
-def _out_of_the_sweep(raw: dict[str, Any], path: str) -> None:
-    """Take a key that is set by hand out of the grid.
-
-    Anywhere else in the sweep, and where it is a part of what is swept or has a part that is, it is an error: the sweep
-    would win, in silence.
-    """
-    combined = combinations(raw.get("sweep"))
-    grid = (raw.get("sweep") or {}).get("grid") or {}
-    if path in grid:
-        raw["sweep"] = {**raw["sweep"], "grid": {key: values for key, values in grid.items() if key != path}}
-        return
-    for swept in {key for combination in combined for key in combination}:
-        if _overlap(path, swept):
-            raise ValueError(f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep itself")
-
-
-def _overlap(one: str, other: str) -> bool:
-    """Whether two paths are the same, or one lies within the other."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
-
-
-def put(raw: dict[str, Any], path: str, value: Any) -> None:
-    """Set the nested key `path` of `raw`, making sections on the way."""
-    *sections, last = path.split(".")
-    for section in sections:
-        raw = raw.setdefault(section, {})
-        if not isinstance(raw, dict):
-            raise ValueError(f"{path}: {section!r} is {raw!r}, which has no keys inside")
-    raw[last] = value
-
-
 def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
-    """The points of a raw config; a workload's relative path is tried from `folder`, then from the current folder."""
+    """The points of a raw config. Files are searched in `folder`, then in the current folder."""
     base = {key: value for key, value in raw.items() if key != "sweep"}
     points: list[Point] = []
     for swept in combinations(raw.get("sweep")):
@@ -248,9 +174,9 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
 
 
 def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
-    """The run to fit, if there is one, by its absolute path; it is tried from `folder`, then from the current one.
+    """The experiment with the absolute path of `simulate.fit`; tried from `folder`, then from the current folder.
 
-    It is fitted here already, so that a damaged one is told before anything runs.
+    The run is fitted here as a check, so that a damaged run is an error before anything runs.
     """
     simulate = experiment.simulate
     if simulate is None or simulate.fit is None:
@@ -268,7 +194,7 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
 
 
 def _with_policy(experiment: Experiment, folder: Path) -> Experiment:
-    """A policy of one's own by its file's absolute path, which is tried from `folder`, then from the current one."""
+    """The experiment with the absolute path of a policy's file; tried from `folder`, then from the current folder."""
     where, colon, name = experiment.engine.policy.rpartition(":")
     if colon and where.endswith(".py"):
         place = next((place for place in (folder / where, Path(where)) if place.is_file()), folder / where)
@@ -276,18 +202,18 @@ def _with_policy(experiment: Experiment, folder: Path) -> Experiment:
         experiment = dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, policy=spec))
     try:
         policies.find(experiment.engine.policy)
-    except Exception as error:  # a file of one's own may raise anything
+    except Exception as error:  # a user's file may raise anything
         if isinstance(error, ValueError) and str(error).startswith("policy "):
             raise ValueError(f"engine.{error}") from error
         spec, what = experiment.engine.policy, f"{type(error).__name__}: {error}"
-        raise ValueError(f"engine.policy is {spec!r}, whose file raises {what}; mend it") from error
+        raise ValueError(f"engine.policy is {spec!r}, whose file raises {what}; correct the file") from error
     return experiment
 
 
 def _policy_source(policy: str) -> str:
-    """What a policy is, for the key of a point: its name, or the hash of the file that holds it, and its name there.
+    """The policy's part of a point's key: its name; for a user's policy the hash of its file, and its name there.
 
-    What that file imports is not in it: after a change there, `experiments.run --no-resume` measures again.
+    Imports of that file are not included: after a change there, `experiments.run --no-resume` measures again.
     """
     where, colon, name = policy.rpartition(":")
     if not colon:
@@ -297,10 +223,10 @@ def _policy_source(policy: str) -> str:
 
 
 def _model_source(model: str) -> str:
-    """What a model is, for the key of a point: its name, or of one on this disk what its files are.
+    """The model's part of a point's key: its name; for a model on this disk a hash of its files.
 
-    Its JSON (shape, tokenizer) goes by content. Weights go by name, size and time of writing: to hash gigabytes would
-    take longer than many a run. So a copy with other times is another model, and one written again in place is too.
+    JSON files (shape, tokenizer) count by content. Weights count by name, size and modification time, because hashing
+    gigabytes takes longer than many runs. A copy with other times is therefore another model.
     """
     place = Path(model).expanduser()
     if not place.exists():
@@ -317,43 +243,17 @@ def _model_source(model: str) -> str:
 
 
 def _own_output_lengths(sampling: Any) -> None:
-    """Refuse sampling.max_tokens: two places for one number would disagree in silence."""
+    """Refuse sampling.max_tokens: the workload has the output lengths, and two places could disagree."""
     if not isinstance(sampling, dict):
         return
     if "max_tokens" in sampling:
         raise ValueError("sampling.max_tokens: output lengths belong to the workload; set them there")
-    if type(sampling.get("min_tokens")) is int:  # checked against each request's own length when it is made
+    if type(sampling.get("min_tokens")) is int:  # checked against each request's own length later
         sampling["max_tokens"] = max(sampling["min_tokens"], SamplingParams.max_tokens)
 
 
-def combinations(sweep: Any) -> list[dict[str, Any]]:
-    """Every point of a sweep as {path: value}: the product of `list` entries, `zip` rows and `grid` combinations."""
-    if sweep is None:
-        return [{}]
-    known = {"grid", "zip", "list"}
-    if not isinstance(sweep, dict) or not sweep or not set(sweep) <= known:
-        raise ValueError(f"sweep is {sweep!r}; it must be a mapping with keys from: grid, zip, list")
-    for form in ("grid", "zip"):
-        part = sweep.get(form, {})
-        if not isinstance(part, dict) or not all(isinstance(v, list) and v for v in part.values()):
-            raise ValueError(f"sweep.{form} is {part!r}; it must map each swept key to a list of one value or more")
-    grid, together, entries = sweep.get("grid", {}), sweep.get("zip", {}), sweep.get("list", [{}])
-    if len({len(values) for values in together.values()}) > 1:
-        sizes = ", ".join(f"{key} has {len(values)}" for key, values in together.items())
-        raise ValueError(f"sweep.zip walks its lists together, so they must be equally long: {sizes}")
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"sweep.list is {entries!r}; it must be a list of mappings from keys to values")
-    zipped = [dict(zip(together, row, strict=True)) for row in zip(*together.values(), strict=True)] or [{}]
-    crossed = [dict(zip(grid, row, strict=True)) for row in itertools.product(*grid.values())]
-    product = list(itertools.product(entries, zipped, crossed))
-    for parts in product:
-        if len(set().union(*parts)) < sum(map(len, parts)):
-            raise ValueError(f"sweep gives one key in two of its parts: {parts}")
-    return [{**a, **b, **c} for a, b, c in product]
-
-
 def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
-    """Text and absolute path of the workload's file; both "" for a workload without one."""
+    """Text and absolute path of the workload's file; both "" for a workload without a file."""
     name = getattr(spec, "file", None)
     if name is None:
         return "", ""
@@ -369,9 +269,9 @@ def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
 
 
 def point_key(experiment: Experiment, content: str) -> str:
-    """sha256 (hexadecimal) of what is measured: independent of key order, of defaults written out, and of names.
+    """sha256 (hexadecimal) of what is measured, independent of key order, explicit defaults and names.
 
-    Files are in it by what they hold: the workload's, a policy's, a fitted run's steps, a model's (`_model_source`).
+    Files count by their content: the workload's, a policy's, a fitted run's steps, a model's (`_model_source`).
     """
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in _NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
@@ -383,7 +283,7 @@ def point_key(experiment: Experiment, content: str) -> str:
     elif experiment.simulate.fit is not None:
         steps = (Path(experiment.simulate.fit) / STEPS).read_bytes()
         values["simulate"]["fit"] = hashlib.sha256(steps).hexdigest()
-    if "file" in values["workload"]:  # a file is what it holds, not where it lies
+    if "file" in values["workload"]:  # a file counts by content, not by path
         values["workload"]["file"] = hashlib.sha256(content.encode()).hexdigest()
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

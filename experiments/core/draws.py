@@ -11,7 +11,7 @@ import numpy as np
 
 # Lengths, in tokens ----------------------------------------------------------------------------------------------
 
-LONGEST = 1 << 24  # tokens of a length that is no mistake
+LONGEST = 1 << 24  # tokens; a longer draw is refused as a mistake
 
 
 def _check_limits(low: int, high: int | None) -> None:
@@ -91,7 +91,7 @@ def draw_lengths(spec: Lengths, count: int, rng: np.random.Generator) -> tuple[l
     """`count` lengths within [spec.min, spec.max], and how many of them had to be moved to a limit.
 
     Raises:
-        ValueError: a length beyond what any model reads, which `max` would have bounded.
+        ValueError: a drawn length is beyond LONGEST; the spec needs a `max`.
     """
     if isinstance(spec, Fixed):
         drawn = np.full(count, spec.value)
@@ -101,7 +101,7 @@ def draw_lengths(spec: Lengths, count: int, rng: np.random.Generator) -> tuple[l
         drawn = rng.exponential(spec.mean, size=count)
     else:
         drawn = rng.lognormal(spec.mu, spec.sigma, size=count)
-    # A draw beyond 2**31 would be clipped anyway wherever a limit is given; it must not overflow before that.
+    # 2**31 avoids an overflow; a draw beyond it is clipped by `max` or refused below
     kept, cut = clip([int(n) for n in np.rint(np.minimum(drawn, 2.0**31))], spec.min, spec.max)
     if max(kept, default=0) > LONGEST:
         raise ValueError(f"{spec} draws a length of {max(kept):,} tokens, beyond {LONGEST:,}; give it a `max`")
@@ -135,7 +135,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Gamma:
-    """`rate` requests a second, gamma gaps of shape `burstiness` (vLLM's word): below 1 bursts, 1 is Poisson."""
+    """`rate` requests a second, gamma gaps of shape `burstiness` (vLLM's term): below 1 bursts, 1 is Poisson."""
 
     process: Literal["gamma"]
     rate: float
@@ -151,7 +151,7 @@ AT_ONCE = AtOnce()
 
 
 def draw_arrivals(spec: Arrivals, count: int, rng: np.random.Generator) -> list[float]:
-    """Arrival times, ascending. The first request comes at 0, so that a run begins with work."""
+    """Arrival times, ascending. The first one is 0, so that a run begins with work."""
     if isinstance(spec, AtOnce):
         return [0.0] * count
     shape = spec.burstiness if isinstance(spec, Gamma) else 1.0

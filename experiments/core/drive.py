@@ -1,4 +1,4 @@
-"""Open-loop driving of one engine: requests come when they come, whether or not the engine keeps up."""
+"""Open-loop driver of one engine: requests arrive at their times, whether or not the engine keeps up."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from experiments.core.workloads import WorkItem, Workload, branch_ids, build
 from pagedjax.host.types import StepResult
 from pagedjax.params import SamplingParams
 
-LONGEST_SLEEP = 0.05  # seconds; a sleep is checked against the clock this often, so that an interrupt is felt
+LONGEST_SLEEP = 0.05  # seconds; longer waits are split, so that an interrupt takes effect soon
 
 
 class Engine(Protocol):
-    """What a run needs of an engine (pagedjax.engine.engine.Engine)."""
+    """The methods of an engine that a run uses (pagedjax.engine.engine.Engine)."""
 
     @property
     def has_work(self) -> bool: ...
@@ -35,7 +35,7 @@ class Engine(Protocol):
 
 
 class Measured(NamedTuple):
-    """One measured run. `failed` is None, or why its numbers must not be used."""
+    """One measured run. `failed` is None, or the reason why its numbers must not be used."""
 
     workload: Workload
     requests: list[RequestRecord]
@@ -51,14 +51,14 @@ def drive(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[float, list[StepResult]]:
-    """Run `items` to their end: the start (of `clock`) and every step's result.
+    """Run `items` to their end. Returns the start (of `clock`) and every step's result.
 
-    A request is added at the first moment between two steps at which its arrival time has passed, with as many
-    branches as `sampling` draws; branch i draws with the request's seed + i.
+    A request is added between two steps, as soon as its arrival time has passed, with as many branches as `sampling`
+    draws. Branch i uses the request's seed + i.
 
     Raises:
-        ValueError: the engine refused a request, with its reason; or items are not in order of arrival.
-        RuntimeError: the engine says that it has work but makes no step.
+        ValueError: the engine refused a request (with its reason), or items are not in order of arrival.
+        RuntimeError: the engine has work but makes no step.
     """
     if any(a.arrival > b.arrival for a, b in pairwise(items)):
         raise ValueError("the workload's items must be in order of arrival")
@@ -92,7 +92,7 @@ def _add(engine: Engine, item: WorkItem, params: SamplingParams) -> None:
 
 
 def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -> None:
-    """Run the first few requests, shortened and all at once, to have every page and code path touched."""
+    """Run the first few requests, shortened and all at once, to touch every page and code path."""
     warm = experiment.warmup
     first = [
         item._replace(arrival=0.0, max_tokens=min(item.max_tokens, warm.max_tokens)) for item in items[: warm.requests]
@@ -102,7 +102,7 @@ def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -
 
 
 def measure(llm: Any, point: Point, repeat: int) -> Measured:
-    """One repeat of a point on an engine of its configuration: warm up, reset, run, fold."""
+    """One repeat of a point on an engine of its configuration: warm up, reset, run, summarize."""
     experiment, engine = point.experiment, llm.engine
     seed = experiment.seed + (repeat if experiment.reseed else 0)
     workload = build(experiment.workload, point.content, seed, llm.tokenizer.vocab_size, llm.tokenizer.encode)
@@ -110,8 +110,8 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     engine.reset()
     if experiment.simulate is None:
         warm_up(engine, experiment, workload.items)
-    engine.reset()  # the warm-up must leave nothing to hit in the prefix cache, and no counter behind a seed
-    gc.collect()  # garbage of the previous run is not this run's cost
+    engine.reset()  # removes cached prefixes and counters of the warm-up
+    gc.collect()  # so that garbage of the previous run costs this one no time
     clock = (engine.clock, engine.sleep) if experiment.simulate else ()
     start, results = drive(engine, workload.items, experiment.sampling, *clock)
     requests = request_records(results, workload.items, start, experiment.sampling.drawn().n)
@@ -121,12 +121,12 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
 
 
 def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
-    """Refuse what the engine would cut off at its longest length, and a record would then call served.
+    """Refuse requests that the engine would cut off at its longest length: a record would count them as served.
 
-    A prompt that alone is too long is left to the engine, which refuses it.
+    A prompt that is too long alone is not checked here; the engine refuses it.
 
     Raises:
-        ValueError: such requests; names the first.
+        ValueError: there are such requests; the message names the first.
     """
     cut = [item for item in items if len(item.prompt_token_ids) < limit < len(item.prompt_token_ids) + item.max_tokens]
     if cut:
@@ -140,7 +140,7 @@ def check_lengths(items: Sequence[WorkItem], limit: int) -> None:
 
 
 def why_failed(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str | None:
-    """None, or the reason why a run's numbers must not be used."""
+    """The reason why a run's numbers must not be used, or None."""
     compiled = [step for step in steps if step.compilations]
     if compiled:
         where = ", ".join(f"{step.step} ({step.tokens} tokens, {step.sequences} sequences)" for step in compiled[:5])

@@ -1,4 +1,4 @@
-"""Which engine runs when: weights are loaded once, engines are shared, and repeats of different points interleave."""
+"""The order of runs and the engines they share: weights are loaded once, repeats of different points interleave."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Run(NamedTuple):
 
 
 def engine_key(experiment: Experiment) -> Hashable:
-    """Points with equal keys run on one engine: they differ in workload, sampling or repeats only."""
+    """Points with equal keys share one engine: they differ in workload, sampling or repeats only."""
     return experiment.model, experiment.simulate, dataclasses.astuple(experiment.engine_config)
 
 
@@ -33,12 +33,12 @@ def weights_key(experiment: Experiment) -> tuple[str, str | None, str | None]:
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
     """Every point times its repeats, in the order to measure them, for at most `alive` engines at a time.
 
-    Engines go in groups of `alive`. Within a group, repeat 0 of every point comes before repeat 1 of any, so that a
-    slow minute of the machine does not fall on all repeats of one point; odd repeats walk backwards, so that no point
-    is always the first. No engine is built twice, and points on the same weights stay together.
+    Engines form groups of `alive`. Within a group, repeat 0 of every point comes before repeat 1 of any point, so a
+    slow minute of the machine does not affect all repeats of one point. Odd repeats run in reverse order, so no point
+    is always the first. No engine is built twice, and points with the same weights stay together.
 
-    An engine that sizes its cache by the free memory (num_blocks is None) is alone in its group: its size must not
-    depend on which others are alive.
+    An engine that sizes its cache by the free memory (num_blocks is None) is the only one of its group: its size must
+    not depend on other engines.
     """
     models = list(dict.fromkeys(weights_key(point.experiment) for point in points))
     indexed = sorted(enumerate(points), key=lambda item: models.index(weights_key(item[1].experiment)))
@@ -67,10 +67,10 @@ def _groups(engines: list[list[tuple[int, Point]]], alive: int) -> list[list[lis
 
 
 class Engines:
-    """The few engines that are alive. Dropping one frees its cache; the weights stay while they are in use."""
+    """The engines that are alive. Dropping one frees its cache; weights stay while an engine uses them."""
 
     def __init__(self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]) -> None:
-        """`load_model(model, dtype=..., weight_dtype=...)` gives what `make(model=..., **engine fields)` takes."""
+        """`make(model=..., **fields)` takes the result of `load_model(model, dtype=..., weight_dtype=...)`."""
         self._alive, self._load_model, self._make = alive, load_model, make
         self._weights: tuple[Any, Any] | None = None  # key and what load_model gave
         self._engines: OrderedDict[Hashable, Any] = OrderedDict()
@@ -78,8 +78,8 @@ class Engines:
         self.startup_seconds: dict[Hashable, float] = {}
 
     def get(self, experiment: Experiment) -> Any:
-        """The engine of `experiment`. One that could not be built fails again at once, with the same words; a
-        simulated one, which costs nothing, is tried again, so that it fails alike in any process."""
+        """The engine of `experiment`. If an engine cannot be built, later calls raise the same error at once. A
+        simulated engine costs nothing and is tried again, so its error is the same in every process."""
         key = engine_key(experiment)
         if key in self._broken:
             raise RuntimeError(self._broken[key])
@@ -89,7 +89,7 @@ class Engines:
                 self._engines[key] = self._build(experiment)
             except Exception as error:
                 if experiment.simulate is None:
-                    self._broken[key] = f"{type(error).__name__}: {error}"  # the error itself would keep arrays alive
+                    self._broken[key] = f"{type(error).__name__}: {error}"  # the exception would keep arrays alive
                 raise
             self.startup_seconds[key] = time.perf_counter() - began
         self._engines.move_to_end(key)
@@ -106,7 +106,7 @@ class Engines:
         while len(self._engines) >= room:
             self._engines.popitem(last=False)
         if len(self._engines) < before:
-            gc.collect()  # before the new cache is made: old and new need not fit together
+            gc.collect()  # before the new cache is made: memory may not suffice for both
         if self._weights is None:
             _, dtype, weight_dtype = key
             self._weights = (key, self._load_model(experiment.model, dtype=dtype, weight_dtype=weight_dtype))

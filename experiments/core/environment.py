@@ -1,4 +1,4 @@
-"""Where a run ran: the facts without which its numbers cannot be compared."""
+"""The environment of a run: code, versions, device, processor, and the load of the machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ from typing import Any
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "pagedjax")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_SOURCES = (
+    "pagedjax/**/*.py",
+    "pallas_kernels/**/*.py",
+    "pallas_kernels/tiles/*.json",
+    "experiments/*.py",
+    "experiments/core/**/*.py",
+    "experiments/simulation/**/*.py",
+    "experiments/analysis/**/*.py",
+)
 _FLAG_FAMILIES = ("JAX_", "XLA_PYTHON_CLIENT_")
 
 
 def environment(*, device: bool = True) -> dict[str, Any]:
-    """Commit, code, versions, device, processor and flags of this process. Names no machine or user.
+    """Commit, code, versions, device, processor and flags of this process; no name of a machine or user.
 
-    Starts jax's backend, unless the device does not matter.
+    device: False leaves the device out and does not start JAX's backend.
     """
     return {
         **git_state(Path(__file__).parent),
@@ -38,25 +47,27 @@ def environment(*, device: bool = True) -> dict[str, Any]:
 
 
 def code() -> dict[str, str | None]:
-    """By which code a run was made: what has to be the same for its numbers to be compared."""
+    """The code that makes a run: numbers can be compared if these values are equal."""
     return {"source": source(), "jax": _version("jax")}
 
 
 @functools.cache
 def source() -> str:
-    """A hash of the code that measures, committed or not: 16 digits, as it was when this process first asked.
-
-    It covers every .py file of pagedjax and pallas_kernels, the tuned tiles, and of experiments the top, core,
-    simulation and analysis. It leaves out studies, bench, hardware, training and results, and libraries (JAX is
-    compared by version).
-    """
+    """A hash of the code that measures, committed or not: 16 digits, as the files were at the first call."""
     root = Path(__file__).parents[2]
-    places = ("pagedjax/**/*.py", "pallas_kernels/**/*.py", "pallas_kernels/tiles/*.json", "experiments/*.py")
-    places += ("experiments/core/*.py", "experiments/simulation/*.py", "experiments/analysis/*.py")
     found = hashlib.sha256()
-    for path in sorted(path for place in places for path in root.glob(place)):
+    for path in source_files(root):
         found.update(f"{path.relative_to(root).as_posix()}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:16]
+
+
+def source_files(root: Path) -> list[Path]:
+    """The files below `root` that decide what a run measures, sorted.
+
+    Not among them: folders whose modules only start runs or read them (studies, bench, hardware, training, results),
+    and other libraries. JAX is compared by its version (`code`).
+    """
+    return sorted(path for place in _SOURCES for path in root.glob(place))
 
 
 def _device() -> dict[str, Any]:
@@ -67,7 +78,7 @@ def _device() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """The commit that `folder` is at and whether tracked files differ from it; both None outside a repository."""
+    """The commit of `folder`, and whether tracked files differ from it; both None outside a repository."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -86,11 +97,11 @@ def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return None  # runs from a checkout that was not installed: the commit says which
+        return None  # a checkout that is not installed; the commit identifies it
 
 
 def cpu_model() -> str:
-    """The processor's marketing name where the system tells it, else its architecture."""
+    """The processor's marketing name if the system has it, else its architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -101,12 +112,12 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int | None:
-    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere, and what a container really may use
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only; respects the limits of a container
     return len(affinity(0)) if affinity else os.cpu_count()
 
 
 def load_average() -> float | None:
-    """Processes that wanted a core over the last minute: above the number of cores, times are not this run's alone."""
+    """Processes that wanted a core, mean of the last minute. Above the number of cores, others slow a run down."""
     try:
         return round(os.getloadavg()[0], 2)
     except (OSError, AttributeError):
@@ -114,7 +125,7 @@ def load_average() -> float | None:
 
 
 def processor_time() -> tuple[int, int] | None:
-    """(used, stolen) by this machine so far, all cores together; None where the system does not tell (not Linux)."""
+    """(used, stolen) processor time of this machine, all cores together, in jiffies; None if not on Linux."""
     try:
         numbers = [int(number) for number in Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]]
         user, nice, system, _, _, irq, softirq, stolen = numbers[:8]
@@ -124,9 +135,9 @@ def processor_time() -> tuple[int, int] | None:
 
 
 def stolen_share(since: tuple[int, int] | None) -> float | None:
-    """Of the processor time this machine asked for since then, the share its host gave to others.
+    """The share of the processor time requested since `since` that the host gave to other machines.
 
-    A virtual machine sees a slow neighbour nowhere else: not in the load average, and only as slowness in its times.
+    In a virtual machine, the load average does not show a busy neighbour; this share does.
     """
     now = processor_time()
     if since is None or now is None:

@@ -1,18 +1,17 @@
-"""What a run amounts to: a pure fold over its step results. Seconds count from the start of the run.
+"""The metrics of a run: a pure fold over its step results. Seconds count from the start of the run.
 
     StepResult*, WorkItem*  ->  RequestRecord*, StepRecord*  ->  summary (a JSON object)
 
-Latencies are measured from a request's *intended* arrival, so that a driver or an engine that falls behind cannot hide
-its delay. A token exists when the step that sampled it has ended (commit included): that is when a user can see it.
+Latencies are measured from a request's *intended* arrival, so a slow driver or engine cannot hide its delay. The time
+of a token is the end of the step that sampled it (commit included): a user can see it from then on.
 
-Definitions, for one request whose branches (one, unless sampling.n or best_of says more) have token times
-t1 <= ... <= tk each:
+Definitions, for one request whose branches (one, or `sampling.n` or `best_of`) have token times t1 <= ... <= tk each:
     queue  start of the first step that computes any of the request's tokens - arrival
     ttft   the earliest t1 - arrival     itl   the gaps t2 - t1, t3 - t2, ... within branches, all branches pooled
     e2e    the latest tk - arrival       tpot  (tk - t1) / (k - 1), one value per branch
 
-Work is what was drawn: output tokens are those of all branches, also of those that `best_of` would then drop. A
-request is done when all its branches are.
+Output tokens are those of all branches, including those that `best_of` drops. A request is done when all its branches
+are done.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from pagedjax.load_client.summary import spread
 
 
 class BranchRecord(NamedTuple):
-    """What one branch of a request lived through. The first one's id is the request's; `finish_reason` is None for one
-    that did not end."""
+    """One branch of a request. The first branch has the request's id. `finish_reason` is None for a branch that did
+    not end."""
 
     branch_id: str
     token_times: tuple[float, ...]
@@ -52,7 +51,7 @@ class BranchRecord(NamedTuple):
 
 
 class RequestRecord(NamedTuple):
-    """What one request lived through. What it did not get to is None."""
+    """One request; None for events that did not happen."""
 
     request_id: str
     arrival: float
@@ -72,7 +71,7 @@ class RequestRecord(NamedTuple):
 
     @property
     def e2e(self) -> float | None:
-        """Until the last branch ended; None as long as one has not."""
+        """Seconds from arrival to the end of the last branch; None if a branch did not end."""
         if not self.done:
             return None
         last = max((branch.token_times[-1] for branch in self.branches if branch.token_times), default=None)
@@ -84,8 +83,8 @@ class RequestRecord(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """What one step did. `held_tokens` is what the cache's `blocks_used` blocks hold when the step has computed; a
-    block that several sequences share counts once in both, and once for each of them in `blocks_listed`."""
+    """One step. `held_tokens` are the tokens in the cache's `blocks_used` blocks after the step. A block that several
+    sequences share counts once in both, and once for each of them in `blocks_listed`."""
 
     step: int
     started: float
@@ -99,12 +98,12 @@ class StepRecord(NamedTuple):
     sampled: int
     admitted: int
     admitted_tokens: int  # known tokens of the admitted sequences
-    hit_tokens: int  # those of them that were found in the cache
+    hit_tokens: int  # tokens of them that were found in the cache
     preempted: int
     finished: int
     waiting: int
     blocks_used: int
-    blocks_listed: int  # places in the block tables of the running sequences: what they would use without sharing
+    blocks_listed: int  # entries in the block tables of running sequences: their blocks without sharing
     num_blocks: int
     held_tokens: int
     compilations: int
@@ -119,10 +118,10 @@ def request_records(
 
     Args:
         start: the run's beginning (time.perf_counter).
-        branches: of each request.
+        branches: the number of branches of each request.
 
     Raises:
-        ValueError: the run speaks of a request that is not among `items`.
+        ValueError: a step has a request that is not among `items`.
     """
     scheduled: dict[str, float] = {}
     names = [branch_ids(item.request_id, branches) for item in items]
@@ -163,8 +162,9 @@ def request_records(
 def step_records(results: Sequence[StepResult], start: float, block_size: int) -> list[StepRecord]:
     """One record for each step.
 
-    A plan holds only the sequences that compute something in its step; others may wait in the cache (their share of the
-    budget was nothing). So what is cached is carried from step to step: set by rows, dropped by preemption and finish.
+    A plan has only the sequences that compute something in its step; others may stay in the cache without a share of
+    the budget. So the cached tokens of each sequence are carried from step to step: rows set them, preemption and
+    finish remove them.
     """
     cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
     records = []
@@ -174,7 +174,7 @@ def step_records(results: Sequence[StepResult], start: float, block_size: int) -
             cached.pop(request_id, None)
         for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
             cached[seq.request_id] = (seq.blocks, before + count)
-        # a decode that waits, where steps are not mixed, may have got a block that no row shows yet
+        # without mixed steps, a waiting decode may own a block that no row shows yet
         listed = max(sum([len(blocks) for blocks, _ in cached.values()]), plan.blocks_used)
         shared = listed != plan.blocks_used
         held = _held(cached.values(), block_size) if shared else sum([tokens for _, tokens in cached.values()])
@@ -218,7 +218,7 @@ def _prompt_tokens(plan: Plan) -> int:
 
 
 def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int) -> int:
-    """Tokens in the cache, those in shared blocks once."""
+    """Tokens in the cache; those in shared blocks count once."""
     full: set[int] = set()
     part: dict[int, int] = {}  # branches share a last block that is not full
     for blocks, tokens in cached:
@@ -235,13 +235,13 @@ def summarize(
     """The summary of a run. Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
 
     Averages over steps count every step once. `padding_share` and `fragmentation_share` are ratios of sums: the share
-    of computed tokens that were padding, and of the slots in used blocks that hold no token. `prefix_hit_share` is the
-    share of the tokens of admitted sequences that were found in the cache.
+    of computed tokens that were padding, and the share of slots in used blocks without a token. `prefix_hit_share` is
+    the share of the tokens of admitted sequences that were found in the cache.
 
-    `blocks_saved_share` is what sharing saves (Fig. 15 of the PagedAttention paper): 1 - sum(distinct blocks) /
-    sum(entries of block tables), over the running sequences of every step, whether branches share or a prefix that was
-    found. Sequences without a row in a step count with the blocks they hold. A request whose branches have not forked
-    yet is one sequence, so that nothing is called saved before there is somebody to share.
+    `blocks_saved_share` is the saving by sharing (Fig. 15 of the PagedAttention paper): 1 - sum(distinct blocks) /
+    sum(entries of block tables), over the running sequences of every step, for shared prompts of branches and for
+    prefixes found in the cache. Sequences without a row in a step count with the blocks they own. A request whose
+    branches have not forked yet is one sequence.
 
     `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished` (by reason) and
     `preemptions` count branches.
@@ -301,7 +301,7 @@ def summarize(
 def steady_rate(steps: Sequence[StepRecord]) -> float | None:
     """Output tokens/s between the steps after which a tenth and nine tenths of all output tokens exist.
 
-    It leaves out how a run fills and how it drains, which weigh much in a short one. None when no time lies between.
+    It leaves out the start and the end of a run, which matter in a short one. None if the two steps are the same.
     """
     made = np.cumsum([step.sampled for step in steps])
     first, last = (int(np.searchsorted(made, share * made[-1])) for share in (0.1, 0.9))
@@ -318,9 +318,9 @@ def _share(full: int, of: int) -> float:
 
 
 def goodput(requests: Sequence[RequestRecord], duration: float, slo: Slo) -> dict[str, float] | None:
-    """Finished requests that met every target, per second and as a share of all; None without a target.
+    """Finished requests that met every target, per second and as a share of all requests; None without a target.
 
-    Each branch of a request must meet `itl`; one of one output token has no gap and meets any.
+    Each branch of a request must meet `itl`; a branch of one output token has no gap and meets it.
     """
     if slo.ttft is None and slo.itl is None:
         return None
@@ -335,7 +335,7 @@ def goodput(requests: Sequence[RequestRecord], duration: float, slo: Slo) -> dic
 
 
 def tokens_digest(requests: Sequence[RequestRecord]) -> str:
-    """sha256 over every branch's output tokens: runs with equal digests generated the same text."""
+    """sha256 over every branch's output tokens: equal digests mean equal tokens."""
     branches = [branch for request in requests for branch in request.branches]
     text = json.dumps([[branch.branch_id, list(branch.token_ids)] for branch in branches], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

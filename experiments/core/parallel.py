@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 from experiments.core.config import Point
 from experiments.core.engines import Engines, Run
+from experiments.core.execution import Result, one_run
 from experiments.core.libraries import require
 
 BACKENDS = ("loky", "ray")
-Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run and its summary
-OneRun = Callable[[Run, Engines, dict[str, Any]], Result]  # experiments.run.one_run
 
 
 def check(points: Sequence[Point], jobs: int, backend: str) -> None:
-    """Raise ValueError for what cannot run in `jobs` processes, and ImportError without joblib."""
+    """Raises ValueError if the points cannot run in `jobs` processes, and ImportError without joblib."""
     if jobs < 1:
         raise ValueError(f"--jobs is {jobs}; it must be at least 1")
     if jobs == 1:
@@ -33,7 +32,7 @@ def check(points: Sequence[Point], jobs: int, backend: str) -> None:
     if measured:
         raise ValueError(
             f"--jobs is {jobs}, but {len(measured)} of {len(points)} points are measured (such as {measured[0]}), and "
-            "measured runs at one time would disturb each other; use --jobs 1, or give the config a section `simulate`"
+            "measured runs would disturb each other; use --jobs 1, or give the config a section `simulate`"
         )
     require("joblib")
     if backend == "ray" and importlib.util.find_spec("ray") is None:
@@ -41,25 +40,25 @@ def check(points: Sequence[Point], jobs: int, backend: str) -> None:
 
 
 def results(
-    one_run: OneRun, runs: Iterable[Run], where: dict[str, Any], *, jobs: int, backend: str = "loky"
+    runs: Iterable[Run], where: dict[str, Any], *, jobs: int, backend: str = "loky"
 ) -> Generator[Result, None, None]:
-    """`one_run` of each of `runs`, as they are done. Closing the generator ends the processes."""
+    """`one_run` of each of `runs`, as they finish. Closing the generator ends the processes."""
     joblib = require("joblib")
     if backend == "ray":
         require("ray.util.joblib").register_ray()
-    warnings.filterwarnings("ignore", "[0-9]+ tasks (which|have been)")  # stopping is no mistake
-    tasks = (joblib.delayed(_one)(one_run, run, where) for run in runs)
+    warnings.filterwarnings("ignore", "[0-9]+ tasks (which|have been)")  # expected when the generator is closed
+    tasks = (joblib.delayed(_one)(run, where) for run in runs)
     with joblib.parallel_config(backend=backend, n_jobs=jobs):
         if backend == "loky":
             yield from joblib.Parallel(return_as="generator_unordered", batch_size=1)(tasks)
             return
-        with joblib.Parallel(batch_size=1) as parallel:  # ray's results come all at once, so not all are asked for
+        with joblib.Parallel(batch_size=1) as parallel:  # ray returns a group's results together, so groups are small
             while group := list(islice(tasks, 4 * jobs)):
                 yield from parallel(group)
 
 
-def _one(one_run: OneRun, run: Run, where: dict[str, Any]) -> Result:
-    """One simulated run, in a worker process."""
+def _one(run: Run, where: dict[str, Any]) -> Result:
+    """One simulated run, in a process of its own."""
     return one_run(run, Engines(1, _no_device, _no_device), where)
 
 

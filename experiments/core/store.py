@@ -1,13 +1,13 @@
-"""Run folders: written whole or not at all, read back without pandas.
+"""Run folders: written atomically, read without pandas.
 
     <out>/<name>/<first 12 digits of the point's hash>/<repeat>/
-        config.yaml     what ran, resolved: nothing left to choose; small files that it names are copied beside it
-        env.json        where it ran: commit, hash of the code, versions, device, flags
+        config.yaml     the resolved config, without any choice left; small files that it names are copied beside it
+        env.json        the environment: commit, hash of the code, versions, device, flags
         requests.jsonl  one line a request, its branches in it    steps.jsonl   one line a step
-        summary.json    what it amounts to; a run exists if and only if this file is in place
+        summary.json    the metrics; a run exists if and only if this file exists
     <out>/<name>/sweep.json, runs.jsonl, report.html    the sweep: its runs in order, their summaries, the report
 
-A run is written beside its place and renamed into it, so a killed sweep leaves no half run behind.
+A run is written under a temporary name and renamed, so a killed sweep leaves no incomplete run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from experiments.core.metrics import BranchRecord, RequestRecord
 
 SCHEMA = 1
 _SUMMARY = "summary.json"
-_STALE = "stale.json"  # what was the summary of a run that another one will replace
+_STALE = "stale.json"  # the former summary of a run that is measured again
 _TEMPORARY = ".writing-"
 
 
@@ -36,32 +36,32 @@ def run_folder(sweep: Path, point: str, repeat: int) -> Path:
 
 
 def write_run(folder: Path, files: dict[str, str]) -> None:
-    """Put a run's `files` (name -> text) in place at once. A failed run that lies there is replaced."""
+    """Write a run's `files` (name -> text) as one atomic change. An earlier run in `folder` is replaced."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.parent / f"{_TEMPORARY}{os.getpid()}-{folder.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     for name, text in files.items():
         (temporary / name).write_text(text, encoding="utf-8")
-    if folder.exists():  # os.replace does not replace a folder that holds something
+    if folder.exists():  # os.replace does not replace a folder that is not empty
         shutil.rmtree(folder)
     os.replace(temporary, folder)
 
 
 def set_aside(folders: Sequence[Path]) -> None:
-    """Runs that are to be measured again count as missing from now on; their files stay until new ones are there."""
+    """Mark runs as missing, because they are measured again. Their files stay until new ones replace them."""
     for folder in folders:
         with suppress(FileNotFoundError):
             os.replace(folder / _SUMMARY, folder / _STALE)
 
 
 def points(sweep: Path) -> set[str]:
-    """The names of the points' folders that hold a run."""
+    """The names of the points' folders that contain a run."""
     return {path.parent.parent.name for path in sweep.glob(f"*/[0-9]*/{_SUMMARY}")}
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{path.name}")
     temporary.write_text(text, encoding="utf-8")
@@ -69,7 +69,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def clean(sweep: Path) -> None:
-    """Remove what a killed process left half written. What a live process is writing stays."""
+    """Remove incomplete files of killed processes. Files of a live process stay."""
     for left in [*sweep.glob(f"{_TEMPORARY}*"), *sweep.glob(f"*/{_TEMPORARY}*")]:
         pid = left.name.removeprefix(_TEMPORARY).split("-")[0]
         if pid.isdigit() and _alive(int(pid)):
@@ -82,7 +82,7 @@ def clean(sweep: Path) -> None:
 
 def _alive(pid: int) -> bool:
     if pid == os.getpid():
-        return False  # this process has not begun to write: the number is an old one, used again
+        return False  # this process has written nothing yet: the number is an old one, used again
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -106,7 +106,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         ) from None
     if not isinstance(summary, dict) or summary.get("schema") != SCHEMA:
         raise ValueError(
-            f"{folder / _SUMMARY} is not of this version (schema {SCHEMA}); delete the folder {folder} and run again"
+            f"{folder / _SUMMARY} has another schema than {SCHEMA}; delete the folder {folder} and run again"
         )
     return summary
 
@@ -114,15 +114,15 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 def read_runs(folder: str | PathLike[str]) -> list[dict[str, Any]]:
     """Summaries of the runs below `folder`, in the order of their sweeps; `run` becomes the path of the run's folder.
 
-    The folder of a sweep, or one that holds sweeps, gives the runs that belong to the sweeps as they now are
-    (runs.jsonl). A folder without any gives every run that lies below it.
+    For the folder of a sweep, or of several sweeps: the runs that belong to the sweeps now (runs.jsonl). For a folder
+    without a sweep: every run below it.
 
     Raises:
-        ValueError: there is none, or one is damaged.
+        ValueError: there is no run, or one is damaged.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ValueError(f"there is no folder {root}; `python -m experiments.run CONFIG --out {root}` makes one")
+        raise ValueError(f"there is no folder {root}; `python -m experiments.run CONFIG --out {root}` creates it")
     runs: list[dict[str, Any]] = []
     for index in sorted(root.rglob("runs.jsonl")):
         lines = index.read_text(encoding="utf-8").splitlines()
@@ -132,8 +132,9 @@ def read_runs(folder: str | PathLike[str]) -> list[dict[str, Any]]:
         runs = [{**(read_summary(path) or {}), "run": str(path)} for path in found]
     if not runs:
         raise ValueError(
-            f"{root} holds no runs: a run is a folder with a {_SUMMARY}, such as {root}/<point>/<repeat>/{_SUMMARY}; "
-            "`python -m experiments.run CONFIG` makes them"
+            f"{root} contains no runs: a run is a folder with a {_SUMMARY}, "
+            f"such as {root}/<point>/<repeat>/{_SUMMARY}; "
+            "`python -m experiments.run CONFIG` creates them"
         )
     return runs
 
@@ -142,13 +143,13 @@ def read_requests(folder: Path) -> list[RequestRecord]:
     """The lines of a run's requests.jsonl.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such file.
     """
     path = folder / "requests.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise ValueError(f"there is no {path}; a run folder has one, made by `python -m experiments.run`") from None
+        raise ValueError(f"there is no {path}; `python -m experiments.run` writes it into a run folder") from None
     return [_request(json.loads(line)) for line in lines]
 
 
@@ -161,7 +162,7 @@ def _request(row: dict[str, Any]) -> RequestRecord:
 
 
 def json_text(value: Any) -> str:
-    """JSON a person can read; NaN is refused, because other readers do not take it."""
+    """Indented JSON. NaN is refused, because other readers do not accept it."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 

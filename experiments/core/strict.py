@@ -1,7 +1,10 @@
-"""Strict YAML: duplicate keys, unknown keys and wrong types are errors that name the path. No meaning of its own.
+"""Strict YAML: duplicate keys, unknown keys and wrong types are errors that name the path of the key.
 
-`parse(kind, value, where)` turns what YAML gives into the type `kind`: dataclasses (nested), unions of dataclasses that
-are told apart by a one-valued Literal field (`kind: synthetic`), Literal, tuples, mappings and plain scalars.
+`parse(kind, value, where)` turns the value of YAML into the type `kind`: nested dataclasses, unions of dataclasses with
+a one-valued Literal field (`kind: synthetic`), Literal, tuples, mappings and plain scalars.
+
+pydantic's TypeAdapter (2.x) does not replace it: it accepts unknown keys of our plain dataclasses, suggests no nearest
+name, and reports errors for all members of a union instead of the chosen one.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pagedjax.config import from_dict, one_of
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice; plain YAML keeps the last one and says nothing."""
+    """SafeLoader that refuses a duplicate key; plain YAML keeps the last value without a message."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         first_line: dict[Any, int] = {}
@@ -44,7 +47,7 @@ def load_text(text: str, where: str) -> Any:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """The mapping in the YAML file `path`. Raises ValueError when there is no such file or it holds something else."""
+    """The mapping in the YAML file `path`. Raises ValueError if the file is missing or is no mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -53,7 +56,7 @@ def load_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"cannot read the config {path}: it is not UTF-8 text ({error})") from None
     value = load_text(text, str(path))
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds {type(value).__name__}; a config is a mapping of sections, such as `name: ...`")
+        raise ValueError(f"{path} is {type(value).__name__}; a config is a mapping of sections, such as `name: ...`")
     return value
 
 
@@ -84,7 +87,7 @@ def parse(kind: Any, value: Any, where: str) -> Any:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    """The types of a class's fields; asking Python again takes longer than everything else here."""
+    """The types of a class's fields, cached: typing.get_type_hints is slower than all else here."""
     return typing.get_type_hints(cls)
 
 
@@ -97,12 +100,12 @@ def _dataclass(cls: Any, value: Any, where: str) -> Any:
     known = {k: parse(hints[k], v, prefix + k) if k in hints else v for k, v in value.items()}
     for field in dataclasses.fields(cls):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in known and set(known) <= set(hints):  # an unknown key is told first
+        if required and field.name not in known and set(known) <= set(hints):  # an unknown key is reported first
             raise ValueError(f"{prefix}{field.name} is missing; it must be {_words(hints[field.name])}")
     try:
         return from_dict(cls, known, where=prefix)
     except ValueError as error:
-        message = str(error)  # from_dict gives the path itself; a check inside the dataclass knows only its field
+        message = str(error)  # from_dict reports the path; a check inside the dataclass reports its field only
         raise ValueError(message if message.startswith("unknown key") else prefix + message) from None
 
 
@@ -122,7 +125,7 @@ def _union(members: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _tag(cls: Any) -> tuple[str, tuple[Any, ...]]:
-    """Name and values of the Literal field that says which member of a union this is; ("", ()) without one."""
+    """Name and values of the Literal field that identifies a member of a union; ("", ()) without such a field."""
     for name, hint in _hints(cls).items():
         if get_origin(hint) is Literal and len(get_args(hint)) == 1:
             return name, get_args(hint)
@@ -130,7 +133,7 @@ def _tag(cls: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """True when `value` has the outer shape of `kind`, so that an error inside it is told with its full path."""
+    """True if `value` has the outer shape of `kind`, so that an error inside it is reported with its full path."""
     origin = get_origin(kind)
     if dataclasses.is_dataclass(kind) or origin in (collections.abc.Mapping, dict):
         return isinstance(value, dict)
@@ -158,7 +161,7 @@ def _words(kind: Any) -> str:
 
 
 def _hint(kind: Any, value: Any) -> str:
-    """What to write instead, where a text looks like the number it should have been."""
+    """The correction, if a text looks like the number that is wanted."""
     numbers = {int, float} & {kind, *get_args(kind)}
     if not (isinstance(value, str) and numbers):
         return ""

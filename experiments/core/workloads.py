@@ -1,12 +1,12 @@
-"""Workloads: who asks for how much, and when. Pure functions of (spec, file content, seed, vocabulary).
+"""Workloads: the requests of a run and their arrival times. Pure functions of (spec, file content, seed, vocabulary).
 
 Four kinds: `prompts` (real text), `synthetic` (lengths drawn from distributions), `trace` (lengths and arrivals of a
-recorded service) and `tokens` (a JSON list of token ids). The last three need no tokenizer. Random token ids are fair
-for speed, because a dense model's work does not depend on which tokens it reads; they are NOT fair for speculative
-decoding, whose acceptance they distort, nor for prefix caching, which finds nothing to share beyond `shared_prefix`.
+recorded service) and `tokens` (a JSON list of token ids). The last three need no tokenizer. Random token ids suit speed
+measurements, because a dense model's work does not depend on token values. They do NOT suit speculative decoding (they
+distort its acceptance) or prefix caching (only `shared_prefix` is shared).
 
-Every random choice has its own stream, so that changing the arrivals changes no prompt, and the first k requests of
-`count: n` are the same for every n >= k.
+Every random choice has its own stream: other arrivals change no prompt, and the first k requests of `count: n` are the
+same for every n >= k.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import numpy as np
 
 from experiments.core.draws import AT_ONCE, Arrivals, Lengths, clip, draw_arrivals, draw_lengths
 
-FIRST_ORDINARY_TOKEN = 17  # ids below are special in the embedded default (chat marks, padding, file names ...)
+FIRST_ORDINARY_TOKEN = 17  # lower ids are special in the embedded model (chat marks, padding, file names ...)
 AZURE = (
-    "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace lies beside it) of the Azure Public "
+    "The public original is AzureLLMInferenceTrace_conv.csv (2023; the code trace is beside it) of the Azure Public "
     "Dataset, CC-BY 4.0, with columns TIMESTAMP,ContextTokens,GeneratedTokens; download it and give its path"
 )
 
@@ -54,7 +54,7 @@ class Workload(NamedTuple):
     clipped_outputs: int = 0
 
     def describe(self) -> dict[str, Any]:
-        """Counts for the record of a run: requests, tokens, clipped lengths, seconds until the last arrival."""
+        """The counts that a run records: requests, tokens, clipped lengths, seconds until the last arrival."""
         return {
             "requests": len(self.items),
             "prompt_tokens": sum(len(item.prompt_token_ids) for item in self.items),
@@ -67,7 +67,7 @@ class Workload(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """Texts of `file`, one a line (or a paragraph). `count` beyond the file starts over from its top when `cycle`."""
+    """Texts of `file`, one a line (or a paragraph). With `cycle`, a `count` beyond the file repeats it."""
 
     kind: Literal["prompts"]
     file: str
@@ -86,7 +86,7 @@ class Prompts:
 class Synthetic:
     """Random token ids whose lengths follow distributions.
 
-    shared_prefix: tokens that all prompts begin with, before those of `prompt`, as a system prompt does.
+    shared_prefix: tokens at the start of all prompts, like a system prompt; those of `prompt` follow.
     """
 
     kind: Literal["synthetic"]
@@ -106,7 +106,7 @@ class Synthetic:
 class Trace:
     """Arrivals and lengths of a recorded service: CSV with TIMESTAMP, ContextTokens, GeneratedTokens; random ids.
 
-    `time_scale` multiplies the recorded gaps: 0.5 doubles the rate, 0 lets everything arrive at once.
+    `time_scale` multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at once.
     """
 
     kind: Literal["trace"]
@@ -129,7 +129,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is read as another name of "max_tokens"."""
+    """A JSON list of {"prompt": [token ids], "max_tokens": count}; "n" is another name of "max_tokens"."""
 
     kind: Literal["tokens"]
     file: str
@@ -145,7 +145,7 @@ Encode = Callable[[str], Sequence[int]]
 
 
 def check(spec: Spec, content: str) -> None:
-    """Read the workload's file, for what can be wrong in it without a vocabulary. Raises ValueError as `build` does."""
+    """Check the workload's file, as far as no vocabulary is needed. Raises ValueError like `build`."""
     if isinstance(spec, Trace):
         read_trace(spec, content)
     elif isinstance(spec, Prompts):
@@ -158,10 +158,10 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     """The requests of `spec`.
 
     Args:
-        content: the text of `spec.file`; "" for a synthetic workload, which has none.
-        seed: of every random choice.
-        vocab_size: random ids are drawn from [17, vocab_size), below which ids are special.
-        encode: text to token ids; only `prompts` calls it.
+        content: the text of `spec.file`; "" for a synthetic workload, which has no file.
+        seed: the seed of every random choice.
+        vocab_size: random ids are drawn from [17, vocab_size); lower ids are special.
+        encode: text to token ids; only `prompts` uses it.
 
     Raises:
         ValueError: an empty workload, or a line of the file that cannot be read.
@@ -192,13 +192,13 @@ def random_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generato
     if vocab_size <= FIRST_ORDINARY_TOKEN:
         raise ValueError(
             f"the vocabulary has {vocab_size} tokens; random prompts need more than {FIRST_ORDINARY_TOKEN}, because "
-            "the ids below that are special"
+            "lower ids are special"
         )
     return [tuple(rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=n).tolist()) for n in lens]
 
 
 def read_prompts(spec: Prompts, content: str) -> list[str]:
-    """The texts of a prompts file; blank ones are not prompts."""
+    """The texts of a prompts file; blank lines are skipped."""
     pieces = content.split("\n\n") if spec.split == "paragraph" else content.splitlines()
     texts = [piece.strip() for piece in pieces if piece.strip()]
     if not texts:
@@ -244,7 +244,7 @@ def read_tokens(spec: Tokens, content: str, vocab_size: int) -> tuple[list[tuple
         raise ValueError(f"{spec.file} is not JSON: {error}") from None
     if not isinstance(entries, list) or not entries:
         raise ValueError(
-            f'{spec.file} must hold a list of {{"prompt": [ids], "max_tokens": count}} with an entry or more'
+            f'{spec.file} must hold a list of {{"prompt": [ids], "max_tokens": count}} with one entry or more'
         )
     prompts, outputs = [], []
     for index, entry in enumerate(entries[: spec.limit]):

@@ -1,1 +1,1 @@
-"""What runs on, or is compiled for, a GPU or a TPU."""
+"""Programs that need a GPU, or that compile for a TPU: each is a command, `python -m experiments.hardware.NAME`."""

@@ -1,19 +1,19 @@
-"""The GPU attention kernels on a GPU: numerics first, then time beside what a user would take instead, in one run.
+"""Are the GPU attention kernels correct on this GPU, and how fast are they compared with alternatives?
 
     python -m experiments.hardware.kernels --json results.json
     python -m experiments.hardware.kernels --quick            # numerics and one shape of each kernel
 
 1. Limits of the card: bytes/s of a copy (read + written) and FLOP/s of a bfloat16 product of 8192 x 8192 matrices.
-2. Numerics: every shape of the contract, in ragged batches, against float64 on the host. It stops here if one fails.
+2. Numerics: every shape of the contract, in ragged batches, against float64 on the host. A failure ends the run.
 3. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s.
 4. Chunks: causal FLOPs over time, as a share of the product's FLOP/s.
 
-Beside them, as far as they are there: plain XLA ("xla"), JAX's Triton kernel (deprecated), cuDNN through
-`jax.nn.dot_product_attention` and JAX's own Mosaic GPU attention on contiguous keys, and torch's
-scaled_dot_product_attention and FlexAttention. What is missing or fails is named in the table, never left out.
+The alternatives, if installed: plain XLA ("xla"), JAX's Triton kernel (deprecated), cuDNN through
+`jax.nn.dot_product_attention` and JAX's Mosaic GPU attention on contiguous keys, and torch's
+scaled_dot_product_attention and FlexAttention. The table names those that are missing or fail.
 
-Times are of the device (CUPTI; CUDA events for torch), medians; calls go round several caches whose pages together
-exceed the L2 cache, each row's pages its own.
+Times are device times (CUPTI; CUDA events for torch), medians. Calls rotate over several caches whose pages together
+exceed the L2 cache; no rows share pages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pallas_kernels.tiles import Tiles
 from pallas_kernels.timing import Shape, device_seconds, inputs
 
 ROUNDS = 9
-BEYOND_L2 = 256 << 20  # bytes that the caches of a measurement span at least
+BEYOND_L2 = 256 << 20  # least bytes of the caches of a measurement
 
 
 DECODES = [
@@ -74,7 +74,7 @@ def limits() -> dict[str, float]:
 
 
 def numerics(quick: bool) -> list[dict[str, Any]]:
-    """Worst error of each shape against float64: rows of lengths around a block's border, and chunks beside them."""
+    """Worst error of each shape against float64: rows with lengths around a block border, and chunks."""
     found = []
     shapes = [
         (d, s, group) for d in pallas_gpu.HEAD_SIZES for s in pallas_gpu.BLOCK_SIZES for group in (1, 3, 4, 8, 16)
@@ -88,7 +88,7 @@ def numerics(quick: bool) -> list[dict[str, Any]]:
 
 
 def one_numeric(rows, d: int, s: int, group: int, seed: int, options: dict[str, Any], heads: int = 2):
-    """(worst error, largest value). Everything that no context reaches is NaN, and the result's memory is fresh."""
+    """(worst error, largest value). Slots outside every context are NaN, and the result's memory is fresh."""
     rng = np.random.default_rng(seed)
     b, width = len(rows), -(-max(context for _, context in rows) // s)
     counts, lengths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
@@ -118,8 +118,7 @@ def one_numeric(rows, d: int, s: int, group: int, seed: int, options: dict[str, 
     return (error if np.isfinite(got).all() else float("inf")), float(np.abs(expected).max())
 
 
-# --- contenders -------------------------------------------------------------------------------------------------------
-# Each is a function of `Inputs` or, on contiguous keys, of (q [B, T, N, D], k [B, C, K, D], v).
+# --- contenders: each is a function of `Inputs` or, on contiguous keys, of (q [B, T, N, D], k [B, C, K, D], v).
 
 
 def paged(impl: str, shape: Shape) -> Callable[..., Any]:
@@ -189,7 +188,7 @@ def torch_seconds(shape: Shape, name: str, copies: int) -> float:
 
 
 def measure(shape: Shape, card: dict[str, float], with_torch: bool) -> list[dict[str, Any]]:
-    """A row for each contender; one that fails says why."""
+    """One row for each contender, with its time or its error."""
     decode = shape.queries == 1
     copies = max(2, -(-BEYOND_L2 // shape.cache_bytes))
     pages = [inputs(shape, seed) for seed in range(min(copies, 64))]
@@ -241,9 +240,9 @@ def versions() -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="write everything to this file, as soon as it is known")
+    parser.add_argument("--json", help="write results to this file as they are measured")
     parser.add_argument("--quick", action="store_true", help="a seventh of the numerics, one shape of each kernel")
-    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--no-torch", action="store_true", help="leave out torch's attention")
     args = parser.parse_args()
     device = jax.devices()[0]
     if wrong := pallas_gpu.wrong_device(device):
@@ -263,7 +262,7 @@ def main() -> int:
     keep(numerics=checked)
     print(f"numerics: {len(checked)} shapes, worst error {max(one['error'] for one in checked):.2e}, {len(bad)} wrong")
     if bad:
-        sys.exit(f"error: not timed, because the kernels are wrong at {bad[:3]}")
+        sys.exit(f"error: nothing is timed, because the kernels are wrong at {bad[:3]}")
     card = limits()
     keep(card=card)
     print(f"copy {card['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {card['product_flops_per_s'] / 1e12:.0f} TFLOP/s")

@@ -1,15 +1,15 @@
-"""Everything worth running on a GPU, in one command and the order in which it matters: results to a folder.
+"""All measurements on a GPU in one command, the most important first; results go to a folder.
 
     python -m experiments.hardware.on_gpu --name h200 --out experiments/results/h200
 
-    1. hardware.kernels --quick   are the kernels right, and where do they stand before any tuning
-    2. pallas_kernels.tune        better tiles, written to pallas_kernels/tiles/<name>.json
-    3. hardware.kernels           all shapes, with the tuned tiles, beside what a user would take instead
-    4. bench.random_llama         a Llama of 1.1 B parameters end to end, through the kernels and through plain XLA
+    first     experiments.hardware.kernels --quick: are the kernels correct, and how fast before tuning?
+    tune      pallas_kernels.tune: better tiles, written to pallas_kernels/tiles/<name>.json
+    kernels   experiments.hardware.kernels: all shapes with the tuned tiles, compared with alternatives
+    llama     experiments.bench.random_llama: a Llama of 1.1 B parameters, through the kernels and through plain XLA
 
-A part that fails is reported and the next one runs, but for 1: kernels that are wrong are not timed. Each part's output
-goes to <out>/<part>.log as it appears, its figures to <out>/<part>.json. `--minutes` bounds the whole; what does not
-fit is named. Needs JAX 0.11 with CUDA; torch is compared with where it is installed.
+A failed part is reported and the next one runs. A failure of `first` ends the session: wrong kernels are not timed.
+Each part writes its output to <out>/<part>.log and its figures to <out>/<part>.json. `--minutes` limits the session;
+parts that do not fit are listed. Needs JAX 0.11 with CUDA; torch is included if it is installed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 PARTS = ("first", "tune", "kernels", "llama")
-LEAST = 30.0  # seconds that are worth starting a part for
+LEAST = 30.0  # seconds; with less time left, no part is started
 
 
 class Part(NamedTuple):
     name: str
     arguments: tuple[str, ...]
-    must: bool = False  # nothing after it makes sense if it fails
+    must: bool = False  # the session ends if this part fails
 
 
 def parts(name: str, out: Path) -> list[Part]:
@@ -45,7 +45,7 @@ def parts(name: str, out: Path) -> list[Part]:
 
 
 def run(part: Part, out: Path, seconds: float) -> str:
-    """How the part ended: "ok", or why not. It gets its own process, and is stopped after `seconds`."""
+    """Run the part in a process, stopped after `seconds`. Returns "ok" or the reason of the failure."""
     with (out / f"{part.name}.log").open("w", encoding="utf-8") as log:
         try:
             done = subprocess.run(
@@ -57,23 +57,23 @@ def run(part: Part, out: Path, seconds: float) -> str:
 
 
 def session(plan: list[Part], out: Path, minutes: float) -> bool:
-    """Run the parts in order; whether all ended well."""
+    """Run the parts in order. Returns True if all succeeded."""
     out.mkdir(parents=True, exist_ok=True)
-    end, well = time.monotonic() + 60 * minutes, True
+    end, succeeded = time.monotonic() + 60 * minutes, True
     for i, part in enumerate(plan):
         left = end - time.monotonic()
         if left < LEAST:
-            print(f"not run for want of time: {', '.join(one.name for one in plan[i:])}", flush=True)
+            print(f"not run, no time left: {', '.join(one.name for one in plan[i:])}", flush=True)
             return False
         result = run(part, out, left)
         print(f"{part.name}: {result}, {60 * minutes - (end - time.monotonic()):.0f} s so far", flush=True)
         tail = (out / f"{part.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()[-12:]
         print("\n".join(f"  | {line[:160]}" for line in tail), flush=True)
-        well = well and result == "ok"
+        succeeded = succeeded and result == "ok"
         if part.must and result != "ok":
-            print("the rest is not run: it builds on this", flush=True)
+            print("the other parts are not run: they depend on this one", flush=True)
             return False
-    return well
+    return succeeded
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,12 +1,13 @@
-"""An engine's whole step, compiled for a TPU that need not be here: does it fit, and how many cache blocks beside it?
+"""Does an engine's whole step compile for a TPU, without one, and how many cache blocks fit in its memory?
 
     python -m experiments.hardware.on_tpu --target v5e                                   # Llama 3.2 1B's shape
     python -m experiments.hardware.on_tpu --target v6e --model llama-3-8b --tokens 2048
     python -m experiments.hardware.on_tpu --target v5e --model llama-3-8b --weights int8
 
-Needs libtpu, the compiler itself. Model, attention through the TPU kernel, and sampling are one program, as an engine
-runs it; parameters and cache are shapes and take no memory here. Printed is the memory report that such an engine would
-print. It fails if the compiler refuses, if the cache is not updated in place, or if any part of it is copied whole.
+Needs libtpu, which contains the compiler. Model, attention through the TPU kernel, and sampling are one program, as in
+an engine; parameters and cache are shapes and take no memory here. The command prints the memory report of such an
+engine. It fails if the compiler refuses the step, if the cache is not updated in place, or if a cache array is copied
+whole.
 """
 
 from __future__ import annotations
@@ -38,37 +39,37 @@ MODELS = SHAPES | {
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192},
 }
 IMPL = "pallas_tpu"
-FEW = 8  # blocks beside which a step is measured if more leave it no room
-# what may have a cache array as its result; a kernel that writes in place has two, and is no line of its own
+FEW = 8  # blocks to measure a step with, if more leave it no room
+# instructions that may have a cache array as result; an in-place kernel has two results and does not match
 HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call"}
 
 
 class Plan(NamedTuple):
-    """Of an engine: what fixes its largest step and its memory."""
+    """The sizes of an engine that determine its largest step and its memory."""
 
     tokens: int
     rows: int
     block_size: int
     length: int
-    fraction: float  # of the memory that weights leave
+    fraction: float  # share of the memory beside the weights
 
 
 class Compiled(NamedTuple):
     report: memory.MemoryReport
     aliased: int  # bytes of the cache that are updated in place
-    copies: Counter[str]  # instructions that make a whole cache array, by kind
+    copies: Counter[str]  # instructions with a whole cache array as result, by kind
     seconds: float
 
 
 def abstract_model(shape: dict[str, Any], weights: str) -> Model:
-    """A Llama without values, its activations in bfloat16."""
+    """A Llama without values, with activations in bfloat16."""
     config = dataclasses.replace(llama.from_hf(shape), int8=weights == "int8")
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, "bfloat16")))
     return Model(config, graphdef, state, "bfloat16")
 
 
 def compile_step(model: Model, target: str, plan: Plan, blocks: int) -> tuple[Any, float]:
-    """The step of the largest bucket, and the seconds it took; None for a step if HBM does not hold it."""
+    """The compiled step of the largest bucket (None if it does not fit into HBM), and the seconds it took."""
     m = model.config
     shape = block_shape(plan.block_size, model, model.dtype, IMPL)
     pages = jax.eval_shape(lambda: cache.init(blocks=blocks, **shape))
@@ -90,10 +91,10 @@ def nbytes(tree: Any) -> int:
 
 
 def fitted(model: Model, target: str, plan: Plan) -> Compiled:
-    """The step beside as many blocks as fit, by the rules of an engine; compiled again if its own needs bind.
+    """The step with as many blocks as fit, by the rules of an engine; compiled again if its own memory is the limit.
 
     Raises:
-        ValueError: not even two blocks fit, or the compiler finds no room for the step.
+        ValueError: fewer than two blocks fit, or the step does not fit.
     """
     hbm, weights = TpuTiles.read(target).hbm, nbytes(model.leaves)
     device = memory.DeviceMemory(f"TPU {target}", hbm, max(hbm - weights, 0))
@@ -144,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence at most (default 8192)")
     parser.add_argument("--fraction", type=float, default=0.9, help="of the memory beside the weights (default 0.9)")
-    parser.add_argument("--layers", type=int, help="fewer than the model has, to compile sooner")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has, to compile faster")
     args = parser.parse_args(argv)
     if missing := aot_tpu.what_is_missing():
         print(f"error: {missing}", file=sys.stderr)

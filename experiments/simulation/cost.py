@@ -1,20 +1,20 @@
-"""How long a step takes, without running it: a roofline of a chip and a model's shape, or a fit to measured steps.
+"""The seconds of a step, without running it: a roofline of a chip and a model's shape, or a fit to measured steps.
 
-    Work      what a step asks for; pure counts of its plan
+    Work      pure counts of a step's plan
     Roofline  Work -> seconds, from bytes, operations and overheads (Williams et al. 2009)
     Fitted    Work -> seconds, least squares through the steps of a measured run
 
-A step reads its weights once and multiplies them with its tokens, then reads the keys and values of every context and
-multiplies with those. Each of the two takes the longer of its traffic and its arithmetic:
+A step reads its weights once and multiplies them with its tokens. Then it reads the keys and values of every context
+and multiplies with them. Each part takes the longer of its memory traffic and its arithmetic:
 
     launch + max(weights / bandwidth, 2 * numbers * tokens / rate) + max(kv / bandwidth, attention / rate)
 
-Of a mixture of experts it reads those that some token chose, as many as tokens that choose evenly and alone would have
-(Shape.experts_read), and multiplies with those that each token chose. A layer with a window counts as one that sees the
-whole context: for a model with windows, and contexts beyond them, attention is too slow here.
+In a mixture of experts, the step reads the experts that at least one token chose, as expected of tokens that choose
+evenly and independently (Shape.experts_read), and multiplies with the experts of each token. A layer with a window
+counts as a layer that sees the whole context: for contexts beyond a window, attention is too slow here.
 
-What a kernel loses is two shares of what the chip could do, both 1 unless a config says otherwise: then a time is a
-bound, not a guess. Imports no jax, but for the shape of a checkpoint.
+Two shares say what kernels reach of the chip's bandwidth and arithmetic. With the default of 1, a time is a lower
+bound. Imports no jax, except for the shape of a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ import numpy as np
 from pagedjax.config import one_of
 from pagedjax.host.types import Plan
 
-STEPS = "steps.jsonl"  # of a run folder
-SIMULATED = "simulated"  # how the name of a device begins that is none
+STEPS = "steps.jsonl"  # a file of a run folder
+SIMULATED = "simulated"  # prefix of the name of a simulated device
 
 
 StepTime = Callable[["Work"], float]
 
 
 class Work(NamedTuple):
-    """What a step asks for. In tokens unless said otherwise."""
+    """The counts of a step that decide its time; tokens unless stated otherwise."""
 
     tokens: int  # computed, padding included
     sequences: int
-    sampled: int  # rows whose logits are wanted
+    sampled: int  # rows with logits
     context: int  # keys and values read: the context of each sequence after the step, summed
     pairs: int  # (query, key) pairs of causal attention
     moved_blocks: int = 0  # between device and host
 
 
 def work_of(plan: Plan, padded: int, *, cached: bool = True) -> Work:
-    """The work of a plan. `cached` is False for an engine without a KV cache, which computes every token again."""
+    """The work of a plan. `cached=False` is an engine without a KV cache, which computes every token again."""
     moved = len(plan.swap_out) + len(plan.swap_in)
-    if cached and plan.num_tokens == len(plan.seqs):  # decodes alone, as most steps are
+    if cached and plan.num_tokens == len(plan.seqs):  # decodes only: the most frequent step
         context = sum(plan.starts) + len(plan.seqs)
         if context == sum(plan.lengths):
             return Work(padded, len(plan.seqs), len(plan.seqs), context, context, moved)
@@ -64,7 +64,7 @@ def work_of(plan: Plan, padded: int, *, cached: bool = True) -> Work:
 
 
 class Shape(NamedTuple):
-    """Of a decoder, as far as its costs depend on it."""
+    """The sizes of a decoder that its costs depend on."""
 
     layers: int
     hidden: int
@@ -73,25 +73,25 @@ class Shape(NamedTuple):
     head_dim: int
     intermediate: int
     vocabulary: int
-    longest: int  # tokens of a request at most
+    longest: int  # most tokens of a request
     gated: bool = True  # three matrices in an MLP, or two
     tied: bool = False  # the embedding is the head
-    weight_bytes: float = 2  # of a number
+    weight_bytes: float = 2  # bytes of a weight
     kv_bytes: float = 2
-    sparse: int = 0  # layers with experts, each an MLP of its own, in place of the MLP
-    experts: int = 0  # of such a layer
-    chosen: int = 0  # of them by each token
-    expert: int = 0  # intermediate size of one
+    sparse: int = 0  # layers with experts in place of one MLP
+    experts: int = 0  # experts of such a layer
+    chosen: int = 0  # experts that each token chooses
+    expert: int = 0  # intermediate size of an expert
 
     def layer_numbers(self, experts: float) -> float:
-        """Of the matrices of all layers, with so many experts in those that have some."""
+        """Numbers in the matrices of all layers, with `experts` experts in each layer of a mixture."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        row = (3 if self.gated else 2) * self.hidden  # numbers of an MLP for each of its intermediate ones
+        row = (3 if self.gated else 2) * self.hidden  # numbers of an MLP for each intermediate channel
         mixture = self.hidden * self.experts + experts * row * self.expert
         return self.layers * attention + (self.layers - self.sparse) * row * self.intermediate + self.sparse * mixture
 
     def experts_read(self, tokens: int) -> float:
-        """Of a layer: how many are chosen by one token or more, expected of tokens that choose evenly and alone."""
+        """Experts of a layer chosen by at least one token, expected for even and independent choices."""
         return self.experts * (1 - (1 - self.chosen / self.experts) ** tokens) if self.experts else 0.0
 
     @property
@@ -99,7 +99,7 @@ class Shape(NamedTuple):
         return self.hidden * self.vocabulary
 
     def read_bytes(self, tokens: int) -> float:
-        """Of the weights that a step of so many tokens reads: layers and head."""
+        """Bytes of the weights that a step of `tokens` tokens reads: layers and head."""
         return self.weight_bytes * (self.layer_numbers(self.experts_read(tokens)) + self.head_numbers)
 
     def products(self, tokens: int, sampled: int) -> float:
@@ -108,22 +108,22 @@ class Shape(NamedTuple):
 
     @property
     def held_bytes(self) -> float:
-        """Of all weights, with an embedding of their own if they have one."""
+        """Bytes of all weights, with the embedding if it is not tied to the head."""
         return self.weight_bytes * (self.layer_numbers(self.experts) + (1 if self.tied else 2) * self.head_numbers)
 
     @property
     def token_bytes(self) -> float:
-        """Of the keys and values of one token."""
+        """Bytes of the keys and values of one token."""
         return self.kv_bytes * 2 * self.layers * self.kv_heads * self.head_dim
 
 
 def shape_of(config: Mapping[str, Any], weight_bytes: float = 2, kv_bytes: float = 2) -> Shape:
-    """From a Hugging Face config.json, read by the family that would load the model: its defaults are the loader's.
+    """The shape in a Hugging Face config.json, read by the model's family, so defaults are those of the loader.
 
     Raises:
-        ValueError: a model that could not be loaded either.
+        ValueError: the model is not supported.
     """
-    from pagedjax.device.models import FAMILIES  # jax's names come along, but no backend starts
+    from pagedjax.device.models import FAMILIES  # imports jax, but starts no backend
     from pagedjax.weights.architectures import normalised
 
     known = normalised(config, "the model's config.json")
@@ -166,19 +166,19 @@ SHAPES = {
 
 
 class Chip(NamedTuple):
-    """What a chip can do, by its data sheet; rates are those of dense 16-bit arithmetic."""
+    """The limits of a chip from its data sheet; rates are of dense 16-bit arithmetic."""
 
-    bandwidth: float  # bytes a second of its own memory
-    rate: float  # operations a second
+    bandwidth: float  # bytes/s of its memory
+    rate: float  # operations/s
     memory: float  # bytes
-    launch: float = 2e-4  # seconds of a step that none of this explains: launches, sampling, the host
+    launch: float = 2e-4  # seconds of a step for launches, sampling and the host
     tile: int = 1  # tokens that a matrix product computes at a time
-    link: float = 25e9  # bytes a second between its memory and the host's
-    transfer: float = 5e-6  # seconds that each copy over the link costs beside its bytes
+    link: float = 25e9  # bytes/s between its memory and the host's
+    transfer: float = 5e-6  # seconds of each copy over the link, in addition to its bytes
 
 
-# NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v5e, v5p and v6e; 128 rows is the tile that cuBLAS
-# and the kernels of Hopper use, and the one of the MXU.
+# NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v5e, v5p and v6e; 128 rows is the tile of cuBLAS,
+# of Hopper's kernels and of the MXU.
 CHIPS = {
     "a100-40g": Chip(1.555e12, 312e12, 40e9, tile=128),
     "a100-80g": Chip(2.039e12, 312e12, 80e9, tile=128),
@@ -196,10 +196,10 @@ class Roofline(NamedTuple):
     shape: Shape
     chip: Chip
     chips: int = 1
-    bandwidth_share: float = 1.0  # of the bandwidth that kernels reach
-    rate_share: float = 1.0  # of the arithmetic
+    bandwidth_share: float = 1.0  # share of the bandwidth that kernels reach
+    rate_share: float = 1.0  # share of the arithmetic
     block_size: int = 16
-    batched_moves: bool = True  # blocks that move go in one copy, not in one for each block, layer, keys and values
+    batched_moves: bool = True  # one copy for all moved blocks, not one for each block, layer, keys and values
 
     def __call__(self, work: Work) -> float:
         s, chip = self.shape, self.chip
@@ -216,7 +216,7 @@ class Roofline(NamedTuple):
         )
 
     def move(self, blocks: int) -> float:
-        """Seconds that blocks need between device and host."""
+        """Seconds to move blocks between device and host."""
         if not blocks:
             return 0.0
         copies = 1 if self.batched_moves else 2 * self.shape.layers * blocks
@@ -225,7 +225,7 @@ class Roofline(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """Seconds of a step: those of its padded size, and so much a token of context and a pair."""
+    """Seconds of a step: a base for its padded size, plus terms for its context tokens and pairs."""
 
     sizes: tuple[int, ...]  # padded tokens that were measured, ascending
     seconds: tuple[float, ...]  # of each, without attention
@@ -235,7 +235,7 @@ class Fitted(NamedTuple):
 
     def __call__(self, work: Work) -> float:
         base = float(np.interp(work.tokens, self.sizes, self.seconds))
-        if work.tokens > self.sizes[-1]:  # beyond what was measured a step takes as long as its tokens
+        if work.tokens > self.sizes[-1]:  # beyond the measured sizes, time is proportional to tokens
             base *= work.tokens / self.sizes[-1]
         return base + self.per_context * work.context + self.per_pair * work.pairs
 
@@ -244,20 +244,20 @@ def fit(steps: Sequence[Mapping[str, Any]]) -> Fitted:
     """Non-negative least squares through measured steps (rows of steps.jsonl), each weighted by its own time.
 
     Raises:
-        ValueError: fewer than 8 steps, or steps without what attention read (a run of an earlier version).
+        ValueError: fewer than 8 steps, or steps without context_tokens and pairs (a run of an earlier version).
     """
     from scipy.optimize import nnls
 
     if len(steps) < 8:
         raise ValueError(f"the run to fit has {len(steps)} steps; it takes at least 8")
     if "pairs" not in steps[0]:
-        raise ValueError("the run's steps do not say what attention read (context_tokens, pairs); measure it again")
+        raise ValueError("the run's steps have no context_tokens and pairs (what attention reads); measure it again")
     seconds = np.array([step["seconds"] for step in steps])
     sizes = sorted({step["padded_tokens"] for step in steps})
     columns = [[step["padded_tokens"] == size for step in steps] for size in sizes]
     columns += [[step[name] for step in steps] for name in ("context_tokens", "pairs")]
     matrix = np.array(columns, np.float64).T
-    scale = np.maximum(matrix.max(0), 1)  # else a pair, of which there are millions, is lost in rounding
+    scale = np.maximum(matrix.max(0), 1)  # the coefficient of pairs (millions) would be lost in rounding
     solution = nnls(matrix / scale / seconds[:, None], np.ones(len(steps)))[0] / scale
     error = float(np.median(np.abs(matrix @ solution - seconds) / seconds))
     *bases, per_context, per_pair = (float(x) for x in solution)
@@ -271,17 +271,17 @@ def read_steps(text: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Simulate:
-    """What stands for the device.
+    """The model of the device.
 
-    chip: a name of cost.CHIPS; chips: so many of them share the model, without a cost.
-    fit: the folder of a measured run, in place of a chip: its steps.jsonl says how long steps take.
+    chip: a name of cost.CHIPS. chips: the number of chips that share the model, without a cost.
+    fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl.
     model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its config.json.
     bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the bound.
-    padded: steps take as long as their bucket; False: as the tokens that are real.
+    padded: the time of a step is that of its bucket; False: that of its real tokens.
     kv_cache: False is an engine that computes every token of a sequence in every step.
-    whole_batches: rows are computed until the last of their batch has ended, and all are answered then; it takes the
+    whole_batches: rows are computed until the last of their batch has ended, and all are answered then; needs the
         policy `static`.
-    batched_moves: blocks that are swapped go in one copy; False: in one for each block, layer, keys and values.
+    batched_moves: swapped blocks move in one copy; False: one copy for each block, layer, keys and values.
     host_s: seconds that the host adds to a step.
     """
 
@@ -311,8 +311,8 @@ class Simulate:
                 value = getattr(self, name)
                 if value != getattr(Simulate, name):
                     raise ValueError(
-                        f"{name} is {value}, and steps that were measured (fit) know nothing of it; leave it out, or "
-                        "name a chip in place of fit"
+                        f"{name} is {value}, and measured steps (fit) do not depend on it; leave it out, or give "
+                        "a chip in place of fit"
                     )
         for name in ("bandwidth_share", "rate_share"):
             if not 0.0 < getattr(self, name) <= 1.0:
@@ -322,7 +322,7 @@ class Simulate:
 
     @property
     def name(self) -> str:
-        """What a summary calls the device."""
+        """The name of the device in a summary."""
         if self.chip is None:
             return f"{SIMULATED}, fitted"
         return f"{SIMULATED} {self.chip}" + (f" x {self.chips}" if self.chips > 1 else "")

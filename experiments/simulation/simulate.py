@@ -1,11 +1,11 @@
-"""An engine without a device: the same scheduler, policies and requests, and a clock that a model of step times moves.
+"""An engine without a device: the same scheduler, policies and requests, with a clock that a cost model advances.
 
     simulate: {chip: h200, model: llama-3-8b}      # a roofline, see cost.py
     simulate: {fit: runs/w1/0123456789ab/0}        # the measured steps of a run
 
-In a config that section is the only difference: the same driver, events, records, summary and report. No token means
-anything, so requests end at their max_tokens and `sampling.ignore_eos` must be true; drawn lengths belong to the
-workload. Time is virtual: nothing sleeps, and a run is the same however busy the machine is.
+This section is the only difference in a config: driver, events, records, summary and report are the same. Tokens have
+no meaning, so requests end at their max_tokens and `sampling.ignore_eos` must be true; the workload draws the lengths.
+Time is virtual: nothing sleeps, and the load of the machine does not change a run.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4
 
 
 class WholeBatch(NamedTuple):
-    """A batch that is computed, and answered, until its last member has ended, as engines did before Orca."""
+    """A batch that is computed until its last member has ended, and answered then, as in engines before Orca."""
 
-    contexts: tuple[int, ...] = ()  # what members that have ended see in the next step: tokens, growing with the batch
-    held: tuple[Event, ...] = ()  # what nobody has been told yet
+    contexts: tuple[int, ...] = ()  # tokens that ended members see in the next step; grow with the batch
+    held: tuple[Event, ...] = ()  # events that are reported when the batch is over
 
 
 def after_step(
     batch: WholeBatch, plan: Plan, events: tuple[Event, ...], *, over: bool
 ) -> tuple[WholeBatch, tuple[Event, ...]]:
-    """The batch after one of its steps -> (batch, events that are told now: all of the batch's when it is over)."""
+    """The batch after one of its steps -> (batch, events to report now: all of the batch's when it is over)."""
     held = batch.held + events
     if over:
         return WholeBatch(), held
@@ -54,7 +54,7 @@ def after_step(
 
 
 def with_rows(work: Work, contexts: Sequence[int]) -> Work:
-    """The work with rows of one token more, which see so many tokens each."""
+    """The work with one row of one token more for each of `contexts`, the tokens that the row sees."""
     rows, seen = len(contexts), sum(contexts)
     return work._replace(
         sequences=work.sequences + rows,
@@ -65,20 +65,21 @@ def with_rows(work: Work, contexts: Sequence[int]) -> Work:
 
 
 class SimulatedEngine:
-    """What a driver needs of an engine, in virtual time. `now` are the seconds since it was made or reset."""
+    """The methods of an engine that a driver uses, in virtual time. `now`: seconds since construction or reset."""
 
     def __init__(
         self, config: EngineConfig, seconds: StepTime, *, vocab_size: int, host_blocks: int = 0, simulate: Simulate
     ) -> None:
-        """`config` must say max_model_len, num_blocks and token_buckets; see `resolved`.
+        """`config` must give max_model_len, num_blocks and token_buckets; see `resolved`.
 
         Raises:
-            ValueError: whole batches with a policy that lets others join one, or what a simulation would not feel.
+            ValueError: whole batches with a policy under which requests join a batch, or an option that a simulation
+                ignores.
         """
         refuse_unfelt(config, simulate)
         if simulate.whole_batches and config.policy != "static":
             raise ValueError(
-                f"simulate.whole_batches with engine.policy {config.policy!r}, under which others join a batch; "
+                f"simulate.whole_batches with engine.policy {config.policy!r}, under which requests join a batch; "
                 "set engine.policy: static"
             )
         self.config, self.now = config, 0.0
@@ -105,7 +106,7 @@ class SimulatedEngine:
     def add(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, forks: Sequence[str] = ()
     ) -> None:
-        """As `Engine.add`. Raises ValueError for what could end before max_tokens, and what can never run."""
+        """Like `Engine.add`. Raises ValueError for a request that could end before max_tokens or can never run."""
         if not params.ignore_eos or params.stop_token_ids:
             raise ValueError(
                 "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave stop_token_ids out"
@@ -126,7 +127,7 @@ class SimulatedEngine:
         padded = self._padded(plan.num_tokens + len(ended))
         work = work_of(plan, padded, cached=self._simulate.kv_cache)
         seconds = self._seconds(with_rows(work, ended) if ended else work)
-        # no two sequences get the same tokens, so that no content is found that nobody would have computed
+        # different sequences get different tokens, so the prefix cache finds only what was computed
         vocabulary = self._vocab_size
         sampled = [
             (seq.arrival * 7919 + length) % vocabulary for seq, length in zip(plan.seqs, plan.lengths, strict=True)
@@ -150,24 +151,24 @@ class SimulatedEngine:
 
 
 def refuse_unfelt(config: EngineConfig, simulate: Simulate) -> None:
-    """Raise ValueError for options of an engine that would change its times, and change none here."""
+    """Raises ValueError for options that change the times of a real engine but not those of a simulated one."""
     if config.lookahead:
         raise ValueError(
-            f"engine.lookahead is {config.lookahead}, and a simulated step hides nothing of the host behind the "
-            "device; set it to 0, and simulate.host_s to what is not hidden"
+            f"engine.lookahead is {config.lookahead}, and a simulated step hides no host time behind the "
+            "device; set it to 0, and simulate.host_s to the host time that is not hidden"
         )
     if config.preemption == "swap" and simulate.fit is not None:
         raise ValueError(
-            "engine.preemption is 'swap', and the steps that were measured (simulate.fit) do not say what moving a "
-            "block costs; set engine.preemption: recompute, or simulate.chip in place of fit"
+            "engine.preemption is 'swap', and measured steps (simulate.fit) do not give the cost of moving a "
+            "block; set engine.preemption: recompute, or simulate.chip in place of fit"
         )
 
 
 def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> EngineConfig:
-    """A configuration with lengths, blocks and buckets chosen as for an engine on a device of so many bytes.
+    """The configuration with lengths, blocks and buckets chosen as for a device with `memory` bytes.
 
     Raises:
-        ValueError: max_model_len beyond the model's, or blocks that do not fit.
+        ValueError: max_model_len is beyond the model's, or the blocks do not fit.
     """
     length = config.max_model_len or shape.longest
     if length > shape.longest:
@@ -191,16 +192,16 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
 
 
 class SimulatedLLM:
-    """What `experiments.core.drive.measure` needs of an `LLM`."""
+    """The attributes of an `LLM` that `experiments.core.drive.measure` uses."""
 
     def __init__(self, simulate: Simulate, config: EngineConfig, model: str) -> None:
-        """`model` is read for its shape if the simulation names none, and for its tokenizer if a workload has text."""
+        """`model` gives the shape if the simulation names none, and the tokenizer if a workload has text."""
         shape, memory = _shape(simulate, config, model), None
         if simulate.fit is not None:
             steps = cost.read_steps((Path(simulate.fit) / cost.STEPS).read_text(encoding="utf-8"))
             self.step_time: StepTime = cost.fit(steps)
         else:
-            assert simulate.chip is not None, "`Simulate` has one of them"
+            assert simulate.chip is not None, "`Simulate` has a chip or a fit"
             chip, memory = CHIPS[simulate.chip], simulate.chips * CHIPS[simulate.chip].memory
             shares = (simulate.bandwidth_share, simulate.rate_share)
             self.step_time = Roofline(shape, chip, simulate.chips, *shares, config.block_size, simulate.batched_moves)
@@ -219,7 +220,7 @@ class SimulatedLLM:
 
 
 class _Tokenizer:
-    """Read when a workload has text, which most simulated ones have not."""
+    """A tokenizer that is loaded when a workload has text; most simulated workloads have none."""
 
     def __init__(self, model: str, vocab_size: int) -> None:
         self._model, self._tokenizer, self.vocab_size = model, None, vocab_size

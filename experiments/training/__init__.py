@@ -1,1 +1,1 @@
-"""Training a small model, to serve it while it learns."""
+"""Training: a small model that one engine serves while it is trained."""

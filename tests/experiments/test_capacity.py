@@ -1,4 +1,4 @@
-"""The search finds a limit that is known, probes nothing twice, and says what it could not find."""
+"""The search for capacity finds known limits, probes no rate twice, and reports failures."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import yaml
 
-from experiments import capacity, run
+from experiments import capacity
 from experiments.capacity import Bounds, Probe, bracket, next_rate, unordered
-from experiments.core import store
+from experiments.core import store, sweep
 from experiments.core.metrics import BranchRecord, RequestRecord
 
 MD1 = {  # one request of one step at a time, Poisson arrivals: an M/D/1 queue
@@ -48,7 +48,7 @@ def searched(met: Callable[[float], bool], bounds: Bounds, alone: float = 0.0) -
 @pytest.mark.parametrize("limit", [0.0013, 0.4, 1.0, 7.77, 900.0])
 @pytest.mark.parametrize("tolerance", [0.001, 0.05, 0.5])
 @pytest.mark.parametrize("given", [(), ("low",), ("high",), ("low", "high")])
-def test_a_limit_is_found(limit: float, tolerance: float, given: tuple[str, ...]) -> None:
+def test_search_finds_known_limit(limit: float, tolerance: float, given: tuple[str, ...]) -> None:
     ends = {"low": limit / 50, "high": limit * 50}
     bounds = Bounds(1.0, **{name: ends[name] for name in given}, tolerance=tolerance)
     probes = searched(lambda rate: rate <= limit, bounds)
@@ -65,7 +65,7 @@ def said(probes: list[Probe], bounds: Bounds) -> str:
     return " ".join(capacity.reading(probes, bounds, criterion, "requests/s"))
 
 
-def test_a_rate_that_is_met_above_one_that_is_not_is_told() -> None:
+def test_non_monotone_rates_are_reported() -> None:
     probes = searched(lambda rate: rate <= 3.0 or 3.15 < rate < 3.3, Bounds(1.0))
     assert bracket(probes)[0] <= 3.0 < bracket(probes)[1]
     assert "Not monotone: met at 3.238 although not at 3.084" in said(probes, Bounds(1.0))
@@ -77,14 +77,14 @@ def test_a_rate_that_is_met_above_one_that_is_not_is_told() -> None:
 @pytest.mark.parametrize(
     ("met", "bounds", "alone", "probes", "message"),
     [
-        (False, Bounds(1.0), 0.3, 3, "No capacity: not met at 0.25 requests/s, where no request meets another."),
+        (False, Bounds(1.0), 0.3, 3, "No capacity: not met at 0.25 requests/s, where no two requests overlap."),
         (False, Bounds(1.0), 0.0, 13, "No capacity found: not met even at 0.0002441 requests/s."),
         (False, Bounds(1.0, 0.5), 0.0, 1, "not met even at 0.5 requests/s. Give a lower --low"),
-        (True, Bounds(1.0), 0.0, 13, "met even at 4096 requests/s. The requests are too few for a limit"),
+        (True, Bounds(1.0), 0.0, 13, "met even at 4096 requests/s. The number of requests is too small for a limit"),
         (True, Bounds(1.0, high=4.0), 0.0, 1, "met even at 4 requests/s. Give a higher --high."),
     ],
 )
-def test_a_search_without_a_limit_ends_and_says_why(
+def test_search_without_limit_ends_with_reason(
     met: bool, bounds: Bounds, alone: float, probes: int, message: str
 ) -> None:
     found = searched(lambda rate: met, bounds, alone)
@@ -113,11 +113,11 @@ def waits_less(rate: float, step: float, time: float) -> float:
     return (1 - rate * step) * sum((-age) ** k / math.factorial(k) * math.exp(age) for k, age in enumerate(ages))
 
 
-def test_the_capacity_of_a_queue_is_the_one_that_theory_knows(
+def test_capacity_of_md1_queue_matches_theory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[float] = []
-    one_run = run.one_run
+    one_run = sweep.one_run
 
     def counted(wanted: Any, *rest: Any) -> Any:
         measured.append(wanted.point.swept["workload.arrivals.rate"])
@@ -125,7 +125,7 @@ def test_the_capacity_of_a_queue_is_the_one_that_theory_knows(
             raise KeyboardInterrupt  # the search is stopped in its fourth probe
         return one_run(wanted, *rest)
 
-    monkeypatch.setattr(run, "one_run", counted)
+    monkeypatch.setattr(sweep, "one_run", counted)
     command = [str(write(tmp_path)), "--out", str(tmp_path / "runs"), "--quiet"]
     assert capacity.main(command) == 130
     assert capacity.main(command) == 0
@@ -152,7 +152,7 @@ def test_the_capacity_of_a_queue_is_the_one_that_theory_knows(
     assert waits_less(found["met"] * 0.9, step, 0.02 - step) > 0.9 > waits_less(found["unmet"] * 1.1, step, 0.02 - step)
 
 
-def test_a_trace_is_sped_up_and_percentiles_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_capacity_by_time_scale_and_percentile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stamps = [f"2023-11-16 18:15:{10 + i // 10}.{i % 10}00000,16,4" for i in range(80)]
     (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps]))
     workload = {"kind": "trace", "file": "trace.csv", "time_scale": 0.0}
@@ -182,7 +182,7 @@ def test_a_trace_is_sped_up_and_percentiles_decide(tmp_path: Path, capsys: pytes
         (["--set", "engine.block_sise=3"], "did you mean 'block_size'"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(
+def test_bad_arguments_fail_before_anything_runs(
     tmp_path: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert capacity.main([str(write(tmp_path)), "--out", str(tmp_path), *arguments]) == 2
@@ -190,13 +190,13 @@ def test_what_is_wrong_is_said_before_anything_runs(
     assert not list(tmp_path.rglob("summary.json"))
 
 
-def test_a_probe_that_fails_ends_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_probe_ends_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, workload={**MD1["workload"], "prompt": {"dist": "fixed", "value": 99}})
     assert capacity.main([str(path), "--out", str(tmp_path)]) == 1
     assert "error: the run at rate 100, repeat 0, failed: ValueError: the engine refused" in capsys.readouterr().err
 
 
-def test_repeats_count_by_their_median() -> None:
+def test_criterion_uses_median_of_repeats() -> None:
     latency = {"ttft_s": {"p99": 1.0}, "itl_s": {"p99": None}}  # outputs of one token have no gaps
     runs = [{"metrics": {"goodput": {"share": share}, **latency}} for share in (0.99, 0.91, 0.2)]
     slo = capacity.Slo(ttft=1.0, itl=0.1)
@@ -209,7 +209,7 @@ def test_repeats_count_by_their_median() -> None:
     assert not by_tail.met({"ttft_s.p99": 0.5, "itl_s.p99": 0.11})
 
 
-def test_requests_are_alone_when_each_ends_before_the_next() -> None:
+def test_alone_means_no_overlapping_requests() -> None:
     first = RequestRecord("r0", 0.0, 5, 2, 0.0, (BranchRecord("r0", (0.5, 2.0), (1, 2), 0, "length"),))
     assert not capacity.alone([first, first._replace(arrival=1.9)])
     assert capacity.alone([first, first._replace(arrival=2.0)])

@@ -1,4 +1,4 @@
-"""Differences that are there are found, noise is not called one, and what cannot be compared is said."""
+"""Comparison of runs: real differences, false positives, and errors for incomparable runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: Any, status: int = 0) -
     return printed.out if status == 0 else printed.err
 
 
-def test_a_difference_is_found_point_by_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweeps_are_compared_point_by_point(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw = np.random.default_rng(0)
     for size, ratio in ((8, 1.12), (16, 1.0)):
         for repeat, minute in enumerate(draw.lognormal(0, 0.3, 5)):  # slow minutes that both sides share
@@ -70,20 +70,20 @@ def test_a_difference_is_found_point_by_point(tmp_path: Path, capsys: pytest.Cap
     text = told(capsys, *command)
     assert "engine.block_size=8 (5 pairs of repeats)" in text
     assert "only in A: engine.block_size=32" in text
-    assert "of 2 intervals at 0.95, 0.1 leave out 1 by chance alone" in text
+    assert "of 2 intervals at 0.95, 0.1 exclude 1 by chance alone" in text
     found = {(row["point"], row["metric"]): row for row in json.loads(file.read_text())["comparisons"]}
     real = found["engine.block_size=8", "output_tokens_per_s"]
     assert 1.0 < real["low"] < 1.12 < real["high"] < 1.16
     assert real["verdict"] == f"B is {real['ratio']:.2f} times A ({real['low']:.2f} to {real['high']:.2f}): real"
     same = found["engine.block_size=16", "output_tokens_per_s"]
     assert same["low"] < 1.0 < same["high"]
-    assert same["verdict"].startswith("no difference can be told: B is ")
+    assert same["verdict"].startswith("no difference can be shown: B is ")
     assert found["engine.block_size=16", "preemptions"]["verdict"] == "the same in every run"
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 5])
 @pytest.mark.parametrize("paired", [True, False])
-def test_noise_between_runs_is_seldom_called_a_difference(repeats: int, paired: bool) -> None:
+def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
     draw = np.random.default_rng(repeats)
     called = 0
     for _ in range(400):
@@ -93,9 +93,7 @@ def test_noise_between_runs_is_seldom_called_a_difference(repeats: int, paired: 
 
 
 @pytest.mark.parametrize(("count", "percentile"), [(10, 50), (100, 90), (200, 99)])
-def test_noise_between_requests_is_seldom_called_a_difference(
-    count: int, percentile: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "RESAMPLES", 200)
     draw = np.random.default_rng(count)
     called = 0
@@ -106,7 +104,7 @@ def test_noise_between_requests_is_seldom_called_a_difference(
     assert called / 60 < 0.12
 
 
-def test_requests_are_resampled_with_all_their_gaps() -> None:
+def test_bootstrap_draws_requests_with_all_their_gaps() -> None:
     first = np.random.default_rng(1).lognormal(0, 0.5, 50).tolist()
     found = of_requests(requests(first, 0.05), requests(first, 0.06), "itl_s", 90, 0.95)
     assert found.ratio == pytest.approx(1.2)
@@ -114,9 +112,7 @@ def test_requests_are_resampled_with_all_their_gaps() -> None:
     assert ": real, of these 50 requests; one run each" in found.verdict
 
 
-def test_one_run_each_tells_of_its_requests_and_not_of_noise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_single_runs_give_intervals_over_requests_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw = np.random.default_rng(2)
     first = draw.lognormal(0, 0.5, 60)
     put(tmp_path / "a", 0, 100.0, first=first.tolist())
@@ -124,9 +120,9 @@ def test_one_run_each_tells_of_its_requests_and_not_of_noise(
     metrics = ("--metric", "output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "preemptions")
     text = told(capsys, tmp_path / "a", tmp_path / "b", *metrics).splitlines()
     assert text[0] == "one point (one run each of the same requests)"
-    assert text[2].endswith("one run each: nothing can be said of noise (B is 0.90 times A)")
-    assert "real, of these 60 requests; one run each: nothing can be said of noise between runs" in text[3]
-    assert text[4].endswith("60 requests are too few for its p99, which takes 200")
+    assert text[2].endswith("one run each: the noise between runs is not known (B is 0.90 times A)")
+    assert "real, of these 60 requests; one run each: the noise between runs is not known" in text[3]
+    assert text[4].endswith("60 requests are too few for p99, which needs 200")
     put(tmp_path / "b", 3, 90.0, first=first.tolist(), workload={**WORKLOAD, "last_arrival_s": 2.0})
     text = told(capsys, tmp_path / "a", tmp_path / "b", *metrics)
     assert "(the workloads of repeat 0 differ in last_arrival_s)" in text
@@ -144,7 +140,7 @@ def test_one_run_each_tells_of_its_requests_and_not_of_noise(
     ],
     ids=str,
 )
-def test_other_requests_of_equal_totals_are_no_pairs(
+def test_different_requests_with_equal_totals_are_not_paired(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str, repeats: int
 ) -> None:
     for repeat in range(repeats):
@@ -156,7 +152,7 @@ def test_other_requests_of_equal_totals_are_no_pairs(
     assert "of these" not in text
 
 
-def test_runs_whose_requests_are_not_kept_make_no_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_requests_file_are_not_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         put(tmp_path / name, 0, 100.0, first=[0.1] * 20)
     next((tmp_path / "b").glob("*/0/requests.jsonl")).unlink()
@@ -165,7 +161,7 @@ def test_runs_whose_requests_are_not_kept_make_no_pairs(tmp_path: Path, capsys: 
     assert "of these" not in text
 
 
-def test_where_the_sides_ran_on_something_else_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_of_device_and_code_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path / "a", 0, 100.0, device="cpu", commit="abc", env={"versions": {"jax": "0.7.0"}})
     put(tmp_path / "b", 0, 100.0, device="cpu", commit="def", env={"versions": {"jax": "0.7.1"}})
     lines = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s").splitlines()
@@ -181,7 +177,7 @@ def test_where_the_sides_ran_on_something_else_is_told(tmp_path: Path, capsys: p
     ],
     ids=["no gap", "zeros"],
 )
-def test_resamples_without_a_ratio_leave_no_interval(
+def test_resamples_without_ratio_give_no_interval(
     name: str, percentile: int, a: list[RequestRecord], b: list[RequestRecord]
 ) -> None:
     found = of_requests(a, b, name, percentile, 0.95)
@@ -190,9 +186,7 @@ def test_resamples_without_a_ratio_leave_no_interval(
     assert "resamples have no value, or a zero (B is 1." in found.verdict
 
 
-def test_a_metric_without_an_interval_does_not_keep_the_others_from_theirs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metric_without_interval_does_not_affect_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         lived = [r._replace(first_scheduled=float(i % 10 > 7)) for i, r in enumerate(requests([2.0] * 40))]
         put(tmp_path / name, 0, 100.0, lived=lived)
@@ -201,11 +195,11 @@ def test_a_metric_without_an_interval_does_not_keep_the_others_from_theirs(
         summary["metrics"]["queue_s"] = spread(request.queue for request in lived)
         file.write_text(json.dumps(summary))
     text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "queue_s.p90", "ttft_s.p50")
-    assert "no interval can be formed" in text
+    assert "no interval can be computed" in text
     assert "of these 40 requests" in text
 
 
-def test_runs_that_make_no_pairs_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(name: str) -> str:
         return told(capsys, tmp_path / "a", tmp_path / name, "--metric", "output_tokens_per_s").splitlines()[0]
 
@@ -223,14 +217,14 @@ def test_runs_that_make_no_pairs_are_told(tmp_path: Path, capsys: pytest.Capture
     assert "B is 1.20 times A (1.17 to 1.22): real" in text  # Welch's, all the same
     assert f"1 of 4 runs of {tmp_path / 'b'} failed and are left out" in text
     one, *_ = sorted((tmp_path / "a").glob("*/0"))
-    assert "A has one run: nothing can be said of noise" in told(
+    assert "A has one run: the noise between runs is not known" in told(
         capsys, one, tmp_path / "b", "--metric", "output_tokens_per_s"
     )
     several = told(capsys, f"{tmp_path}/a/*/[01]", tmp_path / "c", "--metric", "output_tokens_per_s")
     assert "A has repeats 0, 1, B 0, 1, 2" in several
 
 
-def test_sweeps_that_were_run_are_compared(
+def test_compare_reads_measured_sweeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workload = {
@@ -263,7 +257,7 @@ def test_sweeps_that_were_run_are_compared(
     assert once.count("real, of these 10 requests") == 2
 
 
-def test_runs_without_noise_differ_really() -> None:
+def test_difference_without_noise_is_real() -> None:
     assert of_runs([10.0, 20.0], [11.0, 22.0], paired=True, confidence=0.95) == (
         pytest.approx(1.1), pytest.approx(1.1), pytest.approx(1.1),
         "B is 1.10 times A in every repeat: real, without noise",
@@ -271,11 +265,11 @@ def test_runs_without_noise_differ_really() -> None:
     assert of_runs([10.0, 20.0], [10.0, 20.0], paired=True, confidence=0.95).verdict == "the same in every run"
     assert "a zero" in of_runs([0.0, 1.0], [1.0, 1.0], paired=False, confidence=0.95).verdict
     wild = of_runs([1.0, 1e9], [1.0, 2.0], paired=False, confidence=0.99)
-    assert wild.verdict.startswith("no difference can be told")
+    assert wild.verdict.startswith("no difference can be shown")
     json.dumps(wild, allow_nan=False)
 
 
-def test_what_cannot_be_compared_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomparable_folders_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for size in (8, 16):
         put(tmp_path / "sizes", 0, 10.0, {"engine.block_size": size})
         put(tmp_path / "seeds", 0, 10.0, {"seed": size})
@@ -296,7 +290,7 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path, capsys: pytest.CaptureF
         assert message in told(capsys, *arguments, status=2)
 
 
-def test_two_points_of_one_sweep_are_compared_as_points(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_points_of_one_sweep_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for size, rate in ((8, 10.0), (16, 20.0)):
         for repeat in range(3):
             put(tmp_path, repeat, rate * (1 + 0.01 * repeat), {"seed": size}, point=f"point{size}")

@@ -1,4 +1,4 @@
-"""The report: axes chosen from the data, sentences that say what the numbers say, and a page that stands alone."""
+"""The report: axes from the data, sentences that match the numbers, a self-contained page."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def test_repeats_fold_into_points() -> None:
         ([{}], Axes(None, ())),
     ],
 )  # fmt: skip
-def test_axes_come_from_what_is_swept(swept: list[dict[str, Any]], axes: Axes) -> None:
+def test_axes_follow_swept_keys(swept: list[dict[str, Any]], axes: Axes) -> None:
     rows = sweep_points.points([run(i, 0, values, 100.0) for i, values in enumerate(swept)])
     assert sweep_points.choose_axes(rows) == axes
     assert sum(map(len, sweep_points.lines(rows, axes).values())) == len(rows)
 
 
-def test_the_reading_says_what_the_numbers_say() -> None:
+def test_sentences_match_numbers() -> None:
     rows = sweep_points.points(GRID)
     text = " ".join(sweep_points.reading(GRID, rows, sweep_points.choose_axes(rows)))
     best, worst = "block_size=128, max_num_batched_tokens=256", "block_size=8, max_num_batched_tokens=64"
@@ -99,7 +99,7 @@ def test_the_reading_says_what_the_numbers_say() -> None:
     assert "All 18 runs generated exactly the same tokens." in text
 
 
-def test_the_reading_says_what_is_not_known() -> None:
+def test_sentences_state_missing_repeats_and_failures() -> None:
     once = [run(0, 0, {"seed": 1}, 100.0), run(1, 0, {"seed": 2}, 90.0)]
     once[1]["metrics"]["tokens_sha256"] = "other"
     rows = sweep_points.points(once)
@@ -120,7 +120,7 @@ def test_the_reading_says_what_is_not_known() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6))))
-def test_the_pareto_front_is_what_nothing_dominates(points: list[tuple[int, int]]) -> None:
+def test_pareto_front_matches_brute_force(points: list[tuple[int, int]]) -> None:
     def dominated(at: tuple[int, int]) -> bool:
         return any(cost <= at[0] and gain >= at[1] and (cost, gain) != at for cost, gain in points)
 
@@ -129,7 +129,7 @@ def test_the_pareto_front_is_what_nothing_dominates(points: list[tuple[int, int]
     assert [points[place] for place in front] == sorted(points[place] for place in front)
 
 
-def test_throughput_is_drawn_against_both_latencies_for_more_than_two_points() -> None:
+def test_pareto_plots_need_three_points() -> None:
     rows = sweep_points.points(GRID)
     axes = sweep_points.choose_axes(rows)
     svg = plots.pareto_plot(rows, axes, sweep_points.ITL_P99)
@@ -175,7 +175,7 @@ class Tags(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_well_formed_and_stands_alone() -> None:
+def test_page_is_well_formed_and_self_contained() -> None:
     failed = run(9, 0, {"engine.block_size": 4, "engine.max_num_batched_tokens": 64}, 1.0, failed="a < b", metrics=None)
     page = report.page(ABOUT, [*GRID, failed], [{}] * 19)
     tags = Tags()
@@ -193,17 +193,17 @@ def test_the_page_is_well_formed_and_stands_alone() -> None:
     assert page.count("var(--s1)") > page.count("var(--s7)")
 
 
-def test_pages_without_axes_and_without_results_are_drawn_too(tmp_path: Path) -> None:
+def test_pages_without_axes_or_results(tmp_path: Path) -> None:
     by_name = [run(i, r, {"engine.dtype": d}, 90.0 + r) for i, d in enumerate(("float32", "bfloat16")) for r in (0, 1)]
-    assert "No numeric key is swept, so the points lie side by side." in report.page(ABOUT, by_name, [{}] * 4)
+    assert "No numeric key is swept, so the points are side by side." in report.page(ABOUT, by_name, [{}] * 4)
     assert "dtype=bfloat16" in report.page(ABOUT, by_name, [{}] * 4)
     assert report.page(ABOUT, [run(0, 0, {}, 90.0)], [{}]).count("<svg") == 1
     assert "there is nothing to read" in report.page(ABOUT, [run(0, 0, {}, 1.0, failed="x", metrics=None)], [{}])
-    with pytest.raises(ValueError, match="holds no runs"):
+    with pytest.raises(ValueError, match="contains no runs"):
         report.write(tmp_path)
 
 
-def test_many_lines_and_values_still_draw() -> None:
+def test_plots_with_many_lines_and_values() -> None:
     runs = [run(10 * i + j, 0, {"seed": i, "workload.count": j}, 5.0 + i) for i in range(14) for j in range(10)]
     rows = sweep_points.points(runs)
     svg = plots.metric_plot(rows, sweep_points.choose_axes(rows), sweep_points.THROUGHPUT)
@@ -211,7 +211,7 @@ def test_many_lines_and_values_still_draw() -> None:
     assert svg.count("<title>") == 140
 
 
-def test_the_report_is_written_from_the_folder(tmp_path: Path) -> None:
+def test_report_is_written_from_run_folder(tmp_path: Path) -> None:
     store.write_file(tmp_path / "runs.jsonl", store.json_lines(GRID))
     env = {
         "commit": "c0ffee",
@@ -235,7 +235,7 @@ def test_the_report_is_written_from_the_folder(tmp_path: Path) -> None:
     assert "load 1 s, compile 20 to 30 s, compilations 7" in page
 
 
-def test_the_fastest_run_is_drawn_over_time(tmp_path: Path) -> None:
+def test_timeline_shows_fastest_run(tmp_path: Path) -> None:
     store.write_file(tmp_path / "runs.jsonl", store.json_lines(GRID))
     step = {"sequences": 2, "waiting": 1, "tokens": 5, "padded_tokens": 8, "blocks_used": 3, "num_blocks": 12}
     steps = [{**step, "started": 0.5 * i, "seconds": 0.5} for i in range(300)]
@@ -245,16 +245,14 @@ def test_the_fastest_run_is_drawn_over_time(tmp_path: Path) -> None:
     assert "0.250 s: 25 % of blocks with an owner" in page
 
 
-def test_the_table_for_a_terminal() -> None:
+def test_terminal_table() -> None:
     text = sweep_points.text_table(sweep_points.points(GRID)).splitlines()
     assert text[0].split()[:6] == ["point", "output", "tokens/s", "TTFT", "p50", "ms"]
     assert text[1].split()[:7] == ["block_size=8,", "max_num_batched_tokens=64", "101", "(100", "to", "102)", "500"]
     assert sweep_points.text_table([]) == "no good run"
 
 
-def test_the_command_says_what_it_takes_and_what_is_not_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_command_help_and_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         report.main(["--help"])
     assert "usage: python -m experiments.report" in capsys.readouterr().out

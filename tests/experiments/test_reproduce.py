@@ -1,4 +1,4 @@
-"""Claims and the files that the studies write; and each study of simulated engines once, shortened."""
+"""Claims and files of studies, and each simulated study once with --quick."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_number_agrees_within_a_published_range():
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0"), (1234.5, "1,230"), (0.123456, "0.123"), (0.00001234, "1.2e-05"), (7.0, "7")]
 )
-def test_numbers_are_told_with_three_digits(value, text):
+def test_numbers_have_three_digits(value, text):
     assert told(value) == text
 
 
@@ -46,7 +46,7 @@ def test_tables_have_their_numbers_at_the_right():
     assert text.splitlines() == ["| name | value |", "| --- | ---: |", "| a | 1 |", "| b | 1,230 |"]
 
 
-def test_figures_are_svg_that_repeats():
+def test_figures_are_reproducible_svg():
     panels = {"left": {"a": [(1, 2.0), (2, 3.0)], "b": [(1, 1.0), (2, 1.0)]}}
     first, second = (draw.curves(panels, "x", "y", log_x=2, dashed=("b",)) for _ in range(2))
     assert first == second
@@ -68,7 +68,7 @@ def answers(tmp_path, monkeypatch):
     return findings
 
 
-def test_what_is_found_is_written_and_read_back(tmp_path, answers, monkeypatch):
+def test_findings_are_written_and_read_back(tmp_path, answers, monkeypatch):
     assert reproduce.main(["042"]) == 0
     folder = tmp_path / "studies/042_answers"
     kept = json.loads((folder / "findings.json").read_text())
@@ -83,7 +83,7 @@ def test_what_is_found_is_written_and_read_back(tmp_path, answers, monkeypatch):
     assert (folder / "a.svg").read_text() == "<svg/>"
 
 
-def test_shortened_or_with_a_folder_of_its_own_nothing_kept_is_touched(tmp_path, answers, monkeypatch):
+def test_quick_or_out_leaves_kept_files_unchanged(tmp_path, answers, monkeypatch):
     assert reproduce.main(["042"]) == 0
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)
@@ -102,7 +102,7 @@ def test_shortened_or_with_a_folder_of_its_own_nothing_kept_is_touched(tmp_path,
     assert {path: path.read_bytes() for path in kept} == kept
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_before_anything_runs(tmp_path, answers, monkeypatch, capsys):
+def test_unwritable_out_folder_fails_before_anything_runs(tmp_path, answers, monkeypatch, capsys):
     monkeypatch.setattr(reproduce, "run", lambda *_: pytest.fail("it ran"))
     (tmp_path / "file").touch()
     for out, message in (
@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_anything_runs(tmp_pat
         assert message in capsys.readouterr().err
 
 
-def test_a_row_says_by_which_factor_it_agrees_and_what_kind_of_range_is_meant():
+def test_claim_row_has_factor_and_kind_of_range():
     def cells(published, ours: Interval, factor=1.25):
         return reproduce.row(Claim("a paper", "a thing", published, ours, factor, "x"))[2:]
 
@@ -128,7 +128,7 @@ def test_a_row_says_by_which_factor_it_agrees_and_what_kind_of_range_is_meant():
     assert weak == [True, True, True, False, False]
 
 
-def test_a_study_that_is_not_there_is_told(capsys):
+def test_unknown_study_is_an_error(capsys):
     assert reproduce.main(["003", "777"]) == 2
     assert "there is no study '777'; there are 001_block_size" in capsys.readouterr().err
 
@@ -138,7 +138,7 @@ TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
 )
 
 
-def test_a_study_of_recorded_traces_reads_them_by_path(tmp_path):
+def test_trace_study_reads_given_folder(tmp_path):
     (name,) = reproduce.chosen(["012"])
     for kind in ("conv", "code"):
         (tmp_path / f"a_{kind}_trace.csv").write_text(TRACE, encoding="utf-8")
@@ -148,7 +148,7 @@ def test_a_study_of_recorded_traces_reads_them_by_path(tmp_path):
     assert all(one["requests"] == 200 for several in runs.values() for one in several)
 
 
-def test_without_traces_their_study_keeps_what_it_found(capsys, tmp_path):
+def test_trace_study_without_traces_keeps_its_findings(capsys, tmp_path):
     kept = (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes()
     assert reproduce.main(["012", "--out", str(tmp_path / "out")]) == 0
     assert "012_recorded_load: keeps what it found last; it takes --traces FOLDER" in capsys.readouterr().err
@@ -157,7 +157,7 @@ def test_without_traces_their_study_keeps_what_it_found(capsys, tmp_path):
     assert "there is no *conv*.csv in the folder of --traces" in capsys.readouterr().err
 
 
-def test_every_kept_finding_is_of_a_whole_run_and_in_the_table():
+def test_kept_findings_are_full_runs_and_in_reproduction_table():
     """What is committed was not shortened, and REPRODUCTION.md holds what the studies' own files do."""
     found = [json.loads((reproduce.STUDIES / name / reproduce.FINDINGS).read_text()) for name in reproduce.names()]
     assert not [one["name"] for one in found if one["quick"]]
@@ -166,7 +166,7 @@ def test_every_kept_finding_is_of_a_whole_run_and_in_the_table():
         assert (reproduce.STUDIES / one["name"] / "README.md").read_text() == reproduce.readme(one)
 
 
-def test_memory_shares_are_those_of_the_paper(tmp_path):
+def test_memory_shares_match_paper(tmp_path):
     """The study that needs no time model, with few requests: nothing but the scheduler decides it."""
     (name,) = reproduce.chosen(["003"])
     found = reproduce.run(name, quick=True)
@@ -177,7 +177,7 @@ def test_memory_shares_are_those_of_the_paper(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", SIMULATED)
-def test_a_study_runs_shortened(number):
+def test_simulated_study_runs_quick(number):
     (name,) = reproduce.chosen([number])
     found = reproduce.run(name, quick=True)
     assert found["answer"]

@@ -51,7 +51,7 @@ def write_config(folder: Path, model: str, **sections: Any) -> Path:
     return path
 
 
-def test_a_sweep_from_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = {"grid": {"engine.block_size": [4, 16], "seed": [1, 2]}}
     path = write_config(tmp_path, model, repeats=2, sweep=sweep, question="Does it run?", slo={"ttft": 60.0})
     command = [str(path), "--out", str(tmp_path / "runs"), "--quiet"]
@@ -101,7 +101,7 @@ def test_a_sweep_from_end_to_end(tmp_path: Path, model: str, capsys: pytest.Capt
     assert "12 runs, 8 of them done" in capsys.readouterr().out
 
 
-def test_branch_i_draws_as_a_request_with_seed_plus_i(tmp_path: Path) -> None:
+def test_branch_i_uses_seed_plus_i(tmp_path: Path) -> None:
     model = str(tiny_llama(tmp_path / "tiny", layers=1, max_len=64, tied=False))  # a tied one repeats its last token
     drawn = {"temperature": 0.9, "ignore_eos": True}
     branches = [{"sampling.n": 3, "sampling.seed": 5}, {"sampling.seed": 6}, {"sampling.n": 5}]
@@ -122,7 +122,7 @@ def test_branch_i_draws_as_a_request_with_seed_plus_i(tmp_path: Path) -> None:
     assert "saved by sharing" in (tmp_path / "unit" / "report.html").read_text()
 
 
-def test_a_request_that_cannot_run_fails_its_point_and_not_the_sweep(
+def test_impossible_request_fails_its_point_only(
     tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = {"grid": {"workload.prompt": [{"dist": "fixed", "value": 4}, {"dist": "fixed", "value": 99}]}}
@@ -140,7 +140,7 @@ def test_a_request_that_cannot_run_fails_its_point_and_not_the_sweep(
     assert "2 runs, 1 of them done" in capsys.readouterr().out  # a failed run is tried again
 
 
-def test_a_compilation_in_the_measured_run_fails_it(
+def test_compilation_in_measured_run_fails_it(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import jax
@@ -171,7 +171,7 @@ def test_a_compilation_in_the_measured_run_fails_it(
     assert frame["compilations"][0] > 0
 
 
-def test_what_is_wrong_is_said_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_fail_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_config(tmp_path, "no-model", engine={"block_sise": 3})
     good = write_config(tmp_path / "good", "no-model")
     for arguments, message in (
@@ -187,13 +187,13 @@ def test_what_is_wrong_is_said_before_anything_runs(tmp_path: Path, capsys: pyte
     assert not list(tmp_path.rglob("summary.json"))
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_folder_that_cannot_be_created_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_config(tmp_path, "nothing is loaded", **SIMULATED)
     assert run.main([str(path), "--out", str(path)]) == 2
     assert f"error: cannot write to --out {path}: " in capsys.readouterr().err
 
 
-def test_a_killed_sweep_goes_on_without_losing_or_doubling_a_run(tmp_path: Path, model: str) -> None:
+def test_killed_sweep_resumes_without_lost_or_double_runs(tmp_path: Path, model: str) -> None:
     workload = {**WORKLOAD, "count": 8, "arrivals": {"process": "poisson", "rate": 20.0}}  # some 0.4 s a run
     path = write_config(tmp_path, model, repeats=3, workload=workload, sweep={"grid": {"seed": [1, 2, 3]}})
     command = [sys.executable, "-m", "experiments.run", str(path), "--out", str(tmp_path / "runs"), "--quiet"]
@@ -238,7 +238,7 @@ SIMULATED = {
 }
 
 
-def test_runs_side_by_side_are_those_of_one_process(
+def test_parallel_runs_equal_single_process_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_config(tmp_path, "nothing is loaded", **SIMULATED)
@@ -268,7 +268,7 @@ def test_runs_side_by_side_are_those_of_one_process(
     assert len([name for name in together if name.endswith("summary.json")]) == 6
     assert [name for name, text in together.items() if alone[name] != text] == ["side-by-side/runs.jsonl"]
     assert len(experiments.load_runs(tmp_path / "two")) == 6
-    assert "stopped; the same command goes on from here" in capsys.readouterr().err
+    assert "stopped; the same command resumes the sweep" in capsys.readouterr().err
     assert measured("two") == 1  # by this process alone: the failed ones again, and what is missing
     assert files("two") == alone
     assert len([name for name in files("two") if name.endswith("error.txt")]) == 4
@@ -294,7 +294,7 @@ def made(tmp_path: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("what", ["experiments.core.environment.source", "experiments.core.environment._version"])
-def test_runs_of_other_code_are_named_and_never_repeats_of_new_ones(
+def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
     what: str, simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulated() == 0
@@ -325,7 +325,7 @@ def test_runs_of_other_code_are_named_and_never_repeats_of_new_ones(
     assert "NOTE" not in capsys.readouterr().err
 
 
-def test_what_a_stopped_measuring_again_has_not_reached_is_missing(
+def test_stopped_no_resume_leaves_unreached_runs_missing(
     simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulated() == 0
@@ -340,7 +340,7 @@ def test_what_a_stopped_measuring_again_has_not_reached_is_missing(
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_run", write)
         assert simulated("--no-resume") == 130
-    assert "stopped; the same command without --no-resume goes on from here" in capsys.readouterr().err
+    assert "stopped; the same command without --no-resume resumes the sweep" in capsys.readouterr().err
     assert simulated("--dry-run") == 0
     assert "4 runs, 1 of them done" in capsys.readouterr().out
     aside = list(tmp_path.rglob("stale.json"))
@@ -348,16 +348,14 @@ def test_what_a_stopped_measuring_again_has_not_reached_is_missing(
     assert all((path.parent / "steps.jsonl").is_file() for path in aside)
 
 
-def test_points_of_another_sweep_in_the_folder_are_counted(simulated: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_points_of_another_sweep_are_reported(simulated: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulated() == 0
     assert "note" not in capsys.readouterr().err
     assert simulated("--set", "engine.block_size=32") == 0
-    assert "are not of this sweep, and not in its report; --set name=..." in capsys.readouterr().err
+    assert "do not belong to this sweep and are not in its report; --set name=..." in capsys.readouterr().err
 
 
-def test_an_output_that_the_engine_would_cut_is_not_called_served(
-    simulated: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_request_beyond_max_model_len_fails(simulated: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert simulated("--set", "workload.output={dist: fixed, value: 2000}") == 1
     said = capsys.readouterr().err
     assert "20 of 20 requests would be cut off at engine.max_model_len, 64 tokens: r00000 has" in said
@@ -367,7 +365,7 @@ def test_an_output_that_the_engine_would_cut_is_not_called_served(
     assert {one["workload"]["clipped_outputs"] for one in summaries if one} == {20}
 
 
-def test_a_run_keeps_the_files_that_its_config_names(tmp_path: Path) -> None:
+def test_run_folder_has_copies_of_named_files(tmp_path: Path) -> None:
     (tmp_path / "w1.json").write_text(json.dumps([{"prompt": [20, 30], "max_tokens": 3}]))
     (tmp_path / "mine.py").write_text("from pagedjax.host.policies import FCFS\nMINE = FCFS._replace(name='mine')\n")
     tokens = {"kind": "tokens", "file": "w1.json"}
@@ -387,7 +385,7 @@ def test_a_run_keeps_the_files_that_its_config_names(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_only_simulated_runs_go_side_by_side(
+def test_parallel_jobs_need_simulated_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mixed = {"grid": {"simulate": [None, {"chip": "h200", "model": "llama-3-8b"}]}}

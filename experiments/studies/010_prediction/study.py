@@ -19,7 +19,7 @@ from experiments.core import config
 from experiments.core.config import Point
 from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run
-from experiments.run import run_files
+from experiments.core.execution import run_files
 from experiments.simulation import cost
 from experiments.simulation.cost import Chip, Roofline, StepTime
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM

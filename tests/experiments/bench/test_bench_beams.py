@@ -1,4 +1,4 @@
-"""What the benchmark of beams refuses; its searches are those of study 008."""
+"""Arguments that the beam benchmark refuses. Study 008 tests its searches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.bench import beams
         (["--requests", "0"], "--requests is 0; it must be at least 1"),
     ],
 )
-def test_what_gives_no_number_is_refused(wrong, message, capsys):
+def test_arguments_without_a_result_are_refused(wrong, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         beams.main(wrong)
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""experiments.bench.peers: contenders are real processes; one here is this engine, the others a few lines of Python."""
+"""The benchmark of other engines. Contenders are real processes: this engine, and adapters of a few lines."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_ratios_are_taken_within_rounds(config, tmp_path, capsys):
     assert "quick is so many times as fast" in capsys.readouterr().out
 
 
-def test_a_table_of_known_rates():
+def test_table_of_known_rates():
     rows = peers.table({"ours": [100.0, 50.0, 80.0], "theirs": [50.0, 20.0, 100.0]}, "ours")
     assert [row["tokens_per_s"] for row in rows] == [80.0, 50.0]
     assert (rows[1]["ratio_least"], rows[1]["ratio"], rows[1]["ratio_most"]) == (0.8, 2.0, 2.5)
 
 
-def test_a_round_that_lost_processors_is_repeated_by_all(monkeypatch, capsys):
+def test_round_with_stolen_processors_is_repeated(monkeypatch, capsys):
     """Ratios are of passes in one round; when time runs out, rounds count as they are."""
     from types import SimpleNamespace
 
@@ -88,7 +88,7 @@ def test_a_round_that_lost_processors_is_repeated_by_all(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", [["--repeats", "0"], ["--requests", "-1"]])
-def test_numbers_that_make_no_sense_are_refused(words, capsys):
+def test_bad_counts_are_refused(words, capsys):
     with pytest.raises(SystemExit):
         peers.main(words)
     assert "--repeats and --requests must be at least 1" in capsys.readouterr().err
@@ -97,7 +97,7 @@ def test_numbers_that_make_no_sense_are_refused(words, capsys):
 @pytest.mark.parametrize(
     ("text", "message"), [("[{}]", 'entry 0: needs "prompt"'), ("[1]", "entry 0: needs"), ("{", "is not JSON")]
 )
-def test_a_file_that_is_no_workload_is_named(config, tmp_path, capsys, text, message):
+def test_bad_workload_file_is_reported(config, tmp_path, capsys, text, message):
     (tmp_path / "odd.json").write_text(text)
     assert peers.main([*config(first={}), "--file", str(tmp_path / "odd.json")]) == 2
     said = capsys.readouterr().err
@@ -105,19 +105,19 @@ def test_a_file_that_is_no_workload_is_named(config, tmp_path, capsys, text, mes
     assert message in said
 
 
-def test_a_file_of_requests_is_read_as_an_experiment_reads_it(tmp_path):
+def test_request_file_is_read_like_in_an_experiment(tmp_path):
     """configs/w1.yaml names it with `kind: tokens`; both names of an output's length are taken."""
     file = tmp_path / "w1.json"
     file.write_text(json.dumps([{"prompt": [3, 4], "max_tokens": 5}, {"prompt": [6], "n": 2}]))
     assert peers.w1(str(file), 100) == [([3, 4], 5), ([6], 2)]
 
 
-def test_one_that_says_it_is_exact_and_is_not_ends_the_run(config):
+def test_inexact_contender_marked_exact_ends_run(config):
     with pytest.raises(SystemExit, match="second gives other tokens than first"):
         peers.main(config(first={}, second={"other": 1}))
 
 
-def test_one_that_does_not_say_so_is_timed(config, capsys):
+def test_inexact_contender_is_timed(config, capsys):
     assert peers.main(config(first={}, second={"other": 1, "exact": False})) == 0
     assert "second                                  0% of 4 requests" in capsys.readouterr().out
 
@@ -127,7 +127,7 @@ def test_too_few_tokens_are_an_error(config):
         peers.main(config(first={"short": 1}))
 
 
-def test_an_engine_that_cannot_start_is_named_with_its_reason_and_its_log(config):
+def test_failed_start_error_has_reason_and_log(config):
     with pytest.raises(SystemExit, match=r"second: RuntimeError: no such engine; what it printed is in .*peer1\.log"):
         peers.main(config(first={}, second={"broken": True}))
 
@@ -140,14 +140,14 @@ def test_an_engine_that_cannot_start_is_named_with_its_reason_and_its_log(config
         ({"exact": "yes"}, "contenders.first.exact is 'yes'; it must be true or false"),
     ],
 )
-def test_what_is_wrong_in_a_config_is_named(tmp_path, capsys, change, message):
+def test_config_errors(tmp_path, capsys, change, message):
     file = tmp_path / "peers.yaml"
     file.write_text(yaml.safe_dump({"contenders": {"first": {"adapter": "pagedjax"} | change}}))
     assert peers.main([str(file)]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_python_that_is_not_there_is_named(config, tmp_path):
+def test_missing_python_is_reported(config, tmp_path):
     file = Path(config(first={})[0])
     entries = yaml.safe_load(file.read_text())
     entries["contenders"]["first"]["python"] = "no-such-python"
@@ -156,13 +156,13 @@ def test_a_python_that_is_not_there_is_named(config, tmp_path):
         peers.main([str(file), "--work", str(tmp_path / "work")])
 
 
-def test_only_takes_names_of_the_config(config, capsys):
+def test_only_needs_names_of_the_config(config, capsys):
     assert peers.main([*config(first={}, second={}), "--only", "third"]) == 2
     assert "--only names 'third'; the config has 'first', 'second'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
-def test_nobody_stays_behind_when_it_is_told_to_end(config, tmp_path):
+def test_sigterm_ends_all_contenders(config, tmp_path):
     command = [sys.executable, "-m", "experiments.bench.peers", *config(first={"seconds": 60}, second={})]
     run = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -196,8 +196,8 @@ def _processes(word: str) -> list[str]:
     return found
 
 
-def test_the_checkpoint_is_written_out_as_everybody_reads_it(tmp_path):
-    from pagedjax.weights.locate import open_checkpoint
+def test_checkpoint_is_written_as_hugging_face_directory(tmp_path):
+    from pagedjax.weights.checkpoint import open_checkpoint
 
     folder = peers.write_out("smollm2-135m", tmp_path)
     ours, theirs = open_checkpoint("smollm2-135m"), open_checkpoint(folder)
@@ -207,7 +207,7 @@ def test_the_checkpoint_is_written_out_as_everybody_reads_it(tmp_path):
     assert peers.write_out(str(folder), tmp_path / "elsewhere") == folder  # it is one already
 
 
-def test_this_engine_is_a_contender(tmp_path, capsys):
+def test_pagedjax_adapter(tmp_path, capsys):
     """Twice, with another block size: real processes, real tokens."""
     options = {"max_model_len": 160, "max_num_seqs": 4, "num_blocks": 200, "token_buckets": [8, 64]}
     options["max_num_batched_tokens"] = 64

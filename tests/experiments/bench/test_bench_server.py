@@ -1,4 +1,4 @@
-"""What serving costs, at a size where it is a test."""
+"""The benchmark of serving, with a tiny model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from experiments.bench import server
 
 
-def test_a_pass_of_each_way_makes_the_tokens_that_were_asked_for(tiny_folder, tmp_path, capsys, monkeypatch):
+def test_each_way_makes_all_tokens(tiny_folder, tmp_path, capsys, monkeypatch):
     small = {"max_num_batched_tokens": 64, "token_buckets": (64,), "max_num_seqs": 8}  # fewer programs to compile
     monkeypatch.setattr(server, "ENGINE", server.ENGINE | small)
     out = tmp_path / "out.json"
@@ -25,7 +25,7 @@ def test_ratios_are_taken_round_by_round():
     assert "| whole | 10 (9 to 10) | 0.700 (0.500 to 0.900) |" in text
 
 
-def test_requests_repeat_and_stay_within_their_limits():
+def test_requests_are_reproducible_and_within_limits():
     first, again = (server.requests(30, 320) for _ in range(2))
     assert first == again
     assert all(16 <= len(prompt) <= 256 and 16 <= count <= 128 for prompt, count in first)

@@ -1,4 +1,4 @@
-"""What branches share, on the scheduler alone: exactly what counting by hand gives, and near the paper's values."""
+"""The benchmark of shared blocks: equal to a count by hand, and near the paper's values."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ asks_of_any_shape = st.lists(
 
 @settings(deadline=None, max_examples=60)
 @given(asks_of_any_shape, st.sampled_from([1, 4, 16]))
-def test_the_scheduler_shares_exactly_what_can_be_counted_by_hand(asks: list[Ask], size: int) -> None:
+def test_saved_share_matches_brute_force_count(asks: list[Ask], size: int) -> None:
     found = simulate(asks, size)
     assert (found.listed, found.used) == by_hand(asks, size)
     assert found.preemptions == 0
 
 
-def test_a_request_of_two_branches_by_hand() -> None:
+def test_saved_share_of_two_branches_by_hand() -> None:
     # Prompt 20 in blocks of 16. The first branch: steps 0 to 2, the second: steps 1 to 3, two blocks each, one shared.
     found = simulate([Ask(20, (3, 3), 0.0)], 16)
     assert (found.listed, found.used, found.steps) == (2 + 4 + 4 + 2, 2 + 3 + 3 + 2, 4)
@@ -68,7 +68,7 @@ def shares() -> dict[tuple[str, int, str], float]:
     return rows
 
 
-def test_the_papers_values_lie_between_the_two_kinds_of_lengths(shares: dict[tuple[str, int, str], float]) -> None:
+def test_paper_values_lie_between_both_kinds_of_lengths(shares: dict[tuple[str, int, str], float]) -> None:
     for n, paper in ALPACA.paper.items():
         assert paper is not None
         assert shares["alpaca", n, "own"] < paper < shares["alpaca", n, "same"]
@@ -81,7 +81,7 @@ def test_the_papers_values_lie_between_the_two_kinds_of_lengths(shares: dict[tup
     assert shares["sharegpt", 4, "own"] > shares["alpaca", 4, "own"], "longer prompts share more"
 
 
-def test_branches_of_one_length_save_n_minus_1_of_n(shares: dict[tuple[str, int, str], float]) -> None:
+def test_equal_length_branches_save_n_minus_1_of_n(shares: dict[tuple[str, int, str], float]) -> None:
     for data in (ALPACA, SHAREGPT):
         constants = [shares[data.name, n, "same"] * n / (n - 1) for n in (2, 4, 6)]
         assert constants == pytest.approx([constants[0]] * 3, rel=0.02)
@@ -90,7 +90,7 @@ def test_branches_of_one_length_save_n_minus_1_of_n(shares: dict[tuple[str, int,
         assert max(paper) < 1.14 * min(paper)
 
 
-def test_when_requests_come_does_not_matter() -> None:
+def test_arrival_times_do_not_change_saved_share() -> None:
     at_once = draw(ALPACA, 40, 3, "own", seed=2)
     spread = draw(ALPACA, 40, 3, "own", seed=2, arrivals=Poisson("poisson", 0.5))
     assert [ask[:2] for ask in at_once] == [ask[:2] for ask in spread]
@@ -100,7 +100,7 @@ def test_when_requests_come_does_not_matter() -> None:
     assert a.steps < b.steps
 
 
-def test_lengths_are_drawn_as_they_are_said_to_be() -> None:
+def test_drawn_lengths_have_expected_means() -> None:
     same, own = (draw(SHAREGPT, 400, 4, lengths, seed=3) for lengths in ("same", "own"))
     assert all(len(set(ask.outputs)) == 1 and len(ask.outputs) == 4 for ask in same)
     assert [ask.prompt for ask in same] == [ask.prompt for ask in own]
@@ -110,7 +110,7 @@ def test_lengths_are_drawn_as_they_are_said_to_be() -> None:
     assert mean == pytest.approx(SHAREGPT.output, rel=0.1)
 
 
-def test_the_command_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert sharing.main(["--requests", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     expected = [(name, n) for name in ("alpaca", "sharegpt") for _ in ("same", "own") for n in (2, 4, 6)]

@@ -1,4 +1,4 @@
-"""Start-up by stage, in processes of their own, on a tiny model."""
+"""The benchmark of start-up stages, in separate processes on a tiny model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from experiments.bench import startup
 
 
-def test_stages_sum_to_the_whole_and_a_warm_process_compiles_nothing(tiny_folder, tmp_path, capsys):
+def test_stages_sum_to_total_and_warm_process_compiles_nothing(tiny_folder, tmp_path, capsys):
     out = tmp_path / "startup.json"
     words = ["--model", str(tiny_folder), "--kinds", "LLM(lazy)", "--repeats", "1", "--json", str(out)]
     assert startup.main(words) == 0
@@ -24,18 +24,18 @@ def test_stages_sum_to_the_whole_and_a_warm_process_compiles_nothing(tiny_folder
     assert "LLM(lazy), warm" in capsys.readouterr().out
 
 
-def test_a_process_that_fails_is_an_error_with_its_reason(tmp_path, capsys):
+def test_failed_process_error_has_reason(tmp_path, capsys):
     assert startup.main(["--model", str(tmp_path), "--repeats", "1"]) == 1
     assert "config.json" in capsys.readouterr().err
 
 
-def test_no_repeats_are_refused(capsys):
+def test_zero_repeats_are_refused(capsys):
     with pytest.raises(SystemExit):
         startup.main(["--repeats", "0"])
     assert "--repeats is 0; it must be at least 1" in capsys.readouterr().err
 
 
-def test_a_process_that_lost_its_processors_does_not_count():
+def test_process_with_stolen_processors_is_not_counted():
     def run(total, stolen):
         return dict.fromkeys((*startup.STAGES, "total"), total) | {"stolen": stolen, "programs": 1, "cached": 0}
 

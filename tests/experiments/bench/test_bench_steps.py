@@ -1,4 +1,4 @@
-"""What measures a decode step, at a size where it is a test: beside its floors, and what lies between two of them."""
+"""The benchmarks of decode steps (floors and idle), with a tiny model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,30 @@ import json
 from collections import namedtuple
 from types import SimpleNamespace
 
+import chex
+import jax
 import pytest
 
 from experiments.bench import floors, idle
 
 
-def test_a_step_is_set_beside_its_floors(tiny_folder, tmp_path, capsys):
+def test_floor_products_have_the_shapes_of_the_step(tiny):
+    model, batch, context = tiny.model, 3, 20
+    c = model.config
+    rows = [w.shape[0] for w in jax.tree.leaves(model.params) if w.ndim == 2]
+    products = floors.weight_products(model, batch)()
+    chex.assert_shape(products, [(n, batch) for n in rows])
+    chex.assert_type(products, model.dtype)
+    sums = floors.read_weights(model)()
+    chex.assert_shape(sums, [()] * len(rows))
+    chex.assert_trees_all_close(sums, [w.sum() for w in jax.tree.leaves(model.params) if w.ndim == 2], rtol=1e-3)
+    scores, values = floors.attention_products(model, batch, context)()
+    heads = (batch, c.kv_heads, c.heads // c.kv_heads)
+    chex.assert_shape(scores, [(*heads, context)] * c.layers)
+    chex.assert_shape(values, [(*heads, c.head_dim)] * c.layers)
+
+
+def test_floors_command(tiny_folder, tmp_path, capsys):
     out = tmp_path / "floors.json"
     sizes = ["--batches", "1", "3", "--context", "20", "--repeats", "3"]
     floors.main(["--model", str(tiny_folder), *sizes, "--json", str(out)])
@@ -22,9 +40,9 @@ def test_a_step_is_set_beside_its_floors(tiny_folder, tmp_path, capsys):
     assert "with attention's" in capsys.readouterr().out
 
 
-def test_idle_time_is_read_from_the_trace(tiny_folder, tmp_path, capsys):
+def test_idle_command_reads_trace(tiny_folder, tmp_path, capsys):
     out = tmp_path / "idle.json"
-    for _ in range(3):  # other processes come between the clocks of the trace and of the engine
+    for _ in range(3):  # other processes can disturb the clocks of the trace and of the engine
         idle.main(["--model", str(tiny_folder), "--sequences", "8", "--steps", "6", "--json", str(out)])
         plain, ahead = json.loads(out.read_text())["rows"]
         if plain["idle"] > plain["host"]:
@@ -33,11 +51,11 @@ def test_idle_time_is_read_from_the_trace(tiny_folder, tmp_path, capsys):
     for row in (plain, ahead):
         assert row["idle"] <= row["longest"]
         assert row["step"] > 0
-    assert plain["idle"] > plain["host"] > 0, "without lookahead the device waits for all that the host does"
+    assert plain["idle"] > plain["host"] > 0, "without lookahead the device waits for the host"
     assert "idle / step" in capsys.readouterr().out
 
 
-def test_programs_are_what_callers_begin_and_wait_for():
+def test_programs_of_a_trace():
     event = namedtuple("event", "name start_ns end_ns")
     caller = [event(idle.BEGINS, 5, 6), event(idle.ENDS, 6, 9), event("something else", 9, 10)]
     caller += [event(idle.BEGINS, 20, 21), event(idle.ENDS, 22, 30), event(idle.ENDS, 31, 40)]
@@ -48,7 +66,7 @@ def test_programs_are_what_callers_begin_and_wait_for():
 
 
 @pytest.mark.parametrize("wrong", [["--steps", "2"], ["--sequences", "0"], ["--lookahead", "-1"]])
-def test_what_cannot_be_traced_is_refused(wrong, capsys):
+def test_idle_refuses_bad_arguments(wrong, capsys):
     with pytest.raises(SystemExit):
         idle.main(wrong)
     assert "must be at least" in capsys.readouterr().err

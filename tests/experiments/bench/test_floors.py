@@ -1,4 +1,4 @@
-"""What the benchmark of floors refuses; its numbers are the machine's."""
+"""Arguments that the benchmark of floors refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.bench import floors
         (["--model", "/nope"], "there is no model '/nope'"),
     ],
 )
-def test_what_gives_no_number_is_refused(wrong, message, capsys):
+def test_arguments_without_a_result_are_refused(wrong, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         floors.main(wrong)
     assert message in capsys.readouterr().err

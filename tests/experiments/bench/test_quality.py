@@ -1,4 +1,4 @@
-"""The comparison of smaller weights and caches, at a size where it is a test."""
+"""The benchmark of quantized weights and caches, with a tiny model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from experiments.bench import quality
 
 
-def test_what_is_smaller_differs_a_little_and_what_is_the_same_not_at_all(tiny_folder, tmp_path, capsys):
+def test_quantized_variants_differ_slightly_from_baseline(tiny_folder, tmp_path, capsys):
     out = tmp_path / "quality.json"
     sizes = ["--windows", "3", "--length", "40", "--steps", "2", "--dtype", "float32"]
     quality.main(["--model", str(tiny_folder), *sizes, "--json", str(out)])
@@ -26,18 +26,18 @@ def test_what_is_smaller_differs_a_little_and_what_is_the_same_not_at_all(tiny_f
     assert "| both |" in capsys.readouterr().out
 
 
-def test_greedy_tokens_count_up_to_the_first_that_differs():
+def test_agreement_counts_tokens_before_first_difference():
     assert quality.alike((1, 2, 3, 4), (1, 2, 9, 4)) == 2
     assert quality.alike((1, 2), (1, 2)) == 2
     assert quality.alike((5,), (6,)) == 0
 
 
-def test_a_text_that_is_too_short_is_told(tiny_llm):
+def test_too_short_text_is_an_error(tiny_llm):
     with pytest.raises(ValueError, match="windows of 4000 tokens are more than the text has"):
         quality.windows_of(tiny_llm, 2000, 4000)
 
 
-def test_a_model_that_is_not_there_is_told(capsys):
+def test_missing_model_is_an_error(capsys):
     with pytest.raises(SystemExit, match="2"):
         quality.main(["--model", "/nope"])
     assert "there is no model '/nope'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Counts on paper against arrays and the compiler's own counts; the command at a size where it is a test. No times."""
+"""The benchmark of scaling: calculated counts match arrays and the compiler's counts. No times are tested."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -41,16 +42,16 @@ def config():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_weights_are_those_of_the_parameters(tied: bool, bias: bool):
+def test_paper_weights_match_parameters(tied: bool, bias: bool):
     body = ODD | {"tie_word_embeddings": tied, "attention_bias": bias, "max_position_embeddings": 100}
     model = scale.model_of(Shape(5, 30, 3, 320), body)
     p = paper(model.config, sequences=5, context=30)
     assert p.weights == size(model.params)
     read = size(model.params) - size(model.params["angles"])
-    assert p.weights_read == read - (0 if tied else (320 - 5) * 48 * 4), "of an embedding, the rows of five tokens"
+    assert p.weights_read == read - (0 if tied else (320 - 5) * 48 * 4), "five rows of the embedding"
 
 
-def test_products_are_those_that_the_compiler_counts():
+def test_paper_products_match_compiler_flops():
     model = scale.model_of(Shape(8, 30, 3, 320), ODD | {"tie_word_embeddings": True})
 
     def products(params) -> float:
@@ -61,7 +62,7 @@ def test_products_are_those_that_the_compiler_counts():
     assert paper(model.config, sequences=8, context=30).products == products(model.params)
 
 
-def test_attention_is_what_the_compiler_counts_over_contiguous_keys():
+def test_paper_attention_matches_compiler_flops():
     c, b, n = config(), 5, 30
     group = c.heads // c.kv_heads
 
@@ -78,7 +79,7 @@ def test_attention_is_what_the_compiler_counts_over_contiguous_keys():
 
 
 @pytest.mark.parametrize(("sequences", "context"), [(1, 40), (5, 30), (7, 64)])
-def test_cache_and_inputs_are_those_of_the_arrays(sequences: int, context: int):
+def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
     c, shapes = config(), scale.shapes_of(Shape(sequences, context, 3, 320))
     pages = cache.init(
         layers=3,
@@ -92,9 +93,12 @@ def test_cache_and_inputs_are_those_of_the_arrays(sequences: int, context: int):
     p = paper(c, sequences, context)
     assert p.cache == size(pages)
     assert p.inputs == size(batch)
+    chex.assert_type(jax.tree.leaves(pages), scale_paper.DTYPE)
+    chex.assert_shape([batch.tokens, batch.positions], (sequences,))
+    chex.assert_shape(batch.block_tables, (sequences, math.ceil((context + ROOM) / BLOCK)))
 
 
-def test_a_step_is_bound_by_the_slower_of_two_in_each_part():
+def test_roofline_takes_slower_of_traffic_and_arithmetic():
     p = Paper(0, weights_read=100, kv_read=30, products=1000, attention=60, cache=0, inputs=0, activations=0)
     assert scale_paper.roofline(p, Rates(read=10.0, multiply=1000.0)) == 10 + 3
     assert scale_paper.roofline(p, Rates(read=10.0, multiply=10.0)) == 100 + 6
@@ -105,25 +109,26 @@ def test_a_step_is_bound_by_the_slower_of_two_in_each_part():
 
 
 @pytest.mark.parametrize(("sequences", "steps"), [(1, 1), (16, 5), (20, scale.MOST_STEPS)])
-def test_each_step_decodes_every_sequence_and_the_middle_one_has_the_context(sequences: int, steps: int):
+def test_middle_step_has_the_given_context(sequences: int, steps: int):
     context, lead = 64, WARM + steps // 2
     shapes = scale.shapes_of(Shape(sequences, context, 1, 50))
     blanks = {sequences: blank_sampling(shapes, sequences)}
     host, lengths, tokens = scale.prompted(shapes, context, lead), [], []
     for i in range(WARM + steps):
         host, _, batch = scale.advance(host, shapes, blanks, lambda batch, i=i: batch.tokens * 0 + i)
-        assert batch.cu_q_lens.tolist() == list(range(sequences + 1)), "one token of each"
+        chex.assert_trees_all_equal(batch.cu_q_lens, jnp.arange(sequences + 1), custom_message="one token each")
         lengths.append(batch.seq_lens)
         tokens.append(batch.tokens)
-    assert len(host.state.running.seqs) == sequences, "nobody has ended"
+    assert len(host.state.running.seqs) == sequences, "no sequence has ended"
     assert lengths[lead][0] == context
     assert lengths[lead].mean() == pytest.approx(context, abs=0.5)
     assert lengths[-1].max() < context + ROOM
-    assert tokens[-1].tolist() == [WARM + steps - 2] * sequences, "a step computes what the one before it sampled"
+    sampled = jnp.full(sequences, WARM + steps - 2, jnp.int32)
+    chex.assert_trees_all_equal(tokens[-1], sampled, custom_message="a step computes the tokens sampled before it")
     assert all(len(seq.hashes) >= (context - lead) // BLOCK - 1 for seq in host.state.running.seqs)
 
 
-def test_not_all_sequences_begin_a_block_in_the_same_step():
+def test_sequences_begin_blocks_in_different_steps():
     shapes = scale.shapes_of(Shape(16, 64, 1, 50))
     host = scale.prompted(shapes, 64, 5)
     assert sorted(length % BLOCK for length in host.state.running.lengths) == list(range(BLOCK))
@@ -132,7 +137,7 @@ def test_not_all_sequences_begin_a_block_in_the_same_step():
 # --- what is made of it -----------------------------------------------------------------------------------------------
 
 
-def test_a_line_is_found_and_its_miss_is_relative():
+def test_line_fit_minimizes_relative_error():
     found = line([1, 4, 16, 1024], [12, 18, 42, 2058])
     assert found == pytest.approx((10, 2, 0), abs=1e-6)
     assert line([1, 2, 4], [1, 1, 2]).miss == pytest.approx(0.18, abs=0.02)
@@ -155,7 +160,7 @@ def test_numbers_have_three_digits(value: float, said: str):
     assert scale_report.number(value) == said
 
 
-def test_points_are_measured_once_and_the_base_is_in_every_factor():
+def test_base_point_is_measured_once_for_all_factors():
     shapes = scale.points(FULL)
     assert len(shapes) == len(set(shapes)) == sum(map(len, FULL.values.values())) - 3
     for setup in (FULL, QUICK):
@@ -171,7 +176,7 @@ def quick(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(figures=json.loads(out.read_text()), text=said.getvalue(), file=out)
 
 
-def test_the_command_measures_every_point(quick):
+def test_command_measures_every_point(quick):
     figures = quick.figures
     assert figures["command"] == "python -m experiments.bench.scale --quick --steps 2"
     assert {name: [p[name] for p in several] for name, several in figures["factors"].items()} == {
@@ -186,7 +191,7 @@ def test_the_command_measures_every_point(quick):
         assert point["compiled"]["activations"] >= point["paper"]["activations"]
 
 
-def test_the_text_has_a_table_and_a_sentence_for_each_factor(quick):
+def test_report_has_table_and_sentence_per_factor(quick):
     heading, *_ = quick.text.splitlines()
     assert heading.startswith("## cpu/scale: `python -m experiments.bench.scale --quick --steps 2`, 20")
     for name, values in QUICK.values.items():
@@ -197,12 +202,12 @@ def test_the_text_has_a_table_and_a_sentence_for_each_factor(quick):
     assert "weights, cache and inputs, to the byte." in " ".join(quick.text.split())
 
 
-def test_kept_figures_say_the_same_again(quick, capsys):
+def test_show_repeats_the_report_of_kept_figures(quick, capsys):
     assert scale.main(["--show", str(quick.file)]) == 0
     assert capsys.readouterr().out == quick.text
 
 
-def test_the_documented_tables_are_those_of_the_kept_figures():
+def test_documented_tables_match_kept_figures():
     _, _, rest = README.read_text(encoding="utf-8").partition("<!-- scale -->\n")
     text, _, _ = rest.partition("<!-- end -->")
     assert text == scale_report.report(scale.kept(KEPT)), (
@@ -235,14 +240,14 @@ def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, 
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_file_of_something_else_is_refused(tmp_path):
+def test_show_refuses_other_files(tmp_path):
     other = tmp_path / "other.json"
     other.write_text('{"factors": {"sequences": []}}')
     with pytest.raises(ValueError, match="has no factors"):
         scale.kept(other)
 
 
-def test_what_does_not_fit_is_named_with_the_remedy():
+def test_point_beyond_memory_error_has_remedy():
     need = scale_paper.held(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
     assert chosen(QUICK, {}, 3, need).values == QUICK.values
     with pytest.raises(ValueError, match=r"--layers has 2, which takes 0\.\d\d MiB, .* lower it, or free some memory"):
@@ -250,7 +255,7 @@ def test_what_does_not_fit_is_named_with_the_remedy():
     assert chosen(QUICK, {}, 3, None).values == QUICK.values, "a device that does not tell refuses later itself"
 
 
-def test_other_values_come_in_order_and_the_rotary_table_is_long_enough():
+def test_chosen_values_are_sorted_and_rotary_table_is_long_enough():
     setup = chosen(FULL, {"context": [9000, 100, 100], "layers": None}, 15, None)
     assert setup == Setup({**FULL.body, "max_position_embeddings": 9000 + ROOM}, FULL.base, setup.values)
     assert setup.values == FULL.values | {"context": (100, 9000)}

@@ -1,4 +1,4 @@
-"""The open loop: a request is added when its time has come, whatever the engine does. Time here is a number."""
+"""The open-loop driver: requests are added at their arrival times. The clock is simulated."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def items(*arrivals: float, prompt: int = 3, output: int = 2) -> list[WorkItem]:
     return [WorkItem(f"r{i}", time, (20,) * prompt, output) for i, time in enumerate(arrivals)]
 
 
-def test_requests_come_on_time_and_never_early() -> None:
+def test_requests_are_added_at_their_arrival_and_never_earlier() -> None:
     clock = Clock()
     engine = HostOnly(clock)
     work = items(0.0, 0.1, 3.0, 3.0)
@@ -84,7 +84,7 @@ def test_requests_come_on_time_and_never_early() -> None:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(n=3), SamplingParams(n=2, best_of=3)])
-def test_a_request_of_several_branches_is_done_when_all_of_them_are(sampling: SamplingParams) -> None:
+def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams) -> None:
     clock = Clock()
     work = items(0.0, 0.25, prompt=5, output=3)
     start, results = drive(HostOnly(clock), work, sampling, clock, clock.sleep)
@@ -110,7 +110,7 @@ def test_a_request_of_several_branches_is_done_when_all_of_them_are(sampling: Sa
     assert summary["blocks_saved_share"] == pytest.approx(1 - 13 / 18)
 
 
-def test_a_refused_request_names_itself_and_the_way_out() -> None:
+def test_refused_request_error_has_its_id_and_a_remedy() -> None:
     clock = Clock()
     with pytest.raises(
         ValueError, match=r"refused r0 \(99 prompt tokens, at most 2 .*max_model_len.* Bound the workload"
@@ -118,13 +118,13 @@ def test_a_refused_request_names_itself_and_the_way_out() -> None:
         drive(HostOnly(clock), items(0.0, prompt=99), SamplingParams(), clock, clock.sleep)
 
 
-def test_items_out_of_order_are_refused() -> None:
+def test_items_out_of_arrival_order_are_refused() -> None:
     clock = Clock()
     with pytest.raises(ValueError, match="in order of arrival"):
         drive(HostOnly(clock), items(1.0, 0.0), SamplingParams(), clock, clock.sleep)
 
 
-def test_an_engine_that_is_stuck_does_not_hang_the_run() -> None:
+def test_engine_with_work_but_no_step_raises() -> None:
     class Stuck(HostOnly):
         def step(self) -> StepResult | None:
             return None
@@ -134,7 +134,7 @@ def test_an_engine_that_is_stuck_does_not_hang_the_run() -> None:
         drive(Stuck(clock), items(0.0), SamplingParams(), clock, clock.sleep)
 
 
-def test_a_run_with_a_compilation_or_an_unfinished_request_is_failed() -> None:
+def test_run_with_compilation_or_unfinished_request_fails() -> None:
     clock = Clock()
     work = items(0.0, 0.0)
     start, results = drive(HostOnly(clock), work, SamplingParams(), clock, clock.sleep)

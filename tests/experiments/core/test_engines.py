@@ -1,4 +1,4 @@
-"""The order of runs, and the life of engines: built once, few alive, weights shared."""
+"""The order of runs, and engines: built once, few alive at a time, weights shared."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def labels(runs: Any) -> list[str]:
     return [f"{run.point.label} r{run.repeat}" for run in runs]
 
 
-def test_repeats_interleave_and_every_second_walks_back() -> None:
+def test_repeats_interleave_and_odd_repeats_run_in_reverse() -> None:
     runs = plan_runs(points(engine__block_size=[8, 16], seed=[1, 2]), alive=4)
     one_way = ["block_size=8, seed=1", "block_size=8, seed=2", "block_size=16, seed=1", "block_size=16, seed=2"]
     assert labels(runs) == [f"{label} r0" for label in one_way] + [f"{label} r1" for label in one_way[::-1]]
 
 
-def test_an_engine_sized_by_free_memory_is_alone() -> None:
+def test_engine_sized_by_free_memory_shares_no_group() -> None:
     runs = plan_runs(points(num_blocks=None, engine__block_size=[8, 16]), alive=4)
     assert labels(runs) == ["block_size=8 r0", "block_size=8 r1", "block_size=16 r0", "block_size=16 r1"]
 
@@ -51,7 +51,7 @@ def test_an_engine_sized_by_free_memory_is_alone() -> None:
     st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True),
     st.lists(st.sampled_from([4, 8, None]), min_size=1, unique=True),
 )
-def test_every_run_happens_once_and_no_engine_is_built_twice(
+def test_every_run_happens_once_and_each_engine_is_built_once(
     alive: int, repeats: int, models: list[str], sizes: list[int], seeds: list[int], blocks: list[int | None]
 ) -> None:
     grid = {"model": models, "engine__block_size": sizes, "seed": seeds, "engine__num_blocks": blocks}
@@ -77,7 +77,7 @@ def test_every_run_happens_once_and_no_engine_is_built_twice(
     assert set(engines.startup_seconds) == {engine_key(point.experiment) for point in found}
 
 
-def test_weights_are_loaded_once_for_each_type_of_number() -> None:
+def test_weights_are_loaded_once_per_dtype() -> None:
     loaded = []
     engines = Engines(
         4, lambda model, **dtypes: loaded.append(tuple(dtypes.values())) or model, lambda **fields: fields
@@ -89,7 +89,7 @@ def test_weights_are_loaded_once_for_each_type_of_number() -> None:
     assert loaded == [(dtype, kept) for dtype in grid["engine__dtype"] for kept in grid["engine__weight_dtype"]]
 
 
-def test_an_engine_that_cannot_be_built_is_tried_once() -> None:
+def test_failed_engine_build_is_not_repeated() -> None:
     tries = []
 
     def make(**_: Any) -> Any:

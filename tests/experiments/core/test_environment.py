@@ -1,7 +1,8 @@
-"""What a run says of the machine it ran on."""
+"""The environment that a run records: machine, code, processor time."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,24 +11,30 @@ import pytest
 from experiments.core import environment
 from experiments.core.environment import processor_time, stolen_share
 
+ROOT = Path(__file__).parents[3]
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a virtual machine what its host takes")
-def test_the_share_that_the_host_took_is_of_what_was_asked_for():
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports stolen processor time")
+def test_stolen_share_is_relative_to_requested_time():
     now = processor_time()
     assert now is not None
     used, stolen = now
     assert used > 0
-    since = used - 900_000, stolen - 100_000  # jiffies: so many that what happens meanwhile is no part of it
+    since = used - 900_000, stolen - 100_000  # jiffies: so many that concurrent activity is negligible
     assert stolen_share(since) == pytest.approx(0.1, abs=0.001)
 
 
-def test_where_nothing_is_told_nothing_is_claimed():
+def test_stolen_share_is_none_without_a_start():
     assert stolen_share(None) is None
 
 
-def test_the_hash_of_the_source_follows_what_measures_and_needs_no_commit(tmp_path: Path, monkeypatch):
-    files = ("pagedjax/a.py", "pagedjax/device/models/b.py", "pallas_kernels/c.py", "pallas_kernels/tiles/h200.json")
-    files += ("experiments/core/environment.py", "experiments/studies/001/study.py", "pagedjax/notes.txt")
+def test_source_hash_changes_with_measuring_code_only(tmp_path: Path, monkeypatch):
+    hashed = ("pagedjax/a.py", "pagedjax/device/models/b.py", "pallas_kernels/c.py", "pallas_kernels/tiles/h200.json")
+    hashed += ("experiments/run.py", "experiments/core/environment.py", "experiments/simulation/cost.py")
+    hashed += ("experiments/analysis/plots.py",)
+    others = ("experiments/studies/001/study.py", "experiments/bench/scale.py", "experiments/results/a.json")
+    others += ("experiments/hardware/on_gpu.py", "experiments/training/train_tiny.py", "pagedjax/notes.txt")
+    files = (*hashed, *others)
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -36,24 +43,20 @@ def test_the_hash_of_the_source_follows_what_measures_and_needs_no_commit(tmp_pa
     for name in files:
         (tmp_path / name).write_text("edited")
         found.append(environment.source.__wrapped__())
-    assert len(set(found[:6])) == 6
-    assert found[5:] == [found[5]] * 3, "studies and notes measure nothing"
+    assert len(set(found)) == len(hashed) + 1
+    assert set(found[len(hashed) :]) == {found[len(hashed)]}, "studies, benchmarks and results measure nothing in a run"
 
 
-@pytest.mark.parametrize(
-    ("name", "identifies"),
-    [
-        ("experiments/run.py", True),
-        ("experiments/simulation/simulate.py", True),
-        ("experiments/analysis/plots.py", True),
-        ("experiments/bench/floors.py", False),
-        ("experiments/results/w1.json", False),
-        ("experiments/studies/findings.py", False),
-    ],
-)
-def test_source_hash_covers_what_makes_a_run(name: str, identifies: bool, tmp_path: Path, monkeypatch):
-    (tmp_path / name).parent.mkdir(parents=True)
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "experiments/core/environment.py"))
-    before = environment.source.__wrapped__()
-    (tmp_path / name).write_text("edited")
-    assert (environment.source.__wrapped__() != before) == identifies
+def test_source_hash_covers_every_module_that_the_commands_import():
+    program = """
+import sys
+from experiments import capacity, compare, report, run
+print(*(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "experiments"), sep="\\n")
+"""
+    printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {Path(line) for line in printed.stdout.splitlines()}
+    covered = set(environment.source_files(ROOT))
+    assert imported <= covered
+    found = {path.relative_to(ROOT).parts[1] for path in covered if path.relative_to(ROOT).parts[0] == "experiments"}
+    assert not found & {"studies", "bench", "hardware", "training", "results"}
+    assert found >= {"core", "simulation", "analysis", "run.py"}

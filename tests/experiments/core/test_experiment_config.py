@@ -89,12 +89,12 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
         ({"sweep": {"grid": {"engine.block_sizes": [1]}}}, r"unknown key engine\.'block_sizes'; did you mean"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_path(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
+def test_config_error_has_path_value_and_limit(tmp_path: Path, sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         points(tmp_path, **sections)
 
 
-def test_a_missing_section_is_named(tmp_path: Path) -> None:
+def test_missing_section_error_names_the_section(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("workload: {kind: synthetic, count: 1, prompt: {dist: fixed, value: 1}}")
     with pytest.raises(ValueError, match=r"workload\.output is missing"):
@@ -109,7 +109,7 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         config.load(tmp_path / "no.yaml")
 
 
-def test_a_duplicate_key_is_an_error_with_both_lines() -> None:
+def test_duplicate_key_error_has_both_lines() -> None:
     with pytest.raises(ValueError, match="line 3: the key 'seed' is given twice \\(first in line 1\\)"):
         load_text("seed: 1\nname: a\nseed: 2", "x.yaml")
     with pytest.raises(ValueError, match="'a' is given twice"):
@@ -117,7 +117,7 @@ def test_a_duplicate_key_is_an_error_with_both_lines() -> None:
     assert load_text("x: &x {a: 1}\ny: {<<: *x, a: 2}", "x.yaml") == {"x": {"a": 1}, "y": {"a": 2}}
 
 
-def test_numbers_and_lists_become_the_types_of_the_fields(tmp_path: Path) -> None:
+def test_values_are_converted_to_field_types(tmp_path: Path) -> None:
     (point,) = points(
         tmp_path, sampling={"temperature": 0, "stop_token_ids": [5, 4], "min_tokens": 40, "logit_bias": {3: 1}}
     )
@@ -127,7 +127,7 @@ def test_numbers_and_lists_become_the_types_of_the_fields(tmp_path: Path) -> Non
     assert isinstance(point.experiment.workload, Synthetic)
 
 
-def test_a_sweep_expands_in_order_and_labels_only_what_it_sweeps(tmp_path: Path) -> None:
+def test_sweep_expands_in_order_and_labels_swept_keys(tmp_path: Path) -> None:
     sweep = {
         "grid": {"engine.block_size": [8, 16], "engine.max_num_batched_tokens": [64, 256]},
         "zip": {"seed": [1, 2], "workload.count": [3, 4]},
@@ -145,7 +145,7 @@ def test_a_sweep_expands_in_order_and_labels_only_what_it_sweeps(tmp_path: Path)
     assert config.short_names(["a.seed", "b.seed", "c"]) == {"a.seed": "a.seed", "b.seed": "b.seed", "c": "c"}
 
 
-def test_overrides_are_yaml_and_cannot_hide_behind_a_sweep(tmp_path: Path) -> None:
+def test_overrides_are_yaml_and_conflict_with_swept_keys(tmp_path: Path) -> None:
     sweep = {"grid": {"engine.block_size": [8, 16]}}
     (point,) = points(tmp_path, "engine.max_num_seqs=4", "workload.prompt={dist: fixed, value: 3}", "slo.ttft=1.5")
     assert point.experiment.engine.max_num_seqs == 4
@@ -186,7 +186,7 @@ def test_overrides_are_yaml_and_cannot_hide_behind_a_sweep(tmp_path: Path) -> No
         points(tmp_path, "sweep.grid.seed=[1]", sweep=[1])
 
 
-def test_the_key_covers_what_is_measured_and_nothing_else(tmp_path: Path) -> None:
+def test_point_key_covers_exactly_measured_values(tmp_path: Path) -> None:
     def key(**sections: Any) -> str:
         return points(tmp_path, **sections)[0].key
 
@@ -209,7 +209,7 @@ def test_the_key_covers_what_is_measured_and_nothing_else(tmp_path: Path) -> Non
     assert len({same, *others}) == len(others) + 1
 
 
-def test_the_key_follows_the_content_of_a_file_not_its_place(tmp_path: Path) -> None:
+def test_point_key_depends_on_file_content_not_path(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n")
     (tmp_path / "b.txt").write_text("one\n")
     (tmp_path / "c.txt").write_text("two\n")
@@ -218,7 +218,7 @@ def test_the_key_follows_the_content_of_a_file_not_its_place(tmp_path: Path) -> 
     assert c.content == "two\n"
 
 
-def test_the_key_follows_what_a_local_model_is_and_the_name_of_any_other(tmp_path: Path) -> None:
+def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> None:
     assert [config._model_source(name) for name in ("smollm2-135m", "org/name")] == ["smollm2-135m", "org/name"]
 
     def key(model: str) -> str:
@@ -244,11 +244,11 @@ def test_the_key_follows_what_a_local_model_is_and_the_name_of_any_other(tmp_pat
     assert len(set(found)) == len(found)
 
 
-def test_what_a_policy_file_raises_is_told(tmp_path: Path) -> None:
+def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
     for text, message in (
-        ("raise KeyError('x')", r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; mend it"),
+        ("raise KeyError('x')", r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; correct the file"),
         ("X = 5 +", r"whose file raises SyntaxError"),
-        ("raise ValueError('no')", r"whose file raises ValueError: no; mend it"),
+        ("raise ValueError('no')", r"whose file raises ValueError: no; correct the file"),
         ("P = 5", r"engine\.policy is '.*P in .* is no Policy"),
     ):
         (tmp_path / "p.py").write_text(text)
@@ -256,7 +256,7 @@ def test_what_a_policy_file_raises_is_told(tmp_path: Path) -> None:
             points(tmp_path, engine={"policy": "p.py:P"})
 
 
-def test_a_file_that_cannot_be_read_is_told_when_the_config_is(tmp_path: Path) -> None:
+def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
     def told(message: str, **sections: Any) -> None:
         with pytest.raises(ValueError, match=message):
             points(tmp_path, **sections)
@@ -279,7 +279,7 @@ def test_a_file_that_cannot_be_read_is_told_when_the_config_is(tmp_path: Path) -
         config.load(tmp_path / "bad.yaml")
 
 
-def test_a_relative_file_is_also_tried_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_file_is_found_in_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "t.csv").write_text("x")
     monkeypatch.chdir(tmp_path / "here")
@@ -287,7 +287,7 @@ def test_a_relative_file_is_also_tried_from_the_current_folder(tmp_path: Path, m
     assert found == ("x", str((tmp_path / "here" / "t.csv").resolve()))
 
 
-def test_every_shipped_config_is_read_and_says_how_to_run_it(tmp_path: Path) -> None:
+def test_every_shipped_config_loads_and_has_its_command(tmp_path: Path) -> None:
     folder = Path(__file__).parents[3] / "configs"
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6,3,4\n")
@@ -295,7 +295,7 @@ def test_every_shipped_config_is_read_and_says_how_to_run_it(tmp_path: Path) -> 
     assert {"quickstart", "w1", "azure_conv", "synthetic_conv", "synthetic_code"} <= {path.stem for path in files}
     for path in files:
         if path.stem == "peers":
-            command = "bench_peers"
+            command = "bench.peers"
             assert parse(peers.Config, load_file(path), "").contenders
         else:
             command = "run"
@@ -312,7 +312,7 @@ scalars = st.integers() | st.booleans() | st.text(max_size=3) | st.none() | st.f
 
 @settings(deadline=None)
 @given(st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner)))
-def test_whatever_a_section_holds_the_answer_is_a_config_or_a_value_error(value: Any) -> None:
+def test_any_section_value_gives_a_config_or_value_error(value: Any) -> None:
     for section in ("engine", "workload", "sampling", "sweep", "warmup", "slo", "seed", "cache_tokens"):
         with contextlib.suppress(ValueError):  # anything else escapes and fails
             found = config.expand({**BASE, section: value}, Path("."))

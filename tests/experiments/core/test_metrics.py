@@ -1,4 +1,4 @@
-"""Metrics: a hand-made run whose numbers are worked out by hand, and random runs against a slow second reading."""
+"""Metrics: a hand-made run with known numbers, and random runs against a slow reference."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ RUN = [
 ]
 
 
-def test_a_run_by_hand_request_by_request() -> None:
+def test_request_records_of_hand_made_run() -> None:
     a, b = request_records(RUN, [A, B], START)
     assert (a.first_scheduled, b.first_scheduled) == (0.0, 1.0)
     assert a.branches == (BranchRecord("a", (1.5, 1.75, 2.25), (40, 41, 42), 0, "length"),)
@@ -118,7 +118,7 @@ def test_a_run_by_hand_request_by_request() -> None:
     assert (a.branches[0].tpot, b.branches[0].tpot) == (0.375, 1.5)
 
 
-def test_a_run_by_hand_step_by_step() -> None:
+def test_step_records_of_hand_made_run() -> None:
     steps = step_records(RUN, START, S)
     # Step 2 leaves b out, but b's 3 tokens are still in its block; step 3 has preempted b before it runs.
     assert [s.held_tokens for s in steps] == [5, 6 + 3, 7 + 3, 8, 4]
@@ -129,7 +129,7 @@ def test_a_run_by_hand_step_by_step() -> None:
     assert [s.host_seconds for s in steps] == pytest.approx([0.2, 0.1, 0.05, 0.05, 0.25])
 
 
-def test_a_run_by_hand_in_summary() -> None:
+def test_summary_of_hand_made_run() -> None:
     summary = summarize(request_records(RUN, [A, B], START), step_records(RUN, START, S), S, Slo(ttft=1.2, itl=2.0))
     assert summary["duration_s"] == 3.0
     assert (summary["prompt_tokens"], summary["output_tokens"]) == (9, 5)
@@ -150,7 +150,7 @@ def test_a_run_by_hand_in_summary() -> None:
     assert summary["goodput"] == {"requests_per_s": pytest.approx(1 / 3), "share": 0.5}  # a's 1.5 s misses 1.2 s
 
 
-def test_the_steady_rate_leaves_out_filling_and_draining() -> None:
+def test_steady_rate_excludes_start_and_end() -> None:
     steps = step_records(RUN, START, S)
     # 5 tokens by hand: a tenth of them exist after step 1 (at 1.5 s, 2 tokens), nine tenths after step 4 (3.0 s, 5).
     assert steady_rate(steps) == pytest.approx((5 - 2) / (3.0 - 1.5))
@@ -165,7 +165,7 @@ def test_the_steady_rate_leaves_out_filling_and_draining() -> None:
     assert steady_rate(long) == pytest.approx(1.0)
 
 
-def test_goodput_counts_only_what_finished_within_every_target() -> None:
+def test_goodput_counts_requests_that_meet_every_target() -> None:
     requests, steps = request_records(RUN, [A, B], START), step_records(RUN, START, S)
 
     def share(slo: Slo) -> float | None:
@@ -188,7 +188,7 @@ def test_goodput_counts_only_what_finished_within_every_target() -> None:
     assert share(Slo(itl=0.4)) == 0.5
 
 
-def test_the_digest_tells_outputs_apart() -> None:
+def test_token_digest_differs_for_different_outputs() -> None:
     steps = step_records(RUN, START, S)
     one = request_records(RUN, [A, B], START)
     (branch,) = one[1].branches
@@ -198,7 +198,7 @@ def test_the_digest_tells_outputs_apart() -> None:
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_a_cut_off_run_counts_what_is_unfinished() -> None:
+def test_interrupted_run_counts_unfinished_requests() -> None:
     requests, steps = request_records(RUN[:2], [A, B, item("c", 9.0, 2, 1)], START), step_records(RUN[:2], START, S)
     summary = summarize(requests, steps, S)
     assert (summary["unfinished"], summary["finished"], summary["prompt_tokens"]) == (3, {}, 0)
@@ -206,7 +206,7 @@ def test_a_cut_off_run_counts_what_is_unfinished() -> None:
     assert summary["itl_s"] == {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}
 
 
-def test_what_cannot_be_summarized_is_said() -> None:
+def test_summarize_refuses_empty_or_foreign_runs() -> None:
     with pytest.raises(ValueError, match="no steps"):
         summarize([], [], S)
     with pytest.raises(ValueError, match="step 1 runs the request 'b', not in the workload"):
@@ -215,7 +215,7 @@ def test_what_cannot_be_summarized_is_said() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
-def test_percentiles_by_sorting(values: list[float]) -> None:
+def test_percentiles_match_sorting(values: list[float]) -> None:
     def linear(p: int) -> float:
         ordered = sorted(values)
         place = p / 100 * (len(ordered) - 1)
@@ -276,7 +276,7 @@ def random_run(seed: int) -> tuple[list[StepResult], list[WorkItem], list[Observ
     return results, items, observed, branches
 
 
-def test_the_random_runs_meet_what_they_are_for() -> None:
+def test_random_runs_cover_preemption_sharing_and_hits() -> None:
     runs = [random_run(seed) for seed in range(60)]
     results = [result for run in runs for result in run[0]]
     assert any(result.plan.preempted for result in results)
@@ -289,7 +289,7 @@ def test_the_random_runs_meet_what_they_are_for() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 10**6))
-def test_random_runs_against_a_second_reading(seed: int) -> None:
+def test_metrics_of_random_runs_match_slow_reference(seed: int) -> None:
     results, items, observed, branches = random_run(seed)
     requests, steps = request_records(results, items, START, branches), step_records(results, START, S)
     summary = summarize(requests, steps, S)

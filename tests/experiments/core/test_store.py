@@ -1,4 +1,4 @@
-"""Run folders: whole or absent, read back as they were written, and clear words when there is nothing."""
+"""Run folders: written atomically, read back unchanged, with clear errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def put(sweep: Path, run: dict[str, Any]) -> Path:
     return folder
 
 
-def test_a_run_is_there_whole_and_a_failed_one_is_replaced(tmp_path: Path) -> None:
+def test_run_is_written_whole_and_failed_run_is_replaced(tmp_path: Path) -> None:
     folder = put(tmp_path, summary(failed="it broke"))
     assert store.read_summary(folder) == summary(failed="it broke")
     put(tmp_path, summary())
@@ -48,7 +48,7 @@ def test_a_run_is_there_whole_and_a_failed_one_is_replaced(tmp_path: Path) -> No
     assert store.read_summary(tmp_path / "other") is None
 
 
-def test_a_write_that_dies_leaves_nothing_that_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_write_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -60,13 +60,13 @@ def test_a_write_that_dies_leaves_nothing_that_counts(tmp_path: Path, monkeypatc
             store.write_file(tmp_path / "runs.jsonl", "x")
     assert store.read_summary(store.run_folder(tmp_path, "abc", 0)) is None
     assert not (tmp_path / "runs.jsonl").exists()
-    with pytest.raises(ValueError, match="holds no runs"):
+    with pytest.raises(ValueError, match="contains no runs"):
         store.read_runs(tmp_path)
     store.clean(tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
 
 
-def test_cleaning_spares_what_a_live_process_writes(tmp_path: Path) -> None:
+def test_clean_keeps_files_of_live_process(tmp_path: Path) -> None:
     alive, dead = tmp_path / "abc" / f".writing-{os.getppid()}-0", tmp_path / "abc" / ".writing-999999999-0"
     alive.mkdir(parents=True)
     dead.mkdir()
@@ -75,7 +75,7 @@ def test_cleaning_spares_what_a_live_process_writes(tmp_path: Path) -> None:
     assert not dead.exists()
 
 
-def test_runs_come_back_as_a_frame(tmp_path: Path) -> None:
+def test_load_runs_returns_data_frame(tmp_path: Path) -> None:
     runs = [summary("a", 0, 0), summary("a", 1, 0), summary("b", 0, 1, failed="it broke", metrics=None)]
     for run in runs:
         put(tmp_path / "unit", run)
@@ -91,24 +91,24 @@ def test_runs_come_back_as_a_frame(tmp_path: Path) -> None:
     assert all((Path(run) / "summary.json").is_file() for run in frame["run"])
 
 
-def test_a_folder_without_runs_says_what_one_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no runs: a run is a folder with a summary\.json"):
+def test_folder_without_runs_error_describes_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"contains no runs: a run is a folder with a summary\.json"):
         experiments.load_runs(tmp_path)
     with pytest.raises(ValueError, match="there is no folder"):
         experiments.load_runs(tmp_path / "no")
 
 
-def test_a_damaged_or_foreign_summary_says_what_to_do(tmp_path: Path) -> None:
+def test_damaged_or_old_summary_error_has_remedy(tmp_path: Path) -> None:
     folder = put(tmp_path, summary())
     (folder / "summary.json").write_text("{")
     with pytest.raises(ValueError, match=r"summary\.json is damaged .*delete the folder .* and run again"):
         store.read_summary(folder)
     (folder / "summary.json").write_text(json.dumps({"schema": 0}))
-    with pytest.raises(ValueError, match=r"not of this version .*delete the folder"):
+    with pytest.raises(ValueError, match=r"has another schema than 1; delete the folder"):
         store.read_summary(folder)
 
 
-def test_a_missing_extra_names_the_command_that_brings_it() -> None:
+def test_missing_extra_error_names_install_command() -> None:
     with pytest.raises(ImportError, match=r"needs nosuchthing, .*pip install 'pagedjax\[experiments\]'"):
         require("nosuchthing.inner")
 

@@ -1,4 +1,4 @@
-"""Workloads: lengths, arrivals, files, and that every choice is reproducible."""
+"""Workloads: lengths, arrivals, files, reproducible choices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ arrivals = st.one_of(
 
 @settings(deadline=None)
 @given(lengths, lengths, arrivals, st.integers(1, 8), st.integers(0, 2**32))
-def test_a_synthetic_workload_keeps_its_limits_and_its_prefix(prompt, output, times, count: int, seed: int) -> None:
+def test_synthetic_workload_respects_limits_and_prefix(prompt, output, times, count: int, seed: int) -> None:
     short = make(Synthetic("synthetic", count, prompt, output, times), seed=seed)
     long = make(Synthetic("synthetic", count + 5, prompt, output, times), seed=seed)
     assert long.items[:count] == short.items  # more requests change none of the earlier ones
@@ -72,7 +72,7 @@ def test_a_synthetic_workload_keeps_its_limits_and_its_prefix(prompt, output, ti
         assert all(FIRST_ORDINARY_TOKEN <= t < 100 for t in item.prompt_token_ids)
 
 
-def test_prompts_that_share_a_prefix_differ_after_it_and_in_nothing_else() -> None:
+def test_shared_prefix_changes_only_the_start_of_prompts() -> None:
     plain = Synthetic("synthetic", 5, Uniform("uniform", 3, 9), Fixed("fixed", 4))
     shared = replace(plain, shared_prefix=30)
     without, items = (make(spec, seed=1, vocab=1000).items for spec in (plain, shared))
@@ -83,7 +83,7 @@ def test_prompts_that_share_a_prefix_differ_after_it_and_in_nothing_else() -> No
         replace(plain, shared_prefix=-1)
 
 
-def test_streams_are_independent() -> None:
+def test_random_streams_are_independent() -> None:
     shape = (Uniform("uniform", 1, 99), Uniform("uniform", 1, 99))
     one = make(Synthetic("synthetic", 20, *shape))
     two = make(Synthetic("synthetic", 20, *shape, arrivals=Poisson("poisson", 2.0)))
@@ -94,7 +94,7 @@ def test_streams_are_independent() -> None:
     assert one.items != make(Synthetic("synthetic", 20, *shape), seed=1).items
 
 
-def test_the_distributions_have_the_moments_they_are_named_for() -> None:
+def test_distributions_have_expected_moments() -> None:
     n = 40_000
     uniform, _ = draw_lengths(Uniform("uniform", 16, 256), n, rng())
     assert (min(uniform), max(uniform)) == (16, 256)
@@ -122,7 +122,7 @@ def test_clipped_lengths_are_counted() -> None:
     assert drawn == [min(max(int(n), 3), 8) for n in raw]
 
 
-def test_the_shipped_prompts_are_short_and_long_english() -> None:
+def test_shipped_prompts_are_english_of_mixed_length() -> None:
     content = PROMPTS.read_text(encoding="utf-8")
     work = make(Prompts("prompts", "english.txt"), content)
     texts = content.splitlines()
@@ -134,7 +134,7 @@ def test_the_shipped_prompts_are_short_and_long_english() -> None:
     assert 100 <= words[-1] <= 160
 
 
-def test_prompts_cycle_or_say_that_there_are_too_few() -> None:
+def test_prompts_cycle_or_too_few_is_an_error() -> None:
     work = make(Prompts("prompts", "p", count=5, max_tokens=7), "ab\n\ncde\n")
     assert [len(i.prompt_token_ids) for i in work.items] == [2, 3, 2, 3, 2]
     assert {i.max_tokens for i in work.items} == {7}
@@ -152,7 +152,7 @@ def test_prompts_cycle_or_say_that_there_are_too_few() -> None:
             make(spec, content)
 
 
-def test_a_trace_keeps_gaps_and_lengths() -> None:
+def test_trace_keeps_gaps_and_lengths() -> None:
     work = make(Trace("trace", "t.csv", time_scale=0.5, max_prompt_tokens=500), CSV)
     assert [len(i.prompt_token_ids) for i in work.items] == [374, 396, 500, 10]
     assert [i.max_tokens for i in work.items] == [44, 109, 1, 5]
@@ -171,7 +171,7 @@ def test_a_trace_keeps_gaps_and_lengths() -> None:
     }
 
 
-def test_what_is_wrong_with_a_trace_is_said() -> None:
+def test_bad_trace_errors() -> None:
     for spec, content, message in (
         (Trace("trace", "t.csv"), "a,b\n1,2\n", "no column TIMESTAMP, ContextTokens, GeneratedTokens.*CC-BY 4.0"),
         (Trace("trace", "t.csv"), CSV + "2023-11-16 18:15:53,x,1\n", "t.csv, line 6: .*'x'"),
@@ -190,7 +190,7 @@ def test_what_is_wrong_with_a_trace_is_said() -> None:
             Trace("trace", "t.csv", **values)
 
 
-def test_a_token_list_is_taken_as_it_is() -> None:
+def test_token_list_is_used_unchanged() -> None:
     content = json.dumps([{"prompt": [3, 4], "n": 5}, {"prompt": [6], "max_tokens": 2, "n": 9}])
     work = make(Tokens("tokens", "w.json"), content)
     assert [(i.prompt_token_ids, i.max_tokens) for i in work.items] == [((3, 4), 5), ((6,), 2)]
@@ -207,7 +207,7 @@ def test_a_token_list_is_taken_as_it_is() -> None:
             make(Tokens("tokens", "w.json"), bad)
 
 
-def test_a_vocabulary_of_special_tokens_only_is_refused() -> None:
+def test_vocabulary_of_special_tokens_only_is_refused() -> None:
     with pytest.raises(ValueError, match="vocabulary has 17 tokens; random prompts need more than 17"):
         make(Synthetic("synthetic", 1, Fixed("fixed", 1), Fixed("fixed", 1)), vocab=17)
 

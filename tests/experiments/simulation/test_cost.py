@@ -1,4 +1,4 @@
-"""What a step costs on paper: counted again token by token, and against published numbers."""
+"""The cost model: against a count token by token, and against published numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def plan_of(rows):
 
 
 @given(rows)
-def test_work_is_what_counting_token_by_token_gives(rows):
+def test_work_matches_token_by_token_count(rows):
     work = work_of(plan_of(rows), 100)
     tokens = [(i, at) for i, (start, count, _) in enumerate(rows) for at in range(start, start + count)]
     assert work.pairs == sum(at + 1 for _, at in tokens)
@@ -49,7 +49,7 @@ def test_work_is_what_counting_token_by_token_gives(rows):
 
 
 @given(rows)
-def test_without_a_cache_every_token_is_computed_again(rows):
+def test_without_cache_every_token_is_computed_again(rows):
     plan = plan_of(rows)
     again = plan_of([(0, start + count, ends) for start, count, ends in rows])
     bare = work_of(plan, plan.num_tokens, cached=False)
@@ -68,7 +68,7 @@ def test_shapes_have_the_published_sizes():
     assert SHAPES["gpt2-xl"].token_bytes == 307_200
 
 
-def test_the_shape_of_a_checkpoint_is_read_from_its_config():
+def test_shape_is_read_from_checkpoint_config():
     assert shape_of(open_checkpoint("smollm2-135m").config) == SHAPES["smollm2-135m"]
     gpt2 = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257, "n_positions": 1024}
     assert shape_of(gpt2) == SHAPES["gpt2-xl"]
@@ -134,7 +134,7 @@ def test_layers_without_experts_keep_their_mlp():
     assert half.layer_numbers(128) == every.layer_numbers(128) + 24 * (mlp - mixture)
 
 
-def test_a_step_reads_the_experts_that_somebody_chose():
+def test_step_reads_experts_chosen_by_some_token():
     shape = shape_of(MIXTRAL)
     assert shape.experts_read(1) == pytest.approx(2)
     draw = np.random.default_rng(0)
@@ -147,7 +147,7 @@ def test_a_step_reads_the_experts_that_somebody_chose():
     assert one == pytest.approx(all_read - 32 * 6 * expert), "two of eight experts in each layer"
 
 
-def test_a_model_that_could_not_be_loaded_has_no_shape():
+def test_unsupported_model_has_no_shape():
     with pytest.raises(ValueError, match="model_type is 'mamba'; supported: llama"):
         shape_of({**MIXTRAL, "model_type": "mamba"})
 
@@ -156,7 +156,7 @@ SMALL = Shape(2, 8, 2, 1, 4, 16, 100, 64)
 CHIP = Chip(bandwidth=1000.0, rate=1e6, memory=1e6, launch=0.5)
 
 
-def test_a_roofline_is_the_sum_of_its_two_parts_by_hand():
+def test_roofline_matches_hand_calculation():
     # a layer: q 8 x 8, k and v 8 x 4, out 8 x 8, three matrices of 8 x 16; a head of 8 x 100
     numbers = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16) + 8 * 100
     assert SMALL.read_bytes(1) == 2 * numbers == 2 * 1952
@@ -170,13 +170,13 @@ def test_a_roofline_is_the_sum_of_its_two_parts_by_hand():
     assert Roofline(SMALL, CHIP, rate_share=0.5)(work) == pytest.approx(0.5 + 2 * arithmetic)
 
 
-def test_tokens_are_computed_by_whole_tiles():
+def test_roofline_rounds_tokens_up_to_tiles():
     chip = CHIP._replace(bandwidth=1e12, tile=128)
     at, past = (Roofline(SMALL, chip)(Work(n, 1, 0, 0, 0)) - chip.launch for n in (256, 257))
     assert past / at == pytest.approx(384 / 256)
 
 
-def test_blocks_move_in_one_copy_or_in_many():
+def test_block_moves_cost_one_or_many_copies():
     chip = CHIP._replace(link=1e6, transfer=1e-3)
     many, one = (Roofline(SMALL, chip, block_size=4, batched_moves=batched).move(10) for batched in (False, True))
     content = 10 * 4 * SMALL.token_bytes / 1e6
@@ -195,7 +195,7 @@ def measured(count=60, noise=0.0, seed=0):
     return steps
 
 
-def test_a_fit_finds_the_device_that_made_the_steps():
+def test_fit_recovers_known_coefficients():
     fitted = fit(measured())
     assert fitted.sizes == (8, 32, 128)
     assert fitted.seconds == pytest.approx((0.010, 0.012, 0.030), rel=1e-6)
@@ -206,13 +206,13 @@ def test_a_fit_finds_the_device_that_made_the_steps():
     assert fitted(Work(256, 4, 4, 0, 0)) == pytest.approx(0.060)
 
 
-def test_a_fit_through_noise_is_near_and_says_how_near():
+def test_fit_of_noisy_steps_reports_its_error():
     fitted = fit(measured(400, noise=0.1))
     assert fitted.seconds == pytest.approx((0.010, 0.012, 0.030), rel=0.05)
     assert 0.02 < fitted.error < 0.08
 
 
-def test_what_cannot_be_fitted_is_told():
+def test_fit_refuses_too_few_or_old_steps():
     with pytest.raises(ValueError, match="3 steps; it takes at least 8"):
         fit(measured(3))
     old = [{k: v for k, v in step.items() if k != "pairs"} for step in measured()]
@@ -235,19 +235,19 @@ def test_steps_are_read_line_by_line():
         ({"chip": "h200", "chips": 0}, "chips is 0; it must be at least 1"),
         ({"chip": "h200", "rate_share": 1.5}, "rate_share is 1.5; it must be above 0 and at most 1"),
         ({"chip": "h200", "bandwidth_share": 0.0}, "bandwidth_share is 0.0"),
-        ({"fit": "runs/x", "chips": 2}, "chips is 2, and steps that were measured .* leave it out, or name a chip"),
-        ({"fit": "runs/x", "bandwidth_share": 0.8}, "bandwidth_share is 0.8, and steps that were measured"),
-        ({"fit": "runs/x", "rate_share": 0.8}, "rate_share is 0.8, and steps that were measured"),
-        ({"fit": "runs/x", "batched_moves": False}, "batched_moves is False, and steps that were measured"),
+        ({"fit": "runs/x", "chips": 2}, "chips is 2, and measured steps .* leave it out, or give a chip"),
+        ({"fit": "runs/x", "bandwidth_share": 0.8}, "bandwidth_share is 0.8, and measured steps"),
+        ({"fit": "runs/x", "rate_share": 0.8}, "rate_share is 0.8, and measured steps"),
+        ({"fit": "runs/x", "batched_moves": False}, "batched_moves is False, and measured steps"),
         ({"chip": "h200", "host_s": -1.0}, "host_s is -1.0; it must be at least 0 seconds"),
     ],
 )
-def test_what_stands_for_a_device_is_checked(wrong, message):
+def test_simulate_section_is_checked(wrong, message):
     with pytest.raises(ValueError, match=message):
         Simulate(**wrong)
 
 
-def test_devices_have_names():
+def test_simulated_device_names():
     assert Simulate(chip="h200").name == "simulated h200"
     assert Simulate(chip="a100-80g", chips=2).name == "simulated a100-80g x 2"
     assert Simulate(fit="somewhere").name == "simulated, fitted"

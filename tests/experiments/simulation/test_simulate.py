@@ -1,4 +1,4 @@
-"""A simulated engine against a real one: the same plans and events, in a time of its own."""
+"""The simulated engine: the same plans and events as a real engine, in virtual time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def items(count, seed=0, gap=0.0):
     ],
     ids=str,
 )
-def test_it_plans_what_a_real_engine_plans(tiny, options):
+def test_simulated_plans_match_real_engine(tiny, options):
     settings = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 6, "max_model_len": 96}
     settings |= {"max_num_batched_tokens": 32, "token_buckets": (32,), **options}
     real = LLM(tiny, progress=False, **settings).engine
@@ -83,7 +83,7 @@ def test_it_plans_what_a_real_engine_plans(tiny, options):
     assert options.get("num_blocks") is None or sum(row[5] for row in found[0][0]) > 0
 
 
-def test_time_is_what_the_steps_take_and_what_nobody_asks_for():
+def test_virtual_time_is_steps_plus_idle_gaps():
     engine = SimulatedEngine(
         EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,)),
         lambda work: 0.25,
@@ -99,7 +99,7 @@ def test_time_is_what_the_steps_take_and_what_nobody_asks_for():
     assert results[3].started >= 10.0
 
 
-def test_a_whole_batch_is_computed_and_answered_until_its_last_member_ends():
+def test_whole_batch_is_computed_until_its_last_member_ends():
     """Three requests, two places: against the work of each step counted by hand."""
     asked = []
     engine = SimulatedEngine(
@@ -125,7 +125,7 @@ def test_a_whole_batch_is_computed_and_answered_until_its_last_member_ends():
     assert drive(engine, work, GREEDY, engine.clock, engine.sleep)[1][0].events == ()
 
 
-def test_whole_batches_take_a_policy_that_keeps_them():
+def test_whole_batches_need_static_policy():
     with pytest.raises(ValueError, match=r"whole_batches with engine.policy 'fcfs'.*set engine.policy: static"):
         SimulatedEngine(
             EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(8, 2048)),
@@ -143,13 +143,13 @@ def test_whole_batches_take_a_policy_that_keeps_them():
     ],
     ids=str,
 )
-def test_options_that_would_change_nothing_are_refused(options, simulate, message):
+def test_options_without_effect_in_simulation_are_refused(options, simulate, message):
     config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,), **options)
     with pytest.raises(ValueError, match=message):
         SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=Simulate(**simulate))
 
 
-def test_a_run_has_the_records_of_any_run_and_repeats_exactly():
+def test_simulated_run_is_recorded_and_repeats_exactly():
     (point,) = expand(RAW, folder=None)
     first, second = (measure(SimulatedLLM(*made_of(point)), point, 0) for _ in range(2))
     assert first == second
@@ -164,7 +164,7 @@ def made_of(point):
     return point.experiment.simulate, point.experiment.engine_config, point.experiment.model
 
 
-def test_a_sweep_of_simulated_points_starts_no_backend_and_reports(tmp_path, capsys):
+def test_simulated_sweep_starts_no_jax_backend(tmp_path, capsys):
     raw = {**RAW, "sweep": {"grid": {"engine.block_size": [8, 32], "simulate.chip": ["h200", "a100-40g"]}}}
     file = tmp_path / "sweep.yaml"
     file.write_text(json.dumps(raw), encoding="utf-8")
@@ -179,7 +179,7 @@ def test_a_sweep_of_simulated_points_starts_no_backend_and_reports(tmp_path, cap
     assert "another commit or device" not in capsys.readouterr().err
 
 
-def test_a_run_is_simulated_from_the_steps_of_another(tmp_path):
+def test_simulation_fitted_to_measured_run(tmp_path):
     file = tmp_path / "one.yaml"
     file.write_text(json.dumps(RAW), encoding="utf-8")
     assert run.main([str(file), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
@@ -204,7 +204,7 @@ def test_a_run_is_simulated_from_the_steps_of_another(tmp_path):
         ({"simulate": {"chip": "h200", "speed": 2}}, "unknown key simulate.'speed'"),
     ],
 )
-def test_a_wrong_section_is_told(tmp_path, change, message):
+def test_wrong_simulate_section_is_reported(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         expand({**RAW, **change}, folder=tmp_path)
 
@@ -221,7 +221,7 @@ def test_a_request_that_could_end_early_is_refused():
     assert not engine.has_work
 
 
-def test_the_cache_is_what_a_chip_has_beside_the_weights():
+def test_simulated_cache_fills_memory_beside_weights():
     shape = SHAPES["opt-13b"]
     config = resolved(EngineConfig(memory_fraction=0.9, max_num_seqs=256), shape, 40e9)
     assert config.max_model_len == 2048

@@ -1,4 +1,4 @@
-"""What studies say of numbers: intervals that cover what they promise, and nothing where nothing was found."""
+"""Intervals and claims of studies: coverage, and no claim without a result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ recorded = importlib.import_module("experiments.studies.012_recorded_load.study"
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 10])
-def test_an_interval_covers_the_mean_as_often_as_it_says(count):
+def test_interval_coverage(count):
     """A bootstrap's covers it in three of four cases where there are three values."""
     draw = np.random.default_rng(count)
     found = [interval(draw.lognormal(2.0, 0.3, count).tolist()) for _ in range(400)]
@@ -27,7 +27,7 @@ def test_an_interval_covers_the_mean_as_often_as_it_says(count):
     assert 0.92 < np.mean([one.low <= 10.0 <= one.high for one in found]) < 0.98
 
 
-def test_an_interval_of_positive_numbers_is_of_their_logarithms():
+def test_interval_of_positive_numbers_uses_logarithms():
     one = interval([1.0, 2.0, 4.0])
     assert one.middle == pytest.approx(2.0)
     half = 4.302653 / 3**0.5  # t with two degrees of freedom, at 97.5 %, and a deviation of one doubling
@@ -37,18 +37,18 @@ def test_an_interval_of_positive_numbers_is_of_their_logarithms():
     assert (zero.low, zero.middle, zero.high) == pytest.approx((1 - half, 1.0, 1 + half))
 
 
-def test_what_does_not_vary_has_no_interval():
+def test_constant_values_have_no_interval():
     assert interval([3.0]) == (3.0, 3.0, 3.0, "interval", 1)
     assert interval([0.0, 0.0]) == (0.0, 0.0, 0.0, "interval", 2)
     assert exactly(4.0) == (4.0, 4.0, 4.0, "interval", None)
     json.dumps(interval([1.0, 1e9]), allow_nan=False)
 
 
-def test_scenarios_have_a_range():
+def test_scenarios_give_a_range():
     assert span([3.0, 1.0, 5.0]) == (1.0, 3.0, 5.0, "range", 3)
 
 
-def test_findings_of_an_earlier_form_are_read():
+def test_old_findings_format_is_read():
     assert Interval(*json.loads("[1, 2, 3]")) == (1.0, 2.0, 3.0, "interval", None)
     for file in Path(load.__file__).parent.glob("*/findings.json"):
         for claim in json.loads(file.read_text())["claims"]:
@@ -66,7 +66,7 @@ def test_ratios_are_taken_seed_by_seed():
     assert none.middle == 0.0
 
 
-def test_nothing_is_so_many_times_zero():
+def test_ratio_to_zero():
     claim = Claim("a paper", "a thing", (0.0, 9.0), exactly(0.0))
     assert claim.ratio is None
     assert claim.agrees
@@ -76,14 +76,14 @@ def test_nothing_is_so_many_times_zero():
 RATES = (1.0, 2.0, 4.0, 8.0)
 
 
-def test_a_rate_that_the_grid_does_not_hold_is_not_found():
+def test_rate_outside_grid_is_not_found():
     assert load.highest(RATES, (0.1, 0.1, 0.4, 0.1), 0.2) == pytest.approx(8**0.5)  # halfway in logarithms
     assert load.highest(RATES, (0.3, 0.1, 0.1, 0.1), 0.2) is None
     assert load.highest(RATES, (0.1, 0.1, 0.1, 0.1), 0.2) is None
     assert load.highest(RATES, (0.1, 0.4), 0.2) == pytest.approx(2**0.5), "higher rates may have been left out"
 
 
-def test_the_end_of_the_grid_is_no_result():
+def test_end_of_grid_is_no_result():
     found = {"in": [[0.1, 0.1], [0.1, 0.4], [0.4, 0.4], [0.5, 0.5]], "fast": [[0.1, 0.1]] * 4, "slow": [[0.3, 0.1]] * 4}
     found["part"] = [[0.1, 0.1], [0.1, 0.1], [0.4, 0.1], [0.5, 0.1]]
     assert load.gain(found, RATES, 0.2, "in", "in") == (1.0, 1.0, 1.0, "interval", 2)
@@ -98,7 +98,7 @@ def test_the_end_of_the_grid_is_no_result():
     assert load.lines({"a": [[0.1, 0.3]]}, RATES) == {"a": [(1.0, pytest.approx(0.2))]}
 
 
-def test_engines_beyond_a_latency_are_not_driven_on(monkeypatch, tmp_path):
+def test_engine_beyond_latency_is_not_driven_further(monkeypatch, tmp_path):
     """Against a device whose latencies are the rate over what each engine can serve."""
     (tmp_path / "config.yaml").write_text("sweep: {list: [{speed: 1}, {speed: 4}]}")
     asked = []
@@ -118,7 +118,7 @@ def test_engines_beyond_a_latency_are_not_driven_on(monkeypatch, tmp_path):
     assert found == {"slow": [[1.0], [2.0]], "fast": [[0.25], [0.5], [1.0], [2.0]]}
 
 
-def test_factors_that_were_not_found_are_no_claims():
+def test_missing_factors_give_no_claims():
     known, others = {paged_load.ORACLE: exactly(2.0), paged_load.MAX: None}, dict.fromkeys(paged_load.PUBLISHED)
     gains = {paged_load.TARGET: known, **dict.fromkeys(paged_load.OTHERS, others)}
     (claim,) = paged_load.claimed("ShareGPT", gains)
@@ -136,7 +136,7 @@ def shares(*values):
     return [{"goodput": {"share": value}, "ttft_s": {"p99": 1.0}} for value in values]
 
 
-def test_policies_are_compared_where_the_first_keeps_somebody():
+def test_policies_are_compared_where_first_has_goodput():
     runs = {("fcfs", 4.0): shares(0.5, 0.25), ("shortest", 4.0): shares(1.0, 0.5)}
     assert policies.gained(runs)[0].startswith("The shorter prompt first keeps up to 2.00 times")
     runs |= {("fcfs", 8.0): shares(0.0, 0.1), ("shortest", 8.0): shares(0.1, 0.2)}

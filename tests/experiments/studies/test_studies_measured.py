@@ -1,10 +1,11 @@
-"""The studies that measure: what they compute by hand, and each of them whole on a tiny model."""
+"""The measured studies: their formulas, and each study on a tiny model."""
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType, SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +27,7 @@ decode_attention, sharing, prediction = map(study, ("005_decode_attention", "008
 # 005 ------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_step_asks_for_by_hand():
+def test_step_demand_by_hand():
     shape = SHAPES["gpt2-xl"]
     layers, head = 48 * (4 * 1600 * 1600 + 2 * 1600 * 6400), 1600 * 50257
     one = decode_attention.demand(shape, decode_attention.decode(2, 100))
@@ -38,7 +39,7 @@ def test_what_a_step_asks_for_by_hand():
 
 
 @pytest.mark.parametrize("work", ["decode", "again"])
-def test_a_demand_is_what_the_roofline_counts(work):
+def test_demand_matches_roofline(work):
     shape, asked = SHAPES["smollm2-135m"], getattr(decode_attention, work)(4, 64)
     one = decode_attention.demand(shape, asked)
     slow_memory, slow_products = Chip(1.0, 1e30, 0.0, launch=0.0), Chip(1e30, 1.0, 0.0, launch=0.0)
@@ -46,7 +47,7 @@ def test_a_demand_is_what_the_roofline_counts(work):
     assert Roofline(shape, slow_products)(asked) == pytest.approx(one.operations)
 
 
-def test_gpt2_xl_is_bound_as_the_lecture_says():
+def test_gpt2_xl_bounds_match_lecture():
     claims = decode_attention.lecture()
     assert len(claims) == 4
     assert all(claim.agrees for claim in claims)
@@ -55,15 +56,15 @@ def test_gpt2_xl_is_bound_as_the_lecture_says():
     assert 150 < decode_attention.crossing(SHAPES["gpt2-xl"], chip) < 180
 
 
-def test_a_plan_is_a_decode_at_its_context():
+def test_plan_is_decode_at_given_context():
     plan = timed.planned(3, 31, 16, prefilled=True)
     assert (plan.starts, plan.counts) == ((31,) * 3, (1,) * 3)
     whole = timed.planned(3, 32, 16, prefilled=False)
     assert (whole.starts, whole.counts) == ((0,) * 3, (32,) * 3)
-    assert len({block for seq in whole.seqs for block in seq.blocks}) == 3 * 2, "each has blocks of its own"
+    assert len({block for seq in whole.seqs for block in seq.blocks}) == 3 * 2, "sequences share no block"
 
 
-def test_all_contenders_compute_the_same(tiny):
+def test_all_contenders_compute_equal_attention(tiny):
     model, batch, context = tiny.model, 3, 40
     c = model.config
     draw = np.random.default_rng(0)
@@ -77,16 +78,18 @@ def test_all_contenders_compute_the_same(tiny):
             else:
                 minor = one.shape[1] == c.kv_heads
                 keys, values = (x.swapaxes(1, 2) if minor else x for x in (k, v))
-            assert keys.shape == one.shape
+            chex.assert_shape([keys, values], one.shape)
             results[name] = np.asarray(jax.jit(one.attend)(*map(jnp.asarray, (q, keys, values)), *one.rest))
     first = results["einsum"]
     assert len(results) >= 5
+    chex.assert_shape(first, q.shape)
+    chex.assert_tree_all_finite(first)
     for name, result in results.items():
-        np.testing.assert_allclose(result, first, atol=1e-5, err_msg=name)
+        chex.assert_trees_all_close(result, first, rtol=1e-7, atol=1e-5, custom_message=name)
 
 
 def in_pages(x, contender):
-    """x [B, C, K, D] where the contender's block tables say; NaN where no token is."""
+    """x [B, C, K, D] in the pages of the contender's block tables; NaN in slots without a token."""
     pages = np.full(contender.shape, np.nan, np.float32)
     tables, size = np.asarray(contender.rest[0]), contender.shape[2]
     for row, tokens in enumerate(x):
@@ -95,18 +98,18 @@ def in_pages(x, contender):
     return pages
 
 
-def test_a_slowdown_is_a_geometric_mean_over_cells():
+def test_slowdown_is_geometric_mean():
     times = {(1, 64): {"a": [2.0, 1.0], "b": [1.0, 1.0]}, (8, 64): {"a": [8.0, 4.0], "b": [1.0, 1.0]}}
     assert timed.slower(times, list(times), "a", "b") == pytest.approx([4.0, 2.0])
 
 
-def test_decode_attention_is_measured_on_a_tiny_model(tiny_folder, monkeypatch, tmp_path):
+def test_decode_attention_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     grid = timed.Grid((64, 128), (8,), 512, 2, 1)
     for name, value in {"DEFAULT_MODEL": str(tiny_folder), "QUICK": grid}.items():
         monkeypatch.setattr(decode_attention, name, value)
     monkeypatch.setattr(timed, "BEYOND_L2", 1 << 16)
     found = decode_attention.run(tmp_path, quick=True)
-    assert len(found.claims) in (6, 7)  # without numba no kernel takes a block of any size
+    assert len(found.claims) in (6, 7)  # without numba, no kernel supports every block size
     assert all(claim.ours.low > 0 for claim in found.claims)
     assert sorted(found.figures) == ["attention.svg", "roofline.svg", "steps.svg"]
     _, steps = found.tables
@@ -122,7 +125,7 @@ def row(lengths, saved, paper):
     return Row("alpaca", 4, lengths, saved, 0.1, paper, 10)
 
 
-def test_a_claim_reaches_from_own_lengths_to_one_length():
+def test_sharing_claim_spans_both_kinds_of_lengths():
     claim = sharing.sampling_claim(row("own", 7.0, 8.0), row("same", 11.0, 8.0))
     assert claim.ours == Interval(7.0, 9.0, 11.0, "range")
     assert claim.agrees
@@ -133,11 +136,11 @@ def test_a_claim_reaches_from_own_lengths_to_one_length():
     assert sharing.sampling_claim(row("own", 7.0, None), row("same", 11.0, None)) is None
 
 
-def test_what_branches_have_in_common():
+def test_common_prefix_length():
     assert sharing.constant({2: 10.0, 4: 15.0, 6: None}) == pytest.approx(20.0)
 
 
-def test_sharing_is_measured_on_a_tiny_model(tiny_folder, monkeypatch, tmp_path):
+def test_sharing_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(sharing, "DEFAULT_MODEL", str(tiny_folder))
     monkeypatch.setattr(sharing, "pairs", lambda requests, whole=sharing.pairs: whole(4))
     monkeypatch.setattr(sharing, "beams", lambda widths, draws, requests, whole=sharing.beams: whole((2, 3), 1, 2))
@@ -160,7 +163,7 @@ def compared(measured, fitted, roofline):
     return prediction.Compared(*([summary(rate) for rate in way] for way in (measured, fitted, roofline)))
 
 
-def test_errors_are_of_runs_that_were_not_fitted():
+def test_prediction_errors_exclude_fitted_run():
     found = {
         prediction.FIT: compared([100.0, 100.0], [50.0, 50.0], [1.0, 1.0]),
         "another": compared([100.0, 80.0], [110.0, 76.0], [200.0, 160.0]),
@@ -171,12 +174,12 @@ def test_errors_are_of_runs_that_were_not_fitted():
     assert prediction.repeated(found, path) == pytest.approx([25.0])
 
 
-def test_the_reason_is_the_machine_only_where_it_explains_the_error():
+def test_reason_blames_machine_only_if_spread_explains_error():
     assert "own repeats" in prediction.reason(10.0, 8.0, 5.0)
     assert "typical of its size" in prediction.reason(30.0, 8.0, 5.0)
 
 
-def test_a_run_differs_from_the_fitted_one_in_one_thing():
+def test_predicted_runs_differ_in_one_key():
     file = prediction.__file__.replace("study.py", "config.yaml")
     first = prediction.point_of(prediction.Path(file))
     for quick in (True, False):
@@ -186,7 +189,7 @@ def test_a_run_differs_from_the_fitted_one_in_one_thing():
     assert len(prediction.cases(4.0, quick=False)) == 5
 
 
-def test_runs_of_a_tiny_model_are_predicted(tiny_folder, monkeypatch, tmp_path):
+def test_prediction_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     # before each of 20 runs, of all that the tests of a session hold
     monkeypatch.setattr("experiments.core.drive.gc", SimpleNamespace(collect=lambda: 0))
     text = prediction.Path(prediction.__file__.replace("study.py", "config.yaml")).read_text(encoding="utf-8")

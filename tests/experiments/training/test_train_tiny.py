@@ -1,4 +1,4 @@
-"""A tiny model trained for a few steps: served as it was trained, and the same bits after a kill."""
+"""Training a tiny model for a few steps: served logits match, and a killed run resumes bit-exact."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,14 +30,14 @@ from pagedjax.weights.tree import named
 ROOT = Path(__file__).parents[3]
 SETUP = Setup(steps=24, vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32, batch=4)
 EVERY = 8
-LENGTH = 12  # of what is generated
+LENGTH = 12  # generated tokens
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, logprobs=1)
-# a process that is killed, by itself, so that it is where it is to be
+# a process that kills itself at a given place
 CHILD = """
 import os, signal, sys
 from pathlib import Path
 import orbax.checkpoint as ocp
-from experiments import train_tiny
+from experiments.training import train_tiny
 
 def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -63,7 +64,7 @@ def data() -> train_tiny.Data:
 
 @pytest.fixture(scope="module", autouse=True)
 def _prepared(data):
-    """Once for all, here; a process of its own does it again."""
+    """The data is prepared once for this process; child processes prepare it again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_tiny, "prepare", lambda vocab: data)
         yield
@@ -71,7 +72,7 @@ def _prepared(data):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> SimpleNamespace:
-    """A run from its beginning to its end, undisturbed."""
+    """A complete run without interruption."""
     out, said = tmp_path_factory.mktemp("run") / "tiny", []
     losses = train_tiny.train(out, SETUP, EVERY, say=said.append)
     return SimpleNamespace(out=out, said=said, losses=losses)
@@ -90,7 +91,7 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def test_no_paragraph_is_in_both_texts_and_a_tenth_is_held_out():
+def test_held_out_text_is_a_tenth_without_overlap():
     parts = train_tiny.texts()
     paragraphs = [[p for topic in topics for p in topic.split("\n\n") if p] for topics in parts]
     assert not set(paragraphs[0]) & set(paragraphs[1])
@@ -106,9 +107,9 @@ def test_tokens_are_the_text_and_topics_have_an_end(data):
         assert 0 <= tokens.min() <= tokens.max() < SETUP.vocab
 
 
-def test_a_window_follows_from_seed_and_step_alone(data):
+def test_window_depends_on_seed_and_step_only(data):
     one = train_tiny.windows(data.train, SETUP, 7)
-    assert one.shape == (SETUP.batch, SETUP.context + 1)
+    chex.assert_shape(one, (SETUP.batch, SETUP.context + 1))
     np.testing.assert_array_equal(one, train_tiny.windows(data.train, SETUP, 7))
     for other in (train_tiny.windows(data.train, SETUP, 8), train_tiny.windows(data.train, replace(SETUP, seed=1), 7)):
         assert (one != other).any()
@@ -116,7 +117,7 @@ def test_a_window_follows_from_seed_and_step_alone(data):
     assert all(text.find(row.astype(np.int32).tobytes()) >= 0 for row in one)
 
 
-def test_every_held_out_token_that_fills_a_batch_is_predicted_once(data):
+def test_held_out_tokens_are_predicted_once(data):
     parts = np.concatenate(train_tiny.held_out_batches(data.held_out, SETUP))
     count = len(parts) * SETUP.context
     assert len(data.held_out) - count <= SETUP.batch * SETUP.context
@@ -124,7 +125,7 @@ def test_every_held_out_token_that_fills_a_batch_is_predicted_once(data):
     np.testing.assert_array_equal(parts[:, 1:].reshape(-1), data.held_out[1 : count + 1])
 
 
-# --- the forward of training is that of serving -----------------------------------------------------------------------
+# --- training and serving use the same forward pass -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -132,17 +133,20 @@ def module():
     return train_tiny.initial(llama.from_hf(train_tiny.hf_config(replace(SETUP, layers=2))), 1)
 
 
-def test_dense_attention_is_paged_attention(module, data):
-    """On the same windows, each in a page of its own."""
+def test_dense_attention_matches_paged_attention(module, data):
+    """On the same windows, each in its own page."""
     tokens = jnp.asarray(train_tiny.windows(data.train, SETUP, 0)[:, :-1])
     b, s = tokens.shape
     pages = cache.init(layers=2, blocks=b - 1, block_size=s, kv_heads=2, head_dim=8, dtype="float32")
     paged = attention.attend("reference", module.config.attn_scale)
     run = jax.jit(lambda: module.logits(module.hidden(pages, train_tiny.packed(tokens), paged)[1]).T.reshape(b, s, -1))
-    np.testing.assert_allclose(jax.jit(train_tiny.logits)(module, tokens), run(), atol=1e-5)
+    found = jax.jit(train_tiny.logits)(module, tokens)
+    chex.assert_shape(found, (b, s, SETUP.vocab))
+    chex.assert_tree_all_finite(found)
+    chex.assert_trees_all_close(found, run(), rtol=1e-7, atol=1e-5)
 
 
-def test_logits_depend_on_no_later_token_and_on_no_other_window(module, data):
+def test_logits_are_causal_and_independent_of_other_windows(module, data):
     tokens = jnp.asarray(train_tiny.windows(data.train, SETUP, 0)[:, :-1])
 
     def at(row: int, place: int):
@@ -151,12 +155,12 @@ def test_logits_depend_on_no_later_token_and_on_no_other_window(module, data):
         return one(tokens), one(later), one(tokens.at[row, place].set(5))
 
     before, same, other = at(1, 9)
-    np.testing.assert_array_equal(before, same)
+    chex.assert_trees_all_equal(before, same)
     assert (before != other).any()
 
 
-def test_the_model_that_is_written_says_what_training_says(run):
-    """Greedy tokens are the forward's best, and their log-probabilities are its own."""
+def test_written_model_gives_training_logprobs(run):
+    """Greedy tokens are the best ones of the training forward pass, with its log-probabilities."""
     llm = LLM(model=run.out / "model", **train_tiny.serving())
     (out,) = llm.generate(["The function"], GREEDY, use_tqdm=False)
     tokens = [*out.prompt_token_ids, *out.outputs[0].token_ids]
@@ -164,11 +168,11 @@ def test_the_model_that_is_written_says_what_training_says(run):
     found = jax.nn.log_softmax(train_tiny.logits(module, jnp.asarray([tokens]))[0])[-LENGTH - 1 : -1]
     assert out.outputs[0].token_ids == tuple(np.argmax(found, -1))
     served = [entry[token].logprob for entry, token in zip(out.outputs[0].logprobs, tokens[-LENGTH:], strict=True)]
-    np.testing.assert_allclose(served, found.max(-1), atol=1e-4)
+    chex.assert_trees_all_close(np.array(served, np.float32), found.max(-1), rtol=1e-7, atol=1e-4)
     assert out.outputs[0].text == llm.tokenizer.decode(tokens[-LENGTH:])
 
 
-def test_every_parameter_learns_and_newer_ones_are_served_without_a_compilation(config, data):
+def test_all_parameters_train_and_are_served_without_compilation(config, data):
     trainer = train_tiny.make_trainer(SETUP, config, data)
     state, tokenizer = trainer.start, data.tokenizer
     first = {name: np.array(x) for name, x in named(state.params).items()}
@@ -176,22 +180,24 @@ def test_every_parameter_learns_and_newer_ones_are_served_without_a_compilation(
     llm = LLM(params=state.params, config=train_tiny.hf_config(SETUP), tokenizer=tokenizer, **train_tiny.serving())
     texts = {train_tiny.sample(llm)}
     for step in range(4):
-        state, _ = trainer.update(state, train_tiny.windows(data.train, SETUP, step))  # donates what was handed in
+        state, _ = trainer.update(state, train_tiny.windows(data.train, SETUP, step))  # donates the old state
         before = compilations.counts()
         text, compiled = train_tiny.updated(llm, state.params)
         assert (compiled, compilations.counts()) == (0, before)
         texts.add(text)
     assert len(texts) > 1
-    served = named(llm.engine.model.params)
-    for name, x in named(state.params).items():
-        np.testing.assert_array_equal(x, served[name])
-        assert (x != first[name]).any(), name
+    trained = dict(named(state.params))
+    served = {name: x for name, x in named(llm.engine.model.params).items() if name in trained}
+    chex.assert_trees_all_equal(served, trained)
+    chex.assert_trees_all_equal_shapes_and_dtypes(trained, first)
+    chex.assert_tree_all_finite(trained)
+    assert not [name for name, x in trained.items() if (x == first[name]).all()]
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_learns_tells_and_leaves_a_model(run):
+def test_run_learns_and_writes_model(run):
     first, *_, last = run.losses
     assert [entry["step"] for entry in run.losses] == [8, 16, 24]
     assert last["train"] < first["train"]
@@ -213,7 +219,7 @@ def test_a_run_learns_tells_and_leaves_a_model(run):
 
 
 @pytest.mark.parametrize("where", ["between", pytest.param("while saving", marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_to_the_same_bits(run, tmp_path, where):
+def test_killed_run_resumes_bit_exact(run, tmp_path, where):
     out = tmp_path / "tiny"
     child = [sys.executable, "-c", CHILD, where, str(out), repr(SETUP), str(EVERY)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -224,29 +230,26 @@ def test_a_killed_run_goes_on_to_the_same_bits(run, tmp_path, where):
     said = []
     assert train_tiny.train(out, SETUP, EVERY, say=said.append) == run.losses
     assert said[0].endswith("; 8 of 24 steps are done")
-    wanted = stored(run.out / "model")
-    for name, x in stored(out / "model").items():
-        np.testing.assert_array_equal(x, wanted[name], err_msg=name)
+    chex.assert_trees_all_equal(stored(out / "model"), stored(run.out / "model"))
 
 
-def test_a_finished_run_trains_no_more_and_writes_a_model_that_is_missing(run, monkeypatch):
-    monkeypatch.setattr(train_tiny, "windows", lambda *_: pytest.fail("it has no step left"))
+def test_finished_run_only_rewrites_missing_model(run, monkeypatch):
+    monkeypatch.setattr(train_tiny, "windows", lambda *_: pytest.fail("no step is left"))
     wanted, model, said = stored(run.out / "model"), run.out / "model", []
     model.rename(run.out / "before")
     try:
         assert train_tiny.train(run.out, SETUP, EVERY, say=said.append) == run.losses
         assert said[0].endswith("; 24 of 24 steps are done")
         assert said[-1] == run.said[-1]
-        for name, x in stored(model).items():
-            np.testing.assert_array_equal(x, wanted[name], err_msg=name)
+        chex.assert_trees_all_equal(stored(model), wanted)
     finally:
         if not model.exists():
             (run.out / "before").rename(model)
 
 
 @pytest.mark.slow
-def test_the_command_makes_sense_of_english(tmp_path):
-    """With its defaults: minutes, and far below what frequencies alone give."""
+def test_command_trains_on_english(tmp_path):
+    """The defaults reach a loss far below that of token frequencies; takes minutes."""
     out = tmp_path / "tiny"
     words = [sys.executable, "-m", "experiments.training.train_tiny", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -284,7 +287,7 @@ def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, 
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_folder_of_something_else_is_refused_and_left_alone(run, data, tmp_path, capsys):
+def test_foreign_folder_is_refused_and_unchanged(run, data, tmp_path, capsys):
     begin = train_tiny.begin
     with pytest.raises(ValueError, match=r"tiny holds another run: steps is 9, there 24; seed is 2, there 0\. Ask for"):
         begin(run.out, replace(SETUP, steps=9, seed=2), data)
@@ -300,5 +303,5 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(run, data, tmp_pat
         begin(tmp_path, SETUP, data)
 
 
-def test_a_run_says_what_it_is(run):
+def test_run_file_describes_run(run):
     assert json.loads((run.out / "run.json").read_text()).items() >= {"steps": 24, "seed": 0, "context": 32}.items()

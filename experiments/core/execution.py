@@ -1,0 +1,112 @@
+"""One run of a point: measure it and produce the files of its folder. An error becomes a failed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from pathlib import Path
+from typing import Any
+
+from experiments.core import store
+from experiments.core.drive import Measured, measure
+from experiments.core.engines import Engines, Run, engine_key
+from experiments.core.environment import load_average, processor_time, stolen_share
+from experiments.core.metrics import RequestRecord
+from pagedjax.config import EngineConfig
+
+Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run (name -> text) and its summary
+COPIED = 1 << 18  # a workload file of at most this many characters is copied into the run's folder
+
+
+def head_of(run: Run) -> dict[str, Any]:
+    """The keys of a summary that name the run within its sweep. `run` is its folder, relative to the sweep's."""
+    return {
+        "name": run.point.experiment.name,
+        "label": run.point.label,
+        "swept": run.point.swept,
+        "point": run.point.key,
+        "repeat": run.repeat,
+        "order": run.order,
+        "run": store.run_folder(Path(), run.point.key, run.repeat).as_posix(),
+    }
+
+
+def noise(busy: float | None, since: tuple[int, int] | None) -> dict[str, float | None]:
+    """The machine's other load: before the run (load average) and during it (stolen processor time)."""
+    return {"load_average": busy, "stolen_share": stolen_share(since)}
+
+
+def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Measure one run: the files of its folder and its summary. An error becomes a failed run."""
+    simulate = run.point.experiment.simulate
+    made = {"commit": where["commit"], "source": where["source"], "jax": where["versions"]["jax"]}
+    place = {**made, "device": simulate.name if simulate else where["device"]["kind"]}
+    head = {"schema": store.SCHEMA, **head_of(run), **place}
+    before = load_average(), processor_time()
+    try:
+        llm = engines.get(run.point.experiment)
+        measured = measure(llm, run.point, run.repeat)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        summary = {**head, "failed": reason, "workload": None, "metrics": None}
+        files = {
+            **config_files(run, run.point.experiment.engine_config),
+            "env.json": store.json_text({**where, **noise(*before)}),
+            "error.txt": traceback.format_exc(),
+        }
+    else:
+        summary = {
+            **head,
+            "failed": measured.failed,
+            "workload": measured.workload.describe(),
+            "metrics": measured.summary,
+        }
+        files = run_files(run, llm, measured)
+        startup = {**llm.startup, "total": engines.startup_seconds[engine_key(run.point.experiment)]}
+        resolved = dataclasses.asdict(llm.engine.config)
+        facts = {"attention_impl": resolved["attention_impl"], "engine": resolved, "startup": startup}
+        if simulate:
+            facts["simulate"] = dataclasses.asdict(simulate)
+        files["env.json"] = store.json_text({**where, **facts, **noise(*before)})
+    return {**files, "summary.json": store.json_text(summary)}, summary
+
+
+def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
+    """config.yaml with its copies, requests.jsonl and steps.jsonl of a run. Times are rounded to microseconds."""
+
+    def branches(request: RequestRecord) -> list[dict[str, Any]]:
+        return [{**b._asdict(), "token_times": [round(time, 6) for time in b.token_times]} for b in request.branches]
+
+    requests = [{**request._asdict(), "branches": branches(request)} for request in measured.requests]
+    steps = [
+        {key: round(value, 6) if isinstance(value, float) else value for key, value in step._asdict().items()}
+        for step in measured.steps
+    ]
+    return {
+        **config_files(run, llm.engine.config),
+        "requests.jsonl": store.json_lines(requests),
+        "steps.jsonl": store.json_lines(steps),
+    }
+
+
+def config_files(run: Run, engine: Any) -> dict[str, str]:
+    """config.yaml, which runs this point again: the experiment without its sweep, the engine as it was resolved.
+
+    A small workload file and a policy's file are copied beside it. Other paths in it (a model, a large file, a fitted
+    run) are absolute or the user's own, and must still exist.
+    """
+    experiment = run.point.experiment
+    values = dataclasses.asdict(experiment)
+    values["engine"] = {field.name: getattr(engine, field.name) for field in dataclasses.fields(EngineConfig)}
+    del values["cache_tokens"], values["sampling"]["max_tokens"]
+    copies = {}
+    if run.point.source:
+        name = f"workload{Path(run.point.source).suffix}"
+        copies = {name: run.point.content} if len(run.point.content) <= COPIED else {}
+        values["workload"]["file"] = name if copies else run.point.source
+    where, _, name = experiment.engine.policy.rpartition(":")
+    if where.endswith(".py") and Path(where).is_file():
+        copies["policy.py"] = Path(where).read_text(encoding="utf-8")
+        values["engine"]["policy"] = f"policy.py:{name}"
+    head = f"# Point {run.point.key}, repeat {run.repeat}.\n# python -m experiments.run THIS_FILE measures it again.\n"
+    return {"config.yaml": head + store.yaml_text(values), **copies}

@@ -1,0 +1,113 @@
+"""Changes to a raw config before it is checked: `--set a.b=c`, and the combinations of a sweep.
+
+A raw config is what YAML gives: nested mappings. A path such as `engine.block_size` names a key inside sections.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.core.strict import load_text
+
+_ONE_KEY = ("sweep.grid.", "sweep.zip.")  # prefixes of --set that are followed by one swept key
+
+
+def override_all(raw: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply every `a.b=value`. Sweeps are applied first, so the order of the options has no effect.
+
+    Raises:
+        ValueError: see `override`; or one option sets a key that another one sweeps.
+    """
+    paths = [(text.partition("=")[0], text) for text in overrides]
+    sweeps = [path for path, text in paths if path == "sweep" or path.startswith("sweep.")]
+    for path, text in paths:
+        if path in sweeps:
+            override(raw, text)
+    swept = {path.split(".", 2)[-1] for path in sweeps}
+    if not all(path.startswith(_ONE_KEY) for path in sweeps):  # --set sweep=... or sweep.grid=...
+        swept = {key for combination in combinations(raw.get("sweep")) for key in combination}
+    for path, text in paths:
+        if path not in sweeps:
+            if both := next((key for key in swept if _overlap(path, key)), None):
+                raise ValueError(f"--set {path}: another --set sweeps {both}; leave one of the two out")
+            override(raw, text)
+
+
+def override(raw: dict[str, Any], text: str) -> None:
+    """Apply `a.b=value` (the value is YAML) to the raw config in place. A key of the grid is then no longer swept.
+
+    After `sweep.grid.` and `sweep.zip.` the rest of the path is one key: sweep.grid.engine.block_size=[8, 16].
+    """
+    path, equals, value = text.partition("=")
+    if not equals or not path:
+        raise ValueError(f"--set {text!r}: write it as section.key=value, such as engine.block_size=16")
+    if path.startswith(_ONE_KEY):  # the rest of the path is one key
+        _, form, key = path.split(".", 2)
+        sweep = raw.setdefault("sweep", {})
+        if not isinstance(sweep, dict) or not isinstance(sweep.setdefault(form, {}), dict):
+            raise ValueError(f"--set {path}: the config's sweep is not a mapping of lists")
+        sweep[form][key] = load_text(value, f"--set {path}")
+        return
+    if path != "sweep":
+        _out_of_the_sweep(raw, path)
+    put(raw, path, load_text(value, f"--set {path}"))
+
+
+def _out_of_the_sweep(raw: dict[str, Any], path: str) -> None:
+    """Remove a key that --set gives from the grid.
+
+    Raises:
+        ValueError: the key, a part of it or a section around it is swept elsewhere. The sweep would override it
+            without a message.
+    """
+    combined = combinations(raw.get("sweep"))
+    grid = (raw.get("sweep") or {}).get("grid") or {}
+    if path in grid:
+        raw["sweep"] = {**raw["sweep"], "grid": {key: values for key, values in grid.items() if key != path}}
+        return
+    for swept in {key for combination in combined for key in combination}:
+        if _overlap(path, swept):
+            raise ValueError(f"--set {path}: the config sweeps {swept}; add --set sweep=null, or set the sweep itself")
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two paths are equal, or one is a section around the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def put(raw: dict[str, Any], path: str, value: Any) -> None:
+    """Set the nested key `path` of `raw`; missing sections are created."""
+    *sections, last = path.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path}: {section!r} is {raw!r}, which has no keys inside")
+    raw[last] = value
+
+
+def combinations(sweep: Any) -> list[dict[str, Any]]:
+    """Every point of a sweep as {path: value}: the product of `list` entries, `zip` rows and `grid` combinations."""
+    if sweep is None:
+        return [{}]
+    known = {"grid", "zip", "list"}
+    if not isinstance(sweep, dict) or not sweep or not set(sweep) <= known:
+        raise ValueError(f"sweep is {sweep!r}; it must be a mapping with keys from: grid, zip, list")
+    for form in ("grid", "zip"):
+        part = sweep.get(form, {})
+        if not isinstance(part, dict) or not all(isinstance(v, list) and v for v in part.values()):
+            raise ValueError(f"sweep.{form} is {part!r}; it must map each swept key to a list of one value or more")
+    grid, together, entries = sweep.get("grid", {}), sweep.get("zip", {}), sweep.get("list", [{}])
+    if len({len(values) for values in together.values()}) > 1:
+        sizes = ", ".join(f"{key} has {len(values)}" for key, values in together.items())
+        raise ValueError(f"sweep.zip walks its lists together, so they must be equally long: {sizes}")
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"sweep.list is {entries!r}; it must be a list of mappings from keys to values")
+    zipped = [dict(zip(together, row, strict=True)) for row in zip(*together.values(), strict=True)] or [{}]
+    crossed = [dict(zip(grid, row, strict=True)) for row in itertools.product(*grid.values())]
+    product = list(itertools.product(entries, zipped, crossed))
+    for parts in product:
+        if len(set().union(*parts)) < sum(map(len, parts)):
+            raise ValueError(f"sweep gives one key in two of its parts: {parts}")
+    return [{**a, **b, **c} for a, b, c in product]
