@@ -69,7 +69,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_num_batched_tokens": args.budget,
         "max_model_len": args.max_model_len,
         "compilation": "lazy",  # one request needs two or three of the buckets
-        "token_buckets": tuple(sorted({2 if args.dtype == "bfloat16" else 1, min(32, args.budget), args.budget})),
+        "token_buckets": tuple(sorted({1 if args.dtype in (None, "float32") else 2, min(32, args.budget), args.budget})),
     }
 
 

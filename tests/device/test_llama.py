@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ def test_ragged_chunks_through_the_cache_give_the_logits_of_plain_numpy(folder):
     for got, prompt in zip(found, PROMPTS, strict=True):
         want = plain_llama(folder, prompt)
         assert np.ptp(want) > 5, "the logits hardly differ: the comparison is blind"
-        np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
+        chex.assert_trees_all_close(np.asarray(got), np.asarray(want), atol=1e-4, rtol=0)
 
 
 @pytest.mark.oracle
@@ -168,13 +169,13 @@ def test_ragged_chunks_through_the_cache_give_the_logits_of_transformers(folder)
     for got, prompt in zip(all_logits(load_model(folder).model, CHUNKED), PROMPTS, strict=True):
         with torch.no_grad():
             want = theirs(torch.from_numpy(prompt)[None]).logits[0].numpy()
-        np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
+        chex.assert_trees_all_close(np.asarray(got), np.asarray(want), atol=1e-4, rtol=0)
 
 
 def test_how_prompts_are_cut_into_steps_does_not_matter(tiny):
     chunked, whole = all_logits(tiny.model, CHUNKED), all_logits(tiny.model, WHOLE)
     for a, b in zip(chunked, whole, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+        chex.assert_trees_all_close(np.asarray(a), np.asarray(b), atol=2e-5, rtol=1e-7)
 
 
 def test_a_token_changes_no_logits_before_it_and_all_after_it(tiny):
@@ -183,10 +184,10 @@ def test_a_token_changes_no_logits_before_it_and_all_after_it(tiny):
         prompt = PROMPTS[0].copy()
         prompt[changed] = (prompt[changed] + 1) % 320
         after = all_logits(tiny.model, CHUNKED, [prompt, *PROMPTS[1:]])
-        np.testing.assert_array_equal(after[0][:changed], before[0][:changed])
+        chex.assert_trees_all_equal(after[0][:changed], before[0][:changed])
         assert (after[0][changed:] != before[0][changed:]).any(-1).all()
         for other in (1, 2, 3):
-            np.testing.assert_array_equal(after[other], before[other])
+            chex.assert_trees_all_equal(after[other], before[other])
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])

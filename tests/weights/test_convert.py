@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import chex
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -30,7 +31,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
     assert set(one) == set(other)
     for name, x in one.items():
         assert x.dtype == other[name].dtype
-        np.testing.assert_array_equal(x, other[name], err_msg=name)
+        chex.assert_trees_all_equal(np.asarray(x), np.asarray(other[name]), custom_message=name)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +66,9 @@ def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, 
     for name, form in forms.items():
         model = from_params(form, config, tokenizer=tiny_folder)
         for key, x in named(model.model.params).items():
-            np.testing.assert_array_equal(x, named(tiny.model.params)[key], err_msg=f"{name}: {key}")
+            chex.assert_trees_all_equal(
+                np.asarray(x), np.asarray(named(tiny.model.params)[key]), custom_message=f"{name}: {key}"
+            )
     assert (model.model.config, model.model.dtype, model.eos_token_ids) == (own, "float32", (2,))
     assert from_params(tree, own).model.config == own
     again = LLM(model, **SMALL).generate("the cat", GREEDY, use_tqdm=False)
@@ -121,7 +124,7 @@ def test_what_is_handed_in_may_be_donated_or_written_into(tree, config):
     kept = np.array(tree["embed"])
     tree["embed"][:] = 0
     for params in (arrays, written):
-        np.testing.assert_array_equal(params["embed"][...], kept)
+        chex.assert_trees_all_equal(np.asarray(params["embed"][...]), np.asarray(kept))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -131,7 +134,7 @@ def test_dtypes_are_kept_or_cast(tree, config, tiny_folder, dtype):
     for model in (from_params(tree, config, dtype=dtype), from_params(cast, config)):
         assert model.model.dtype == dtype
         for name, x in named(model.model.params).items():
-            np.testing.assert_array_equal(x, wanted[name], err_msg=name)
+            chex.assert_trees_all_equal(np.asarray(x), np.asarray(wanted[name]), custom_message=name)
     with pytest.raises(ValueError, match=f"the parameters are of {dtype} and float32; say which dtype"):
         from_params({**cast, "embed": tree["embed"]}, config)
     with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of None, 'float32'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def test_whatever_the_format_the_same_weights_are_kept(tmp_path):
         found = named(load_model(path, weight_dtype="int8").model.params)
         assert all(isinstance(x, jax.Array) for x in found.values())
         for name, x in wanted.items():
-            np.testing.assert_array_equal(found[name], x, err_msg=f"{path.name}: {name}")
+            chex.assert_trees_all_equal(np.asarray(found[name]), np.asarray(x), custom_message=f"{path.name}: {name}")
 
 
 def test_a_16_bit_model_keeps_int8_of_what_is_stored(tiny_folder):
@@ -109,7 +110,7 @@ def test_a_16_bit_model_keeps_int8_of_what_is_stored(tiny_folder):
     found, wanted = named(half.params), named(exact.params)
     for name, x in wanted.items():
         if x.dtype == np.int8 or name.endswith(SCALES):
-            np.testing.assert_array_equal(found[name], x)
+            chex.assert_trees_all_equal(np.asarray(found[name]), np.asarray(x))
         else:
             assert str(found[name].dtype) == "bfloat16"
     assert (half.dtype, half.weight_dtype, exact.weight_dtype) == ("bfloat16", "int8", "int8")

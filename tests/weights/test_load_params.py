@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,10 +53,10 @@ def test_parameters_are_joined_transposed_and_cast(tmp_path):
     stored = load_file(folder / "model.safetensors")
     params = load_params(open_checkpoint(folder), table(tied=False, bias=True), "float32")
     q, k, v = (stored[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")
-    np.testing.assert_array_equal(params["layers"]["1"]["qkv"], np.concatenate([q, k, v]).T)
+    chex.assert_trees_all_equal(np.asarray(params["layers"]["1"]["qkv"]), np.asarray(np.concatenate([q, k, v]).T))
     bias = np.concatenate([stored[f"model.layers.0.self_attn.{x}_proj.bias"] for x in "qkv"])
-    np.testing.assert_array_equal(params["layers"]["0"]["qkv_bias"], bias)
-    np.testing.assert_array_equal(params["head"], stored["lm_head.weight"].T)
+    chex.assert_trees_all_equal(np.asarray(params["layers"]["0"]["qkv_bias"]), np.asarray(bias))
+    chex.assert_trees_all_equal(np.asarray(params["head"]), np.asarray(stored["lm_head.weight"].T))
     assert all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
     # a row of a fused product is what the three products give
     x = jnp.arange(64.0) / 64
@@ -70,7 +71,7 @@ def test_dtypes_are_cast_on_the_host_by_rounding_once(tmp_path, dtype):
     params = load_params(open_checkpoint(folder), table(), dtype)
     expected = jnp.asarray(load_file(folder / "model.safetensors")["model.embed_tokens.weight"]).astype(dtype)
     assert params["embed"].dtype == dtype
-    np.testing.assert_array_equal(params["embed"], expected)
+    chex.assert_trees_all_equal(np.asarray(params["embed"]), np.asarray(expected))
 
 
 def test_shards_gguf_and_a_progress_bar_change_nothing(tmp_path, capfd):
@@ -79,8 +80,8 @@ def test_shards_gguf_and_a_progress_bar_change_nothing(tmp_path, capfd):
     two = load_params(open_checkpoint(tiny_llama(tmp_path / "b", shards=3)), table(), "float32", progress=True)
     assert "loading 0 M parameters" in capfd.readouterr().err
     three = load_params(open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tmp_path / "a")), table(), "float32")
-    jax.tree.map(np.testing.assert_array_equal, one, two)
-    jax.tree.map(np.testing.assert_array_equal, one, three)
+    chex.assert_trees_all_equal(one, two)
+    chex.assert_trees_all_equal(one, three)
 
 
 def test_optional_parameters_are_left_out_when_absent(tmp_path):

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import chex
 import jax
 import ml_dtypes
 import numpy as np
@@ -40,7 +41,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
     assert set(one) == set(other)
     for name, x in one.items():
         assert x.dtype == other[name].dtype
-        np.testing.assert_array_equal(x, other[name], err_msg=name)
+        chex.assert_trees_all_equal(np.asarray(x), np.asarray(other[name]), custom_message=name)
 
 
 def save(folder: Path, tree, like: Path) -> Path:
@@ -109,7 +110,7 @@ def test_a_gguf_file_becomes_a_folder_with_its_tokenizer(tmp_path, source):
 def test_one_tensor_can_be_read_by_its_path(source, folder):
     tensor = open_checkpoint(folder).tensors["blocks.1.attn.qkv.bias"]
     assert (tensor.shape, tensor.dtype, tensor.file) == ((128,), np.float32, folder / "params")
-    np.testing.assert_array_equal(tensor.read(), params(source)["blocks.1.attn.qkv.bias"])
+    chex.assert_trees_all_equal(np.asarray(tensor.read()), params(source)["blocks.1.attn.qkv.bias"])
 
 
 def test_orbax_itself_reads_the_folder(source, folder):
