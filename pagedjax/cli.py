@@ -60,6 +60,7 @@ def start_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine of `generate` and `chat`: for one request, whose first token comes early."""
+    smallest = 1 if args.dtype in (None, "float32") else 2  # tokens of a step in 16 bit on a CPU (engine/resolve.py)
     return {
         "dtype": args.dtype,
         "weight_dtype": args.weight_dtype,
@@ -69,7 +70,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_num_batched_tokens": args.budget,
         "max_model_len": args.max_model_len,
         "compilation": "lazy",  # one request needs two or three of the buckets
-        "token_buckets": tuple(sorted({1 if args.dtype in (None, "float32") else 2, min(32, args.budget), args.budget})),
+        "token_buckets": tuple(sorted({smallest, min(32, args.budget), args.budget})),
     }
 
 
