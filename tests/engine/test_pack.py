@@ -234,10 +234,10 @@ def test_a_feature_of_a_user_is_packed_for_the_rows_that_use_it():
 
 def test_extra_args_that_no_feature_reads_are_refused_with_the_names_that_are_known():
     params = SamplingParams(extra_args={"wude": 3})
-    with pytest.raises(ValueError, match=r"^extra_args has 'wude'; the names of this engine's row_features are: none$"):
+    with pytest.raises(ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: none$"):
         DEFAULT.read(params)
     with pytest.raises(
-        ValueError, match=r"^extra_args has 'wude'; the names of this engine's row_features are: 'wide'$"
+        ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: 'wide'$"
     ):
         chain((WIDE,)).read(params)
 

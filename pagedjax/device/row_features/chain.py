@@ -80,7 +80,7 @@ class RowChain:
         for name in extra:
             if name not in known:
                 names = ", ".join(map(repr, known)) or "none"
-                raise ValueError(f"extra_args has {name!r}; the names of this engine's row_features are: {names}")
+                raise ValueError(f"extra_args has {name!r}; the names that this engine knows are: {names}")
         record, names, large = self._blank.copy(), [], {}
         for i, f in enumerate(self.features):
             is_set = [
