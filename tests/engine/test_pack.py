@@ -236,10 +236,10 @@ def test_a_feature_of_a_user_is_packed_for_the_rows_that_use_it():
 
 def test_extra_args_that_no_feature_reads_are_refused_with_the_names_that_are_known():
     params = SamplingParams(extra_args={"wude": 3})
-    with pytest.raises(ValueError, match=r"^extra_args has 'wude'; the names of this engine's row_features are: none$"):
+    with pytest.raises(ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: none$"):
         DEFAULT.read(params)
     with pytest.raises(
-        ValueError, match=r"^extra_args has 'wude'; the names of this engine's row_features are: 'wide'$"
+        ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: 'wide'$"
     ):
         chain((WIDE,)).read(params)
 
@@ -325,3 +325,19 @@ def test_any_plan_lays_every_token_where_its_block_table_says(data):
             at += 1
     equal(batch.cu_q_lens[len(rows) :], *[at] * (len(batch.cu_q_lens) - len(rows)))
     equal(batch.slots[at:], *[0] * (t - at))
+
+
+def test_a_feature_is_read_only_if_a_request_sets_what_it_reads():
+    read = []
+    feature = WIDE._replace(read=lambda params, stop_ids: read.append(params), params=("wide", "min_p"))
+    options = chain((feature,))
+    for params in (
+        GREEDY,
+        SamplingParams(top_p=0.5),
+        SamplingParams(min_p=0.1),
+        SamplingParams(extra_args={"wide": 1}),
+    ):
+        options.read(params)
+    assert [params.min_p for params in read] == [0.1, 0.0]
+    with pytest.raises(ValueError, match=r"extra_args has 'min_p'; .*: 'wide'$"):
+        options.read(SamplingParams(extra_args={"min_p": 0.1}))

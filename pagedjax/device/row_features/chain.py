@@ -46,9 +46,9 @@ class RowChain:
 
     def __init__(self, features: Sequence[RowFeature]) -> None:
         self.features = tuple(features)
-        for names in ([f.name for f in self.features], [name for f in self.features for name in f.params]):
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise ValueError(f"row_features use the name {twice[0]!r} twice")
+        names = [f.name for f in self.features]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"row_features use the name {twice[0]!r} twice")
         for f in self.features:
             if f.stage not in ("logits", "weights"):
                 raise ValueError(f"row feature {f.name!r} has stage {f.stage!r}; it must be 'logits' or 'weights'")
@@ -75,15 +75,19 @@ class RowChain:
         Raises:
             ValueError: extra_args has a name that no feature reads, or a value that a feature refuses.
         """
-        extra = params.extra_args or {}
-        known = [name for f in self.features for name in f.params]
+        extra, default = params.extra_args or {}, type(params)
+        known = [name for f in self.features for name in f.params if not hasattr(default, name)]
         for name in extra:
             if name not in known:
                 names = ", ".join(map(repr, known)) or "none"
-                raise ValueError(f"extra_args has {name!r}; the names of this engine's row_features are: {names}")
+                raise ValueError(f"extra_args has {name!r}; the names that this engine knows are: {names}")
         record, names, large = self._blank.copy(), [], {}
         for i, f in enumerate(self.features):
-            values = f.read(params, stop_ids) if not f.params or any(name in extra for name in f.params) else None
+            is_set = [
+                getattr(params, name) != getattr(default, name) if hasattr(default, name) else name in extra
+                for name in f.params
+            ]
+            values = f.read(params, stop_ids) if any(is_set) else None
             if values is None:
                 continue
             names.append(f.name)
@@ -172,7 +176,7 @@ def chain(extra: Sequence[RowFeature] = ()) -> RowChain:
     """The built-in options in vLLM's order, and a user's own after those of their stage.
 
     Raises:
-        ValueError: two features, or two names in extra_args, are the same.
+        ValueError: two features have one name, or a stage is unknown.
     """
     return RowChain((*BUILT_IN, *extra))
 

@@ -43,10 +43,10 @@ class RowFeature(NamedTuple):
         off: by field, the value that changes nothing, a numpy scalar or array. It fixes dtype and shape.
         read: (params, stop_ids) -> the value of each field for one request, or None if it does not use the feature.
             It is called once a request. It may raise ValueError with the part of the message after "request 'a': ".
-            A feature with `params` is read only if extra_args has one of them.
         apply: (x, fields, context) -> x, traced. Each field is an array [B, ...]; rows that do not use the feature
             have the `off` values and must not change.
-        params: names in `SamplingParams.extra_args` that the feature reads.
+        params: what the feature reads: fields of `SamplingParams`, and names in its `extra_args`. A request is read if
+            one of the fields has another value than its default, or extra_args has one of the names.
     """
 
     name: str
@@ -54,4 +54,4 @@ class RowFeature(NamedTuple):
     off: Mapping[str, Any]
     read: Callable[[SamplingParams, tuple[int, ...]], Values | None]
     apply: Callable[[jax.Array, Mapping[str, jax.Array], RowContext], jax.Array]
-    params: tuple[str, ...] = ()
+    params: tuple[str, ...]

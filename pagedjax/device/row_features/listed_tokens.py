@@ -60,4 +60,5 @@ LISTED_TOKENS = RowFeature(
     },
     read=_read,
     apply=_apply,
+    params=("logit_bias", "allowed_token_ids", "min_tokens"),
 )

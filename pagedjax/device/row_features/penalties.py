@@ -63,4 +63,5 @@ PENALTIES = RowFeature(
     off={"presence": np.float32(0), "frequency": np.float32(0), "repetition": np.float32(1)},
     read=_read,
     apply=_apply,
+    params=("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )

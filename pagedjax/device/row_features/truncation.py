@@ -64,6 +64,7 @@ MIN_P = RowFeature(
     off={"min_p": np.float32(0)},
     read=lambda p, _: {"min_p": p.min_p} if p.min_p > 0 and p.temperature > 0 else None,
     apply=_min_p,
+    params=("min_p",),
 )
 TOP_K = RowFeature(
     name="top_k",
@@ -71,6 +72,7 @@ TOP_K = RowFeature(
     off={"top_k": np.int32(0)},
     read=lambda p, _: {"top_k": p.top_k} if p.top_k > 0 and p.temperature > 0 else None,
     apply=_top_k,
+    params=("top_k",),
 )
 TOP_P = RowFeature(
     name="top_p",
@@ -78,4 +80,5 @@ TOP_P = RowFeature(
     off={"top_p": np.float32(1)},
     read=lambda p, _: {"top_p": p.top_p} if p.top_p < 1 and p.temperature > 0 else None,
     apply=_top_p,
+    params=("top_p",),
 )
