@@ -238,9 +238,7 @@ def test_extra_args_that_no_feature_reads_are_refused_with_the_names_that_are_kn
     params = SamplingParams(extra_args={"wude": 3})
     with pytest.raises(ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: none$"):
         DEFAULT.read(params)
-    with pytest.raises(
-        ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: 'wide'$"
-    ):
+    with pytest.raises(ValueError, match=r"^extra_args has 'wude'; the names that this engine knows are: 'wide'$"):
         chain((WIDE,)).read(params)
 
 

@@ -93,7 +93,7 @@ def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
     p = paper(c, sequences, context)
     assert p.cache == size(pages)
     assert p.inputs == size(batch)
-    chex.assert_type(jax.tree.leaves(pages), scale_paper.DTYPE)
+    chex.assert_type([*pages.k, *pages.v], scale_paper.DTYPE)
     chex.assert_shape([batch.tokens, batch.positions], (sequences,))
     chex.assert_shape(batch.block_tables, (sequences, math.ceil((context + ROOM) / BLOCK)))
 
