@@ -71,9 +71,9 @@ def beams(widths: Sequence[int], draws: int, requests: int) -> dict[int, list[fl
     tokens = model.tokenizer.encode(bench_beams.TEXT.read_text("utf-8"))
     saved: dict[int, list[float]] = {width: [] for width in widths}
     for seed in range(draws):
-        asks = bench_beams.draw(tokens, ALPACA, requests, seed)
+        drawn = bench_beams.draw(tokens, ALPACA, requests, seed)
         for width in widths:
-            saved[width].append(100 * beams.measure(llm, asks, width).share)
+            saved[width].append(100 * bench_beams.measure(llm, drawn, width).share)
     return saved
 
 
