@@ -1,4 +1,4 @@
-"""A decode step on paper, for `experiments.bench.scale`: bytes and operations from the shape of a Llama alone."""
+"""The calculated decode step of `experiments.bench.scale`: bytes and operations from the shape of a Llama."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pagedjax.device.models import llama
 
 DTYPE, NUMBER = "float32", 4  # and its bytes; token ids and lengths have as many
 BLOCK = 16
-ROOM = 32  # tokens that a sequence can have beyond the context it is measured at
+ROOM = 32  # tokens of a sequence beyond the measured context
 
 
 class Shape(NamedTuple):
-    """A decode step: so many sequences, each with one query token, and the mean of their lengths with it."""
+    """A decode step: sequences with one query token each; `context` is the mean of their lengths including it."""
 
     sequences: int
     context: int
@@ -68,7 +68,7 @@ def batch_bytes(sequences: int, longest: int) -> int:
 
 
 class Rates(NamedTuple):
-    """What the device can do."""
+    """The rates of the device."""
 
     read: float  # bytes a second
     multiply: float  # floating point operations a second
@@ -81,7 +81,7 @@ def roofline(p: Paper, rates: Rates) -> float:
 
 
 def held(shape: Shape, body: Mapping[str, Any]) -> int:
-    """Bytes of a point, on paper."""
+    """The bytes that a point needs."""
     c = llama.from_hf({**body, "num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary})
     p = paper(c, shape.sequences, shape.context)
     return p.weights + p.cache + p.inputs + p.activations

@@ -112,7 +112,7 @@ def test_sentences_state_missing_repeats_and_failures() -> None:
         sweep_points.reading(near, rows, sweep_points.choose_axes(rows))
     )
     broken = [run(0, 0, {}, 1.0, failed="x", metrics=None)]
-    assert sweep_points.reading(broken, [], Axes(None, ())) == ["All 1 runs failed; there is nothing to read."]
+    assert sweep_points.reading(broken, [], Axes(None, ())) == ["All 1 runs failed; there is no result."]
     mixed = [*once, *broken]
     assert "1 of 3 runs failed and are left out." in sweep_points.reading(
         mixed, sweep_points.points(mixed), Axes(None, ())
@@ -198,7 +198,7 @@ def test_pages_without_axes_or_results(tmp_path: Path) -> None:
     assert "No numeric key is swept, so the points are side by side." in report.page(ABOUT, by_name, [{}] * 4)
     assert "dtype=bfloat16" in report.page(ABOUT, by_name, [{}] * 4)
     assert report.page(ABOUT, [run(0, 0, {}, 90.0)], [{}]).count("<svg") == 1
-    assert "there is nothing to read" in report.page(ABOUT, [run(0, 0, {}, 1.0, failed="x", metrics=None)], [{}])
+    assert "there is no result" in report.page(ABOUT, [run(0, 0, {}, 1.0, failed="x", metrics=None)], [{}])
     with pytest.raises(ValueError, match="contains no runs"):
         report.write(tmp_path)
 

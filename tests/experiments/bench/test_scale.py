@@ -224,7 +224,7 @@ def test_documented_tables_match_kept_figures():
         (["--steps", "0"], "--steps is 0; a sequence has room for 40: choose 1 to 40"),
         (["--steps", "41"], "--steps is 41; a sequence has room for 40: choose 1 to 40"),
         (["--layers", "0", "2"], "--layers has 0; each value must be at least 1: leave it out"),
-        (["--sequences", "4", "4"], "--sequences has 4 alone; growth takes at least 2 values: add one that differs"),
+        (["--sequences", "4", "4"], "--sequences has 4 only; growth needs at least 2 values: add another one"),
         (["--context", "8", "64"], "--context has 8; with 15 steps it must be at least 19: raise it, or lower --steps"),
         (["--sequences", "1", "100000000"], "--sequences has 100000000, which takes"),
         (["--vocabulary", "many"], "invalid int value: 'many'"),
