@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import compare, run
-from experiments.compare import of_requests, of_runs
+from experiments.analysis.ratios import of_requests, of_runs
 from experiments.core import store
 from experiments.core.metrics import BranchRecord, RequestRecord
 from pagedjax.load_client.summary import spread
@@ -94,7 +94,7 @@ def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
 
 @pytest.mark.parametrize(("count", "percentile"), [(10, 50), (100, 90), (200, 99)])
 def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "RESAMPLES", 200)
+    monkeypatch.setattr(ratios, "RESAMPLES", 200)
     draw = np.random.default_rng(count)
     called = 0
     for _ in range(60):
