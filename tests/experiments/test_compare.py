@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import compare, run
+from experiments.analysis import ratios
 from experiments.analysis.ratios import of_requests, of_runs
 from experiments.core import store
 from experiments.core.metrics import BranchRecord, RequestRecord
