@@ -37,7 +37,7 @@ import numpy as np
 from experiments.bench.floors import read_weights, weight_products
 from experiments.bench.peers import STOLEN
 from experiments.bench.random_llama import random_model
-from experiments.bench.scale_paper import BLOCK, DTYPE, ROOM, Shape, held, paper
+from experiments.bench.scale_paper import BLOCK, DTYPE, ROOM, Shape, needed_bytes, paper
 from experiments.bench.scale_report import report
 from experiments.core.environment import environment, load_average, processor_time, stolen_share
 from pagedjax import SamplingParams
@@ -314,7 +314,7 @@ def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int,
         )
     longest = max(taken["context"][-1], setup.base.context) + ROOM
     setup = Setup({**setup.body, "max_position_embeddings": longest}, setup.base, taken)
-    need, largest = max((held(shape, setup.body), shape) for shape in points(setup))
+    need, largest = max((needed_bytes(shape, setup.body), shape) for shape in points(setup))
     if free is not None and need > free:
         factor = next((f for f in Shape._fields if getattr(largest, f) != getattr(setup.base, f)), "context")
         raise ValueError(

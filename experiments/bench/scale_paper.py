@@ -25,12 +25,12 @@ class Shape(NamedTuple):
 class Paper(NamedTuple):
     """Bytes and floating point operations of one decode step, from the model's shape alone."""
 
-    weights: int  # held
+    weights: int  # all weights in memory
     weights_read: int
     kv_read: int
     products: int  # operations with weights
     attention: int  # operations with keys and values
-    cache: int  # held, with the trash block
+    cache: int  # all blocks, with the trash block
     inputs: int  # the arrays of a `Batch`
     activations: int  # the most that has to exist at a time
 
@@ -80,7 +80,7 @@ def roofline(p: Paper, rates: Rates) -> float:
     return weights + max(p.kv_read / rates.read, p.attention / rates.multiply)
 
 
-def held(shape: Shape, body: Mapping[str, Any]) -> int:
+def needed_bytes(shape: Shape, body: Mapping[str, Any]) -> int:
     """The bytes that a point needs."""
     c = llama.from_hf({**body, "num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary})
     p = paper(c, shape.sequences, shape.context)

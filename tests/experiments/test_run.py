@@ -303,7 +303,7 @@ def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
     assert "NOTE" not in capsys.readouterr().err
 
     monkeypatch.setattr(what, lambda *_: "other")  # edited, and not committed; or another JAX
-    assert simulated() == 0  # nothing is missing: nothing is measured, and it is said
+    assert simulated() == 0  # nothing is missing, so nothing is measured; a note is printed
     said = capsys.readouterr().err
     assert "NOTE: 4 finished runs were made by other code than this: " in said
     assert all(folder in said for folder in first)

@@ -34,14 +34,14 @@ def shares(results: Sequence[StepResult], limits: SchedulerConfig) -> dict[str, 
     total = dict.fromkeys(PARTS, 0.0)
     for plan in [result.plan for result in results if result.plan.num_waiting]:
         slots = plan.num_blocks * limits.block_size
-        held = wanted = reserved = 0
+        filled = wanted = reserved = 0
         for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
             room = len(seq.blocks) * limits.block_size
             asked = room if limits.reservation == "none" else reservation.tokens(limits, seq)
-            held += start + count
+            filled += start + count
             wanted += min(seq.limit, room)
             reserved += max(asked, min(seq.limit, room))
-        parts = held, wanted - held, reserved - wanted, slots - reserved
+        parts = filled, wanted - filled, reserved - wanted, slots - reserved
         for name, part in zip(PARTS, parts, strict=True):
             total[name] += 100 * part / slots
     steps = sum(bool(result.plan.num_waiting) for result in results)

@@ -30,7 +30,7 @@ MEANS = (
 )
 BEAMS = "the model decides where beams diverge; ours is SmolLM2-135M on English prose, not OPT-13B on instructions"
 
-Pair = tuple[Row, Row]  # branches with lengths of their own, and branches of one length
+Pair = tuple[Row, Row]  # branches with own lengths, and branches of one length
 
 
 def pairs(requests: int) -> list[Pair]:

@@ -248,11 +248,11 @@ def test_show_refuses_other_files(tmp_path):
 
 
 def test_point_beyond_memory_error_has_remedy():
-    need = scale_paper.held(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
+    need = scale_paper.needed_bytes(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
     assert chosen(QUICK, {}, 3, need).values == QUICK.values
     with pytest.raises(ValueError, match=r"--layers has 2, which takes 0\.\d\d MiB, .* lower it, or free some memory"):
         chosen(QUICK, {}, 3, need - 1)
-    assert chosen(QUICK, {}, 3, None).values == QUICK.values, "a device that does not tell refuses later itself"
+    assert chosen(QUICK, {}, 3, None).values == QUICK.values, "a device without a known size is not checked"
 
 
 def test_chosen_values_are_sorted_and_rotary_table_is_long_enough():
