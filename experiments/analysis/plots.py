@@ -124,7 +124,7 @@ def tooltip(row: PointRow, metric: Metric) -> str:
 
 
 def _scale_x(plot: Plot, values: list[float]) -> None:
-    """Ticks at the swept values; logarithmic where they grow by factors, so that they do not crowd at the left."""
+    """Ticks at the swept values; a logarithmic axis if they grow by factors."""
     if len(values) > 2 and values[0] > 0 and values[-1] / values[0] >= 4:
         plot.axes.set_xscale("log", base=2)
     plot.axes.set_xticks(values, labels=[f"{value:g}" for value in values])
@@ -154,7 +154,7 @@ def _side_by_side(rows: Sequence[PointRow], metric: Metric) -> str:
 
 
 def time_plot(rows: Sequence[PointRow]) -> str | None:
-    """Where a step's time goes: device and host, milliseconds, one bar for each point."""
+    """Device and host time of a step in milliseconds, one bar for each point."""
     rows = [row for row in rows if DEVICE.column in row.values and HOST.column in row.values]
     if not rows:
         return None

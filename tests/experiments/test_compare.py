@@ -26,14 +26,14 @@ def requests(first: Any, gap: float = 0.05) -> list[RequestRecord]:
 
 
 def waited(queue: Any, tokens: int) -> list[RequestRecord]:
-    """A request of so many tokens for each time in the queue."""
+    """One request for each time in the queue."""
     times = tuple(1.0 + 0.1 * i for i in range(tokens))
     branch = BranchRecord("r", times, (1,) * tokens, 0, "length")
     return [RequestRecord("r", 0.0, 5, tokens, wait, (branch,)) for wait in queue]
 
 
 def put(sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = None, **more: Any) -> None:
-    """A run whose throughput is `rate`; its requests only if `more` says when their first tokens came."""
+    """A run with throughput `rate`; with requests if `more` has the times of their first tokens."""
     swept, lived = swept or {}, more.pop("lived", None) or requests(more.pop("first", ()))
     env = more.pop("env", {})
     label = ", ".join(f"{key}={value}" for key, value in swept.items()) or "one point"
@@ -90,7 +90,7 @@ def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
     for _ in range(400):
         a, b = draw.lognormal(4, 0.05, (2, repeats))
         called += of_runs(a.tolist(), b.tolist(), paired=paired, confidence=0.95).verdict.endswith("real")
-    assert called / 400 < 0.08  # 0.05 and what 400 draws miss it by
+    assert called / 400 < 0.08  # 0.05 plus the error of 400 draws
 
 
 @pytest.mark.parametrize(("count", "percentile"), [(10, 50), (100, 90), (200, 99)])

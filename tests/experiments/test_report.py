@@ -137,7 +137,7 @@ def test_pareto_plots_need_three_points() -> None:
     assert 'aria-label="Output throughput against Inter-token latency, p99"' in svg
     assert svg.count("<title>") == 6
     best = rows[-1]  # the largest budget and the largest blocks are the fastest, and the slowest in latency
-    assert svg.count(best.label) == 2  # in its tooltip, and beside it because nothing dominates it
+    assert svg.count(best.label) == 2  # in its tooltip, and as a label because no point dominates it
     assert svg.count("block_size=8, max_num_batched_tokens=64") == 1  # another is faster and no slower: no name
     assert plots.pareto_plot(rows[:2], axes, sweep_points.ITL_P99) is None
     wide = [run(i, 0, {"seed": i}, 50.0 + i, gap=0.01 * 4**i) for i in range(4)]

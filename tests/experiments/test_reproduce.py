@@ -56,7 +56,7 @@ def test_figures_are_reproducible_svg():
 
 @pytest.fixture
 def answers(tmp_path, monkeypatch):
-    """A study whose kept files are in tmp_path/studies/042_answers, and what it finds."""
+    """A study with kept files in tmp_path/studies/042_answers, and its findings."""
     monkeypatch.setattr(reproduce, "STUDIES", tmp_path / "studies")
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     (tmp_path / "studies/042_answers").mkdir(parents=True)
@@ -158,7 +158,7 @@ def test_trace_study_without_traces_keeps_its_findings(capsys, tmp_path):
 
 
 def test_kept_findings_are_full_runs_and_in_reproduction_table():
-    """What is committed was not shortened, and REPRODUCTION.md holds what the studies' own files do."""
+    """Committed findings are of full runs, and REPRODUCTION.md agrees with the studies' files."""
     found = [json.loads((reproduce.STUDIES / name / reproduce.FINDINGS).read_text()) for name in reproduce.names()]
     assert not [one["name"] for one in found if one["quick"]]
     assert (reproduce.STUDIES.parents[1] / "REPRODUCTION.md").read_text() == reproduce.reproduction(found)
@@ -167,7 +167,7 @@ def test_kept_findings_are_full_runs_and_in_reproduction_table():
 
 
 def test_memory_shares_match_paper(tmp_path):
-    """The study that needs no time model, with few requests: nothing but the scheduler decides it."""
+    """With few requests; the result depends on the scheduler only."""
     (name,) = reproduce.chosen(["003"])
     found = reproduce.run(name, quick=True)
     shares = {c["what"]: c for c in found["claims"]}

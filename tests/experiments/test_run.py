@@ -87,7 +87,7 @@ def test_sweep_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixt
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert sum(step["sampled"] for step in steps) == frame["output_tokens"].iloc[0]
 
-    # The saved config is a config: it describes the very workload, with an engine that has nothing left to choose.
+    # The saved config can be loaded: the same workload, and an engine without open choices.
     (again,) = config.load(folder / "config.yaml")
     assert again.experiment.workload == config.load(path)[0].experiment.workload
     assert again.experiment.engine.num_blocks == 64
@@ -150,7 +150,7 @@ def test_compilation_in_measured_run_fails_it(
     asked = []
 
     def order(waiting: Any, running: Any) -> Any:
-        """First come first served, by a researcher who thinks with jnp: a new shape each time is a new program."""
+        """First come, first served, with jnp: each new shape compiles a new program."""
         asked.append(1)
         jax.block_until_ready(jnp.arange(17 + len(asked)) * 3)
         return waiting
@@ -255,7 +255,7 @@ def test_parallel_runs_equal_single_process_runs(
 
     def write(folder: Path, texts: dict[str, str]) -> None:
         if len(written) == 6:
-            raise KeyboardInterrupt  # what SIGINT does to the main thread, which need not be the one of this test
+            raise KeyboardInterrupt  # as SIGINT does in the main thread; this test may run in another thread
         written.append(folder)
         write_run(folder, texts)
 
@@ -267,7 +267,7 @@ def test_parallel_runs_equal_single_process_runs(
     assert [name for name, text in together.items() if alone[name] != text] == ["side-by-side/runs.jsonl"]
     assert len(experiments.load_runs(tmp_path / "two")) == 6
     assert "stopped; the same command resumes the sweep" in capsys.readouterr().err
-    assert measured("two") == 1  # by this process alone: the failed ones again, and what is missing
+    assert measured("two") == 1  # in this process: failed and missing runs
     assert files("two") == alone
     assert len([name for name in files("two") if name.endswith("error.txt")]) == 4
     assert not [entry for entry in (tmp_path / "two").rglob(".writing-*")]

@@ -1,4 +1,4 @@
-"""002: the token budget and what a step is made of, after Sarathi-Serve (Agrawal et al. 2024)."""
+"""002: the token budget and the composition of steps, after Sarathi-Serve (Agrawal et al. 2024)."""
 
 from __future__ import annotations
 

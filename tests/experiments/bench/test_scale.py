@@ -134,7 +134,7 @@ def test_sequences_begin_blocks_in_different_steps():
     assert sorted(length % BLOCK for length in host.state.running.lengths) == list(range(BLOCK))
 
 
-# --- what is made of it -----------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------------------
 
 
 def test_line_fit_minimizes_relative_error():

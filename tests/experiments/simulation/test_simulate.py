@@ -193,7 +193,7 @@ def test_simulation_fitted_to_measured_run(tmp_path):
     other = (measured / "steps.jsonl").read_text().replace('"pairs":', '"pairs": 1')
     (measured / "steps.jsonl").write_text(other)
     (changed,) = expand({**RAW, "simulate": {"fit": str(measured), "model": "llama-3-8b"}}, folder=tmp_path)
-    assert changed.key != point.key  # a point is what was fitted, not where it lies
+    assert changed.key != point.key  # the key depends on the fitted steps, not on their path
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_end_of_grid_is_no_result():
 
 
 def test_engine_beyond_latency_is_not_driven_further(monkeypatch, tmp_path):
-    """Against a device whose latencies are the rate over what each engine can serve."""
+    """Latencies are the rate over the capacity of each engine."""
     (tmp_path / "config.yaml").write_text("sweep: {list: [{speed: 1}, {speed: 4}]}")
     asked = []
 
