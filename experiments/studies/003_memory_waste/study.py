@@ -1,4 +1,4 @@
-"""003: memory that contiguous reservations waste, after Fig. 2 and 13 of the PagedAttention paper (Kwon et al. 2023)."""
+"""003: memory that contiguous reservations waste, after Fig. 2 and 13 of PagedAttention (Kwon et al. 2023)."""
 
 from __future__ import annotations
 
