@@ -114,7 +114,7 @@ class SimulatedEngine:
         limits = {"vocab_size": self._vocab_size, "caching": caching, "priority": 0, "user": ""}
         taken = prepare(self.state, (request_id, *forks), prompt_token_ids, params, eos_token_ids=(), **limits)
         self.state = scheduler.submit(self.state, taken.request)
-        if caching:  # only block hashes need tokens
+        if caching:  # nobody else asks what tokens are
             self._sources |= taken.sources
 
     def step(self) -> StepResult | None:

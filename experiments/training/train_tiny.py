@@ -168,7 +168,7 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
     Raises:
         ValueError: `out` belongs to another run, or is no run's folder.
     """
-    compilations.keep_compilations()  # for the process that resumes after a kill
+    compilations.keep_compilations()  # for the process that goes on after a kill
     data = prepare(setup.vocab)
     begin(out, setup, data)
     hf = hf_config(setup)

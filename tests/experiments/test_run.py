@@ -150,7 +150,7 @@ def test_compilation_in_measured_run_fails_it(
     asked = []
 
     def order(waiting: Any, running: Any) -> Any:
-        """First come, first served, with jnp: each new shape compiles a new program."""
+        """First come first served, by a researcher who thinks with jnp: a new shape each time is a new program."""
         asked.append(1)
         jax.block_until_ready(jnp.arange(17 + len(asked)) * 3)
         return waiting
