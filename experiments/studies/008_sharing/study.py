@@ -1,7 +1,7 @@
 """008: blocks shared by parallel sampling and beam search, after Fig. 15 of PagedAttention (Kwon et al. 2023).
 
-No config: it runs two benchmarks of experiments.bench with their own settings, sharing (the scheduler alone, on lengths
-like the paper's) and beams (beams of a real model on English text).
+No config: it runs the two measurements of experiments.bench, sharing (the scheduler alone, on lengths like the paper's)
+and beams (beams of a real model on English text), with their own settings.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def _processes(word: str) -> list[str]:
 
 
 def test_checkpoint_is_written_as_hugging_face_directory(tmp_path):
-    from pagedjax.weights.checkpoint import open_checkpoint
+    from pagedjax.weights.locate import open_checkpoint
 
     folder = peers.write_out("smollm2-135m", tmp_path)
     ours, theirs = open_checkpoint("smollm2-135m"), open_checkpoint(folder)
