@@ -205,7 +205,7 @@ def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
         ratios[name] = max(rates) / min(rates)
     low, high = min(ratios.values()), max(ratios.values())
     where = max(ratios, key=lambda name: ratios[name])
-    return [f"With all else fixed, {axes.x} changes throughput by {low:.2f} to {high:.2f} times, most at {where}."]
+    return [f"{axes.x} alone changes throughput by a factor of {low:.2f} to {high:.2f}, most at {where}."]
 
 
 def _latency(rows: Sequence[PointRow]) -> list[str]:

@@ -94,7 +94,7 @@ def test_sentences_match_numbers() -> None:
     assert f"Fastest is {best} with 281 output tokens/s (280 to 282 over 3 repeats): 2.78 times the slowest" in text
     assert f"the slowest, {worst} (101)" in text
     assert "Repeats of one point differ by up to 2.0%; no other point reaches into the range of the fastest." in text
-    assert "block_size changes throughput by a factor of 1.02 to 1.40, most at max_num_batched_tokens=256" in text
+    assert "block_size alone changes throughput by a factor of 1.02 to 1.40, most at max_num_batched_tokens=256" in text
     assert "the median gap between tokens at block_size=8, max_num_batched_tokens=256 (40 ms)" in text
     assert "All 18 runs generated exactly the same tokens." in text
 
