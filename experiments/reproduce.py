@@ -1,12 +1,12 @@
-"""The field's results, reproduced: python -m experiments.reproduce [003 009 ...] [--quick] [--traces FOLDER]
+"""Reproduces published results: python -m experiments.reproduce [003 009 ...] [--quick] [--traces FOLDER]
 
-Runs the studies of experiments/studies, writes each one's README.md, figures and findings.json into its folder, and
+Runs the studies of experiments/studies and writes README.md, figures and findings.json into the folder of each, and
 REPRODUCTION.md: every published number, ours with its interval, their ratio, and whether they agree or why not. Without
-names it runs all of them, in under half an hour on two cores; with names the others keep what they found last. So does
-the study of recorded traces (012) without --traces: the traces are not ours to ship.
+names all studies run, in under half an hour on two cores. Studies that do not run keep their last findings. The study
+of recorded traces (012) needs --traces, which this repository does not have; without it, its findings stay.
 
-With --out FOLDER all of that is written below FOLDER, and what is kept here stays as it is. --quick, whose numbers are
-no result, does the same: without --out they go to runs/reproduction.
+--out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick, whose numbers are no
+result: without --out it writes to runs/reproduction.
 """
 
 from __future__ import annotations
@@ -24,24 +24,23 @@ from typing import Any
 from experiments.core.environment import cpu_model, git_state, usable_cores
 from experiments.core.libraries import require
 from experiments.core.workloads import AZURE
-from experiments.studies.findings import Claim, Findings, Interval, markdown, times, told
+from experiments.studies.findings import Claim, Findings, Interval, markdown, rounded, times
 
 STUDIES = Path(__file__).parent / "studies"
 ROOT = Path(__file__).parents[1]
 FINDINGS = "findings.json"
 TABLE = "REPRODUCTION.md"
 QUICK = "runs/reproduction"  # where --quick writes without --out
-WIDE = 10.0  # a published range of which the ends are further apart says little
-ONE_SIDED = 100.0  # and of these only one is meant
+WIDE = 10.0  # a published range with ends further apart is weak evidence
+ONE_SIDED = 100.0  # of such a range, one end is meant
 HEAD = """# Reproduction
 
-Written by `python -m experiments.reproduce`; every line is what came out, disagreements included. *Ours* is one number
-where nothing is random; else a mean with its 95 % interval, Student's t over n seeds (on logarithms where no value is
-zero or below), or the range of what was measured where the row says so. *Agrees* means that ours is within the factor
-in the column before it of what is published, or of the nearer end of a published range; where it is not, the reason is
-beside it. *At least* and *at most* are published ranges with one end that means something. Simulated times come from a
-roofline of the chip and model that the source used ([cost.py](experiments/simulation/cost.py)), so they are ratios of
-what hardware could do.
+Written by `python -m experiments.reproduce`, with all results, disagreements included. *Ours* is one number if nothing
+is random. Otherwise it is a mean with its 95 % interval, Student's t over n seeds (on logarithms if all values are
+above zero), or the range of the measured values if the row says *range*. *Agrees* means that ours is within the factor
+of column *within* of the published number, or of the nearer end of a published range; if not, the reason follows. *At
+least* and *at most* are published ranges of which one end is meant. Simulated times come from a roofline of the chip
+and model that the source used ([cost.py](experiments/simulation/cost.py)), so ratios are those of ideal hardware use.
 """
 
 
@@ -51,7 +50,7 @@ def names() -> list[str]:
 
 
 def chosen(wanted: Sequence[str]) -> list[str]:
-    """Folders by their numbers or names. Raises ValueError for what is neither."""
+    """Folders by their numbers or names. Raises ValueError if there is no such study."""
     known = names()
     found = [[name for name in known if name.split("_")[0] == one or name == one] for one in wanted]
     unknown = [one for one, match in zip(wanted, found, strict=True) if not match]
@@ -65,7 +64,7 @@ def module(name: str) -> Any:
 
 
 def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
-    """Run a study; what it found, as JSON has it. `traces` is for those that have `TRACES`."""
+    """Run a study and return its findings as plain JSON values. `traces`: for studies with `TRACES`."""
     study = module(name)
     began = time.perf_counter()
     recorded = {"traces": traces} if hasattr(study, "TRACES") else {}
@@ -88,7 +87,7 @@ def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
 
 
 def write(found: dict[str, Any], folder: Path) -> None:
-    """A study's folder: figures, findings.json, README.md."""
+    """Write a study's folder: figures, findings.json, README.md."""
     folder.mkdir(exist_ok=True)
     for name, svg in found.pop("svg").items():
         (folder / name).write_text(svg, encoding="utf-8")
@@ -108,12 +107,12 @@ def readme(found: dict[str, Any]) -> str:
 
 
 def machine(found: dict[str, Any]) -> str:
-    """Where a study ran; what was found before cores were counted does not say how many there were."""
+    """The machine of a study; old findings have no number of cores."""
     return f"{found['cpu']}, {found['cores']} cores" if found.get("cores") else found["cpu"]
 
 
 def claims_of(found: dict[str, Any]) -> list[Claim]:
-    """Back from JSON, which has lists where we have tuples."""
+    """The claims in a findings.json, with tuples for its lists."""
 
     def back(claim: dict[str, Any]) -> Claim:
         published = claim["published"]
@@ -131,9 +130,9 @@ def table(kept: Sequence[dict[str, Any]]) -> str:
 
 def row(claim: Claim) -> list[str]:
     ours, unit = claim.ours, f" {claim.unit}" if claim.unit else ""
-    text = told(ours.middle)
+    text = rounded(ours.middle)
     if ours.low < ours.high:
-        span = f"{'range ' if ours.kind == 'range' else ''}{told(ours.low)} to {told(ours.high)}"
+        span = f"{'range ' if ours.kind == 'range' else ''}{rounded(ours.low)} to {rounded(ours.high)}"
         text += f" ({span}, n = {ours.n})" if ours.n else f" ({span})"
     verdict = "yes" if claim.agrees else f"no: {claim.why or 'not explained'}"
     within = f"{claim.factor:g} x"
@@ -141,26 +140,26 @@ def row(claim: Claim) -> list[str]:
 
 
 def published(claim: Claim) -> str:
-    """The number or the range; of one with ends so far apart that only one of them says something, that one."""
+    """The published number or range as text; for a range with one meaningful end, that end."""
     low, high = claim.range
     unit = f" {claim.unit}" if claim.unit else ""
     if low == high:
-        return f"{told(low)}{unit}"
+        return f"{rounded(low)}{unit}"
     if low <= 0:
-        return f"at most {told(high)}{unit}"
+        return f"at most {rounded(high)}{unit}"
     if high >= ONE_SIDED * low:
-        return f"at least {told(low)}{unit}"
-    return f"{told(low)} to {told(high)}{unit}" + " (wide)" * (high > WIDE * low)
+        return f"at least {rounded(low)}{unit}"
+    return f"{rounded(low)} to {rounded(high)}{unit}" + " (wide)" * (high > WIDE * low)
 
 
 def weak(claim: Claim) -> bool:
-    """Whether it takes little to agree."""
+    """Whether agreement is weak evidence."""
     low, high = claim.range
     return low != high and (low <= 0 or high > WIDE * low)
 
 
 def reproduction(all_found: Sequence[dict[str, Any]], studies: str = "experiments/studies/") -> str:
-    """REPRODUCTION.md; `studies` is the way from it to their folders."""
+    """The text of REPRODUCTION.md; `studies` is the path from it to the studies' folders."""
     claims = [claim for found in all_found for claim in claims_of(found)]
     agreeing, easy = sum(claim.agrees for claim in claims), sum(claim.agrees and weak(claim) for claim in claims)
     counted = f"{agreeing} of {len(claims)} published numbers agree"
@@ -178,32 +177,34 @@ def reproduction(all_found: Sequence[dict[str, Any]], studies: str = "experiment
 
 
 def place_of(out: str | None, quick: bool) -> Path | None:
-    """The folder to write to, which is made; None for the files that are kept here.
+    """The folder to write to, which is created; None for the kept files.
 
     Raises:
-        ValueError: it cannot be made, or is where those are.
+        ValueError: the folder cannot be created, or is that of the kept files.
     """
     if out is None and not quick:
         return None
     place = Path(out or QUICK)
     if place.resolve() in (STUDIES.resolve(), ROOT.resolve()):
-        raise ValueError(f"--out is {place}, where the kept results are; give another folder, or leave it out")
+        raise ValueError(f"--out is {place}, the folder of the kept results; give another folder, or leave it out")
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--out is {place}, which cannot be made ({error}); give a folder") from None
+        raise ValueError(f"--out is {place}, which cannot be created ({error}); give a folder") from None
     return place
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.reproduce", description="Reproduce published results.")
-    parser.add_argument("studies", nargs="*", help="numbers or names of studies; all of them without")
-    parser.add_argument("--quick", action="store_true", help="fewer requests and seeds: to see that all of it runs")
+    parser.add_argument("studies", nargs="*", help="numbers or names of studies (default: all)")
+    parser.add_argument("--quick", action="store_true", help="fewer requests and seeds, as a test of the program")
     parser.add_argument(
-        "--traces", type=Path, metavar="FOLDER", help="with the CSV files of the Azure LLM traces of 2023"
+        "--traces", type=Path, metavar="FOLDER", help="folder of the CSV files of the Azure LLM traces of 2023"
     )
     parser.add_argument(
-        "--out", metavar="FOLDER", help=f"for all that is written, instead of the kept files (--quick: {QUICK})"
+        "--out",
+        metavar="FOLDER",
+        help=f"write to this folder, not to the kept files (default with --quick: {QUICK})",
     )
     options = parser.parse_args(arguments)
     require("matplotlib")
@@ -216,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = place or STUDIES
     for name in wanted:
         if hasattr(module(name), "TRACES") and options.traces is None:
-            print(f"{name}: keeps what it found last; it takes --traces FOLDER. {AZURE}", file=sys.stderr)
+            print(f"{name}: keeps its last findings; it needs --traces FOLDER. {AZURE}", file=sys.stderr)
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
@@ -228,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{table(found['claims'])}\n{found['seconds']:.0f} s\n", flush=True)
     kept = [folders / name / FINDINGS for name in names()]
     every = [json.loads(file.read_text(encoding="utf-8")) for file in kept if file.is_file()]
-    for found in every:  # those that did not run, too: what is written around their numbers may have changed
+    for found in every:  # also those that did not run, because the text around their numbers may have changed
         (folders / found["name"] / "README.md").write_text(readme(found), encoding="utf-8")
     file = (place or ROOT) / TABLE
     file.write_text(reproduction(every, "" if place else "experiments/studies/"), encoding="utf-8")

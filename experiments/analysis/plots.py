@@ -1,4 +1,4 @@
-"""Plots of a sweep as inline SVG. Colours are CSS variables, so that the page's light or dark theme decides them.
+"""Plots of a sweep as inline SVG. Colours are CSS variables, set by the page's light or dark theme.
 
 matplotlib draws with placeholder colours; `svg()` replaces them by var(--...) and gives every point a tooltip.
 """
@@ -19,8 +19,8 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from experiments.analysis.sweep_points import DEVICE, HOST, THROUGHPUT, Axes, Metric, PointRow, lines, number, pareto
 
-WIDE = 11.0  # inches; text keeps the size it has in a narrow plot when the page scales both to their places
-MOST_STEPS = 2000  # that a timeline shows: of more, every second, third ...; its plot is no wider
+WIDE = 11.0  # inches; text then has the same size as in a narrow plot after the page scales both
+MOST_STEPS = 2000  # steps of a timeline; of more steps, every second, third ... is shown
 SERIES = 8  # colours and markers before they repeat
 _MARKERS = "osD^vPXp"
 # Placeholders: no other colour may be equal to one of these.
@@ -29,7 +29,7 @@ _SERIES = [f"#02{i:02x}07" for i in range(SERIES)]
 _VARIABLES = {_INK: "--ink", _MUTED: "--muted", _GRID: "--grid", _PAPER: "--paper"}
 _VARIABLES |= {placeholder: f"--s{i}" for i, placeholder in enumerate(_SERIES)}
 _STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text: the page's own font, and it can be selected
+    "svg.fonttype": "none",  # text stays text, in the page's font
     "svg.hashsalt": "pagedjax",
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -46,13 +46,13 @@ _STYLE: Any = {
 
 
 class Plot:
-    """One pair of axes, its tooltips, and the SVG it becomes."""
+    """One pair of axes with its tooltips; `svg` draws it."""
 
     def __init__(self, width: float = 3.7, height: float = 2.5) -> None:
         """`width` and `height` in inches; the page scales the result."""
         with matplotlib.rc_context(_STYLE):
             self.figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
-            self.axes = self.figure.add_subplot(facecolor="none")  # the page's own ground shows through
+            self.axes = self.figure.add_subplot(facecolor="none")  # the page's background is visible
             self.axes.grid(color=_GRID, linewidth=0.8)
             self.axes.tick_params(length=0, pad=5)
         self._tips: list[str] = []
@@ -64,7 +64,7 @@ class Plot:
         self.axes.plot([x], [y], "o", ms=15, alpha=0.0, color=_INK, gid=gid, zorder=9)
 
     def svg(self, title: str) -> str:
-        """The plot as an <svg> element named `title` for those who cannot see it."""
+        """The plot as an <svg> element with the accessible name `title`."""
         buffer = io.StringIO()
         with matplotlib.rc_context(_STYLE):
             FigureCanvasSVG(self.figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
@@ -86,14 +86,14 @@ def colour(index: int) -> str:
 
 
 def marker(index: int, size: float) -> dict[str, Any]:
-    """Marker of line `index` with a rim in the paper's colour, so that lines can be told apart without colours."""
+    """Marker of line `index` with a rim in the background colour, so that lines differ without colours."""
     return {"marker": _MARKERS[index % SERIES], "ms": size, "markeredgecolor": _PAPER, "markeredgewidth": 0.8}
 
 
 def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | None:
     """`metric` along x, one line for each combination of the other keys, a band from least to most over repeats.
 
-    Without an x the points lie side by side. None when fewer than two points have the metric: nothing to compare.
+    Without an x, points are side by side. None if fewer than two points have the metric.
     """
     if sum(metric.column in row.values for row in rows) < 2:
         return None
@@ -106,7 +106,7 @@ def metric_plot(rows: Sequence[PointRow], axes: Axes, metric: Metric) -> str | N
         ranges = [row.values[metric.column] for row in members]
         lows, highs = [found.low for found in ranges], [found.high for found in ranges]
         plot.axes.fill_between(xs, lows, highs, color=colour(index), alpha=0.16, lw=0)
-        width = max(1.4, 3.0 - 0.6 * index)  # later lines are thinner: where lines coincide, each still shows
+        width = max(1.4, 3.0 - 0.6 * index)  # later lines are thinner, so that coinciding lines are all visible
         middles = [found.middle for found in ranges]
         plot.axes.plot(xs, middles, color=colour(index), lw=width, **marker(index, 3.2 + 1.3 * width))
         for x, row in zip(xs, members, strict=True):
@@ -124,7 +124,7 @@ def tooltip(row: PointRow, metric: Metric) -> str:
 
 
 def _scale_x(plot: Plot, values: list[float]) -> None:
-    """Ticks at the swept values; logarithmic where they grow by factors, so that they do not crowd at the left."""
+    """Ticks at the swept values; a logarithmic axis if they grow by factors."""
     if len(values) > 2 and values[0] > 0 and values[-1] / values[0] >= 4:
         plot.axes.set_xscale("log", base=2)
     plot.axes.set_xticks(values, labels=[f"{value:g}" for value in values])
@@ -154,7 +154,7 @@ def _side_by_side(rows: Sequence[PointRow], metric: Metric) -> str:
 
 
 def time_plot(rows: Sequence[PointRow]) -> str | None:
-    """Where a step's time goes: device and host, milliseconds, one bar for each point."""
+    """Device and host time of a step in milliseconds, one bar for each point."""
     rows = [row for row in rows if DEVICE.column in row.values and HOST.column in row.values]
     if not rows:
         return None
@@ -177,7 +177,7 @@ def time_plot(rows: Sequence[PointRow]) -> str | None:
 
 
 def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | None:
-    """Throughput against `latency`, the points that no other one beats on both joined; None for fewer than three."""
+    """Throughput against `latency`, with the Pareto front joined; None for fewer than three points."""
     rows = [row for row in rows if latency.column in row.values and THROUGHPUT.column in row.values]
     if len(rows) < 3:
         return None
@@ -209,7 +209,7 @@ def pareto_plot(rows: Sequence[PointRow], axes: Axes, latency: Metric) -> str | 
 
 
 def _apart(at: Sequence[tuple[float, float]], front: Sequence[int]) -> list[int]:
-    """The points of the front whose labels do not cover one another; those left out have their tooltips."""
+    """The points of the front whose labels do not overlap; the others have tooltips."""
     width, height = (max(values) - min(values) for values in zip(*at, strict=True))
     kept: list[int] = []
     for i in front:
@@ -219,7 +219,7 @@ def _apart(at: Sequence[tuple[float, float]], front: Sequence[int]) -> list[int]
 
 
 def timeline_plot(edges: Sequence[float], series: Mapping[str, Sequence[float]], title: str) -> str:
-    """Values that hold from one step's end to the next, over the seconds of a run; edges are one more than values."""
+    """Values over the seconds of a run, constant between two edges; there is one more edge than values."""
     every = -(-len(edges) // MOST_STEPS)
     edges = [*edges[:-1:every], edges[-1]]
     series = {name: values[::every] for name, values in series.items()}

@@ -1,4 +1,4 @@
-"""Reading a sweep: repeats folded into points, the axes to plot, the result in words. Pure functions of summaries."""
+"""A sweep as points, axes to plot, and sentences. Pure functions of summaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.core.store import flatten
 
 
 class Metric(NamedTuple):
-    """A summary's number, how to show it (`scale` turns the stored unit into the shown one) and which way is better."""
+    """A number of a summary: its display (`scale` converts to the shown unit) and the better direction."""
 
     column: str
     title: str
@@ -54,7 +54,7 @@ TABLE = (
 
 
 class Range(NamedTuple):
-    """A metric over the repeats of a point, in its shown unit: the median, because a noisy minute moves a mean."""
+    """A metric over the repeats of a point, in its shown unit: the median, because a noisy minute changes a mean."""
 
     middle: float
     low: float
@@ -62,7 +62,7 @@ class Range(NamedTuple):
 
 
 class PointRow(NamedTuple):
-    """One point of a sweep. `swept` has short names; `values` is by column and lacks what no repeat has."""
+    """One point of a sweep. `swept` has short names; `values`, by column, has what at least one repeat has."""
 
     label: str
     key: str
@@ -71,20 +71,20 @@ class PointRow(NamedTuple):
     values: dict[str, Range]
 
     def middle(self, metric: Metric) -> float:
-        """The median over repeats; not a number where the point has no such value."""
+        """The median over repeats; NaN if the point has no such value."""
         found = self.values.get(metric.column)
         return math.nan if found is None else found.middle
 
 
 class Axes(NamedTuple):
-    """What is drawn along x (None: the points side by side) and which keys make a line."""
+    """The x axis (None: points side by side) and the keys that make a line."""
 
     x: str | None
     lines: tuple[str, ...]
 
 
 def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
-    """The points with a good run, in the order of `runs` (what store.read_runs gives)."""
+    """The points with a successful run, in the order of `runs` (from store.read_runs)."""
     good: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         if not run["failed"]:
@@ -104,12 +104,12 @@ def points(runs: Sequence[dict[str, Any]]) -> list[PointRow]:
 
 
 def swept_keys(rows: Sequence[PointRow]) -> list[str]:
-    """Every swept key, in the order in which points name them."""
+    """Every swept key, in the order of the points."""
     return list(dict.fromkeys(key for row in rows for key in row.swept))
 
 
 def choose_axes(rows: Sequence[PointRow]) -> Axes:
-    """Block size along x and one line per token budget where they are swept; else the first numeric key along x."""
+    """Block size on x and one line per token budget if they are swept; else the first numeric key on x."""
 
     def values(key: str) -> list[Any]:
         return [row.swept.get(key) for row in rows]
@@ -132,9 +132,9 @@ def lines(rows: Sequence[PointRow], axes: Axes) -> dict[str, list[PointRow]]:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Places of the points (cost, gain) that none dominates, in ascending order of both.
+    """Indices of the points (cost, gain) that no other point dominates, in ascending order of both.
 
-    A point dominates another when it costs no more, gains no less and is better in one of the two: equal ones do not.
+    A point dominates another if it costs no more, gains no less and is better in one of them. Equal points do not.
     """
     front: list[int] = []
     for place in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
@@ -145,14 +145,14 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def best(rows: Sequence[PointRow], metric: Metric) -> PointRow | None:
-    """The point that is best in `metric`, or None when no point has it."""
+    """The point that is best in `metric`, or None if no point has it."""
     having = [row for row in rows if metric.column in row.values]
     sign = -1 if metric.better == "high" else 1
     return min(having, key=lambda row: sign * row.middle(metric), default=None)
 
 
 def widest_spread(rows: Sequence[PointRow], metric: Metric) -> float | None:
-    """The widest range over repeats, as a share of its point's median; None when no point has two repeats."""
+    """The widest range over repeats, as a share of its point's median; None if no point has two repeats."""
     shares = [(v.high - v.low) / v.middle for row in rows if row.repeats > 1 and (v := row.values.get(metric.column))]
     return max(shares, default=None)
 
@@ -167,10 +167,10 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def reading(runs: Sequence[dict[str, Any]], rows: Sequence[PointRow], axes: Axes) -> list[str]:
-    """The result in sentences that are made from the data, the most important first."""
+    """The result in sentences, the most important first."""
     failed = sum(1 for run in runs if run["failed"])
     if not rows:
-        return [f"All {failed} runs failed; there is nothing to read."]
+        return [f"All {failed} runs failed; there is no result."]
     sentences = [*_throughput(rows), *_effect_of_x(rows, axes), *_latency(rows), *_same_tokens(runs)]
     if failed:
         sentences.append(f"{failed} of {len(runs)} runs failed and are left out.")
@@ -196,7 +196,7 @@ def _throughput(rows: Sequence[PointRow]) -> list[str]:
 
 
 def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
-    """What moving along x does while everything else is held: the ratio of extremes on each line."""
+    """The effect of x with all else fixed: the ratio of extremes on each line."""
     if axes.x is None or not axes.lines:
         return []
     ratios = {}
@@ -205,7 +205,7 @@ def _effect_of_x(rows: Sequence[PointRow], axes: Axes) -> list[str]:
         ratios[name] = max(rates) / min(rates)
     low, high = min(ratios.values()), max(ratios.values())
     where = max(ratios, key=lambda name: ratios[name])
-    return [f"With the rest held, {axes.x} changes throughput by a factor of {low:.2f} to {high:.2f}, most at {where}."]
+    return [f"{axes.x} alone changes throughput by a factor of {low:.2f} to {high:.2f}, most at {where}."]
 
 
 def _latency(rows: Sequence[PointRow]) -> list[str]:
@@ -241,7 +241,7 @@ def text_table(rows: Sequence[PointRow]) -> str:
 
 
 def aligned(columns: Mapping[str, Sequence[str]]) -> str:
-    """Columns of text under their names, as lines of a terminal."""
+    """Columns of text under their names, as lines for a terminal."""
     named = [[name, *cells] for name, cells in columns.items()]
     widths = [max(map(len, column)) for column in named]
     lines_of_text = zip(*named, strict=True)

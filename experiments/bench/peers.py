@@ -1,15 +1,15 @@
-"""This engine beside the ones a user has: the same requests, taking turns, greedy tokens compared before any timing.
+"""How fast is this engine compared with other engines, on the same requests in turn?
 
     python -m experiments.bench.peers            # configs/peers.yaml: transformers, on this Python
     python -m experiments.bench.peers my_peers.yaml --file w1.json --json out.json --plot out.svg
 
 Workload W1: 64 requests at time 0, prompts of 16 to 256 and outputs of 16 to 128 random tokens, uniform; EOS ignored.
-Each contender is a process of its own, by the Python that the config names (peer_adapters/), and is stopped (SIGSTOP)
-while another one works. The checkpoint is written out once as a Hugging Face directory, in float32, so that
-all read the same weights. First every contender answers a part of the workload; one that says `exact` and gives other
-tokens than the first contender ends the run. Then rounds: each contender once, in turn. Quoted are medians of the
-rounds and, because a slow minute hits all of a round, medians of the ratios within rounds. On a shared machine a round
-is repeated when its host gave more than 5 % of the processors to others in one of its passes.
+Each contender is a separate process, run by the Python that the config names (peer_adapters/), and is stopped (SIGSTOP)
+while another one works. The checkpoint is written once as a Hugging Face directory in float32, so all contenders read
+the same weights. First, every contender answers a part of the workload; the run ends if a contender marked `exact`
+gives other greedy tokens than the first one. Then follow rounds: each contender once, in turn. The results are medians
+over rounds and medians of the ratios within rounds, because a slow minute affects a whole round. A round is repeated if
+the host gave more than 5 % of the processors to other machines in one of its passes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from experiments.core.workloads import Tokens, read_tokens
 
 ROOT = Path(__file__).parents[1]
 ADAPTERS = sorted(file.stem.removeprefix("run_") for file in (ROOT / "bench" / "peer_adapters").glob("run_*.py"))
-STOLEN = 0.05  # a round in which the host gave more of the processors to others is shown, not counted
-EXTRA = 2  # times as many rounds as were asked for, at most, to replace those with such a pass
-COMPARED = 8, 24  # requests whose tokens are compared before anything is timed, and how many of each
+STOLEN = 0.05  # rounds with a larger share of stolen processor time are shown but not counted
+EXTRA = 2  # at most EXTRA * repeats additional rounds replace those that are not counted
+COMPARED = 8, 24  # (requests, tokens of each) that are compared before timing
 
 Work = list[tuple[list[int], int]]  # prompt token ids, tokens to generate
 Option = int | float | str | bool | tuple[int, ...]
@@ -46,9 +46,9 @@ Option = int | float | str | bool | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Contender:
-    """adapter: a name of ADAPTERS, or the path of a file like those. python: the interpreter; empty is this one's.
+    """adapter: a name of ADAPTERS, or the path of such a file. python: the interpreter; empty is this Python.
 
-    exact: its greedy tokens must be those of the first contender; leave it out for lower precision.
+    exact: its greedy tokens must equal those of the first contender; set false for lower precision.
     """
 
     adapter: str
@@ -63,7 +63,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Config:
-    """contenders: by the name they are shown under; ratios are to the first."""
+    """contenders: by display name; ratios are relative to the first one."""
 
     contenders: Mapping[str, Contender]
     model: str = "smollm2-135m"
@@ -74,7 +74,7 @@ class Config:
 
 
 def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
-    """The workload from a file that a config's `kind: tokens` takes too, or drawn with the same shape."""
+    """The workload from a file in the format of `kind: tokens`, or drawn with the same distribution."""
     if file:
         prompts, counts = read_tokens(Tokens("tokens", file), Path(file).read_text(encoding="utf-8"), vocab)
         return [(list(prompt), count) for prompt, count in zip(prompts, counts, strict=True)]
@@ -84,7 +84,7 @@ def w1(file: str | None, vocab: int, seed: int = 1234) -> Work:
 
 
 def write_out(model: str, folder: Path) -> Path:
-    """The checkpoint as a Hugging Face directory in `folder`, in float32 unless it is such a directory already."""
+    """The checkpoint as a Hugging Face directory: itself, or a copy in float32 in `folder`."""
     from safetensors.numpy import save_file
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -95,19 +95,19 @@ def write_out(model: str, folder: Path) -> Path:
     if checkpoint.format == "huggingface":
         return checkpoint.path
     target = folder / checkpoint.path.stem
-    if not (target / "config.json").exists():  # written last
+    if not (target / "config.json").exists():  # config.json is written last
         target.mkdir(parents=True, exist_ok=True)
         tensors = {name: np.ascontiguousarray(tensor.read(), np.float32) for name, tensor in checkpoint.tensors.items()}
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
         load_tokenizer(checkpoint).backend.save(str(target / "tokenizer.json"))
-        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[checkpoint.config["model_type"]]  # llama.cpp's converter goes by it
+        named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[checkpoint.config["model_type"]]  # needed by llama.cpp's converter
         config = {"architectures": [named], **checkpoint.config, "torch_dtype": "float32"}
         (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return target
 
 
 class Peer:
-    """A contender's process. It stands still except while it is asked something."""
+    """A contender's process. It is stopped except while it answers."""
 
     def __init__(self, name: str, contender: Contender, model: Path, log: Path) -> None:
         self.name, self.contender, self.log = name, contender, log
@@ -125,7 +125,7 @@ class Peer:
                     stderr=errors,
                     text=True,
                     env=environment,
-                    start_new_session=True,  # a group of its own: what it starts is stopped with it
+                    start_new_session=True,  # a new process group: child processes are stopped too
                 )
             except OSError as error:
                 problem = f"cannot run {python!r} ({error.strerror}); see `python` in the config"
@@ -138,7 +138,7 @@ class Peer:
         answer = self._ask({"requests": work})
         for (_, count), tokens in zip(work, answer["tokens"], strict=True):
             if len(tokens) != count:
-                raise SystemExit(f"error: {self.name} gave {len(tokens)} tokens where {count} were asked for")
+                raise SystemExit(f"error: {self.name} gave {len(tokens)} tokens instead of {count}")
         return answer["tokens"], answer["seconds"]
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Peer:
     def close(self) -> None:
         self._signal(signal.SIGCONT)
         if self.process.stdin:
-            self.process.stdin.close()  # the end of its input is how it is told
+            self.process.stdin.close()  # the end of its input ends the process
         try:
             self.process.wait(timeout=20)
         except subprocess.TimeoutExpired:
@@ -173,15 +173,15 @@ class Peer:
 
 
 def equal_share(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
-    """Share of requests whose tokens are the same."""
+    """Share of requests with equal tokens."""
     return sum(list(a) == list(b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
 def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
-    """By name, the share of requests whose tokens are the first peer's.
+    """By name, the share of requests with the same tokens as the first peer.
 
     Raises:
-        SystemExit: one that says it is exact is not.
+        SystemExit: a contender marked `exact` gives other tokens.
     """
     requests, most = COMPARED
     part = [(prompt, min(count, most)) for prompt, count in work[:requests]]
@@ -191,8 +191,8 @@ def compare(peers: Sequence[Peer], work: Work) -> dict[str, float]:
         print(f"  {peer.name:36} {shares[peer.name]:5.0%} of {len(part)} requests give the same tokens", flush=True)
         if peer.contender.exact and shares[peer.name] < 1:
             raise SystemExit(
-                f"error: {peer.name} gives other tokens than {peers[0].name}, which is other work; nothing was "
-                "timed. Say `exact: false` if that is expected"
+                f"error: {peer.name} gives other tokens than {peers[0].name}, so the work differs; nothing was "
+                "timed. Set `exact: false` if this is expected"
             )
     return shares
 
@@ -216,7 +216,7 @@ def rounds(peers: Sequence[Peer], work: Work, repeats: int) -> dict[str, list[fl
 
 
 def one_pass(peer: Peer, work: Work, count: int) -> tuple[float, float]:
-    """(output tokens per second, share of the processors that the host gave to others)."""
+    """(output tokens per second, share of stolen processor time)."""
     processors = processor_time()
     _, seconds = peer.generate(work)
     stolen = stolen_share(processors) or 0.0
@@ -226,7 +226,7 @@ def one_pass(peer: Peer, work: Work, count: int) -> tuple[float, float]:
 
 
 def table(rates: Mapping[str, Sequence[float]], first: str) -> list[dict[str, Any]]:
-    """A row a contender: median, least and most tokens/s, and the first one's rate over its, round by round."""
+    """A row for each contender: median, least and most tokens/s, and the ratios first / this, round by round."""
     rows = []
     for name, values in rates.items():
         ratios = [a / b for a, b in zip(rates[first], values, strict=True)]
@@ -273,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--file", help="a JSON list of requests instead of drawn ones")
     parser.add_argument("--requests", type=int, help="only so many of them")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", nargs="+", help="names of contenders, the first among them the one to compare with")
+    parser.add_argument("--only", nargs="+", help="names of contenders; ratios are relative to the first")
     parser.add_argument("--work", default="build/peers", help="folder for the checkpoint and the contenders' output")
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--plot", help="draw them into this file (.svg, .png)")
@@ -293,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     peers: list[Peer] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # no contender stays behind, stopped
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no stopped contender is left
     try:
         for i, (name, contender) in enumerate(contenders.items()):
             peers.append(Peer(name, contender, model.resolve(), folder / f"peer{i}.log"))

@@ -1,22 +1,22 @@
-"""How a decode step grows with sequences, context, layers and vocabulary: on paper, and on the device at hand.
+"""How does a decode step grow with sequences, context, layers and vocabulary, calculated and measured?
 
     python -m experiments.bench.scale [--json out.json]         # prints the section for results/README.md
-    python -m experiments.bench.scale --show out.json             # the same from figures that were kept
+    python -m experiments.bench.scale --show out.json             # the same section from kept figures
     python -m experiments.bench.scale --layers 1 2 4 --steps 5    # other values, fewer steps
-    python -m experiments.bench.scale --quick                     # a tiny model, only to see that all of it runs
+    python -m experiments.bench.scale --quick                     # a tiny model, as a test of the program
 
-One factor at a time varies around a base shape, a Llama of random weights in float32. The paper knows nothing but the
-model's shape and two rates of the device, of what `bench.floors` runs: reading the base model's weights, and
-multiplying with them. A step takes, on paper, the longer of reading the weights and multiplying with them, then the
-longer of reading keys and values and multiplying with those. Rates are taken beside every point, and the paper has what
-the device did in its best tenth.
+One factor at a time varies around a base shape, a Llama of random weights in float32. The calculation ("paper") uses
+the model's shape and two rates of the device, those of `bench.floors`: reading the base model's weights, and
+multiplying with them. A step takes, on paper, the longer of reading the weights and multiplying with them, plus the
+longer of reading keys and values and multiplying with them. Rates are measured at every point; the calculation uses
+their 90th percentile.
 
-Measured is the loop of the engine, schedule -> pack -> step -> commit, with the engine's own functions and compiled
-step. Only the prompts are left out: they are scheduled and committed and never computed, since attention takes the same
-time whatever the cache holds. `step` is the device's part, by the clock. `host` is all else, in processor time: with
-the hashes of filled blocks, without log-probabilities and beams, which nobody asks for here. The sequences are not
-equally long (the mean is the context named), so that in each step a few of them begin a block. A point that lost more
-than 5 % of the processors to others is measured again, twice at most.
+The measurement is the engine's loop, schedule -> pack -> step -> commit, with the engine's functions and compiled step.
+Prompts are scheduled and committed but not computed, because the content of the cache does not change the time of
+attention. `step` is the device's part, by the clock. `host` is all other work in processor time: with the hashes of
+filled blocks, without log-probabilities and beams, which these requests do not use. The sequences have different
+lengths (the mean is the given context), so in each step a few of them begin a block. A point that lost more than 5 % of
+the processors to other machines is measured again, at most twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from immutables import Map
 from experiments.bench.floors import read_weights, weight_products
 from experiments.bench.peers import STOLEN
 from experiments.bench.random_llama import random_model
-from experiments.bench.scale_paper import BLOCK, DTYPE, ROOM, Shape, held, paper
+from experiments.bench.scale_paper import BLOCK, DTYPE, ROOM, Shape, needed_bytes, paper
 from experiments.bench.scale_report import report
 from experiments.core.environment import environment, load_average, processor_time, stolen_share
 from pagedjax import SamplingParams
@@ -55,22 +55,22 @@ from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import EMPTY_PLAN
 
 WARM = 2  # steps before the timed ones
-MOST_STEPS = 40  # more would not fit into ROOM
-ATTEMPTS = 3  # at a point, when others take the processors
-PROBE_TOKENS = 512  # columns of the products that give the rate of multiplying
+MOST_STEPS = 40  # ROOM limits the steps
+ATTEMPTS = 3  # at a point, if processor time is stolen
+PROBE_TOKENS = 512  # columns of the products that measure the rate of multiplying
 
 Compute = Callable[[Batch], np.ndarray]
 
 
 class Setup(NamedTuple):
-    """What is measured: the rest of the model, in the words of a Hugging Face config.json, and each factor's values."""
+    """The measurement: the other keys of the model's config.json, the base shape, and each factor's values."""
 
     body: dict[str, Any]
     base: Shape
     values: dict[str, tuple[int, ...]]
 
 
-# The base model's 80 MiB are more than a processor's caches hold, as the weights of a real model are.
+# The base model's 80 MiB exceed a processor's caches, as the weights of a real model do.
 FULL = Setup(
     {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
     | {"tie_word_embeddings": True},
@@ -94,17 +94,17 @@ QUICK = Setup(
 
 
 class Host(NamedTuple):
-    """What the engine's loop carries beside the cache: the scheduler's state, and the tokens of the requests."""
+    """The state of the engine's loop beside the cache: the scheduler's state, and the tokens of the requests."""
 
     state: SchedulerState
     sequences: Sequences
 
 
 class Seconds(NamedTuple):
-    """Of one step."""
+    """The times of one step."""
 
-    host: float  # of the processor, in the thread that does all of it: others' turns on a busy machine are not in it
-    device: float  # of the clock
+    host: float  # processor time of the thread, without the time of other processes
+    device: float  # by the clock
 
 
 def shapes_of(shape: Shape) -> Shapes:
@@ -113,7 +113,7 @@ def shapes_of(shape: Shape) -> Shapes:
 
 
 def prompted(shapes: Shapes, context: int, lead: int) -> Host:
-    """As after the step that computes all prompts. Decode step number `lead` (from 0) has the context, on average."""
+    """The state after the step of all prompts. Decode step `lead` (from 0) has the mean context `context`."""
     rows, longest = shapes.max_seqs, shapes.max_model_len
     config = SchedulerConfig(BLOCK, rows * shapes.table_width, rows * longest, rows, longest)
     params = SamplingParams(temperature=0, max_tokens=longest, ignore_eos=True)
@@ -133,7 +133,7 @@ def prompted(shapes: Shapes, context: int, lead: int) -> Host:
 def advance(
     host: Host, shapes: Shapes, blanks: Mapping[int, SamplingBatch], compute: Compute
 ) -> tuple[Host, Seconds, Batch]:
-    """One step of the engine's loop, and what the device was given."""
+    """One step of the engine's loop: the new state, its times, and the batch."""
     began = time.thread_time()
     state, plan = scheduler.schedule(host.state, FCFS)
     batch = pack(plan, host.sequences, shapes, blanks)
@@ -149,7 +149,7 @@ def advance(
 
 
 class Device:
-    """The compiled step of a shape, its weights and its cache, which every step takes and gives back."""
+    """The compiled step of a shape, with its weights and its cache."""
 
     def __init__(self, shape: Shape, body: Mapping[str, Any]) -> None:
         self.model = model_of(shape, body)
@@ -184,7 +184,7 @@ def timed_steps(device: Device, context: int, steps: int) -> list[Seconds]:
 
 
 def warm_up(shape: Shape) -> None:
-    """The host's code alone: Python itself is faster once it has run a function a few times."""
+    """Run the host's code alone: Python is faster after a function has run a few times."""
     shapes = shapes_of(shape)
     blanks = {shape.sequences: blank_sampling(shapes, shape.sequences)}
     host = prompted(shapes, shape.context, WARM + MOST_STEPS // 2)
@@ -193,7 +193,7 @@ def warm_up(shape: Shape) -> None:
 
 
 def measure(shape: Shape, body: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """The steps of a point: all their times, and the compiler's own count of memory."""
+    """The steps of a point: all their times, and the compiler's count of memory."""
     device = Device(shape, body)
     attempts: list[tuple[float, list[Seconds]]] = []
     while not attempts or (attempts[-1][0] > STOLEN and len(attempts) < ATTEMPTS):
@@ -217,14 +217,14 @@ def measure(shape: Shape, body: Mapping[str, Any], steps: int) -> dict[str, Any]
 
 
 class Probe(NamedTuple):
-    """Something the device does, and how many bytes or operations that is."""
+    """Work of the device, and its amount in bytes or operations."""
 
     run: Callable[[], Any]
     amount: int
 
 
 def probes(model: Model) -> dict[str, Probe]:
-    """By the fields of `Rates`."""
+    """The probes, by the fields of `Rates`."""
     matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
     operations = sum(2 * PROBE_TOKENS * w.size for w in matrices)
     return {
@@ -234,7 +234,7 @@ def probes(model: Model) -> dict[str, Probe]:
 
 
 def probed(probe: Probe, times: int = 3) -> list[float]:
-    """Amounts a second."""
+    """The amounts per second of several runs."""
     rates = []
     for _ in range(times):
         began = time.perf_counter()
@@ -244,7 +244,7 @@ def probed(probe: Probe, times: int = 3) -> list[float]:
 
 
 def run(setup: Setup, steps: int) -> dict[str, Any]:
-    """Every point once, the rates of the device beside each of them."""
+    """Measure every point once, and the rates of the device at each of them."""
     began, own, processors, load = time.perf_counter(), time.process_time(), processor_time(), load_average()
     model, found = model_of(setup.base, setup.body), {}
     named = probes(model)
@@ -271,7 +271,7 @@ def run(setup: Setup, steps: int) -> dict[str, Any]:
 
 
 def elsewhere(since: tuple[int, int] | None, own: float) -> float | None:
-    """Of the processor time that this machine used since then, the share beyond the `own` seconds of a process."""
+    """The share of the processor time used since `since` beyond the `own` seconds of this process."""
     now = processor_time()
     if since is None or now is None:
         return None
@@ -280,7 +280,7 @@ def elsewhere(since: tuple[int, int] | None, own: float) -> float | None:
 
 
 def points(setup: Setup) -> list[Shape]:
-    """Each once: the base belongs to every factor."""
+    """All points, each once; the base belongs to every factor."""
     return list(dict.fromkeys(setup.base._replace(**{f: v}) for f, vs in setup.values.items() for v in vs))
 
 
@@ -288,13 +288,13 @@ def points(setup: Setup) -> list[Shape]:
 
 
 def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int, free: int | None) -> Setup:
-    """A setup with other values of some factors, ascending, and a rotary table as long as the longest context.
+    """The setup with other values of some factors, ascending, and a rotary table for the longest context.
 
     Args:
-        free: bytes that the device has left; None where it does not tell.
+        free: free bytes of the device; None if not known.
 
     Raises:
-        ValueError: a value that cannot be measured, or that shows no growth; with the limit and a remedy.
+        ValueError: a value cannot be measured, or shows no growth; the message has the limit and a remedy.
     """
     if not 1 <= steps <= MOST_STEPS:
         raise ValueError(f"--steps is {steps}; a sequence has room for {MOST_STEPS}: choose 1 to {MOST_STEPS}")
@@ -305,7 +305,7 @@ def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int,
         if least < 1:
             raise ValueError(f"--{name} has {least}; each value must be at least 1: leave it out")
         if least == most:
-            raise ValueError(f"--{name} has {least} alone; growth takes at least 2 values: add one that differs")
+            raise ValueError(f"--{name} has {least} only; growth needs at least 2 values: add another one")
     least = WARM + steps // 2 + BLOCK // 2 + 2
     if taken["context"][0] < least:
         raise ValueError(
@@ -314,7 +314,7 @@ def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int,
         )
     longest = max(taken["context"][-1], setup.base.context) + ROOM
     setup = Setup({**setup.body, "max_position_embeddings": longest}, setup.base, taken)
-    need, largest = max((held(shape, setup.body), shape) for shape in points(setup))
+    need, largest = max((needed_bytes(shape, setup.body), shape) for shape in points(setup))
     if free is not None and need > free:
         factor = next((f for f in Shape._fields if getattr(largest, f) != getattr(setup.base, f)), "context")
         raise ValueError(
@@ -325,10 +325,10 @@ def chosen(setup: Setup, values: Mapping[str, Sequence[int] | None], steps: int,
 
 
 def kept(path: Path) -> dict[str, Any]:
-    """Figures that `--json` wrote.
+    """The figures in a file of `--json`.
 
     Raises:
-        ValueError: the file cannot be read, or is something else.
+        ValueError: the file cannot be read, or has another format.
     """
     try:
         figures = json.loads(path.read_text(encoding="utf-8"))
@@ -340,7 +340,7 @@ def kept(path: Path) -> dict[str, Any]:
 
 
 def command(args: argparse.Namespace) -> str:
-    """What to type to have these figures again."""
+    """The command that measures these figures again."""
     words = ["python -m experiments.bench.scale", *["--quick"] * args.quick]
     for name in (*Shape._fields, "steps"):
         value = getattr(args, name)
@@ -356,7 +356,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="decode steps timed at each point (15; 3 with --quick)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few points")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--show", type=Path, help="measure nothing; print what this file, written by --json, says")
+    parser.add_argument("--show", type=Path, help="measure nothing; print the section of this file, written by --json")
     args = parser.parse_args(argv)
     try:
         if args.show:

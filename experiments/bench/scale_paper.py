@@ -1,4 +1,4 @@
-"""A decode step on paper, for `experiments.bench.scale`: bytes and operations from the shape of a Llama alone."""
+"""The calculated decode step of `experiments.bench.scale`: bytes and operations from the shape of a Llama."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 
 DTYPE, NUMBER = "float32", 4  # and its bytes; token ids and lengths have as many
 BLOCK = 16
-ROOM = 32  # tokens that a sequence can have beyond the context it is measured at
+ROOM = 32  # tokens of a sequence beyond the measured context
 
 
 class Shape(NamedTuple):
-    """A decode step: so many sequences, each with one query token, and the mean of their lengths with it."""
+    """A decode step: sequences with one query token each; `context` is the mean of their lengths including it."""
 
     sequences: int
     context: int
@@ -26,12 +26,12 @@ class Shape(NamedTuple):
 class Paper(NamedTuple):
     """Bytes and floating point operations of one decode step, from the model's shape alone."""
 
-    weights: int  # held
+    weights: int  # all weights in memory
     weights_read: int
     kv_read: int
     products: int  # operations with weights
     attention: int  # operations with keys and values
-    cache: int  # held, with the trash block
+    cache: int  # all blocks, with the trash block
     inputs: int  # the arrays of a `Batch`
     activations: int  # the most that has to exist at a time
 
@@ -70,7 +70,7 @@ def batch_bytes(sequences: int, longest: int) -> int:
 
 
 class Rates(NamedTuple):
-    """What the device can do."""
+    """The rates of the device."""
 
     read: float  # bytes a second
     multiply: float  # floating point operations a second
@@ -82,8 +82,8 @@ def roofline(p: Paper, rates: Rates) -> float:
     return weights + max(p.kv_read / rates.read, p.attention / rates.multiply)
 
 
-def held(shape: Shape, body: Mapping[str, Any]) -> int:
-    """Bytes of a point, on paper."""
+def needed_bytes(shape: Shape, body: Mapping[str, Any]) -> int:
+    """The bytes that a point needs."""
     c = llama.from_hf({**body, "num_hidden_layers": shape.layers, "vocab_size": shape.vocabulary})
     p = paper(c, shape.sequences, shape.context)
     return p.weights + p.cache + p.inputs + p.activations

@@ -1,4 +1,4 @@
-"""What `experiments.bench.scale` measured, as a section of experiments/results/README.md."""
+"""The results of `experiments.bench.scale` as a section of experiments/results/README.md."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def line(xs: Sequence[float], ys: Sequence[float]) -> Line:
 
 
 def report(figures: Mapping[str, Any]) -> str:
-    """A section for experiments/results/README.md: a table and what it says, for each factor."""
+    """A section for experiments/results/README.md: for each factor a table, and its growth in words."""
     rates = Rates(*(float(np.percentile(figures["rates"][name], 90)) for name in Rates._fields))
     factors = {name: [medians(point, rates) for point in several] for name, several in figures["factors"].items()}
     parts = [heading(figures), conditions(figures, rates)]
@@ -76,7 +76,7 @@ def table(factor: str, several: Sequence[Mapping[str, Any]]) -> str:
 
 
 def growth(factor: str, several: Sequence[Mapping[str, Any]]) -> str:
-    """What a table says: each quantity as a line over the factor, and how far the line is from the points."""
+    """Each quantity of a table as a line over the factor, and the largest error of the line, in words."""
     size, unit = UNITS[factor]
     xs = [p[factor] / size for p in several]
 
@@ -108,7 +108,7 @@ def heading(figures: Mapping[str, Any]) -> str:
 
 
 def conditions(figures: Mapping[str, Any], rates: Rates) -> str:
-    """Where and how it was measured, and how quiet it was."""
+    """The conditions of the measurement, and the noise of the machine."""
     where, body = figures["where"], figures["body"]
     every = [p for several in figures["factors"].values() for p in several]
     spread = [spread_of(p["step_ms"]) for p in every]
@@ -133,16 +133,16 @@ def wrapped(*parts: str) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, and all of a larger integer part."""
+    """The number with three digits, or with its whole integer part."""
     if abs(value) < 5e-6:
         return "0"
-    value = float(f"{value:.9g}")  # what two versions of numpy say of one line differs in its last bits
+    value = float(f"{value:.9g}")  # the last bits of a line differ between versions of numpy
     digits = 2 - math.floor(math.log10(abs(value)))
     return f"{value:,.{min(max(digits, 0), 5)}f}"
 
 
 def spread_of(times: Sequence[float]) -> float:
-    """The middle half of them, as a share of the median."""
+    """The interquartile range as a share of the median."""
     low, middle, high = np.percentile(times, [25, 50, 75]).tolist()
     return (high - low) / middle
 
@@ -152,6 +152,6 @@ def spans(rates: Sequence[float]) -> str:
 
 
 def difference(point: Mapping[str, Any]) -> int:
-    """Bytes of arguments that the compiler counts and the paper does not; 0 where a compiler does not tell."""
+    """The compiler's bytes of arguments minus the calculated ones; 0 if the compiler does not report them."""
     counted, p = point["compiled"]["arguments"], Paper(**point["paper"])
     return 0 if counted is None else counted - p.weights - p.cache - p.inputs

@@ -1,27 +1,27 @@
-"""What the scheduler costs a step: schedule + commit on the host, no device.
+"""How many microseconds does the scheduler (schedule + commit) take in a step? Runs on the host alone.
 
 python -m experiments.bench.scheduler
 python -m experiments.bench.scheduler --seqs 64 --blocks 4096 --steps runs/quickstart/.../steps.jsonl
 python -m experiments.bench.scheduler --loads decode tight+all
 
-Each load keeps `--seqs` sequences running. The base ones:
+Each load keeps `--seqs` sequences running. The base loads:
 
-    decode     nothing but decodes
-    arrivals   requests that end and are replaced all the time
-    chunks     long prompts, computed in chunks beside the decodes
-    tight      requests that together need more blocks than there are, so that some are preempted again and again
+    decode     decodes only
+    arrivals   requests end and are replaced continuously
+    chunks     long prompts, computed in chunks together with decodes
+    tight      requests need more blocks than there are, so some are preempted repeatedly
 
-and what is switched on beside them:
+Features that are added to them:
 
-    +hashes    prefix caching, warm: prompts that recur, published outputs, a pool full of idle blocks that get evicted
+    +hashes    prefix caching, warm: recurring prompts, published outputs, a pool full of idle blocks that are evicted
     +branches  parallel sampling, four branches a request: forks and copies on write
-    +swap      a swap space; only under `tight` is anything moved there
+    +swap      a swap space; only `tight` moves blocks there
     +all       all three
 
-The loads take turns, ROUNDS times each, so that a slow minute of the machine falls on all of them: where the clock is
-in doubt, compare a load with `decode` of the same run. `low` and `high` are the lowest and highest median of a round,
-and `p99` has the garbage collections in it. The limits at 256 sequences and 32,768 blocks of 16 are medians of 200 us
-in pure decoding and 300 us with everything on. With `--steps` the device time of a recorded run is set beside them.
+The loads take turns, ROUNDS times each, so a slow minute of the machine affects all of them. If the clock is in doubt,
+compare a load with `decode` of the same run. `low` and `high` are the lowest and highest median of a round; `p99`
+includes garbage collections. The limits at 256 sequences and 32,768 blocks of 16 are medians of 200 us for `decode` and
+300 us for all other loads. `--steps` shows the device time of a recorded run for comparison.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Finished, Plan, Request
 
-TARGET_US = 200.0  # of pure decoding
-LIMIT_US = 300.0  # of everything
-LONGEST = 1280  # tokens of the longest request below, where they are not a multiple of `room`
+TARGET_US = 200.0  # for `decode`
+LIMIT_US = 300.0  # for all other loads
+LONGEST = 1280  # tokens of the longest request of the loads whose lengths do not depend on `room`
 ROUNDS = 10
 BRANCHES = 4
-PROMPTS = 64  # different ones, before they recur
+PROMPTS = 64  # different prompts, before they recur
 
 
 class Load(NamedTuple):
     """A stream of requests that keeps the scheduler busy in one way.
 
-    request: (number of the request, room) -> prompt tokens, max_tokens; `room` is the tokens that each sequence could
-        have if all blocks were dealt out evenly.
+    request: (number of the request, room) -> prompt tokens, max_tokens; `room`: tokens of each sequence if all
+        blocks were distributed evenly.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Load(NamedTuple):
 
 
 def _decode(i: int, room: int) -> tuple[int, int]:
-    return 1 + i * 7 % 64, 1 << 30  # different lengths, so that not all cross a block boundary in the same step
+    return 1 + i * 7 % 64, 1 << 30  # different lengths, so that block boundaries are crossed in different steps
 
 
 def _arrivals(i: int, room: int) -> tuple[int, int]:
@@ -81,16 +81,16 @@ def _arrivals(i: int, room: int) -> tuple[int, int]:
 
 
 def _chunks(i: int, room: int) -> tuple[int, int]:
-    return 512, 257 + i * 13 % 512  # as many prompt tokens come in a step as sequences run
+    return 512, 257 + i * 13 % 512  # a step computes as many prompt tokens as sequences run
 
 
 def _tight(i: int, room: int) -> tuple[int, int]:
-    """A running sequence has a third of `room` as output, on average over time: with its prompt, a little too much."""
+    """A running sequence has on average a third of `room` as output; with its prompt, slightly more than fits."""
     return room * 3 // 4, 1 + i * 397 % room
 
 
 def _tight_branches(i: int, room: int) -> tuple[int, int]:
-    """The same for four branches of one prompt, an eighth of which all requests share."""
+    """Like `_tight`, for four branches of one prompt; all requests share an eighth of the prompt."""
     return room * 3, 1 + i * 397 % room
 
 
@@ -101,7 +101,7 @@ LOADS = (
     Load("decode+hashes", 4, 50, _decode, hashes=True),
     Load("decode+branches", 4, 50, _decode, branches=BRANCHES),
     Load("decode+all", 4, 50, _decode, hashes=True, branches=BRANCHES, swap=True),
-    Load("arrivals+hashes", 4, 2500, _arrivals, hashes=True),  # until the pool is full of what has been computed
+    Load("arrivals+hashes", 4, 2500, _arrivals, hashes=True),  # until the pool is full of computed blocks
     Load("arrivals+branches", 4, 300, _arrivals, branches=BRANCHES),
     Load("arrivals+swap", 4, 300, _arrivals, swap=True),
     Load("arrivals+all", 4, 2500, _arrivals, hashes=True, branches=BRANCHES, swap=True),
@@ -111,7 +111,7 @@ LOADS = (
 
 
 class Stream(NamedTuple):
-    """A load under way: the scheduler's state, and how many requests it was given."""
+    """A running load: the scheduler's state, and the number of submitted requests."""
 
     load: Load
     state: SchedulerState
@@ -119,7 +119,7 @@ class Stream(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Seconds of the two halves of a step, and what it did."""
+    """Seconds of the two halves of a step, and counts of its work."""
 
     schedule: float
     commit: float
@@ -127,13 +127,13 @@ class Step(NamedTuple):
     tokens: int
     finished: int
     preempted: int
-    swapped: int  # of the preempted, those that went to the swap space
+    swapped: int  # preempted sequences that moved to the swap space
     copies: int
-    found: int  # tokens of admitted sequences that were in the cache or came back from the swap space
+    found: int  # tokens of admitted sequences from the cache or the swap space
 
 
 class Timing(NamedTuple):
-    """Microseconds of a step, and means per step of what it did."""
+    """Microseconds of a step, and mean counts per step."""
 
     load: str
     median: float
@@ -154,7 +154,7 @@ class Timing(NamedTuple):
 def start(load: Load, config: SchedulerConfig) -> Stream:
     """The load before its first step. `config.max_model_len` is the room of a sequence.
 
-    Where blocks are meant to run out, a request may be four times as long, with a swap space of a quarter of the pool.
+    Under `tight`, a request may be four times as long. The swap space is a quarter of the pool.
     """
     config = config._replace(
         max_num_batched_tokens=load.budget * config.max_num_seqs,
@@ -165,7 +165,7 @@ def start(load: Load, config: SchedulerConfig) -> Stream:
 
 
 def advance(stream: Stream, steps: int) -> tuple[Stream, list[Step]]:
-    """Time `steps` steps. Left out are `submit`, which happens once a request, and hashing, which is the shell's."""
+    """Time `steps` steps. `submit` (once a request) and hashing (not the scheduler's work) are not timed."""
     timed = []
     for _ in range(steps):
         stream = refill(stream)
@@ -194,7 +194,7 @@ def refill(stream: Stream) -> Stream:
     room = state.config.num_blocks // state.config.max_num_seqs * state.config.block_size
     while places < state.config.max_num_seqs + 4 * width:
         prompt, output = load.request(number, room)
-        which = number if load.tight else number % PROMPTS  # a prompt that recurs would make room
+        which = number if load.tight else number % PROMPTS  # a recurring prompt would free blocks
         hashes = prompt_hashes(which, prompt // state.config.block_size) if load.hashes else ()
         first, *forks = branch_ids(f"r{number}", width)
         state = scheduler.submit(state, Request(first, prompt, output, forks=tuple(forks), hashes=hashes))
@@ -203,12 +203,12 @@ def refill(stream: Stream) -> Stream:
 
 
 def prompt_hashes(prompt: int, blocks: int) -> tuple[str, ...]:
-    """Of a prompt by its number; all of them begin with the same eighth."""
+    """The hashes of a prompt by its number; all prompts begin with the same eighth."""
     return tuple([key("all" if j < blocks // 8 else f"p{prompt}", j) for j in range(blocks)])
 
 
 def filled(plan: Plan, size: int) -> dict[str, tuple[str, ...]]:
-    """By request id, the hashes of the blocks of generated tokens that a plan fills. No two branches agree on any."""
+    """By request id, the hashes of the blocks of generated tokens that a plan fills; branches differ."""
     hashes = {}
     for seq, begin, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
         full, known = (begin + count) // size, len(seq.hashes)
@@ -223,7 +223,7 @@ def _root(name: str) -> bytes:
 
 
 def key(name: str, block: int) -> str:
-    """As long as a real hash (prefix.py), because comparing them is part of the cost."""
+    """A hash of the real length (engine/block_hashes.py), because comparing hashes is part of the cost."""
     return (_root(name) + block.to_bytes(4, "big")).hex()
 
 
@@ -232,7 +232,7 @@ def measure(loads: Sequence[Load], config: SchedulerConfig, steps: int) -> list[
     each = max(2, steps // ROUNDS)
     streams = [advance(start(load, config), load.warm_up)[0] for load in loads]
     gc.collect()
-    gc.freeze()  # or a full collection in one load's turn would walk through the states of all others
+    gc.freeze()  # else a full collection during one load would visit the states of all others
     rounds: list[list[list[Step]]] = [[] for _ in loads]
     for _ in range(ROUNDS):
         for i, stream in enumerate(streams):
@@ -253,12 +253,12 @@ def timing(name: str, rounds: Sequence[Sequence[Step]]) -> Timing:
 
 
 def sizes(seqs: int, blocks: int, block_size: int, steps: int) -> SchedulerConfig:
-    """A pool in which every sequence can grow to its longest: nothing is preempted, except under `tight`.
+    """A pool with room for every sequence at its longest: only `tight` preempts.
 
     Raises:
-        ValueError: the pool is too small for that; the message says what would do.
+        ValueError: the pool is too small; the message has a remedy.
     """
-    need = max(LONGEST, steps + LOADS[0].warm_up + 65)  # in pure decoding every sequence grows by a token a step
+    need = max(LONGEST, steps + LOADS[0].warm_up + 65)  # under `decode`, every sequence grows by a token a step
     if seqs * -(-need // block_size) > blocks:
         raise ValueError(
             f"--blocks is {blocks}; {seqs} sequences of {need} tokens need {seqs * -(-need // block_size)} blocks of "
@@ -271,7 +271,7 @@ def device_seconds(path: Path) -> float:
     """The median device time of a recorded run's steps.
 
     Raises:
-        ValueError: a file that is not there, or is no steps.jsonl.
+        ValueError: the file is missing or is no steps.jsonl.
     """
     try:
         return median([float(json.loads(line)["device_seconds"]) for line in path.read_text("utf-8").splitlines()])
@@ -281,7 +281,7 @@ def device_seconds(path: Path) -> float:
 
 
 def verdict(timings: Sequence[Timing]) -> dict[str, bool]:
-    """By load, whether its median is within its limit: TARGET_US for pure decoding, LIMIT_US for all others."""
+    """By load, whether its median is within its limit: TARGET_US for `decode`, LIMIT_US for all others."""
     return {t.load: t.median <= (TARGET_US if t.load == "decode" else LIMIT_US) for t in timings}
 
 
@@ -299,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
     parser.add_argument("--measure", type=int, default=1000, help="steps to measure (1000)")
     parser.add_argument("--loads", nargs="+", choices=[load.name for load in LOADS], help="only these", metavar="LOAD")
-    parser.add_argument("--steps", type=Path, help="steps.jsonl of a run, to set its device time beside")
+    parser.add_argument("--steps", type=Path, help="steps.jsonl of a run, to compare with its device time")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(arguments)
     if args.seqs < BRANCHES:

@@ -1,30 +1,29 @@
-"""What parallel sampling saves: the share of cache blocks that branches have together. The scheduler alone, no device.
+"""Which share of cache blocks does parallel sampling save? Runs the scheduler alone, without a device.
 
 python -m experiments.bench.sharing
 python -m experiments.bench.sharing --requests 200 --rate 0.2 --json
 
     saved = 1 - sum over steps of distinct blocks / sum over steps of block table entries, of the running sequences
 
-It is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values are printed beside it.
+This is the quantity of Fig. 15 of the PagedAttention paper (Kwon et al., SOSP 2023), whose values are printed too.
 Prompt and output lengths are exponential with the means of the paper's two data sets (its Fig. 11), rounded and at
-least 1; blocks hold 16 tokens, prefix caching is off, nothing is preempted. Lengths come in two kinds:
+least 1. Blocks have 16 tokens, prefix caching is off, nothing is preempted. There are two kinds of lengths:
 
-    same   all branches of a request have one output length, as where the end of text is ignored
-    own    each branch draws its own, so that the last one runs alone for a while and shares with nobody
+    same   all branches of a request have one output length, as if the end of text is ignored
+    own    each branch draws its own length, so the last branch runs alone for a while
 
-What to expect. Only full blocks of a prompt stay shared: a partial last one is copied at each further branch's first
-token (so is a full last one, because a branch computes the prompt's last token again). Branches of one length share for
-as long as they run, so saved = (n - 1) / n * c, where c is the share of a lone sequence's blocks that hold nothing but
-prompt. When requests come is no matter (`--rate`), as long as nobody is preempted.
+Expectation: only full blocks of a prompt stay shared. A partial last block is copied at the first token of each further
+branch (and so is a full last block, because a branch computes the prompt's last token again). Branches of one length
+share blocks for their whole life, so saved = (n - 1) / n * c, where c is the share of a single sequence's blocks that
+have prompt tokens only. Arrival times (`--rate`) have no influence without preemption.
 
-Where it lands (800 requests a row). Alpaca: 7.5, 11.3, 12.6 % for n of 2, 4, 6 and one length, 3.9, 7.5, 9.3 % for
-lengths of their own; the paper's 6.09, 8.53, 9.79 % lie between. ShareGPT: 15.6 to 26.1 % for one length, 7.9 to 18.7 %
-for lengths of their own; the paper has 16.2 to 30.5 %. So the law is met and the constant is not: c is 15 % here and
-11.4 to 12.2 % in the paper for Alpaca, 31 % here and 32 to 37 % for ShareGPT. The means do not settle c. With the same
-ones it is 22 % (Alpaca) and 45 % (ShareGPT) when all outputs are equally long, 14 and 30 % when they are exponential,
-11 and 24 % when they are lognormal with sigma 1, because long outputs list many blocks for many steps. Exponential
-lengths are not the data sets, and no number is tuned to look as if they were. How the paper averages over time is not
-known; this is a ratio of sums.
+Result (800 requests a row). Alpaca: 7.5, 11.3, 12.6 % for n of 2, 4, 6 with one length, and 3.9, 7.5, 9.3 % with own
+lengths; the paper's 6.09, 8.53, 9.79 % are between them. ShareGPT: 15.6 to 26.1 % with one length, 7.9 to 18.7 % with
+own lengths; the paper has 16.2 to 30.5 %. So the formula agrees and the constant does not: c is 15 % here and 11.4 to
+12.2 % in the paper for Alpaca, 31 % here and 32 to 37 % for ShareGPT. The means do not determine c. With the same means
+it is 22 % (Alpaca) and 45 % (ShareGPT) for equally long outputs, 14 and 30 % for exponential ones, 11 and 24 % for
+lognormal ones with sigma 1, because long outputs occupy many blocks for many steps. Exponential lengths are not those
+of the data sets, and no number is tuned. The paper does not describe its average over time; ours is a ratio of sums.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ from pagedjax.host.types import Request
 Lengths = Literal["same", "own"]
 STOP = 0  # the token that ends a sequence; all others are drawn above it
 MAX_SEQS = 256
-BATCHES = 4  # of requests, each drawn and run on its own, so that the spread between them tells the error
-BUDGET = 1 << 16  # tokens a step: no prompt is cut, so a request forks in the step after it was admitted
+BATCHES = 4  # independent batches of requests, whose spread gives the error
+BUDGET = 1 << 16  # tokens a step: no prompt is cut, so a request forks one step after its admission
 
 
 class Dataset(NamedTuple):
-    """Mean lengths in tokens, and by number of branches what the paper measured, in per cent (None: not printed)."""
+    """Mean lengths in tokens, and the paper's values by number of branches, in per cent (None: not printed)."""
 
     name: str
     prompt: float
@@ -62,13 +61,13 @@ class Dataset(NamedTuple):
     beams: dict[int, float | None]  # the same, by beam width (see experiments.bench.beams)
 
 
-# of ShareGPT the paper gives ranges
+# for ShareGPT, the paper gives ranges
 ALPACA = Dataset("alpaca", 19.31, 58.45, {2: 6.09, 4: 8.53, 6: 9.79}, {2: 37.56, 4: 53.13, 6: 55.16})
 SHAREGPT = Dataset("sharegpt", 161.31, 337.99, {2: 16.2, 4: None, 6: 30.5}, {2: 44.3, 4: None, 6: 66.3})
 
 
-class Ask(NamedTuple):
-    """One request: prompt tokens, output tokens of each branch, and the step at which it comes."""
+class SampledRequest(NamedTuple):
+    """One request: prompt tokens, output tokens of each branch, and the step of its arrival."""
 
     prompt: int
     outputs: tuple[int, ...]
@@ -90,7 +89,7 @@ class Saved(NamedTuple):
 
 def draw(
     data: Dataset, count: int, branches: int, lengths: Lengths, seed: int, arrivals: Arrivals = AT_ONCE
-) -> list[Ask]:
+) -> list[SampledRequest]:
     """`count` requests. Prompts are the same for every number of branches; `arrivals` count in steps, not seconds."""
     prompt_rng, output_rng, arrival_rng = (np.random.default_rng([seed, stream]) for stream in range(3))
     prompts, _ = draw_lengths(Exponential("exponential", data.prompt), count, prompt_rng)
@@ -98,29 +97,29 @@ def draw(
     outputs, _ = draw_lengths(Exponential("exponential", data.output), count * each, output_rng)
     times = draw_arrivals(arrivals, count, arrival_rng)
     return [
-        Ask(prompt, tuple(outputs[i * each : (i + 1) * each]) * (branches // each), time)
+        SampledRequest(prompt, tuple(outputs[i * each : (i + 1) * each]) * (branches // each), time)
         for i, (prompt, time) in enumerate(zip(prompts, times, strict=True))
     ]
 
 
-def simulate(asks: Sequence[Ask], block_size: int, seed: int = 0) -> Saved:
-    """Run requests to their end. Tokens are random; a branch stops when it has its own length.
+def simulate(requests: Sequence[SampledRequest], block_size: int, seed: int = 0) -> Saved:
+    """Run requests to their end. Tokens are random; a branch stops at its own length.
 
-    The pool holds MAX_SEQS of the longest request, so nothing is preempted; `preemptions` is there to check.
+    The pool has room for MAX_SEQS of the longest request, so nothing is preempted; `preemptions` checks this.
     """
-    longest = max(ask.prompt + max(ask.outputs) for ask in asks)
+    longest = max(one.prompt + max(one.outputs) for one in requests)
     blocks = MAX_SEQS * -(-longest // block_size)
     state = scheduler.init(SchedulerConfig(block_size, blocks, BUDGET, MAX_SEQS, longest))
     rng = np.random.default_rng([seed, 99])
     ends: dict[str, int] = {}  # by branch: length in tokens at which it stops
     listed = used = preemptions = step = sent = 0
-    while sent < len(asks) or ends:
-        while sent < len(asks) and asks[sent].arrival <= step:
-            ask = asks[sent]
-            names = branch_ids(f"r{sent}", len(ask.outputs))
-            ends |= {name: ask.prompt + output for name, output in zip(names, ask.outputs, strict=True)}
+    while sent < len(requests) or ends:
+        while sent < len(requests) and requests[sent].arrival <= step:
+            one = requests[sent]
+            names = branch_ids(f"r{sent}", len(one.outputs))
+            ends |= {name: one.prompt + output for name, output in zip(names, one.outputs, strict=True)}
             stops = frozenset({STOP})
-            request = Request(names[0], ask.prompt, max(ask.outputs), stop_token_ids=stops, forks=names[1:])
+            request = Request(names[0], one.prompt, max(one.outputs), stop_token_ids=stops, forks=names[1:])
             state = scheduler.submit(state, request)
             sent += 1
         step += 1
@@ -156,9 +155,9 @@ def measure(
 ) -> Row:
     """One row of the table. `requests` is the number in all, at least BATCHES."""
     sizes = [len(part) for part in np.array_split(np.arange(requests), BATCHES)]
-    asks = [draw(data, size, branches, lengths, seed + i, arrivals) for i, size in enumerate(sizes)]
-    runs = [simulate(batch, block_size, seed + i) for i, batch in enumerate(asks)]
-    assert not any(run.preemptions for run in runs), "the pool is large enough for everybody"
+    batches = [draw(data, size, branches, lengths, seed + i, arrivals) for i, size in enumerate(sizes)]
+    runs = [simulate(batch, block_size, seed + i) for i, batch in enumerate(batches)]
+    assert not any(run.preemptions for run in runs), "the pool is large enough for all requests"
     shares = [100 * run.share for run in runs]
     error = float(np.std(shares, ddof=1)) / math.sqrt(BATCHES)
     saved = 100 * (1 - sum(run.used for run in runs) / sum(run.listed for run in runs))
@@ -178,9 +177,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Share of cache blocks that parallel sampling saves, beside Fig. 15.")
-    parser.add_argument("--requests", type=int, default=800, help=f"of each row, in {BATCHES} batches (800)")
+    parser.add_argument("--requests", type=int, default=800, help=f"requests of each row, in {BATCHES} batches (800)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a block (16)")
-    parser.add_argument("--rate", type=float, help="Poisson arrivals a step; without it all come at once")
+    parser.add_argument("--rate", type=float, help="Poisson arrivals a step; default: all requests arrive at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(arguments)

@@ -36,7 +36,7 @@ from pagedjax.config import EngineConfig
 from pagedjax.host import policies
 from pagedjax.params import SamplingParams
 
-# Keys that do not change what is measured; they are not in a point's hash.
+# Keys without influence on the measurement; they are not in a point's hash.
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")
 
 
@@ -122,7 +122,7 @@ class Point(NamedTuple):
 
     experiment: Experiment
     swept: dict[str, Any]
-    key: str  # sha256 of what is measured, in hexadecimal
+    key: str  # point_key: sha256 in hexadecimal
     content: str
     source: str
 
@@ -269,7 +269,7 @@ def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
 
 
 def point_key(experiment: Experiment, content: str) -> str:
-    """sha256 (hexadecimal) of what is measured, independent of key order, explicit defaults and names.
+    """sha256 (hexadecimal) of the measured configuration, independent of key order, explicit defaults and names.
 
     Files count by their content: the workload's, a policy's, a fitted run's steps, a model's (`_model_source`).
     """

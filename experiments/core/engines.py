@@ -72,7 +72,7 @@ class Engines:
     def __init__(self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]) -> None:
         """`make(model=..., **fields)` takes the result of `load_model(model, dtype=..., weight_dtype=...)`."""
         self._alive, self._load_model, self._make = alive, load_model, make
-        self._weights: tuple[Any, Any] | None = None  # key and what load_model gave
+        self._weights: tuple[Any, Any] | None = None  # key and result of load_model
         self._engines: OrderedDict[Hashable, Any] = OrderedDict()
         self._broken: dict[Hashable, str] = {}
         self.startup_seconds: dict[Hashable, float] = {}

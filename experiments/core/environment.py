@@ -62,7 +62,7 @@ def source() -> str:
 
 
 def source_files(root: Path) -> list[Path]:
-    """The files below `root` that decide what a run measures, sorted.
+    """The files below `root` that determine the results of a run, sorted.
 
     Not among them: folders whose modules only start runs or read them (studies, bench, hardware, training, results),
     and other libraries. JAX is compared by its version (`code`).

@@ -58,7 +58,7 @@ def results(
 
 
 def _one(run: Run, where: dict[str, Any]) -> Result:
-    """One simulated run, in a process of its own."""
+    """One simulated run, in a worker process."""
     return one_run(run, Engines(1, _no_device, _no_device), where)
 
 

@@ -107,7 +107,7 @@ class Shape(NamedTuple):
         return 2 * (self.layer_numbers(self.chosen) * tokens + self.head_numbers * sampled)
 
     @property
-    def held_bytes(self) -> float:
+    def total_bytes(self) -> float:
         """Bytes of all weights, with the embedding if it is not tied to the head."""
         return self.weight_bytes * (self.layer_numbers(self.experts) + (1 if self.tied else 2) * self.head_numbers)
 

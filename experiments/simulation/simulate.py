@@ -37,20 +37,20 @@ class WholeBatch(NamedTuple):
     """A batch that is computed until its last member has ended, and answered then, as in engines before Orca."""
 
     contexts: tuple[int, ...] = ()  # tokens that ended members see in the next step; grow with the batch
-    held: tuple[Event, ...] = ()  # events that are reported when the batch is over
+    pending: tuple[Event, ...] = ()  # events that are reported when the batch is over
 
 
 def after_step(
     batch: WholeBatch, plan: Plan, events: tuple[Event, ...], *, over: bool
 ) -> tuple[WholeBatch, tuple[Event, ...]]:
     """The batch after one of its steps -> (batch, events to report now: all of the batch's when it is over)."""
-    held = batch.held + events
+    pending = batch.pending + events
     if over:
-        return WholeBatch(), held
+        return WholeBatch(), pending
     ended = {event.request_id for event in events if isinstance(event, Finished)}
     rows = zip(plan.seqs, plan.starts, plan.counts, strict=True)
     new = (start + count for seq, start, count in rows if seq.request_id in ended)
-    return WholeBatch(tuple(tokens + 1 for tokens in (*batch.contexts, *new)), held), ()
+    return WholeBatch(tuple(tokens + 1 for tokens in (*batch.contexts, *new)), pending), ()
 
 
 def with_rows(work: Work, contexts: Sequence[int]) -> Work:
@@ -177,13 +177,13 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
     if memory is None and blocks is None:
         raise ValueError("a fitted device has no memory to size the cache by; set cache_tokens or engine.num_blocks")
     if memory is not None:
-        free = memory - shape.held_bytes
+        free = memory - shape.total_bytes
         if blocks is None:
             useful = config.max_num_seqs * table_width(config, length)
             blocks = min(useful, int(config.memory_fraction * free / size))
         if blocks < 1 or blocks * size > free:
             raise ValueError(
-                f"weights of {shape.held_bytes / 1e9:.1f} GB leave {max(free, 0) / 1e9:.1f} of {memory / 1e9:.1f} GB, "
+                f"weights of {shape.total_bytes / 1e9:.1f} GB leave {max(free, 0) / 1e9:.1f} of {memory / 1e9:.1f} GB, "
                 f"room for {max(int(free / size), 0)} blocks of {config.block_size} tokens, and {blocks} are wanted; "
                 "lower num_blocks, or use more or larger chips"
             )

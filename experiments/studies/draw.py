@@ -1,4 +1,4 @@
-"""Figures of studies: plain SVG files that read well on light and dark pages alike."""
+"""Figures of studies: SVG files for light and dark pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 COLOURS = ("#3b82c4", "#d9772b", "#3a9a5b", "#b0529e", "#8a6d3b", "#777777")
 MARKERS = "osD^vP"
-_INK = "#808080"  # between black and white: both grounds carry it
+_INK = "#808080"  # readable on white and on black
 _STYLE: Any = {
     "svg.hashsalt": "pagedjax",  # the same data gives the same file
     "font.size": 9,
@@ -36,8 +36,8 @@ def curves(panels: Mapping[str, Mapping[str, Curve]], x: str, y: str | Sequence[
     """Panels side by side, each with named curves of (x, y).
 
     Args:
-        y: one label, or one a panel.
-        options: log_x, log_y: base of the axis; lowest: of y; dashed: names of curves that were not measured.
+        y: one label, or one for each panel.
+        options: log_x, log_y: base of the axis; lowest: limit of y; dashed: names of curves that are not measured.
     """
     with matplotlib.rc_context(_STYLE):
         figure, every = _figure(len(panels))

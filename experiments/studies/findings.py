@@ -1,4 +1,4 @@
-"""What a study finds: published numbers beside ours, whether they agree, and in words why where they do not."""
+"""The result of a study: published numbers and ours, whether they agree, and the reason if they do not."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from pagedjax.host.types import StepResult
 
 
 class Interval(NamedTuple):
-    """A number and how sure we are of it.
+    """A number and its uncertainty.
 
-    kind: "interval" holds the mean over independent draws with 95 %, if they spread as t takes them to; "range" reaches
-        from the lowest to the highest of several scenarios, or of repeats that are not independent, and promises
-        nothing of others.
-    n: of how many values; None where the number was not averaged.
+    kind: "interval" contains the mean of independent draws with 95 %, under the assumptions of Student's t; "range" is
+        from the lowest to the highest of several scenarios, or of repeats that are not independent.
+    n: the number of values; None if the number is not a mean.
     """
 
     low: float
@@ -37,10 +36,10 @@ class Interval(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of the mean over independent draws, by Student's t: of logarithms where all are above zero, as compare.py does.
+    """The interval of the mean of independent draws, by Student's t; on logarithms if all are above zero (compare.py).
 
-    Then the middle is the geometric mean. A bootstrap of so few values as seeds are is too narrow: of three it covers
-    three quarters where it says 95 %. One value has no interval.
+    On logarithms, the middle is the geometric mean. A bootstrap of a few values is too narrow: with three values, its
+    95 % interval covers three quarters. One value has no interval.
     """
     n, positive = len(values), min(values) > 0
     if max(values) == min(values):
@@ -48,17 +47,17 @@ def interval(values: Sequence[float]) -> Interval:
     found = np.log(values) if positive else np.array(values, np.float64)
     half = stats.t.ppf(0.975, n - 1) * found.std(ddof=1) / math.sqrt(n)
     ends = (float(found.mean() + side) for side in (-half, 0.0, half))
-    low, middle, high = (math.exp(min(x, 700.0)) if positive else x for x in ends)  # two wild draws reach beyond floats
+    low, middle, high = (math.exp(min(x, 700.0)) if positive else x for x in ends)  # avoids overflow
     return Interval(low, middle, high, n=n)
 
 
 def span(values: Sequence[float]) -> Interval:
-    """From the lowest to the highest of scenarios, around their mean."""
+    """The range of scenarios, with their mean."""
     return Interval(min(values), statistics.fmean(values), max(values), "range", len(values))
 
 
 def exactly(value: float) -> Interval:
-    """Of a number in which nothing is random."""
+    """The interval of a number without randomness."""
     return Interval(value, value, value)
 
 
@@ -66,8 +65,8 @@ class Claim(NamedTuple):
     """A published number and ours.
 
     published: a number or a range.
-    factor: how far ours may be from it to agree: within [low / factor, high * factor].
-    why: what explains a difference; said only where there is one.
+    factor: ours agrees if it is within [low / factor, high * factor].
+    why: the reason of a difference; shown only if there is one.
     """
 
     source: str
@@ -84,7 +83,7 @@ class Claim(NamedTuple):
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the nearest published number; None where that is zero."""
+        """Ours over the nearest published number; None if that is zero."""
         low, high = self.range
         nearest = min(max(self.ours.middle, low), high)
         return self.ours.middle / nearest if nearest else None
@@ -96,7 +95,7 @@ class Claim(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """answer: sentences, the most important first. figures: SVG by file name. tables: markdown."""
+    """answer: sentences, the most important first. figures: SVG by file name. tables: Markdown."""
 
     claims: list[Claim]
     answer: list[str]
@@ -110,15 +109,15 @@ Summary = dict[str, Any]
 def simulated(
     file: Path, *overrides: str, repeats: int | None = None, also: Callable[[Point, Measured], None] | None = None
 ) -> list[tuple[Point, list[Summary]]]:
-    """Every point of a config with its summaries, one for each repeat. In this process; nothing is written.
+    """Run every point of a config in this process: its summaries, one for each repeat. Nothing is written.
 
     Args:
-        overrides: as --set of experiments.run.
-        repeats: in place of the config's own.
-        also: called with every measured run, for what a summary does not have.
+        overrides: like --set of experiments.run.
+        repeats: instead of the config's repeats.
+        also: called with every run, for values that a summary does not have.
 
     Raises:
-        RuntimeError: a run that must not be used.
+        RuntimeError: a run failed.
     """
     found = []
     for point in config.load(file, overrides):
@@ -140,7 +139,7 @@ def simulated(
 def results_of(
     file: Path, *overrides: str, repeats: int | None = None
 ) -> list[tuple[Point, list[tuple[SchedulerConfig, list[StepResult]]]]]:
-    """As `simulated`, but the steps themselves, with what the scheduler was told: for what no summary has."""
+    """Like `simulated`, but returns the steps and the scheduler's config, for values that no summary has."""
     found = []
     for point in config.load(file, overrides):
         experiment = point.experiment
@@ -159,7 +158,7 @@ def results_of(
 
 
 def over(summaries: Iterable[Summary], path: str) -> Interval:
-    """The interval of one number of several summaries, by its dotted name."""
+    """The interval of one number of several summaries; `path` is its dotted name."""
     return interval([dig(summary, path) for summary in summaries])
 
 
@@ -171,18 +170,18 @@ def dig(summary: Summary, path: str) -> float:
 
 
 def ratios(above: Sequence[Summary], below: Sequence[Summary], path: str) -> Interval | None:
-    """Of one number of two points, seed by seed: both drew the same requests. None where one is so many times zero."""
+    """The ratios of one number of two points, seed by seed (equal requests). None if a number of `below` is zero."""
     pairs = [(dig(a, path), dig(b, path)) for a, b in zip(above, below, strict=True)]
     return interval([a / b for a, b in pairs]) if all(b for _, b in pairs) else None
 
 
 def times(ratio: float | None) -> str:
-    """A ratio as tables have it."""
+    """A ratio as text for a table."""
     return "none" if ratio is None else f"{ratio:.2f}"
 
 
-def told(value: float, digits: int = 3) -> str:
-    """A number with so many significant digits, and no exponent."""
+def rounded(value: float, digits: int = 3) -> str:
+    """A number with `digits` significant digits."""
     if value == 0:
         return "0"
     return f"{float(f'{value:.{digits}g}'):,g}" if abs(value) >= 1e-4 else f"{value:.1e}"
@@ -193,8 +192,8 @@ def _is_number(cell: str) -> bool:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table; numbers to the right."""
-    cells = [[told(c) if isinstance(c, float) else str(c) for c in row] for row in rows]
+    """A Markdown table; numbers are aligned right."""
+    cells = [[rounded(c) if isinstance(c, float) else str(c) for c in row] for row in rows]
     right = [all(map(_is_number, column)) for column in zip(*cells, strict=True)]
     marks = ["---:" if number else "---" for number in right]
     lines = [head, marks, *cells]

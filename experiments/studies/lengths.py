@@ -1,14 +1,14 @@
 """Prompt and output lengths of the papers' data sets, as workloads of a config.
 
-The PagedAttention paper (Kwon et al. 2023, Fig. 11) prints the means alone; exponential lengths with those means are
-not the data sets, and where that shows a study says so.
+The PagedAttention paper (Kwon et al. 2023, Fig. 11) prints only the means. Exponential lengths with those means are not
+the data sets; a study states where this matters.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-MEANS_ALONE = "the paper prints the means of its lengths alone; ours are exponential with those means"
+MEANS_ALONE = "the paper prints only the means of its lengths; ours are exponential with those means"
 
 
 class Lengths(NamedTuple):

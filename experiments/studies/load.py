@@ -1,6 +1,6 @@
-"""How much load an engine serves at a latency: curves of latency by rate, and where they meet a target.
+"""The load that an engine serves at a latency: curves of latency by rate, and where they meet a target.
 
-A latency here is what the papers plot, *normalised*: seconds from a request's arrival to its end, by output token.
+A latency here is *normalised*, as in the papers: seconds from a request's arrival to its end, per output token.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from experiments.core.config import Point
 from experiments.core.drive import Measured
 from experiments.core.strict import load_file
-from experiments.studies.findings import Interval, interval, simulated, told
+from experiments.studies.findings import Interval, interval, rounded, simulated
 
-Curves = dict[str, list[list[float]]]  # latencies by rate, then by seed; of each engine
+Curves = dict[str, list[list[float]]]  # engine -> latencies by rate, then by seed
 
 
 def normalised(measured: Measured, average: Callable[[Sequence[float]], float] = statistics.median) -> float:
-    """Over requests: seconds from arrival to the end, by output token."""
+    """The average over requests of seconds from arrival to the end, per output token."""
     return average([(r.e2e or float("inf")) / r.max_tokens for r in measured.requests])
 
 
@@ -35,9 +35,9 @@ def by_rate(
     average: Callable[[Sequence[float]], float] = statistics.median,
     until: float = math.inf,
 ) -> Curves:
-    """The normalised latency of each point of a config, which are `names` in the order of its sweep's list, by rate.
+    """The normalised latency of each point of a config by rate. `names`: the points, in the order of the sweep's list.
 
-    until: a latency; where it is exceeded with every seed, an engine's higher rates are left out.
+    until: a latency; if it is exceeded with every seed, an engine's higher rates are left out.
     """
     points = dict(zip(names, load_file(config)["sweep"]["list"], strict=True))
     found: Curves = {name: [] for name in names}
@@ -60,7 +60,7 @@ def by_rate(
 def highest(rates: Sequence[float], latencies: Sequence[float], target: float) -> float | None:
     """The rate at which a latency curve meets a target: interpolated in logarithms, before it first fails.
 
-    None where that is not among the rates: the target is not met at the first one, or is met at each.
+    None if the target is not met at the first rate, or is met at every rate.
     """
     failed = next((i for i, latency in enumerate(latencies) if latency > target), None)
     if not failed:
@@ -70,23 +70,23 @@ def highest(rates: Sequence[float], latencies: Sequence[float], target: float) -
 
 
 def all_highest(found: Curves, rates: Sequence[float], target: float, name: str) -> list[float | None]:
-    """By seed."""
+    """The result of `highest` for each seed."""
     return [highest(rates, seed, target) for seed in zip(*found[name], strict=True)]
 
 
 def reached(found: Curves, rates: Sequence[float], target: float, name: str) -> str:
-    """The rate that an engine serves at a latency, in words: the mean over seeds, or what the grid allows to say."""
+    """The rate that an engine serves at a latency, in words: the mean over seeds, or a bound."""
     if max(found[name][0]) > target:
         return f"not met at {rates[0]:g}"
     best = all_highest(found, rates, target, name)
     low = [rate for rate in best if rate is not None]
-    return told(interval(low).middle) if len(low) == len(best) else f">= {told(min([*low, rates[-1]]))}"
+    return rounded(interval(low).middle) if len(low) == len(best) else f">= {rounded(min([*low, rates[-1]]))}"
 
 
 def gain(found: Curves, rates: Sequence[float], target: float, above: str, below: str) -> Interval | None:
-    """How many times the rate of one engine another serves at a latency, seed by seed.
+    """The ratio of the rates that two engines serve at a latency, seed by seed.
 
-    None where the grid of rates does not hold what one of them serves: its ends are no result.
+    None if a rate is outside the grid of rates, because its ends are no result.
     """
     best = (all_highest(found, rates, target, name) for name in (above, below))
     pairs = [(a, b) for a, b in zip(*best, strict=True) if a is not None and b is not None]
@@ -94,17 +94,17 @@ def gain(found: Curves, rates: Sequence[float], target: float, above: str, below
 
 
 def multiple(gain: Interval | None) -> str:
-    """In a sentence, before what it is a multiple of."""
+    """The factor as a part of a sentence."""
     return "an unknown multiple, beyond the rates tried, of" if gain is None else f"{gain.middle:.1f} times"
 
 
 def fewer(rates: Sequence[float]) -> tuple[float, ...]:
-    """Every third, and both ends."""
+    """Every third rate, and both ends."""
     return tuple(dict.fromkeys([*rates[::3], rates[-1]]))
 
 
 def lines(found: Curves, rates: Sequence[float]) -> dict[str, list[tuple[float, float]]]:
-    """For a figure: the mean over seeds."""
+    """The curves of a figure: means over seeds."""
     return {
         name: [(rate, statistics.fmean(values)) for rate, values in zip(rates, several, strict=False)]
         for name, several in found.items()

@@ -1,20 +1,20 @@
-"""Train a small Llama from nothing in minutes, and have one engine serve it while it learns.
+"""Trains a small Llama in minutes while one engine serves it.
 
-    python -m experiments.training.train_tiny --out runs/tiny                        # the same command again goes on
+    python -m experiments.training.train_tiny --out runs/tiny                        # the same command resumes
     python -m experiments.training.train_tiny --out runs/short --steps 200 --every 50
     pagedjax generate "The function" --model runs/tiny/model --max-model-len 256
 
-Flax has the model, optax the optimiser, Orbax the checkpoints, and the text is what Python ships of its own
-documentation, so nothing is downloaded. Every `--every` steps: losses, a checkpoint, and a sample from the engine, to
-which `update_params` gives the newest weights without compiling anything.
+The model is in Flax, the optimiser from optax, the checkpoints from Orbax. The text is Python's own documentation, so
+nothing is downloaded. Every `--every` steps the command prints losses, writes a checkpoint, and prints a sample of the
+engine, which gets the newest weights by `update_params` without a compilation.
 
-    OUT/run.json            what this run is; a command that asks for another is refused
-    OUT/checkpoints/STEP/   parameters, optimiser, losses so far. A killed run goes on from the last, to the same bits
-    OUT/model/              config.json, tokenizer.json, params/: what LLM(model=...) opens
+    OUT/run.json            the options of the run; a command with other options is refused
+    OUT/checkpoints/STEP/   parameters, optimiser, losses. A killed run resumes from the last one, bit for bit
+    OUT/model/              config.json, tokenizer.json, params/: a folder for LLM(model=...)
 
-The loss is in nats a token. Beside it stands that of a model which knows nothing but how frequent each token is: 5.97
-with the defaults, which reach 3.94 on the held-out topics, in 4 minutes 20 on two shared, busy CPU cores (3,000 to
-3,800 tokens/s, up to 6,700 while nobody else was there; Python 3.11, JAX 0.10.2).
+The loss is in nats a token. The loss of token frequencies alone is printed for comparison: 5.97 with the defaults. They
+reach 3.94 on the held-out topics, in 4 minutes 20 on two shared, busy CPU cores (3,000 to 3,800 tokens/s, up to 6,700
+on idle cores; Python 3.11, JAX 0.10.2).
 """
 
 from __future__ import annotations
@@ -26,203 +26,39 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
 from experiments.core.libraries import require
+from experiments.training.data import END, Data, held_out_batches, prepare, unigram, windows
+from experiments.training.forward import initial, loss
+from experiments.training.setup import Setup, hf_config
 from pagedjax import LLM, SamplingParams
-from pagedjax.device import cache, models
-from pagedjax.device.batch import Batch
 from pagedjax.device.models import llama
-from pagedjax.device.models.decoder import Decoder, DecoderConfig
+from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.engine import compilations
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights.convert import check_free, complete_folder
 from pagedjax.weights.orbax_checkpoint import PARAMS
-from pagedjax.weights.tree import nested
 
 optax = require("optax")
 
-END = "<|endoftext|>"  # token 0, between two topics: what ends a text
-HELD_OUT = 5  # of every ten topics the one with this index, 9 % of the text
 PROMPT = "The function"
 SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40, seed=0)
 Loss = dict[str, Any]  # {"step", "train", "held_out"}
-SEEDS = 2**32  # as an engine has
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What decides every bit of the result.
-
-    steps: updates; the learning rate falls over them, so a longer run is another run.
-    context: tokens of a window, and of a request to the trained model.
-    batch: windows in a step.
-    rate: the highest learning rate.
-    """
-
-    steps: int = 800
-    seed: int = 0
-    vocab: int = 1024
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    kv_heads: int = 2
-    context: int = 256
-    batch: int = 4
-    rate: float = 3e-3
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
-
-
-class Data(NamedTuple):
-    tokenizer: Tokenizer
-    train: np.ndarray  # [n] int32
-    held_out: np.ndarray  # [m] int32
-
-
-def texts() -> tuple[list[str], list[str]]:
-    """Topics to train on, and those held out; no paragraph is in two (the topics repeat whole sections)."""
-    seen: set[str] = set()
-    parts: tuple[list[str], list[str]] = ([], [])
-    for i, (_, topic) in enumerate(sorted(topics.items())):
-        paragraphs = [p for p in dict.fromkeys(topic.strip().split("\n\n")) if p not in seen]
-        seen.update(paragraphs)
-        parts[i % 10 == HELD_OUT].append("\n\n".join(paragraphs))
-    return parts
-
-
-def prepare(vocab: int) -> Data:
-    """A byte-level BPE of the training text, and both texts in its tokens. The same text gives the same tokens."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, pre_tokenizers, trainers
-    from tokenizers.models import BPE
-
-    train, held_out = texts()
-    backend = Backend(BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=letters, show_progress=False)
-    backend.train_from_iterator(train, trainer)
-
-    def tokens(parts: Sequence[str]) -> np.ndarray:
-        return np.array(backend.encode(END.join([*parts, ""])).ids, np.int32)
-
-    return Data(Tokenizer(backend, (0,), {"eos_token": END}), tokens(train), tokens(held_out))
-
-
-def windows(train: np.ndarray, setup: Setup, step: int) -> np.ndarray:
-    """[batch, context + 1] tokens from random places: of seed and step alone, so a checkpoint's step says where it was
-    in the data."""
-    places = np.random.default_rng((setup.seed, step)).integers(len(train) - setup.context, size=setup.batch)
-    return train[places[:, None] + np.arange(setup.context + 1)]
-
-
-def unigram(data: Data, vocab: int) -> float:
-    """The held-out loss of the training text's frequencies (each count and one more)."""
-    counts = np.bincount(data.train, minlength=vocab) + 1
-    return float(-np.log(counts / counts.sum())[data.held_out].mean())
-
-
-# --- model ------------------------------------------------------------------------------------------------------------
-
-
-def hf_config(setup: Setup) -> dict[str, Any]:
-    """The model's config.json."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": setup.vocab,
-        "hidden_size": setup.hidden,
-        "intermediate_size": 3 * setup.hidden,
-        "num_hidden_layers": setup.layers,
-        "num_attention_heads": setup.heads,
-        "num_key_value_heads": setup.kv_heads,
-        "head_dim": setup.hidden // setup.heads,
-        "max_position_embeddings": setup.context,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "eos_token_id": 0,
-        "torch_dtype": "float32",
-    }
-
-
-def initial(config: DecoderConfig, seed: int) -> Decoder:
-    """Norms are ones, matrices normal: 0.02 for the embedding, which is the head as well, else 1 / sqrt(columns)."""
-    rng, values = np.random.default_rng(seed), {}
-    for entry in llama.param_table(config):
-        name, shape = ".".join(entry.path), entry.shape
-        scale = 0.02 if name == "embed" else shape[-1] ** -0.5
-        if name.endswith(("out.weight", "down.weight")):  # 2 a layer are added up
-            scale /= (2 * config.layers) ** 0.5
-        drawn = np.float32(scale) * rng.standard_normal(shape, np.float32)
-        values[name] = jnp.asarray(drawn) if len(shape) > 1 else jnp.ones(shape)
-    model = models.assemble(config, nested(values), "float32")
-    return nnx.merge(model.graphdef, model.params)
-
-
-def dense(q, k_pages, v_pages, *_, scale: float, window: int | None, soft_cap: float | None) -> jax.Array:
-    """An `Attend` for `packed` windows: page b is all that window b has, so nothing is looked up."""
-    assert (window, soft_cap) == (None, None), "no Llama has either"
-    b, k, s, d = k_pages.shape
-    scores = scale * jnp.einsum("bskgd,bktd->bkgst", q.reshape(b, s, k, -1, d), k_pages)
-    weights = jax.nn.softmax(jnp.where(jnp.tri(s, dtype=bool), scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bkgst,bktd->bskgd", weights, v_pages).reshape(q.shape)
-
-
-def packed(tokens: jax.Array) -> Batch:
-    """Windows [B, S] as the batch of a step: B prompts side by side, each in the one block of S slots it needs."""
-    b, s = tokens.shape
-    each, slots = jnp.arange(b), jnp.arange(b * s)
-    return Batch(
-        tokens=tokens.reshape(-1),
-        positions=slots % s,
-        slots=slots,
-        block_tables=each[:, None],
-        seq_lens=jnp.full(b, s),
-        cu_q_lens=jnp.arange(b + 1) * s,
-        last=each * s + s - 1,
-        targets=None,
-        sampling=None,  # type: ignore[arg-type]  # nobody samples here
-    )
-
-
-def logits(module: Decoder, tokens: jax.Array) -> jax.Array:
-    """Windows [B, S] -> [B, S, V], by the layers that serve. The cache holds no more than the windows' own keys."""
-    c, (b, s) = module.config, tokens.shape
-    # no padding needs a trash block here, so all b blocks are used
-    pages = cache.init(
-        layers=c.layers, blocks=b - 1, block_size=s, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype="float32"
-    )
-    _, hidden = module.hidden(pages, packed(tokens), partial(dense, scale=c.attn_scale))
-    return module.logits(hidden).T.reshape(b, s, -1)
-
-
-def loss(module: Decoder, tokens: jax.Array) -> jax.Array:
-    """Mean over windows [B, S + 1] of -log p(next token)."""
-    found = logits(module, tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(found, tokens[:, 1:]).mean()
-
-
+SEEDS = 2**32  # number of seeds, as in an engine
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
 class State(NamedTuple):
     params: nnx.State
-    optimiser: Any  # optax's state; it counts the steps as well
+    optimiser: Any  # optax's state, which also counts the steps
 
 
 class Trainer(NamedTuple):
@@ -232,7 +68,7 @@ class Trainer(NamedTuple):
 
 
 def optimiser(setup: Setup) -> Any:
-    """AdamW, over a tenth of the steps up to the highest rate and down again along a cosine; gradients are clipped."""
+    """AdamW with clipped gradients. The rate rises over a tenth of the steps, then falls along a cosine."""
     warm_up = max(1, setup.steps // 10)
     rates = optax.warmup_cosine_decay_schedule(0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 10)
     matrices = partial(jax.tree.map, lambda x: x.ndim > 1)  # norms do not decay
@@ -240,7 +76,7 @@ def optimiser(setup: Setup) -> Any:
 
 
 def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
-    """Compiles, so that no step is slower than another."""
+    """The initial state and the compiled functions of a run."""
     graphdef, params, rest = nnx.split(initial(config, setup.seed), nnx.Param, ...)
     method = optimiser(setup)
 
@@ -260,21 +96,14 @@ def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
     return Trainer(state, compiled, lambda params: float(np.mean([measure(params, part) for part in parts])))
 
 
-def held_out_batches(tokens: np.ndarray, setup: Setup) -> list[np.ndarray]:
-    """Windows one after the other, [batch, context + 1] at a time; what fills no batch is left out."""
-    size = setup.batch * setup.context
-    starts = range(0, len(tokens) - size, size)
-    return [tokens[i + np.arange(size).reshape(setup.batch, -1)[:, :1] + np.arange(setup.context + 1)] for i in starts]
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def begin(out: Path, setup: Setup, data: Data) -> None:
-    """Make the run's folder, or see that the one which is there is of the same run.
+    """Create the run's folder, or check that an existing one belongs to the same run.
 
     Raises:
-        ValueError: it is of another run (all differences), or of something else.
+        ValueError: the folder belongs to another run (the message has all differences), or is no run's folder.
     """
     digest = hashlib.sha256(data.train.tobytes() + data.held_out.tobytes()).hexdigest()
     wanted = {**dataclasses.asdict(setup), "text": digest[:16]}
@@ -292,13 +121,13 @@ def begin(out: Path, setup: Setup, data: Data) -> None:
     different = [f"{key} is {ours}, there {theirs}" for key, (ours, theirs) in both.items() if ours != theirs]
     if different:
         raise ValueError(
-            f"{out} holds another run: {'; '.join(different)}. Ask for what is there (the text is that of the Python "
+            f"{out} holds another run: {'; '.join(different)}. Use its options (the text depends on the Python "
             "version), give another --out, or remove it"
         )
 
 
 def opened(out: Path) -> ocp.CheckpointManager:
-    """A checkpoint is there when it is complete; the last two are kept."""
+    """The checkpoints of a run. They are written atomically; the last two are kept."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     return ocp.CheckpointManager(out.absolute() / "checkpoints", options=options)
 
@@ -309,7 +138,7 @@ def save(manager: ocp.CheckpointManager, step: int, state: State, losses: Sequen
 
 
 def restore(manager: ocp.CheckpointManager, like: State) -> tuple[int, State, list[Loss]]:
-    """The last checkpoint -> (steps done, state, losses); a run that has none begins."""
+    """The last checkpoint -> (steps done, state, losses); without one, (0, `like`, [])."""
     step = manager.latest_step()
     if step is None:
         return 0, like, []
@@ -320,7 +149,7 @@ def restore(manager: ocp.CheckpointManager, like: State) -> tuple[int, State, li
 
 
 def write_model(folder: Path, setup: Setup, tokenizer: Tokenizer, params: nnx.State) -> None:
-    """What LLM(model=folder) opens, complete or not at all."""
+    """Write a folder for LLM(model=folder), atomically."""
     with complete_folder(folder.absolute()) as part:
         (part / "config.json").write_text(json.dumps(hf_config(setup), indent=1) + "\n", encoding="utf-8")
         names = json.dumps({"eos_token": END}) + "\n"
@@ -335,10 +164,10 @@ def write_model(folder: Path, setup: Setup, tokenizer: Tokenizer, params: nnx.St
 
 @compilations.disk_cache()  # for the process that continues after a kill
 def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = print) -> list[Loss]:
-    """Train, or go on with what `out` has, up to its model's folder -> the losses of every `every` steps.
+    """Train, or resume the run in `out`, and write its model's folder -> the losses of every `every` steps.
 
     Raises:
-        ValueError: `out` is of another run, or of something else.
+        ValueError: `out` belongs to another run, or is no run's folder.
     """
     data = prepare(setup.vocab)
     begin(out, setup, data)
@@ -370,7 +199,7 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
 
 
 def serving() -> dict[str, Any]:
-    """An engine that is there at once: one program, and few blocks."""
+    """Options of an engine that starts fast: one program and few blocks."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 64}
     return {**sizes, "dtype": "float32", "progress": False}
 
@@ -384,7 +213,7 @@ def about(setup: Setup, data: Data, params: nnx.State) -> str:
 
 
 def updated(llm: LLM, params: nnx.State) -> tuple[str, int]:
-    """What the running engine says with these parameters, and how many programs it compiled for that: none."""
+    """A sample of the running engine with these parameters, and the number of new compilations (0)."""
     before = compilations.counts()
     llm.update_params(params)
     return sample(llm), (compilations.counts() - before).compilations
@@ -399,14 +228,14 @@ def sample(llm: LLM) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run; if it is there, the run goes on")
-    parser.add_argument("--steps", type=int, default=Setup.steps, help="of training (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
+    parser.add_argument("--steps", type=int, default=Setup.steps, help="training steps (default: %(default)s)")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=Setup.seed, help="of weights and data (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=Setup.seed, help="seed of weights and data (default: %(default)s)")
     args = parser.parse_args(argv)
     for name in ("steps", "every"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1: leave it out for a good value")
+            parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1; leave it out for the default")
     if not 0 <= args.seed < SEEDS:
         parser.error(f"--seed is {args.seed}; it must be in [0, 2**32): choose another")
     try:
@@ -415,7 +244,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("\nstopped; the same command resumes from the last checkpoint", file=sys.stderr)
         return 130
     return 0
 

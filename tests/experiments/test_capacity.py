@@ -36,7 +36,7 @@ MD1 = {  # one request of one step at a time, Poisson arrivals: an M/D/1 queue
 
 
 def searched(met: Callable[[float], bool], bounds: Bounds, alone: float = 0.0) -> list[Probe]:
-    """The probes of a search whose requests meet no other at rates up to `alone`."""
+    """The probes of a search; up to the rate `alone`, no two requests overlap."""
     probes: list[Probe] = []
     while (rate := next_rate(probes, bounds)) is not None:
         probes.append(Probe(rate, met(rate), rate <= alone, {}))

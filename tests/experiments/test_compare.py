@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from experiments import compare, run
-from experiments.compare import of_requests, of_runs
+from experiments.analysis import ratios
+from experiments.analysis.ratios import of_requests, of_runs
 from experiments.core import store
 from experiments.core.metrics import BranchRecord, RequestRecord
 from pagedjax.load_client.summary import spread
@@ -25,14 +26,14 @@ def requests(first: Any, gap: float = 0.05) -> list[RequestRecord]:
 
 
 def waited(queue: Any, tokens: int) -> list[RequestRecord]:
-    """A request of so many tokens for each time in the queue."""
+    """One request for each time in the queue."""
     times = tuple(1.0 + 0.1 * i for i in range(tokens))
     branch = BranchRecord("r", times, (1,) * tokens, 0, "length")
     return [RequestRecord("r", 0.0, 5, tokens, wait, (branch,)) for wait in queue]
 
 
 def put(sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = None, **more: Any) -> None:
-    """A run whose throughput is `rate`; its requests only if `more` says when their first tokens came."""
+    """A run with throughput `rate`; with requests if `more` has the times of their first tokens."""
     swept, lived = swept or {}, more.pop("lived", None) or requests(more.pop("first", ()))
     env = more.pop("env", {})
     label = ", ".join(f"{key}={value}" for key, value in swept.items()) or "one point"
@@ -51,7 +52,7 @@ def put(sweep: Path, repeat: int, rate: float, swept: dict[str, Any] | None = No
     store.write_run(store.run_folder(sweep, point, repeat), files)
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: Any, status: int = 0) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: Any, status: int = 0) -> str:
     assert compare.main([str(argument) for argument in arguments]) == status
     printed = capsys.readouterr()
     return printed.out if status == 0 else printed.err
@@ -67,7 +68,7 @@ def test_sweeps_are_compared_point_by_point(tmp_path: Path, capsys: pytest.Captu
     put(tmp_path / "a", 0, 5.0, {"engine.block_size": 32})
     file = tmp_path / "found.json"
     command = (tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "preemptions", "--json", file)
-    text = told(capsys, *command)
+    text = output_of(capsys, *command)
     assert "engine.block_size=8 (5 pairs of repeats)" in text
     assert "only in A: engine.block_size=32" in text
     assert "of 2 intervals at 0.95, 0.1 exclude 1 by chance alone" in text
@@ -89,12 +90,12 @@ def test_false_positive_rate_of_repeats(repeats: int, paired: bool) -> None:
     for _ in range(400):
         a, b = draw.lognormal(4, 0.05, (2, repeats))
         called += of_runs(a.tolist(), b.tolist(), paired=paired, confidence=0.95).verdict.endswith("real")
-    assert called / 400 < 0.08  # 0.05 and what 400 draws miss it by
+    assert called / 400 < 0.08  # 0.05 plus the error of 400 draws
 
 
 @pytest.mark.parametrize(("count", "percentile"), [(10, 50), (100, 90), (200, 99)])
 def test_false_positive_rate_of_request_bootstrap(count: int, percentile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "RESAMPLES", 200)
+    monkeypatch.setattr(ratios, "RESAMPLES", 200)
     draw = np.random.default_rng(count)
     called = 0
     for _ in range(60):
@@ -118,13 +119,13 @@ def test_single_runs_give_intervals_over_requests_only(tmp_path: Path, capsys: p
     put(tmp_path / "a", 0, 100.0, first=first.tolist())
     put(tmp_path / "b", 3, 90.0, first=(1.3 * first * draw.lognormal(0, 0.02, 60)).tolist())  # no repeat is its pair
     metrics = ("--metric", "output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "preemptions")
-    text = told(capsys, tmp_path / "a", tmp_path / "b", *metrics).splitlines()
+    text = output_of(capsys, tmp_path / "a", tmp_path / "b", *metrics).splitlines()
     assert text[0] == "one point (one run each of the same requests)"
     assert text[2].endswith("one run each: the noise between runs is not known (B is 0.90 times A)")
     assert "real, of these 60 requests; one run each: the noise between runs is not known" in text[3]
     assert text[4].endswith("60 requests are too few for p99, which needs 200")
     put(tmp_path / "b", 3, 90.0, first=first.tolist(), workload={**WORKLOAD, "last_arrival_s": 2.0})
-    text = told(capsys, tmp_path / "a", tmp_path / "b", *metrics)
+    text = output_of(capsys, tmp_path / "a", tmp_path / "b", *metrics)
     assert "(the workloads of repeat 0 differ in last_arrival_s)" in text
     assert "of these" not in text
 
@@ -147,7 +148,7 @@ def test_different_requests_with_equal_totals_are_not_paired(
         lived = requests([0.1] * 20)
         put(tmp_path / "a", repeat, 100.0, lived=lived)
         put(tmp_path / "b", repeat, 100.0, lived=[lived[0], lived[1]._replace(**change), *lived[2:]])
-    text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50")
+    text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50")
     assert f"the workloads of repeat 0 differ in {said})" in text
     assert "of these" not in text
 
@@ -156,7 +157,7 @@ def test_runs_without_requests_file_are_not_paired(tmp_path: Path, capsys: pytes
     for name in ("a", "b"):
         put(tmp_path / name, 0, 100.0, first=[0.1] * 20)
     next((tmp_path / "b").glob("*/0/requests.jsonl")).unlink()
-    text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50")
+    text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "ttft_s.p50")
     assert "whether repeat 0 had the same requests is not known: there is no" in text
     assert "of these" not in text
 
@@ -164,9 +165,9 @@ def test_runs_without_requests_file_are_not_paired(tmp_path: Path, capsys: pytes
 def test_differences_of_device_and_code_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path / "a", 0, 100.0, device="cpu", commit="abc", env={"versions": {"jax": "0.7.0"}})
     put(tmp_path / "b", 0, 100.0, device="cpu", commit="def", env={"versions": {"jax": "0.7.1"}})
-    lines = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s").splitlines()
+    lines = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s").splitlines()
     assert lines[-2:] == ["commit differs: A abc, B def", "jax differs: A 0.7.0, B 0.7.1"]
-    assert "differs" not in told(capsys, tmp_path / "a", tmp_path / "a", "--metric", "output_tokens_per_s")
+    assert "differs" not in output_of(capsys, tmp_path / "a", tmp_path / "a", "--metric", "output_tokens_per_s")
 
 
 @pytest.mark.parametrize(
@@ -194,14 +195,14 @@ def test_metric_without_interval_does_not_affect_others(tmp_path: Path, capsys: 
         summary = json.loads(file.read_text())
         summary["metrics"]["queue_s"] = spread(request.queue for request in lived)
         file.write_text(json.dumps(summary))
-    text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "queue_s.p90", "ttft_s.p50")
+    text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "queue_s.p90", "ttft_s.p50")
     assert "no interval can be computed" in text
     assert "of these 40 requests" in text
 
 
 def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(name: str) -> str:
-        return told(capsys, tmp_path / "a", tmp_path / name, "--metric", "output_tokens_per_s").splitlines()[0]
+        return output_of(capsys, tmp_path / "a", tmp_path / name, "--metric", "output_tokens_per_s").splitlines()[0]
 
     for repeat in range(3):
         put(tmp_path / "a", repeat, 100.0 + repeat)
@@ -213,14 +214,14 @@ def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said("b").endswith("(repeats are not paired: A has repeats 0, 1, 2, B 1, 2, 3)")
     assert said("c").endswith("(repeats are not paired: the workloads of repeat 1 differ in requests)")
     assert said("d").endswith("(repeats are not paired: B has a repeat twice)")
-    text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s")
+    text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s")
     assert "B is 1.20 times A (1.17 to 1.22): real" in text  # Welch's, all the same
     assert f"1 of 4 runs of {tmp_path / 'b'} failed and are left out" in text
     one, *_ = sorted((tmp_path / "a").glob("*/0"))
-    assert "A has one run: the noise between runs is not known" in told(
+    assert "A has one run: the noise between runs is not known" in output_of(
         capsys, one, tmp_path / "b", "--metric", "output_tokens_per_s"
     )
-    several = told(capsys, f"{tmp_path}/a/*/[01]", tmp_path / "c", "--metric", "output_tokens_per_s")
+    several = output_of(capsys, f"{tmp_path}/a/*/[01]", tmp_path / "c", "--metric", "output_tokens_per_s")
     assert "A has repeats 0, 1, B 0, 1, 2" in several
 
 
@@ -249,11 +250,11 @@ def test_compare_reads_measured_sweeps(
         more = ("--out", str(tmp_path / name), "--set", f"simulate.bandwidth_share={share}", "--quiet")
         assert run.main([str(tmp_path / "unit.yaml"), *more]) == 0
     capsys.readouterr()
-    text = told(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "itl_s.p50", "steps")
+    text = output_of(capsys, tmp_path / "a", tmp_path / "b", "--metric", "output_tokens_per_s", "itl_s.p50", "steps")
     assert text.count("(3 pairs of repeats)") == 2
     assert text.count(": real") == 4
     assert text.count("the same in every run") == 2  # steps
-    once = told(capsys, f"{tmp_path}/a/unit/*/0", f"{tmp_path}/b/unit/*/0", "--metric", "itl_s.p50")
+    once = output_of(capsys, f"{tmp_path}/a/unit/*/0", f"{tmp_path}/b/unit/*/0", "--metric", "itl_s.p50")
     assert once.count("real, of these 10 requests") == 2
 
 
@@ -287,13 +288,13 @@ def test_incomparable_folders_are_errors(tmp_path: Path, capsys: pytest.CaptureF
         ((sizes, sizes, "--metric", "tokens_sha256"), "--metric is 'tokens_sha256'; it must be one of"),
         ((sizes, sizes, "--confidence", "95"), "--confidence is 95.0; it must be above 0 and below 1"),
     ):
-        assert message in told(capsys, *arguments, status=2)
+        assert message in output_of(capsys, *arguments, status=2)
 
 
 def test_two_points_of_one_sweep_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for size, rate in ((8, 10.0), (16, 20.0)):
         for repeat in range(3):
             put(tmp_path, repeat, rate * (1 + 0.01 * repeat), {"seed": size}, point=f"point{size}")
-    text = told(capsys, tmp_path / "point8", tmp_path / "point16", "--metric", "output_tokens_per_s")
+    text = output_of(capsys, tmp_path / "point8", tmp_path / "point16", "--metric", "output_tokens_per_s")
     assert text.startswith("seed=8 (A) against seed=16 (B) (3 pairs of repeats)")
     assert "B is 2.00 times A in every repeat" in text

@@ -94,7 +94,7 @@ def test_sentences_match_numbers() -> None:
     assert f"Fastest is {best} with 281 output tokens/s (280 to 282 over 3 repeats): 2.78 times the slowest" in text
     assert f"the slowest, {worst} (101)" in text
     assert "Repeats of one point differ by up to 2.0%; no other point reaches into the range of the fastest." in text
-    assert "block_size changes throughput by a factor of 1.02 to 1.40, most at max_num_batched_tokens=256" in text
+    assert "block_size alone changes throughput by a factor of 1.02 to 1.40, most at max_num_batched_tokens=256" in text
     assert "the median gap between tokens at block_size=8, max_num_batched_tokens=256 (40 ms)" in text
     assert "All 18 runs generated exactly the same tokens." in text
 
@@ -112,7 +112,7 @@ def test_sentences_state_missing_repeats_and_failures() -> None:
         sweep_points.reading(near, rows, sweep_points.choose_axes(rows))
     )
     broken = [run(0, 0, {}, 1.0, failed="x", metrics=None)]
-    assert sweep_points.reading(broken, [], Axes(None, ())) == ["All 1 runs failed; there is nothing to read."]
+    assert sweep_points.reading(broken, [], Axes(None, ())) == ["All 1 runs failed; there is no result."]
     mixed = [*once, *broken]
     assert "1 of 3 runs failed and are left out." in sweep_points.reading(
         mixed, sweep_points.points(mixed), Axes(None, ())
@@ -137,7 +137,7 @@ def test_pareto_plots_need_three_points() -> None:
     assert 'aria-label="Output throughput against Inter-token latency, p99"' in svg
     assert svg.count("<title>") == 6
     best = rows[-1]  # the largest budget and the largest blocks are the fastest, and the slowest in latency
-    assert svg.count(best.label) == 2  # in its tooltip, and beside it because nothing dominates it
+    assert svg.count(best.label) == 2  # in its tooltip, and as a label because no point dominates it
     assert svg.count("block_size=8, max_num_batched_tokens=64") == 1  # another is faster and no slower: no name
     assert plots.pareto_plot(rows[:2], axes, sweep_points.ITL_P99) is None
     wide = [run(i, 0, {"seed": i}, 50.0 + i, gap=0.01 * 4**i) for i in range(4)]
@@ -198,7 +198,7 @@ def test_pages_without_axes_or_results(tmp_path: Path) -> None:
     assert "No numeric key is swept, so the points are side by side." in report.page(ABOUT, by_name, [{}] * 4)
     assert "dtype=bfloat16" in report.page(ABOUT, by_name, [{}] * 4)
     assert report.page(ABOUT, [run(0, 0, {}, 90.0)], [{}]).count("<svg") == 1
-    assert "there is nothing to read" in report.page(ABOUT, [run(0, 0, {}, 1.0, failed="x", metrics=None)], [{}])
+    assert "there is no result" in report.page(ABOUT, [run(0, 0, {}, 1.0, failed="x", metrics=None)], [{}])
     with pytest.raises(ValueError, match="contains no runs"):
         report.write(tmp_path)
 

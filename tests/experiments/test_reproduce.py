@@ -9,7 +9,7 @@ import pytest
 
 from experiments import reproduce
 from experiments.studies import draw
-from experiments.studies.findings import Claim, Findings, Interval, exactly, markdown, told
+from experiments.studies.findings import Claim, Findings, Interval, exactly, markdown, rounded
 
 SIMULATED = ("001", "002", "003", "004", "006", "007", "009", "011")
 
@@ -38,7 +38,7 @@ def test_a_number_agrees_within_a_published_range():
     ("value", "text"), [(0.0, "0"), (1234.5, "1,230"), (0.123456, "0.123"), (0.00001234, "1.2e-05"), (7.0, "7")]
 )
 def test_numbers_have_three_digits(value, text):
-    assert told(value) == text
+    assert rounded(value) == text
 
 
 def test_tables_have_their_numbers_at_the_right():
@@ -56,7 +56,7 @@ def test_figures_are_reproducible_svg():
 
 @pytest.fixture
 def answers(tmp_path, monkeypatch):
-    """A study whose kept files are in tmp_path/studies/042_answers, and what it finds."""
+    """A study with kept files in tmp_path/studies/042_answers, and its findings."""
     monkeypatch.setattr(reproduce, "STUDIES", tmp_path / "studies")
     monkeypatch.setattr(reproduce, "ROOT", tmp_path)
     (tmp_path / "studies/042_answers").mkdir(parents=True)
@@ -106,9 +106,9 @@ def test_unwritable_out_folder_fails_before_anything_runs(tmp_path, answers, mon
     monkeypatch.setattr(reproduce, "run", lambda *_: pytest.fail("it ran"))
     (tmp_path / "file").touch()
     for out, message in (
-        (tmp_path / "file", "which cannot be made"),
-        (tmp_path / "file/inside", "which cannot be made"),
-        (tmp_path, "where the kept results are; give another folder"),
+        (tmp_path / "file", "which cannot be created"),
+        (tmp_path / "file/inside", "which cannot be created"),
+        (tmp_path, "the folder of the kept results; give another folder"),
     ):
         assert reproduce.main(["042", "--out", str(out)]) == 2
         assert message in capsys.readouterr().err
@@ -151,14 +151,14 @@ def test_trace_study_reads_given_folder(tmp_path):
 def test_trace_study_without_traces_keeps_its_findings(capsys, tmp_path):
     kept = (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes()
     assert reproduce.main(["012", "--out", str(tmp_path / "out")]) == 0
-    assert "012_recorded_load: keeps what it found last; it takes --traces FOLDER" in capsys.readouterr().err
+    assert "012_recorded_load: keeps its last findings; it needs --traces FOLDER" in capsys.readouterr().err
     assert (reproduce.STUDIES / "012_recorded_load" / reproduce.FINDINGS).read_bytes() == kept
     assert reproduce.main(["012", "--traces", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "there is no *conv*.csv in the folder of --traces" in capsys.readouterr().err
 
 
 def test_kept_findings_are_full_runs_and_in_reproduction_table():
-    """What is committed was not shortened, and REPRODUCTION.md holds what the studies' own files do."""
+    """Committed findings are of full runs, and REPRODUCTION.md agrees with the studies' files."""
     found = [json.loads((reproduce.STUDIES / name / reproduce.FINDINGS).read_text()) for name in reproduce.names()]
     assert not [one["name"] for one in found if one["quick"]]
     assert (reproduce.STUDIES.parents[1] / "REPRODUCTION.md").read_text() == reproduce.reproduction(found)
@@ -167,7 +167,7 @@ def test_kept_findings_are_full_runs_and_in_reproduction_table():
 
 
 def test_memory_shares_match_paper(tmp_path):
-    """The study that needs no time model, with few requests: nothing but the scheduler decides it."""
+    """With few requests; the result depends on the scheduler only."""
     (name,) = reproduce.chosen(["003"])
     found = reproduce.run(name, quick=True)
     shares = {c["what"]: c for c in found["claims"]}

@@ -88,7 +88,7 @@ def test_sweep_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixt
     steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert sum(step["sampled"] for step in steps) == frame["output_tokens"].iloc[0]
 
-    # The saved config is a config: it describes the very workload, with an engine that has nothing left to choose.
+    # The saved config can be loaded: the same workload, and an engine without open choices.
     (again,) = config.load(folder / "config.yaml")
     assert again.experiment.workload == config.load(path)[0].experiment.workload
     assert again.experiment.engine.num_blocks == 64
@@ -257,7 +257,7 @@ def test_parallel_runs_equal_single_process_runs(
 
     def write(folder: Path, texts: dict[str, str]) -> None:
         if len(written) == 6:
-            raise KeyboardInterrupt  # what SIGINT does to the main thread, which need not be the one of this test
+            raise KeyboardInterrupt  # as SIGINT does in the main thread; this test may run in another thread
         written.append(folder)
         write_run(folder, texts)
 
@@ -269,7 +269,7 @@ def test_parallel_runs_equal_single_process_runs(
     assert [name for name, text in together.items() if alone[name] != text] == ["side-by-side/runs.jsonl"]
     assert len(experiments.load_runs(tmp_path / "two")) == 6
     assert "stopped; the same command resumes the sweep" in capsys.readouterr().err
-    assert measured("two") == 1  # by this process alone: the failed ones again, and what is missing
+    assert measured("two") == 1  # in this process: failed and missing runs
     assert files("two") == alone
     assert len([name for name in files("two") if name.endswith("error.txt")]) == 4
     assert not [entry for entry in (tmp_path / "two").rglob(".writing-*")]
@@ -305,7 +305,7 @@ def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
     assert "NOTE" not in capsys.readouterr().err
 
     monkeypatch.setattr(what, lambda *_: "other")  # edited, and not committed; or another JAX
-    assert simulated() == 0  # nothing is missing: nothing is measured, and it is said
+    assert simulated() == 0  # nothing is missing, so nothing is measured; a note is printed
     said = capsys.readouterr().err
     assert "NOTE: 4 finished runs were made by other code than this: " in said
     assert all(folder in said for folder in first)

@@ -1,11 +1,11 @@
-"""The conversation between experiments/bench/peers.py and an adapter: one JSON object a line.
+"""The protocol between experiments/bench/peers.py and an adapter: one JSON object a line.
 
     to the adapter    {"model": folder, "options": {...}}          once
     from it           {"ready": seconds, "version": "1.2.3"}
     to the adapter    {"requests": [[token ids, count], ...]}      any number of times, until its input ends
     from it           {"tokens": [[...], ...], "seconds": ...}     greedy, exactly `count` of each, EOS ignored
 
-What goes wrong comes back as {"error": text}. An engine may print what it likes: its output goes to stderr.
+Errors are returned as {"error": text}. Output that an engine prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Generate = Callable[[list[Request]], list[list[int]]]
 def serve(load: Callable[[str, dict[str, Any]], tuple[Generate, str]]) -> None:
     """Answer until standard input ends. `load(model folder, options)` gives (generate, the engine's version)."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else is printed
+    os.dup2(2, 1)  # all other output goes to stderr
 
     def answer(**fields: Any) -> None:
         answers.write(json.dumps(fields) + "\n")

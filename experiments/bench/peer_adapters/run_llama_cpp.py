@@ -1,7 +1,7 @@
-"""Adapter: a llama.cpp server. Options: `server` (the program), `gguf` (the model as it reads it), `slots` (16),
+"""Adapter: a llama.cpp server. Options: `server` (the program), `gguf` (the model file), `slots` (16),
 `context` (tokens of a slot, 512), `threads` (all cores).
 
-llama.cpp makes the file: `llama-quantize --allow-requantize in.gguf out.gguf F32` from the embedded model's GGUF, or
+llama.cpp creates the file: `llama-quantize --allow-requantize in.gguf out.gguf F32` from the embedded model's GGUF, or
 convert_hf_to_gguf.py from a Hugging Face folder (`--outtype f32`).
 """
 

@@ -52,7 +52,7 @@ def run(folder: Path, quick: bool) -> Findings:
     answer = [
         f"With Alpaca's short requests, blocks of 256 make {alpaca[256] / alpaca[16]:.2f} times the throughput of "
         f"blocks of 16; with ShareGPT's longer ones {sharegpt[256] / sharegpt[16]:.2f} times.",
-        "Nothing but the empty slots of last blocks does that: they take the places of requests that wait.",
+        "The cause is the empty slots of last blocks: they use memory that waiting requests need.",
     ]
     head = ("lengths like", "block", "full slots, %", "output tokens/s", "first token, p50, s")
     figures = {

@@ -1,4 +1,4 @@
-"""002: the token budget and what a step is made of, after Sarathi-Serve (Agrawal et al. 2024)."""
+"""002: the token budget and the composition of steps, after Sarathi-Serve (Agrawal et al. 2024)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ QUESTION = "What do the token budget and the way a step is composed do to first 
 NAMES = ("whole prompts beside decodes", "chunks and decodes by turns", "chunks beside decodes", "whole prompts first")
 TTFT, GAP = "ttft_s.p50", "itl_s.p99"
 ABLATION = "Sarathi-Serve, table 4"
-# Median time to first token and 99th percentile between tokens, in seconds, of the first three.
+# (TTFT p50, ITL p99) in seconds, of the first three NAMES
 PUBLISHED = ((0.53, 0.68), (1.04, 0.17), (0.76, 0.14))
 LOAD = (
-    "in a roofline chunks cost next to nothing, where kernels lose up to a quarter; whole prompts that wait are "
-    "computed together here, so that each waits for all; and the rate of that experiment is not printed"
+    "in a roofline, chunks cost almost nothing, but kernels lose up to a quarter; here waiting prompts are computed "
+    "together, so each waits for all; the paper does not print the rate of that experiment"
 )
-STALL = "it grows with the prompt that joins, and which one the paper means is not known to us"
+STALL = "it grows with the length of the joining prompt, which the paper does not state"
 TILES = (
-    "a product of 257 tokens has half as many tiles again as one of 256; on the GPU other tiles of the same wave hide "
-    "a part of that"
+    "a product of 257 tokens has 1.5 times the tiles of one of 256; on a GPU, other tiles of the same wave hide a part "
+    "of this"
 )
 BUDGETS = (128, 256, 512, 1024, 2048, 4096)
 
 
 def chunked_prefill(step: Roofline, prompt: int, chunk: int) -> float:
-    """Seconds to compute a prompt alone, by so many tokens a step."""
+    """Seconds to compute a prompt alone in chunks of `chunk` tokens."""
     total = 0.0
     for start in range(0, prompt, chunk):
         end = min(start + chunk, prompt)
@@ -83,10 +83,9 @@ def run(folder: Path, quick: bool) -> Findings:
         curve["between tokens, p99"].append((budget, over(summaries, GAP).middle))
     hybrid, both = rows[0], rows[2]
     answer = [
-        f"Whole prompts beside decodes give the first token after {hybrid[1]:.2f} s and let one gap in a hundred last "
+        f"Whole prompts beside decodes give the first token after {hybrid[1]:.2f} s and a 99th percentile of gaps of "
         f"{hybrid[2]:.2f} s; chunks of 1,024 beside decodes {both[1]:.2f} and {both[2]:.2f} s.",
-        "The budget is the dial between the two: it bounds a step, and with it the gap, and it is what a prompt is "
-        "computed by.",
+        "The budget decides between the two: it limits a step and so the gap, and it is the size of a prompt's chunks.",
     ]
     figure = draw.curves({"Yi-34B, two A100": curve}, "tokens a step", "seconds", log_x=2, log_y=10)
     head = ("a step has", "first token, p50, s", "between tokens, p99, s", "longest gap, s")

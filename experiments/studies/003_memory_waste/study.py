@@ -1,4 +1,4 @@
-"""003: what contiguous reservations waste, after Fig. 2 and 13 of the PagedAttention paper (Kwon et al. 2023)."""
+"""003: memory that contiguous reservations waste, after Fig. 2 and 13 of PagedAttention (Kwon et al. 2023)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagedjax.host.types import StepResult
 QUESTION = "How much of the KV cache holds tokens, and how many requests run together, reserved or paged?"
 PAPER = "PagedAttention, Fig. 2"
 PARTS = ("tokens", "reserved", "internal", "external")
-# Per cent of the cache: token states, slots that requests fill later, slots that they never fill, slots of nobody.
+# Per cent of the cache: token states, slots that requests fill later, slots that they never fill, free pieces.
 SHARES = {
     "max": (20.4, 13.3, 57.3, 8.9),
     "pow2": (26.8, 17.9, 13.6, 41.6),
@@ -26,22 +26,22 @@ BATCHED = {  # Fig. 13: requests that run together
     "Alpaca": {"max": 7.00, "pow2": 43.24, "oracle": 72.75, "none": 132.44},
 }
 NAMES = {"max": "Orca (Max)", "pow2": "Orca (Pow2)", "oracle": "Orca (Oracle)", "none": "paged"}
-RATE = "the paper's requests came at a rate that the paged engine could serve, so its places were not all wanted"
+RATE = "the paper's requests arrived at a rate that the paged engine could serve, so not all of its capacity was needed"
 
 
 def shares(results: Sequence[StepResult], limits: SchedulerConfig) -> dict[str, float]:
-    """Per cent of all slots, over the steps in which somebody waits, when each has computed its tokens."""
+    """Per cent of all slots after each step, mean over the steps with waiting requests."""
     total = dict.fromkeys(PARTS, 0.0)
     for plan in [result.plan for result in results if result.plan.num_waiting]:
         slots = plan.num_blocks * limits.block_size
-        held = wanted = reserved = 0
+        filled = wanted = reserved = 0
         for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
             room = len(seq.blocks) * limits.block_size
             asked = room if limits.reservation == "none" else reservation.tokens(limits, seq)
-            held += start + count
+            filled += start + count
             wanted += min(seq.limit, room)
             reserved += max(asked, min(seq.limit, room))
-        parts = held, wanted - held, reserved - wanted, slots - reserved
+        parts = filled, wanted - filled, reserved - wanted, slots - reserved
         for name, part in zip(PARTS, parts, strict=True):
             total[name] += 100 * part / slots
     steps = sum(bool(result.plan.num_waiting) for result in results)
@@ -49,7 +49,7 @@ def shares(results: Sequence[StepResult], limits: SchedulerConfig) -> dict[str, 
 
 
 def together(results: Sequence[StepResult]) -> float:
-    """Sequences in a step, on average, while somebody waits."""
+    """Mean number of sequences in a step with waiting requests."""
     sizes = [len(result.plan.seqs) for result in results if result.plan.num_waiting]
     return sum(sizes) / len(sizes)
 
@@ -79,10 +79,10 @@ def run(folder: Path, quick: bool) -> Findings:
             claims.append(Claim("PagedAttention, Fig. 13", what, published, places, 1.25, "", why))
     paged, most = bars["ShareGPT"]["paged"]["tokens"], bars["ShareGPT"]["Orca (Max)"]["tokens"]
     answer = [
-        f"Of the cache {paged:.0f} % holds tokens when it is paged and {most:.0f} % when each request reserves the "
-        "longest there could be.",
-        "What is lost to reservations goes three ways: slots a request fills only later, slots it never fills, and "
-        "pieces of free memory that no power of two fits into.",
+        f"Of the cache {paged:.0f} % holds tokens when it is paged and {most:.0f} % when each request reserves its "
+        "longest possible length.",
+        "Reservations lose three kinds of slots: those that a request fills later, those that it never fills, and free "
+        "pieces into which no power of two fits.",
     ]
     table = markdown(("lengths like", "cache", *(f"{part}, %" for part in PARTS), "requests together"), rows)
     return Findings(claims, answer, {"memory.svg": draw.stacks(bars, "% of the cache's slots")}, [table])

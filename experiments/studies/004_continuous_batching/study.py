@@ -9,7 +9,7 @@ from experiments.studies import draw, load
 from experiments.studies.findings import Claim, Findings
 
 QUESTION = "How much more load does an engine serve at the same latency when requests join and leave at any step?"
-TARGET = 2.0  # times the latency of a request that is alone; the paper says "the same level of latency"
+TARGET = 2.0  # times the latency of a single request; the paper says "the same level of latency"
 ALONE = 0.05  # requests a second
 RATES = (ALONE, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 11.0, 15.0, 20.0, 27.0, 36.0)
 WHOLE, STATIC, ORCA, PAGED = NAMES = (
@@ -21,7 +21,7 @@ WHOLE, STATIC, ORCA, PAGED = NAMES = (
 PAPER = "Orca, Fig. 10"
 WHY = (
     "it compares two engines, FasterTransformer and Orca, on pipelines of GPUs that static batches leave idle; here "
-    "everything but the batching is the same"
+    "only the batching differs"
 )
 
 
@@ -38,10 +38,10 @@ def run(folder: Path, quick: bool) -> Findings:
     claims = [Claim(PAPER, what, 36.9, gain, 1.5, "x", WHY)] if gain is not None else []
     lines = load.lines(found, rates) | {"target": [(rates[0], target), (rates[-1], target)]}
     answer = [
-        f"At twice the latency of a request that is alone ({1e3 * target:.0f} ms a token), batching by iterations "
+        f"At twice the latency of a single request ({1e3 * target:.0f} ms a token), batching by iterations "
         f"serves {load.multiple(gain)} the rate of static batches with the same reservations, and "
         f"{load.multiple(more)} with paging and chunks.",
-        f"Were each member of a static batch answered when it ends, and cost nothing from then on, it would be "
+        f"If each member of a static batch were answered at its end, without further cost, iterations would serve "
         f"{load.multiple(single)} their rate.",
         f"The published factor is 36.9: {WHY}.",
     ]

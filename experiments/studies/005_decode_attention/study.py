@@ -1,6 +1,6 @@
-"""005: a decode step without a cache, with a contiguous one and with a paged one, on the device that JAX has.
+"""005: a decode step without a cache, with a contiguous and with a paged cache, on JAX's device.
 
-No config: nothing is served; timed.py says how it is measured.
+No config, because nothing is served; timed.py measures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from experiments.simulation.cost import CHIPS, SHAPES, Chip, Roofline, Shape, Work, shape_of
 from experiments.studies import draw
-from experiments.studies.findings import Claim, Findings, exactly, markdown, span, told
+from experiments.studies.findings import Claim, Findings, exactly, markdown, rounded, span
 from pagedjax import load_model
 from pagedjax.engine import compilations
 from pagedjax.weights.locate import open_checkpoint
@@ -52,7 +52,7 @@ class Demand(NamedTuple):
 
     @property
     def intensity(self) -> float:
-        """Operations for every byte that is read."""
+        """Operations per byte read."""
         return self.operations / self.bytes
 
 
@@ -67,17 +67,17 @@ def again(batch: int, context: int) -> Work:
 
 
 def demand(shape: Shape, work: Work) -> Demand:
-    """What a roofline counts of a step (cost.Roofline)."""
+    """The operations and bytes of a step, as in cost.Roofline."""
     scores = 4 * shape.layers * shape.heads * shape.head_dim * work.pairs
     operations = shape.products(work.tokens, work.sampled) + scores
     return Demand(operations, shape.read_bytes(work.tokens) + shape.token_bytes * work.context)
 
 
-# --- what it amounts to -----------------------------------------------------------------------------------------------
+# --- claims and answers -----------------------------------------------------------------------------------------------
 
 
 def lecture() -> list[Claim]:
-    """gpt2-xl on an A100, by arithmetic: what a step asks for, over what the chip can do for every byte it reads."""
+    """gpt2-xl on an A100, calculated: operations per byte of a step over those of the chip."""
     shape, chip = SHAPES["gpt2-xl"], CHIPS["a100-80g"]
     ridge, whole = chip.rate / chip.bandwidth, shape.longest
     position = exactly(shape.token_bytes / 1e3)
@@ -92,19 +92,19 @@ def lecture() -> list[Claim]:
 
 
 def crossing(shape: Shape, chip: Chip) -> int:
-    """The context from which on a step without a cache, of one sequence, is bound by arithmetic."""
+    """The shortest context at which a step of one sequence without a cache is bound by arithmetic."""
     ridge = chip.rate / chip.bandwidth
     return next(n for n in range(1, shape.longest + 1) if demand(shape, again(1, n)).intensity > ridge)
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
-    """Milliseconds: the median, and from the shortest to the longest."""
+    """Milliseconds: the median and the range."""
     middle, low, high = (1e3 * f(seconds) for f in (statistics.median, min, max))
-    return f"{told(middle)} ({told(low, 2)} to {told(high, 2)})"
+    return f"{rounded(middle)} ({rounded(low, 2)} to {rounded(high, 2)})"
 
 
 def middles(times: Times, batch: int, name: str) -> list[tuple[float, float]]:
-    """(context, milliseconds) of one batch size, as far as it was measured."""
+    """(context, milliseconds) of one batch size, where measured."""
     return [(c, 1e3 * statistics.median(by[name])) for (b, c), by in times.items() if b == batch and name in by]
 
 
@@ -151,16 +151,16 @@ def kernel_claims(alone: Times, cells: Sequence[Cell], kernel: str, shape: Shape
         return 100 * statistics.fmean(kv) / chip.bandwidth
 
     whys = {
-        BEST: "the published pair are kernels of a GPU, each written for it, and ours are what JAX has on this device: "
-        "this contiguous one reads at {:.0f} % of the bandwidth, the paged one at {:.0f} %",
+        BEST: "the published pair are two GPU kernels, and ours are those of JAX on this device: "
+        "the contiguous one reads at {:.0f} % of the bandwidth, the paged one at {:.0f} %",
         ONE_BLOCK: "the published pair are two kernels of a GPU, and this is one: it reads at {:.0f} % of the "
-        "bandwidth where a block holds all of a sequence, and at {:.0f} % where a table has to be followed",
+        "bandwidth if one block has the whole sequence, and at {:.0f} % if it follows a block table",
     }
     claims = []
     for name, why in whys.items():
         if all(name in alone[cell] for cell in cells):
             what = f"{kernel}, over {name}: batches {spell(c[0] for c in cells)}, contexts {spell(c[1] for c in cells)}"
-            ours = span(slower(alone, cells, kernel, name))  # of one process: its repeats are not independent
+            ours = span(slower(alone, cells, kernel, name))  # repeats of one process are not independent
             claims.append(Claim(PAPER, what, (1.20, 1.26), ours, 1.1, "x", why.format(reached(name), reached(kernel))))
     return claims
 
@@ -172,7 +172,7 @@ def spell(numbers: Any) -> str:
 def packing_claim(shares: Sequence[float], steps: Times, grid: Grid) -> Claim:
     batch, context = grid.cells[-1]
     seconds = statistics.median(steps[grid.cells[-1]][CACHED])
-    what = f"block tables, with all else a step is told, of a decode step: batch of {batch}, context {context:,}"
+    what = f"block tables and all other inputs of a decode step: batch of {batch}, context {context:,}"
     why = (
         f"the published share is of a step on an A100, and this one takes {1e3 * seconds:.0f} ms; a row of a table is "
         "made when it grows, not in each step"
@@ -200,8 +200,8 @@ def answers(steps: Times, grid: Grid, shape: Shape, chip: Chip, kernels: Sequenc
         f"({chip.bandwidth / 1e9:,.1f} GB/s, {chip.rate / 1e9:,.0f} Gop/s). The one reaches {100 * rate:.0f} % of the "
         f"rate of plain products, the other reads at {100 * bandwidth:.0f} % of the bandwidth of reading weights.",
         f"Attention alone over blocks of {SIZES[0]} takes {' and '.join(ratios)}.",
-        f"gpt2-xl on an A100 is bound by arithmetic without a cache from {crossing(xl, a100)} tokens on; shorter, even "
-        "that waits for the weights.",
+        f"gpt2-xl on an A100 is bound by arithmetic without a cache from {crossing(xl, a100)} tokens on; below "
+        "that, by reading the weights.",
     ]
 
 

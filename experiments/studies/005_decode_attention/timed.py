@@ -1,7 +1,7 @@
-"""What study 005 times: attention alone, by itself and beside other ways to compute it, and whole steps of the engine.
+"""The timings of study 005: attention alone, in several implementations, and whole steps of the engine.
 
-Plans come from the scheduler and batches from `pack`, so steps and kernels are timed at contexts that nobody has to
-compute first; what keys and values hold is no matter to how long they take to read.
+Plans come from the scheduler and batches from `pack`, so contexts need not be computed first: the time of a step does
+not depend on the content of keys and values.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from pagedjax.params import SamplingParams
 from pallas_kernels.paged_attention import IMPLS
 
 SIZES = (16, 128)  # tokens a block
-TOGETHER = 10  # layers in a program of attention alone: what calling it costs is divided by them
-WIDE = 256  # columns of the products that tell the rate of arithmetic
+TOGETHER = 10  # layers in a program of attention alone, which share the cost of its call
+WIDE = 256  # columns of the products that measure the rate of arithmetic
 AGAIN, CACHED = "no cache", "paged cache"
 BEST, ONE_BLOCK = "contiguous, XLA", "contiguous, the paged kernel"
 
@@ -47,7 +47,7 @@ Times = Mapping[Cell, Mapping[str, Sequence[float]]]  # seconds, one a repeat
 
 
 class Grid(NamedTuple):
-    """What is measured. Without a cache a step has batch x context tokens: at most `most` are run, and `few` times."""
+    """The measurement. Without a cache a step has batch x context tokens: at most `most`, repeated `few` times."""
 
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
@@ -64,12 +64,12 @@ class Grid(NamedTuple):
 
 
 class Device:
-    """What this device can do, measured in turn with all that is compared with it, because machines drift."""
+    """The rates of this device, measured in turn with the steps, because machines drift."""
 
     def __init__(self, model: Model) -> None:
         matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
         columns = {n: jnp.ones((n, WIDE), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
-        # summed, as in `read_weights`: else the time would be that of fresh memory for all the results
+        # summed, as in `read_weights`; else allocating the results would dominate the time
         multiply = jax.jit(lambda ws, xs: [(w @ xs[w.shape[1]]).sum() for w in ws])
         self._read, self._multiply = floors.read_weights(model), partial(multiply, matrices, columns)
         self._bytes, self._numbers = sum(w.nbytes for w in matrices), sum(w.size for w in matrices)
@@ -84,8 +84,8 @@ class Device:
         self._seconds.append((read - began, time.perf_counter() - read))
 
     def chip(self) -> Chip:
-        """Bytes/s of reading all weights once, operations/s of products with them: the best since the last call, for
-        a roof is what can be reached."""
+        """Bytes/s of reading all weights once and operations/s of products with them: the best since the last call,
+        because a roofline is an upper bound."""
         read, products = (min(column) for column in zip(*self._seconds, strict=True))
         self._seconds.clear()
         return Chip(self._bytes / read, 2 * WIDE * self._numbers / products, 0.0, launch=0.0)
@@ -112,7 +112,7 @@ def tokens_minor(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.
 
 
 def heads_minor(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
-    """q [B, N, D] over k, v [B, C, K, D] -> [B, N, D], JAX's own."""
+    """q [B, N, D] over k, v [B, C, K, D] -> [B, N, D], JAX's implementation."""
     return jax.nn.dot_product_attention(q[:, None], k, v, scale=scale)[:, 0]
 
 
@@ -126,18 +126,18 @@ def served(model: Model, block_size: int) -> list[str]:
         try:
             found += [choose(name)] if name not in (found[0], "reference") else []
         except ValueError:
-            continue  # it says why it does not serve here
+            continue  # not supported on this device
     return found
 
 
 def contenders(model: Model, batch: int, context: int, longest: int) -> list[dict[str, Contender]]:
-    """By name; of those that stand together the fastest is measured. Block tables have room for `longest` tokens."""
+    """Groups by name; the fastest of a group is measured. Block tables have room for `longest` tokens."""
     c = model.config
     minor = Contender(partial(tokens_minor, scale=c.attn_scale), (batch, c.kv_heads, context, c.head_dim))
     major = Contender(partial(heads_minor, scale=c.attn_scale), (batch, context, c.kv_heads, c.head_dim))
     found = [{"einsum": minor, "dot_product_attention": major}]
     own, *others = served(model, SIZES[0])
-    if own in served(model, context):  # one block that holds all of a sequence: the same code, and no table to follow
+    if own in served(model, context):  # one block for the whole sequence: the same code without following a table
         found.append({ONE_BLOCK: paged(model, own, batch, context, context, context)})
     ways = [(own, size) for size in SIZES] + [(impl, SIZES[0]) for impl in others]
     return found + [{paged_name(impl, size): paged(model, impl, batch, context, size, longest)} for impl, size in ways]
@@ -148,7 +148,7 @@ def paged_name(impl: str, size: int) -> str:
 
 
 def paged(model: Model, impl: str, batch: int, context: int, size: int, longest: int) -> Contender:
-    """Every sequence with blocks of its own, in random order; block 0 is nobody's."""
+    """Sequences share no block; blocks are in random order; block 0 is the trash block."""
     c, width = model.config, -(-context // size)
     tables = np.zeros((batch, -(-longest // size)), np.int32)
     tables[:, :width] = np.random.default_rng(0).permutation(batch * width).reshape(batch, width) + 1
@@ -157,12 +157,12 @@ def paged(model: Model, impl: str, batch: int, context: int, size: int, longest:
 
 
 class Program(NamedTuple):
-    """Attention of some layers, one after the other, and keys and values for many such programs."""
+    """The attention of some layers in sequence, and keys and values for many such programs."""
 
     compiled: Callable[..., jax.Array]
     q: jax.Array
-    sets: list[list[jax.Array]]  # of each, keys and values by turns
-    scale: float  # seconds of all sets -> of all layers of the model
+    sets: list[list[jax.Array]]  # of each program, keys and values alternate
+    scale: float  # factor from seconds of all sets to seconds of all layers of the model
 
     def seconds(self) -> float:
         began = time.perf_counter()
@@ -171,8 +171,8 @@ class Program(NamedTuple):
 
 
 def program(model: Model, batch: int, contender: Contender) -> Program:
-    """Layers follow each other as in a model, each with keys and values of its own, so many that no cache of the
-    processor holds them all: between two layers of a real step the weights pass through it."""
+    """The layers run in sequence as in a model, each with its keys and values. Together they exceed the processor's
+    cache, because in a real step the weights pass through the cache between two layers."""
     c, (attend, shape, rest) = model.config, contender
     layer_bytes = 2 * math.prod(shape) * jnp.dtype(model.dtype).itemsize
     layers = min(TOGETHER, c.layers, -(-BEYOND_L2 // layer_bytes))
@@ -191,7 +191,7 @@ def program(model: Model, batch: int, contender: Contender) -> Program:
 
 
 def attention_times(model: Model, cell: Cell, grid: Grid) -> dict[str, list[float]]:
-    """Seconds that the attention of all layers of a decode step takes."""
+    """Seconds of the attention of all layers of a decode step."""
     programs = {}
     for together in contenders(model, *cell, max(grid.contexts)):
         made = [program(model, cell[0], contender) for contender in together.values()]
@@ -205,7 +205,7 @@ def attention_times(model: Model, cell: Cell, grid: Grid) -> dict[str, list[floa
 
 
 def turned(names: list[str], repeat: int) -> list[str]:
-    """Another one begins in every repeat, so that none always follows the same one."""
+    """The names rotated by `repeat`, so that the first one changes."""
     at = repeat % len(names)
     return names[at:] + names[:at]
 
@@ -220,7 +220,7 @@ def slower(times: Times, cells: Sequence[Cell], name: str, than: str) -> list[fl
 
 
 def planned(batch: int, prompt: int, block_size: int, *, prefilled: bool) -> Plan:
-    """The plan that computes `batch` prompts, or the one after it, which decodes."""
+    """The plan that computes `batch` prompts, or with `prefilled` the next one, which decodes."""
     blocks = batch * -(-(prompt + 2) // block_size)
     state = scheduler.init(SchedulerConfig(block_size, blocks, max(batch * prompt, batch), batch, prompt + 2))
     for name in names(batch):
@@ -243,9 +243,9 @@ def sources(batch: int, length: int) -> dict[str, SequenceData]:
 
 
 def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[float]]:
-    """Seconds of the engine's own steps by cell, and the shares of a decode step that packing its batch would take.
+    """Seconds of the engine's steps by cell, and the time of packing a batch as shares (%) of a decode step.
 
-    The shares are of the largest cell, one a repeat. `pack` makes block tables and everything else a step is told.
+    The shares are of the largest cell, one for each repeat. `pack` makes block tables and all other inputs of a step.
     """
     tokens = {batch for batch in grid.batches} | {b * c for b, c in grid.cells if grid.computes((b, c))}
     longest, seqs, size = max(grid.contexts), max(grid.batches), SIZES[0]
@@ -275,7 +275,7 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
     ways += [(cell, AGAIN, *packed(cell, cached=False)) for cell in grid.cells if grid.computes(cell)]
     times: dict[Cell, dict[str, list[float]]] = {cell: {} for cell in grid.cells}
     shares = []
-    for repeat in range(-1, grid.repeats):  # the first time compiles, and is not kept
+    for repeat in range(-1, grid.repeats):  # the first time compiles and is not counted
         device.measure()
         for cell, name, make, batch in ways if repeat < grid.few else ways[: len(grid.cells)]:
             began = time.perf_counter()

@@ -10,7 +10,7 @@ from experiments.studies.findings import Claim, Findings, exactly, markdown, ove
 
 QUESTION = "Is it cheaper to move a preempted request's blocks to the host and back, or to compute them again?"
 PAPER = "PagedAttention, Fig. 19"
-TOKENS = 1024  # of the sequence that is moved or computed again, alone
+TOKENS = 1024  # tokens of the single sequence that is moved or computed again
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WAYS = ("computed again", "moved block by block", "moved in one copy")
 COPIES = "how long a copy of a few kilobytes takes to start is our guess (5 us)"
@@ -30,7 +30,7 @@ def run(folder: Path, quick: bool) -> Findings:
     lines = {way: [(size, cost[size][i]) for size in SIZES] for i, way in enumerate(WAYS)}
     small, middle = cost[1][1] / cost[1][0], [cost[size][1] / cost[size][0] for size in (16, 32, 64)]
     claims = [
-        # the paper has curves; what they say in words we read as three times and more, and as within half again
+        # the paper has curves; we read "much more" as at least three times, and "comparable" as within 1.5 times
         Claim(PAPER, "swapping over recomputing, blocks of 1: much more", (3, 1e3), exactly(small), 1.0, "x", COPIES),
     ]
     for size, ratio in zip((16, 32, 64), middle, strict=True):

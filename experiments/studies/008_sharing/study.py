@@ -1,4 +1,4 @@
-"""008: what parallel sampling and beam search share, after Fig. 15 of the PagedAttention paper (Kwon et al. 2023).
+"""008: blocks shared by parallel sampling and beam search, after Fig. 15 of PagedAttention (Kwon et al. 2023).
 
 No config: it runs the two measurements of experiments.bench, sharing (the scheduler alone, on lengths like the paper's)
 and beams (beams of a real model on English text), with their own settings.
@@ -19,20 +19,18 @@ from experiments.studies.findings import Claim, Findings, Interval, interval, ma
 from pagedjax import load_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
-QUESTION = "What share of the cache's blocks do parallel sampling and beam search save by having them together?"
+QUESTION = "What share of the cache's blocks do parallel sampling and beam search save by sharing them?"
 PAPER = "PagedAttention, Fig. 15"
 TITLES = {ALPACA.name: "Alpaca", SHAREGPT.name: "ShareGPT"}
 BLOCK = 16
 FACTOR = 1.25
 MEANS = (
-    "ours are exponential lengths with the data set's means, and means do not settle how much of a sequence is prompt"
+    "ours are exponential lengths with the data set's means, and means do not determine the prompt's share of a "
+    "sequence"
 )
-BEAMS = (
-    "where beams part is the model's to say, and ours is SmolLM2-135M that goes on with English prose, not OPT-13B "
-    "with instructions"
-)
+BEAMS = "the model decides where beams diverge; ours is SmolLM2-135M on English prose, not OPT-13B on instructions"
 
-Pair = tuple[Row, Row]  # branches with lengths of their own, and branches of one length
+Pair = tuple[Row, Row]  # branches with own lengths, and branches of one length
 
 
 def pairs(requests: int) -> list[Pair]:
@@ -45,12 +43,12 @@ def pairs(requests: int) -> list[Pair]:
 
 
 def between(own: float, same: float) -> Interval:
-    """From branches that end one by one to branches that end together, and what lies in the middle."""
+    """From branches that end one by one to branches that end together, and the middle."""
     return Interval(own, (own + same) / 2, same, "range")
 
 
 def sampling_claim(own: Row, same: Row) -> Claim | None:
-    """None where the paper prints no number."""
+    """The claim, or None if the paper prints no number."""
     if same.paper is None:
         return None
     what = f"{TITLES[same.dataset]}, {same.n} samples: blocks saved, from lengths of their own to one length"
@@ -60,20 +58,20 @@ def sampling_claim(own: Row, same: Row) -> Claim | None:
 
 
 def constant(saved: Mapping[int, float | None]) -> float:
-    """c of saved = (n - 1) / n * c, per cent: what n branches of one length have in common, the mean over n."""
+    """c of saved = (n - 1) / n * c, per cent: the common part of n branches of one length, mean over n."""
     return statistics.fmean(share * n / (n - 1) for n, share in saved.items() if share is not None)
 
 
 def beams(widths: Sequence[int], draws: int, requests: int) -> dict[int, list[float]]:
-    """Per cent saved by width, one for each draw of so many requests."""
+    """Per cent saved by width, one for each draw of `requests` requests."""
     model = load_model(DEFAULT_MODEL, progress=False)
     llm = bench_beams.searcher(model, BLOCK)
     tokens = model.tokenizer.encode(bench_beams.TEXT.read_text("utf-8"))
     saved: dict[int, list[float]] = {width: [] for width in widths}
     for seed in range(draws):
-        asks = bench_beams.draw(tokens, ALPACA, requests, seed)
+        drawn = bench_beams.draw(tokens, ALPACA, requests, seed)
         for width in widths:
-            saved[width].append(100 * beams.measure(llm, asks, width).share)
+            saved[width].append(100 * bench_beams.measure(llm, drawn, width).share)
     return saved
 
 
@@ -83,7 +81,7 @@ def run(folder: Path, quick: bool) -> Findings:
     searched = beams((4,), 2, 3) if quick else beams(tuple(ALPACA.beams), 3, 8)
     for width, shares in searched.items():
         published = ALPACA.beams[width]
-        assert published is not None, "Alpaca's are all printed"
+        assert published is not None, "all values of Alpaca are printed"
         what = f"Alpaca, beams of {width}: blocks saved"
         claims.append(Claim(PAPER, what, published, interval(shares), FACTOR, "%", BEAMS))
 
@@ -110,7 +108,7 @@ def run(folder: Path, quick: bool) -> Findings:
     answer = [
         f"n samples of one length save (n - 1) / n of what they have in common, {' and '.join(sentences)}; samples "
         "that end one by one save less, because the last runs alone.",
-        f"Beams go on from each other all the time and share more: {shown} of the blocks with Alpaca's lengths.",
+        f"Beams continue from each other in every step and share more: {shown} of the blocks with Alpaca's lengths.",
     ]
     table = markdown(
         ("lengths like", "n", "one length, saved, %", "+-", "own lengths, saved, %", "+-", "published, %"),

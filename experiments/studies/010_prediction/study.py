@@ -24,7 +24,7 @@ from experiments.simulation import cost
 from experiments.simulation.cost import Chip, Roofline, StepTime
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
 from experiments.studies import draw
-from experiments.studies.findings import Claim, Findings, Summary, dig, markdown, span, told
+from experiments.studies.findings import Claim, Findings, Summary, dig, markdown, rounded, span
 from pagedjax import LLM, load_model
 from pagedjax.device.models import Model
 from pagedjax.weights.locate import open_checkpoint
@@ -39,13 +39,13 @@ METRICS = {
     "between tokens, p99, s": "itl_s.p99",
     "duration, s": "duration_s",
 }
-WIDE = 256  # columns of the products that tell the rate of arithmetic: the budget of a step
+WIDE = 256  # columns of the products that measure the rate of arithmetic: the budget of a step
 FITTED, ROOFLINE = "fitted", "roofline"
 FIT = "all at once"  # the run whose steps are fitted
 
 
 class Compared(NamedTuple):
-    """Of one run, the summaries of its repeats: measured, and predicted in two ways."""
+    """The summaries of the repeats of one run: measured, and predicted in two ways."""
 
     measured: list[Summary]
     fitted: list[Summary]
@@ -56,7 +56,7 @@ class Compared(NamedTuple):
 
 
 def cases(rate: float, quick: bool) -> dict[str, tuple[str, ...]]:
-    """Runs that differ from the fitted one in one thing, by what that is. `rate`: requests/s that it served."""
+    """Runs that differ from the fitted one in one key, by name. `rate`: requests/s that the fitted run served."""
 
     def poisson(share: float) -> str:
         return f"workload.arrivals={{process: poisson, rate: {share * rate:.3f}}}"
@@ -80,7 +80,7 @@ def point_of(file: Path, *overrides: str) -> Point:
 
 
 def measured(engines: Engines, point: Point, repeat: int) -> Measured:
-    """Raises RuntimeError for a run that must not be used."""
+    """One repeat of a point. Raises RuntimeError if the run failed."""
     found = measure(engines.get(point.experiment), point, repeat)
     if found.failed:
         raise RuntimeError(f"{point.label}: {found.failed}")
@@ -91,7 +91,7 @@ def predicted(file: Path, overrides: Sequence[str], folder: Path, repeat: int, s
     """A run's summary, simulated: by a fit to the steps in `folder`, or by another model of step times."""
     point = point_of(file, *overrides, f"simulate={{fit: {folder}}}")
     experiment, simulate = point.experiment, point.experiment.simulate
-    assert simulate is not None, "the override says so"
+    assert simulate is not None, "the override sets it"
     llm = SimulatedLLM(simulate, experiment.engine_config, experiment.model)
     if step is not None:
         vocabulary = llm.tokenizer.vocab_size
@@ -100,10 +100,10 @@ def predicted(file: Path, overrides: Sequence[str], folder: Path, repeat: int, s
 
 
 def roofline(model: Model, name: str) -> Roofline:
-    """Of this device as it is now: bytes/s of reading all weights once, operations/s of products with them."""
+    """The roofline of this device now: bytes/s of reading all weights once, operations/s of products with them."""
     matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
     columns = {n: jnp.ones((n, WIDE), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
-    # summed, as in `read_weights`: else the time would be that of fresh memory for all the results
+    # summed, as in `read_weights`; else allocating the results would dominate the time
     multiply = jax.jit(lambda ws, xs: [(w @ xs[w.shape[1]]).sum() for w in ws])
     reading = seconds(floors.read_weights(model))
     multiplying = seconds(lambda: jax.block_until_ready(multiply(matrices, columns)))
@@ -115,7 +115,7 @@ def roofline(model: Model, name: str) -> Roofline:
 
 
 def seconds(work: floors.Run) -> float:
-    """The median of a few times, after one that may compile."""
+    """The median of three times, after a first call that may compile."""
     times = []
     for _ in range(4):
         began = time.perf_counter()
@@ -125,15 +125,14 @@ def seconds(work: floors.Run) -> float:
 
 
 def compare(file: Path, few: Sequence[str], repeats: int, quick: bool) -> tuple[dict[str, Compared], float]:
-    """Every run measured and predicted, as often as `repeats`; runs take turns, because machines drift.
+    """Measure and predict every run `repeats` times, in turn, because machines drift.
 
-    Beside it, by how many per cent the steps of the fitted runs differ from the fit, the median.
-
-    The prediction of a repeat knows the fitted run of that repeat and nothing else.
+    Returns the runs, and the median difference in per cent between the steps of the fitted runs and the fit. The
+    prediction of a repeat uses the fitted run of that repeat only.
     """
     engines = Engines(3, partial(load_model, progress=False), partial(LLM, progress=False))
     first = point_of(file, *few)
-    engines.get(first.experiment)  # it compiles and allocates; the rate below should not
+    engines.get(first.experiment)  # compiles and allocates before the rate is measured
     rate = measured(engines, first, 0).summary["requests_per_s"]
     runs = {FIT: tuple(few), **{name: (*few, *more) for name, more in cases(rate, quick).items()}}
     found, apart = {name: Compared([], [], []) for name in runs}, []
@@ -157,23 +156,23 @@ def compare(file: Path, few: Sequence[str], repeats: int, quick: bool) -> tuple[
 
 
 def errors(guesses: Sequence[Summary], truth: Sequence[Summary], path: str) -> list[float]:
-    """Per cent that each guess is off, whichever way."""
+    """The absolute error of each guess in per cent."""
     return [100 * abs(dig(g, path) / dig(t, path) - 1) for g, t in zip(guesses, truth, strict=True)]
 
 
 def held_out(found: Mapping[str, Compared], way: str, path: str) -> list[float]:
-    """Errors of all runs and repeats but those that were fitted."""
+    """Errors of all runs and repeats except the fitted run."""
     return [e for name, runs in found.items() if name != FIT for e in errors(runs.predicted(way), runs.measured, path)]
 
 
 def repeated(found: Mapping[str, Compared], path: str) -> list[float]:
-    """Per cent that a repeat of a run is off the repeat before it: what no prediction can be better than for long."""
+    """The difference in per cent of each repeat of a run from the one before: a lower bound of prediction errors."""
     pairs = [pair for name, runs in found.items() if name != FIT for pair in pairwise(runs.measured)]
     return [error for before, after in pairs for error in errors([before], [after], path)]
 
 
 def reason(error: float, own: float, apart: float) -> str:
-    """Why a prediction is off by more than was published, in view of how far the machine is off itself."""
+    """The reason of a larger error than the published one, given the machine's own variation."""
     if error <= 1.5 * own:
         return f"this machine's own repeats of a run differ by {own:.1f} %"
     return (
@@ -202,24 +201,24 @@ def run(folder: Path, quick: bool) -> Findings:
         f"{gap[1]:.1f} % in the 99th percentile between tokens, over {len(found) - 1} other runs; the same run again "
         f"is off by {rate[4]:.1f} and {gap[4]:.1f} %.",
         f"A roofline that knows only the device's bandwidth and arithmetic is off by {rate[3]:.0f} and {gap[3]:.0f} %: "
-        "it is a bound, and what a step loses to it nobody told it.",
+        "it is a bound, which does not include the losses of a step.",
     ]
     return Findings(claims, answer, {"predicted.svg": figure(found)}, tables)
 
 
 def side_by_side(found: Mapping[str, Compared]) -> list[tuple[str, ...]]:
-    """Means over repeats, and from the lowest to the highest of what was measured."""
+    """Means over repeats, and the range of the measured values."""
     rows = []
     for name, runs in found.items():
         for metric, path in METRICS.items():
             values, fitted, bound = ([dig(one, path) for one in way] for way in runs)
-            spread = f"{told(statistics.fmean(values))} ({told(min(values))} to {told(max(values))})"
-            rows.append((name, metric, spread, told(statistics.fmean(fitted)), told(statistics.fmean(bound))))
+            spread = f"{rounded(statistics.fmean(values))} ({rounded(min(values))} to {rounded(max(values))})"
+            rows.append((name, metric, spread, rounded(statistics.fmean(fitted)), rounded(statistics.fmean(bound))))
     return rows
 
 
 def figure(found: Mapping[str, Compared]) -> str:
-    """Predicted over measured, a point for each run that was not fitted."""
+    """Predicted over measured, one point for each run except the fitted one."""
     panels = {}
     for metric in ("output tokens/s", "first token, p50, s", "between tokens, p99, s"):
         path = METRICS[metric]

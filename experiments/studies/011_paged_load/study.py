@@ -13,17 +13,17 @@ from experiments.studies.lengths import MEANS_ALONE
 QUESTION = "How much more load does an engine serve at the same latency when its cache is paged?"
 MAX, POW2, ORACLE, PAGED = NAMES = ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged")
 PAPER = "PagedAttention, Fig. 12"
-RATES = {  # from where every engine meets each target to where none does
+RATES = {  # from rates at which every engine meets each target to rates at which none does
     "ShareGPT": (0.7, 0.9, 1.1, 1.4, 1.7, 2.0, 2.5, 3.5, 4.0, 5.0, 6.0),
     "Alpaca": (4.0, 5.0, 7.0, 20.0, 40.0, 50.0, 60.0, 70.0, 85.0, 100.0, 130.0),
 }
-REQUESTS = {"ShareGPT": 800, "Alpaca": 2400}  # fewer, and none has to wait long, however fast they come
-TARGET = 0.1  # seconds a token, some five times what a request takes alone: where the paper's curves turn upwards
+REQUESTS = {"ShareGPT": 800, "Alpaca": 2400}  # with fewer requests, none waits long at any rate
+TARGET = 0.1  # seconds a token, about five times that of a single request: the paper's curves turn upwards there
 OTHERS = (0.05, 0.2)
 PUBLISHED = {ORACLE: (1.7, 2.7), MAX: (2.7, 8.0)}  # ShareGPT, over models of 13 to 175 billion parameters
 STEPS = (
-    "Where it serves less, steps decide and not the cache: the paged engine computes prompts in steps of their own, as "
-    "the paper's did, and decodes wait for them."
+    "Where it serves less, the cause is the steps and not the cache: the paged engine computes prompts in separate "
+    "steps, as the paper's did, and decodes wait for them."
 )
 
 Gains = Mapping[float, Mapping[str, Interval | None]]  # of paged over each other engine, by latency
@@ -53,7 +53,7 @@ def run(folder: Path, quick: bool) -> Findings:
             rows.append((data, 1e3 * target, *served, *(times(gain and gain.middle) for gain in by.values())))
         if data == "ShareGPT":
             claims = claimed(data, gains)
-        answer.append(said(data, gains))
+        answer.append(sentence(data, gains))
         panels[f"OPT-13B, A100, lengths like {data}"] = load.lines(found, rates) | {
             "target": [(rates[0], TARGET), (rates[-1], TARGET)]
         }
@@ -69,12 +69,12 @@ def run(folder: Path, quick: bool) -> Findings:
 
 
 def claimed(data: str, gains: Gains) -> list[Claim]:
-    """The published factors where both rates were found, beside what ours would be at other latencies."""
+    """The published factors for which both rates were found, and our factors at other latencies."""
     claims = []
     for name, published in PUBLISHED.items():
         ours = gains[TARGET][name]
         what = f"{data}: rate of paged over {name}, {1e3 * TARGET:.0f} ms a token"
-        why = f"the paper does not print the latency it is read at (ours is {elsewhere(gains, name)}); {MEANS_ALONE}"
+        why = f"the paper does not print the latency of its factor (ours is {elsewhere(gains, name)}); {MEANS_ALONE}"
         if ours is not None:
             claims.append(Claim(PAPER, what, published, ours, 1.1, "x", why))
     return claims
@@ -86,12 +86,12 @@ def elsewhere(gains: Gains, name: str) -> str:
     return " and ".join(f"{times(gain and gain.middle)} at {1e3 * target:.0f} ms" for target, gain in found)
 
 
-def said(data: str, gains: Gains) -> str:
+def sentence(data: str, gains: Gains) -> str:
     by = gains[TARGET]
     text = (
         f"With {data}'s lengths a paged cache serves {load.multiple(by[ORACLE])} the rate of reservations that know "
         f"every length ({elsewhere(gains, ORACLE)}), {load.multiple(by[POW2])} that of reservations for the next power "
-        f"of two and {load.multiple(by[MAX])} that of reservations for the longest there could be, at "
+        f"of two and {load.multiple(by[MAX])} that of reservations for the longest possible length, at "
         f"{1e3 * TARGET:.0f} ms a token."
     )
     less = any(gain is not None and gain.middle < 1 for each in gains.values() for gain in each.values())

@@ -1,4 +1,4 @@
-"""012: goodput of the queue's order on recorded requests. No published number: a question of our own, as in 009."""
+"""012: goodput of the queue's order on recorded requests. No published number; the question is ours, as in 009."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARE = "goodput.share"
 
 
 def trace_file(traces: Path, name: str) -> Path:
-    """The trace of that name in a folder, whatever else the file is called. Raises ValueError without one."""
+    """The trace in a folder whose file name contains the key of `name`. Raises ValueError if there is none."""
     found = sorted(traces.glob(f"*{TRACES[name]}*.csv"))
     if not found:
         raise ValueError(f"there is no *{TRACES[name]}*.csv in the folder of --traces. {AZURE}")
@@ -40,7 +40,7 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
             paths = ("goodput.share", "ttft_s.p50", "ttft_s.p99", "itl_s.p99", "output_tokens_per_s")
             share, *cells = (over(found, path).middle for path in paths)
             rows.append((name, policy, rate, 100 * share, *cells))
-        answer.append(told(name, runs))
+        answer.append(sentence(name, runs))
     head = (
         "trace",
         "policy",
@@ -65,7 +65,7 @@ def windows(folder: Path, file: Path, quick: bool, *overrides: str) -> dict[tupl
     return found
 
 
-def told(name: str, runs: dict[tuple[str, float], list[Summary]]) -> str:
+def sentence(name: str, runs: dict[tuple[str, float], list[Summary]]) -> str:
     rates = [rate for policy, rate in runs if policy == "fcfs"]
     gains = {rate: gain(runs["shortest", rate], runs["fcfs", rate]) for rate in rates}
     known = {rate: found for rate, found in gains.items() if found is not None}
@@ -77,12 +77,12 @@ def told(name: str, runs: dict[tuple[str, float], list[Summary]]) -> str:
     return (
         f"On {name}, the shorter prompt first gains most at {rate:.2g} times the recorded load: it keeps "
         f"{kept['shortest']:.0f} % of the requests within 2 s and 60 ms, first come, first served {kept['fcfs']:.0f} % "
-        f"({best.low:.2f} to {best.high:.2f} times as many, by window); the slowest in a hundred waits "
-        f"{last['shortest']:.1f} s, where it would wait {last['fcfs']:.1f}."
+        f"({best.low:.2f} to {best.high:.2f} times as many, by window); the 99th percentile of the first "
+        f"token is {last['shortest']:.1f} s instead of {last['fcfs']:.1f}."
     )
 
 
 def gain(above: Sequence[Summary], below: Sequence[Summary]) -> Interval | None:
-    """By window: scenarios of one trace, and no draws of another. None where nobody is kept to compare with."""
+    """The ratios by window, as scenarios of one trace. None if a window of `below` has no goodput."""
     found = [(dig(a, SHARE), dig(b, SHARE)) for a, b in zip(above, below, strict=True)]
     return span([a / b for a, b in found]) if all(b for _, b in found) else None

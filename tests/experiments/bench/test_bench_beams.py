@@ -11,7 +11,7 @@ from experiments.bench import beams
     ("wrong", "message"),
     [
         (["--model", "/nope"], "there is no model '/nope'"),
-        (["--widths", "2", "49"], "--widths has 49; at most 48 beams run at the"),
+        (["--widths", "2", "49"], "--widths has 49; at most 48 beams run at the same time"),
         (["--requests", "0"], "--requests is 0; it must be at least 1"),
     ],
 )

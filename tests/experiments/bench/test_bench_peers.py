@@ -123,7 +123,7 @@ def test_inexact_contender_is_timed(config, capsys):
 
 
 def test_too_few_tokens_are_an_error(config):
-    with pytest.raises(SystemExit, match="first gave 23 tokens where 24 were asked for"):
+    with pytest.raises(SystemExit, match="first gave 23 tokens instead of 24"):
         peers.main(config(first={"short": 1}))
 
 

@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.bench import sharing
-from experiments.bench.sharing import ALPACA, SHAREGPT, Ask, draw, simulate
+from experiments.bench.sharing import ALPACA, SHAREGPT, SampledRequest, draw, simulate
 from experiments.core.draws import Poisson
 
 
-def by_hand(asks: list[Ask], size: int) -> tuple[int, int]:
+def by_hand(requests: list[SampledRequest], size: int) -> tuple[int, int]:
     """Table entries and distinct blocks, summed over steps: of one sequence after the other, without a scheduler.
 
     The first branch runs from its step 0 on, the others from step 1; in its k-th step a branch has ceil((prompt + k) /
     size) blocks. While several run, all but one do not pay for the prompt's blocks before the one that they write to.
     """
     listed = saved = 0
-    for ask in asks:
+    for ask in requests:
         for output in ask.outputs:
             listed += sum(-(-(ask.prompt + k) // size) for k in range(output))
         ends = [ask.outputs[0] - 1, *ask.outputs[1:]]
@@ -31,29 +31,29 @@ def by_hand(asks: list[Ask], size: int) -> tuple[int, int]:
 
 asks_of_any_shape = st.lists(
     st.builds(
-        Ask,
+        SampledRequest,
         st.integers(1, 40),
         st.lists(st.integers(1, 30), min_size=1, max_size=6).map(tuple),
         st.integers(0, 20).map(float),
     ),
     min_size=1,
     max_size=8,
-).map(lambda asks: sorted(asks, key=lambda ask: ask.arrival))
+).map(lambda requests: sorted(requests, key=lambda ask: ask.arrival))
 
 
 @settings(deadline=None, max_examples=60)
 @given(asks_of_any_shape, st.sampled_from([1, 4, 16]))
-def test_saved_share_matches_brute_force_count(asks: list[Ask], size: int) -> None:
-    found = simulate(asks, size)
-    assert (found.listed, found.used) == by_hand(asks, size)
+def test_saved_share_matches_brute_force_count(requests: list[SampledRequest], size: int) -> None:
+    found = simulate(requests, size)
+    assert (found.listed, found.used) == by_hand(requests, size)
     assert found.preemptions == 0
 
 
 def test_saved_share_of_two_branches_by_hand() -> None:
     # Prompt 20 in blocks of 16. The first branch: steps 0 to 2, the second: steps 1 to 3, two blocks each, one shared.
-    found = simulate([Ask(20, (3, 3), 0.0)], 16)
+    found = simulate([SampledRequest(20, (3, 3), 0.0)], 16)
     assert (found.listed, found.used, found.steps) == (2 + 4 + 4 + 2, 2 + 3 + 3 + 2, 4)
-    assert simulate([Ask(15, (3, 3), 0.0)], 16).share == 0, "the only block is partial, and is copied"
+    assert simulate([SampledRequest(15, (3, 3), 0.0)], 16).share == 0, "the only block is partial, and is copied"
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,7 @@ def test_sequences_begin_blocks_in_different_steps():
     assert sorted(length % BLOCK for length in host.state.running.lengths) == list(range(BLOCK))
 
 
-# --- what is made of it -----------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------------------
 
 
 def test_line_fit_minimizes_relative_error():
@@ -224,7 +224,7 @@ def test_documented_tables_match_kept_figures():
         (["--steps", "0"], "--steps is 0; a sequence has room for 40: choose 1 to 40"),
         (["--steps", "41"], "--steps is 41; a sequence has room for 40: choose 1 to 40"),
         (["--layers", "0", "2"], "--layers has 0; each value must be at least 1: leave it out"),
-        (["--sequences", "4", "4"], "--sequences has 4 alone; growth takes at least 2 values: add one that differs"),
+        (["--sequences", "4", "4"], "--sequences has 4 only; growth needs at least 2 values: add another one"),
         (["--context", "8", "64"], "--context has 8; with 15 steps it must be at least 19: raise it, or lower --steps"),
         (["--sequences", "1", "100000000"], "--sequences has 100000000, which takes"),
         (["--vocabulary", "many"], "invalid int value: 'many'"),
@@ -248,11 +248,11 @@ def test_show_refuses_other_files(tmp_path):
 
 
 def test_point_beyond_memory_error_has_remedy():
-    need = scale_paper.held(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
+    need = scale_paper.needed_bytes(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
     assert chosen(QUICK, {}, 3, need).values == QUICK.values
     with pytest.raises(ValueError, match=r"--layers has 2, which takes 0\.\d\d MiB, .* lower it, or free some memory"):
         chosen(QUICK, {}, 3, need - 1)
-    assert chosen(QUICK, {}, 3, None).values == QUICK.values, "a device that does not tell refuses later itself"
+    assert chosen(QUICK, {}, 3, None).values == QUICK.values, "a device without a known size is not checked"
 
 
 def test_chosen_values_are_sorted_and_rotary_table_is_long_enough():

@@ -16,7 +16,7 @@ from pagedjax.params import SamplingParams
 
 
 class Clock:
-    """Seconds that pass only when somebody works or sleeps."""
+    """A clock that advances only in steps and sleeps."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -94,7 +94,7 @@ def test_request_is_done_when_all_its_branches_are_done(sampling: SamplingParams
     assert [branch.token_times for branch in first.branches] == [(0.25, 0.5, 0.75), *[(0.5, 0.75, 1.0)] * 2]
     assert (first.ttft, first.e2e) == (0.25, 1.0)
     assert [branch.finish_reason for branch in first.branches] == ["length"] * 3
-    assert not request_records(results[:3], work, start, branches=3)[0].done, "two of its branches go on"
+    assert not request_records(results[:3], work, start, branches=3)[0].done, "two of its branches have not ended"
     # 4 places: the second request waits for the three of the first, so it starts when the last of them has ended.
     assert (second.queue, second.ttft, second.e2e) == (0.75, 1.0, 1.75)
 

@@ -20,7 +20,7 @@ def test_stolen_share_is_relative_to_requested_time():
     assert now is not None
     used, stolen = now
     assert used > 0
-    since = used - 900_000, stolen - 100_000  # jiffies: so many that concurrent activity is negligible
+    since = used - 900_000, stolen - 100_000  # jiffies, many enough to make concurrent activity negligible
     assert stolen_share(since) == pytest.approx(0.1, abs=0.001)
 
 

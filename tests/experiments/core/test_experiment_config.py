@@ -257,14 +257,14 @@ def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
 
 
 def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
-    def told(message: str, **sections: Any) -> None:
+    def refused(message: str, **sections: Any) -> None:
         with pytest.raises(ValueError, match=message):
             points(tmp_path, **sections)
 
     simulated = {"simulate": {"fit": str(tmp_path)}, "sampling": {"ignore_eos": True}}
     for text in ("{", "[]\n" * 9, '{"pairs": 1}\n' * 9, '{"pairs": 1}'):
         (tmp_path / "steps.jsonl").write_text(text)
-        told(r"simulate\.fit: .*steps\.jsonl cannot be fitted \(.*; give another run's folder", **simulated)
+        refused(r"simulate\.fit: .*steps\.jsonl cannot be fitted \(.*; give another run's folder", **simulated)
     file = tmp_path / "w"
     for kind, content, message in (
         ("tokens", b"{", "w is not JSON"),
@@ -273,7 +273,7 @@ def test_unreadable_file_fails_when_config_is_loaded(tmp_path: Path) -> None:
         ("prompts", b"\xff", r"workload\.file: .*w cannot be read as UTF-8 text"),
     ):
         file.write_bytes(content)
-        told(message, workload={"kind": kind, "file": "w"})
+        refused(message, workload={"kind": kind, "file": "w"})
     (tmp_path / "bad.yaml").write_bytes(b"name: \xff")
     with pytest.raises(ValueError, match=r"cannot read the config .*bad\.yaml: it is not UTF-8 text"):
         config.load(tmp_path / "bad.yaml")

@@ -30,7 +30,7 @@ def item(name: str, arrival: float, prompt: int, output: int) -> WorkItem:
 def row(work: WorkItem, length: int, computed: int, count: int) -> Row:
     request = Request(work.request_id, len(work.prompt_token_ids), work.max_tokens)
     limit = request.prompt_len + request.max_tokens
-    first = 10 * ord(work.request_id)  # each has blocks of its own
+    first = 10 * ord(work.request_id)  # requests share no block
     return Row(Seq(request, 0, limit, length, computed, tuple(range(first, first + limit // S + 1))), count)
 
 

@@ -61,7 +61,7 @@ def test_shapes_have_the_published_sizes():
     billions |= {"mistral-7b": 7.24, "yi-34b": 34.4, "tinyllama-1.1b": 1.10, "gpt2-xl": 1.56, "smollm2-135m": 0.1345}
     for name, size in billions.items():
         shape = SHAPES[name]
-        assert shape.held_bytes / shape.weight_bytes / 1e9 == pytest.approx(size, rel=0.01), name
+        assert shape.total_bytes / shape.weight_bytes / 1e9 == pytest.approx(size, rel=0.01), name
     # PagedAttention, section 3: "the KV cache of a single token demands 800 KB" of OPT-13B
     assert SHAPES["opt-13b"].token_bytes == 800 * 1024
     assert SHAPES["tinyllama-1.1b"].token_bytes == 22 * 1024
@@ -115,16 +115,16 @@ GEMMA = {
 
 
 @pytest.mark.parametrize(
-    ("config", "held", "met"),
+    ("config", "total", "used"),
     [(MIXTRAL, 46.7, 12.9), (QWEN, 30.5, 3.3), (GEMMA, 2.61, 2.61)],
     ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "Gemma-2-2B"],
 )
-def test_models_of_every_family_have_the_published_sizes(config, held, met):
-    """Numbers held, and numbers that a token meets: with experts those that it chose. Gemma's embedding is its head."""
+def test_models_of_every_family_have_the_published_sizes(config, total, used):
+    """All numbers, and those that a token uses (with experts, the chosen ones). Gemma's embedding is its head."""
     shape = shape_of(config)
-    assert shape.held_bytes / shape.weight_bytes / 1e9 == pytest.approx(held, rel=0.01)
+    assert shape.total_bytes / shape.weight_bytes / 1e9 == pytest.approx(total, rel=0.01)
     embedding = 0 if shape.tied else shape.head_numbers
-    assert (shape.products(1, 1) / 2 + embedding) / 1e9 == pytest.approx(met, rel=0.02)
+    assert (shape.products(1, 1) / 2 + embedding) / 1e9 == pytest.approx(used, rel=0.02)
 
 
 def test_layers_without_experts_keep_their_mlp():
@@ -141,7 +141,7 @@ def test_step_reads_experts_chosen_by_some_token():
     chosen = [len({e for _ in range(3) for e in draw.choice(8, 2, replace=False)}) for _ in range(4000)]
     assert shape.experts_read(3) == pytest.approx(np.mean(chosen), rel=0.02)
     all_read = shape.read_bytes(10_000)
-    assert all_read == pytest.approx(shape.held_bytes - shape.weight_bytes * shape.head_numbers)
+    assert all_read == pytest.approx(shape.total_bytes - shape.weight_bytes * shape.head_numbers)
     one = Roofline(shape, Chip(1.0, 1e30, 0.0, launch=0.0))(Work(1, 1, 1, 0, 0))
     expert = shape.weight_bytes * 3 * 4096 * 14336
     assert one == pytest.approx(all_read - 32 * 6 * expert), "two of eight experts in each layer"

@@ -192,7 +192,7 @@ def test_simulation_fitted_to_measured_run(tmp_path):
     other = (measured / "steps.jsonl").read_text().replace('"pairs":', '"pairs": 1')
     (measured / "steps.jsonl").write_text(other)
     (changed,) = expand({**RAW, "simulate": {"fit": str(measured), "model": "llama-3-8b"}}, folder=tmp_path)
-    assert changed.key != point.key  # a point is what was fitted, not where it lies
+    assert changed.key != point.key  # the key depends on the fitted steps, not on their path
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_simulated_cache_fills_memory_beside_weights():
     shape = SHAPES["opt-13b"]
     config = resolved(EngineConfig(memory_fraction=0.9, max_num_seqs=256), shape, 40e9)
     assert config.max_model_len == 2048
-    assert config.num_blocks == int(0.9 * (40e9 - shape.held_bytes) / (16 * shape.token_bytes))
+    assert config.num_blocks == int(0.9 * (40e9 - shape.total_bytes) / (16 * shape.token_bytes))
     assert config.token_buckets[-1] == 2048
     with pytest.raises(ValueError, match=r"weights of 25.7 GB leave 0.0 of 16.0 GB.*larger chips"):
         resolved(EngineConfig(), shape, 16e9)

@@ -99,7 +99,7 @@ def test_end_of_grid_is_no_result():
 
 
 def test_engine_beyond_latency_is_not_driven_further(monkeypatch, tmp_path):
-    """Against a device whose latencies are the rate over what each engine can serve."""
+    """Latencies are the rate over the capacity of each engine."""
     (tmp_path / "config.yaml").write_text("sweep: {list: [{speed: 1}, {speed: 4}]}")
     asked = []
 
@@ -125,11 +125,11 @@ def test_missing_factors_give_no_claims():
     assert claim.ours == exactly(2.0)
     assert "none at 50 ms and none at 200 ms" in claim.why
     full = {target: {**by, paged_load.POW2: exactly(1.5)} for target, by in gains.items()}
-    text = paged_load.said("ShareGPT", full)
+    text = paged_load.sentence("ShareGPT", full)
     assert "unknown" in text
     assert paged_load.STEPS not in text
     full[paged_load.OTHERS[0]] = {**others, paged_load.POW2: exactly(0.8)}
-    assert paged_load.STEPS in paged_load.said("ShareGPT", full)
+    assert paged_load.STEPS in paged_load.sentence("ShareGPT", full)
 
 
 def shares(*values):
@@ -151,4 +151,4 @@ def test_windows_of_a_trace_are_scenarios():
     assert recorded.gain(shares(0.4, 0.9), shares(0.2, 0.3)) == (2.0, 2.5, pytest.approx(3.0), "range", 2)
     assert recorded.gain(shares(0.4), shares(0.0)) is None
     none = {(policy, 1.0): shares(0.0) for policy in recorded.POLICIES}
-    assert "keeps none" in recorded.told("chat", none)
+    assert "keeps none" in recorded.sentence("chat", none)

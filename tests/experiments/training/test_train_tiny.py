@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.training import train_tiny
-from experiments.training.train_tiny import END, Setup
+from experiments.training import data as training_data
+from experiments.training import forward, train_tiny
+from experiments.training.data import END
+from experiments.training.setup import Setup
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import attention, cache
 from pagedjax.device.models import llama
@@ -92,7 +94,7 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
 
 
 def test_held_out_text_is_a_tenth_without_overlap():
-    parts = train_tiny.texts()
+    parts = training_data.texts()
     paragraphs = [[p for topic in topics for p in topic.split("\n\n") if p] for topics in parts]
     assert not set(paragraphs[0]) & set(paragraphs[1])
     assert len(paragraphs[0]) == len(set(paragraphs[0])) > 1000
@@ -100,7 +102,7 @@ def test_held_out_text_is_a_tenth_without_overlap():
 
 
 def test_tokens_are_the_text_and_topics_have_an_end(data):
-    train, held_out = train_tiny.texts()
+    train, held_out = training_data.texts()
     for tokens, parts in ((data.train, train), (data.held_out, held_out)):
         assert data.tokenizer.decode(tokens, skip_special_tokens=False) == "".join(part + END for part in parts)
         assert (tokens == 0).sum() == len(parts)
@@ -139,8 +141,8 @@ def test_dense_attention_matches_paged_attention(module, data):
     b, s = tokens.shape
     pages = cache.init(layers=2, blocks=b - 1, block_size=s, kv_heads=2, head_dim=8, dtype="float32")
     paged = attention.attend("reference", module.config.attn_scale)
-    run = jax.jit(lambda: module.logits(module.hidden(pages, train_tiny.packed(tokens), paged)[1]).T.reshape(b, s, -1))
-    found = jax.jit(train_tiny.logits)(module, tokens)
+    run = jax.jit(lambda: module.logits(module.hidden(pages, forward.packed(tokens), paged)[1]).T.reshape(b, s, -1))
+    found = jax.jit(forward.logits)(module, tokens)
     chex.assert_shape(found, (b, s, SETUP.vocab))
     chex.assert_tree_all_finite(found)
     chex.assert_trees_all_close(found, run(), rtol=1e-7, atol=1e-5)
@@ -150,7 +152,7 @@ def test_logits_are_causal_and_independent_of_other_windows(module, data):
     tokens = jnp.asarray(train_tiny.windows(data.train, SETUP, 0)[:, :-1])
 
     def at(row: int, place: int):
-        one = jax.jit(lambda tokens: train_tiny.logits(module, tokens)[row, place])
+        one = jax.jit(lambda tokens: forward.logits(module, tokens)[row, place])
         later = tokens.at[row, place + 1 :].set(5).at[1 - row].set(7)
         return one(tokens), one(later), one(tokens.at[row, place].set(5))
 
@@ -165,7 +167,7 @@ def test_written_model_gives_training_logprobs(run):
     (out,) = llm.generate(["The function"], GREEDY, use_tqdm=False)
     tokens = [*out.prompt_token_ids, *out.outputs[0].token_ids]
     module = nnx.merge(llm.model.model.graphdef, llm.model.model.params)
-    found = jax.nn.log_softmax(train_tiny.logits(module, jnp.asarray([tokens]))[0])[-LENGTH - 1 : -1]
+    found = jax.nn.log_softmax(forward.logits(module, jnp.asarray([tokens]))[0])[-LENGTH - 1 : -1]
     assert out.outputs[0].token_ids == tuple(np.argmax(found, -1))
     served = [entry[token].logprob for entry, token in zip(out.outputs[0].logprobs, tokens[-LENGTH:], strict=True)]
     chex.assert_trees_all_close(np.array(served, np.float32), found.max(-1), rtol=1e-7, atol=1e-4)
@@ -262,7 +264,7 @@ def test_command_trains_on_english(tmp_path):
     (text,) = LLM(model=out / "model", **train_tiny.serving()).generate(
         "The function", SamplingParams(temperature=0, max_tokens=60), use_tqdm=False
     )
-    known = set(re.findall(r"[a-z]{4,}", " ".join(train_tiny.texts()[0])))
+    known = set(re.findall(r"[a-z]{4,}", " ".join(training_data.texts()[0])))
     found = re.findall(r"[a-z]{4,}", text.outputs[0].text)
     assert sum(word in known for word in found) > 0.9 * len(found) > 5
 
@@ -289,7 +291,7 @@ def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, 
 
 def test_foreign_folder_is_refused_and_unchanged(run, data, tmp_path, capsys):
     begin = train_tiny.begin
-    with pytest.raises(ValueError, match=r"tiny holds another run: steps is 9, there 24; seed is 2, there 0\. Ask for"):
+    with pytest.raises(ValueError, match=r"tiny holds another run: steps is 9, there 24; seed is 2, there 0\. Use its"):
         begin(run.out, replace(SETUP, steps=9, seed=2), data)
     with pytest.raises(ValueError, match=r"another run: text is \w{16}, there \w{16}\. .* version"):
         begin(run.out, SETUP, data._replace(train=data.train[1:]))
