@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from itertools import islice
 
 from pagedjax.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  # the character that incomplete bytes decode to
-LOOKBACK = 64  # tokens of a prompt that can matter for the text after it
+LOOKBACK = 256  # last tokens of a prompt that are read: 3 bytes of a character, behind many special tokens
 
 
 class Detokenizer:
@@ -29,9 +28,8 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        # from the end: a request with many branches makes as many detokenizers of one long prompt
-        kept = islice((i for i in reversed(prompt_token_ids) if i not in self._skipped), LOOKBACK)
-        prompt = list(kept)[::-1]
+        # the end only: a request with many branches makes as many detokenizers of one long prompt
+        prompt = [i for i in prompt_token_ids[-LOOKBACK:] if i not in self._skipped]
         self._stream = (_Window if tokenizer.coding is None else _Bytes)(tokenizer, prompt)
 
     def push(self, token_id: int) -> str:
@@ -50,7 +48,7 @@ class _Bytes:
         self._token_bytes = tokenizer.token_bytes
         self._at_start = tokenizer.strips_first_space and not prompt
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        tail = b"".join(map(self._token_bytes, prompt))[-3:]  # an unfinished character has 3 bytes at most
+        tail = b"".join(map(self._token_bytes, prompt[-64:]))[-3:]  # an unfinished character has 3 bytes at most
         self._decoder.decode(tail)
         self._from_prompt = bool(self._decoder.getstate()[0])
 

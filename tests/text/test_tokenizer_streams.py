@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedjax.params import SamplingParams
 from pagedjax.text.detokenizer import Detokenizer, StopChecker
+from pagedjax.text.outputs import OutputBuilder
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
@@ -36,6 +39,41 @@ def test_output_follows_any_split_of_a_text_without_prompt_or_broken_characters(
     assert stream.flush() == ""
     whole_characters = smollm().decode(ids[:cut], skip_special_tokens=False).rstrip("\ufffd")
     assert whole_characters + "".join(pieces) == text
+
+
+class CountingPrompt(list[int]):
+    """A prompt that counts how many of its tokens are read."""
+
+    read = 0
+
+    def __getitem__(self, at):
+        part = super().__getitem__(at)
+        self.read += len(part) if isinstance(at, slice) else 1
+        return part
+
+    def __iter__(self):
+        for token in super().__iter__():
+            self.read += 1
+            yield token
+
+    def __reversed__(self):
+        return iter(self[::-1])
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "only-special-tokens"])
+def test_branches_read_a_constant_number_of_prompt_tokens(special):
+    """64 branches of a prompt of 100,000 tokens once stopped the engine's thread for 268 ms."""
+    ids = [0] if special else smollm().encode("some words of a prompt ")
+    prompt = CountingPrompt(ids * (100_000 // len(ids)))
+    branches = [OutputBuilder(i, SamplingParams(n=64), smollm(), prompt, frozenset()) for i in range(64)]
+    assert prompt.read <= 64 * 256
+    assert "".join(branches[-1].push(i, None) for i in smollm().encode(" and more")) == " and more"
+
+
+def test_special_tokens_at_the_end_of_a_prompt_do_not_hide_an_unfinished_character():
+    first, *rest = smollm().encode("😀!")
+    stream = Detokenizer(smollm(), [*smollm().encode("text"), first, *[0] * 200])
+    assert "".join(map(stream.push, rest)) == "😀!"
 
 
 def test_a_character_arrives_only_when_it_is_whole():
