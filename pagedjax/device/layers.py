@@ -9,11 +9,14 @@ two cores for SmolLM2-135M's products, milliseconds rows / columns: 8 tokens 64 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from pagedjax.device.checks import check_shape
 
 
 class Buffer(nnx.Variable):
@@ -26,27 +29,34 @@ def matrix(rows: int, columns: int, dtype: str, int8: bool) -> tuple[nnx.Param, 
     return weight, nnx.Param(jnp.zeros((rows,), jnp.float32)) if int8 else None
 
 
-def product(weight: nnx.Param, scales: nnx.Param | None, x: jax.Array, *, rows: bool = False) -> jax.Array:
-    """[out, in] @ [in, T] -> [out, T] of x's dtype. rows: x is [T, in].
+def product(
+    weight: nnx.Param, scales: nnx.Param | None, x: jax.Array, *, rows: bool = False, precision: Any = None
+) -> jax.Array:
+    """[out, in] @ [in, T] -> [out, T] of x's dtype. rows: x is [T, in]. precision: as in `jax.lax.dot_general`.
 
     The sum is asked for in float32 and rounded then. Left to itself, XLA on a CPU keeps the sum of a 16-bit product in
     float32 where that is what comes next, and then widens the whole weight for it, in every step.
     """
     over = (((1,), (1 if rows else 0,)), ((), ()))
-    y = jax.lax.dot_general(weight[...].astype(x.dtype), x, over, preferred_element_type=jnp.float32)
+    factor = weight[...].astype(x.dtype)
+    y = jax.lax.dot_general(factor, x, over, precision=precision, preferred_element_type=jnp.float32)
     return (y if scales is None else y * scales[...][:, None]).astype(x.dtype)
 
 
 class Linear(nnx.Module):
     """y [out, T] = W [out, in] x [in, T] (+ bias)."""
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool = False, dtype: str, int8: bool = False):
+    def __init__(
+        self, size_in: int, size_out: int, *, bias: bool = False, dtype: str, int8: bool = False, precision: Any = None
+    ):
         self.weight, self.weight_scales = matrix(size_out, size_in, dtype, int8)
         self.bias = nnx.Param(jnp.zeros((size_out,), dtype)) if bias else None
+        self.precision = precision
 
     def __call__(self, x: jax.Array, *, rows: bool = False) -> jax.Array:
         """rows: x is [T, in]."""
-        y = product(self.weight, self.weight_scales, x, rows=rows)
+        check_shape("x", x, (None, self.weight.shape[1]) if rows else (self.weight.shape[1], None))
+        y = product(self.weight, self.weight_scales, x, rows=rows, precision=self.precision)
         return y if self.bias is None else y + self.bias[...][:, None]
 
 
@@ -119,6 +129,7 @@ def rope_table(frequencies: list[float], positions: int) -> np.ndarray:
 
 def rope(x: jax.Array, angles: jax.Array) -> jax.Array:
     """Rotate the two halves of each head: x [N, D, T], angles [2, D / 2, T] of a `rope_table` -> [N, D, T]."""
+    check_shape("angles", angles, (2, x.shape[1] // 2, x.shape[2]))
     cos, sin = angles
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1).astype(x.dtype)

@@ -183,7 +183,8 @@ class SparseMLP(nnx.Module):
     def __init__(self, c: DecoderConfig, dtype: str):
         assert c.experts is not None
         e = c.experts
-        self.router = Linear(c.hidden, e.count, dtype=dtype)
+        # exact: a TPU rounds the factors of a product to bfloat16 by default, and another expert would be chosen
+        self.router = Linear(c.hidden, e.count, dtype=dtype, precision=jax.lax.Precision.HIGHEST)
         # of each expert: gate, up
         self.up, self.up_scales = matrix(e.count * 2 * e.intermediate, c.hidden, dtype, c.int8)
         self.down, self.down_scales = matrix(e.count * c.hidden, e.intermediate, dtype, c.int8)
@@ -212,7 +213,7 @@ class SparseMLP(nnx.Module):
         rows = through(self.up, self.up_scales, rows)
         rows = through(self.down, self.down_scales, _activated(rows, c.activation, True, axis=1))
         pairs = jnp.zeros_like(rows).at[order].set(rows).reshape(t, e.chosen, c.hidden)
-        return jnp.einsum("tch,tc->ht", pairs, weights.astype(x.dtype))
+        return (pairs.astype(jnp.float32) * weights[:, :, None]).sum(1).T.astype(x.dtype)
 
 
 def _activated(y: jax.Array, activation: str, gated: bool, *, axis: int) -> jax.Array:
