@@ -38,6 +38,7 @@ from pagedjax.params import SamplingParams
 
 # Keys without influence on the measurement; they are not in a point's hash.
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")
+OWN_VALUES = ("policy", "attention_impl")  # fields of EngineConfig that may name a value of one's own, file.py:NAME
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def expand(raw: dict[str, Any], folder: Path) -> list[Point]:
                 raise ValueError(f"sweep has the key {path!r}; {', '.join(_NOT_MEASURED)} cannot be swept")
             put(values, path, copy.deepcopy(value))
         _own_output_lengths(values.get("sampling"))
-        experiment = _with_policy(_with_fit(parse(Experiment, values, ""), folder), folder)
+        experiment = _with_own_files(_with_fit(parse(Experiment, values, ""), folder), folder)
         content, source = read_content(experiment.workload, folder)
         check(experiment.workload, content)
         point = Point(experiment, swept, point_key(experiment, content), content, source)
@@ -193,13 +194,20 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
     return dataclasses.replace(experiment, simulate=dataclasses.replace(simulate, fit=str(found.resolve())))
 
 
-def _with_policy(experiment: Experiment, folder: Path) -> Experiment:
-    """The experiment with the absolute path of a policy's file; tried from `folder`, then from the current folder."""
-    where, colon, name = experiment.engine.policy.rpartition(":")
-    if colon and where.endswith(".py"):
-        place = next((place for place in (folder / where, Path(where)) if place.is_file()), folder / where)
-        spec = f"{place.resolve()}:{name}"
-        experiment = dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, policy=spec))
+def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
+    """The experiment with absolute paths of the files of one's own; tried from `folder`, then from the current folder.
+
+    A policy is read here. An attention implementation needs jax, so only its file's presence is checked.
+    """
+    found = {}
+    for key in OWN_VALUES:
+        where, colon, name = (getattr(experiment.engine, key) or "").rpartition(":")
+        if colon and where.endswith(".py"):
+            place = next((place for place in (folder / where, Path(where)) if place.is_file()), folder / where)
+            if key != "policy" and not place.is_file():
+                raise ValueError(f"engine.{key} is {where + colon + name!r}, but there is no file {where}")
+            found[key] = f"{place.resolve()}:{name}"
+    experiment = dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, **found))
     try:
         policies.find(experiment.engine.policy)
     except Exception as error:  # a user's file may raise anything
@@ -210,16 +218,17 @@ def _with_policy(experiment: Experiment, folder: Path) -> Experiment:
     return experiment
 
 
-def _policy_source(policy: str) -> str:
-    """The policy's part of a point's key: its name; for a user's policy the hash of its file, and its name there.
+def _own_source(value: str | None) -> str | None:
+    """The part of a point's key for a field of OWN_VALUES: a name; of one's own value the hash of its file, and its
+    name there.
 
     Imports of that file are not included: after a change there, `experiments.run --no-resume` measures again.
     """
-    where, colon, name = policy.rpartition(":")
+    where, colon, name = (value or "").rpartition(":")
     if not colon:
-        return policy
+        return value
     file = where if where.endswith(".py") else inspect.getsourcefile(importlib.import_module(where))
-    return f"{hashlib.sha256(Path(file).read_bytes()).hexdigest()}:{name}" if file else policy
+    return f"{hashlib.sha256(Path(file).read_bytes()).hexdigest()}:{name}" if file else value
 
 
 def _model_source(model: str) -> str:
@@ -271,11 +280,11 @@ def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
 def point_key(experiment: Experiment, content: str) -> str:
     """sha256 (hexadecimal) of the measured configuration, independent of key order, explicit defaults and names.
 
-    Files count by their content: the workload's, a policy's, a fitted run's steps, a model's (`_model_source`).
+    Files count by their content: the workload's, a user's own values, a fitted run's steps, a model's (`_model_source`).
     """
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in _NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
-    values["engine"]["policy"] = _policy_source(experiment.engine.policy)
+    values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}
     values["model"] = _model_source(experiment.model)
     del values["cache_tokens"]
     if experiment.simulate is None:

@@ -244,6 +244,20 @@ def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> N
     assert len(set(found)) == len(found)
 
 
+def test_point_key_depends_on_the_content_of_an_attention_file(tmp_path: Path) -> None:
+    def key(name: str, text: str, source: str = "own.py") -> str:
+        (tmp_path / source).write_text(text)
+        (point,) = points(tmp_path, engine={"attention_impl": f"{source}:{name}"})
+        assert point.experiment.engine.attention_impl == f"{(tmp_path / source).resolve()}:{name}"
+        return point.key
+
+    first = key("A", "A = 1")
+    assert first == key("A", "A = 1", "moved.py")
+    assert len({first, key("A", "A = 2"), key("B", "A = 1"), points(tmp_path)[0].key}) == 4
+    with pytest.raises(ValueError, match=r"engine\.attention_impl is 'none\.py:A', but there is no file none\.py"):
+        points(tmp_path, engine={"attention_impl": "none.py:A"})
+
+
 def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
     for text, message in (
         ("raise KeyError('x')", r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; correct the file"),
