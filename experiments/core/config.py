@@ -280,7 +280,7 @@ def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
 def point_key(experiment: Experiment, content: str) -> str:
     """sha256 (hexadecimal) of the measured configuration, independent of key order, explicit defaults and names.
 
-    Files count by their content: the workload's, a user's own values, a fitted run's steps, a model's (`_model_source`).
+    Files count by their content: of the workload, a user's own values, a fitted run's steps, a model (`_model_source`).
     """
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in _NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
