@@ -24,9 +24,9 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 def llm(tiny_llm):
     """Nothing may be left behind, whatever the test did."""
     yield tiny_llm
-    scheduler.check(tiny_llm.engine.state)
+    scheduler.check(tiny_llm.engine.scheduler_state)
     assert not tiny_llm.engine.has_work
-    assert tiny_llm.engine.state.pool.num_free == tiny_llm.engine.config.num_blocks
+    assert tiny_llm.engine.scheduler_state.pool.num_free == tiny_llm.engine.config.num_blocks
 
 
 def test_prompts_are_strings_token_ids_or_lists_of_either(llm):

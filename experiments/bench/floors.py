@@ -100,7 +100,7 @@ def beside_floors(batches: Sequence[int], context: int, repeats: int, name: str)
 
 
 def _prefilling(llm: LLM) -> bool:
-    state = llm.engine.state
+    state = llm.engine.scheduler_state
     return bool(state.waiting) or any(n - c > 1 for n, c in zip(*state.running[1:], strict=True))
 
 

@@ -60,7 +60,9 @@ def measure(model: LoadedModel, sequences: int, lookahead: int, steps: int) -> I
     draw = np.random.default_rng(0)
     for i in range(sequences):
         engine.add(str(i), draw.integers(1, engine.model.config.vocab_size, PROMPT).tolist(), params)
-    while engine.state.waiting or any(n - c > 1 for n, c in zip(*engine.state.running[1:], strict=True)):
+    while engine.scheduler_state.waiting or any(
+        n - c > 1 for n, c in zip(*engine.scheduler_state.running[1:], strict=True)
+    ):
         engine.step()
     for _ in range(WARM):
         engine.step()

@@ -101,7 +101,9 @@ def decode_seconds(engines: Sequence[LLM], windows: Sequence[list[int]], steps: 
         llm.engine.reset()
         for i, window in enumerate(windows[:TOGETHER]):
             llm.engine.add(str(i), window, params)
-        while llm.engine.state.waiting or any(n - c > 1 for n, c in zip(*llm.engine.state.running[1:], strict=True)):
+        while llm.engine.scheduler_state.waiting or any(
+            n - c > 1 for n, c in zip(*llm.engine.scheduler_state.running[1:], strict=True)
+        ):
             llm.engine.step()
     times: list[list[float]] = [[] for _ in engines]
     for _ in range(steps):

@@ -88,14 +88,14 @@ class SimulatedEngine:
         self.reset()
 
     def reset(self) -> None:
-        self.state = scheduler.init(self._limits)
+        self.scheduler_state = scheduler.init(self._limits)
         self._sequences: Sequences = Map()
         self._batch = WholeBatch()
         self.now = 0.0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.state.waiting or self.state.running.seqs)
+        return bool(self.scheduler_state.waiting or self.scheduler_state.running.seqs)
 
     def clock(self) -> float:
         return self.now
@@ -113,16 +113,18 @@ class SimulatedEngine:
             )
         caching = self.config.enable_prefix_caching
         limits = {"vocab_size": self._vocab_size, "caching": caching, "priority": 0, "user": ""}
-        prepared = prepare(self.state, (request_id, *forks), prompt_token_ids, params, eos_token_ids=(), **limits)
-        self.state = scheduler.submit(self.state, prepared.request)
-        if caching:  # nobody else asks what tokens are
+        prepared = prepare(
+            self.scheduler_state, (request_id, *forks), prompt_token_ids, params, eos_token_ids=(), **limits
+        )
+        self.scheduler_state = scheduler.submit(self.scheduler_state, prepared.request)
+        if caching:  # only hashes of blocks need token values
             self._sequences = self._sequences.update(prepared.sequences)
 
     def step(self) -> StepResult | None:
         if not self.has_work:
             return None
         started = self.now
-        state, plan = scheduler.schedule(self.state, self._policy)
+        state, plan = scheduler.schedule(self.scheduler_state, self._policy)
         ended = self._batch.contexts
         padded = self._padded(plan.num_tokens + len(ended))
         work = work_of(plan, padded, cached=self._simulate.kv_cache)
@@ -135,11 +137,11 @@ class SimulatedEngine:
         hashes = (
             hashes_of_filled(plan, self._sequences, self.config.block_size) if self._sequences else scheduler.NO_HASHES
         )
-        self.state, events = scheduler.commit(state, plan, sampled, hashes)
+        self.scheduler_state, events = scheduler.commit(state, plan, sampled, hashes)
         if self._sequences:
             self._sequences = apply_events(self._sequences, events, state.running)
         if self._simulate.whole_batches:
-            self._batch, events = after_step(self._batch, plan, events, over=not self.state.running.seqs)
+            self._batch, events = after_step(self._batch, plan, events, over=not self.scheduler_state.running.seqs)
         self.now = started + seconds + self._simulate.host_s
         return StepResult(plan, events, started, self.now, seconds, padded, 0)
 

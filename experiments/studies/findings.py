@@ -152,7 +152,7 @@ def results_of(
             items = build(experiment.workload, point.content, seed, vocabulary, encode).items
             engine = llm.engine
             _, results = drive(engine, items, experiment.sampling, engine.clock, engine.sleep)
-            runs.append((engine.state.config, results))
+            runs.append((engine.scheduler_state.config, results))
         found.append((point, runs))
     return found
 

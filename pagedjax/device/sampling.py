@@ -199,7 +199,7 @@ def _draw(logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Ar
     # The best logit is subtracted before the division. After it, a low temperature would multiply the rounding error.
     below = logits - logits.max(-1, keepdims=True)
     weights = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
-    weights = chain.apply("weights", weights, s.features, context)
+    weights = chain.apply("probs", weights, s.features, context)
 
     pieces = jnp.pad(weights, ((0, 0), (0, -v % LANES))).reshape(len(weights), -1, LANES)
     sums = row_sums(pieces)

@@ -75,8 +75,8 @@ class Engine:
         return self.runtime.startup
 
     @property
-    def state(self) -> scheduler.SchedulerState:
-        """The scheduler's state. It is immutable."""
+    def scheduler_state(self) -> scheduler.SchedulerState:
+        """Queues, block tables and counts. It is immutable."""
         return self._state.scheduler
 
     @property
@@ -199,7 +199,7 @@ class Engine:
             self._recorder = None
         if path is not None:
             # A replay counts arrivals from zero, and predicted steps know sequences by their arrival.
-            empty = scheduler.init(self.state.config)
+            empty = scheduler.init(self.scheduler_state.config)
             self._state = self._state._replace(scheduler=empty, ahead=Lookahead())
             clock = time.perf_counter if times else None
             self._records_prompts = prompts

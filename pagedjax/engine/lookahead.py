@@ -34,7 +34,7 @@ class SentStep(NamedTuple):
 
     plan: Plan
     output: StepOutput
-    sent: float  # seconds of time.perf_counter
+    sent_at: float  # seconds of time.perf_counter
 
     @property
     def ready(self) -> bool:
@@ -53,7 +53,7 @@ class Lookahead(NamedTuple):
     last: tuple[SchedulerState, Plan] | None = None  # after the last of them; None: predict again once they are used up
 
 
-def take(ahead: Lookahead, plan: Plan) -> tuple[Lookahead, SentStep | None, tuple[int, ...]]:
+def take_predicted(ahead: Lookahead, plan: Plan) -> tuple[Lookahead, SentStep | None, tuple[int, ...]]:
     """The predicted step that has computed a plan, if there is one.
 
     Returns:
@@ -63,14 +63,14 @@ def take(ahead: Lookahead, plan: Plan) -> tuple[Lookahead, SentStep | None, tupl
     if not ahead.sent:
         return Lookahead(), None, ()
     step, *rest = ahead.sent
-    rows = covered(plan, step.plan)
+    rows = matching_rows(plan, step.plan)
     if rows is None:
         return Lookahead(), None, ()
-    exact = len(rows) == len(step.plan.seqs)  # else the steps after it have rows too many, and are used up first
+    exact = len(rows) == len(step.plan.seqs)  # else later predicted steps have rows of ended sequences
     return Lookahead(tuple(rest), ahead.last if exact and rest else None), step, rows
 
 
-def covered(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
+def matching_rows(plan: Plan, predicted: Plan) -> tuple[int, ...] | None:
     """The rows of a predicted plan that are the plan's, in its order; None if a row is missing or differs."""
     if plan.copies or plan.swap_in or plan.swap_out:
         return None
@@ -111,7 +111,7 @@ def extend(
     last = last or (state, plan)
     unknown = {arrival for each in (plan, *(step.plan for step in sent)) for arrival in sampling(each)}
     while len(sent) < depth:
-        predicted = predict(*last, policy, sequences, unknown, certain=not sent)
+        predicted = predict(*last, policy, sequences, unknown, plan_is_real=not sent)
         if predicted is None:
             break
         cache, step = send(cache, predicted[1], sent[-1] if sent else current, unknown)
@@ -133,20 +133,20 @@ def predict(
     sequences: Mapping[str, SequenceData],
     unknown: Set[int],
     *,
-    certain: bool,
+    plan_is_real: bool,
 ) -> tuple[SchedulerState, Plan] | None:
     """The state and plan after this one if no sequence stops; None if a prediction would do harm or be useless.
 
     Args:
         state: after `schedule` returned `plan`.
         unknown: arrivals of the sequences whose newest token is not known on the host.
-        certain: the plan is real; else it is a prediction itself.
+        plan_is_real: else it is a prediction itself.
     """
     if state.waiting and any(_may_stop(sequences[seq.request_id]) for seq in plan.seqs):
         return None  # a waiting request takes the place of a sequence that stops: another plan
     hashes = _placeholder_hashes(plan, sequences, state.config.block_size)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
-    if not certain and len(after.ids) < len(state.ids):
+    if not plan_is_real and len(after.ids) < len(state.ids):
         return None  # a plan sent in place of a wrong prediction would still read the blocks of those that end
     predicted, following = scheduler.schedule(after, policy)
     if not following.seqs or following.preempted or following.copies or following.swap_in or following.swap_out:
@@ -155,7 +155,7 @@ def predict(
         return None  # cached content would be lost
     fed = [seq for seq in following.seqs if seq.arrival in unknown]
     if fed and not state.config.mixed_steps and not {seq.arrival for seq in fed}.issubset(sampling(plan)):
-        return None  # the unknown token of a decode that waited is older than the step just before
+        return None  # an unknown token must come from the step just before; this decode sampled in an earlier one
     return predicted, following
 
 

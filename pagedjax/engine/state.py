@@ -1,7 +1,7 @@
 """`EngineState`: everything that an engine's steps change, as one value, and its transitions other than a step.
 
     init(runtime) -> state
-    submit(runtime, state, request) -> state       or ValueError, and the state is the one before
+    submit(runtime, state, names, prompt, params) -> state       or ValueError, and the state is the one before
     cancel(state, sequence_id) -> (state, events)
     forget(state) -> state                         the prefix cache
     roll_back(state) -> state                      after a step that failed

@@ -26,7 +26,7 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
     before, plan = scheduler.schedule(state.scheduler, runtime.policy)
     cache = runtime.new_cache() if state.cache is None else state.cache
 
-    ahead, sent, rows = lookahead.take(state.ahead, plan) if config.lookahead else (Lookahead(), None, ())
+    ahead, sent, rows = lookahead.take_predicted(state.ahead, plan) if config.lookahead else (Lookahead(), None, ())
     if sent is None:
         cache, sent = send(runtime, state, cache, plan)
         rows = tuple(range(len(plan.seqs)))
@@ -37,8 +37,8 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
 
         ahead_of = (ahead, sent, before, plan, runtime.policy, sequences, config.lookahead, cache, send_predicted)
         cache, ahead = lookahead.extend(*ahead_of)
-    overlaps = any(other.sent > sent.sent for other in ahead.sent)  # the device computes predicted steps
-    was_done = not overlaps and sent.sent < started and sent.ready
+    overlaps = any(other.sent_at > sent.sent_at for other in ahead.sent)  # the device computes predicted steps
+    was_done = not overlaps and sent.sent_at < started and sent.ready  # before this call
     sampled = np.asarray(sent.output.sampled.tokens)[list(rows)].tolist()
     arrived = time.perf_counter()
 
@@ -61,7 +61,7 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
         events=events,
         started=started,
         finished=finished,
-        device_seconds=0.0 if was_done else (finished if overlaps else arrived) - max(started, sent.sent),
+        device_seconds=0.0 if was_done else (finished if overlaps else arrived) - max(started, sent.sent_at),
         padded_tokens=runtime.shapes.bucket(sent.plan.num_tokens),
         compilations=compilations.compilations() - compiled,
         logprobs=logprobs,
@@ -85,9 +85,9 @@ def send(
         unknown: arrivals of the sequences whose newest token is not known on the host.
     """
     batch = packed(runtime, state.sequences, plan, previous, unknown)
-    sent = time.perf_counter()
+    sent_at = time.perf_counter()
     cache, output = runtime.programs[len(batch.tokens)](runtime.leaves, moved(runtime, state, cache, plan), batch)
-    return cache, SentStep(plan, output, sent)
+    return cache, SentStep(plan, output, sent_at)
 
 
 def packed(runtime: Runtime, sequences: Sequences, plan: Plan, previous: SentStep | None, unknown: Set[int]) -> Batch:

@@ -93,15 +93,15 @@ def _preempt(
     victims = [victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims]
     tables = [victim.blocks[: blocks.needed(victim.computed, state.config.block_size)] for victim in victims]
     moved_blocks = tuple(dict.fromkeys(block for table in tables for block in table))
-    swaps = state.host is not None and all(tables) and policy.swap(victims)
-    taken = blocks.allocate(state.host, len(moved_blocks)) if state.host is not None and swaps else None
+    swaps = state.host_pool is not None and all(tables) and policy.swap(victims)
+    taken = blocks.allocate(state.host_pool, len(moved_blocks)) if state.host_pool is not None and swaps else None
     if taken is None:
         back = [victim._replace(computed=0, blocks=()) for victim in victims]
         return state._replace(waiting=(*back, *state.waiting)), ()
-    host, ids = taken
+    host_pool, ids = taken
     place = dict(zip(moved_blocks, ids, strict=True))
     moved = [tuple([place[block] for block in table]) for table in tables]
     again = Counter(block for table in moved for block in table) - Counter(ids)
     out = [victim._replace(blocks=table) for victim, table in zip(victims, moved, strict=True)]
-    host = blocks.share(host, again.elements())
-    return state._replace(host=host, waiting=(*out, *state.waiting)), tuple(place.items())
+    host_pool = blocks.share(host_pool, again.elements())
+    return state._replace(host_pool=host_pool, waiting=(*out, *state.waiting)), tuple(place.items())

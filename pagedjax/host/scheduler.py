@@ -4,8 +4,8 @@
                  ^                              |
                  +---- schedule preempts -------+            cancel: from anywhere, at any time
 
-There is no prefill phase and no decode phase: `computed` chases `length`, and a step gives a sequence one or more
-tokens. The rules:
+There is no prefill phase and no decode phase: `computed` grows until it equals `length`, and a step gives a sequence
+one or more tokens. The rules:
 
 1. Every decode (one token to compute) takes one token of the budget, before any prompt chunk. So no more sequences run
    than the budget has tokens.
@@ -90,8 +90,8 @@ def init(config: SchedulerConfig) -> SchedulerState:
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it must be True or False")
     one_of("reservation", config.reservation, get_args(Reservation))
-    host = blocks.init(config.host_blocks) if config.host_blocks else None
-    return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, host, frozenset(), Map())
+    host_pool = blocks.init(config.host_blocks) if config.host_blocks else None
+    return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, host_pool, frozenset(), Map())
 
 
 def submit(state: SchedulerState, request: Request) -> SchedulerState:
@@ -114,28 +114,28 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
     """Decide what the next step computes. The plan has no rows when nothing runs and nothing can."""
     c = state.config
     state, preempted = make_room(state, policy)
-    host, waiting = state.host, state.waiting
-    active, decodes, idle = _decodes_first(state.running)
+    host_pool, waiting = state.host_pool, state.waiting
+    active, decodes, waiting_beams = _decodes_first(state.running)
     if c.mixed_steps:
         counts, admission = _token_counts(state, policy, active, decodes, not preempted.preempted)
     else:
-        mixed, ones, skipped = active, decodes, idle
+        mixed, ones, skipped = active, decodes, waiting_beams
         for kind in step_kinds.kinds(c, state.step):
             active, decodes, skipped = step_kinds.split(mixed, ones, kind)
             admits = kind != "decodes" and not preempted.preempted
             counts, admission = _token_counts(state, policy, active, decodes, admits)
             if counts:
                 break
-        idle = skipped.joined(idle)
+        waiting_beams = skipped.joined(waiting_beams)
     admitted, pool = admission.admitted, admission.pool
     new = Running(admitted, tuple([seq.length for seq in admitted]), tuple([seq.computed for seq in admitted]))
     resumed: tuple[str, ...] = ()
     if admitted:
         away = {seq.arrival: seq for seq in waiting if seq.blocks}
         back = [away[seq.arrival] for seq in admitted if seq.arrival in away]
-        if back and host is not None:
+        if back and host_pool is not None:
             resumed = tuple([seq.request_id for seq in back])
-            host = blocks.release(host, [block for seq in back for block in reversed(seq.blocks)])
+            host_pool = blocks.release(host_pool, [block for seq in back for block in reversed(seq.blocks)])
         entered = {seq.arrival for seq in admitted}
         waiting = tuple([seq for seq in waiting if seq.arrival not in entered])
         active = active.joined(new)
@@ -160,8 +160,8 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
         blocks_used=pool.num_blocks - pool.num_free,
         num_blocks=pool.num_blocks,
     )
-    active = active.joined(idle) if idle.seqs else active
-    return state._replace(pool=pool, waiting=waiting, running=active, host=host), plan
+    active = active.joined(waiting_beams) if waiting_beams.seqs else active
+    return state._replace(pool=pool, waiting=waiting, running=active, host_pool=host_pool), plan
 
 
 def _token_counts(
@@ -287,11 +287,12 @@ def cancel(
     waits = _indices(queue, named) if named.request.beams or not at else []
     away, stopped = pick(queue, waits), current(*active.pick(at))
     pool = blocks.release(state.pool, [block for seq in stopped for block in reversed(seq.blocks)])
-    host = state.host and blocks.release(state.host, [block for seq in away for block in reversed(seq.blocks)])
+    host_pool = state.host_pool
+    host_pool = host_pool and blocks.release(host_pool, [block for seq in away for block in reversed(seq.blocks)])
     ends = [(name, seq.num_output) for seq in (*away, *stopped) for name in _names(seq)]
     state = state._replace(
         pool=pool,
-        host=host,
+        host_pool=host_pool,
         waiting=_except(queue, waits),
         running=Running(_except(active.seqs, at), _except(active.lengths, at), _except(active.computed, at)),
         ids=_without(state.ids, [name for name, _ in ends]),
@@ -343,14 +344,14 @@ def _decodes_first(active: Running) -> tuple[Running, int, Running]:
         (sequences with tokens to compute, the number of decodes among them, beams that wait for their siblings)
     """
     left = [length - computed for length, computed in zip(active.lengths, active.computed, strict=True)]
-    decodes, idle = left.count(1), Running()
+    decodes, waiting_beams = left.count(1), Running()
     if 0 in left:
-        idle = active.pick([i for i, number in enumerate(left) if not number])
+        waiting_beams = active.pick([i for i, number in enumerate(left) if not number])
         active = active.pick([i for i, number in enumerate(left) if number])
         left = [number for number in left if number]
     if left[:decodes].count(1) != decodes:
         active = active.pick(sorted(range(len(left)), key=lambda i: left[i] != 1))
-    return active, decodes, idle
+    return active, decodes, waiting_beams
 
 
 def _finish_reason(seq: Seq, length: int, token: int) -> FinishReason | None:

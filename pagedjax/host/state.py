@@ -59,7 +59,7 @@ class SchedulerState(NamedTuple):
     running: Running  # after `schedule`: the plan's sequences, then those that got no token
     step: int
     arrivals: int
-    host: BlockPool | None  # the swap space; the blocks of a waiting sequence are its blocks there
+    host_pool: BlockPool | None  # the swap space; the blocks of a waiting sequence are its blocks there
     forked: frozenset[int]  # arrivals of the sequences that may have to copy a shared block before the next write
     ids: Map[str, None]  # of all unfinished sequences; a search through a long queue would make submits quadratic
     stops: frozenset[int] = frozenset()  # stop tokens of all unfinished requests, and perhaps of finished ones
@@ -75,9 +75,9 @@ def check(state: SchedulerState) -> None:
     c, active = state.config, running(state)
     blocks.check(state.pool, [seq.blocks for seq in active])
     away = [seq for seq in state.waiting if seq.blocks]
-    assert state.host is not None or not away, "a waiting sequence holds cache"
-    if state.host is not None:
-        blocks.check(state.host, [seq.blocks for seq in away])
+    assert state.host_pool is not None or not away, "a waiting sequence holds cache"
+    if state.host_pool is not None:
+        blocks.check(state.host_pool, [seq.blocks for seq in away])
     complete = all(len(seq.blocks) == blocks.needed(seq.computed, c.block_size) for seq in state.waiting)
     assert complete, "content is lost"
     assert sum(seq.num_rows for seq in active) <= c.max_running, "too many sequences run, or will"

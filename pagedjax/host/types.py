@@ -5,12 +5,12 @@ Glossary, used in signatures and comments everywhere:
     block        a fixed-size piece of the KV cache that holds `S` token slots; kernels call it a page
     block table  the block ids of one sequence, in token order
     length       tokens of a sequence whose values are known (prompt + generated so far)
-    computed     tokens of a sequence whose keys and values are in the cache; `computed` chases `length`
+    computed     tokens of a sequence whose keys and values are in the cache; it grows until it equals `length`
     chunk        the tokens of one sequence that one step computes
-    step         schedule -> pack -> step -> commit, once
+    step         schedule -> pack -> run -> commit, once
 
     B sequences in a step   T packed tokens         P cache blocks    S tokens in a block   M blocks in a table row
-    N query heads           K key/value heads       H head size       L layers              V vocabulary
+    N query heads           K key/value heads       D head size       L layers              V vocabulary
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Request(NamedTuple):
     priority: int = 0
     user: str = ""  # whose share the policy "fair" counts it to
     forks: tuple[str, ...] = ()  # ids of further branches, which begin when this one has computed the prompt
-    hashes: tuple[str, ...] = ()  # of the prompt's full blocks (prefix.py); empty: shares no blocks with anyone
+    hashes: tuple[str, ...] = ()  # of the prompt's full blocks (engine/block_hashes.py); empty: shares no blocks
     beams: bool = False  # its branches advance together, by the choices given to `commit`; others advance alone
     tags: tuple[str, ...] = ()  # opaque; they salt the hashes, so requests with other tags share no blocks
 
 
 class Seq(NamedTuple):
-    """A request on its way through the scheduler. `computed` chases `length`; `blocks` covers at least `computed`.
+    """A request in the scheduler. `computed` grows until it equals `length`; `blocks` covers at least `computed`.
 
     Only a beam may catch up: it waits until its siblings have, and all of them get their next tokens.
     """
@@ -49,7 +49,7 @@ class Seq(NamedTuple):
     limit: int  # tokens at its longest: the prompt and max_tokens, cut off at max_model_len
     length: int  # prompt + generated tokens
     computed: int = 0
-    blocks: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()  # while it waits: host blocks, in the swap space
     hashes: tuple[str, ...] = ()  # of its first full blocks, as far as they are known; it keeps them when preempted
     group: int | None = None  # arrival of the first of the branches that forked from one prompt; None: no others
 

@@ -71,7 +71,7 @@ class Options:
 def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -> FastAPI:
     """An ASGI application that serves one model. Its engine runs between the application's start-up and shutdown."""
     metrics = Metrics(options.name, llm.engine.config)
-    live = viewer.Live(llm.engine.state, llm.engine.config.policy)
+    live = viewer.Live(llm.engine.scheduler_state, llm.engine.config.policy)
     worker = Worker(llm, max_queue=options.max_queue, observers=(metrics, live, *observers))
 
     @asynccontextmanager

@@ -168,7 +168,7 @@ class Worker:
     @property
     def waiting(self) -> int:
         """Requests that are not admitted yet, including those in the inbox."""
-        return self._submitted - self._received + len(self.llm.engine.state.waiting)
+        return self._submitted - self._received + len(self.llm.engine.scheduler_state.waiting)
 
     async def submit(self, requests: Sequence[GenerationRequest], *, deltas: bool = True) -> Submission:
         """Queue all requests, or none of them.
@@ -240,7 +240,7 @@ class Worker:
             self._call_in_loop(_refuse, accepted, self._reason())
             raise
         else:
-            state = self.llm.engine.state
+            state = self.llm.engine.scheduler_state
             for i, branches in enumerate(added):
                 self._owners |= dict.fromkeys(branches, _Owner(submission, i, branches))
                 self._notify("added", tuple(branches), submission.requests[i], submission.received_at, state)
@@ -249,27 +249,27 @@ class Worker:
 
     def _cancel(self, submission: Submission) -> None:
         """Abandon each unfinished request of the submission once."""
-        before, events = self.llm.engine.state, ()
+        before, events = self.llm.engine.scheduler_state, ()
         owned = {name: owner for name, owner in self._owners.items() if owner.submission is submission}
         for name in owned:
             del self._owners[name]
         for branches in {owner.request: owner.branches for owner in owned.values()}.values():
             events += self._session.abandon(branches)
-        self._notify("stepped", before, None, events, self.llm.engine.state)
+        self._notify("stepped", before, None, events, self.llm.engine.scheduler_state)
 
     def _step(self) -> None:
-        before = self.llm.engine.state
+        before = self.llm.engine.scheduler_state
         try:
             step = self._session.step()
         except Exception:
             self._failures += 1
-            if self._failures == MAX_FAILED_STEPS or not _rolled_back(before, self.llm.engine.state):
+            if self._failures == MAX_FAILED_STEPS or not _rolled_back(before, self.llm.engine.scheduler_state):
                 raise
             log.exception("a step failed (%d of %d in a row); it runs again", self._failures, MAX_FAILED_STEPS)
-            self._notify("stepped", before, None, (), self.llm.engine.state)
+            self._notify("stepped", before, None, (), self.llm.engine.scheduler_state)
             return
         self._failures = 0
-        self._notify("stepped", before, step.result, step.events, self.llm.engine.state)
+        self._notify("stepped", before, step.result, step.events, self.llm.engine.scheduler_state)
         updates: list[tuple[Submission, Update]] = []
         for name, token_id, text in step.deltas:
             submission, request, branches = self._owners[name]

@@ -1,11 +1,11 @@
 """The last steps of a running engine, for a page that shows them live.
 
-    live = Live(engine.state, engine.config.policy)
+    live = Live(engine.scheduler_state, engine.config.policy)
     ...
-    before, result = engine.state, engine.step()                # the engine's thread
-    live.stepped(before, result, result.events, engine.state)
-    before, events = engine.state, engine.cancel("a")
-    live.stepped(before, None, events, engine.state)            # the page can then show why "a" ended
+    before, result = engine.scheduler_state, engine.step()                # the engine's thread
+    live.stepped(before, result, result.events, engine.scheduler_state)
+    before, events = engine.scheduler_state, engine.cancel("a")
+    live.stepped(before, None, events, engine.scheduler_state)            # the page can then show why "a" ended
     ...
     json.dumps(live.since(k))                                   # any thread
 
@@ -80,7 +80,7 @@ class Live:
         """Records a step, or without a result another change of the state.
 
         Args:
-            before, after: `engine.state` before and after it.
+            before, after: `engine.scheduler_state` before and after it.
             result: the result of `engine.step()`.
             events: those of the result, and of cancels that follow from it.
         """

@@ -27,9 +27,9 @@ def llm(tiny_llm):
     handler = signal.getsignal(signal.SIGINT)
     yield tiny_llm
     assert signal.getsignal(signal.SIGINT) is handler
-    scheduler.check(tiny_llm.engine.state)
+    scheduler.check(tiny_llm.engine.scheduler_state)
     assert not tiny_llm.engine.has_work
-    assert tiny_llm.engine.state.pool.num_free == tiny_llm.engine.config.num_blocks
+    assert tiny_llm.engine.scheduler_state.pool.num_free == tiny_llm.engine.config.num_blocks
 
 
 def talk(llm, *lines: str, params=GREEDY, **options):

@@ -155,7 +155,7 @@ def test_a_step_writes_the_token_ids_of_every_row(tiny_llm):
     engine.add("a", prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     generated = []
     while engine.has_work:
-        blocks = engine.state.running.seqs[0].blocks if engine.state.running.seqs else ()
+        blocks = engine.scheduler_state.running.seqs[0].blocks if engine.scheduler_state.running.seqs else ()
         result = engine.step()
         generated += [token for event in result.events for token in getattr(event, "token_ids", ())]
     tokens = engine._state.cache.tokens[np.array(blocks)].reshape(-1)

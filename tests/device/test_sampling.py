@@ -601,7 +601,7 @@ NEAR = RowFeature(  # an option of one file: favour the tokens beside the newest
 )
 ODD = RowFeature(
     name="odd",
-    stage="weights",
+    stage="probs",
     off={"odd": np.bool_(False)},
     read=lambda params, stop_ids: {"odd": params.extra_args["odd"]},
     apply=lambda w, rows, context: jnp.where(rows["odd"][:, None] & (jnp.arange(w.shape[1]) % 2 == 0), 0.0, w),

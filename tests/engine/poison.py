@@ -25,7 +25,7 @@ def _spoil(pages, free):
 
 def poison(engine: Engine) -> int:
     """Spoil the free blocks -> how many there are."""
-    used = set(engine.state.pool.owners) | set(engine.state.pool.hashes)
+    used = set(engine.scheduler_state.pool.owners) | set(engine.scheduler_state.pool.hashes)
     free = np.array(sorted(set(range(1, engine.config.num_blocks + 1)) - used), np.int32)
     # one shape for any number of them: the rest spoil one block twice
     ids = np.resize(free, engine.config.num_blocks) if len(free) else None

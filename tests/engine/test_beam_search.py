@@ -32,7 +32,7 @@ def llm(tiny):
 def search(llm, prompts, params) -> list[list[Hypothesis]]:
     """By prompt, the sequences that `generate` gives."""
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
+    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
     return [
         [Hypothesis(o.token_ids, o.cumulative_logprob, o.score, o.finish_reason) for o in out.outputs]
         for out in outputs
@@ -242,7 +242,7 @@ def test_batch_block_size_caching_and_preemption_change_no_beam(tiny, golden, co
 
     def watched():
         result = step()
-        scheduler.check(llm.engine.state)
+        scheduler.check(llm.engine.scheduler_state)
         events.extend(result.events)
         return result
 
@@ -260,7 +260,7 @@ def test_batch_block_size_caching_and_preemption_change_no_beam(tiny, golden, co
     assert not any(isinstance(event, Forked) and "0" in event.request_ids for event in events)
     if config.get("num_blocks") == 28:
         assert any(isinstance(event, Preempted) for event in events)
-    assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
+    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
     assert not llm.engine._state.sequences
     assert not llm.engine._state.searches
 
@@ -270,7 +270,7 @@ def test_beams_share_prompt_blocks_and_copy_on_write(tiny):
     llm.engine.add("a", PROMPTS[40], BeamSearchParams(4, 16, ignore_eos=True), forks=["b", "c", "d"])
     while llm.engine.has_work:
         result = llm.engine.step()
-        tables = [seq.blocks for seq in scheduler.running(llm.engine.state)]
+        tables = [seq.blocks for seq in scheduler.running(llm.engine.scheduler_state)]
         if tables:
             assert len({table[:5] for table in tables}) == 1, "40 tokens are 5 full blocks"
             assert result.plan.blocks_used <= 5 + 4 * 3
@@ -322,7 +322,7 @@ def test_any_beam_id_cancels_the_search(tiny):
         assert {event.request_id for event in events} == {"a", "b", "c"}
         assert not llm.engine.has_work
         assert not llm.engine._state.searches
-        assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
+        assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -41,14 +41,14 @@ def run(engine, requests) -> tuple[dict[str, list[int]], list[StepResult]]:
     results = []
     while engine.has_work:
         result = engine.step()
-        scheduler.check(engine.state)
+        scheduler.check(engine.scheduler_state)
         assert len(results) < 2000, "no progress"
         results.append(result)
         for event in result.events:
             if isinstance(event, Sampled):
                 for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
                     tokens[request_id].append(token)
-    assert engine.state.pool.num_free == engine.config.num_blocks
+    assert engine.scheduler_state.pool.num_free == engine.config.num_blocks
     return tokens, results
 
 
@@ -114,11 +114,11 @@ def test_a_request_can_be_cancelled_at_any_time(engine, expected):
         (event,) = engine.cancel("g4")
         assert (event.request_id, event.reason) == ("g4", "abort")
         assert engine.cancel("g4") == ()
-        scheduler.check(engine.state)
+        scheduler.check(engine.scheduler_state)
         while engine.has_work:
             for done in engine.step().events:
                 assert getattr(done, "request_id", None) != "g4"
-        assert engine.state.pool.num_free == engine.config.num_blocks
+        assert engine.scheduler_state.pool.num_free == engine.config.num_blocks
     assert run(engine, {"g4": (PROMPTS[4], GREEDY)})[0]["g4"] == expected["g4"]
 
 
@@ -184,7 +184,7 @@ def test_a_recorded_run_replays_byte_for_byte(tiny, tmp_path):
 
 
 def test_a_refused_request_leaves_the_engine_unchanged(engine):
-    state = engine.state
+    state = engine.scheduler_state
     for prompt, params, message in (
         ([], GREEDY, "empty prompt"),
         ([5] * 512, GREEDY, "max_model_len is 512"),
@@ -195,7 +195,7 @@ def test_a_refused_request_leaves_the_engine_unchanged(engine):
     ):
         with pytest.raises(ValueError, match=message):
             engine.add("x", prompt, params)
-        assert engine.state is state
+        assert engine.scheduler_state is state
     engine.add("x", [5], GREEDY)
     with pytest.raises(ValueError, match="request id 'x' is in use"):
         engine.add("x", [5], GREEDY)

@@ -99,7 +99,7 @@ def test_branches_of_a_queued_request_share_one_array(tiny):
     queued = engine._state.sequences
     arrays = {id(data.tokens): data.tokens for data in queued.values()}
     assert sum(array.nbytes for array in arrays.values()) <= 4 * 3
-    while not engine.state.running.seqs or len(engine.state.running.seqs) < 64:
+    while not engine.scheduler_state.running.seqs or len(engine.scheduler_state.running.seqs) < 64:
         engine.step()
     engine.step()
     running = engine._state.sequences

@@ -64,11 +64,11 @@ def run(engine, monkeypatch, broken=()):
                 patched.setattr(holder, name, breaks)
                 with pytest.raises(Breaks):
                     engine.step()
-            scheduler.check(engine.state)
-            assert not engine.state.running.seqs
+            scheduler.check(engine.scheduler_state)
+            assert not engine.scheduler_state.running.seqs
             continue
         result = engine.step()
-        scheduler.check(engine.state)
+        scheduler.check(engine.scheduler_state)
         done += 1
         assert done < 500, "no progress"
         found += result.beams
@@ -78,7 +78,7 @@ def run(engine, monkeypatch, broken=()):
                 for name, token in zip(event.request_ids, event.token_ids, strict=True):
                     tokens.setdefault(name, []).append(token)
     assert not left, "some step was never reached"
-    assert engine.state.pool.num_free == engine.config.num_blocks
+    assert engine.scheduler_state.pool.num_free == engine.config.num_blocks
     return tokens, [(b.request_id, [s.token_ids for s in b.sequences]) for b in found], preempted
 
 
@@ -155,7 +155,7 @@ def test_ctrl_c_while_the_state_is_replaced_keeps_the_result_for_the_next_call(t
         try:
             return step()
         except KeyboardInterrupt:
-            interrupts.append(engine.state.step)
+            interrupts.append(engine.scheduler_state.step)
             return step()
 
     monkeypatch.setattr(engine, "step", again_after_ctrl_c)
@@ -170,7 +170,7 @@ def test_ctrl_c_in_the_last_step_keeps_its_result_for_the_next_call(tiny, interr
     engine.add("a", PROMPTS["r9"], SamplingParams(temperature=0, max_tokens=1))
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert not engine.state.running.seqs
+    assert not engine.scheduler_state.running.seqs
     assert engine.has_work, "a loop over has_work receives the result"
     assert [type(event).__name__ for event in engine.step().events] == ["Admitted", "Sampled", "Finished"]
     assert not engine.has_work

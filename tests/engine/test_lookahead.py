@@ -46,7 +46,7 @@ class Observed:
 
         with mock.patch.object(step_module, "send", counted):
             result = self.engine.step()
-        scheduler.check(self.engine.state)
+        scheduler.check(self.engine.scheduler_state)
         self.steps += 1
         self.preempted += len(result.plan.preempted)
         self.results.append((result.plan, result.events, result.logprobs, result.beams, result.padded_tokens > 0))
@@ -222,7 +222,7 @@ def test_no_prediction_overwrites_cached_content(tiny):
             engine.add(f"a{i}", tokens(31, i), SamplingParams(temperature=0, max_tokens=1))
             while engine.has_work:
                 engine.step()
-        held = len(engine.state.pool.contents)
+        held = len(engine.scheduler_state.pool.contents)
         assert held == 4 * (31 // 4)
         runs[depth] = run = Observed(engine)
         engine.add("b", tokens(10, 99), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))

@@ -275,7 +275,7 @@ def test_features_of_one_name_are_refused():
     for twice in ((WIDE, WIDE), (WIDE._replace(name="top_k"),)):
         with pytest.raises(ValueError, match=r"use the name '.*' twice"):
             chain(twice)
-    with pytest.raises(ValueError, match="'wide' has stage 'logit'; it must be 'logits' or 'weights'"):
+    with pytest.raises(ValueError, match="'wide' has stage 'logit'; it must be 'logits' or 'probs'"):
         chain((WIDE._replace(stage="logit"),))  # type: ignore[arg-type]
 
 

@@ -44,12 +44,12 @@ def results(llm, requests):
     steps = []
     while llm.engine.has_work:
         steps.append(llm.engine.step())
-        scheduler.check(llm.engine.state)
+        scheduler.check(llm.engine.scheduler_state)
         for event in steps[-1].events:
             if isinstance(event, Sampled):
                 for name, token in zip(event.request_ids, event.token_ids, strict=True):
                     tokens.setdefault(name, []).append(token)
-    assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
+    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
     return {name: tuple(found) for name, found in tokens.items()}, steps
 
 

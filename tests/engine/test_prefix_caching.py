@@ -33,7 +33,7 @@ def run(engine, requests):
     computed = 0
     while engine.has_work:
         result = engine.step()
-        scheduler.check(engine.state)
+        scheduler.check(engine.scheduler_state)
         computed += result.plan.num_tokens
         for event in result.events:
             if isinstance(event, Sampled):
@@ -124,7 +124,7 @@ def test_the_least_recently_used_block_is_evicted_first(tiny):
     engine = make(tiny, num_blocks=10)  # a request of 40 + 12 tokens takes 7 blocks and leaves 6 full ones
     first, second = ({name: ([5 + i] * 40, GREEDY)} for i, name in enumerate("ab"))
     run(engine, first)
-    assert len(idle_ids(engine.state.pool)) == 6
+    assert len(idle_ids(engine.scheduler_state.pool)) == 6
     run(engine, second)  # takes the 4 that are empty and the first one's last 3
     assert run(engine, first)[1] == {"a": 3 * 8}
 

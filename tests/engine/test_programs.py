@@ -123,7 +123,7 @@ def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(tiny):
 def test_a_failed_compilation_leaves_the_state_unchanged(tiny, monkeypatch):
     llm = LLM(tiny, progress=False, compilation="lazy", **SIZES)
     llm.engine.add("a", [3, 4, 5], GREEDY)
-    state = llm.engine.state
+    state = llm.engine.scheduler_state
     build_it = llm.engine.runtime.programs._build
 
     def build(tokens, c):
@@ -132,7 +132,7 @@ def test_a_failed_compilation_leaves_the_state_unchanged(tiny, monkeypatch):
     llm.engine.runtime.programs._build = build
     with pytest.raises(RuntimeError, match="out of memory"):
         llm.engine.step()
-    assert llm.engine.state == state
+    assert llm.engine.scheduler_state == state
     llm.engine.runtime.programs._build = build_it
     while llm.engine.has_work:
         llm.engine.step()

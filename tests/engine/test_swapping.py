@@ -36,14 +36,14 @@ def run(llm, params, forks=()):
     events, computed = [], 0
     while llm.engine.has_work:
         result = llm.engine.step()
-        scheduler.check(llm.engine.state)
+        scheduler.check(llm.engine.scheduler_state)
         events += result.events
         computed += result.plan.num_tokens
         for event in result.events:
             if isinstance(event, Sampled):
                 for name, token in zip(event.request_ids, event.token_ids, strict=True):
                     tokens.setdefault(name, []).append(token)
-    assert llm.engine.state.pool.num_free == llm.engine.config.num_blocks
+    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
     return tokens, events, computed
 
 
@@ -62,7 +62,7 @@ def test_swapping_changes_no_token(tiny, params, forks, caching):
     assert all(event.swapped for event in swapped[1] if isinstance(event, Preempted))
     assert sorted(gone) == sorted(event.request_id for event in swapped[1] if isinstance(event, Resumed))
     assert len([event for event in swapped[1] if isinstance(event, Admitted)]) == len(PROMPTS)
-    assert swapping.engine.state.host.num_free == swapping.engine.state.config.host_blocks
+    assert swapping.engine.scheduler_state.host_pool.num_free == swapping.engine.scheduler_state.config.host_blocks
 
 
 def test_a_swapped_request_recomputes_no_token(tiny):
@@ -74,7 +74,7 @@ def test_a_swapped_request_recomputes_no_token(tiny):
 def test_a_full_swap_space_falls_back_to_recomputing(tiny):
     size = make(tiny).engine.memory.block_bytes
     small = make(tiny, swap_space_gib=5.5 * size / 2**30)
-    assert small.engine.state.config.host_blocks == 5
+    assert small.engine.scheduler_state.config.host_blocks == 5
     tokens, events, _ = run(small, GREEDY)
     assert tokens == run(make(tiny, num_blocks=200), GREEDY)[0]
     assert {event.swapped for event in events if isinstance(event, Preempted)} == {True, False}
@@ -97,13 +97,13 @@ def test_a_swapped_request_can_be_cancelled(tiny):
     away = []
     while not away:
         llm.engine.step()
-        away = [seq.request_id for seq in llm.engine.state.waiting if seq.blocks]
+        away = [seq.request_id for seq in llm.engine.scheduler_state.waiting if seq.blocks]
     (event,) = llm.engine.cancel(away[0])
     assert (event.request_id, event.reason) == (away[0], "abort")
-    scheduler.check(llm.engine.state)
+    scheduler.check(llm.engine.scheduler_state)
     while llm.engine.has_work:
         llm.engine.step()
-    assert llm.engine.state.host.num_free == llm.engine.state.config.host_blocks
+    assert llm.engine.scheduler_state.host_pool.num_free == llm.engine.scheduler_state.config.host_blocks
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["", "through pinned memory"])

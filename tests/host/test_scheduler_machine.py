@@ -316,7 +316,7 @@ class Driver:
             if not self.model.alive():
                 break
         assert not self.state.waiting
-        assert self.state.host is None or self.state.host.num_free == self.state.config.host_blocks, (
+        assert self.state.host_pool is None or self.state.host_pool.num_free == self.state.config.host_blocks, (
             "host blocks leaked"
         )
         assert not self.state.running.seqs, "requests are left after the bound"

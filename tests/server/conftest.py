@@ -17,7 +17,7 @@ def served(tiny) -> Iterator[SimpleNamespace]:
     with serving(llm) as found:
         yield found
         assert found.worker.healthy
-        state = llm.engine.state
+        state = llm.engine.scheduler_state
         assert state.pool.num_free == state.config.num_blocks, "a block leaked"
 
 

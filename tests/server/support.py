@@ -84,7 +84,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
 
 def idle(worker) -> bool:
     """Whether no request is under way and no block has an owner."""
-    state = worker.llm.engine.state
+    state = worker.llm.engine.scheduler_state
     return not worker.llm.engine.has_work and not worker.waiting and state.pool.num_free == state.config.num_blocks
 
 

@@ -22,10 +22,10 @@ def leave_while_running(found, **options) -> None:
         async with httpx.AsyncClient(base_url=found.url, timeout=60) as client:
             task = asyncio.create_task(client.post("/v1/completions", json=request))
             for _ in range(2000):
-                if found.worker.llm.engine.state.running.seqs:
+                if found.worker.llm.engine.scheduler_state.running.seqs:
                     break
                 await asyncio.sleep(0.005)
-            assert found.worker.llm.engine.state.running.seqs
+            assert found.worker.llm.engine.scheduler_state.running.seqs
             task.cancel()
 
     asyncio.run(leave())
@@ -45,10 +45,10 @@ def test_each_branch_is_cancelled_once(tiny, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_blocks_are_freed_when_the_client_leaves(served, stream):
-    before = served.worker.llm.engine.state.arrivals
+    before = served.worker.llm.engine.scheduler_state.arrivals
     leave_while_running(served, n=2, stream=stream)
     wait_until(lambda: idle(served.worker))
-    assert served.worker.llm.engine.state.arrivals > before
+    assert served.worker.llm.engine.scheduler_state.arrivals > before
 
 
 def test_answers_stay_right_while_a_third_of_two_hundred_clients_leave(served, reference):

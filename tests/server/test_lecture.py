@@ -69,7 +69,7 @@ def test_a_result_is_forgotten_when_no_client_asks_for_it(tiny):
 def test_a_generation_is_cancelled_when_no_client_asks_for_its_result(tiny, slow):
     with served_to(LLM(tiny, progress=False, **ENGINE), result_seconds=0.3) as (found, http):
         name = post(http, max_length=480)
-        wait_until(lambda: found.worker.llm.engine.state.running.seqs)
+        wait_until(lambda: found.worker.llm.engine.scheduler_state.running.seqs)
         wait_until(lambda: idle(found.worker), seconds=5)
         assert status(http, name) == "not found"
 
@@ -115,7 +115,9 @@ def test_a_generation_above_the_limit_is_refused_while_all_are_in_progress(tiny,
         assert "limit of /generate" in error_of(answer)["message"]
         assert [status(http, name) for name in names] == ["in progress"] * 2
         engine = found.worker.llm.engine
-        wait_until(lambda: len(engine.state.running.seqs) + len(engine.state.waiting) == 2, seconds=5)
+        wait_until(
+            lambda: len(engine.scheduler_state.running.seqs) + len(engine.scheduler_state.waiting) == 2, seconds=5
+        )
 
 
 def test_the_endpoints_can_be_switched_off(tiny):

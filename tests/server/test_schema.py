@@ -19,7 +19,7 @@ def small(tiny):
     """A server with short sequences, so that valid requests are answered soon."""
     with serving(LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 24})) as found:
         yield found
-        state = found.worker.llm.engine.state
+        state = found.worker.llm.engine.scheduler_state
         assert found.worker.healthy
         assert state.pool.num_free == state.config.num_blocks
 

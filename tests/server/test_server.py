@@ -133,7 +133,7 @@ def test_a_full_queue_is_a_429_with_retry_after(tiny):
 
         threads = [threading.Thread(target=post) for _ in range(3)]
         threads[0].start()
-        wait_until(lambda: llm.engine.state.running.seqs)  # the first request is admitted
+        wait_until(lambda: llm.engine.scheduler_state.running.seqs)  # the first request is admitted
         for thread in threads[1:]:
             thread.start()
         wait_until(lambda: found.worker.waiting == 2)

@@ -230,7 +230,7 @@ def test_live_frames_of_an_engine_match_its_recording(tiny, tmp_path: Path, pree
     )  # fmt: skip
     engine = llm.engine
     engine.record(tmp_path / "run.jsonl")
-    live = Live(engine.state, engine.config.policy)
+    live = Live(engine.scheduler_state, engine.config.policy)
     greedy = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
     for i in range(4):
         engine.add(f"r{i}", [5, 6, 7, 8, 9, i + 10], greedy)
@@ -239,12 +239,12 @@ def test_live_frames_of_an_engine_match_its_recording(tiny, tmp_path: Path, pree
     for k in itertools.count():
         if not engine.has_work:
             break
-        before, result = engine.state, engine.step()
+        before, result = engine.scheduler_state, engine.step()
         assert result is not None
-        live.stepped(before, result, result.events, engine.state)
+        live.stepped(before, result, result.events, engine.scheduler_state)
         if k == 5:
-            before, events = engine.state, engine.cancel("r1")
-            live.stepped(before, None, events, engine.state)
+            before, events = engine.scheduler_state, engine.cancel("r1")
+            live.stepped(before, None, events, engine.scheduler_state)
     engine.record(None)
     recorded = list(read(tmp_path / "run.jsonl").frames)
     watched = live.since(0)["frames"][1:]  # the first is of before the run

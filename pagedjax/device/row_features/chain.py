@@ -50,8 +50,8 @@ class RowChain:
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"row_features use the name {twice[0]!r} twice")
         for f in self.features:
-            if f.stage not in ("logits", "weights"):
-                raise ValueError(f"row feature {f.name!r} has stage {f.stage!r}; it must be 'logits' or 'weights'")
+            if f.stage not in ("logits", "probs"):
+                raise ValueError(f"row feature {f.name!r} has stage {f.stage!r}; it must be 'logits' or 'probs'")
         self._off = {f.name: _record(f.off) for f in self.features}
         small = [(name, off.dtype) for name, off in self._off.items() if off.nbytes <= SMALL]
         self._small = frozenset(name for name, _ in small)

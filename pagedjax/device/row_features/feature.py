@@ -10,7 +10,7 @@ import jax
 if TYPE_CHECKING:
     from pagedjax.params import SamplingParams
 
-Stage = Literal["logits", "weights"]
+Stage = Literal["logits", "probs"]
 Values = Mapping[str, Any]  # by field: the numbers of one row, or their arrays for B rows
 
 
@@ -38,8 +38,8 @@ class RowFeature(NamedTuple):
 
     Attributes:
         name: unique in a chain.
-        stage: "logits" changes [V, B] logits, also of greedy rows; "weights" changes [B, V] weights, which are
-            probabilities up to a factor, after the temperature.
+        stage: "logits" changes [V, B] logits, also of greedy rows; "probs" changes [B, V] unnormalised
+            probabilities, after the temperature.
         off: by field, the value that changes nothing, a numpy scalar or array. It fixes dtype and shape.
         read: (params, stop_ids) -> the value of each field for one request, or None if it does not use the feature.
             It is called once a request. It may raise ValueError with the part of the message after "request 'a': ".

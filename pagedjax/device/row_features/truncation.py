@@ -60,7 +60,7 @@ def _largest(bits: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.Ar
 
 MIN_P = RowFeature(
     name="min_p",
-    stage="weights",
+    stage="probs",
     off={"min_p": np.float32(0)},
     read=lambda p, _: {"min_p": p.min_p} if p.min_p > 0 and p.temperature > 0 else None,
     apply=_min_p,
@@ -68,7 +68,7 @@ MIN_P = RowFeature(
 )
 TOP_K = RowFeature(
     name="top_k",
-    stage="weights",
+    stage="probs",
     off={"top_k": np.int32(0)},
     read=lambda p, _: {"top_k": p.top_k} if p.top_k > 0 and p.temperature > 0 else None,
     apply=_top_k,
@@ -76,7 +76,7 @@ TOP_K = RowFeature(
 )
 TOP_P = RowFeature(
     name="top_p",
-    stage="weights",
+    stage="probs",
     off={"top_p": np.float32(1)},
     read=lambda p, _: {"top_p": p.top_p} if p.top_p < 1 and p.temperature > 0 else None,
     apply=_top_p,

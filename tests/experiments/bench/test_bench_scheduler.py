@@ -34,7 +34,7 @@ def test_load_keeps_scheduler_busy_and_consistent(ran: Ran, load: bench_schedule
     assert total(ran, load.name, "sequences") > 0.7 * SEQS * len(steps)
     assert (total(ran, load.name, "finished") == 0) == load.name.startswith("decode")
     assert (total(ran, load.name, "preempted") > 0) == load.name.startswith("tight")
-    assert (stream.state.host is not None) == load.swap
+    assert (stream.state.host_pool is not None) == load.swap
 
 
 def test_load_uses_its_features(ran: Ran) -> None:
