@@ -106,7 +106,7 @@ def test_hub_ids_without_a_network_say_what_to_do(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     message = (
-        r"'org/name' is no local path.*ConnectionError: no route to host\); .*hf download org/name --local-dir DIR"
+        r"'org/name' is not a local path.*ConnectionError: no route to host\); .*hf download org/name --local-dir DIR"
     )
     with pytest.raises(FileNotFoundError, match=message):
         open_checkpoint("org/name")
@@ -170,9 +170,9 @@ def test_default_rope_parameters_are_no_scaling():
         ({"vocab_size": 0}, "vocab_size is 0; it must be"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3 KV heads"),
-        ({"num_key_value_heads": "2"}, "a value is of the wrong kind"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq' are not read"),
-        ({"rope_parameters": "llama3"}, "a value is of the wrong kind"),
+        ({"num_key_value_heads": "2"}, "a value has the wrong type"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' quantisation is not supported"),
+        ({"rope_parameters": "llama3"}, "a value has the wrong type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ],

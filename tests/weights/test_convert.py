@@ -125,9 +125,9 @@ def test_rows_are_the_tables_or_follow_from_the_heads(source, sources, rows, sha
 def test_a_target_that_is_there_is_not_touched(tmp_path, source, to):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"full is there and not an empty folder; name a new one"):
+    with pytest.raises(ValueError, match=r"full exists and is not an empty folder; choose a new folder"):
         convert(source, tmp_path / "full", to)
-    with pytest.raises(ValueError, match=r"notes\.txt is there and not an empty folder"):
+    with pytest.raises(ValueError, match=r"notes\.txt exists and is not an empty folder"):
         convert(source, tmp_path / "full" / "notes.txt", to)
     assert [file.name for file in tmp_path.rglob("*")] == ["full", "notes.txt"]
     (tmp_path / "empty").mkdir()
@@ -167,7 +167,7 @@ def test_what_transformers_cannot_express_is_refused_for_safetensors_alone(tmp_p
     scaling = open_checkpoint(convert(scaled, tmp_path / "b", "orbax")).config["rope_scaling"]
     assert scaling == {"rope_type": "freqs", "factors": [1.0, 2.0] * 4}
     biased = tiny_llama(tmp_path / "hf", qkv_bias=True)
-    with pytest.raises(ValueError, match=r"hf: biases of q, k and v alone, in a llama.*convert to orbax"):
+    with pytest.raises(ValueError, match=r"hf: only q, k and v have a bias, in a llama.*convert to orbax"):
         convert(biased, tmp_path / "c", "safetensors")
 
 

@@ -135,7 +135,7 @@ def test_dtypes_are_kept_or_cast(tree, config, tiny_folder, dtype):
         assert model.model.dtype == dtype
         for name, x in named(model.model.params).items():
             chex.assert_trees_all_equal(np.asarray(x), np.asarray(wanted[name]), custom_message=name)
-    with pytest.raises(ValueError, match=f"the parameters are of {dtype} and float32; say which dtype"):
+    with pytest.raises(ValueError, match=f"the parameters are of {dtype} and float32; set the dtype"):
         from_params({**cast, "embed": tree["embed"]}, config)
     with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of None, 'float32'"):
         from_params(tree, config, dtype="int8")
@@ -166,7 +166,7 @@ def test_every_difference_is_named_at_once(tree, config):
         "shape of embed: expected (320, 64), found (64, 320)",
         "unexpected: step ()",
         "values of blocks.0.mlp.down.weight: deleted (donated to a function?)",
-        "values of blocks.1.attn.out.weight: there are none, only a shape",
+        "values of blocks.1.attn.out.weight: none, only a shape",
     ]
 
 

@@ -132,8 +132,8 @@ def test_end_of_turn_and_of_message_end_the_text_too(tmp_path):
         ({"llama.rope.dimension_count": 8}, (), "dimension_count is 8; it must equal the head size, 16"),
         ({"llama.attention.head_count_kv": [2, 4]}, (), r"head_count_kv differs between layers \(\[2, 4\]\)"),
         ({}, ("llama.block_count",), "the metadata lacks llama.block_count"),
-        ({"llama.embedding_length": "x"}, ("llama.attention.key_length",), "value of the wrong kind"),
-        ({"llama.attention.head_count": 0}, ("llama.attention.key_length",), "value of the wrong kind"),
+        ({"llama.embedding_length": "x"}, ("llama.attention.key_length",), "value of the wrong type"),
+        ({"llama.attention.head_count": 0}, ("llama.attention.key_length",), "value of the wrong type"),
         ({"general.alignment": 12}, (), "general.alignment is 12; it must be a power of two"),
     ],
 )

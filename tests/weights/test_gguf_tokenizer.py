@@ -66,9 +66,9 @@ def test_llama3_adds_bos_unless_the_file_says_otherwise():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'.*known are gpt-2, smollm"),
+        ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'.*supported: gpt-2, smollm"),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is None"),
-        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5'; 'gpt2'.*and 'llama'"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5'; supported are 'gpt2'.*and 'llama'"),
         ({"tokenizer.ggml.tokens": []}, "the vocabulary has 0 tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "and 1 token types"),
         ({"tokenizer.ggml.merges": ["ab"]}, "the merge 'ab' is not two tokens"),
