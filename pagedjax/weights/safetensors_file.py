@@ -1,4 +1,9 @@
-"""Write safetensors files one tensor at a time: a header with the position of each tensor, then the data."""
+"""Write safetensors files one tensor at a time: a header with the position of each tensor, then the data.
+
+Why not the functions of the safetensors package (0.8): `save_file` needs all tensors in memory at once. `safe_open` for
+numpy cannot read float8, its errors name neither file nor sizes, and it maps the file: if the file is truncated after
+opening, a read ends the process with SIGBUS. So huggingface.py has its own reader.
+"""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def tiny_llama(
 
 
 def llama3_scaling() -> dict[str, Any]:
-    """A "llama3" rope_scaling whose three regimes all show within 512 positions and heads of 16."""
+    """A "llama3" rope_scaling whose three ranges all occur within 512 positions and heads of 16."""
     return {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -229,7 +229,7 @@ def tiny_gguf(
     extra: dict[str, Any] | None = None,
     drop: tuple[str, ...] = (),
 ) -> Path:
-    """Write the model of a `tiny_llama` folder as llama.cpp's converter would.
+    """Write the model of a `tiny_llama` folder like llama.cpp's converter.
 
     matrices: how the matrices are stored ("F32", "F16", "BF16", "Q8_0", "Q4_1" ...).
     extra: metadata to add or replace, ints as uint32; drop: metadata keys to leave out.
