@@ -70,7 +70,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if absent := [name for name, shard in weight_map.items() if name not in stored[shard]]:
         raise ValueError(
             f"{path}: {INDEX} lists {absent[0]} in {weight_map[absent[0]]}, but that file does not contain it "
-            f"({len(absent)} such tensors); the index and the shards are from different models; fetch all again"
+            f"({len(absent)} such tensors); the index and the shards do not match; fetch all of them again"
         )
     return {name: stored[shard][name] for name, shard in weight_map.items()}
 

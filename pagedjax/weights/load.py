@@ -58,7 +58,7 @@ def load_params(
     def read(entry: ParamSource) -> dict[str, Any]:
         name, small = ".".join(entry.path), int8 and has_scales(entry.path, entry.shape)
         values = {name: assemble(checkpoint.tensors, entry, np_dtype("float32" if small else dtype))}
-        # device_put copies once, jnp.asarray twice. Without the wait, arrays that wait for their copy would pile up.
+        # device_put copies once, jnp.asarray twice. Without the wait, many arrays would be in memory before their copy.
         values = jax.block_until_ready(jax.device_put(dict(with_scales(values)) if small else values))
         gc.collect(0)  # JAX releases copied arrays at its next call or at a collection
         return values

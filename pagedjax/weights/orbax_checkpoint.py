@@ -141,7 +141,7 @@ def _restored(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
 
 
 def _settle() -> None:
-    """Wait until the tasks that Orbax started and the reads in TensorStore's threads have ended."""
+    """Wait for the end of the tasks that Orbax started, and of the reads in TensorStore's threads."""
     gc.collect()
     time.sleep(LATE)
 
@@ -211,7 +211,7 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[set[str]]:
 
 
 def _damage(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], error: Exception) -> str:
-    """An error message with every unreadable parameter. Tries each one, because Orbax stops at the first."""
+    """An error message with all unreadable parameters. Tries each: Orbax stops at the first and may not name it."""
     bad = []
     for name, x in wanted.items():
         try:

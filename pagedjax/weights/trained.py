@@ -40,7 +40,7 @@ def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8
 
 
 def replaced(params: nnx.State, tree: Any) -> nnx.State:
-    """The same state with copies of the tree's parameters, each on the device of the old one. Compiles nothing.
+    """The same state with copies of the tree's parameters, each with the sharding of the old one. Compiles nothing.
 
     If the state has a matrix in int8, the tree's matrix is rounded, unless it is already int8 and has scales.
 

@@ -219,8 +219,8 @@ def test_transformers_opens_a_model_converted_to_orbax_and_back(tmp_path, case, 
     theirs.save_pretrained(tmp_path / "hf")
     write_tokenizer(tmp_path / "hf", 320)
     folder = convert(convert(tmp_path / "hf", tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
-    ours, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert ours.dtype == getattr(torch, dtype)
     stored = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():

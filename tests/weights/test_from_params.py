@@ -58,7 +58,7 @@ def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, 
     forms = {
         "module": module,
         "state": nnx.state(module),
-        "parameters alone": nnx.state(module, nnx.Param),
+        "only parameters": nnx.state(module, nnx.Param),
         "jax arrays": jax.tree.map(jnp.asarray, tree),
         "names": {**tree, "blocks": {str(i): block for i, block in tree["blocks"].items()}},
         "a list": {**tree, "blocks": list(tree["blocks"].values())},

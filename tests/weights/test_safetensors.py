@@ -41,7 +41,8 @@ def test_shards_are_one_checkpoint(tmp_path):
 def test_every_dtype_of_the_format_reads(tmp_path):
     kinds = ["float64", "float32", "float16", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"]
     values = {kind: np.array([[0, 1], [1, 0], [1, 1]], kind) for kind in kinds}
-    values["bfloat16"] = np.array([1.5, -2], ml_dtypes.bfloat16)
+    for kind in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        values[kind] = np.array([1.5, -2], getattr(ml_dtypes, kind))
     values["scalar"], values["empty"] = np.array(3.0, np.float32), np.zeros((0, 4), np.float32)
     save_file(values, tmp_path / "x.safetensors")
     for name, tensor in read_safetensors(tmp_path / "x.safetensors").items():

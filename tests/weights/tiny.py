@@ -45,7 +45,7 @@ def tiny_llama(
 ) -> Path:
     """Write config.json, generation_config.json, weights in `shards` files, and the tokenizer; returns the folder.
 
-    qkv_bias alone is qwen2's way ("qkv_bias" in the config); with o_bias it is transformers' attention_bias.
+    Only qkv_bias is as in qwen2 ("qkv_bias" in the config); with o_bias it is transformers' attention_bias.
     rope_scaling: as in config.json; see `llama3_scaling`. The same arguments give the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
