@@ -33,7 +33,7 @@ class Model(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """The parameters as a step takes them. To flatten nnx's containers in each call is slower than the scheduler."""
+        """The parameters for a step. To flatten nnx's containers in each call is slower than the scheduler."""
         return tuple(jax.tree.leaves(self.params))
 
 
