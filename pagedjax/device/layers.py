@@ -1,9 +1,9 @@
-"""The layers of decoder models. Activations are feature-major: [H, T], one column a token.
+"""The layers of decoder models. Activations are feature-major: [H, T], one column for each token.
 
-Why columns: XLA's CPU matrix product packs its right operand. With W [out, in] on the left and the few columns of a
-decode step on the right it packs the activations; the other way round it packs the weights, every step. Measured on
-two cores for SmolLM2-135M's products, milliseconds rows / columns: 8 tokens 64 / 36, 32 tokens 107 / 74,
-64 tokens 147 / 124, 2048 tokens equal. Accelerators do not mind.
+Why columns: XLA's CPU matrix product packs its right operand. With W [out, in] on the left, it packs the few columns of
+activations of a decode step. With W on the right, it would pack the weights in every step. Measured on two cores for
+SmolLM2-135M's products, milliseconds rows / columns: 8 tokens 64 / 36, 32 tokens 107 / 74, 64 tokens 147 / 124, 2048
+tokens equal. On accelerators it makes no difference.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pagedjax.device.checks import check_shape
 
 
 class Buffer(nnx.Variable):
-    """An array of a model that its configuration determines: no checkpoint holds it, no optimiser moves it."""
+    """An array that is computed from the model's configuration: it is not in checkpoints and is not trained."""
 
 
 def matrix(rows: int, columns: int, dtype: str, int8: bool) -> tuple[nnx.Param, nnx.Param | None]:
-    """A parameter of [rows, columns] and, if that is of int8, the scales of its rows (weights/int8.py)."""
+    """A parameter of [rows, columns] and, for int8, the scales of its rows (weights/int8.py)."""
     weight = nnx.Param(jnp.zeros((rows, columns), "int8" if int8 else dtype))
     return weight, nnx.Param(jnp.zeros((rows,), jnp.float32)) if int8 else None
 
@@ -34,8 +34,8 @@ def product(
 ) -> jax.Array:
     """[out, in] @ [in, T] -> [out, T] of x's dtype. rows: x is [T, in]. precision: as in `jax.lax.dot_general`.
 
-    The sum is asked for in float32 and rounded then. Left to itself, XLA on a CPU keeps the sum of a 16-bit product in
-    float32 where that is what comes next, and then widens the whole weight for it, in every step.
+    The sum is computed in float32 and then rounded. Without this, if a 16-bit product is converted to float32 next, XLA
+    on a CPU computes it in float32, and for that it widens the whole weight in every step.
     """
     over = (((1,), (1 if rows else 0,)), ((), ()))
     factor = weight[...].astype(x.dtype)
@@ -61,7 +61,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Zhang & Sennrich 2019, over the features of each column ([..., H, T]), in float32. plus_one: Gemma's weights."""
+    """Zhang & Sennrich 2019, over the features of each column ([..., H, T]), in float32. plus_one: times 1 + weight."""
 
     def __init__(self, size: int, *, eps: float, dtype: str, plus_one: bool = False):
         self.weight = nnx.Param(jnp.zeros((size,), dtype))
@@ -102,7 +102,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[
         return freqs
     if kind == "linear":
         return [f / scaling["factor"] for f in freqs]
-    if kind == "freqs":  # explicit divisors, as a GGUF file carries them
+    if kind == "freqs":  # explicit divisors, from a GGUF file
         return [f / c for f, c in zip(freqs, scaling["factors"], strict=True)]
     if kind == "llama3":
         factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -114,21 +114,21 @@ def rope_frequencies(head_dim: int, theta: float, scaling: dict | None) -> list[
             return f * blend + f / factor * (1.0 - blend)
 
         return [scale(f) for f in freqs]
-    raise ValueError(f"rope scaling {kind!r} is not supported; default, linear, llama3 and freqs are")
+    raise ValueError(f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, freqs")
 
 
 def rope_table(frequencies: list[float], positions: int) -> np.ndarray:
     """Cosines and sines of the first positions: [2, D / 2, positions], float32.
 
-    A table, because XLA's CPU compiler computes a sine again in every layer and head that uses it, past any barrier:
-    SmolLM2's sines took 20 of the 250 ms of a decode step of 64 sequences, and 400 of the 4,500 of 2,048 prompt tokens.
+    A table, because XLA's CPU compiler computes a sine again in every layer and head that uses it, even with a barrier.
+    For SmolLM2, sines took 20 of 250 ms of a decode step of 64 sequences, and 400 of 4,500 ms of 2,048 prompt tokens.
     """
     angle = np.asarray(frequencies, np.float32)[:, None] * np.arange(positions, dtype=np.float32)
     return np.stack([np.cos(angle), np.sin(angle)])
 
 
 def rope(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotate the two halves of each head: x [N, D, T], angles [2, D / 2, T] of a `rope_table` -> [N, D, T]."""
+    """Rotate the two halves of each head: x [N, D, T], angles [2, D / 2, T] from `rope_table` -> [N, D, T]."""
     check_shape("angles", angles, (2, x.shape[1] // 2, x.shape[2]))
     cos, sin = angles
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=1)

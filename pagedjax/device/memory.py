@@ -1,18 +1,18 @@
 """The memory of the device: how many cache blocks fit, and a report of what uses it.
 
     total                                        what a program may use of the device
-      weights, other                             in use before the cache; other is all that is not weights, with the
-                                                 inputs of steps, of which a blank set stays on the device
+      weights, other                             in use before the cache; other is everything but weights, and includes
+                                                 the inputs of steps: one blank set stays on the device
       free
         activations peak                         measured: what the compiled step of the largest bucket needs
-        KV cache                                 a rule: (blocks + the trash block) * bytes of a block
+        KV cache                                 computed: (blocks + the trash block) * bytes of a block
         left
 
-The number of blocks must be known before the cache exists, but the step to be measured takes a cache as an argument.
-So the engine compiles the largest bucket from shapes alone, for as many blocks as fit if a step needs no memory. The
-memory of a step does not depend on that number, because the cache is updated in place. If the step fits beside those
-blocks, nothing is compiled twice; this is so wherever max_num_seqs, num_blocks or the limit of a CPU is reached before
-the memory is full. Otherwise this one bucket is compiled again.
+The number of blocks must be known before the cache exists, but the measured step takes a cache as an argument. So the
+engine compiles the largest bucket from shapes alone. It assumes as many blocks as would fit if a step needed no memory.
+The memory of a step does not depend on that number, because the cache is updated in place. If the step fits beside
+those blocks, nothing is compiled twice. This is the case when max_num_seqs, num_blocks or the limit of a CPU is reached
+before the memory is full. Otherwise this one bucket is compiled again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax
 
 GIB, MIB = 2**30, 2**20
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")  # versions of groups
+V1, V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")  # cgroup versions
 CPU_LIMIT = 4 * GIB  # largest default cache on a CPU, whose memory other programs need too
 
 
@@ -36,7 +36,7 @@ class DeviceMemory(NamedTuple):
     name: str
     total: int
     free: int
-    cache_limit: int | None = None  # of a cache whose size is not configured
+    cache_limit: int | None = None  # largest cache if its size is not configured
 
 
 class MemoryReport(NamedTuple):
@@ -46,8 +46,8 @@ class MemoryReport(NamedTuple):
     total: int  # 0: the device does not report it
     free: int  # before the cache
     weights: int
-    activations: int | None  # what the step of the largest bucket needs beside its arguments; None: not compiled yet
-    other: int  # in use before the cache and not weights: other programs, other engines, inputs of this one's steps
+    activations: int | None  # of the step of the largest bucket, besides its arguments; None: not compiled yet
+    other: int  # in use before the cache and not weights: other programs and engines, inputs of this engine's steps
     cache: int  # with its trash block
     block_size: int
     block_bytes: int
@@ -63,7 +63,7 @@ class MemoryReport(NamedTuple):
         return self.free - (self.activations or 0) - self.cache if self.total else 0
 
     def __str__(self) -> str:
-        """A table for people."""
+        """A table to print."""
         blocks = f"of {self.block_size} tokens, {self.block_bytes / MIB:.5g} MiB each"
         swap = f"{size(self.host_blocks * self.block_bytes)} of swap space"
         peak = ("unknown", "until the largest step is compiled")
@@ -89,13 +89,13 @@ class MemoryReport(NamedTuple):
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people."""
+    """Bytes as text, in GiB or MiB."""
     unit, name = (GIB, "GiB") if abs(nbytes) >= GIB else (MIB, "MiB")
     return f"{nbytes / unit:.2f} {name}"
 
 
 def read(device: Any) -> DeviceMemory:
-    """A jax device's memory now: its own count of what JAX may take, or for a CPU the system's memory."""
+    """A jax device's memory now: what the device reports, or for a CPU the system's memory."""
     if device.platform == "cpu":
         return DeviceMemory("the system", *_system(), CPU_LIMIT)
     stats = device.memory_stats() or {}
@@ -117,9 +117,9 @@ def _system() -> tuple[int, int]:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """(limit, bytes left of it) of each Linux control group of this process and of the groups around it.
+    """(limit, bytes left) of each Linux control group of this process and of its parent groups.
 
-    Pages of files that were not read recently count as left: the kernel frees them when memory is needed.
+    Cached file pages that were not read recently count as left: the kernel frees them when memory is needed.
     """
     try:
         lines = OWN_GROUPS.read_text().splitlines()
@@ -139,9 +139,9 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def activations_peak(compiled: Any) -> int:
-    """Bytes that a compiled step needs beside its arguments: temporaries, and outputs that are not the donated cache.
+    """Bytes that a compiled step needs besides its arguments: temporaries, and outputs other than the donated cache.
 
-    It is XLA's plan of its buffers, which is known before the step runs. 0 if a backend does not report it.
+    XLA plans its buffers at compile time, so this is known before the step runs. 0 if a backend does not report it.
     """
     stats = compiled.memory_analysis()
     if stats is None:
@@ -149,7 +149,7 @@ def activations_peak(compiled: Any) -> int:
     return stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
 
 
-def held(tree: Any) -> int:
+def nbytes(tree: Any) -> int:
     """Bytes of all arrays."""
     return sum(array.nbytes for array in jax.tree.leaves(tree))
 
@@ -160,36 +160,36 @@ def whole_blocks(nbytes: float, block_bytes: int) -> int:
 
 
 def host_blocks(swap_space_gib: float, block_bytes: int) -> int:
-    """Number of blocks of the swap space on the host. It has no trash block, because no copy to it is padded."""
+    """Number of blocks of the swap space on the host. It needs no trash block, because copies to it are not padded."""
     return whole_blocks(swap_space_gib * GIB, block_bytes)
 
 
 def blocks_that_fit(block_bytes: int, fraction: float, device: DeviceMemory, activations: int = 0) -> int:
-    """Number of blocks in `fraction` of the free memory less the memory of a step, without the trash block.
+    """Number of blocks in `fraction` of the free memory minus the memory of a step, without the trash block.
 
     Raises:
-        ValueError: not even one fits, or the device does not report its free memory.
+        ValueError: no block fits, or the device does not report its free memory.
     """
     if not device.total:
-        raise ValueError(f"{device.name} does not say how much memory it has; set num_blocks")
+        raise ValueError(f"{device.name} does not report its memory; set num_blocks")
     room = int(device.free * fraction) - activations
     if device.cache_limit is not None:
         room = min(room, device.cache_limit)
     blocks = whole_blocks(room, block_bytes) - 1
     if blocks < 1:
         raise ValueError(
-            f"a block takes {block_bytes / MIB:.2f} MiB and a step {size(activations)}, and memory_fraction {fraction} "
-            f"of the {device.free / GIB:.2f} GiB free does not hold two blocks beside it; free some memory, raise "
+            f"a block takes {block_bytes / MIB:.2f} MiB and a step {size(activations)}; memory_fraction {fraction} of "
+            f"the {device.free / GIB:.2f} GiB free is too small for the step and two blocks; free some memory, raise "
             "memory_fraction or lower block_size or max_num_batched_tokens"
         )
     return blocks
 
 
 def check_fit(num_blocks: int, block_bytes: int, device: DeviceMemory, activations: int = 0) -> None:
-    """Check that a number of blocks fits into the free memory. Without a report of the device nothing is checked.
+    """Check that a number of blocks fits into the free memory, if the device reports it.
 
     Raises:
-        ValueError: with the largest number that fits.
+        ValueError: they do not fit; names the largest number that fits.
     """
     cache = (num_blocks + 1) * block_bytes
     if device.total and cache + activations > device.free:
@@ -212,8 +212,8 @@ def report(
     max_model_len: int,
     swap_space_gib: float,
 ) -> MemoryReport:
-    """The report of `device` as it was before the cache. It only adds and divides."""
-    # weights that are still a mapped file count as free memory; `other` is then 0 and not negative
+    """The report of `device` as it was before the cache. Measures nothing."""
+    # weights in a mapped file count as free memory; `other` is then 0 and not negative
     other = max(device.total - device.free - weights, 0) if device.total else 0
     return MemoryReport(
         device=device.name,

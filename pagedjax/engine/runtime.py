@@ -108,7 +108,7 @@ def build(
     by_tokens = {t: blanks[sizes.rows(t)] for t in sizes.tokens}
     ahead = resolved.lookahead > 0
     blank = {t: _blank_batch(sizes, t, by_tokens, ahead, options) for t in sizes.tokens}
-    inputs = memory.held(blanks) + memory.held(blank[sizes.tokens[-1]])  # a step may have arrays in place of the blanks
+    inputs = memory.nbytes(blanks) + memory.nbytes(blank[sizes.tokens[-1]])  # a step may replace the blanks by arrays
     found = found._replace(free=max(found.free - inputs, 0))
     before, started = compilations.counts(), time.perf_counter()
     attend = attention.attend(resolved.attention_impl, model.config.attn_scale)
@@ -133,7 +133,7 @@ def build(
         swap = SwapPrograms(pages, several)
     report = memory.report(
         found,
-        weights=memory.held(leaves),
+        weights=memory.nbytes(leaves),
         activations=None if lazy else memory.activations_peak(steps[sizes.tokens[-1]]),
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,

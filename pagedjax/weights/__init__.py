@@ -1,7 +1,7 @@
-"""Weights on disk: open a checkpoint, read its tensors, make them a model's parameters; and the way back.
+"""Weights on disk: open a checkpoint, read its tensors into a model's parameters, and write checkpoints.
 
 checkpoint = open_checkpoint("smollm2-135m")               # locate.py: headers only, no jax
-model = pretrained.read_model(checkpoint, "float32")       # load.py, by the table of the model's family
+model = pretrained.read_model(checkpoint, "float32")       # load.py, with the table of the model's family
 """
 
 from pagedjax.weights.checkpoint import Checkpoint, Tensor

@@ -1,6 +1,6 @@
-"""What is particular to each supported architecture: its config's defaults and how llama.cpp stores it in GGUF.
+"""Facts about each supported architecture: the defaults of its config, and how llama.cpp stores it in GGUF.
 
-To add an architecture, write one `Architecture` and put it into ARCHITECTURES.
+To add an architecture, write one `Architecture` and add it to ARCHITECTURES.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GGUF(NamedTuple):
     name: its name in GGUF, the prefix of its metadata keys.
     top, block: GGUF tensor name -> Hugging Face name, outside and inside "blk.N.".
     config: (path, metadata, tensors) -> config before normalising.
-    change: (Hugging Face name, config) -> what undoes the converter's change to the values, or None.
+    change: (Hugging Face name, config) -> function that undoes the converter's change to the values, or None.
     """
 
     name: str
@@ -33,13 +33,13 @@ class GGUF(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """defaults: what transformers assumes where config.json is silent.
+    """defaults: values that transformers uses for keys that config.json lacks.
 
-    nullable: keys where null is an answer, and not silence.
-    required: config keys that must be there and be positive integers.
-    renamed: the architecture's own keys -> the usual ones.
-    prefix: what tensor names may begin with, and do here no longer.
-    gguf: None: read from Hugging Face directories alone.
+    nullable: keys whose null is a value; for other keys null means the default.
+    required: config keys that must be present and be positive integers.
+    renamed: the architecture's own keys -> the usual keys.
+    prefix: optional prefix of tensor names; it is removed.
+    gguf: None if GGUF files of this architecture are not supported.
     """
 
     defaults: Mapping[str, Any]
@@ -77,13 +77,13 @@ def llama_change(name: str, config: Mapping[str, Any]) -> Change | None:
 
 
 def llama_gguf_config(path: Any, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """config.json as the model's own would be, from the `llama.*` keys."""
+    """The model's config.json, rebuilt from the `llama.*` keys."""
 
     def key(name: str, default: Any = None) -> Any:
         value = metadata.get(f"llama.{name}", default)
         if value is None:
             raise ValueError(f"{path}: the metadata lacks llama.{name}; the file is incomplete, convert it again")
-        if isinstance(value, list):  # one number for each layer: fine as long as they agree
+        if isinstance(value, list):  # one number for each layer; supported if all are equal
             if len(set(value)) != 1:
                 raise ValueError(f"{path}: llama.{name} differs between layers ({value}); they must be equal")
             return value[0]
@@ -115,27 +115,27 @@ def llama_gguf_config(path: Any, metadata: Mapping[str, Any], tensors: Mapping[s
         "mlp_bias": "ffn_up" in biased,
     }
     if "attn_q" in biased and not config["attention_bias"]:
-        config["qkv_bias"] = True  # Hugging Face's attention_bias would promise one for the output as well
+        config["qkv_bias"] = True  # Hugging Face's attention_bias would mean a bias of the output too
     return config
 
 
 def gguf_rope_scaling(
     path: Any, prefix: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any] | None:
-    """`rope_scaling` from <prefix>.rope.scaling.* or a rope_freqs tensor (the converter's form of "llama3" scaling)."""
+    """`rope_scaling` from <prefix>.rope.scaling.*, or from rope_freqs.weight (which stores "llama3" scaling)."""
     base = f"{prefix}.rope.scaling."
     kind, factor = metadata.get(f"{base}type", "none"), metadata.get(f"{base}factor")
     if factor is None and (linear := metadata.get(f"{prefix}.rope.scale_linear")) is not None:
         kind, factor = "linear", linear  # the key's name in older files
     if "rope_freqs.weight" in tensors:
         if kind != "none":
-            raise ValueError(f"{path} has both rope_freqs.weight and {base}type = {kind!r}; only one can hold")
+            raise ValueError(f"{path} has both rope_freqs.weight and {base}type = {kind!r}; only one is allowed")
         # each frequency is divided by its factor
         return {"rope_type": "freqs", "factors": tensors["rope_freqs.weight"].read().tolist()}
     if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
         return None
     if kind not in ("linear", "yarn") or factor is None:
-        raise ValueError(f"{path}: {base}type is {kind!r} with factor {factor!r}; 'none', 'linear' and 'yarn' are read")
+        raise ValueError(f"{path}: {base}type is {kind!r} with factor {factor!r}; supported: none, linear, yarn")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": float(factor)}
     renamed = {
         "original_context_length": "original_max_position_embeddings",
@@ -169,7 +169,7 @@ GGUF_LLAMA = GGUF(
     change=llama_change,
 )
 
-# --- what transformers' own config classes assume ---------------------------------------------------------------------
+# --- defaults of transformers' config classes -------------------------------------------------------------------------
 
 LLAMA_DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -243,10 +243,10 @@ ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
 
 
 def normalised(config: Mapping[str, Any], where: Any) -> dict[str, Any]:
-    """The config with its defaults filled in and `rope_parameters` (transformers 5) split into theta and scaling.
+    """The config with defaults for missing keys; `rope_parameters` (transformers 5) is split into theta and scaling.
 
     Raises:
-        ValueError: an unsupported model_type, a missing key or one of the wrong kind; names `where` it came from.
+        ValueError: an unsupported model_type, a missing key or a value of the wrong type; begins with `where`.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
@@ -254,31 +254,31 @@ def normalised(config: Mapping[str, Any], where: Any) -> dict[str, Any]:
     try:
         return _normalised(config, where, ARCHITECTURES[model_type])
     except (TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"{where}: a value is of the wrong kind ({error}); fetch the model again") from error
+        raise ValueError(f"{where}: a value has the wrong type ({error}); fetch the model again") from error
 
 
 def _normalised(config: Mapping[str, Any], where: Any, architecture: Architecture) -> dict[str, Any]:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method")
-        raise ValueError(f"{where}: weights quantised by {method!r} are not read; use the unquantised model or a GGUF")
+        raise ValueError(f"{where}: {method!r} quantisation is not supported; use the unquantised model or a GGUF file")
 
     result = {architecture.renamed.get(key, key): value for key, value in config.items()}
     rope = {**(result.pop("rope_parameters", None) or {})}
-    if "full_attention" in rope:  # one for each type of layer
+    if "full_attention" in rope:  # one entry for each type of layer
         near, rope = rope.get("sliding_attention", {}), {**rope["full_attention"]}
         if near.get("rope_type", "default") != "default":
-            raise ValueError(f"{where}: rope_parameters scale the layers with windows ({near}); only the others may be")
+            raise ValueError(f"{where}: sliding_attention has rope scaling ({near}); only full_attention may have it")
         result["rope_local_base_freq"] = near.get("rope_theta", result.get("rope_local_base_freq"))
     result["rope_theta"] = rope.pop("rope_theta", result.get("rope_theta"))
     scaling = {**(rope or result.get("rope_scaling") or {})}
     if (part := scaling.pop("partial_rotary_factor", result.get("partial_rotary_factor"))) not in (None, 1, 1.0):
-        raise ValueError(f"{where}: partial_rotary_factor is {part!r}; only models that rotate whole heads (1) work")
+        raise ValueError(f"{where}: partial_rotary_factor is {part!r}; only 1 (rotation of whole heads) is supported")
     if scaling:
         scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
         scaling.pop("type", None)
     result["rope_scaling"] = scaling if scaling and scaling["rope_type"] != "default" else None
-    said = {k: v for k, v in result.items() if v is not None or k in architecture.nullable}
-    result = {**architecture.defaults, **said}
+    given = {k: v for k, v in result.items() if v is not None or k in architecture.nullable}
+    result = {**architecture.defaults, **given}
 
     for name in architecture.required:
         value = result.get(name)

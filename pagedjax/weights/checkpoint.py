@@ -1,4 +1,4 @@
-"""`Checkpoint` and `Tensor`: a model on disk, by Hugging Face names, in any format. Imports no jax."""
+"""`Checkpoint` and `Tensor`: a model on disk in any supported format, with Hugging Face names. Imports no jax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Tensor:
-    """One stored tensor: `dtype` is what `read` returns (float32 for a quantised one), `encoding` how it is stored."""
+    """One stored tensor. `dtype` is that of `read` (float32 if quantised); `encoding` is the format on disk."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,10 +22,10 @@ class Tensor:
     load: Callable[[], np.ndarray] = field(repr=False)
 
     def read(self) -> np.ndarray:
-        """The values, read from the file now: an array of `shape` and `dtype` that nothing else holds.
+        """Read the values from the file: a new array of `shape` and `dtype`, without other references to it.
 
         Raises:
-            ValueError: the file ends early or has an encoding that cannot be decoded; names tensor, file and remedy.
+            ValueError: the file is truncated, or the encoding cannot be decoded; names tensor, file and remedy.
         """
         return self.load()
 
@@ -34,10 +34,10 @@ class Tensor:
 class Checkpoint:
     """A model on disk.
 
-    config: Hugging Face config.json style, normalised: `rope_theta` and `rope_scaling` instead of `rope_parameters`.
-    tensors: by Hugging Face name, e.g. "model.layers.0.self_attn.q_proj.weight"; [out, in] matrices, [n] vectors. In
-        the format "orbax" by the path of the model's own parameter, e.g. "blocks.0.attn.qkv.weight".
-    metadata: a GGUF file's own key-value pairs; empty for a directory.
+    config: like Hugging Face's config.json, but with `rope_theta` and `rope_scaling` instead of `rope_parameters`.
+    tensors: by Hugging Face name, e.g. "model.layers.0.self_attn.q_proj.weight"; matrices [out, in], vectors [n]. For
+        format "orbax" by the path of the model's parameter, e.g. "blocks.0.attn.qkv.weight".
+    metadata: the key-value pairs of a GGUF file; empty for a directory.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a generation, from the config and the generation config, sorted."""
+        """Tokens that end a generation, from the config and the generation config, sorted."""
         found: set[int] = set()
         for source in (self.config, self.generation_config):
             value = source.get("eos_token_id")

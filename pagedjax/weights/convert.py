@@ -1,9 +1,9 @@
-"""A model from any checkpoint to a folder of its own: `pagedjax convert`.
+"""`pagedjax convert`: write the model of any checkpoint to a new folder.
 
-    convert("org/name", "folder", "orbax")            our parameters, restored straight to devices of any layout
+    convert("org/name", "folder", "orbax")            our parameters; restored directly to devices of any layout
     convert("folder", "other", "safetensors")         Hugging Face names, for other programs
 
-Either way the folder is a model: weights, config.json, generation_config.json and the tokenizer's files.
+The folder is a complete model: weights, config.json, generation_config.json and the tokenizer's files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
 )
-Read = Callable[[ParamSource], np.ndarray]  # a finished parameter, on the host
+Read = Callable[[ParamSource], np.ndarray]  # returns the finished parameter on the host
 
 
 def convert(
@@ -50,21 +50,21 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> Path:
-    """Write a model as the new folder `target`, which is there when it is complete and not before; returns it.
+    """Write a model to the new folder `target`, and return it. The folder appears only when it is complete.
 
-    In host memory: to "orbax" the model and a parameter more; to "safetensors" one parameter, unless the model comes
-    from Orbax and is restored as a whole.
+    Host memory: for "orbax" the model and one parameter; for "safetensors" one parameter, but the whole model if it is
+    restored from Orbax.
 
     Args:
-        model: what `open_checkpoint` opens.
-        dtype: of the written values, rounded once; None is what is stored, float32 where that differs between tensors
-            or is none of ours (a quantised GGUF file).
-        shard_bytes: data in one safetensors file at most; a parameter larger than that has a file of its own.
+        model: as in `open_checkpoint`.
+        dtype: of the written values, rounded once. None keeps the stored dtype, or uses float32 if tensors have
+            different dtypes or one that models here cannot have (a quantised GGUF file).
+        shard_bytes: largest data size of one safetensors file; a larger parameter has its own file.
 
     Raises:
-        ValueError: `target` is there and not empty, the checkpoint does not fit its config (all differences), or
-            safetensors were asked for and transformers has no such model.
-        FileNotFoundError: as `open_checkpoint`.
+        ValueError: `target` exists and is not empty, the checkpoint does not fit its config (lists all differences),
+            or transformers cannot represent the model as safetensors.
+        FileNotFoundError: as in `open_checkpoint`.
     """
     one_of("to", to, get_args(Format))
     one_of("dtype", dtype, (None, *get_args(DType)))
@@ -86,17 +86,17 @@ def convert(
         write_side_files(checkpoint, folder, dtype)
         read = reader(checkpoint, table, dtype)
 
-        def told(entry: ParamSource) -> np.ndarray:
+        def counted(entry: ParamSource) -> np.ndarray:
             bar.update()
             return read(entry)
 
         if to == "orbax":
             from pagedjax.weights import orbax_checkpoint
 
-            values = {".".join(entry.path): jax.device_put(told(entry), host()) for entry in table}
+            values = {".".join(entry.path): jax.device_put(counted(entry), host()) for entry in table}
             orbax_checkpoint.write(folder / orbax_checkpoint.PARAMS, nested(values))
         else:
-            groups = [group(entry, rows_of(entry, config), told) for entry in table]
+            groups = [group(entry, rows_of(entry, config), counted) for entry in table]
             write_shards(folder, groups, dtype, shard_bytes)
     return target
 
@@ -105,43 +105,43 @@ def check_free(target: Path) -> None:
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists():
-        raise ValueError(f"{target} is there and not an empty folder; name a new one, or remove it first")
+        raise ValueError(f"{target} exists and is not an empty folder; choose a new folder, or remove this one first")
 
 
 @contextmanager
 def complete_folder(target: Path) -> Iterator[Path]:
-    """A folder beside `target` to write into, which takes its name in the end; nothing is left of it on an error."""
+    """A temporary folder next to `target`. It is renamed to `target` at the end, and removed after an error."""
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:
         yield part
-        part.rename(target)  # an empty folder gives way
+        part.rename(target)  # replaces an empty folder
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
 
 
 def stored_names(checkpoint: Checkpoint, entry: ParamSource) -> tuple[str, ...]:
-    """The tensors that make a parameter."""
+    """Names of the tensors that a parameter is made of."""
     return (".".join(entry.path),) if checkpoint.format == "orbax" else entry.sources
 
 
 def stored_dtype(checkpoint: Checkpoint, table: Sequence[ParamSource]) -> DType:
-    """The one dtype of all parameters; float32 if there are several, or none that a model here can have."""
+    """The dtype of all parameters; float32 if they have several, or one that models here cannot have."""
     found = {checkpoint.tensors[name].dtype.name for entry in table for name in stored_names(checkpoint, entry)}
     return next((dtype for dtype in get_args(DType) if found == {dtype}), "float32")
 
 
 def host() -> Any:
-    """Where parameters wait to be written: a CPU, so that no accelerator has to hold them."""
+    """The device for parameters that will be written: a CPU, to use no memory of an accelerator."""
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS leaves it out
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
         return jax.local_devices()[0]
 
 
 def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> Read:
-    """How parameters are read: one by one, but from Orbax all at once."""
+    """A function that reads one parameter. Parameters of an Orbax checkpoint are all read here, at once."""
     if checkpoint.format != "orbax":
         return lambda entry: assemble(checkpoint.tensors, entry, np_dtype(dtype))
     params = restore_params(checkpoint, table, dtype, sharding=jax.sharding.SingleDeviceSharding(host()))
@@ -159,7 +159,7 @@ def reader(checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str) -> 
 
 
 def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
-    """Rows of each source of a parameter: what the table says; of q, k and v what their heads say; else equal parts."""
+    """Rows of each source of a parameter: from the table; for q, k and v from the heads; else equal parts."""
     total, count = (entry.shape[::-1] if entry.transpose else entry.shape)[0], len(entry.sources)
     if entry.rows:
         return entry.rows
@@ -171,7 +171,7 @@ def rows_of(entry: ParamSource, config: DecoderConfig) -> tuple[int, ...]:
 
 
 def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
-    """The reverse of `load.assemble`: the tensors that a parameter was made of."""
+    """The reverse of `load.assemble`: the tensors that a parameter is made of."""
     joined = entry.shape[::-1] if entry.transpose else entry.shape
     shapes = {name: (count, *joined[1:]) for name, count in zip(entry.sources, rows, strict=True)}
 
@@ -182,21 +182,21 @@ def group(entry: ParamSource, rows: Sequence[int], read: Read) -> Group:
     return Group(shapes, parts)
 
 
-# --- beside the weights -----------------------------------------------------------------------------------------------
+# --- other files ------------------------------------------------------------------------------------------------------
 
 
 def check_shared(checkpoint: Checkpoint) -> None:
-    """Raise a ValueError for what our own config.json can say and transformers' cannot."""
-    config, remedy = checkpoint.config, "only pagedjax knows such models; convert to orbax"
+    """Raise a ValueError if transformers has no config.json for this model."""
+    config, remedy = checkpoint.config, "transformers does not support such models; convert to orbax"
     scaling = (config.get("rope_scaling") or {}).get("rope_type")
     if scaling == "freqs":
-        raise ValueError(f"{checkpoint.path}: rope_scaling is {scaling!r}, a GGUF file's own factors; {remedy}")
+        raise ValueError(f"{checkpoint.path}: rope_scaling is {scaling!r}, factors from a GGUF file; {remedy}")
     if config.get("qkv_bias", config.get("attention_bias")) != config.get("attention_bias"):
-        raise ValueError(f"{checkpoint.path}: biases of q, k and v alone, in a {config['model_type']}; {remedy}")
+        raise ValueError(f"{checkpoint.path}: only q, k and v have a bias, in a {config['model_type']} model; {remedy}")
 
 
 def write_side_files(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
-    """config.json, generation_config.json and what the tokenizer is made of."""
+    """config.json, generation_config.json and the tokenizer's files."""
     theirs = {usual: own for own, usual in architectures.ARCHITECTURES[checkpoint.config["model_type"]].renamed.items()}
     config = {theirs.get(key, key): value for key, value in checkpoint.config.items() if key != "dtype"}
     write_json(folder / "config.json", {**config, "torch_dtype": dtype})
@@ -211,7 +211,7 @@ def write_side_files(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
 
 
 def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """The tokenizer that a GGUF file describes, as Hugging Face's files."""
+    """Write the tokenizer of a GGUF file as Hugging Face files."""
     from pagedjax.weights.tokenizer_files import from_gguf
 
     parts = from_gguf(checkpoint)

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: Hugging Face names, config and values, whatever llama.cpp's converter changed."""
+"""A GGUF file as a checkpoint with Hugging Face names, config and values: the changes of the converter are undone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.gguf_file import GGUFFile, mapped, read_gguf
 
 BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-IN_CONFIG = ("rope_freqs.weight",)  # tensors that `config` already tells of
+IN_CONFIG = ("rope_freqs.weight",)  # tensors whose values are in `config`
 TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open a .gguf file. Tied embeddings show as `tie_word_embeddings` without an lm_head.weight tensor.
+    """Open a .gguf file. With tied embeddings there is no lm_head.weight, and `tie_word_embeddings` is true.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_gguf`; also an unsupported architecture, with the supported ones.
+        FileNotFoundError, ValueError: as `read_gguf`; also for an unsupported architecture.
     """
     file = read_gguf(path)
     architecture = _architecture(file)
@@ -27,7 +27,7 @@ def open_gguf(path: Path) -> Checkpoint:
         config = architecture.config(path, file.metadata, file.tensors)
         ends = _ends(file.metadata)
     except (TypeError, ZeroDivisionError, IndexError) as error:
-        raise ValueError(f"{path} is damaged: its metadata has a value of the wrong kind ({error})") from error
+        raise ValueError(f"{path} is damaged: its metadata has a value of the wrong type ({error})") from error
     config |= {name: file.metadata.get(f"tokenizer.ggml.{own}_token_id") for name, own in TOKEN_IDS.items()}
     config = normalised(config, path)
     tensors = {}
@@ -39,7 +39,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def huggingface_name(architecture: GGUF, name: str) -> str:
-    """The Hugging Face name; a tensor the architecture does not know keeps its own, so that loading reports it."""
+    """The Hugging Face name. An unknown tensor keeps its own name, so that loading reports it."""
     if match := BLOCK.fullmatch(name):
         layer, part, kind = match.groups()
         if part in architecture.block:
@@ -57,6 +57,6 @@ def _architecture(file: GGUFFile) -> GGUF:
 
 
 def _ends(metadata: dict[str, Any]) -> list[int]:
-    """End of text, of turn and of message: a chat model may use any of them."""
+    """Tokens that end a text, a turn or a message: a chat model may use any of them."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     return sorted({metadata[key] for key in keys if key in metadata})

@@ -1,7 +1,7 @@
-"""Read a GGUF file's header with every length checked, and its tensors one at a time. Knows no model.
+"""Read a GGUF file: its header, with every length checked, and its tensors one at a time. Independent of the model.
 
-The `gguf` package's own reader makes a numpy array of every string of the vocabulary (seconds) and fails on a damaged
-file with whatever numpy raises; its dequantisation is what we use.
+Of the `gguf` package we use the dequantisation but not the reader: that makes a numpy array of every string of the
+vocabulary, which takes seconds, and for a damaged file it raises unrelated numpy errors.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pagedjax.weights.checkpoint import Tensor
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-MAX_DEPTH = 4  # of arrays in arrays; no writer makes any, a damaged file may seem to
-ROW = 2**11  # blocks that are dequantised as one row, at most; 16 such rows fit the cache of a core
+MAX_DEPTH = 4  # of nested arrays; no writer nests them, but the bytes of a damaged file may look like it
+ROW = 2**11  # most blocks that are dequantised as one row; 16 such rows fit into the cache of a core
 
 
 class GGUFFile(NamedTuple):
-    """metadata: key -> int, float, bool, str or list of them; tensors: by the file's own names, in file order."""
+    """metadata: key -> int, float, bool, str or a list of these; tensors: by GGUF name, in file order."""
 
     path: Path
     metadata: dict[str, Any]
@@ -34,16 +34,16 @@ class GGUFFile(NamedTuple):
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse the header. A tensor's shape is numpy's (GGUF lists the fastest dimension first).
+    """Parse the header. Shapes are in numpy's order (GGUF lists the fastest dimension first).
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: not GGUF, an unknown version or type, or truncated; names the file, the place and the sizes.
+        ValueError: not GGUF, an unknown version or type, or truncated; names the file, the position and the sizes.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if path.stat().st_size < 24:
-        raise ValueError(f"{path} is not a GGUF file: it has {path.stat().st_size} bytes, a header alone has 24")
+        raise ValueError(f"{path} is not a GGUF file: it has {path.stat().st_size} bytes, but a header has 24")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = Cursor(path, data)
         _check_magic(cursor)
@@ -64,7 +64,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 class Cursor:
-    """Reads forward through the header; whatever would pass the end of the file is an error that says so."""
+    """Reads forward through the header. A read past the end of the file is an error."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at = path, data, 0
@@ -102,13 +102,13 @@ class Cursor:
             raw = self.take(count * struct.calcsize(f"<{code}"), what)
             values = struct.unpack(f"<{count}{code}", raw)
             return [_short(value) for value in values] if code == "f" else list(values)
-        if item == STRING:  # a tokenizer has a hundred thousand
+        if item == STRING:  # a vocabulary has about 100,000
             return [self.string(what) for _ in range(count)]
         return [self.value(item, f"item {index} of {what}", depth + 1) for index in range(count)]
 
 
 def _short(value: float) -> float:
-    """A float32 as the shortest decimal that means it: 9.999999747378752e-06 was written as 1e-05."""
+    """The shortest decimal of a float32: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -138,7 +138,7 @@ def _entry(cursor: Cursor, what: str) -> Entry:
 
 
 def _tensor(path: Path, entry: Entry, start: int, file_size: int) -> Tensor:
-    """The entry as a Tensor, its extent checked against the file."""
+    """The entry as a Tensor. Checks that its bytes are inside the file."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -174,7 +174,7 @@ def _read(path: Path, name: str, shape: tuple[int, ...], encoding: Any, begin: i
         raise ValueError(f"{path} is truncated: tensor {name} has {raw.size} of its {size} bytes; fetch it again")
     if encoding.name == "F64":
         return raw.view("<f8").astype(np.float32).reshape(shape)
-    # gguf works on 16 rows at a time, and a model's rows are short: rows of another length, of whole blocks, will do
+    # gguf dequantises 16 rows at a time. A model's rows are short, so we make longer ones, of whole blocks.
     block = GGML_QUANT_SIZES[encoding][1]
     rows = raw.reshape(-1, gcd(size // block, ROW) * block) if size else raw
     try:
@@ -187,7 +187,7 @@ def _read(path: Path, name: str, shape: tuple[int, ...], encoding: Any, begin: i
 
 
 def mapped(tensor: Tensor, name: str, change: Callable[[np.ndarray], np.ndarray] | None) -> Tensor:
-    """The tensor under another name, its values passed through `change` (which keeps the shape) when read."""
+    """The tensor under another name. `change` is applied to the values when they are read, and keeps the shape."""
 
     def load() -> np.ndarray:
         values = tensor.load()

@@ -1,8 +1,7 @@
-"""Build the tokenizer that a GGUF file describes, exactly as the model's original one splits text.
+"""Build the tokenizer of a GGUF file, so that it splits text exactly as the model's original tokenizer.
 
-The file names its pre-tokenizer (`tokenizer.ggml.pre`) without defining it. A wrong one still yields tokens, only worse
-ones, so what is not known here is refused. (transformers' own conversion ignores "smollm" and so loses the splitting of
-digits.)
+The file names its pre-tokenizer (`tokenizer.ggml.pre`) but does not define it. A wrong one still gives tokens, but
+worse ones, so an unknown name is an error. (transformers' conversion ignores "smollm" and does not split digits.)
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ if TYPE_CHECKING:
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
-WORDS_GPT4 = (  # what llama 3 and qwen 2 share; they differ in how many digits stay together
+WORDS_GPT4 = (  # for llama 3 and qwen 2; %s: they differ in how many digits stay together
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 class Split(NamedTuple):
-    """A byte-level pre-tokenizer. digits: every digit alone, first; words: a pattern instead of GPT-2's.
+    """A byte-level pre-tokenizer. digits: first split off every digit; words: a pattern instead of GPT-2's.
 
-    ignore_merges: a whole word that is in the vocabulary is one token, whatever the merges say.
-    add_bos: when the file does not say.
+    ignore_merges: a word that is in the vocabulary is one token, even if the merges do not make it.
+    add_bos: default if the file has no tokenizer.ggml.add_bos_token.
     """
 
     digits: bool = False
@@ -38,7 +37,7 @@ GPT2 = Split()
 DIGITS = Split(digits=True)
 LLAMA3 = Split(words=WORDS_GPT4 % "{1,3}", ignore_merges=True, add_bos=True)
 QWEN2 = Split(words=WORDS_GPT4 % "")
-# "default" is not here: it is what llama.cpp falls back to, with a warning, when a converter did not know the model.
+# "default" is not here: llama.cpp uses it, with a warning, for models that its converter did not know.
 SPLITS = {
     "gpt-2": GPT2,
     "smollm": DIGITS,
@@ -56,14 +55,14 @@ def build_tokenizer(path: Any, metadata: Mapping[str, Any]) -> Tokenizer:
     """The `tokenizers.Tokenizer` of a GGUF file's metadata.
 
     Raises:
-        ValueError: no vocabulary, a kind or pre-tokenizer that is not known (with the known ones), or damaged lists.
+        ValueError: no vocabulary, an unknown kind or pre-tokenizer (lists the known ones), or damaged lists.
     """
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in builders:
         raise ValueError(
-            f"{path}: tokenizer.ggml.model is {kind!r}; 'gpt2' (byte-level BPE) and 'llama' (SentencePiece BPE) are "
-            "read, for others use the model's Hugging Face directory"
+            f"{path}: tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) and 'llama' "
+            "(SentencePiece BPE); for others use the model's Hugging Face directory"
         )
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens") or []
     types: list[int] = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
@@ -76,7 +75,7 @@ def build_tokenizer(path: Any, metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer, add_bos = builders[kind](path, metadata, tokens, types)
     except ValueError:
         raise
-    except Exception as error:  # the Rust side raises bare Exceptions, e.g. for a merge of unknown tokens
+    except Exception as error:  # tokenizers raises plain Exceptions, e.g. for a merge of unknown tokens
         raise ValueError(f"{path}: the vocabulary and its merges do not fit together ({error})") from error
     _add_whole_tokens(tokenizer, tokens, types)
     _add_bos_eos(path, tokenizer, metadata, tokens, add_bos)
@@ -89,8 +88,8 @@ def _byte_level(path: Any, metadata: Mapping[str, Any], tokens: list[str], _: li
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in SPLITS:
         raise ValueError(
-            f"{path}: tokenizer.ggml.pre is {pre!r}, so how it splits text into words is unknown here; known are "
-            f"{', '.join(SPLITS)}; use the model's Hugging Face directory instead"
+            f"{path}: tokenizer.ggml.pre is {pre!r}, which is not supported; supported: {', '.join(SPLITS)}; "
+            "use the model's Hugging Face directory instead"
         )
     split = SPLITS[pre]
     merges = [_pair(path, merge) for merge in metadata.get("tokenizer.ggml.merges") or ()]
@@ -108,14 +107,14 @@ def _byte_level(path: Any, metadata: Mapping[str, Any], tokens: list[str], _: li
 def _pair(path: Any, merge: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not (left and space and right):
-        raise ValueError(f"{path}: the merge {merge!r} is not two tokens with a space between; fetch the file again")
+        raise ValueError(f"{path}: the merge {merge!r} is not two tokens separated by a space; fetch the file again")
     return left, right
 
 
 def _sentencepiece(
     path: Any, metadata: Mapping[str, Any], tokens: list[str], types: list[int]
 ) -> tuple[Tokenizer, bool]:
-    """SentencePiece BPE as Hugging Face writes it: merges ranked by score, spaces as U+2581, bytes for the rest."""
+    """SentencePiece BPE as Hugging Face stores it: merges ranked by score, spaces as U+2581, bytes as fallback."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces"):
@@ -137,7 +136,7 @@ def _sentencepiece(
 
 
 def score_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """The merges that SentencePiece's scores imply: any two pieces that make a third, the best third first."""
+    """The merges that SentencePiece's scores imply: all pairs of pieces that join to a piece, best score first."""
     score = {t: s for t, s, kind in zip(tokens, scores, types, strict=True) if kind == NORMAL}
     pairs = [
         (-value, -cut, piece[:cut], piece[cut:])
@@ -149,7 +148,7 @@ def score_merges(tokens: Sequence[str], scores: Sequence[float], types: Sequence
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens and user-defined ones are matched whole in the text, before any splitting."""
+    """Add control and user-defined tokens: they are matched whole in the text, before it is split."""
     from tokenizers import AddedToken
 
     for token, kind in zip(tokens, types, strict=True):
@@ -160,7 +159,7 @@ def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int])
 
 
 def _add_bos_eos(path: Any, tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: list[str], bos: bool) -> None:
-    """Put BOS before and EOS after a text where the file (or, for BOS, the kind of tokenizer) says so."""
+    """Add BOS before and EOS after a text if the file says so. `bos`: add BOS if the file does not say."""
     from tokenizers import processors
 
     template, special = "$A", []

@@ -27,7 +27,7 @@ def open_directory(path: Path) -> Checkpoint:
 
     Raises:
         FileNotFoundError: config.json, the weights or a shard is missing.
-        ValueError: JSON or safetensors that cannot be read, or a model that is not supported.
+        ValueError: damaged JSON or safetensors, or a model that is not supported.
     """
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} has no config.json; it must be the directory of a Hugging Face model")
@@ -40,13 +40,13 @@ def open_directory(path: Path) -> Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; anything else is a ValueError that names the file and the place."""
+    """The JSON object in a file; anything else is a ValueError with the file and the position."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); fetch it again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a JSON {type(value).__name__}; it must hold an object")
+        raise ValueError(f"{path} contains a JSON {type(value).__name__}; it must contain an object")
     return value
 
 
@@ -65,21 +65,21 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path / INDEX} has no weight_map of tensor names to files; fetch it again")
     shards = sorted(set(weight_map.values()))
     if missing := [shard for shard in shards if not (path / shard).is_file()]:
-        raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, which {INDEX} names; fetch the missing shards")
+        raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, listed in {INDEX}; fetch the missing shards")
     stored = {shard: read_safetensors(path / shard) for shard in shards}
     if absent := [name for name, shard in weight_map.items() if name not in stored[shard]]:
         raise ValueError(
-            f"{INDEX} in {path} says that {weight_map[absent[0]]} holds {absent[0]}, which it does not "
-            f"({len(absent)} such tensors); index and shards do not belong together"
+            f"{path}: {INDEX} lists {absent[0]} in {weight_map[absent[0]]}, but that file does not contain it "
+            f"({len(absent)} such tensors); the index and the shards do not match; fetch all of them again"
         )
     return {name: stored[shard][name] for name, shard in weight_map.items()}
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, their extents checked against its size.
+    """The tensors of one file. Checks that each tensor's bytes are inside the file.
 
     Raises:
-        ValueError: truncated or damaged; names the file, the tensor where one is known, and the sizes.
+        ValueError: truncated or damaged; names the file, the tensor if it is known, and the sizes.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -107,9 +107,9 @@ def _tensor(path: Path, name: str, entry: Any, start: int, file_size: int) -> Te
         ):
             shape, begin, end = tuple(dims), start + begin, start + end
         case _:
-            raise ValueError(f"{path} has a damaged header: {name} is described by {entry!r}; fetch it again")
+            raise ValueError(f"{path} has a damaged header: the entry of {name} is {entry!r}; fetch it again")
     if code not in DTYPES:
-        raise ValueError(f"{path}: tensor {name} has dtype {code!r}; known are {', '.join(DTYPES)}")
+        raise ValueError(f"{path}: tensor {name} has dtype {code!r}; supported: {', '.join(DTYPES)}")
     dtype = np_dtype(DTYPES[code])
     if end - begin != prod(shape) * dtype.itemsize or begin < start:
         raise ValueError(f"{path} is damaged: {name} {shape} {code} has {end - begin} bytes of data; fetch it again")
@@ -129,7 +129,7 @@ def _read(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype, begin:
 
 
 def np_dtype(name: str) -> np.dtype:
-    """numpy's dtype, or ml_dtypes' for the kinds numpy lacks (bfloat16, float8)."""
+    """numpy's dtype, or that of ml_dtypes if numpy has none (bfloat16, float8)."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))

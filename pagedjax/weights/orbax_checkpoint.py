@@ -1,10 +1,10 @@
-"""A model's own parameters in an Orbax checkpoint: restored straight to devices. Orbax is imported when it is needed.
+"""Parameters in an Orbax checkpoint, restored directly to devices. Orbax is imported only when it is needed.
 
     FOLDER/config.json, generation_config.json, tokenizer.json ...      as in a Hugging Face directory
-    FOLDER/params/                                                      Orbax's: the fused tree, one array a parameter
+    FOLDER/params/                                                      by Orbax: one array for each parameter
 
-Here a tensor's name is its parameter's path, "blocks.0.attn.qkv.weight". What a trainer saves with
-`StandardCheckpointer().save(folder / "params", nnx.state(model))` has the same names and is read as well.
+The name of a tensor is the path of its parameter, "blocks.0.attn.qkv.weight". A trainer's checkpoint from
+`StandardCheckpointer().save(folder / "params", nnx.state(model))` has the same names and can be read too.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ if TYPE_CHECKING:
     import jax
 
 PARAMS = "params"
-MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")  # files that Orbax writes at the top of a checkpoint
-LATE = 0.2  # seconds in which reads end that were under way when another one failed
-AT_A_TIME = 2  # of the largest parameters, on their way from disk to device
+MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")  # files that Orbax writes into a checkpoint's folder
+LATE = 0.2  # seconds to wait, after a read failed, until the other reads end
+AT_A_TIME = 2  # limit of the bytes in transfer from disk to device, in largest parameters
 
 
 def is_orbax(path: Path) -> bool:
-    """Whether a directory is an Orbax checkpoint or holds one, and no *.safetensors."""
+    """Whether a directory is or contains an Orbax checkpoint, and has no *.safetensors."""
     return bool(orbax_folders(path)) and next(path.glob("*.safetensors"), None) is None
 
 
 def orbax_folders(path: Path) -> list[Path]:
-    """The directory itself and those in it, if Orbax wrote them."""
+    """Orbax checkpoints: the directory itself and its subdirectories."""
     inside = sorted(child for child in path.iterdir() if child.is_dir())
     return [folder for folder in (path, *inside) if any((folder / mark).is_file() for mark in MARKS)]
 
 
 def open_orbax(path: Path) -> Checkpoint:
-    """Open a folder that `pagedjax convert --to orbax` wrote, or one laid out like it.
+    """Open a folder that `pagedjax convert --to orbax` wrote, or one with the same layout.
 
     Raises:
-        FileNotFoundError: an Orbax checkpoint of something else; says what is missing.
-        ValueError: metadata or JSON that cannot be read, or a model that is not supported.
+        FileNotFoundError: an Orbax checkpoint with another layout; names what is missing.
+        ValueError: damaged metadata or JSON, or a model that is not supported.
     """
-    right = "a model's folder has config.json (as Hugging Face writes it), tokenizer.json and Orbax's params/"
+    layout = "a model's folder has config.json (as from Hugging Face), tokenizer.json and Orbax's params/"
     if path / PARAMS not in (found := orbax_folders(path)):
         places = ", ".join("." if folder == path else f"{folder.name}/" for folder in found)
         raise FileNotFoundError(
-            f"{path} is an Orbax checkpoint without params/ (Orbax's files are in {places}); {right}; "
-            "hand in what is laid out otherwise with pagedjax.from_params"
+            f"{path} is an Orbax checkpoint without params/ (Orbax's files are in {places}); {layout}; "
+            "for another layout load the parameters yourself and use pagedjax.from_params"
         )
     if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{path} is an Orbax checkpoint without config.json; {right}")
+        raise FileNotFoundError(f"{path} is an Orbax checkpoint without config.json; {layout}")
     config = normalised(read_json(path / "config.json"), path / "config.json")
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
@@ -73,7 +73,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     tensors = {}
     for keys, leaf in _leaves(folder)[0]:
         name = name_of(keys)
-        dtype = np.dtype(getattr(leaf, "dtype", None) or object)  # what is no array has neither
+        dtype = np.dtype(getattr(leaf, "dtype", None) or object)  # a value that is not an array has no dtype
         shape = tuple(getattr(leaf, "shape", None) or ())
         read = partial(_read, folder, name, shape, dtype)
         tensors[name] = Tensor(name, shape, dtype, folder, dtype.name, read)
@@ -81,7 +81,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _leaves(folder: Path) -> tuple[list[tuple[Any, Any]], Any]:
-    """What Orbax's metadata says of each stored value, with its key path, and the structure of the whole."""
+    """(key path and Orbax metadata of each stored value, structure of the tree)."""
     import jax
     import orbax.checkpoint as ocp
 
@@ -91,9 +91,9 @@ def _leaves(folder: Path) -> tuple[list[tuple[Any, Any]], Any]:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as orbax:
                 tree = orbax.metadata(folder).item_metadata.tree
             return jax.tree_util.tree_flatten_with_path(tree)
-        except Exception as error:  # a damaged file makes None of the metadata, or one of Orbax's many errors
+        except Exception as error:  # for a damaged file Orbax returns None as metadata, or raises one of many errors
             message = (
-                f"{folder} is damaged, or no Orbax checkpoint of a tree: no metadata can be read "
+                f"{folder} is damaged, or is not an Orbax checkpoint of a tree: its metadata cannot be read "
                 f"({_first_line(error)}); convert or save the model again"
             )
         _settle()
@@ -103,18 +103,18 @@ def _leaves(folder: Path) -> tuple[list[tuple[Any, Any]], Any]:
 def restore(
     checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], dtype: str, *, sharding: Any = None
 ) -> dict[str, Any]:
-    """The named parameters as jax arrays of `dtype`, nested by their path. Values are rounded once, as they are read.
+    """The named parameters as jax arrays of `dtype`, nested by their path. Values are rounded once, when they are read.
 
-    Beside the arrays themselves, what is on its way takes the host memory of `AT_A_TIME` of the largest as they are
-    stored, and of their compressed bytes where a trainer's checkpoint has such.
+    Besides the arrays, this needs host memory for data in transfer: `AT_A_TIME` times the stored size of the largest
+    parameter, and its compressed bytes if the checkpoint is compressed.
 
     Args:
-        shapes: of the parameters to restore, by name; what else is stored is not read. The checkpoint has them, see
-            `load.check_table`.
-        sharding: where they go: one for all, or a function of name and shape; None is the default device.
+        shapes: of the parameters to restore, by name; other stored values are not read. The checkpoint must have
+            them, see `load.check_table`.
+        sharding: one for all, or a function of name and shape; None is the default device.
 
     Raises:
-        ValueError: data that is missing or damaged; names the folder and each such parameter.
+        ValueError: data is missing or damaged; names the folder and each damaged parameter.
     """
     import jax
 
@@ -129,29 +129,29 @@ def restore(
 
 
 def _restored(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-    """Arrays by name; what Orbax says of damage is cut down to the names of what is damaged."""
+    """Arrays by name. An error names only the damaged parameters."""
     message = ""
     with _quiet():
         try:
             return _restore(folder, wanted)
-        except Exception as error:  # a bare Exception of a page, without the name
+        except Exception as error:  # Orbax raises a plain Exception with a long text, without the parameter's name
             message = _damage(folder, wanted, error)
         _settle()
     raise ValueError(message)
 
 
 def _settle() -> None:
-    """Let what Orbax had begun end, and what TensorStore's threads are still reading."""
+    """Wait for the end of the tasks that Orbax started, and of the reads in TensorStore's threads."""
     gc.collect()
     time.sleep(LATE)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """When one array cannot be read, Python prints a page for each of the others that Orbax had begun; not here.
+    """Hide the messages that Python prints for other reads of Orbax after one array could not be read.
 
-    Some of them are told of a coroutine that nobody awaits any more. Others, of nothing: a read that ends in one of
-    TensorStore's threads wants to tell Orbax's event loop, which is closed.
+    Some messages are about coroutines that are no longer awaited. Others name no object: a read that ends in one of
+    TensorStore's threads notifies Orbax's event loop, which is already closed.
     """
     before = sys.unraisablehook
 
@@ -170,8 +170,8 @@ def _quiet() -> Iterator[None]:
 def _restore(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
     """Arrays by name, restored group by group.
 
-    Orbax has a limit of its own (`restore_concurrent_gb`). It does not count what is read and still being copied to
-    the device, and counts bytes in the wanted dtype where the stored one may be larger.
+    Orbax's own limit (`restore_concurrent_gb`) is not enough: it does not count data that is still being copied to the
+    device, and it counts bytes in the wanted dtype, although the stored dtype may be larger.
     """
     import jax
     import orbax.checkpoint as ocp
@@ -192,12 +192,12 @@ def _restore(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
             tree = orbax.restore(folder, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
             restored = {name: x for name, x in zip(names, jax.tree.leaves(tree), strict=True) if name in group}
             arrays |= jax.block_until_ready(restored)
-            gc.collect(0)  # what JAX has copied it lets go at its next call, or at a collection
+            gc.collect(0)  # JAX releases copied arrays at its next call or at a collection
     return arrays
 
 
 def _groups(sizes: Mapping[str, int]) -> Iterator[set[str]]:
-    """The names in their order, in sets that take at most `AT_A_TIME` of the largest."""
+    """The names in order, in sets of at most `AT_A_TIME` times the largest size."""
     room = limit = AT_A_TIME * max(sizes.values(), default=0)
     group: set[str] = set()
     for name, size in sizes.items():
@@ -211,7 +211,7 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[set[str]]:
 
 
 def _damage(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], error: Exception) -> str:
-    """Which parameters cannot be read: tried one by one, since Orbax stops at the first and may not name it."""
+    """An error message with all unreadable parameters. Tries each: Orbax stops at the first and may not name it."""
     bad = []
     for name, x in wanted.items():
         try:
@@ -240,7 +240,7 @@ def _read(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> n
 def write(folder: Path, params: Mapping[str, Any]) -> None:
     """Write a tree of jax arrays as the Orbax checkpoint `folder`, and wait until it is complete.
 
-    Not compressed: weights shrink by a tenth, and take three times as long to write and half as long again to read.
+    Not compressed: compression saves a tenth of the size, but takes 3 times as long to write and 1.5 times to read.
     """
     import orbax.checkpoint as ocp
 

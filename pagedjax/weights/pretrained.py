@@ -28,13 +28,13 @@ DEFAULT_MODEL = "smollm2-135m"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Weights and tokenizer, for several engines to share: LLM(model=loaded, block_size=...)."""
+    """Weights and tokenizer. Several engines can share them: LLM(model=loaded, block_size=...)."""
 
     name: str
     model: Model
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
-    seconds: float  # that loading took
+    seconds: float  # loading time
 
 
 def load_model(
@@ -48,10 +48,10 @@ def load_model(
 
     Args:
         dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
-        weight_dtype: "int8" keeps matrices in 8 bits, with a scale a row; None, or dtype, as they are.
+        weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None or dtype leaves them in dtype.
 
     Raises:
-        ValueError, FileNotFoundError: what is wrong with which file, and what would be right.
+        ValueError, FileNotFoundError: names the file, the error and the remedy.
     """
     started = time.perf_counter()
     if dtype is None:
@@ -66,10 +66,10 @@ def load_model(
 
 
 def read_model(checkpoint: Checkpoint, dtype: str, *, int8: bool = False, progress: bool = False) -> Model:
-    """Read a checkpoint's parameters in `dtype`, its matrices in int8 if asked.
+    """Read a checkpoint's parameters in `dtype`. int8: matrices in int8.
 
     Raises:
-        ValueError: an architecture that is not in FAMILIES, or tensors that do not fit (all are named).
+        ValueError: the architecture is not in FAMILIES, or tensors do not fit (lists all of them).
     """
     kind = checkpoint.config.get("model_type")
     if kind not in models.FAMILIES:
@@ -88,20 +88,20 @@ def from_params(
     dtype: str | None = None,
     weight_dtype: str | None = None,
 ) -> LoadedModel:
-    """A model of parameters in memory, as a trainer holds them. They are copied: what is donated later does no harm.
+    """A model of parameters in memory, e.g. from a trainer. They are copied, so they may be donated afterwards.
 
     Args:
-        params: an nnx module of `pagedjax.device.models`, its state, or nested mappings of arrays by the same names.
-        config: what the model's config.json says, or the module's own configuration. Only the former tells of
-            tokens that end a text.
-        tokenizer: a folder with a tokenizer.json, what else `load_model` opens, or one that is loaded. Without it token
-            ids are all that goes in and comes out.
+        params: an nnx module of `pagedjax.device.models`, its state, or nested mappings of arrays with the same names.
+        config: the content of the model's config.json, or the module's configuration. Only config.json has the tokens
+            that end a text.
+        tokenizer: a folder with a tokenizer.json, any model that `load_model` opens, or a loaded tokenizer. Without
+            one, inputs and outputs are token ids.
         dtype: None keeps that of the parameters.
         weight_dtype: as in `load_model`.
 
     Raises:
-        ValueError: parameters that do not fit the configuration, all of them named; a config or tokenizer that is
-            wrong, as `load_model`.
+        ValueError: parameters do not fit the configuration (lists all of them), or, as in `load_model`, the config or
+            tokenizer is wrong.
     """
     started = time.perf_counter()
     hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config")

@@ -1,4 +1,9 @@
-"""Safetensors files written one tensor at a time: a header with every extent, then the data in its order."""
+"""Write safetensors files one tensor at a time: a header with the position of each tensor, then the data.
+
+Why not the functions of the safetensors package (0.8): `save_file` needs all tensors in memory at once. `safe_open` for
+numpy cannot read float8, its errors name neither file nor sizes, and it maps the file: if the file is truncated after
+opening, a read ends the process with SIGBUS. So huggingface.py has its own reader.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,7 @@ CODES = {name: code for code, name in DTYPES.items()}
 
 
 class Group(NamedTuple):
-    """Tensors that come of one reading: their names and shapes, and what gives their values in this order."""
+    """Tensors that are read together: their names and shapes, and a function that reads them in this order."""
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[], Iterable[np.ndarray]]
@@ -27,9 +32,9 @@ class Group(NamedTuple):
 
 
 def write_shards(folder: Path, groups: Sequence[Group], dtype: str, limit: int) -> list[Path]:
-    """model.safetensors, or numbered files of at most `limit` bytes of data each with their index; returns the files.
+    """Write model.safetensors, or numbered files of at most `limit` bytes of data and their index; returns the files.
 
-    A group stays together; one of more than `limit` bytes has a file of its own.
+    A group stays together; a group of more than `limit` bytes has its own file.
     """
     shards = divided(groups, dtype, limit)
     if len(shards) == 1:
@@ -44,7 +49,7 @@ def write_shards(folder: Path, groups: Sequence[Group], dtype: str, limit: int) 
 
 
 def divided(groups: Iterable[Group], dtype: str, limit: int) -> list[list[Group]]:
-    """The groups in order, as full as `limit` allows."""
+    """The groups of each file, in order; each file is as full as `limit` allows."""
     shards, size = [[]], 0
     for group in groups:
         more = group.size(dtype)
@@ -57,7 +62,7 @@ def divided(groups: Iterable[Group], dtype: str, limit: int) -> list[list[Group]
 
 
 def write_file(path: Path, groups: Sequence[Group], dtype: str) -> Path:
-    """One file, in the layout torch's users expect ("format": "pt"). Holds one group in memory."""
+    """Write one file. Needs memory for one group. "format" is "pt", as programs that use torch expect."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end, width = 0, np_dtype(dtype).itemsize
     for group in groups:

@@ -17,7 +17,7 @@ GGUF_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "p
 
 
 class TokenizerParts(NamedTuple):
-    """special_tokens: name ("eos_token") -> text; chat_template: Jinja source, None where the model has none."""
+    """special_tokens: name ("eos_token") -> text; chat_template: Jinja source, None if the model has none."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
@@ -36,13 +36,13 @@ def from_gguf(checkpoint: Checkpoint) -> TokenizerParts:
 
 
 def from_directory(path: Path) -> TokenizerParts:
-    """From tokenizer.json, with tokenizer_config.json and chat_template.jinja where they are there.
+    """From tokenizer.json, and from tokenizer_config.json and chat_template.jinja if they exist.
 
-    tokenizer.json is taken as it stands: transformers' per-model classes may rebuild it with other splitting rules.
+    tokenizer.json is used unchanged: transformers' classes for single models may rebuild it with other splitting rules.
 
     Raises:
         FileNotFoundError: no tokenizer.json.
-        ValueError: a file that cannot be read; named.
+        ValueError: a damaged file; names it.
     """
     from tokenizers import Tokenizer
 
@@ -56,9 +56,9 @@ def from_directory(path: Path) -> TokenizerParts:
         )
     try:
         backend = Tokenizer.from_file(str(file))
-    except Exception as error:  # the Rust side raises bare Exceptions
+    except Exception as error:  # tokenizers raises plain Exceptions
         raise ValueError(f"{file} is not a tokenizer ({error}); fetch it again") from error
-    backend.no_truncation()  # the file may carry the settings of somebody's training run
+    backend.no_truncation()  # the file may contain settings of a training run
     backend.no_padding()
 
     config_file = path / "tokenizer_config.json"
@@ -69,7 +69,7 @@ def from_directory(path: Path) -> TokenizerParts:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, or the tokenizer config's template (of several, the one named "default")."""
+    """chat_template.jinja, or the template of the tokenizer config (of several, the one named "default")."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """The checkpoint's tokenizer, from its tokenizer.json or its GGUF metadata; needs no network and no torch.
 
-    Its `eos_token_ids` are the checkpoint's and the tokenizer's own.
+    Its `eos_token_ids` are those of the checkpoint and of the tokenizer's files.
 
     Raises:
         FileNotFoundError: a directory without tokenizer.json.

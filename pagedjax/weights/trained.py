@@ -1,4 +1,4 @@
-"""Parameters in memory, as a trainer holds them, into a model: a new one, or one that is running."""
+"""Copy parameters in memory, e.g. from a trainer, into a new model or into a running one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8
     """A model of copies of the parameters, on the default device; see `pagedjax.from_params`.
 
     Raises:
-        ValueError: everything in which the tree and the configuration differ.
+        ValueError: the tree does not fit the configuration; lists all differences.
     """
     one_of("dtype", dtype, (None, *get_args(DType)))
     int8, config = int8 or config.int8, replace(config, int8=False)
@@ -40,12 +40,12 @@ def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8
 
 
 def replaced(params: nnx.State, tree: Any) -> nnx.State:
-    """The same state with copies of the tree's parameters in it, each where the old one is. Compiles nothing.
+    """The same state with copies of the tree's parameters, each with the sharding of the old one. Compiles nothing.
 
-    Matrices that are in int8 there are rounded, unless the tree has them like that, with their scales.
+    If the state has a matrix in int8, the tree's matrix is rounded, unless it is already int8 and has scales.
 
     Raises:
-        ValueError: everything in which they differ: names, shapes, dtypes. `params` stays as it is in any case.
+        ValueError: lists all differences in names, shapes and dtypes. `params` is never changed.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     old = {name_of(keys): leaf for keys, leaf in leaves}
@@ -58,19 +58,19 @@ def replaced(params: nnx.State, tree: Any) -> nnx.State:
 
 
 def _can_be_rounded(x: Any) -> bool:
-    """Whether it has numbers, and floats; what has none is told of with all other differences."""
+    """Whether it has values, and they are floats. Otherwise the check of differences reports it."""
     gone = isinstance(x, jax.Array) and x.is_deleted()
     return not gone and is_float(np.dtype(getattr(x, "dtype", None) or np.asarray(x).dtype))
 
 
 def _kept(name: str, x: Any, params: Mapping[str, Any], dtype: np.dtype) -> np.dtype:
-    """The dtype of a parameter of a model of `dtype`: matrices with scales, and those, have their own."""
+    """The dtype of a parameter: `dtype`, but matrices with scales, and the scales, keep their own."""
     return x.dtype if name + SCALES in params or name.endswith(SCALES) else dtype
 
 
 def _copied(values: Any, dtype: np.dtype, place: jax.sharding.Sharding) -> jax.Array:
-    """An array of its own: a trainer donates its arrays to its next step, or writes into them."""
-    if not isinstance(values, jax.Array):  # one of numpy's may be taken as it is, if it happens to be aligned
+    """A copy: a trainer donates its arrays to its next step, or writes into them."""
+    if not isinstance(values, jax.Array):  # JAX may use a numpy array without a copy, if it is aligned
         return jax.device_put(np.array(values, dtype), place)
     if values.dtype != dtype:
         return jax.device_put(values.astype(dtype), place)
@@ -80,9 +80,7 @@ def _copied(values: Any, dtype: np.dtype, place: jax.sharding.Sharding) -> jax.A
 def _one_dtype(found: Mapping[str, Any]) -> str:
     names = sorted({np.dtype(x.dtype).name for x in found.values()})
     if len(names) > 1 or names[0] not in get_args(DType):
-        raise ValueError(
-            f"the parameters are of {' and '.join(names)}; say which dtype the model is to have: {get_args(DType)}"
-        )
+        raise ValueError(f"the parameters are of {' and '.join(names)}; set the dtype of the model: {get_args(DType)}")
     return names[0]
 
 

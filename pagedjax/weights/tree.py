@@ -1,4 +1,4 @@
-"""A tree of parameters as a mapping of names to arrays, "blocks.0.attn.qkv.weight", and how two of them differ."""
+"""A tree of parameters as a mapping of names ("blocks.0.attn.qkv.weight") to arrays; differences of two trees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def name_of(keys: Any) -> str:
-    """A jax key path as a name. The last step into an nnx variable, its `value`, is not told."""
+    """A jax key path as a name, without the final `value` of an nnx variable."""
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys]
     return ".".join(parts[:-1] if parts[1:] and parts[-1] == "value" else parts)
 
@@ -29,8 +29,8 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 def named(tree: Any) -> dict[str, Any]:
     """The arrays of an nnx module or state, or of nested mappings and lists, by name.
 
-    Variables of the type `Buffer` are left out: a configuration determines them. In plain mappings they look like
-    parameters, and stay.
+    Variables of the type `Buffer` are left out: they are computed from the configuration. In plain mappings they look
+    like parameters and are not left out.
     """
     import jax
     from flax import nnx
@@ -52,11 +52,11 @@ def buffers(state: Any) -> frozenset[str]:
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, Any], *, cast: bool) -> list[str]:
-    """A line for each parameter that is missing, has another shape or dtype, has no values, or is one too many.
+    """A line for each parameter that is missing or unexpected, has another shape or dtype, or has no values.
 
     Args:
-        wanted: arrays, or what has their shape and dtype.
-        cast: any floating point type will do.
+        wanted: arrays, or objects with their shape and dtype.
+        cast: allow any floating point type.
     """
     problems = [f"missing: {name} {tuple(x.shape)}" for name, x in wanted.items() if name not in found]
     for name, x in wanted.items():
@@ -76,12 +76,12 @@ def _problems(name: str, wanted: Any, found: Any, cast: bool) -> list[str]:
     if not cast and dtype != wanted.dtype:
         problems.append(f"dtype of {name}: expected {wanted.dtype}, found {dtype.name}")
     if isinstance(found, jax.ShapeDtypeStruct):
-        problems.append(f"values of {name}: there are none, only a shape")
+        problems.append(f"values of {name}: none, only a shape")
     if isinstance(found, jax.Array) and found.is_deleted():
         problems.append(f"values of {name}: deleted (donated to a function?)")
     return problems
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Of any width, bfloat16 and float8 included."""
+    """Whether a dtype is a float of any width, including bfloat16 and float8."""
     return dtype.name.startswith(("float", "bfloat"))

@@ -77,7 +77,7 @@ def test_a_converted_model_generates_the_same_text(tiny_folder, tmp_path, capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--to", "orbax"], "there and not an empty folder"),
+        (["--to", "orbax"], "exists and is not an empty folder"),
         (["--to", "safetensors", "--shard-gb", "0"], "shard_bytes is 0"),
     ],
 )

@@ -283,7 +283,7 @@ def test_a_config_this_file_cannot_honour_is_refused(change, message):
 
 
 def test_an_unknown_rope_scaling_is_refused():
-    with pytest.raises(ValueError, match="rope scaling 'yarn' is not supported; default, linear, llama3 and freqs are"):
+    with pytest.raises(ValueError, match="'yarn' is not supported; supported: default, linear, llama3, freqs"):
         rope_frequencies(16, 1e4, {"rope_type": "yarn", "factor": 4.0})
 
 

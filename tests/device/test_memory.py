@@ -33,7 +33,7 @@ def test_an_allocated_cache_has_the_bytes_it_was_counted_with():
     chex.assert_shape([*kv.k, *kv.v], (6, 2, 8, 16))  # the trash block is the sixth
     chex.assert_shape(kv.tokens, (6, 8))
     chex.assert_tree_all_finite(kv)
-    assert memory.held(kv) == nbytes(kv) == 6 * cache.block_bytes(**sizes)
+    assert memory.nbytes(kv) == nbytes(kv) == 6 * cache.block_bytes(**sizes)
     assert nbytes((kv.k, kv.v)) == 6 * cache.kv_bytes(**sizes)
 
 
@@ -106,7 +106,7 @@ def test_a_default_cache_stays_below_the_devices_limit():
 
 def test_a_device_that_does_not_tell_needs_a_number_of_blocks():
     found = device(0, total=0)
-    with pytest.raises(ValueError, match="a device does not say how much memory it has; set num_blocks"):
+    with pytest.raises(ValueError, match="a device does not report its memory; set num_blocks"):
         memory.blocks_that_fit(100, 0.5, found)
     memory.check_fit(10**9, 100, found)
 

@@ -21,7 +21,7 @@ from tests.weights.tiny import tiny_gguf, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 
-# what the published SmolLM2 tokenizer gives, as several projects recorded it in their own tests
+# tokens of the published SmolLM2 tokenizer, as recorded in the tests of several projects
 PUBLISHED = [
     ("Hello world", [19556, 905]),
     ("What is the capital of France?", [1780, 314, 260, 3575, 282, 4649, 47]),
@@ -35,7 +35,7 @@ PUBLISHED = [
     ("<|im_start|>", [1]),
     ("", []),
 ]
-# what it must be by the definition alone, worked out by hand: digits stand alone, bytes 0-9 of the alphabet from "!" on
+# computed by hand from the definition: each digit is a token; the byte alphabet begins with "!"
 BY_HAND = [("2024", [34, 32, 34, 36]), ("7", [39]), ("<|im_end|>", [2]), ("!", [17]), ("a", [81]), ("\n", [198])]
 
 
@@ -89,7 +89,7 @@ def test_token_pieces_for_logprobs():
 
 @pytest.mark.parametrize("work", ["encode", "decode"])
 def test_other_threads_run_while_a_long_text_is_tokenized(work):
-    """Else a server stands still, engine and all."""
+    """Otherwise a server and its engine would wait."""
     text, tokenizer = "the cat and " * 50_000, smollm()
     subject = text if work == "encode" else tokenizer.encode(text) * 8
     thread = threading.Thread(target=getattr(tokenizer, work), args=(subject,))
@@ -98,10 +98,10 @@ def test_other_threads_run_while_a_long_text_is_tokenized(work):
     while thread.is_alive():
         time.sleep(0.002)
         turns += 1
-    assert turns > 10  # a few, if the interpreter is held; about a hundred otherwise
+    assert turns > 10  # a few if the interpreter is locked; otherwise about a hundred
 
 
-def test_encode_refuses_what_is_no_text(tiny):
+def test_encode_refuses_values_that_are_not_text(tiny):
     with pytest.raises(ValueError, match="the text is a int; encode takes a string"):
         tiny.encode(3)
     with pytest.raises(ValueError, match="half of a surrogate pair at character 1"):
@@ -162,7 +162,7 @@ def test_embedded_chat_template_gives_the_published_tokens():
     assert without == ids[:-4]
 
 
-def test_chat_template_errors_are_told(tiny):
+def test_chat_template_errors_are_reported(tiny):
     with pytest.raises(ValueError, match="must be a mapping with 'role' and 'content'"):
         tiny.apply_chat_template([{"role": "user"}])
     with pytest.raises(ValueError, match="no chat template"):
@@ -185,13 +185,13 @@ def test_chat_template_errors_are_told(tiny):
         ("{{ messages[0].tool_calls.pop() }}", []),  # IndexError
     ],
 )
-def test_what_a_template_cannot_render_is_the_messages_mistake(tiny, template, calls):
+def test_messages_that_the_template_cannot_render_are_refused(tiny, template, calls):
     tokenizer = Tokenizer(tiny.backend, (2,), {}, template)
     with pytest.raises(ValueError, match="the model's chat template refuses these messages: "):
         tokenizer.apply_chat_template([{"role": "assistant", "content": "x", "tool_calls": calls}])
 
 
-# --- the price of importing -------------------------------------------------------------------------------------------
+# --- cost of imports --------------------------------------------------------------------------------------------------
 
 
 def test_importing_is_light():
@@ -213,7 +213,7 @@ def test_the_embedded_tokenizer_and_template_need_no_torch():
 
 
 def test_the_first_conversations_may_come_in_several_threads(tiny_folder):
-    """In a process of its own, where nothing has imported transformers yet."""
+    """In a new process, where transformers is not imported yet."""
     code = """
 import sys
 from concurrent.futures import ThreadPoolExecutor

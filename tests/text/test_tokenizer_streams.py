@@ -1,4 +1,4 @@
-"""Text token by token: detokenising and stop strings, against the whole text."""
+"""Text token by token, compared with the whole text: detokenising and stop strings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pushes_and_flush_join_to_the_decoded_whole(ids, skip):
 
 @settings(max_examples=150, deadline=None)
 @given(TEXTS, st.integers(0, 40))
-def test_output_follows_any_split_of_a_text_without_prompt_or_broken_characters(text, cut):
+def test_output_continues_a_prompt_without_its_text_or_broken_characters(text, cut):
     ids = smollm().encode(text)
     cut = min(cut, len(ids))
     stream = Detokenizer(smollm(), ids[:cut], skip_special_tokens=False)
@@ -62,7 +62,7 @@ class CountingPrompt(list[int]):
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "only-special-tokens"])
 def test_branches_read_a_constant_number_of_prompt_tokens(special):
-    """64 branches of a prompt of 100,000 tokens once stopped the engine's thread for 268 ms."""
+    """Reading all of it for 64 branches of a prompt of 100,000 tokens blocked the engine's thread for 268 ms."""
     ids = [0] if special else smollm().encode("some words of a prompt ")
     prompt = CountingPrompt(ids * (100_000 // len(ids)))
     branches = [OutputBuilder(i, SamplingParams(n=64), smollm(), prompt, frozenset()) for i in range(64)]
@@ -70,13 +70,13 @@ def test_branches_read_a_constant_number_of_prompt_tokens(special):
     assert "".join(branches[-1].push(i, None) for i in smollm().encode(" and more")) == " and more"
 
 
-def test_special_tokens_at_the_end_of_a_prompt_do_not_hide_an_unfinished_character():
+def test_an_incomplete_character_before_special_tokens_of_a_prompt_is_completed():
     first, *rest = smollm().encode("😀!")
     stream = Detokenizer(smollm(), [*smollm().encode("text"), first, *[0] * 200])
     assert "".join(map(stream.push, rest)) == "😀!"
 
 
-def test_a_character_arrives_only_when_it_is_whole():
+def test_a_character_is_returned_only_when_it_is_complete():
     ids = smollm().encode("😀!")
     stream = Detokenizer(smollm())
     assert [stream.push(i) for i in ids] == ["", "", "😀", "!"]
@@ -85,7 +85,7 @@ def test_a_character_arrives_only_when_it_is_whole():
     assert stream.flush() == "\ufffd"
 
 
-def test_a_prompt_that_ends_inside_a_character_does_not_leak():
+def test_an_incomplete_character_of_the_prompt_is_not_in_the_output():
     first, second, third, mark = smollm().encode("😀!")
     finished = Detokenizer(smollm(), [*smollm().encode("prompt text"), first])
     assert [finished.push(i) for i in (second, third, mark)] == ["", "😀", "!"]
@@ -103,7 +103,7 @@ def test_ids_beyond_the_vocabulary_have_no_text(tmp_path):
     assert tiny.decode([100_000]) == ""
 
 
-def test_the_window_serves_decoders_that_look_at_neighbours():
+def test_decoders_that_depend_on_neighbouring_tokens():
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models
 
@@ -134,7 +134,7 @@ def test_detokenising_costs_the_same_for_every_token():
 
 
 def brute_stop(text: str, stop: tuple[str, ...], include: bool, after: int) -> tuple[str, bool]:
-    """Over the whole text: the match that ends first (after `after` characters), the longest of several."""
+    """Searches the whole text: the match that ends first (after `after` characters), the longest of several."""
     matches = [(i + len(s), i) for s in stop for i in range(len(text)) if text.startswith(s, i) and i + len(s) > after]
     if not matches:
         return text, False
@@ -168,7 +168,7 @@ def test_stop_strings_equal_a_search_of_the_whole_text(chunks, stop, min_tokens,
 
 @settings(max_examples=200, deadline=None)
 @given(st.text("abc", max_size=20), st.lists(st.integers(0, 20), max_size=6), st.lists(st.integers(0, 20), max_size=6))
-def test_chunks_do_not_change_where_the_text_stops(text, one, other):
+def test_the_split_into_chunks_does_not_change_the_result(text, one, other):
     def cut(places: list[int]) -> list[str]:
         edges = [0, *sorted(min(p, len(text)) for p in places), len(text)]
         return [text[a:b] for a, b in pairwise(edges)]
@@ -176,7 +176,7 @@ def test_chunks_do_not_change_where_the_text_stops(text, one, other):
     assert run_stop(cut(one), StopChecker(("abc", "cb"))) == run_stop(cut(other), StopChecker(("abc", "cb")))
 
 
-def test_only_what_may_become_a_stop_string_is_held_back():
+def test_only_a_possible_start_of_a_stop_string_is_kept_back():
     checker = StopChecker(("</s>", "END"))
     assert checker.push("hello <") == ("hello ", False)
     assert checker.push("b> EN") == ("<b> ", False)
@@ -184,7 +184,7 @@ def test_only_what_may_become_a_stop_string_is_held_back():
     assert StopChecker(()).push("text") == ("text", False)
 
 
-def test_long_stop_strings_cost_little_for_each_token():
+def test_a_token_is_fast_with_long_stop_strings():
     checker = StopChecker(("a" * 999 + "b", *("x" * i for i in range(937, 1000))))
     start = time.perf_counter()
     for _ in range(900):
@@ -199,7 +199,7 @@ def test_stop_strings_do_not_count_before_min_tokens():
     assert [late.push("a"), late.push("b")] == [("", False), ("", True)]
 
 
-def test_finish_searches_the_flushed_text_and_gives_out_the_rest():
+def test_finish_searches_the_flushed_text_and_returns_the_rest():
     checker = StopChecker(("ab",))
     checker.push("xa")
     assert checker.finish() == ("a", False)

@@ -1,4 +1,4 @@
-"""An independent byte-level BPE, and texts to try tokenizers on."""
+"""An independent byte-level BPE, and texts to test tokenizers with."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def smollm() -> Tokenizer:
 
 
 def letters() -> dict[int, str]:
-    """GPT-2's byte alphabet, by its definition: printable Latin-1 stands for itself, the rest counts on from U+0100."""
+    """GPT-2's byte alphabet, by its definition: printable Latin-1 is itself, the others are numbered from U+0100."""
     table, extra = {}, 0
     for byte in range(256):
         if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174:
@@ -61,7 +61,7 @@ def letters() -> dict[int, str]:
 
 
 class BruteForce:
-    """Byte-level BPE as defined: split, then merge the pair of lowest rank everywhere until none is left."""
+    """Byte-level BPE as defined: split, then merge all pairs of the lowest rank until no pair has a rank."""
 
     def __init__(self, metadata: dict, words: str, *, digits: bool, whole_words: bool = False) -> None:
         self.ids = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}

@@ -1,4 +1,4 @@
-"""What `open_checkpoint` accepts, what it refuses, and how configurations are normalised."""
+"""`open_checkpoint`: accepted and refused models, and normalised configurations."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_embedded_model_that_is_not_installed_says_how_to_install_it(monkeypatch
         open_checkpoint("smollm2-135m")
 
 
-def test_a_local_path_goes_before_the_embedded_name(tmp_path, monkeypatch):
+def test_a_local_path_has_priority_over_an_embedded_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_llama(tmp_path / "smollm2-135m")
     assert open_checkpoint("smollm2-135m").config["hidden_size"] == 64
@@ -68,7 +68,7 @@ def test_a_local_path_goes_before_the_embedded_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["nonsense", "./no/such/dir", "/no/such", "a/b/c", "", "smollm-135m", "~/not-there-at-all", "../x"]
 )
-def test_anything_else_is_refused_with_what_is_accepted(name, tmp_path, monkeypatch):
+def test_other_names_are_refused_with_the_accepted_forms(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if not name:
         name = str(tmp_path / "empty")
@@ -106,7 +106,7 @@ def test_hub_ids_without_a_network_say_what_to_do(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     message = (
-        r"'org/name' is no local path.*ConnectionError: no route to host\); .*hf download org/name --local-dir DIR"
+        r"'org/name' is not a local path.*ConnectionError: no route to host\); .*hf download org/name --local-dir DIR"
     )
     with pytest.raises(FileNotFoundError, match=message):
         open_checkpoint("org/name")
@@ -128,7 +128,7 @@ def test_every_end_of_text_token_counts(config, generation, expected):
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 
-def test_what_config_json_leaves_out_is_as_transformers_has_it():
+def test_missing_config_keys_have_the_defaults_of_transformers():
     config = normalised(CONFIG, "config.json")
     assert config["num_key_value_heads"] == 4
     assert config["head_dim"] == 16
@@ -170,9 +170,9 @@ def test_default_rope_parameters_are_no_scaling():
         ({"vocab_size": 0}, "vocab_size is 0; it must be"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"num_key_value_heads": 3}, "4 query heads are not a multiple of 3 KV heads"),
-        ({"num_key_value_heads": "2"}, "a value is of the wrong kind"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq' are not read"),
-        ({"rope_parameters": "llama3"}, "a value is of the wrong kind"),
+        ({"num_key_value_heads": "2"}, "a value has the wrong type"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' quantisation is not supported"),
+        ({"rope_parameters": "llama3"}, "a value has the wrong type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ],

@@ -1,4 +1,4 @@
-"""A model to a folder for other programs, and what `convert` refuses."""
+"""`convert`: folders for other programs, and refused models and targets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama, write_json
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
-    """As the safetensors package reads them."""
+    """The tensors, read by the safetensors package."""
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
@@ -48,7 +48,7 @@ def source(tmp_path_factory) -> Path:
     ],
     ids=str,
 )
-def test_orbax_and_back_gives_the_tensors_of_the_source(tmp_path, kind):
+def test_conversion_to_orbax_and_back_gives_the_tensors_of_the_source(tmp_path, kind):
     source = tiny_llama(tmp_path / "hf", **kind)
     back = convert(convert(source, tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
     same(tensors(back), tensors(source))
@@ -82,7 +82,7 @@ def test_files_are_as_full_as_the_limit_allows_and_have_an_index(tmp_path, sourc
 
 
 def test_a_transposed_parameter_goes_back_transposed(tmp_path):
-    """GPT-2 stores [in, out], one matrix for q, k and v, and has config keys of its own."""
+    """GPT-2 stores [in, out], one matrix for q, k and v, and has different config keys."""
     rng, h = np.random.default_rng(0), 32
     shapes: dict[str, tuple[int, ...]] = {"wte.weight": (320, h), "wpe.weight": (64, h)}
     for norm in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
@@ -111,7 +111,7 @@ def test_a_transposed_parameter_goes_back_transposed(tmp_path):
         (("one",), (), (128, 64), (128,)),
     ],
 )
-def test_rows_are_the_tables_or_follow_from_the_heads(source, sources, rows, shape, expected):
+def test_rows_come_from_the_table_or_from_the_heads(source, sources, rows, shape, expected):
     config = models.FAMILIES["llama"].from_hf(open_checkpoint(source).config)
     assert rows_of(ParamSource(("a",), sources, shape, rows=rows), config) == expected
     with pytest.raises(ValueError, match=r"a\.b has 128 rows for 3 tensors; its table must give their rows"):
@@ -122,12 +122,12 @@ def test_rows_are_the_tables_or_follow_from_the_heads(source, sources, rows, sha
 
 
 @pytest.mark.parametrize("to", ["orbax", "safetensors"])
-def test_a_target_that_is_there_is_not_touched(tmp_path, source, to):
+def test_an_existing_target_is_not_changed(tmp_path, source, to):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"full is there and not an empty folder; name a new one"):
+    with pytest.raises(ValueError, match=r"full exists and is not an empty folder; choose a new folder"):
         convert(source, tmp_path / "full", to)
-    with pytest.raises(ValueError, match=r"notes\.txt is there and not an empty folder"):
+    with pytest.raises(ValueError, match=r"notes\.txt exists and is not an empty folder"):
         convert(source, tmp_path / "full" / "notes.txt", to)
     assert [file.name for file in tmp_path.rglob("*")] == ["full", "notes.txt"]
     (tmp_path / "empty").mkdir()
@@ -135,7 +135,7 @@ def test_a_target_that_is_there_is_not_touched(tmp_path, source, to):
 
 
 @pytest.mark.parametrize("to", ["orbax", "safetensors"])
-def test_nothing_is_left_of_what_failed(tmp_path, to):
+def test_a_failed_conversion_leaves_no_files(tmp_path, to):
     source = tiny_llama(tmp_path / "hf")
     opened = (source / "model.safetensors").read_bytes()
     stored = load_file(source / "model.safetensors")
@@ -148,7 +148,7 @@ def test_nothing_is_left_of_what_failed(tmp_path, to):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-def test_a_folder_half_written_is_not_there(tmp_path, source, monkeypatch):
+def test_an_incomplete_folder_is_removed(tmp_path, source, monkeypatch):
     from pagedjax.weights import convert as module
 
     def fail(*_: Any) -> None:
@@ -160,14 +160,14 @@ def test_a_folder_half_written_is_not_there(tmp_path, source, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_transformers_cannot_express_is_refused_for_safetensors_alone(tmp_path, source):
+def test_models_that_transformers_lacks_are_refused_for_safetensors_only(tmp_path, source):
     scaled = tiny_gguf(tmp_path / "m.gguf", source, freq_factors=[1.0, 2.0] * 4)
     with pytest.raises(ValueError, match=r"m\.gguf: rope_scaling is 'freqs'.*convert to orbax"):
         convert(scaled, tmp_path / "a", "safetensors")
     scaling = open_checkpoint(convert(scaled, tmp_path / "b", "orbax")).config["rope_scaling"]
     assert scaling == {"rope_type": "freqs", "factors": [1.0, 2.0] * 4}
     biased = tiny_llama(tmp_path / "hf", qkv_bias=True)
-    with pytest.raises(ValueError, match=r"hf: biases of q, k and v alone, in a llama.*convert to orbax"):
+    with pytest.raises(ValueError, match=r"hf: only q, k and v have a bias, in a llama.*convert to orbax"):
         convert(biased, tmp_path / "c", "safetensors")
 
 
@@ -204,8 +204,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_opens_what_went_through_orbax_and_back(tmp_path, case, dtype):
-    """Every weight and every logit the same, bit for bit."""
+def test_transformers_opens_a_model_converted_to_orbax_and_back(tmp_path, case, dtype):
+    """Every weight and every logit is identical."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -219,8 +219,8 @@ def test_transformers_opens_what_went_through_orbax_and_back(tmp_path, case, dty
     theirs.save_pretrained(tmp_path / "hf")
     write_tokenizer(tmp_path / "hf", 320)
     folder = convert(convert(tmp_path / "hf", tmp_path / "orbax", "orbax"), tmp_path / "back", "safetensors")
-    ours, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert ours.dtype == getattr(torch, dtype)
     stored = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():

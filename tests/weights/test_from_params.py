@@ -1,4 +1,4 @@
-"""Parameters handed in by a trainer: a model of them, and other values for one that is running."""
+"""Parameters from a trainer: a new model, and new values for a running model."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def ids(llm: LLM, prompt=PROMPT) -> tuple[int, ...]:
 
 
 def scaled(tree, factor: float):
-    """Other values, and other tokens: the blocks count for more or less."""
+    """Other values, which give other tokens: the blocks are scaled."""
     return {**tree, "blocks": jax.tree.map(lambda x: x * np.float32(factor), tree["blocks"])}
 
 
-# --- a model of parameters --------------------------------------------------------------------------------------------
+# --- a new model ------------------------------------------------------------------------------------------------------
 
 
 def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, config, tree, llm):
@@ -58,7 +58,7 @@ def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, 
     forms = {
         "module": module,
         "state": nnx.state(module),
-        "parameters alone": nnx.state(module, nnx.Param),
+        "only parameters": nnx.state(module, nnx.Param),
         "jax arrays": jax.tree.map(jnp.asarray, tree),
         "names": {**tree, "blocks": {str(i): block for i, block in tree["blocks"].items()}},
         "a list": {**tree, "blocks": list(tree["blocks"].values())},
@@ -75,7 +75,7 @@ def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, 
     assert again == llm.generate("the cat", GREEDY, use_tqdm=False)
 
 
-def test_llm_takes_parameters_and_config_by_name(tree, config, tiny_folder, tiny, llm):
+def test_llm_takes_params_and_config(tree, config, tiny_folder, tiny, llm):
     made = LLM(params=tree, config=config, tokenizer=tiny.tokenizer, **SMALL)
     assert made.generate("the cat", GREEDY, use_tqdm=False) == llm.generate("the cat", GREEDY, use_tqdm=False)
     for arguments in ({"params": tree}, {"model": tiny_folder, "params": tree, "config": config}):
@@ -86,7 +86,7 @@ def test_llm_takes_parameters_and_config_by_name(tree, config, tiny_folder, tiny
             LLM(tiny_folder, **arguments, **SMALL)
 
 
-def test_without_a_tokenizer_token_ids_go_in_and_out(tree, config, llm):
+def test_without_a_tokenizer_inputs_and_outputs_are_token_ids(tree, config, llm):
     bare = LLM(params=tree, config=config, **SMALL)
     (out,) = bare.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8, logprobs=1), use_tqdm=False)
     assert out.outputs[0].token_ids == ids(llm)[: len(out.outputs[0].token_ids)]
@@ -105,7 +105,7 @@ def test_without_a_tokenizer_token_ids_go_in_and_out(tree, config, llm):
     assert not bare.engine.has_work
 
 
-def test_tokenizers_come_from_folders_and_from_what_load_model_opens(tree, config, tiny_folder, tmp_path):
+def test_tokenizers_come_from_folders_and_from_models(tree, config, tiny_folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((tiny_folder / "tokenizer.json").read_bytes())
     assert from_params(tree, config, tokenizer=tmp_path).tokenizer.encode("the cat")
     assert from_params(tree, config, tokenizer="smollm2-135m").tokenizer.vocab_size == 49152
@@ -115,7 +115,7 @@ def test_tokenizers_come_from_folders_and_from_what_load_model_opens(tree, confi
         from_params(tree, config, tokenizer="nowhere/at/all")
 
 
-def test_what_is_handed_in_may_be_donated_or_written_into(tree, config):
+def test_given_arrays_may_be_donated_or_overwritten(tree, config):
     given = jax.tree.map(jnp.asarray, tree)
     arrays = from_params(given, config).model.params
     for leaf in jax.tree.leaves(given):
@@ -135,7 +135,7 @@ def test_dtypes_are_kept_or_cast(tree, config, tiny_folder, dtype):
         assert model.model.dtype == dtype
         for name, x in named(model.model.params).items():
             chex.assert_trees_all_equal(np.asarray(x), np.asarray(wanted[name]), custom_message=name)
-    with pytest.raises(ValueError, match=f"the parameters are of {dtype} and float32; say which dtype"):
+    with pytest.raises(ValueError, match=f"the parameters are of {dtype} and float32; set the dtype"):
         from_params({**cast, "embed": tree["embed"]}, config)
     with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of None, 'float32'"):
         from_params(tree, config, dtype="int8")
@@ -150,7 +150,7 @@ def test_a_tied_model_has_no_head(tmp_path):
         from_params(loaded.model.params, {**config, "tie_word_embeddings": False})
 
 
-def test_every_difference_is_named_at_once(tree, config):
+def test_one_error_lists_every_difference(tree, config):
     del tree["norm"]
     tree["embed"] = tree["embed"].T
     tree["head"]["weight"] = tree["head"]["weight"].astype(np.int8)
@@ -166,24 +166,24 @@ def test_every_difference_is_named_at_once(tree, config):
         "shape of embed: expected (320, 64), found (64, 320)",
         "unexpected: step ()",
         "values of blocks.0.mlp.down.weight: deleted (donated to a function?)",
-        "values of blocks.1.attn.out.weight: there are none, only a shape",
+        "values of blocks.1.attn.out.weight: none, only a shape",
     ]
 
 
 @pytest.mark.parametrize("params", [{}, [], 5, "weights", {"a": "b"}])
-def test_what_are_no_parameters_is_told(config, params):
+def test_values_that_are_not_parameters_are_refused(config, params):
     with pytest.raises(ValueError, match=r"missing: embed \(320, 64\)"):
         from_params(params, config)
 
 
-def test_a_wrong_config_is_told(tree, config):
+def test_a_wrong_config_is_refused(tree, config):
     with pytest.raises(ValueError, match="config: model_type is 'mamba'; supported"):
         from_params(tree, {**config, "model_type": "mamba"})
     with pytest.raises(ValueError, match="config: vocab_size is 0"):
         from_params(tree, {**config, "vocab_size": 0})
 
 
-# --- other values -----------------------------------------------------------------------------------------------------
+# --- new values for a running model -----------------------------------------------------------------------------------
 
 
 def test_new_values_are_used_and_nothing_is_compiled(tiny, tree):
@@ -205,7 +205,7 @@ def test_new_values_are_used_and_nothing_is_compiled(tiny, tree):
     assert ids(llm) == before
 
 
-def test_the_prefix_cache_is_forgotten_and_what_was_sent_ahead_is_dropped(tiny, tree):
+def test_new_values_clear_the_prefix_cache_and_drop_steps_sent_ahead(tiny, tree):
     llm = LLM(tiny, **SMALL | {"lookahead": 2})
     llm.generate([PROMPT], GREEDY, use_tqdm=False)
     (warm,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
@@ -225,7 +225,7 @@ def test_a_lazy_engine_takes_new_values_too(tiny, tree):
     assert compilations.compilations() == compiled
 
 
-def test_donation_and_writing_afterwards_do_no_harm(tiny, tree):
+def test_arrays_may_be_donated_or_overwritten_after_an_update(tiny, tree):
     llm = LLM(tiny, **SMALL)
     given = jax.tree.map(jnp.asarray, scaled(tree, 1.5))
     llm.update_params(given)
@@ -237,7 +237,7 @@ def test_donation_and_writing_afterwards_do_no_harm(tiny, tree):
     assert ids(llm) == after
 
 
-def test_while_requests_are_under_way_it_is_refused(llm, tree):
+def test_an_update_is_refused_while_requests_are_unfinished(llm, tree):
     before = ids(llm)
     stream = llm.stream(PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     next(stream)
@@ -247,7 +247,7 @@ def test_while_requests_are_under_way_it_is_refused(llm, tree):
     assert ids(llm) == before
 
 
-def test_what_does_not_fit_leaves_the_old_values(llm, tree):
+def test_parameters_that_do_not_fit_change_nothing(llm, tree):
     before, params = ids(llm), llm.engine.model.params
     del tree["norm"]
     tree["embed"] = tree["embed"].astype(np.float16)
@@ -265,8 +265,8 @@ def test_what_does_not_fit_leaves_the_old_values(llm, tree):
     assert ids(llm) == before
 
 
-def test_a_module_that_is_trained_serves_between_its_steps(tiny_folder, tiny, llm):
-    """A jitted step on its state, which it donates, and the engine follows."""
+def test_a_module_generates_between_training_steps(tiny_folder, tiny, llm):
+    """A jitted step donates the state; then the engine takes the new values."""
     module = Decoder(tiny.model.config, "float32")
     nnx.update(module, jax.tree.map(jnp.copy, tiny.model.params))
     state = nnx.state(module, nnx.Param)
@@ -275,5 +275,5 @@ def test_a_module_that_is_trained_serves_between_its_steps(tiny_folder, tiny, ll
     step = jax.jit(lambda s: jax.tree.map(lambda x: 1.5 * x, s), donate_argnums=0)
     state = step(state)
     serving.update_params(state)
-    state = step(state)  # donates what was handed in
+    state = step(state)  # donates the given arrays
     assert ids(serving) != ids(llm)

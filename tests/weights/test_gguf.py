@@ -1,4 +1,4 @@
-"""GGUF files: the same model as the directory they were made from, and every damage named."""
+"""GGUF files: the same model as the original directory, and an error for every damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def file(folder: Path) -> Path:
     return tiny_gguf(folder / "tiny.gguf", folder)
 
 
-def test_names_shapes_and_values_are_the_directorys(folder, file):
+def test_names_shapes_and_values_equal_those_of_the_directory(folder, file):
     ours, original = open_checkpoint(file), open_checkpoint(folder)
     assert set(ours.tensors) == set(original.tensors)
     for name, tensor in ours.tensors.items():
@@ -36,7 +36,7 @@ def test_names_shapes_and_values_are_the_directorys(folder, file):
     assert not ours.config["tie_word_embeddings"]
 
 
-def test_biases_of_q_k_v_alone_are_told_apart(tmp_path):
+def test_biases_of_only_q_k_v_are_recognised(tmp_path):
     folder = tiny_llama(tmp_path, qkv_bias=True)
     opened = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder))
     assert (opened.config["attention_bias"], opened.config["qkv_bias"]) == (False, True)
@@ -44,14 +44,14 @@ def test_biases_of_q_k_v_alone_are_told_apart(tmp_path):
     np.testing.assert_array_equal(opened.tensors[name].read(), open_checkpoint(folder).tensors[name].read())
 
 
-def test_tied_embeddings_show_in_the_config_alone(tmp_path):
+def test_tied_embeddings_are_in_the_config_only(tmp_path):
     opened = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path)))
     assert opened.config["tie_word_embeddings"]
     assert "lm_head.weight" not in opened.tensors
 
 
 @pytest.mark.parametrize(("kind", "step"), [("F16", 2**-10), ("BF16", 2**-7), ("Q8_0", 2**-6), ("Q4_1", 2**-3)])
-def test_encodings_decode_to_the_values_they_stand_for(tmp_path, kind, step):
+def test_encodings_decode_to_the_right_values(tmp_path, kind, step):
     folder = tiny_llama(tmp_path, intermediate=128)
     ours = open_checkpoint(tiny_gguf(tmp_path / "m.gguf", folder, matrices=kind))
     for name, original in open_checkpoint(folder).tensors.items():
@@ -107,7 +107,7 @@ def test_rope_scaling_in_its_three_forms(tmp_path):
         open_checkpoint(tiny_gguf(tmp_path / "f.gguf", folder, extra={"llama.rope.scaling.type": "longrope"}))
 
 
-def test_keys_that_older_files_lack_have_their_defaults(tmp_path):
+def test_keys_that_older_files_lack_have_defaults(tmp_path):
     folder = tiny_llama(tmp_path, kv_heads=4)
     drop = (
         *("llama.attention.head_count_kv", "llama.rope.freq_base", "llama.attention.key_length"),
@@ -132,12 +132,12 @@ def test_end_of_turn_and_of_message_end_the_text_too(tmp_path):
         ({"llama.rope.dimension_count": 8}, (), "dimension_count is 8; it must equal the head size, 16"),
         ({"llama.attention.head_count_kv": [2, 4]}, (), r"head_count_kv differs between layers \(\[2, 4\]\)"),
         ({}, ("llama.block_count",), "the metadata lacks llama.block_count"),
-        ({"llama.embedding_length": "x"}, ("llama.attention.key_length",), "value of the wrong kind"),
-        ({"llama.attention.head_count": 0}, ("llama.attention.key_length",), "value of the wrong kind"),
+        ({"llama.embedding_length": "x"}, ("llama.attention.key_length",), "value of the wrong type"),
+        ({"llama.attention.head_count": 0}, ("llama.attention.key_length",), "value of the wrong type"),
         ({"general.alignment": 12}, (), "general.alignment is 12; it must be a power of two"),
     ],
 )
-def test_files_that_would_be_read_wrong_are_refused(tmp_path, extra, drop, message):
+def test_files_that_are_not_supported_are_refused(tmp_path, extra, drop, message):
     path = tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path), extra=extra, drop=drop)
     with pytest.raises(ValueError, match=f"m.gguf.*{message}"):
         open_checkpoint(path)
@@ -201,7 +201,7 @@ def test_truncated_data_names_the_tensor(file, tmp_path):
         open_checkpoint(rewritten(tmp_path, whole[:-2000]))
 
 
-def test_data_that_vanishes_after_opening_is_named(file, tmp_path):
+def test_data_that_is_missing_after_opening_is_named(file, tmp_path):
     path = rewritten(tmp_path, file.read_bytes())
     tensor = open_checkpoint(path).tensors["lm_head.weight"]
     path.write_bytes(file.read_bytes()[:20_000])
@@ -231,7 +231,7 @@ def test_damaged_headers_are_named(file, tmp_path, at, value, message):
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
-def test_no_damage_ends_in_a_foreign_error(file, tmp_path_factory, changes):
+def test_any_damage_raises_our_own_error(file, tmp_path_factory, changes):
     data = bytearray(file.read_bytes()[:10_000])
     for at, value in changes:
         data[at % len(data)] = value
@@ -244,4 +244,4 @@ def test_no_damage_ends_in_a_foreign_error(file, tmp_path_factory, changes):
         for tensor in opened.tensors.values():
             tensor.read()
     except ValueError as error:
-        assert str(path) in str(error)  # noqa: PT017  # not raising at all is fine as well
+        assert str(path) in str(error)  # noqa: PT017  # no error is allowed too

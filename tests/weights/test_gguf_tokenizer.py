@@ -1,4 +1,4 @@
-"""Tokenizers built from GGUF metadata: every known way of splitting, SentencePiece, and what is refused."""
+"""Tokenizers built from GGUF metadata: every known pre-tokenizer, SentencePiece, and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ORACLES = {
 
 @cache
 def embedded_as(pre: str) -> tuple:
-    """The embedded vocabulary split another model's way: (our tokenizer, the oracle)."""
+    """The embedded vocabulary with the pre-tokenizer of another model: (our tokenizer, the oracle)."""
     metadata = {**open_checkpoint("smollm2-135m").metadata, "tokenizer.ggml.pre": pre}
     return build_tokenizer("test.gguf", metadata), BruteForce(metadata, **ORACLES[pre])
 
@@ -54,9 +54,9 @@ def test_pre_tokenizers_differ_where_they_should():
     assert pieces("smollm", "IT'S\n\nok") == ["IT", "'", "S", "Ċ", "Ċ", "ok"]
 
 
-def test_llama3_adds_bos_unless_the_file_says_otherwise():
+def test_llama3_adds_bos_unless_the_file_disables_it():
     metadata = dict(open_checkpoint("smollm2-135m").metadata) | {"tokenizer.ggml.pre": "llama-bpe"}
-    assert build_tokenizer("x", metadata).encode("Hello").ids == [19556]  # the file says not to
+    assert build_tokenizer("x", metadata).encode("Hello").ids == [19556]  # the file disables it
     del metadata["tokenizer.ggml.add_bos_token"]
     assert build_tokenizer("x", metadata).encode("Hello").ids == [1, 19556]
     assert build_tokenizer("x", metadata).encode("Hello", add_special_tokens=False).ids == [19556]
@@ -66,9 +66,9 @@ def test_llama3_adds_bos_unless_the_file_says_otherwise():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'.*known are gpt-2, smollm"),
+        ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'.*supported: gpt-2, smollm"),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is None"),
-        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5'; 'gpt2'.*and 'llama'"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5'; supported are 'gpt2'.*and 'llama'"),
         ({"tokenizer.ggml.tokens": []}, "the vocabulary has 0 tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "and 1 token types"),
         ({"tokenizer.ggml.merges": ["ab"]}, "the merge 'ab' is not two tokens"),
@@ -77,7 +77,7 @@ def test_llama3_adds_bos_unless_the_file_says_otherwise():
         ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999}, "adds BOS, but .* is 999"),
     ],
 )
-def test_tokenizers_that_cannot_be_built_right_are_refused(tmp_path, change, message):
+def test_tokenizers_that_cannot_be_built_are_refused(tmp_path, change, message):
     metadata = {**open_checkpoint(tiny_gguf(tmp_path / "m.gguf", tiny_llama(tmp_path))).metadata, **change}
     with pytest.raises(ValueError, match=f"(?s)m.gguf.*{message}"):
         build_tokenizer(tmp_path / "m.gguf", metadata)
@@ -122,14 +122,14 @@ def sentencepiece() -> Tokenizer:
     return Tokenizer(build_tokenizer("x", sentencepiece_metadata()), (2,), {})
 
 
-def test_scores_give_what_the_sentencepiece_library_gives():
+def test_scores_give_the_tokens_of_the_sentencepiece_library():
     tokenizer = sentencepiece()
     for text, ids, decoded in sentencepiece_golden()["encodings"]:
         assert tokenizer.encode(text, add_special_tokens=False) == ids, text
         assert tokenizer.decode(ids) == decoded
 
 
-def test_sentencepiece_adds_bos_and_the_space_unless_told_not_to():
+def test_sentencepiece_adds_bos_and_a_space_unless_the_file_disables_it():
     assert sentencepiece().encode("the") == [1, *sentencepiece().encode("the", add_special_tokens=False)]
     off = {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
     plain = Tokenizer(build_tokenizer("x", sentencepiece_metadata(**off)), (2,), {})

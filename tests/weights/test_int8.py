@@ -1,4 +1,4 @@
-"""Weights in int8: what rounding does, and that all else is as it would be with the rounded weights in floats."""
+"""Weights in int8: the rounding, and the same results as with the rounded weights in floats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def texts(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def random_params(config) -> dict:
-    """Every parameter of an architecture: matrices of the usual deviation, some rows much larger than others."""
+    """Every parameter of an architecture: matrices of usual standard deviation, some rows much larger than others."""
     rng = np.random.default_rng(0)
     blank = named(nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32"))))
     values = {}
@@ -51,7 +51,7 @@ def random_params(config) -> dict:
 @example(np.float32([[1e-45]]))
 @example(np.float32([[3e-43, -1e-44]]))
 @example(np.float32([[1e-36, 1e-38]]))
-def test_no_number_is_off_by_more_than_half_a_scale(matrix):
+def test_the_rounding_error_is_at_most_half_a_scale(matrix):
     numbers, scales = rounded(matrix)
     assert (numbers.dtype, scales.dtype) == (np.int8, np.float32)
     assert (scales > 0).all()
@@ -60,7 +60,7 @@ def test_no_number_is_off_by_more_than_half_a_scale(matrix):
     assert (off <= 0.501 * scales[:, None]).all()
 
 
-def test_rows_are_rounded_each_by_its_own_scale_and_zeros_stay_zeros():
+def test_each_row_has_its_own_scale_and_zeros_stay_zeros():
     matrix = np.zeros((2500, 3), np.float32)
     matrix[0], matrix[2100] = [127.0, -1.0, 0.4], [-2.54, 1.27, 0.0]
     numbers, scales = rounded(matrix)
@@ -76,7 +76,7 @@ ALIKE = [pytest.param(name, marks=pytest.mark.slow) for name in ("Llama 2", "Qwe
 
 @pytest.mark.parametrize("name", ["GPT-2", "Gemma 2", "Qwen3-MoE", *ALIKE])
 def test_logits_are_those_of_the_rounded_weights_in_floats(name):
-    """Of every kind of matrix there is: fused, biased, tied, of experts."""
+    """With every kind of matrix: fused, with bias, tied, of experts."""
     kind, settings_ = CASES[name]
     config = FAMILIES[kind].from_hf(normalised({**settings_, "model_type": kind}, "config"))
     params = random_params(config)
@@ -92,7 +92,7 @@ def test_logits_are_those_of_the_rounded_weights_in_floats(name):
         np.testing.assert_allclose(got, row, atol=2e-4 * np.abs(row).max())
 
 
-def test_whatever_the_format_the_same_weights_are_kept(tmp_path):
+def test_every_format_gives_the_same_int8_weights(tmp_path):
     source = tiny_llama(tmp_path / "hf", tied=False)
     tiny_gguf(tmp_path / "model.gguf", source, matrices="F32")
     convert(source, tmp_path / "orbax", "orbax")
@@ -105,7 +105,7 @@ def test_whatever_the_format_the_same_weights_are_kept(tmp_path):
             chex.assert_trees_all_equal(np.asarray(found[name]), np.asarray(x), custom_message=f"{path.name}: {name}")
 
 
-def test_a_16_bit_model_keeps_int8_of_what_is_stored(tiny_folder):
+def test_int8_weights_of_a_16_bit_model_are_rounded_from_the_stored_values(tiny_folder):
     exact, half = (load_model(tiny_folder, dtype=d, weight_dtype="int8").model for d in ("float32", "bfloat16"))
     found, wanted = named(half.params), named(exact.params)
     for name, x in wanted.items():
@@ -116,16 +116,16 @@ def test_a_16_bit_model_keeps_int8_of_what_is_stored(tiny_folder):
     assert (half.dtype, half.weight_dtype, exact.weight_dtype) == ("bfloat16", "int8", "int8")
 
 
-def test_an_engine_tells_what_it_keeps_and_takes_a_quarter_of_the_room(tiny_folder, tiny):
+def test_an_engine_reports_int8_weights_and_a_quarter_of_the_memory(tiny_folder, tiny):
     llm, whole = LLM(tiny_folder, weight_dtype="int8", **SMALL), LLM(tiny, **SMALL)
     assert (llm.engine.config.weight_dtype, whole.engine.config.weight_dtype) == ("int8", "float32")
     matrices = [x for x in jax.tree.leaves(tiny.model.params) if x.ndim == 2]
     saved = whole.engine.memory.weights - llm.engine.memory.weights
-    assert saved == sum(3 * x.size - 4 * len(x) for x in matrices)  # a byte for four, and a float32 a row
+    assert saved == sum(3 * x.size - 4 * len(x) for x in matrices)  # a byte instead of four, and a float32 for each row
     assert texts(llm) == texts(LLM(tiny_folder, weight_dtype="int8", **SMALL))
 
 
-def test_other_values_are_rounded_on_their_way_in_and_nothing_is_compiled(tiny, tiny_folder):
+def test_new_values_are_rounded_and_nothing_is_compiled(tiny, tiny_folder):
     llm = LLM(tiny_folder, weight_dtype="int8", **SMALL)
     before = texts(llm)
     params = {name: np.asarray(x) for name, x in named(tiny.model.params).items()}
@@ -141,7 +141,7 @@ def test_other_values_are_rounded_on_their_way_in_and_nothing_is_compiled(tiny, 
     assert texts(llm) == before
 
 
-def test_what_does_not_go_together_is_refused(tiny, tiny_folder):
+def test_conflicting_options_are_refused(tiny, tiny_folder):
     with pytest.raises(ValueError, match="weight_dtype is 'int8', but the model was loaded with 'float32'; load it"):
         LLM(tiny, weight_dtype="int8", **SMALL)
     with pytest.raises(ValueError, match="weight_dtype is 'bfloat16'; it must be one of None, 'int8', 'float32'"):

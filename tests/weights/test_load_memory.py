@@ -1,6 +1,6 @@
-"""Loading holds the model and about two of its largest parameters, in whatever format it is stored.
+"""Loading needs memory for the model and about two of its largest parameters, in every format.
 
-The process that loads is one of its own: `python -m tests.weights.test_load_memory FOLDER` prints what it measures.
+A separate process loads the model: `python -m tests.weights.test_load_memory FOLDER` prints its measurements.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 FORMATS = ("safetensors", "gguf", "orbax")
 # 217 MiB in float32; the fused gate and up, the embedding and the head are the largest with 32 MiB each
 LARGE = {"layers": 3, "heads": 8, "kv_heads": 4, "head_dim": 64, "hidden": 512, "intermediate": 8192, "vocab": 16384}
-# How many of the largest parameters, in float32 as they are read, may be on their way: two, one for each reader. The
-# gguf package dequantises into pieces and joins them, so a reader may hold a quantised tensor almost twice. The rest
-# is for small tensors and the interpreter. Seen on busy cores: 1.0 to 1.9, GGUF 1.3 to 1.8.
+# Largest extra memory, in units of the largest parameter in float32: two, one for each reader. The gguf package
+# dequantises into pieces and joins them, so a reader may need a quantised tensor almost twice. The rest is for small
+# tensors and the interpreter. Measured on busy cores: 1.0 to 1.9, GGUF 1.3 to 1.8.
 MOST = {"safetensors": 2.4, "gguf": 3.0, "orbax": 2.4}
-MODEL = 6.8  # the whole of it, in the same unit
+MODEL = 6.8  # the whole model, in the same unit
 
 
 def measurable() -> bool:
@@ -39,32 +39,32 @@ def measurable() -> bool:
     return all(field in fields for field in ("VmHWM", "RssAnon", "RssFile")) and os.access(RESET, os.W_OK)
 
 
-@pytest.mark.skipif(not measurable(), reason="no /proc that tells a process's peak of memory and lets it be reset")
-def test_a_model_is_loaded_with_about_two_of_its_largest_parameters_beside_it(tmp_path):
+@pytest.mark.skipif(not measurable(), reason="no /proc with a peak of memory that can be reset")
+def test_loading_needs_about_two_of_the_largest_parameters_besides_the_model(tmp_path):
     for name, sizes in {"small": {}, "large": LARGE}.items():
         source = tiny_llama(tmp_path / name / "safetensors", tied=False, **sizes)
         tiny_gguf(tmp_path / name / "gguf.gguf", source, matrices="Q8_0")
         convert(source, tmp_path / name / "orbax", "orbax")
-    # glibc keeps freed pieces of up to 32 MiB for later, how many depends on how threads take turns. Above this size
-    # each is mapped and goes back when freed, so that the peak is what was held.
+    # glibc keeps freed blocks of up to 32 MiB; how many depends on thread timing. With this threshold, larger blocks
+    # are mapped and returned to the system when freed, so the peak is the memory in use.
     environment = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "tests.weights.test_load_memory", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found.pop("everything first") > MODEL  # what a loader that does not go tensor by tensor would show
+    assert found.pop("everything first") > MODEL  # a loader that reads all tensors first
     wrong = {name: beside for name, beside in found.items() if not -0.2 < beside < MOST[name.split()[0]]}
     assert not wrong, found
     assert len(found) == 2 * len(FORMATS)
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """How many of the largest parameters loading holds beside the model at its peak, by format and dtype."""
+    """Peak memory of loading besides the model, in largest parameters, by format and dtype."""
     found = {}
     for kind in FORMATS:
         small, large = (folder / size / (f"{kind}.gguf" if kind == "gguf" else kind) for size in ("small", "large"))
         for dtype in ("float32", "bfloat16"):
-            load(small, dtype)  # what is imported or set up at first use is no part of it
+            load(small, dtype)  # so that imports and set-up at first use are not measured
             found[f"{kind} {dtype}"] = beside(lambda large=large, dtype=dtype: load(large, dtype))
     found["everything first"] = beside(lambda: everything_first(folder / "large" / "safetensors"))
     return found
@@ -75,20 +75,20 @@ def load(path: Path, dtype: str) -> Any:
 
 
 def everything_first(path: Path) -> Any:
-    held = [tensor.read() for tensor in open_checkpoint(path).tensors.values()]
+    tensors = [tensor.read() for tensor in open_checkpoint(path).tensors.values()]
     params = load(path, "float32")
-    del held
+    del tensors
     return params
 
 
 def beside(load: Callable[[], Any]) -> float:
-    """Anonymous memory at the peak, without what was there before and what the parameters take.
+    """Peak of anonymous memory, minus the memory in use before and that of the parameters.
 
-    Pages of mapped files are left out (RssFile): the kernel takes them back when it needs them. Nothing maps weights
-    here, so they are the libraries', the same before and after.
+    Pages of mapped files (RssFile) do not count: the kernel frees them when memory is needed. No weights are mapped
+    here, so they are pages of libraries and do not change.
     """
     gc.collect()
-    RESET.write_text("5")  # VmHWM, the peak of RSS, begins again at what it is now
+    RESET.write_text("5")  # resets VmHWM, the peak of RSS, to the current RSS
     before = status()
     params = load()
     after = status()
@@ -98,7 +98,7 @@ def beside(load: Callable[[], Any]) -> float:
 
 
 def status() -> dict[str, int]:
-    """The sizes that the kernel tells of this process, in bytes."""
+    """The memory sizes of this process, in bytes."""
     rows = (line.split() for line in STATUS.read_text().splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[-1] == "kB"}
 

@@ -1,4 +1,4 @@
-"""A table of parameters applied to a checkpoint; everything that does not fit is told in one message."""
+"""A table of parameters applied to a checkpoint; one error lists everything that does not fit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_parameters_are_joined_transposed_and_cast(tmp_path):
     chex.assert_trees_all_equal(np.asarray(params["layers"]["0"]["qkv_bias"]), np.asarray(bias))
     chex.assert_trees_all_equal(np.asarray(params["head"]), np.asarray(stored["lm_head.weight"].T))
     assert all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
-    # a row of a fused product is what the three products give
+    # the rows of the fused product are those of the three products
     x = jnp.arange(64.0) / 64
     np.testing.assert_allclose(
         x @ params["layers"]["1"]["qkv"], np.concatenate([q @ x, k @ x, v @ x]), rtol=1e-5, atol=1e-5
@@ -89,7 +89,7 @@ def test_optional_parameters_are_left_out_when_absent(tmp_path):
     assert "qkv_bias" not in params["layers"]["0"]
 
 
-def test_known_buffers_tied_heads_and_ignored_names_may_be_there(tmp_path):
+def test_known_buffers_tied_heads_and_ignored_names_are_allowed(tmp_path):
     ones = np.ones(8, np.float32)
     folder = change(
         tiny_llama(tmp_path),
@@ -102,7 +102,7 @@ def test_known_buffers_tied_heads_and_ignored_names_may_be_there(tmp_path):
     assert load_params(open_checkpoint(folder), table(), "float32", ignore=["vision.*"])["embed"].shape == (320, 64)
 
 
-def test_everything_that_does_not_fit_is_told_at_once(tmp_path):
+def test_one_error_lists_everything_that_does_not_fit(tmp_path):
     folder = change(
         tiny_llama(tmp_path),
         drop=("model.norm.weight", "model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight"),
@@ -130,7 +130,7 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path):
     ]
 
 
-def test_an_untied_head_must_be_there(tmp_path):
+def test_an_untied_head_is_required(tmp_path):
     folder = change(tiny_llama(tmp_path, tied=False), drop=("lm_head.weight",))
     with pytest.raises(ValueError, match=r"missing: lm_head\.weight \(320, 64\)"):
         load_params(open_checkpoint(folder), table(tied=False), "float32")

@@ -1,4 +1,4 @@
-"""Orbax checkpoints: written by `convert` or by a trainer, restored bit for bit, and every difference named."""
+"""Orbax checkpoints: written by `convert` or by a trainer, restored identically, and an error for every difference."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
 
 
 def save(folder: Path, tree, like: Path) -> Path:
-    """A folder as a trainer would make it: its own tree, and the files of a model."""
+    """A folder like a trainer's: the trainer's tree, and the files of a model."""
     with ocp.StandardCheckpointer() as orbax:
         orbax.save(folder / "params", tree)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -63,7 +63,7 @@ def folder(source) -> Path:
     return convert(source, source.parent / "orbax", "orbax")
 
 
-# --- what is written is the model -------------------------------------------------------------------------------------
+# --- the written model ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def folder(source) -> Path:
     [{"dtype": "float32"}, {"dtype": "bfloat16", "tied": False}, {"dtype": "float16", "shards": 3}],
     ids=str,
 )
-def test_a_model_comes_back_bit_for_bit_in_the_dtype_it_had(tmp_path, kind):
+def test_a_restored_model_is_identical_and_has_the_same_dtype(tmp_path, kind):
     source = tiny_llama(tmp_path / "hf", rope_scaling=llama3_scaling(), **kind)
     folder = convert(source, tmp_path / "orbax", "orbax")
     one, other = open_checkpoint(source), open_checkpoint(folder)
@@ -82,7 +82,7 @@ def test_a_model_comes_back_bit_for_bit_in_the_dtype_it_had(tmp_path, kind):
     same(params(folder, kind["dtype"]), params(source, kind["dtype"]))
 
 
-def test_the_folder_alone_generates_what_its_source_does(source, folder):
+def test_the_folder_generates_the_same_text_as_its_source(source, folder):
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     small = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "token_buckets": (32,), "num_blocks": 16}
     texts = [
@@ -93,7 +93,7 @@ def test_the_folder_alone_generates_what_its_source_does(source, folder):
     assert texts[0].text
 
 
-def test_values_are_rounded_once_to_another_dtype_on_either_way(tmp_path, source, folder):
+def test_values_are_rounded_once_when_written_or_restored_in_another_dtype(tmp_path, source, folder):
     rounded = {name: x.astype(ml_dtypes.bfloat16) for name, x in params(source).items()}
     same(params(folder, "bfloat16"), rounded)
     same(params(convert(source, tmp_path / "b", "orbax", dtype="bfloat16"), "bfloat16"), rounded)
@@ -119,13 +119,13 @@ def test_orbax_itself_reads_the_folder(source, folder):
     same({name: np.asarray(x) for name, x in named(tree).items()}, params(source))
 
 
-def test_what_a_trainer_saves_is_read_with_or_without_its_computed_arrays(tmp_path, source):
+def test_a_trainers_checkpoint_is_read_with_or_without_computed_arrays(tmp_path, source):
     state = load_model(source).model.params
     for i, tree in enumerate((state, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.filter_state(state, nnx.Param)))):
         same(params(save(tmp_path / str(i), tree, source)), params(source))
 
 
-def test_parameters_go_where_a_sharding_says(folder):
+def test_parameters_are_restored_with_the_given_sharding(folder):
     """Two devices need another process."""
     program = f"""
 import jax
@@ -153,10 +153,10 @@ print(float(embed.astype("float32").sum()))
     assert float(total) == float(jax.numpy.asarray(params(folder, "bfloat16")["embed"]).astype("float32").sum())
 
 
-# --- what does not fit ------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_difference_is_told_at_once_with_the_folder(tmp_path, source):
+def test_one_error_lists_every_difference_and_the_folder(tmp_path, source):
     tree = nnx.to_pure_dict(load_model(source).model.params)
     del tree["norm"]
     tree["embed"] = tree["embed"][:300]
@@ -175,7 +175,7 @@ def test_every_difference_is_told_at_once_with_the_folder(tmp_path, source):
     ]
 
 
-def test_an_orbax_folder_of_something_else_says_what_is_missing(tmp_path, source, folder):
+def test_another_orbax_folder_is_refused_with_what_is_missing(tmp_path, source, folder):
     with pytest.raises(FileNotFoundError, match=r"params is an Orbax checkpoint without params/ .*from_params"):
         open_checkpoint(folder / "params")
     with ocp.StandardCheckpointer() as orbax:
@@ -204,7 +204,7 @@ def test_truncated_data_names_the_parameters_and_the_folder(tmp_path, folder):
 
 
 def test_a_read_that_ends_after_orbax_closed_its_loop_prints_nothing(monkeypatch):
-    """TensorStore tells a closed event loop; what anybody else has to say is heard as before."""
+    """TensorStore notifies a closed event loop. Other messages are printed as before."""
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", lambda about: heard.append(str(about.exc_value)))
 
@@ -252,7 +252,7 @@ def test_broken_json_is_named(tmp_path, folder, name):
         open_checkpoint(broken)
 
 
-def test_a_config_of_another_model_is_told_like_any_difference(tmp_path, folder):
+def test_a_config_of_another_model_gives_a_list_of_differences(tmp_path, folder):
     other = copy(folder, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 319}))
@@ -261,7 +261,7 @@ def test_a_config_of_another_model_is_told_like_any_difference(tmp_path, folder)
 
 
 def test_an_abstract_decoder_has_the_stored_names(folder):
-    """So that whoever builds the module can find its parameters."""
+    """So that a program that builds the module can find its parameters."""
     opened = open_checkpoint(folder)
     config = models.FAMILIES["llama"].from_hf(opened.config)
     wanted = named(nnx.eval_shape(lambda: Decoder(config, "float32")))

@@ -45,7 +45,7 @@ def tiny_llama(
 ) -> Path:
     """Write config.json, generation_config.json, weights in `shards` files, and the tokenizer; returns the folder.
 
-    qkv_bias alone is qwen2's way ("qkv_bias" in the config); with o_bias it is transformers' attention_bias.
+    Only qkv_bias is as in qwen2 ("qkv_bias" in the config); with o_bias it is transformers' attention_bias.
     rope_scaling: as in config.json; see `llama3_scaling`. The same arguments give the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def tiny_llama(
 
 
 def llama3_scaling() -> dict[str, Any]:
-    """A "llama3" rope_scaling whose three regimes all show within 512 positions and heads of 16."""
+    """A "llama3" rope_scaling whose three ranges all occur within 512 positions and heads of 16."""
     return {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -229,7 +229,7 @@ def tiny_gguf(
     extra: dict[str, Any] | None = None,
     drop: tuple[str, ...] = (),
 ) -> Path:
-    """Write the model of a `tiny_llama` folder as llama.cpp's converter would.
+    """Write the model of a `tiny_llama` folder like llama.cpp's converter.
 
     matrices: how the matrices are stored ("F32", "F16", "BF16", "Q8_0", "Q4_1" ...).
     extra: metadata to add or replace, ints as uint32; drop: metadata keys to leave out.

@@ -1,4 +1,4 @@
-"""Model families, each a configuration of one decoder (decoder.py). `FAMILIES` lists them."""
+"""Model families: each one is a configuration of the same decoder (decoder.py). `FAMILIES` lists them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FAMILIES = {
 
 
 class Model(NamedTuple):
-    """A model split once (`nnx.split`): the step merges it again inside the jit."""
+    """A model after `nnx.split`; the step merges it inside the jit."""
 
     config: DecoderConfig
     graphdef: nnx.GraphDef
     params: Any
-    dtype: str  # of the activations and, if those are not int8, of the parameters
+    dtype: str  # of the activations, and of parameters that are not int8
 
     @property
     def weight_dtype(self) -> str:
@@ -33,20 +33,19 @@ class Model(NamedTuple):
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """The parameters as a step takes them: in every call, nnx's own containers take longer to flatten than all
-        that a scheduler does."""
+        """The parameters for a step. To flatten nnx's containers in each call is slower than the scheduler."""
         return tuple(jax.tree.leaves(self.params))
 
 
 def assemble(config: DecoderConfig, params: dict[str, Any], dtype: str) -> Model:
-    """A model of its parameters: nested by `ParamSource.path`, without what the configuration determines."""
+    """A model from parameters nested by `ParamSource.path`. Arrays that the configuration determines are added."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))
     nnx.replace_by_pure_dict(state, _numbered({**params, "angles": jnp.asarray(angle_tables(config))}))
     return Model(config, graphdef, state, dtype)
 
 
 def _numbered(tree: Any) -> Any:
-    """nnx.List keeps integers as keys; a table's paths are strings."""
+    """The tree with integer keys for numbers: nnx.List has integer keys, the paths of a table are strings."""
     if not isinstance(tree, dict):
         return tree
     return {int(key) if key.isdigit() else key: _numbered(value) for key, value in tree.items()}

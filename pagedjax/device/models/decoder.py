@@ -1,8 +1,8 @@
-"""The decoder that every architecture here is a configuration of: attention and an MLP, each behind a norm.
+"""The decoder; every architecture here is a configuration of it. Layers have attention and an MLP, each after a norm.
 
     x = embed * scale (+ learned positions)
-    x = x + post(attention(norm(x)))        a layer's `LayerKind` says its window, its rotation and its experts
-    x = x + post(mlp(norm(x)))              `post` is a norm in Gemma, and nothing elsewhere
+    x = x + post(attention(norm(x)))        `LayerKind` has the layer's window, rotation and experts
+    x = x + post(mlp(norm(x)))              `post` is a norm in Gemma and the identity elsewhere
     logits = cap(head(norm(x)))
 
 A family's file (llama.py, gpt2.py, gemma.py) turns a config.json into a `DecoderConfig` and says which tensors make
@@ -57,10 +57,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What may differ between the layers of one model.
+    """Settings that may differ between the layers of one model.
 
-    window: a query sees the last `window` tokens up to itself; None is all.
-    rope: which of the model's rotations it uses.
+    window: a query sees the last `window` tokens, including its own; None: all tokens.
+    rope: index into the model's rotations.
     sparse: its MLP is a mixture of experts.
     """
 
@@ -71,9 +71,9 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each token goes through `chosen` of `count` MLPs of size F.
+    """A mixture of experts (Shazeer et al. 2017): each token uses `chosen` of `count` MLPs of size F.
 
-    normalised: the weights of the chosen ones add up to 1; else they are their shares among all.
+    normalised: the weights of the chosen experts add up to 1; else the weights of all experts do.
     """
 
     count: int
@@ -84,12 +84,12 @@ class Experts:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of a model. hidden = H, intermediate = F; letters otherwise as in pagedjax/host/types.py.
+    """Shape of a model. hidden = H, intermediate = F; other letters as in pagedjax/host/types.py.
 
-    kinds: one for each layer. ropes: () with learned positions.
+    kinds: one for each layer. ropes: () for learned positions.
     norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias (GPT-2).
     gated: the MLP is activation(gate) * up, else activation(up).
-    int8: matrices are kept in 8 bits, see weights/int8.py.
+    int8: matrices are stored in 8 bits, see weights/int8.py.
     attn_scale: factor on q k^T. attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
     """
 
@@ -160,13 +160,13 @@ class Attention(nnx.Module):
         k_pages, v_pages = write(attend, k_pages, v_pages, k, v, batch)
         where = batch.block_tables, batch.seq_lens, batch.cu_q_lens
         y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=c.attn_cap).reshape(t, -1)
-        wide = y.dtype == jnp.float32  # of a transposed operand in 16 bit, XLA on a CPU widens the weight
+        wide = y.dtype == jnp.float32  # with a transposed 16-bit operand, XLA on a CPU widens the weight
         y = self.out(jax.lax.optimization_barrier(y.T)) if wide else self.out(y, rows=True)
         return y, k_pages, v_pages
 
 
 class MLP(nnx.Module):
-    """activation(gate) * up or activation(up), and down; gate and up are one product."""
+    """down(activation(gate) * up) or down(activation(up)); gate and up are one product."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
         self.up = Linear(c.hidden, (1 + c.gated) * c.intermediate, bias=c.mlp_bias, dtype=dtype, int8=c.int8)
@@ -178,7 +178,7 @@ class MLP(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """A mixture of gated MLPs. Tokens are sorted by expert, so each expert's weights meet their tokens once."""
+    """A mixture of gated MLPs. Tokens are sorted by expert, so the weights of each expert are used once."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
         assert c.experts is not None
@@ -217,7 +217,7 @@ class SparseMLP(nnx.Module):
 
 
 def _activated(y: jax.Array, activation: str, gated: bool, *, axis: int) -> jax.Array:
-    """In float32, rounded once: in 16 bit every operation of an activation would be, which a CPU feels."""
+    """In float32, rounded once. In 16 bits every operation would round, which is slow on a CPU."""
     dtype, y = y.dtype, y.astype(jnp.float32)
     if not gated:
         return ACTIVATIONS[activation](y).astype(dtype)
@@ -244,12 +244,12 @@ class Block(nnx.Module):
 
 @partial(jax.jit, static_argnums=(0, 2))
 def _run_block(graphdef: nnx.GraphDef, state, attend: Attend, *args):
-    """A block as a function of arrays: blocks of a kind are alike, so JAX traces and lowers one; XLA inlines all."""
+    """A block as a function of arrays. JAX traces and lowers only one block of each kind; XLA inlines all of them."""
     return nnx.merge(graphdef, state)(*args, attend)
 
 
 class Decoder(nnx.Module):
-    """hidden(batch) and logits(hidden): two calls, because only rows that sample need logits."""
+    """hidden(batch) and logits(hidden) are two calls, because only rows that sample need logits."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
         self.embed, self.embed_scales = matrix(c.vocab_size, c.hidden, dtype, c.int8)

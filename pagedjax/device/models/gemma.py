@@ -1,7 +1,7 @@
-"""Gemma 2 and 3: norms before and after, 1 + weight in each, scaled embeddings, GELU, windows in most layers.
+"""Gemma 2 and 3: norms before and after each part, with 1 + weight; scaled embeddings, GELU, windows in most layers.
 
-Gemma 2 caps scores and logits; Gemma 3 has norms of q and k in their place, and other rotary positions in its layers
-with windows (as text alone; images are not read).
+Gemma 2 caps scores and logits. Gemma 3 instead has norms of q and k, and other rotary positions in layers with windows.
+Only text is supported, not images.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
     """From the keys of a Hugging Face config.json.
 
     Raises:
-        ValueError: a key this file cannot honour, or a required key that is missing.
+        ValueError: a key has a value that is not supported, or a required key is missing.
     """
     try:
         third = config["model_type"] == "gemma3_text"
@@ -59,12 +59,12 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
 
 
 def _types(layers: int, every: int) -> list[str]:
-    """Each `every`-th layer sees all, the others have a window."""
+    """Each `every`-th layer sees all tokens, the others have a window."""
     return [SLIDING if (i + 1) % every else "full_attention" for i in range(layers)]
 
 
 def _ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
-    """That of layers that see all, and the other one if it is different."""
+    """The rotation of layers that see all tokens, then that of layers with windows if it is different."""
     far = Rope(config.get("rope_theta", 10000.0), frozen(config.get("rope_scaling")))
     near = config.get("rope_local_base_freq")
     return (far,) if near is None else (far, Rope(near))

@@ -12,10 +12,10 @@ ACTIVATIONS: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tan
 
 
 def from_hf(config: dict[str, Any]) -> DecoderConfig:
-    """From the keys of a Hugging Face config.json, `n_embd` and its like already under their usual names.
+    """From the keys of a Hugging Face config.json, with `n_embd` and similar keys already renamed.
 
     Raises:
-        ValueError: a key this file cannot honour, or a required key that is missing.
+        ValueError: a key has a value that is not supported, or a required key is missing.
     """
     try:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
@@ -49,7 +49,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
 
 
 def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
-    """Where each parameter comes from, by the names that follow "transformer."."""
+    """The sources of each parameter: tensor names, without the prefix "transformer."."""
     h, f = c.hidden, c.intermediate
     table = [ParamSource(("embed",), ("wte.weight",), (c.vocab_size, h))]
     table.append(ParamSource(("positions",), ("wpe.weight",), (c.max_len, h)))

@@ -1,7 +1,7 @@
 """The Llama family: grouped-query attention, rotary positions, RMSNorm, SwiGLU.
 
 Llama 2 and 3, TinyLlama and SmolLM2; Mistral and Qwen2 (a window in some layers, biases of q, k and v); Qwen3 (norms of
-q and k); Mixtral and Qwen3-MoE (experts in place of the MLP).
+q and k); Mixtral and Qwen3-MoE (experts instead of the MLP).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, Rope
 from pagedjax.device.models.param_table import ParamSource
 
-IGNORED = ()  # patterns of tensors that are no parameters of the model
+IGNORED = ()  # patterns of tensors that are not parameters of the model
 SLIDING = "sliding_attention"
 
 
@@ -20,7 +20,7 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
     """From the keys of a Hugging Face config.json.
 
     Raises:
-        ValueError: a key this file cannot honour, or a required key that is missing.
+        ValueError: a key has a value that is not supported, or a required key is missing.
     """
     try:
         kind = config.get("model_type", "llama")
@@ -56,14 +56,14 @@ def from_hf(config: dict[str, Any]) -> DecoderConfig:
 
 
 def frozen(scaling: dict[str, Any] | None) -> tuple[tuple[str, Any], ...] | None:
-    """A rope_scaling that can be hashed."""
+    """A hashable rope_scaling."""
     if not scaling:
         return None
     return tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in scaling.items()))
 
 
 def _kinds(config: dict[str, Any], kind: str) -> Iterator[LayerKind]:
-    """Which layers have a window, and which have experts."""
+    """The kind of each layer: its window, and whether it has experts."""
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if kind not in ("mistral", "mixtral") and not config.get("use_sliding_window", False):
         window = None
@@ -99,7 +99,7 @@ def param_table(c: DecoderConfig) -> tuple[ParamSource, ...]:
 
 
 def attention_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
-    """q, k and v in one, the output, their biases, and the norms of q and k."""
+    """q, k and v as one parameter, the output, their biases, and the norms of q and k."""
     theirs, ours = f"model.layers.{layer}.self_attn.", ("blocks", str(layer), "attn")
     wide, parts = c.heads * c.head_dim, tuple(f"{theirs}{p}_proj" for p in "qkv")
     table = [
@@ -134,7 +134,7 @@ def mlp_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
 
 
 def _experts_table(c: DecoderConfig, layer: int) -> list[ParamSource]:
-    """Mixtral and Qwen3-MoE name the same things differently."""
+    """Mixtral and Qwen3-MoE have different names for the same tensors."""
     assert c.experts is not None
     e, ours = c.experts, ("blocks", str(layer), "mlp")
     mixtral = not c.qk_norm

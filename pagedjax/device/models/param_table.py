@@ -1,4 +1,4 @@
-"""`ParamSource`: the named tensors of a checkpoint that make one parameter. A family's `param_table` lists them."""
+"""`ParamSource`: the tensors of a checkpoint that make one parameter. A family's `param_table` lists them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 
 class ParamSource(NamedTuple):
-    """One parameter of a model: the named tensors, each [out, in] or [n], joined on axis 0, then transposed if asked.
+    """One parameter: the tensors `sources`, each [out, in] or [n], joined on axis 0, then transposed if `transpose`.
 
-    path: where it goes in the tree of parameters, e.g. ("layers", "0", "qkv").
+    path: its place in the tree of parameters, e.g. ("layers", "0", "qkv").
     shape: of the finished parameter.
-    rows: rows of each source, for a message that says which one is wrong; () where there is one source, or to check
-        only their sum.
-    optional: leave the parameter out when none of its sources is there.
+    rows: rows of each source, so that an error can name the wrong one; () if there is one source, or to check only
+        their sum.
+    optional: omit the parameter if none of its sources exists.
     """
 
     path: tuple[str, ...]

@@ -298,7 +298,7 @@ def test_foreign_folder_is_refused_and_unchanged(run, data, tmp_path, capsys):
     begin(run.out, SETUP, data)
     (tmp_path / "notes").write_text("mine")
     assert train_tiny.main(["--out", str(tmp_path)]) == 2
-    assert "is there and not an empty folder; name a new one, or remove it first" in capsys.readouterr().err
+    assert "exists and is not an empty folder; choose a new folder, or remove this one first" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run\.json is damaged .* remove .*, or give another --out"):
