@@ -1,7 +1,7 @@
 """Are the GPU attention kernels correct on this GPU, and how fast are they compared with alternatives?
 
-    python -m experiments.hardware.kernels --json results.json
-    python -m experiments.hardware.kernels --quick            # numerics and one shape of each kernel
+    python -m experiments.hardware.gpu_attention --json results.json
+    python -m experiments.hardware.gpu_attention --quick          # numerics and one shape of each kernel
 
 1. Limits of the card: bytes/s of a copy (read + written) and FLOP/s of a bfloat16 product of 8192 x 8192 matrices.
 2. Numerics: every shape of the contract, in ragged batches, against float64 on the host. A failure ends the run.
