@@ -2,8 +2,8 @@
 
 The model stores the cache slot by slot: `slots[block, offset]` is the token that the device wrote there last, with all
 tokens before it. So a sequence reads a wrong token if a shared block has other content or a write goes past a block.
-Prompts of one family begin with the same tokens. `Life.key` spells the tokens of a sequence; the hash of a block is the
-spelling of its tokens and of all tokens before it.
+Prompts of one family begin with the same tokens. `ModelSequence.key` spells the tokens of a sequence; the hash of a
+block is the spelling of its tokens and of all tokens before it.
 
 The pool chooses the ids of new blocks. The model uses a negative number for each, takes the ids from the real plan, and
 checks that no other sequence owns them. The model itself decides which published blocks a sequence shares. It checks
@@ -37,7 +37,7 @@ from pagedjax.host.types import (
 
 
 @dataclass(eq=False)  # compared by identity: an id may be used again after its request ended
-class Life:
+class ModelSequence:
     request: Request
     arrival: int
     outputs: list[int] = field(default_factory=list)
@@ -92,8 +92,8 @@ def free_pieces(free: set[int], start: int, size: int) -> list[int]:
 class Step:
     """One step as the rules require it."""
 
-    rows: list[tuple[Life, int, int]]  # sequence, first token to compute, how many
-    admitted: list[Life]
+    rows: list[tuple[ModelSequence, int, int]]  # sequence, first token to compute, how many
+    admitted: list[ModelSequence]
     preempted: list[str]
     cached: list[int] = field(default_factory=list)  # tokens of each admitted one that need not be computed
     entered: list[int] = field(default_factory=list)  # its known tokens when it was admitted
@@ -107,8 +107,8 @@ class Step:
 class Model:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.waiting: list[Life] = []  # in any order: the earliest arrival is next
-        self.running: list[Life] = []  # decodes first, else in order of admission
+        self.waiting: list[ModelSequence] = []  # in any order: the earliest arrival is next
+        self.running: list[ModelSequence] = []  # decodes first, else in order of admission
         self.slots: dict[tuple[int, int], str] = {}
         self.host_slots: dict[tuple[int, int], str] = {}
         self.published: dict[str, int] = {}  # content -> the block
@@ -119,7 +119,7 @@ class Model:
         self.pieces: list[int] = []  # sizes of the free pieces, if caches are reserved
         self.uncut = self.fragmented = 0  # how often a whole prompt did not fit, or free blocks made no piece
 
-    def alive(self) -> list[Life]:
+    def alive(self) -> list[ModelSequence]:
         return self.waiting + self.running
 
     def limit(self, request: Request) -> int:
@@ -154,12 +154,12 @@ class Model:
 
     def hashes(self, name: str, prompt_len: int) -> tuple[str, ...]:
         """The hashes of the full blocks of a prompt."""
-        life, size = Life(Request(name, prompt_len, 1), 0), self.config.block_size
+        life, size = ModelSequence(Request(name, prompt_len, 1), 0), self.config.block_size
         return tuple(life.key(j * size) for j in range(1, prompt_len // size + 1)) if life.shares() else ()
 
     def submit(self, request: Request) -> None:
         group = self.arrivals if request.forks or request.beams else None
-        self.waiting.append(Life(request, self.arrivals, hashed=len(request.hashes), group=group))
+        self.waiting.append(ModelSequence(request, self.arrivals, hashed=len(request.hashes), group=group))
         self.arrivals += 1 + len(request.forks)
 
     def owned(self) -> set[int]:
@@ -168,11 +168,11 @@ class Model:
     def free(self) -> int:
         return self.config.num_blocks - len(self.owned())
 
-    def publishes(self, life: Life) -> bool:
+    def publishes(self, life: ModelSequence) -> bool:
         """Whether the engine gives hashes for blocks that a sequence fills."""
         return self.config.reservation == "none" and life.shares()
 
-    def take(self, life: Life, number: int) -> None:
+    def take(self, life: ModelSequence, number: int) -> None:
         """Gives a sequence new blocks. If no block is empty, an idle block loses its content."""
         for _ in range(number):
             if self.free() == len(self.idle):
@@ -181,13 +181,13 @@ class Model:
             self.unseen -= 1
             life.table.append(self.unseen)
 
-    def release(self, life: Life) -> None:
+    def release(self, life: ModelSequence) -> None:
         """Takes the blocks of a sequence that no longer runs, the last one first."""
         cached = set(self.published.values()) - self.owned()
         self.idle += [block for block in reversed(life.table) if block in cached]
         life.table = []
 
-    def stop(self, step: Step, lives: list[Life]) -> None:
+    def stop(self, step: Step, lives: list[ModelSequence]) -> None:
         """Preempts sequences: their content moves to host memory if all of it fits there; else it is lost."""
         step.preempted += [life.name for life in lives]
         for life in lives:
@@ -210,7 +210,7 @@ class Model:
     def schedule(self) -> Step:
         c, step = self.config, Step([], [], [])
 
-        def starving() -> list[Life]:  # the next token lies past the last block
+        def starving() -> list[ModelSequence]:  # the next token lies past the last block
             edge = [life for life in self.running if life.computed >= len(life.table) * c.block_size]
             return [life for life in edge if not life.awaits_siblings()]
 
@@ -245,7 +245,15 @@ class Model:
         self.flight = step
         return step
 
-    def compose(self, step: Step, turn: list[Life], others: list[Life], decodes: list[Life], *, admits: bool) -> None:
+    def compose(
+        self,
+        step: Step,
+        turn: list[ModelSequence],
+        others: list[ModelSequence],
+        decodes: list[ModelSequence],
+        *,
+        admits: bool,
+    ) -> None:
         """Gives tokens to the sequences of this kind of step, then admits. The others keep their blocks and rows."""
         c = self.config
         places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(life.width for life in self.running)
@@ -272,7 +280,7 @@ class Model:
             places -= sum(life.width for life in unit)
         self.running = [life for life in self.running if life not in others] + others
 
-    def all_enter(self, step: Step, unit: list[Life], decodes: list[Life]) -> bool:
+    def all_enter(self, step: Step, unit: list[ModelSequence], decodes: list[ModelSequence]) -> bool:
         """Admits all sequences of a group, or none if one of them does not fit."""
         before = [(life, list(life.table), list(life.away), life.computed) for life in unit]
         mine = [list(self.waiting), list(self.running), list(self.idle), dict(self.published), dict(self.moved)]
@@ -286,7 +294,7 @@ class Model:
         vars(step).update(lists)
         return False
 
-    def enters(self, step: Step, life: Life, decodes: list[Life]) -> bool:
+    def enters(self, step: Step, life: ModelSequence, decodes: list[ModelSequence]) -> bool:
         size = self.config.block_size
         whole = life.computed // size
         known = [self.moved[block] for block in life.away[:whole] if block in self.moved]
@@ -338,7 +346,7 @@ class Model:
             self.pieces.append(size)  # the other half
         return True
 
-    def copying(self) -> list[Life]:
+    def copying(self) -> list[ModelSequence]:
         """Branches whose next token goes to a block that others own or can find."""
         size, found = self.config.block_size, []
         owners = Counter(block for life in self.running for block in life.table)
@@ -351,14 +359,14 @@ class Model:
                 owners[block] -= 1
         return found
 
-    def cached_tokens(self, life: Life) -> int:
+    def cached_tokens(self, life: ModelSequence) -> int:
         """Tokens at the beginning of a sequence, without its last one, whose blocks are published."""
         size, number = self.config.block_size, 0
         while number < min(life.hashed, (life.known - 1) // size) and life.key((number + 1) * size) in self.published:
             number += 1
         return number * size
 
-    def found(self, life: Life, chunks: list[tuple[Life, int, int]]) -> list[int]:
+    def found(self, life: ModelSequence, chunks: list[tuple[ModelSequence, int, int]]) -> list[int]:
         """Blocks that contain the beginning of a sequence without its last token, now or after this step's writes."""
         size, found = self.config.block_size, []
         for j in range(min(life.hashed, (life.known - 1) // size)):
@@ -460,7 +468,7 @@ class Model:
             for offset in range(size):
                 self.slots[device, offset] = self.host_slots[host, offset]
 
-    def ready(self) -> tuple[list[list[Life]], list[Life]]:
+    def ready(self) -> tuple[list[list[ModelSequence]], list[ModelSequence]]:
         """Groups of beams that all have computed their tokens after this step, and the first beams of those at their
         limit."""
         assert self.flight is not None
@@ -485,7 +493,7 @@ class Model:
             new = []
             for k, (mine, parent, token) in enumerate(zip(names, parents, tokens, strict=True)):
                 source = by_name[parent]
-                life = Life(request._replace(request_id=mine), first.arrival + k, [*source.outputs, token])
+                life = ModelSequence(request._replace(request_id=mine), first.arrival + k, [*source.outputs, token])
                 life.computed, life.hashed, life.group = source.computed, source.hashed, first.group
                 life.table = list(source.table)
                 new.append(life)
@@ -512,7 +520,7 @@ class Model:
         new: list[tuple[str, int]] = []
         ends: list[Event] = []
         forked: list[Event] = []
-        gone: list[Life] = []
+        gone: list[ModelSequence] = []
         for (life, start, count), token in zip(self.flight.rows, sampled, strict=True):
             if life not in self.running:
                 continue  # cancelled meanwhile
@@ -541,18 +549,18 @@ class Model:
         self.flight = None
         return events + ends
 
-    def fork(self, life: Life) -> list[str]:
+    def fork(self, life: ModelSequence) -> list[str]:
         """Starts the branches of a sequence whose prompt is computed: they have all of it but the last token."""
         forks, request = life.request.forks, life.request._replace(forks=())
         life.request, computed = request, request.prompt_len - 1
         for number, name in enumerate(forks, 1):
-            fork = Life(request._replace(request_id=name), life.arrival + number, group=life.group)
+            fork = ModelSequence(request._replace(request_id=name), life.arrival + number, group=life.group)
             fork.computed, fork.hashed = computed, life.hashed
             fork.table = life.table[: math.ceil(computed / self.config.block_size)]
             self.running.append(fork)
         return list(forks)
 
-    def publish(self, life: Life, start: int) -> None:
+    def publish(self, life: ModelSequence, start: int) -> None:
         """Makes the blocks that a sequence filled in this step findable, unless others have the same content."""
         size = self.config.block_size
         full = life.computed // size
@@ -572,7 +580,7 @@ class Model:
             life.table, life.computed = [], 0
         self.forget()
 
-    def why_ended(self, life: Life) -> FinishReason | None:
+    def why_ended(self, life: ModelSequence) -> FinishReason | None:
         request = life.request
         if life.outputs[-1] in request.stop_token_ids and len(life.outputs) >= request.min_tokens:
             return "stop"
