@@ -127,11 +127,11 @@ class Driver:
 
     def schedule(self) -> None:
         decodes = {seq.request_id for seq in scheduler.running(self.state) if seq.length - seq.computed == 1}
-        lives = self.model.alive()
-        moving = {life.group for life in lives if not life.awaits_siblings()}
+        sequences = self.model.alive()
+        moving = {sequence.group for sequence in sequences if not sequence.awaits_siblings()}
         # beams that wait for a choice block the queue
-        blocked_by_beams = any(life.awaits_siblings() and life.group not in moving for life in lives)
-        oldest = min([] if blocked_by_beams else lives, key=lambda life: life.arrival, default=None)
+        blocked_by_beams = any(sequence.awaits_siblings() and sequence.group not in moving for sequence in sequences)
+        oldest = min([] if blocked_by_beams else sequences, key=lambda sequence: sequence.arrival, default=None)
         cached: dict[int, int] = {}
 
         def order(waiting: tuple[Seq, ...], running: Running, found: Cached) -> tuple[Seq, ...]:
@@ -144,12 +144,12 @@ class Driver:
         step = self.model.schedule()
         assert not cached or cached == self.model.cached, "`order` got other numbers of cached tokens"
         self.tally["cached in the queue"] += sum(number > 0 for number in cached.values())
-        assert plan.admitted == tuple(life.name for life in step.admitted)
+        assert plan.admitted == tuple(sequence.name for sequence in step.admitted)
         assert plan.cached == tuple(step.cached)
         assert plan.preempted == tuple(step.preempted)
         ids = [seq.request_id for seq in plan.seqs]
         assert list(zip(ids, plan.starts, plan.counts, plan.lengths, strict=True)) == [
-            (life.name, start, count, life.known) for life, start, count in step.rows
+            (sequence.name, start, count, sequence.known) for sequence, start, count in step.rows
         ]
         c = self.state.config
         assert sum(plan.counts) == plan.num_tokens <= c.max_num_batched_tokens
@@ -215,7 +215,7 @@ class Driver:
         ready, at_limit = self.model.ready()
         choices = {}
         for group in ready:
-            names = [life.name for life in group]
+            names = [sequence.name for sequence in group]
             width = len(names) + len(group[0].request.forks)
             if not (may_omit_choice and draw.random() < 0.1):
                 parents = tuple(draw.choices(names, k=width))
@@ -226,11 +226,11 @@ class Driver:
         assert list(events) == self.model.commit(sampled, choices)
         self.plan = None
         self.check_new_state(state)
-        for life in at_limit:
-            self.cancel(life.name, "length")
+        for sequence in at_limit:
+            self.cancel(sequence.name, "length")
         self.tally["beams went on"] += len(choices)
         self.tally["a beam had several children"] += sum(len(set(c.parents)) < len(c.parents) for c in choices.values())
-        self.tally["beams waited"] += any(life.awaits_siblings() for life in self.model.running)
+        self.tally["beams waited"] += any(sequence.awaits_siblings() for sequence in self.model.running)
         self.tally["step"] += 1
         self.tally["forked"] += sum(isinstance(event, Forked) for event in events)
         self.count_ends(events)
@@ -308,8 +308,8 @@ class Driver:
         preempts is a step of decodes.
         """
         self.traffic(self.plan is not None, seed, busy=False)  # a step in flight does not contain the latest arrivals
-        bound = sum(life.width * self.model.limit(life.request) for life in self.model.alive())
-        c, crowd = self.state.config, sum(life.width for life in self.model.alive())
+        bound = sum(sequence.width * self.model.limit(sequence.request) for sequence in self.model.alive())
+        c, crowd = self.state.config, sum(sequence.width for sequence in self.model.alive())
         for _ in range(1 if c.mixed_steps else 2 if c.chunked_prefill else 1 + crowd):
             self.traffic(bound, seed, busy=False)
             if not self.model.alive():

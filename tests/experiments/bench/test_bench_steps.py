@@ -29,7 +29,7 @@ def test_floor_products_have_the_shapes_of_the_step(tiny):
     chex.assert_shape(values, [(*heads, c.head_dim)] * c.layers)
 
 
-def test_floors_command(tiny_folder, tmp_path, capsys):
+def test_lower_bounds_command(tiny_folder, tmp_path, capsys):
     out = tmp_path / "lower_bounds.json"
     sizes = ["--batches", "1", "3", "--context", "20", "--repeats", "3"]
     lower_bounds.main(["--model", str(tiny_folder), *sizes, "--json", str(out)])
