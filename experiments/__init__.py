@@ -44,7 +44,7 @@ def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:
         ValueError: there is no run below `folder`; the message describes a run's folder.
         ImportError: pandas is missing; the message says how to install it.
     """
-    from experiments.core.libraries import require
+    from experiments.core.optional_imports import require
     from experiments.core.store import read_runs
 
     pandas = require("pandas")

@@ -34,16 +34,16 @@ from typing import Any, NamedTuple
 from experiments.analysis.sweep_points import aligned, number
 from experiments.core import config, store, sweep
 from experiments.core.config import Point, Slo
-from experiments.core.draws import AtOnce
+from experiments.core.distributions import AtOnce
 from experiments.core.engines import plan_runs
 from experiments.core.metrics import RequestRecord
 from experiments.core.overrides import override_all
 from experiments.core.store import flatten
-from experiments.core.strict import load_file
+from experiments.core.strict_yaml import load_file
 from experiments.core.workloads import Spec, Trace
 from pagedjax.load_client.summary import PERCENTILES
 
-OUTWARD = 12  # most probes to find one met rate and one unmet rate
+MAX_BRACKET_PROBES = 12  # to find one met rate and one unmet rate
 BEYOND = 2  # probes above the answer
 
 
@@ -119,10 +119,10 @@ def next_rate(probes: Sequence[Probe], bounds: Bounds) -> float | None:
             return rate
     met, unmet = bracket(probes)
     if not met:
-        ended = low is not None or len(probes) > OUTWARD or any(probe.alone for probe in probes)
+        ended = low is not None or len(probes) > MAX_BRACKET_PROBES or any(probe.alone for probe in probes)
         return None if ended else rounded(unmet / 2)
     if unmet == math.inf:
-        return None if high is not None or len(probes) > OUTWARD else rounded(2 * met)
+        return None if high is not None or len(probes) > MAX_BRACKET_PROBES else rounded(2 * met)
     middle = rounded(math.sqrt(met * unmet))
     if unmet > met * (1 + tolerance) and met < middle < unmet:
         return middle
@@ -136,8 +136,8 @@ def rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-def unordered(probes: Sequence[Probe]) -> list[float]:
-    """The rates that were met above one that was not."""
+def met_above_limit(probes: Sequence[Probe]) -> list[float]:
+    """The rates that were met above the lowest rate that was not."""
     return sorted(probe.rate for probe in probes if probe.met and probe.rate > bracket(probes)[1])
 
 
@@ -181,7 +181,7 @@ def _name(base: Point) -> str:
     return f"{base.experiment.name}-capacity"  # not the config's own folder, which has another sweep
 
 
-def judge(rate: float, summaries: Sequence[dict[str, Any]], criterion: Criterion, folder: Path) -> Probe:
+def probe_of(rate: float, summaries: Sequence[dict[str, Any]], criterion: Criterion, folder: Path) -> Probe:
     """The probe of a rate. Raises RuntimeError if a repeat failed."""
     for summary in summaries:
         if summary["failed"]:
@@ -192,7 +192,7 @@ def judge(rate: float, summaries: Sequence[dict[str, Any]], criterion: Criterion
     return Probe(rate, met, single, values)
 
 
-def reading(probes: Sequence[Probe], bounds: Bounds, criterion: Criterion, unit: str) -> list[str]:
+def answer_sentences(probes: Sequence[Probe], bounds: Bounds, criterion: Criterion, unit: str) -> list[str]:
     """The answer in sentences."""
     met, unmet = bracket(probes)
     if not met and any(probe.alone for probe in probes):
@@ -203,7 +203,7 @@ def reading(probes: Sequence[Probe], bounds: Bounds, criterion: Criterion, unit:
         more = "Give a higher --high" if bounds.high else "The number of requests is too small for a limit; raise it"
         return [f"No limit found: met even at {met:g} {unit}. {more}."]
     sentences = [f"Capacity: {met:g} {unit} ({unmet:g} is too much), by {criterion}."]
-    if higher := unordered(probes):
+    if higher := met_above_limit(probes):
         rates = " and ".join(f"{rate:g}" for rate in higher)
         sentences.append(
             f"Not monotone: met at {rates} although not at {unmet:g}, so the limit is between {met:g} and a rate above "
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sweep.write_sweep(folder, points, shlex.join(["python", "-m", "experiments.capacity", *arguments]))
             done = sweep.finished_runs(plan, folder, again)
             summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=True, remedy=again)
-            probes.append(judge(rate, [s for s in summaries if s["order"] == rates.index(rate)], criterion, folder))
+            probes.append(probe_of(rate, [s for s in summaries if s["order"] == rates.index(rate)], criterion, folder))
             if not options.quiet:
                 print(f"{rate:g} {unit}: {'met' if probes[-1].met else 'not met'}", file=sys.stderr)
     except ValueError as error:
@@ -255,10 +255,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nstopped; the same command resumes after the finished probes", file=sys.stderr)
         return 130
     met, unmet = bracket(probes)
-    found = {"criterion": str(criterion), "unit": unit, "met": met, "unmet": unmet if unmet < math.inf else None}
     rows = [probe._asdict() for probe in probes]
-    store.write_file(folder / "capacity.json", store.json_text({**found, "above": unordered(probes), "probes": rows}))
-    print(f"{table(probes, unit)}\n{' '.join(reading(probes, bounds, criterion, unit))}\nruns: {folder}")
+    found: dict[str, Any] = {
+        "criterion": str(criterion),
+        "unit": unit,
+        "met": met,
+        "unmet": unmet if unmet < math.inf else None,
+        "above": met_above_limit(probes),
+        "probes": rows,
+    }
+    store.write_file(folder / "capacity.json", store.json_text(found))
+    print(f"{table(probes, unit)}\n{' '.join(answer_sentences(probes, bounds, criterion, unit))}\nruns: {folder}")
     return 0 if 0.0 < met < unmet < math.inf else 1
 
 

@@ -29,7 +29,7 @@ from experiments.analysis.sweep_points import (
     number,
 )
 from experiments.core import store
-from experiments.core.libraries import require
+from experiments.core.optional_imports import require
 
 
 def write(folder: Path) -> Path:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.core.environment import cpu_model, git_state, usable_cores
-from experiments.core.libraries import require
+from experiments.core.optional_imports import require
 from experiments.core.workloads import AZURE
 from experiments.studies.findings import Claim, Findings, Interval, markdown, rounded, times
 
@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[1]
 FINDINGS = "findings.json"
 TABLE = "REPRODUCTION.md"
 QUICK = "runs/reproduction"  # where --quick writes without --out
-WIDE = 10.0  # a published range with ends further apart is weak evidence
-ONE_SIDED = 100.0  # of such a range, one end is meant
+WIDE_RANGE_RATIO = 10.0  # a published range with ends a larger factor apart is weak evidence
+ONE_SIDED = 100.0  # a range with ends this factor apart is printed as "at least LOW"
 HEAD = """# Reproduction
 
 Written by `python -m experiments.reproduce`, with all results, disagreements included. *Ours* is one number if nothing
@@ -60,6 +60,7 @@ def chosen(wanted: Sequence[str]) -> list[str]:
 
 
 def module(name: str) -> Any:
+    """The module of a study, by the name of its folder. It has `QUESTION` and `run`."""
     return importlib.import_module(f"experiments.studies.{name}.study")
 
 
@@ -87,7 +88,7 @@ def run(name: str, quick: bool, traces: Path | None = None) -> dict[str, Any]:
 
 
 def write(found: dict[str, Any], folder: Path) -> None:
-    """Write a study's folder: figures, findings.json, README.md."""
+    """Write a study's folder: figures, findings.json, README.md. Removes "svg", the figures' texts, from `found`."""
     folder.mkdir(exist_ok=True)
     for name, svg in found.pop("svg").items():
         (folder / name).write_text(svg, encoding="utf-8")
@@ -129,6 +130,7 @@ def table(kept: Sequence[dict[str, Any]]) -> str:
 
 
 def row(claim: Claim) -> list[str]:
+    """The cells of a claim in the table: source, what, published, ours, ratio, within, agrees."""
     ours, unit = claim.ours, f" {claim.unit}" if claim.unit else ""
     text = rounded(ours.middle)
     if ours.low < ours.high:
@@ -136,10 +138,10 @@ def row(claim: Claim) -> list[str]:
         text += f" ({span}, n = {ours.n})" if ours.n else f" ({span})"
     verdict = "yes" if claim.agrees else f"no: {claim.why or 'not explained'}"
     within = f"{claim.factor:g} x"
-    return [claim.source, claim.what, published(claim), text + unit, times(claim.ratio), within, verdict]
+    return [claim.source, claim.what, published_text(claim), text + unit, times(claim.ratio), within, verdict]
 
 
-def published(claim: Claim) -> str:
+def published_text(claim: Claim) -> str:
     """The published number or range as text; for a range with one meaningful end, that end."""
     low, high = claim.range
     unit = f" {claim.unit}" if claim.unit else ""
@@ -149,13 +151,13 @@ def published(claim: Claim) -> str:
         return f"at most {rounded(high)}{unit}"
     if high >= ONE_SIDED * low:
         return f"at least {rounded(low)}{unit}"
-    return f"{rounded(low)} to {rounded(high)}{unit}" + " (wide)" * (high > WIDE * low)
+    return f"{rounded(low)} to {rounded(high)}{unit}" + " (wide)" * (high > WIDE_RANGE_RATIO * low)
 
 
 def weak(claim: Claim) -> bool:
     """Whether agreement is weak evidence."""
     low, high = claim.range
-    return low != high and (low <= 0 or high > WIDE * low)
+    return low != high and (low <= 0 or high > WIDE_RANGE_RATIO * low)
 
 
 def reproduction(all_found: Sequence[dict[str, Any]], studies: str = "experiments/studies/") -> str:

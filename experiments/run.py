@@ -24,7 +24,7 @@ from experiments.analysis import sweep_points
 from experiments.core import config, parallel, store, sweep
 from experiments.core.config import Experiment
 from experiments.core.engines import Run, engine_key, plan_runs
-from experiments.core.libraries import require
+from experiments.core.optional_imports import require
 from experiments.core.workloads import Prompts
 from pagedjax.weights.locate import HUB_ID, open_checkpoint
 

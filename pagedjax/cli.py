@@ -156,10 +156,10 @@ def serve(args: argparse.Namespace) -> int:
     from pagedjax.config import EngineConfig
 
     needs("serve", "fastapi", "uvicorn", "prometheus_client")
-    from pagedjax.server import run
+    from pagedjax.server import serve as command
 
     names = [field.name for field in dataclasses.fields(EngineConfig)]
-    return run.main(args, {name: getattr(args, name) for name in names if getattr(args, name) is not None})
+    return command.main(args, {name: getattr(args, name) for name in names if getattr(args, name) is not None})
 
 
 def bench_serve(args: argparse.Namespace) -> int:

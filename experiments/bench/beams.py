@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.bench.sharing import ALPACA, Dataset, Saved
-from experiments.core.draws import Exponential, draw_lengths
+from experiments.core.distributions import Exponential, draw_lengths
 from experiments.core.workloads import branch_ids
 from pagedjax import LLM, BeamSearchParams, load_model
 from pagedjax.weights.pretrained import LoadedModel

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.core import strict
+from experiments.core import strict_yaml
 from experiments.core.environment import cpu_model, git_state, processor_time, stolen_share
 from experiments.core.workloads import Tokens, read_tokens
 
@@ -281,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.repeats < 1 or (args.requests is not None and args.requests < 1):
         parser.error("--repeats and --requests must be at least 1")
     try:
-        config = strict.parse(Config, strict.load_file(Path(args.config)), "")
+        config = strict_yaml.parse(Config, strict_yaml.load_file(Path(args.config)), "")
         contenders = _chosen(config, args.only)
         folder = Path(args.work)
         folder.mkdir(parents=True, exist_ok=True)

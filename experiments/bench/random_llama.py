@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--bandwidth", type=float, help="bytes/s of the device (see experiments.hardware.kernels)")
+    parser.add_argument("--bandwidth", type=float, help="bytes/s of the device (see hardware.gpu_attention)")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     for name, least in (("seqs", 1), ("context", 1), ("tokens", 2), ("budget", 1)):  # the first token is not a decode

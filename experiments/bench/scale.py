@@ -6,12 +6,12 @@
     python -m experiments.bench.scale --quick                     # a tiny model, as a test of the program
 
 One factor at a time varies around a base shape, a Llama of random weights in float32. The calculation ("paper") uses
-the model's shape and two rates of the device, those of `bench.floors`: reading the base model's weights, and
+the model's shape and two rates of the device, those of `bench.lower_bounds`: reading the base model's weights, and
 multiplying with them. A step takes, on paper, the longer of reading the weights and multiplying with them, plus the
 longer of reading keys and values and multiplying with them. Rates are measured at every point; the calculation uses
 their 90th percentile.
 
-The measurement is the engine's loop, schedule -> pack -> step -> commit, with the engine's functions and compiled step.
+The measurement is the engine's loop, schedule -> pack -> run -> commit, with the engine's functions and compiled step.
 Prompts are scheduled and committed but not computed, because the content of the cache does not change the time of
 attention. `step` is the device's part, by the clock. `host` is all other work in processor time: with the hashes of
 filled blocks, without log-probabilities and beams, which these requests do not use. The sequences have different
@@ -35,10 +35,10 @@ import jax
 import numpy as np
 from immutables import Map
 
-from experiments.bench.floors import read_weights, weight_products
+from experiments.bench.lower_bounds import read_weights, weight_products
 from experiments.bench.peers import STOLEN
 from experiments.bench.random_llama import random_model
-from experiments.bench.scale_paper import BLOCK, DTYPE, ROOM, Shape, needed_bytes, paper
+from experiments.bench.scale_calculated import BLOCK, DTYPE, ROOM, Shape, needed_bytes, paper
 from experiments.bench.scale_report import report
 from experiments.core.environment import environment, load_average, processor_time, stolen_share
 from pagedjax import SamplingParams

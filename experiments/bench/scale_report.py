@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.bench.scale_paper import DTYPE, Paper, Rates, roofline
+from experiments.bench.scale_calculated import DTYPE, Paper, Rates, roofline
 from pagedjax.device import memory
 
 UNITS = {  # of a factor's growth

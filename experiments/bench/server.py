@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from experiments.core.environment import environment
-from experiments.core.libraries import require
+from experiments.core.optional_imports import require
 from pagedjax import LLM, SamplingParams
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 

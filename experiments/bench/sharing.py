@@ -37,7 +37,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from experiments.core.draws import AT_ONCE, Arrivals, Exponential, Poisson, draw_arrivals, draw_lengths
+from experiments.core.distributions import AT_ONCE, Arrivals, Exponential, Poisson, draw_arrivals, draw_lengths
 from experiments.core.workloads import branch_ids
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS

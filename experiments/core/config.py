@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.core.overrides import combinations, override_all, put
-from experiments.core.strict import load_file, parse
+from experiments.core.strict_yaml import load_file, parse
 from experiments.core.workloads import AZURE, Spec, Trace, check
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.core.strict import load_text
+from experiments.core.strict_yaml import load_text
 
 _ONE_KEY = ("sweep.grid.", "sweep.zip.")  # prefixes of --set that are followed by one swept key
 

@@ -17,7 +17,7 @@ from typing import Any
 from experiments.core.config import Point
 from experiments.core.engines import Engines, Run
 from experiments.core.execution import Result, one_run
-from experiments.core.libraries import require
+from experiments.core.optional_imports import require
 
 BACKENDS = ("loky", "ray")
 

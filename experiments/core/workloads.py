@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.core.draws import AT_ONCE, Arrivals, Lengths, clip, draw_arrivals, draw_lengths
+from experiments.core.distributions import AT_ONCE, Arrivals, Lengths, clip, draw_arrivals, draw_lengths
 
 FIRST_ORDINARY_TOKEN = 17  # lower ids are special in the embedded model (chat marks, padding, file names ...)
 AZURE = (

@@ -2,9 +2,9 @@
 
     python -m experiments.hardware.on_gpu --name h200 --out experiments/results/h200
 
-    first     experiments.hardware.kernels --quick: are the kernels correct, and how fast before tuning?
+    first     experiments.hardware.gpu_attention --quick: are the kernels correct, and how fast before tuning?
     tune      pallas_kernels.tune: better tiles, written to pallas_kernels/tiles/<name>.json
-    kernels   experiments.hardware.kernels: all shapes with the tuned tiles, compared with alternatives
+    kernels   experiments.hardware.gpu_attention: all shapes with the tuned tiles, compared with alternatives
     llama     experiments.bench.random_llama: a Llama of 1.1 B parameters, through the kernels and through plain XLA
 
 A failed part is reported and the next one runs. A failure of `first` ends the session: wrong kernels are not timed.
@@ -37,9 +37,9 @@ def parts(name: str, out: Path) -> list[Part]:
 
     llama = ("experiments.bench.random_llama", "--impls", "pallas_gpu", "xla", "--context", "2048")
     return [
-        Part("first", ("experiments.hardware.kernels", "--quick", *figures("first")), must=True),
+        Part("first", ("experiments.hardware.gpu_attention", "--quick", *figures("first")), must=True),
         Part("tune", ("pallas_kernels.tune", "--name", name)),
-        Part("kernels", ("experiments.hardware.kernels", *figures("kernels"))),
+        Part("kernels", ("experiments.hardware.gpu_attention", *figures("kernels"))),
         Part("llama", (*llama, *figures("llama"))),
     ]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.core.config import Point
 from experiments.core.drive import Measured
-from experiments.core.strict import load_file
+from experiments.core.strict_yaml import load_file
 from experiments.studies.findings import Interval, interval, rounded, simulated
 
 Curves = dict[str, list[list[float]]]  # engine -> latencies by rate, then by seed

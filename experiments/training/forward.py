@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.core.libraries import require
+from experiments.core.optional_imports import require
 from pagedjax.device import cache, models
 from pagedjax.device.batch import Batch
 from pagedjax.device.models import llama

@@ -35,7 +35,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from experiments.core.libraries import require
+from experiments.core.optional_imports import require
 from experiments.training.data import END, Data, held_out_batches, prepare, unigram, windows
 from experiments.training.forward import initial, loss
 from experiments.training.setup import Setup, hf_config

@@ -5,11 +5,11 @@ schema.py      request bodies: fields, limits, and the sampling parameters that 
 responses.py   response bodies: JSON of answers and stream chunks
 streaming.py   server-sent events, and waiting that ends when the client leaves
 app.py         options and routes
-lecture.py     the two routes of vllmini
+vllmini.py     two routes as the engine vllmini has them: POST /generate, GET /result/{id}
 errors.py      responses that are errors
 middleware.py  the API key, and the size of a body
 metrics.py     Prometheus metrics, from the events of the engine
-run.py         the command: sockets, signals, options of the command line
+serve.py       the command: sockets, signals, options of the command line
 
 The load client is not here: see pagedjax/load_client.
 """

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from pagedjax import __version__, viewer
 from pagedjax.llm import LLM
 from pagedjax.params import BeamSearchParams
-from pagedjax.server import lecture, responses, schema
+from pagedjax.server import responses, schema, vllmini
 from pagedjax.server.errors import ApiError, add_errors, in_thread, submit
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
@@ -85,7 +85,7 @@ def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -
     add_errors(app)
     add_routes(app, worker, options, metrics)
     if options.lecture_endpoints:
-        lecture.add_routes(app, worker, options.result_seconds)
+        vllmini.add_routes(app, worker, options.result_seconds)
     add_viewer(app, live, options)
     app.add_middleware(Gate, api_key=options.api_key, max_body_bytes=options.max_body_bytes)
     if options.allow_origins:

@@ -18,7 +18,7 @@ MAX_BRANCHES = 128  # of a request, as OpenAI's
 MAX_STOP = 1000  # characters of a stop string; so many characters of an answer may wait, and are searched at each token
 MAX_FIELDS = 256  # of an object, more than any request needs
 MAX_TEXT = 2**20  # characters to /tokenize, tokens to /detokenize
-MAX_LISTED = 4096  # tokens that a field lists or biases
+MAX_FIELD_TOKENS = 4096  # tokens that a field lists or biases
 
 
 def at_most(limit: int) -> Callable[[Any], Any]:
@@ -37,7 +37,7 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]  # the limit of the engine and its
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Listed = Annotated[list[TokenId], Field(max_length=MAX_LISTED, fail_fast=True)]
+Listed = Annotated[list[TokenId], Field(max_length=MAX_FIELD_TOKENS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=MAX_STOP)]
 Strings = StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)]
 IGNORED = (
@@ -103,7 +103,7 @@ class GenerationBody(Strict):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(at_most(MAX_LISTED))] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(at_most(MAX_FIELD_TOKENS))] | None = None
     seed: int | None = None
     stop: Strings | None = None
     stream: bool | None = None

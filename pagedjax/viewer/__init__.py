@@ -12,6 +12,6 @@ from __future__ import annotations
 from pagedjax.viewer.document import live_page, page
 from pagedjax.viewer.live import Live
 from pagedjax.viewer.perfetto import trace
-from pagedjax.viewer.run import Run, read
+from pagedjax.viewer.read_recording import Run, read
 
 __all__ = ["Live", "Run", "live_page", "page", "read", "trace"]

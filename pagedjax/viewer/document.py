@@ -11,7 +11,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from pagedjax.viewer.run import Run
+from pagedjax.viewer.read_recording import Run
 from pagedjax.viewer.text import Decode, texts
 
 SCRIPTS = ("fold", "lives", "story", "look", "grid", "batch", "timeline", "panels", "controls", "live", "main")

@@ -6,8 +6,8 @@
     fold, frame = committed(fold, state, events)    # the step has ended
     fold, frame = rested(fold)                      # no request is unfinished
 
-A recorded run is folded transition by transition (run.py), a running engine step by step (live.py). The cost of a step
-depends on its sequences, never on the size of the pool.
+read_recording.py updates it by each transition of a recorded run, live.py by each step of a running engine. The cost of
+a step depends on its sequences, never on the size of the pool.
 """
 
 from __future__ import annotations

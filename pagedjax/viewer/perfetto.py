@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagedjax.viewer.picture import Frame, Picture, apply
-from pagedjax.viewer.run import Run
+from pagedjax.viewer.read_recording import Run
 
 ENGINE, REQUESTS = 1, 2  # "processes": groups of tracks
 STEP = 1_000.0  # microseconds of a step whose times are not known

@@ -11,7 +11,7 @@ import pytest
 
 from pagedjax import LLM, SamplingParams, cli
 from pagedjax.config import EngineConfig
-from pagedjax.server import run
+from pagedjax.server import serve
 
 
 def generate(*words: str, model) -> int:
@@ -123,7 +123,7 @@ def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypa
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to(tmp_path)
     monkeypatch.chdir(tmp_path / "here")
-    assert run.name_of(model) == name
+    assert serve.name_of(model) == name
 
 
 @pytest.mark.parametrize(

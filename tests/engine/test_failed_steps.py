@@ -16,7 +16,7 @@ from pagedjax.engine import step as step_module
 from pagedjax.engine.interrupts import deferred
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Preempted, Sampled
-from pagedjax.viewer import run as viewer
+from pagedjax.viewer import read_recording as viewer
 
 PROMPTS = {f"r{n}": np.random.default_rng(n).integers(3, 320, n).tolist() for n in (3, 9, 17, 24, 40)}
 DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, logprobs=1)

@@ -21,7 +21,7 @@ SHAPES = Shapes(tokens=(4, 8, 16), max_seqs=3, block_size=4, table_width=5, max_
 GREEDY = SamplingParams(temperature=0)
 
 
-def source(tokens: list[int], prompt_len: int, params: SamplingParams = GREEDY, **more) -> SequenceData:
+def sequence_data(tokens: list[int], prompt_len: int, params: SamplingParams = GREEDY, **more) -> SequenceData:
     """A request whose known tokens are `tokens`, with room for 20."""
     room = np.full(20, 77, np.int32)  # what lies behind the known tokens must never be used
     room[: len(tokens)] = tokens
@@ -31,7 +31,7 @@ def source(tokens: list[int], prompt_len: int, params: SamplingParams = GREEDY, 
 
 
 def plan(*rows: tuple[str, SequenceData, int, int, tuple[int, ...]]) -> tuple[Plan, dict[str, SequenceData]]:
-    """Rows of (id, source, start, count, blocks)."""
+    """Rows of (id, sequence data, start, count, blocks)."""
     seqs = tuple(
         Seq(Request(name, s.prompt_len, 5), i, 20, s.known, start, blocks)
         for i, (name, s, start, _, blocks) in enumerate(rows)
@@ -42,8 +42,8 @@ def plan(*rows: tuple[str, SequenceData, int, int, tuple[int, ...]]) -> tuple[Pl
 
 
 def packed(*rows, shapes: Shapes = SHAPES, options=DEFAULT) -> Batch:
-    the_plan, sources = plan(*rows)
-    return pack(the_plan, sources, shapes, {t: blank_sampling(shapes, t, options) for t in shapes.tokens}, options)
+    step_plan, sequences = plan(*rows)
+    return pack(step_plan, sequences, shapes, {t: blank_sampling(shapes, t, options) for t in shapes.tokens}, options)
 
 
 def equal(array: np.ndarray, *expected) -> None:
@@ -56,9 +56,9 @@ def assert_blank(feature: str, batch: Batch) -> None:
 
 
 MIXED = (
-    ("decode", source([10, 11, 12, 13, 14, 15], 4), 5, 1, (7, 3)),
-    ("chunk", source([20, 21, 22, 23, 24, 25, 26], 7), 2, 3, (1, 9)),  # stops before the end of its prompt
-    ("whole", source([30, 31], 2), 0, 2, (5,)),
+    ("decode", sequence_data([10, 11, 12, 13, 14, 15], 4), 5, 1, (7, 3)),
+    ("chunk", sequence_data([20, 21, 22, 23, 24, 25, 26], 7), 2, 3, (1, 9)),  # stops before the end of its prompt
+    ("whole", sequence_data([30, 31], 2), 0, 2, (5,)),
 )
 
 
@@ -99,7 +99,11 @@ def test_an_empty_plan_is_all_padding():
 
 def test_the_bucket_is_the_smallest_that_holds_the_tokens():
     assert [SHAPES.bucket(n) for n in (0, 1, 4, 5, 8, 9, 16)] == [4, 4, 4, 8, 8, 16, 16]
-    assert [len(packed(("a", source([1] * 16, 16), 0, n, (1, 2, 3, 4))).tokens) for n in (4, 5, 16)] == [4, 8, 16]
+    assert [len(packed(("a", sequence_data([1] * 16, 16), 0, n, (1, 2, 3, 4))).tokens) for n in (4, 5, 16)] == [
+        4,
+        8,
+        16,
+    ]
     assert [SHAPES.rows(t) for t in (1, 2, 3, 16)] == [1, 2, 3, 3]
 
 
@@ -130,8 +134,8 @@ def test_options_of_a_row_are_in_its_row_of_the_arrays():
         repetition_penalty=1.25,
         logprobs=3,
     )
-    mine = source([1, 2, 3, 4], 2, params, seed=2**32 - 1)
-    s = packed(MIXED[0], ("mine", mine, 3, 1, (2,))).sampling
+    data = sequence_data([1, 2, 3, 4], 2, params, seed=2**32 - 1)
+    s = packed(MIXED[0], ("data", data, 3, 1, (2,))).sampling
     equal(s.temperature, 0, 0.5, 0)
     equal(s.num_top, -1, 3, -1)
     equal(s.seed, 0, 2**32 - 1, 0)
@@ -153,19 +157,19 @@ def test_options_of_a_row_are_in_its_row_of_the_arrays():
 
 @pytest.mark.parametrize("value", [0, -1])
 def test_top_k_of_0_and_of_minus_1_is_off(value):
-    assert_blank("top_k", packed(("a", source([1], 1, SamplingParams(top_k=value)), 0, 1, (1,))))
+    assert_blank("top_k", packed(("a", sequence_data([1], 1, SamplingParams(top_k=value)), 0, 1, (1,))))
 
 
 @pytest.mark.parametrize("option", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}])
 def test_options_of_weights_are_off_for_greedy_rows(option):
-    batch = packed(("a", source([1], 1, SamplingParams(temperature=0, **option)), 0, 1, (1,)))
+    batch = packed(("a", sequence_data([1], 1, SamplingParams(temperature=0, **option)), 0, 1, (1,)))
     assert_blank(next(iter(option)), batch)
 
 
 def test_features_that_no_row_uses_take_the_blank_arrays_as_they_are():
     blanks = {t: blank_sampling(SHAPES, t) for t in SHAPES.tokens}
-    the_plan, sources = plan(*MIXED)
-    s = pack(the_plan, sources, SHAPES, blanks).sampling
+    step_plan, sequences = plan(*MIXED)
+    s = pack(step_plan, sequences, SHAPES, blanks).sampling
     assert s.features.keys() == {"listed_tokens", "penalties", "min_p", "top_k", "top_p"}
     assert all(rows is blanks[8].features[name] for name, rows in s.features.items())
     chex.assert_trees_all_equal(blanks[8], blank_sampling(SHAPES, 8))
@@ -184,7 +188,7 @@ def listed(row: int, batch: Batch) -> tuple[dict[int, float], list[int]]:
 
 def test_biases_allowed_tokens_and_suppressed_stops_share_one_list():
     def row(name, **params):
-        return name, source([1, 2, 3], 2, SamplingParams(max_tokens=9, **params), stop_ids=(8, 9)), 2, 1, (1,)
+        return name, sequence_data([1, 2, 3], 2, SamplingParams(max_tokens=9, **params), stop_ids=(8, 9)), 2, 1, (1,)
 
     batch = packed(
         row("bias", logit_bias={4: 1.5, 9: -2.0}),
@@ -201,8 +205,8 @@ def test_biases_allowed_tokens_and_suppressed_stops_share_one_list():
 
 
 def test_only_rows_with_a_list_have_one():
-    mine = source([1, 2, 3], 2, SamplingParams(logit_bias={4: 1.5}))
-    rows = packed(MIXED[0], ("mine", mine, 2, 1, (1,))).sampling.features["listed_tokens"]
+    data = sequence_data([1, 2, 3], 2, SamplingParams(logit_bias={4: 1.5}))
+    rows = packed(MIXED[0], ("data", data, 2, 1, (1,))).sampling.features["listed_tokens"]
     equal(rows.on, False, True, False)
     chex.assert_trees_all_equal(rows.fields["ids"][[0, 2]], np.full((2, MAX_LISTED), -1, np.int32))
 
@@ -222,9 +226,9 @@ WIDE = RowFeature(
 def test_a_feature_of_a_user_is_packed_for_the_rows_that_use_it():
     options = chain((WIDE,))
     params = SamplingParams(temperature=0, extra_args={"wide": 3})
-    mine = source([1, 2, 3], 2, params, read=options.read(params))
-    other = source([1, 2, 3], 2, GREEDY, read=options.read(GREEDY))
-    features = packed(("a", other, 2, 1, (1,)), ("b", mine, 2, 1, (2,)), options=options).sampling.features
+    data = sequence_data([1, 2, 3], 2, params, read=options.read(params))
+    other = sequence_data([1, 2, 3], 2, GREEDY, read=options.read(GREEDY))
+    features = packed(("a", other, 2, 1, (1,)), ("b", data, 2, 1, (2,)), options=options).sampling.features
     assert features.keys() == options.blank(1).keys()
     equal(features["wide"].on, False, True, False)
     equal(features["wide"].fields["count"], -1, 3, -1)
@@ -282,14 +286,14 @@ def test_features_of_one_name_are_refused():
 def test_prompt_tokens_are_targets_of_the_tokens_before_them():
     params = SamplingParams(prompt_logprobs=0)
     prompt = [20, 21, 22, 23, 24, 25, 26]
-    decode = ("decode", source([1, 2, 3], 2, params), 2, 1, (2,))
-    first = packed(decode, ("a", source(prompt, 7, params), 0, 3, (1, 9)))
+    decode = ("decode", sequence_data([1, 2, 3], 2, params), 2, 1, (2,))
+    first = packed(decode, ("a", sequence_data(prompt, 7, params), 0, 3, (1, 9)))
     equal(first.targets, -1, 21, 22, 23)
-    middle = packed(decode, ("a", source(prompt, 7, params), 3, 2, (1, 9)))
+    middle = packed(decode, ("a", sequence_data(prompt, 7, params), 3, 2, (1, 9)))
     equal(middle.targets, -1, 24, 25, -1)
-    last = packed(("a", source(prompt, 7, params), 5, 2, (1, 9)))
+    last = packed(("a", sequence_data(prompt, 7, params), 5, 2, (1, 9)))
     equal(last.targets, 26, -1, -1, -1)  # nothing follows the last prompt token but what is sampled
-    after_preemption = packed(("a", source([*prompt, 40, 41], 7, params), 4, 5, (1, 9, 3)))
+    after_preemption = packed(("a", sequence_data([*prompt, 40, 41], 7, params), 4, 5, (1, 9, 3)))
     equal(after_preemption.targets, 25, 26, *[-1] * 6)
 
 
@@ -304,7 +308,7 @@ def test_any_plan_lays_every_token_where_its_block_table_says(data):
         count = data.draw(st.integers(1, min(length - start, 12)))
         table = tuple(next(ids) for _ in range(-(-length // 4)))
         tokens = [100 * number + i for i in range(length)]
-        rows.append((f"{number}", source(tokens, length), start, count, table))
+        rows.append((f"{number}", sequence_data(tokens, length), start, count, table))
         total += count
     batch = packed(*rows, shapes=shapes)
     t = shapes.bucket(total)

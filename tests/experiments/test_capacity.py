@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from experiments import capacity
-from experiments.capacity import Bounds, Probe, bracket, next_rate, unordered
+from experiments.capacity import Bounds, Probe, bracket, met_above_limit, next_rate
 from experiments.core import store, sweep
 from experiments.core.metrics import BranchRecord, RequestRecord
 
@@ -55,14 +55,14 @@ def test_search_finds_known_limit(limit: float, tolerance: float, given: tuple[s
     met, unmet = bracket(probes)
     assert met <= limit < unmet
     assert unmet <= met * (1 + tolerance) or math.isclose(unmet, met, rel_tol=2e-3)
-    assert unordered(probes) == []
+    assert met_above_limit(probes) == []
     assert all((bounds.low or 0) <= probe.rate <= (bounds.high or math.inf) for probe in probes)
     assert f"Capacity: {met:g} requests/s ({unmet:g} is too much)" in said(probes, bounds)
 
 
 def said(probes: list[Probe], bounds: Bounds) -> str:
     criterion = capacity.Criterion(capacity.Slo(ttft=1.0))
-    return " ".join(capacity.reading(probes, bounds, criterion, "requests/s"))
+    return " ".join(capacity.answer_sentences(probes, bounds, criterion, "requests/s"))
 
 
 def test_non_monotone_rates_are_reported() -> None:
@@ -70,7 +70,7 @@ def test_non_monotone_rates_are_reported() -> None:
     assert bracket(probes)[0] <= 3.0 < bracket(probes)[1]
     assert "Not monotone: met at 3.238 although not at 3.084" in said(probes, Bounds(1.0))
     upside_down = searched(lambda rate: rate > 5.0, Bounds(1.0, 2.0, 8.0))
-    assert unordered(upside_down) == [8.0]
+    assert met_above_limit(upside_down) == [8.0]
     assert said(upside_down, Bounds(1.0, 2.0, 8.0)).startswith("No capacity found: not met even at 2 requests/s")
 
 

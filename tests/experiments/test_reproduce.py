@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from experiments import reproduce
-from experiments.studies import draw
+from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, Interval, exactly, markdown, rounded
 
 SIMULATED = ("001", "002", "003", "004", "006", "007", "009", "011")
@@ -48,10 +48,10 @@ def test_tables_have_their_numbers_at_the_right():
 
 def test_figures_are_reproducible_svg():
     panels = {"left": {"a": [(1, 2.0), (2, 3.0)], "b": [(1, 1.0), (2, 1.0)]}}
-    first, second = (draw.curves(panels, "x", "y", log_x=2, dashed=("b",)) for _ in range(2))
+    first, second = (figures.curves(panels, "x", "y", log_x=2, dashed=("b",)) for _ in range(2))
     assert first == second
     assert ET.fromstring(first).tag.endswith("svg")
-    assert ET.fromstring(draw.stacks({"one": {"bar": {"a": 1.0, "b": 2.0}}}, "y")).tag.endswith("svg")
+    assert ET.fromstring(figures.stacks({"one": {"bar": {"a": 1.0, "b": 2.0}}}, "y")).tag.endswith("svg")
 
 
 @pytest.fixture

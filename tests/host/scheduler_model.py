@@ -2,8 +2,8 @@
 
 The model stores the cache slot by slot: `slots[block, offset]` is the token that the device wrote there last, with all
 tokens before it. So a sequence reads a wrong token if a shared block has other content or a write goes past a block.
-Prompts of one family begin with the same tokens. `Life.key` spells the tokens of a sequence; the hash of a block is the
-spelling of its tokens and of all tokens before it.
+Prompts of one family begin with the same tokens. `ModelSequence.key` spells the tokens of a sequence; the hash of a
+block is the spelling of its tokens and of all tokens before it.
 
 The pool chooses the ids of new blocks. The model uses a negative number for each, takes the ids from the real plan, and
 checks that no other sequence owns them. The model itself decides which published blocks a sequence shares. It checks
@@ -37,7 +37,7 @@ from pagedjax.host.types import (
 
 
 @dataclass(eq=False)  # compared by identity: an id may be used again after its request ended
-class Life:
+class ModelSequence:
     request: Request
     arrival: int
     outputs: list[int] = field(default_factory=list)
@@ -92,8 +92,8 @@ def free_pieces(free: set[int], start: int, size: int) -> list[int]:
 class Step:
     """One step as the rules require it."""
 
-    rows: list[tuple[Life, int, int]]  # sequence, first token to compute, how many
-    admitted: list[Life]
+    rows: list[tuple[ModelSequence, int, int]]  # sequence, first token to compute, how many
+    admitted: list[ModelSequence]
     preempted: list[str]
     cached: list[int] = field(default_factory=list)  # tokens of each admitted one that need not be computed
     entered: list[int] = field(default_factory=list)  # its known tokens when it was admitted
@@ -107,8 +107,8 @@ class Step:
 class Model:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.waiting: list[Life] = []  # in any order: the earliest arrival is next
-        self.running: list[Life] = []  # decodes first, else in order of admission
+        self.waiting: list[ModelSequence] = []  # in any order: the earliest arrival is next
+        self.running: list[ModelSequence] = []  # decodes first, else in order of admission
         self.slots: dict[tuple[int, int], str] = {}
         self.host_slots: dict[tuple[int, int], str] = {}
         self.published: dict[str, int] = {}  # content -> the block
@@ -119,7 +119,7 @@ class Model:
         self.pieces: list[int] = []  # sizes of the free pieces, if caches are reserved
         self.uncut = self.fragmented = 0  # how often a whole prompt did not fit, or free blocks made no piece
 
-    def alive(self) -> list[Life]:
+    def alive(self) -> list[ModelSequence]:
         return self.waiting + self.running
 
     def limit(self, request: Request) -> int:
@@ -141,7 +141,7 @@ class Model:
         return alone and self.reserved(request) <= max(free_pieces(self.ids(), 1, power(self.config.num_blocks)))
 
     def reserved(self, request: Request) -> int:
-        """Blocks of the piece that a request owns for its whole life."""
+        """Blocks of the piece that a request owns for its whole sequence."""
         c, prompt, limit = self.config, request.prompt_len, self.limit(request)
         slots = {"oracle": limit, "pow2": prompt + power(limit - prompt), "max": c.max_model_len}[c.reservation]
         return power(math.ceil(min(slots, c.max_model_len) / c.block_size))
@@ -150,90 +150,92 @@ class Model:
         return set(range(1, self.config.num_blocks + 1))
 
     def names(self) -> list[str]:
-        return [name for life in self.alive() for name in (life.name, *life.request.forks)]
+        return [name for sequence in self.alive() for name in (sequence.name, *sequence.request.forks)]
 
     def hashes(self, name: str, prompt_len: int) -> tuple[str, ...]:
         """The hashes of the full blocks of a prompt."""
-        life, size = Life(Request(name, prompt_len, 1), 0), self.config.block_size
-        return tuple(life.key(j * size) for j in range(1, prompt_len // size + 1)) if life.shares() else ()
+        sequence, size = ModelSequence(Request(name, prompt_len, 1), 0), self.config.block_size
+        return tuple(sequence.key(j * size) for j in range(1, prompt_len // size + 1)) if sequence.shares() else ()
 
     def submit(self, request: Request) -> None:
         group = self.arrivals if request.forks or request.beams else None
-        self.waiting.append(Life(request, self.arrivals, hashed=len(request.hashes), group=group))
+        self.waiting.append(ModelSequence(request, self.arrivals, hashed=len(request.hashes), group=group))
         self.arrivals += 1 + len(request.forks)
 
     def owned(self) -> set[int]:
-        return {block for life in self.running for block in life.table}
+        return {block for sequence in self.running for block in sequence.table}
 
     def free(self) -> int:
         return self.config.num_blocks - len(self.owned())
 
-    def publishes(self, life: Life) -> bool:
+    def publishes(self, sequence: ModelSequence) -> bool:
         """Whether the engine gives hashes for blocks that a sequence fills."""
-        return self.config.reservation == "none" and life.shares()
+        return self.config.reservation == "none" and sequence.shares()
 
-    def take(self, life: Life, number: int) -> None:
+    def take(self, sequence: ModelSequence, number: int) -> None:
         """Gives a sequence new blocks. If no block is empty, an idle block loses its content."""
         for _ in range(number):
             if self.free() == len(self.idle):
                 lost = self.idle.pop(0)
                 self.published = {key: block for key, block in self.published.items() if block != lost}
             self.unseen -= 1
-            life.table.append(self.unseen)
+            sequence.table.append(self.unseen)
 
-    def release(self, life: Life) -> None:
+    def release(self, sequence: ModelSequence) -> None:
         """Takes the blocks of a sequence that no longer runs, the last one first."""
         cached = set(self.published.values()) - self.owned()
-        self.idle += [block for block in reversed(life.table) if block in cached]
-        life.table = []
+        self.idle += [block for block in reversed(sequence.table) if block in cached]
+        sequence.table = []
 
-    def stop(self, step: Step, lives: list[Life]) -> None:
+    def stop(self, step: Step, sequences: list[ModelSequence]) -> None:
         """Preempts sequences: their content moves to host memory if all of it fits there; else it is lost."""
-        step.preempted += [life.name for life in lives]
-        for life in lives:
-            life.computed = min(life.computed, life.known - 1)
-        tables = [life.table[: math.ceil(life.computed / self.config.block_size)] for life in lives]
+        step.preempted += [sequence.name for sequence in sequences]
+        for sequence in sequences:
+            sequence.computed = min(sequence.computed, sequence.known - 1)
+        tables = [sequence.table[: math.ceil(sequence.computed / self.config.block_size)] for sequence in sequences]
         distinct = list(dict.fromkeys(block for table in tables for block in table))
-        taken = {block for life in self.waiting for block in life.away}
+        taken = {block for sequence in self.waiting for block in sequence.away}
         fits = all(tables) and len(distinct) <= self.config.host_blocks - len(taken)
         place = {block: self.unseen - i for i, block in enumerate(distinct, 1)}
         self.unseen -= len(distinct)
-        for life, table in zip(lives, tables, strict=True):
-            self.running.remove(life)
-            self.waiting.append(life)
-            self.release(life)
-            life.away = [place[block] for block in table] if fits else []
-            life.computed = life.computed if fits else 0
-        step.swapped += [life.name for life in lives] if fits else []
+        for sequence, table in zip(sequences, tables, strict=True):
+            self.running.remove(sequence)
+            self.waiting.append(sequence)
+            self.release(sequence)
+            sequence.away = [place[block] for block in table] if fits else []
+            sequence.computed = sequence.computed if fits else 0
+        step.swapped += [sequence.name for sequence in sequences] if fits else []
         step.out += place.items() if fits else []
 
     def schedule(self) -> Step:
         c, step = self.config, Step([], [], [])
 
-        def starving() -> list[Life]:  # the next token lies past the last block
-            edge = [life for life in self.running if life.computed >= len(life.table) * c.block_size]
-            return [life for life in edge if not life.awaits_siblings()]
+        def starving() -> list[ModelSequence]:  # the next token lies past the last block
+            edge = [sequence for sequence in self.running if sequence.computed >= len(sequence.table) * c.block_size]
+            return [sequence for sequence in edge if not sequence.awaits_siblings()]
 
         while len(starving()) + len(self.copying()) > self.free():
-            victim = max(self.running, key=lambda life: life.arrival)
-            group = [life for life in self.running if life.group is not None and life.group == victim.group]
+            victim = max(self.running, key=lambda sequence: sequence.arrival)
+            group = [
+                sequence for sequence in self.running if sequence.group is not None and sequence.group == victim.group
+            ]
             together = 0 < len(group) < len(self.running)
-            self.stop(step, sorted(group, key=lambda life: life.arrival) if together else [victim])
+            self.stop(step, sorted(group, key=lambda sequence: sequence.arrival) if together else [victim])
         full, copying = starving(), self.copying()
-        for life in full + copying:
-            self.take(life, 1)
-        for life in copying:
-            new, at = life.table.pop(), life.computed // c.block_size
-            step.copies.append((life.table[at], new))
-            life.table[at] = new
+        for sequence in full + copying:
+            self.take(sequence, 1)
+        for sequence in copying:
+            new, at = sequence.table.pop(), sequence.computed // c.block_size
+            step.copies.append((sequence.table[at], new))
+            sequence.table[at] = new
         for old, _ in step.copies:
             if old not in self.owned() and old not in self.idle:
                 assert old in self.published.values(), "a block was copied although no other sequence needs it"
                 self.idle.append(old)
 
-        ready = [life for life in self.running if life.awaits_siblings()]
-        decodes = [life for life in self.running if life.known - life.computed == 1]
-        prompts = [life for life in self.running if life not in decodes and life not in ready]
+        ready = [sequence for sequence in self.running if sequence.awaits_siblings()]
+        decodes = [sequence for sequence in self.running if sequence.known - sequence.computed == 1]
+        prompts = [sequence for sequence in self.running if sequence not in decodes and sequence not in ready]
         if c.mixed_steps:
             self.compose(step, decodes + prompts, ready, decodes, admits=not step.preempted)
         elif c.chunked_prefill and self.steps % 2 and decodes:  # alternating steps
@@ -245,85 +247,99 @@ class Model:
         self.flight = step
         return step
 
-    def compose(self, step: Step, turn: list[Life], others: list[Life], decodes: list[Life], *, admits: bool) -> None:
+    def compose(
+        self,
+        step: Step,
+        turn: list[ModelSequence],
+        others: list[ModelSequence],
+        decodes: list[ModelSequence],
+        *,
+        admits: bool,
+    ) -> None:
         """Gives tokens to the sequences of this kind of step, then admits. The others keep their blocks and rows."""
         c = self.config
-        places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(life.width for life in self.running)
+        places = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(sequence.width for sequence in self.running)
         self.budget = c.max_num_batched_tokens
-        for life in turn:
-            count = min(life.known - life.computed, self.budget)
+        for sequence in turn:
+            count = min(sequence.known - sequence.computed, self.budget)
             self.budget -= count
             if count > 0:
-                step.rows.append((life, life.computed, count))
+                step.rows.append((sequence, sequence.computed, count))
         self.running = turn + others
         self.moved: dict[int, int] = {}
         if c.reservation != "none":
             self.pieces = free_pieces(self.ids() - self.owned(), 1, power(c.num_blocks))
-        self.cached = {life.arrival: life.computed if life.away else self.cached_tokens(life) for life in self.waiting}
+        self.cached = {
+            sequence.arrival: sequence.computed if sequence.away else self.cached_tokens(sequence)
+            for sequence in self.waiting
+        }
         while self.waiting and self.budget > 0 and admits:
-            first = min(self.waiting, key=lambda life: life.arrival)
+            first = min(self.waiting, key=lambda sequence: sequence.arrival)
             unit = [first]
             if first.request.beams and not first.request.forks:
                 unit = sorted(
-                    (life for life in self.waiting if life.group == first.group), key=lambda life: life.arrival
+                    (sequence for sequence in self.waiting if sequence.group == first.group),
+                    key=lambda sequence: sequence.arrival,
                 )
-            if sum(life.width for life in unit) > places or not self.all_enter(step, unit, decodes):
+            if sum(sequence.width for sequence in unit) > places or not self.all_enter(step, unit, decodes):
                 break
-            places -= sum(life.width for life in unit)
-        self.running = [life for life in self.running if life not in others] + others
+            places -= sum(sequence.width for sequence in unit)
+        self.running = [sequence for sequence in self.running if sequence not in others] + others
 
-    def all_enter(self, step: Step, unit: list[Life], decodes: list[Life]) -> bool:
+    def all_enter(self, step: Step, unit: list[ModelSequence], decodes: list[ModelSequence]) -> bool:
         """Admits all sequences of a group, or none if one of them does not fit."""
-        before = [(life, list(life.table), list(life.away), life.computed) for life in unit]
+        before = [(sequence, list(sequence.table), list(sequence.away), sequence.computed) for sequence in unit]
         mine = [list(self.waiting), list(self.running), list(self.idle), dict(self.published), dict(self.moved)]
         numbers, lists = (self.budget, self.unseen), {name: list(value) for name, value in vars(step).items()}
-        if all([self.enters(step, life, decodes) for life in unit]):
+        if all([self.enters(step, sequence, decodes) for sequence in unit]):
             return True
-        for life, table, away, computed in before:
-            life.table, life.away, life.computed = table, away, computed
+        for sequence, table, away, computed in before:
+            sequence.table, sequence.away, sequence.computed = table, away, computed
         self.waiting, self.running, self.idle, self.published, self.moved = mine
         self.budget, self.unseen = numbers
         vars(step).update(lists)
         return False
 
-    def enters(self, step: Step, life: Life, decodes: list[Life]) -> bool:
+    def enters(self, step: Step, sequence: ModelSequence, decodes: list[ModelSequence]) -> bool:
         size = self.config.block_size
-        whole = life.computed // size
-        known = [self.moved[block] for block in life.away[:whole] if block in self.moved]
-        found = known if life.away else self.found(life, [row for row in step.rows if row[0] not in decodes])
+        whole = sequence.computed // size
+        known = [self.moved[block] for block in sequence.away[:whole] if block in self.moved]
+        found = known if sequence.away else self.found(sequence, [row for row in step.rows if row[0] not in decodes])
         reserves = self.config.reservation != "none"
-        need = self.reserved(life.request) if reserves else math.ceil(life.known / size) - len(found)
+        need = self.reserved(sequence.request) if reserves else math.ceil(sequence.known / size) - len(found)
         if need > self.free() - len(set(found) & set(self.idle)):
             return False
-        done = life.computed if life.away else len(found) * size
-        if not self.config.chunked_prefill and life.known - done > self.budget:
+        done = sequence.computed if sequence.away else len(found) * size
+        if not self.config.chunked_prefill and sequence.known - done > self.budget:
             self.uncut += 1
             return False
         if reserves and not self.split(need):
             self.fragmented += 1
             return False
-        self.waiting.remove(life)
-        self.running.append(life)
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
         self.idle = [block for block in self.idle if block not in found]
-        life.table, away = [*found], life.away
-        self.take(life, need)
+        sequence.table, away = [*found], sequence.away
+        self.take(sequence, need)
         if away:
-            fresh = iter(life.table[len(found) :])
-            life.table = [self.moved[b] if i < whole and b in self.moved else next(fresh) for i, b in enumerate(away)]
-            step.back += [(b, t) for b, t in zip(away, life.table, strict=True) if t not in found]
-            self.moved |= dict(zip(away[:whole], life.table, strict=False))
-            life.table += fresh
-            life.away = []
-            step.resumed.append(life.name)
+            fresh = iter(sequence.table[len(found) :])
+            sequence.table = [
+                self.moved[b] if i < whole and b in self.moved else next(fresh) for i, b in enumerate(away)
+            ]
+            step.back += [(b, t) for b, t in zip(away, sequence.table, strict=True) if t not in found]
+            self.moved |= dict(zip(away[:whole], sequence.table, strict=False))
+            sequence.table += fresh
+            sequence.away = []
+            step.resumed.append(sequence.name)
         else:
-            life.computed = len(found) * size
-        count = min(life.known - life.computed, self.budget)
+            sequence.computed = len(found) * size
+        count = min(sequence.known - sequence.computed, self.budget)
         self.budget -= count
         if count > 0:  # beams enter together, with or without a token for each
-            step.rows.append((life, life.computed, count))
-        step.admitted.append(life)
-        step.cached.append(life.computed)
-        step.entered.append(life.known)
+            step.rows.append((sequence, sequence.computed, count))
+        step.admitted.append(sequence)
+        step.cached.append(sequence.computed)
+        step.entered.append(sequence.known)
         return True
 
     def split(self, need: int) -> bool:
@@ -338,31 +354,34 @@ class Model:
             self.pieces.append(size)  # the other half
         return True
 
-    def copying(self) -> list[Life]:
+    def copying(self) -> list[ModelSequence]:
         """Branches whose next token goes to a block that others own or can find."""
         size, found = self.config.block_size, []
-        owners = Counter(block for life in self.running for block in life.table)
-        for life in self.running:
-            if life.group is None or life.computed // size >= len(life.table) or life.awaits_siblings():
+        owners = Counter(block for sequence in self.running for block in sequence.table)
+        for sequence in self.running:
+            if sequence.group is None or sequence.computed // size >= len(sequence.table) or sequence.awaits_siblings():
                 continue
-            block = life.table[life.computed // size]
+            block = sequence.table[sequence.computed // size]
             if owners[block] > 1 or block in self.published.values():
-                found.append(life)
+                found.append(sequence)
                 owners[block] -= 1
         return found
 
-    def cached_tokens(self, life: Life) -> int:
+    def cached_tokens(self, sequence: ModelSequence) -> int:
         """Tokens at the beginning of a sequence, without its last one, whose blocks are published."""
         size, number = self.config.block_size, 0
-        while number < min(life.hashed, (life.known - 1) // size) and life.key((number + 1) * size) in self.published:
+        while (
+            number < min(sequence.hashed, (sequence.known - 1) // size)
+            and sequence.key((number + 1) * size) in self.published
+        ):
             number += 1
         return number * size
 
-    def found(self, life: Life, chunks: list[tuple[Life, int, int]]) -> list[int]:
+    def found(self, sequence: ModelSequence, chunks: list[tuple[ModelSequence, int, int]]) -> list[int]:
         """Blocks that contain the beginning of a sequence without its last token, now or after this step's writes."""
         size, found = self.config.block_size, []
-        for j in range(min(life.hashed, (life.known - 1) // size)):
-            key = life.key((j + 1) * size)
+        for j in range(min(sequence.hashed, (sequence.known - 1) // size)):
+            key = sequence.key((j + 1) * size)
             coming = [
                 other.table[j]
                 for other, start, count in chunks
@@ -388,10 +407,10 @@ class Model:
         """The hashes that the engine gives for blocks of generated tokens when the step is done."""
         assert self.flight is not None
         size, hashes = self.config.block_size, {}
-        for life, start, count in self.flight.rows:
+        for sequence, start, count in self.flight.rows:
             full = (start + count) // size
-            if self.publishes(life) and full > start // size and full > life.hashed:
-                hashes[life.name] = tuple(life.key((j + 1) * size) for j in range(life.hashed, full))
+            if self.publishes(sequence) and full > start // size and full > sequence.hashed:
+                hashes[sequence.name] = tuple(sequence.key((j + 1) * size) for j in range(sequence.hashed, full))
         return hashes
 
     def execute(self, plan: Plan, real: Sequence[Seq]) -> None:
@@ -399,20 +418,28 @@ class Model:
         assert self.flight is not None
         size = self.config.block_size
         seen: dict[int, int] = {}
-        for life, seq in zip(self.running, real, strict=True):
-            assert len(seq.blocks) == len(life.table), f"{life.name}: {len(seq.blocks)} blocks, not {len(life.table)}"
-            for mine, theirs in zip(life.table, seq.blocks, strict=True):
-                assert seen.setdefault(mine, theirs) == theirs, f"{life.name}: blocks that it owned or shares changed"
-                assert mine < 0 or mine == theirs, f"{life.name}: blocks that it owned or shares were lost or changed"
-        for (life, start, count), seq in zip(self.flight.rows, plan.seqs, strict=True):
-            assert start + count <= len(life.table) * size, f"{life.name}: writes past its blocks"
-            assert [seen[block] for block in life.table] == list(seq.blocks), f"{life.name}: the plan has other blocks"
-        for life in self.running:
-            life.table = [seen.get(block, block) for block in life.table]
-        for life in self.flight.admitted if self.config.reservation != "none" else ():
-            first, number = life.table[0], len(life.table)
-            assert life.table == list(range(first, first + number)), f"{life.name}: its blocks are not in a row"
-            assert (first - 1) % number == 0, f"{life.name}: its piece is not aligned"
+        for sequence, seq in zip(self.running, real, strict=True):
+            assert len(seq.blocks) == len(sequence.table), (
+                f"{sequence.name}: {len(seq.blocks)} blocks, not {len(sequence.table)}"
+            )
+            for mine, theirs in zip(sequence.table, seq.blocks, strict=True):
+                assert seen.setdefault(mine, theirs) == theirs, (
+                    f"{sequence.name}: blocks that it owned or shares changed"
+                )
+                assert mine < 0 or mine == theirs, (
+                    f"{sequence.name}: blocks that it owned or shares were lost or changed"
+                )
+        for (sequence, start, count), seq in zip(self.flight.rows, plan.seqs, strict=True):
+            assert start + count <= len(sequence.table) * size, f"{sequence.name}: writes past its blocks"
+            assert [seen[block] for block in sequence.table] == list(seq.blocks), (
+                f"{sequence.name}: the plan has other blocks"
+            )
+        for sequence in self.running:
+            sequence.table = [seen.get(block, block) for block in sequence.table]
+        for sequence in self.flight.admitted if self.config.reservation != "none" else ():
+            first, number = sequence.table[0], len(sequence.table)
+            assert sequence.table == list(range(first, first + number)), f"{sequence.name}: its blocks are not in a row"
+            assert (first - 1) % number == 0, f"{sequence.name}: its piece is not aligned"
         self.move(plan, seen)
         copies = [(old, seen[new]) for old, new in self.flight.copies]
         assert copies == list(plan.copies), "other blocks are copied"
@@ -425,20 +452,20 @@ class Model:
         assert not ids & set(self.idle), "an idle block has an owner"
 
         written: set[tuple[int, int]] = set()
-        for life, start, count in self.flight.rows:
+        for sequence, start, count in self.flight.rows:
             for at in range(start, start + count):
-                slot = (life.table[at // size], at % size)
+                slot = (sequence.table[at // size], at % size)
                 assert slot not in written, "two sequences write to one slot"
                 written.add(slot)
                 for other in self.running:
-                    read = other.computed > at and other.table[at // size] == slot[0] and other is not life
+                    read = other.computed > at and other.table[at // size] == slot[0] and other is not sequence
                     assert not read or other in self.flight.admitted, (
-                        f"{life.name} writes to a block that {other.name} reads"
+                        f"{sequence.name} writes to a block that {other.name} reads"
                     )
-                self.slots[slot] = life.key(at + 1)
-        for life, start, count in self.flight.rows:
+                self.slots[slot] = sequence.key(at + 1)
+        for sequence, start, count in self.flight.rows:
             for at in range(start + count):
-                assert self.slots[life.table[at // size], at % size] == life.key(at + 1), "reads a wrong token"
+                assert self.slots[sequence.table[at // size], at % size] == sequence.key(at + 1), "reads a wrong token"
 
     def move(self, plan: Plan, seen: dict[int, int]) -> None:
         """Moves blocks to host memory, then other blocks back."""
@@ -448,10 +475,10 @@ class Model:
         place = dict(zip([mine for _, mine in flight.out], [real for _, real in plan.swap_out], strict=True))
         assert len(set(place.values())) == len(place), "two blocks move to one place"
         assert all(1 <= block <= self.config.host_blocks for block in place.values()), "a host block is out of range"
-        taken = {block for life in self.waiting for block in life.away if block > 0}
+        taken = {block for sequence in self.waiting for block in sequence.away if block > 0}
         assert not taken & set(place.values()), "a host block is overwritten"
-        for life in self.waiting:
-            life.away = [place.get(block, block) for block in life.away]
+        for sequence in self.waiting:
+            sequence.away = [place.get(block, block) for block in sequence.away]
         for device, host in plan.swap_out:
             for offset in range(size):
                 self.host_slots[host, offset] = self.slots.get((device, offset), "nothing")
@@ -460,41 +487,47 @@ class Model:
             for offset in range(size):
                 self.slots[device, offset] = self.host_slots[host, offset]
 
-    def ready(self) -> tuple[list[list[Life]], list[Life]]:
+    def ready(self) -> tuple[list[list[ModelSequence]], list[ModelSequence]]:
         """Groups of beams that all have computed their tokens after this step, and the first beams of those at their
         limit."""
         assert self.flight is not None
-        ends = {id(life): start + count for life, start, count in self.flight.rows}
-        done = [life for life in self.running if life.request.beams]
-        done = [life for life in done if ends.get(id(life), life.computed) == life.known]
-        groups = [[life for life in done if life.group == group] for group in sorted({life.group for life in done})]
-        whole = [g for g in groups if len(g) == sum(life.group == g[0].group for life in self.alive())]
-        whole = [sorted(group, key=lambda life: life.arrival) for group in whole]
+        ends = {id(sequence): start + count for sequence, start, count in self.flight.rows}
+        done = [sequence for sequence in self.running if sequence.request.beams]
+        done = [sequence for sequence in done if ends.get(id(sequence), sequence.computed) == sequence.known]
+        groups = [
+            [sequence for sequence in done if sequence.group == group]
+            for group in sorted({sequence.group for sequence in done})
+        ]
+        whole = [g for g in groups if len(g) == sum(sequence.group == g[0].group for sequence in self.alive())]
+        whole = [sorted(group, key=lambda sequence: sequence.arrival) for group in whole]
         full = [group for group in whole if group[0].known + 1 >= self.limit(group[0].request)]
         return [group for group in whole if group not in full], [group[0] for group in full]
 
     def advance(self, choices: Mapping[str, Choice]) -> list[Event]:
         events: list[Event] = []
         for name, (parents, tokens) in choices.items():
-            first = next(life for life in self.running if life.name == name)
-            old = sorted((life for life in self.running if life.group == first.group), key=lambda life: life.arrival)
-            by_name = {life.name: life for life in old}
+            first = next(sequence for sequence in self.running if sequence.name == name)
+            old = sorted(
+                (sequence for sequence in self.running if sequence.group == first.group),
+                key=lambda sequence: sequence.arrival,
+            )
+            by_name = {sequence.name: sequence for sequence in old}
             names = [*by_name, *first.request.forks]
             request = first.request._replace(forks=())
-            self.running = [life for life in self.running if life not in old]
+            self.running = [sequence for sequence in self.running if sequence not in old]
             new = []
             for k, (mine, parent, token) in enumerate(zip(names, parents, tokens, strict=True)):
                 source = by_name[parent]
-                life = Life(request._replace(request_id=mine), first.arrival + k, [*source.outputs, token])
-                life.computed, life.hashed, life.group = source.computed, source.hashed, first.group
-                life.table = list(source.table)
-                new.append(life)
+                sequence = ModelSequence(request._replace(request_id=mine), first.arrival + k, [*source.outputs, token])
+                sequence.computed, sequence.hashed, sequence.group = source.computed, source.hashed, first.group
+                sequence.table = list(source.table)
+                new.append(sequence)
             self.running += new
-            for life in old:
-                if life.name not in parents:
+            for sequence in old:
+                if sequence.name not in parents:
                     cached = set(self.published.values()) - self.owned()
-                    others = {b for o in old[old.index(life) + 1 :] if o.name not in parents for b in o.table}
-                    self.idle += [block for block in reversed(life.table) if block in cached - others]
+                    others = {b for o in old[old.index(sequence) + 1 :] if o.name not in parents for b in o.table}
+                    self.idle += [block for block in reversed(sequence.table) if block in cached - others]
             events.append(Beamed(self.steps, tuple(names), parents, tokens))
         return events
 
@@ -505,32 +538,32 @@ class Model:
         events += [Resumed(self.steps, name) for name in flight.resumed]
         entered = zip(self.flight.admitted, self.flight.entered, self.flight.cached, strict=True)
         events += [
-            Admitted(self.steps, life.name, known, cached)
-            for life, known, cached in entered
-            if life.name not in flight.resumed
+            Admitted(self.steps, sequence.name, known, cached)
+            for sequence, known, cached in entered
+            if sequence.name not in flight.resumed
         ]
         new: list[tuple[str, int]] = []
         ends: list[Event] = []
         forked: list[Event] = []
-        gone: list[Life] = []
-        for (life, start, count), token in zip(self.flight.rows, sampled, strict=True):
-            if life not in self.running:
+        gone: list[ModelSequence] = []
+        for (sequence, start, count), token in zip(self.flight.rows, sampled, strict=True):
+            if sequence not in self.running:
                 continue  # cancelled meanwhile
-            life.computed = start + count
-            self.publish(life, start)
-            if life.computed < life.known or life.request.beams:
+            sequence.computed = start + count
+            self.publish(sequence, start)
+            if sequence.computed < sequence.known or sequence.request.beams:
                 continue
-            if life.request.forks:
-                forked.append(Forked(self.steps, tuple(self.fork(life))))
-            life.outputs.append(token)
-            new.append((life.name, token))
-            reason = self.why_ended(life)
+            if sequence.request.forks:
+                forked.append(Forked(self.steps, tuple(self.fork(sequence))))
+            sequence.outputs.append(token)
+            new.append((sequence.name, token))
+            reason = self.why_ended(sequence)
             if reason is not None:
-                gone.append(life)
-                ends.append(Finished(self.steps, life.name, reason, len(life.outputs)))
-        for life in gone:
-            self.running.remove(life)
-            self.release(life)
+                gone.append(sequence)
+                ends.append(Finished(self.steps, sequence.name, reason, len(sequence.outputs)))
+        for sequence in gone:
+            self.running.remove(sequence)
+            self.release(sequence)
         beamed = self.advance(choices)
         events += forked
         if new:
@@ -541,54 +574,58 @@ class Model:
         self.flight = None
         return events + ends
 
-    def fork(self, life: Life) -> list[str]:
+    def fork(self, sequence: ModelSequence) -> list[str]:
         """Starts the branches of a sequence whose prompt is computed: they have all of it but the last token."""
-        forks, request = life.request.forks, life.request._replace(forks=())
-        life.request, computed = request, request.prompt_len - 1
+        forks, request = sequence.request.forks, sequence.request._replace(forks=())
+        sequence.request, computed = request, request.prompt_len - 1
         for number, name in enumerate(forks, 1):
-            fork = Life(request._replace(request_id=name), life.arrival + number, group=life.group)
-            fork.computed, fork.hashed = computed, life.hashed
-            fork.table = life.table[: math.ceil(computed / self.config.block_size)]
+            fork = ModelSequence(request._replace(request_id=name), sequence.arrival + number, group=sequence.group)
+            fork.computed, fork.hashed = computed, sequence.hashed
+            fork.table = sequence.table[: math.ceil(computed / self.config.block_size)]
             self.running.append(fork)
         return list(forks)
 
-    def publish(self, life: Life, start: int) -> None:
+    def publish(self, sequence: ModelSequence, start: int) -> None:
         """Makes the blocks that a sequence filled in this step findable, unless others have the same content."""
         size = self.config.block_size
-        full = life.computed // size
-        if self.publishes(life) and full > start // size:
-            life.hashed = max(life.hashed, full)
-        for j in range(start // size, min(full, life.hashed)):
-            self.published.setdefault(life.key((j + 1) * size), life.table[j])
+        full = sequence.computed // size
+        if self.publishes(sequence) and full > start // size:
+            sequence.hashed = max(sequence.hashed, full)
+        for j in range(start // size, min(full, sequence.hashed)):
+            self.published.setdefault(sequence.key((j + 1) * size), sequence.table[j])
 
     def forget(self) -> None:
         self.published, self.idle = {}, []
 
     def restart(self) -> None:
         """Running sequences are computed again, and the cache is reset."""
-        for life in list(self.running):
-            self.running.remove(life)
-            self.waiting.append(life)
-            life.table, life.computed = [], 0
+        for sequence in list(self.running):
+            self.running.remove(sequence)
+            self.waiting.append(sequence)
+            sequence.table, sequence.computed = [], 0
         self.forget()
 
-    def why_ended(self, life: Life) -> FinishReason | None:
-        request = life.request
-        if life.outputs[-1] in request.stop_token_ids and len(life.outputs) >= request.min_tokens:
+    def why_ended(self, sequence: ModelSequence) -> FinishReason | None:
+        request = sequence.request
+        if sequence.outputs[-1] in request.stop_token_ids and len(sequence.outputs) >= request.min_tokens:
             return "stop"
-        if len(life.outputs) == request.max_tokens or life.known == self.config.max_model_len:
+        if len(sequence.outputs) == request.max_tokens or sequence.known == self.config.max_model_len:
             return "length"
         return None
 
     def cancel(self, name: str, reason: FinishReason) -> list[Event]:
-        lives = sorted(self.waiting, key=lambda life: life.arrival) + self.running
-        for life in lives:
-            if name in life.request.forks and not life.request.beams:
-                left = tuple(fork for fork in life.request.forks if fork != name)
-                life.request = life.request._replace(forks=left)
+        sequences = sorted(self.waiting, key=lambda sequence: sequence.arrival) + self.running
+        for sequence in sequences:
+            if name in sequence.request.forks and not sequence.request.beams:
+                left = tuple(fork for fork in sequence.request.forks if fork != name)
+                sequence.request = sequence.request._replace(forks=left)
                 return [Finished(self.steps, name, reason, 0)]
-            if name in (life.name, *life.request.forks):
-                group = [other for other in lives if other.group == life.group] if life.request.beams else [life]
+            if name in (sequence.name, *sequence.request.forks):
+                group = (
+                    [other for other in sequences if other.group == sequence.group]
+                    if sequence.request.beams
+                    else [sequence]
+                )
                 for other in group:
                     (self.waiting if other in self.waiting else self.running).remove(other)
                     self.release(other)
@@ -601,14 +638,18 @@ class Model:
 
     def compare(self, state: SchedulerState) -> None:
         """Compares the real state with the model, block by block."""
-        by_arrival = sorted(self.waiting, key=lambda life: life.arrival)
-        assert [seq.arrival for seq in state.waiting] == [life.arrival for life in by_arrival], "queue out of order"
+        by_arrival = sorted(self.waiting, key=lambda sequence: sequence.arrival)
+        assert [seq.arrival for seq in state.waiting] == [sequence.arrival for sequence in by_arrival], (
+            "queue out of order"
+        )
         away = [(seq.length, seq.computed, list(seq.blocks)) for seq in state.waiting]
-        assert away == [(life.known, life.computed, life.away) for life in by_arrival]
+        assert away == [(sequence.known, sequence.computed, sequence.away) for sequence in by_arrival]
         real = [(seq.arrival, seq.length, seq.computed, list(seq.blocks)) for seq in running(state)]
-        assert real == [(life.arrival, life.known, life.computed, life.table) for life in self.running]
-        assert [seq.limit for seq in running(state)] == [self.limit(life.request) for life in self.running]
-        owners = Counter(block for life in self.running for block in life.table)
+        assert real == [
+            (sequence.arrival, sequence.known, sequence.computed, sequence.table) for sequence in self.running
+        ]
+        assert [seq.limit for seq in running(state)] == [self.limit(sequence.request) for sequence in self.running]
+        owners = Counter(block for sequence in self.running for block in sequence.table)
         assert dict(state.pool.owners) == dict(owners), "owner counts differ from the tables"
         assert dict(state.pool.contents) == self.published, "something else is published"
         assert list(blocks.idle_ids(state.pool)) == self.idle, "idle blocks in another order"

@@ -17,7 +17,7 @@ from pagedjax.host import blocks, scheduler
 from pagedjax.host.policies import FCFS, Cached
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Event, Finished, FinishReason, Forked, Plan, Request, Running, Seq
-from tests.host.scheduler_model import Life, Model
+from tests.host.scheduler_model import Model, ModelSequence
 
 STOPS = (0, 1, 2)
 tokens = st.integers(0, 9)
@@ -33,12 +33,12 @@ sizes = {
 }
 # (chunked_prefill, mixed_steps, reservation): the default mode, and the baseline modes
 USUAL, *BASELINES = itertools.product((True, False), (True, False), get_args(Reservation))
-PAGED = [way for way in BASELINES if way[2] == "none"]  # modes with branches, preemption and prefix sharing
+PAGED = [mode for mode in BASELINES if mode[2] == "none"]  # modes with branches, preemption and prefix sharing
 
 
-def config_of(way: tuple[bool, bool, Reservation], **sizes: int) -> SchedulerConfig:
+def config_of(mode: tuple[bool, bool, Reservation], **sizes: int) -> SchedulerConfig:
     """With reservation "max", max_model_len is cut to the largest piece: else all requests are refused."""
-    config = SchedulerConfig(*(sizes[name] for name in SchedulerConfig._fields[:6]), *way)
+    config = SchedulerConfig(*(sizes[name] for name in SchedulerConfig._fields[:6]), *mode)
     if config.reservation != "max":
         return config
     return config._replace(max_model_len=max(2, min(config.max_model_len, longest(config))))
@@ -51,9 +51,9 @@ def longest(config: SchedulerConfig) -> int:
 
 
 # hypothesis would draw every field that is not given
-configs = st.builds(config_of, way=st.just(USUAL), **sizes)
+configs = st.builds(config_of, mode=st.just(USUAL), **sizes)
 baselines = st.builds(
-    config_of, way=st.sampled_from([*BASELINES, *PAGED * 4]), **{**sizes, "num_blocks": st.integers(1, 20)}
+    config_of, mode=st.sampled_from([*BASELINES, *PAGED * 4]), **{**sizes, "num_blocks": st.integers(1, 20)}
 )
 
 
@@ -77,14 +77,14 @@ class Driver:
         self.model = Model(config)
         self.plan: Plan | None = None
         self.names = 0
-        self.still: Life | None = None  # the oldest request, if it made no progress in the step before
+        self.stalled: ModelSequence | None = None  # the oldest request, if it made no progress in the step before
         self.past: list[tuple[Any, Any]] = []  # every state and plan so far, with a copy from when it was new
         self.remember(self.state)
 
     def remember(self, value: SchedulerState | Plan) -> None:
         self.past = [*self.past[-40:], (value, plain(value))]
 
-    def arrive(self, state: SchedulerState) -> None:
+    def check_new_state(self, state: SchedulerState) -> None:
         """Checks a new state: it is valid, it equals the model, and earlier states have not changed."""
         scheduler.check(state)
         self.model.compare(state)
@@ -99,11 +99,11 @@ class Driver:
         except Rejected:
             self.tally["rejected"] += 1
             assert not self.model.accepts(request), "rejected, but it fits"
-            self.arrive(self.state)
+            self.check_new_state(self.state)
         else:
             assert self.model.accepts(request), "accepted, but it can never run"
             self.model.submit(request)
-            self.arrive(state)
+            self.check_new_state(state)
 
     def submit_new(
         self,
@@ -127,12 +127,11 @@ class Driver:
 
     def schedule(self) -> None:
         decodes = {seq.request_id for seq in scheduler.running(self.state) if seq.length - seq.computed == 1}
-        lives = self.model.alive()
-        moving = {life.group for life in lives if not life.awaits_siblings()}
-        lazy = any(
-            life.awaits_siblings() and life.group not in moving for life in lives
-        )  # beams that wait for a choice block the queue
-        oldest = min([] if lazy else lives, key=lambda life: life.arrival, default=None)
+        sequences = self.model.alive()
+        moving = {sequence.group for sequence in sequences if not sequence.awaits_siblings()}
+        # beams that wait for a choice block the queue
+        blocked_by_beams = any(sequence.awaits_siblings() and sequence.group not in moving for sequence in sequences)
+        oldest = min([] if blocked_by_beams else sequences, key=lambda sequence: sequence.arrival, default=None)
         cached: dict[int, int] = {}
 
         def order(waiting: tuple[Seq, ...], running: Running, found: Cached) -> tuple[Seq, ...]:
@@ -145,12 +144,12 @@ class Driver:
         step = self.model.schedule()
         assert not cached or cached == self.model.cached, "`order` got other numbers of cached tokens"
         self.tally["cached in the queue"] += sum(number > 0 for number in cached.values())
-        assert plan.admitted == tuple(life.name for life in step.admitted)
+        assert plan.admitted == tuple(sequence.name for sequence in step.admitted)
         assert plan.cached == tuple(step.cached)
         assert plan.preempted == tuple(step.preempted)
         ids = [seq.request_id for seq in plan.seqs]
         assert list(zip(ids, plan.starts, plan.counts, plan.lengths, strict=True)) == [
-            (life.name, start, count, life.known) for life, start, count in step.rows
+            (sequence.name, start, count, sequence.known) for sequence, start, count in step.rows
         ]
         c = self.state.config
         assert sum(plan.counts) == plan.num_tokens <= c.max_num_batched_tokens
@@ -174,7 +173,7 @@ class Driver:
 
         self.model.execute(plan, scheduler.running(state))
         self.plan = plan
-        self.arrive(state)
+        self.check_new_state(state)
         self.remember(plan)
         self.tally += Counter(preempted=len(plan.preempted), admitted=len(plan.admitted), cut=len(partial))
         self.tally["found"] += sum(cached > 0 for cached in plan.cached)
@@ -192,7 +191,7 @@ class Driver:
         self.tally += Counter({"no whole prompt": self.model.uncut, "no piece": self.model.fragmented})
         self.model.uncut = self.model.fragmented = 0
 
-    def check_unmixed(self, plan: Plan, decodes: set[str], waits: Life | None) -> None:
+    def check_unmixed(self, plan: Plan, decodes: set[str], waits: ModelSequence | None) -> None:
         """Without mixed steps, a step has all decodes and nothing else, or no decode. `waits`: the oldest, if it waits.
 
         With chunks it waits for one step at a time: an odd step has its decode, an even step its chunk, before all
@@ -202,23 +201,23 @@ class Driver:
         if ids & decodes:
             assert (ids, set(plan.counts), plan.admitted) == (decodes, {1}, ()), "prompts among decodes"
         if self.state.config.chunked_prefill:
-            assert waits is None or waits is not self.still, "the oldest request made no progress twice"
-            self.still = waits
+            assert waits is None or waits is not self.stalled, "the oldest request made no progress twice"
+            self.stalled = waits
         else:
             assert ids & decodes or ids == set(plan.admitted), "a prompt that entered before was left over"
             assert waits is None or plan.admitted, "the oldest request waits without a reason"
 
-    def commit(self, sampled: list[int], seed: int, *, lazy: bool = True) -> None:
-        """`lazy`: the engine may leave out the choice for beams that are all complete."""
+    def commit(self, sampled: list[int], seed: int, *, may_omit_choice: bool = True) -> None:
+        """`may_omit_choice`: the engine may leave out the choice for beams that are all complete."""
         assert self.plan is not None
         draw = random.Random(seed)
         hashes = self.model.filled()
         ready, at_limit = self.model.ready()
         choices = {}
         for group in ready:
-            names = [life.name for life in group]
+            names = [sequence.name for sequence in group]
             width = len(names) + len(group[0].request.forks)
-            if not (lazy and draw.random() < 0.1):
+            if not (may_omit_choice and draw.random() < 0.1):
                 parents = tuple(draw.choices(names, k=width))
                 choices[names[0]] = Choice(parents, tuple(draw.choices(range(40), k=width)))
         arguments = (self.plan, sampled, hashes, choices)
@@ -226,12 +225,12 @@ class Driver:
         assert scheduler.commit(self.state, *arguments)[1] == events, "the same step gave other events"
         assert list(events) == self.model.commit(sampled, choices)
         self.plan = None
-        self.arrive(state)
-        for life in at_limit:
-            self.cancel(life.name, "length")
+        self.check_new_state(state)
+        for sequence in at_limit:
+            self.cancel(sequence.name, "length")
         self.tally["beams went on"] += len(choices)
         self.tally["a beam had several children"] += sum(len(set(c.parents)) < len(c.parents) for c in choices.values())
-        self.tally["beams waited"] += any(life.awaits_siblings() for life in self.model.running)
+        self.tally["beams waited"] += any(sequence.awaits_siblings() for sequence in self.model.running)
         self.tally["step"] += 1
         self.tally["forked"] += sum(isinstance(event, Forked) for event in events)
         self.count_ends(events)
@@ -241,13 +240,13 @@ class Driver:
         state, events = scheduler.cancel(self.state, name, reason)
         assert list(events) == self.model.cancel(name, reason)
         assert events or state is self.state
-        self.arrive(state)
+        self.check_new_state(state)
         self.tally["cancelled in flight"] += bool(events and in_flight)
         self.tally["cancelled"] += bool(events)
 
     def forget(self) -> None:
         self.model.forget()
-        self.arrive(scheduler.forget(self.state))
+        self.check_new_state(scheduler.forget(self.state))
         self.tally["forgot"] += 1
 
     def restart(self) -> None:
@@ -255,7 +254,7 @@ class Driver:
         if self.plan is None:
             self.tally["restarted"] += bool(self.state.running.seqs)
             self.model.restart()
-            self.arrive(scheduler.restart(self.state))
+            self.check_new_state(scheduler.restart(self.state))
 
     def count_ends(self, events: tuple[Event, ...]) -> None:
         self.tally.update(event.reason for event in events if isinstance(event, Finished))
@@ -273,13 +272,13 @@ class Driver:
         draw = random.Random(seed)
         for _ in range(number):
             if self.plan is None:
-                self.disturb(draw, busy)
+                self.random_submit_or_cancel(draw, busy)
                 self.schedule()
-            self.disturb(draw, busy)
+            self.random_submit_or_cancel(draw, busy)
             assert self.plan is not None
-            self.commit([draw.randrange(40) for _ in self.plan.seqs], draw.randrange(2**32), lazy=busy)
+            self.commit([draw.randrange(40) for _ in self.plan.seqs], draw.randrange(2**32), may_omit_choice=busy)
 
-    def disturb(self, draw: random.Random, busy: bool) -> None:
+    def random_submit_or_cancel(self, draw: random.Random, busy: bool) -> None:
         if busy and draw.random() < 0.3 and len(self.model.alive()) < 12:
             # short prompts with long outputs: many are admitted, then the pool is too small for all
             lengths = self.fit(draw.random() ** 3, draw.random())
@@ -309,8 +308,8 @@ class Driver:
         preempts is a step of decodes.
         """
         self.traffic(self.plan is not None, seed, busy=False)  # a step in flight does not contain the latest arrivals
-        bound = sum(life.width * self.model.limit(life.request) for life in self.model.alive())
-        c, crowd = self.state.config, sum(life.width for life in self.model.alive())
+        bound = sum(sequence.width * self.model.limit(sequence.request) for sequence in self.model.alive())
+        c, crowd = self.state.config, sum(sequence.width for sequence in self.model.alive())
         for _ in range(1 if c.mixed_steps else 2 if c.chunked_prefill else 1 + crowd):
             self.traffic(bound, seed, busy=False)
             if not self.model.alive():
@@ -457,12 +456,12 @@ def test_the_driver_reaches_every_kind_of_event_in_baseline_modes():
     draw = random.Random(0)
     tally: Counter[str] = Counter()
     times = {"none": 6, "oracle": 4, "pow2": 4, "max": 1}
-    for way in itertools.chain(*([way] * times[way[2]] for way in BASELINES)):
+    for mode in itertools.chain(*([mode] * times[mode[2]] for mode in BASELINES)):
         config = config_of(
-            way,
+            mode,
             block_size=draw.randint(1, 4),
             num_blocks=draw.randint(8, 20),
-            max_num_batched_tokens=draw.randint(4, 8) if way[0] else draw.randint(16, 24),
+            max_num_batched_tokens=draw.randint(4, 8) if mode[0] else draw.randint(16, 24),
             max_num_seqs=draw.randint(6, 8),
             max_model_len=40,
             host_blocks=draw.choice([0, draw.randint(4, 12)]),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from pagedjax import LLM, cli
-from pagedjax.server import run
+from pagedjax.server import serve
 from tests.server.support import ENGINE, GREEDY, completed, error_of, served_to
 
 
@@ -65,8 +65,8 @@ def test_the_user_counts_only_if_the_operator_allows_it(llm, allowed, user):
 @pytest.mark.parametrize(("words", "warnings"), [([], 1), (["--allow-user"], 0)])
 def test_the_policy_fair_without_users_is_a_warning(monkeypatch, caplog, words, warnings):
     llm = SimpleNamespace(engine=SimpleNamespace(record=lambda path: None))
-    monkeypatch.setattr(run, "LLM", lambda *args, **options: llm)
-    monkeypatch.setattr(run, "serve", lambda *args, **options: None)
+    monkeypatch.setattr(serve, "LLM", lambda *args, **options: llm)
+    monkeypatch.setattr(serve, "serve", lambda *args, **options: None)
     with caplog.at_level(logging.WARNING, "pagedjax.server"):
         assert cli.main(["serve", "x", "--port", "0", "--policy", "fair", *words]) == 0
     assert sum("--allow-user" in record.getMessage() for record in caplog.records) == warnings

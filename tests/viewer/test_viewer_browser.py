@@ -23,7 +23,7 @@ from pagedjax.host import event_log, replay, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.replay import Transition
 from pagedjax.host.types import Request
-from pagedjax.viewer import run as runs
+from pagedjax.viewer import read_recording as runs
 from tests.viewer.runs import crowd, random_run
 from tests.viewer.test_viewer_live import Fake
 

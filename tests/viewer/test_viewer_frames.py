@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pagedjax.host import blocks, event_log, scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Request
-from pagedjax.viewer import frames, picture, run
+from pagedjax.viewer import frames, picture, read_recording
 from pagedjax.viewer.picture import Picture
 from tests.host.test_event_log import SMALL
 from tests.viewer.runs import brute_force_empty, names, pictures, random_run
@@ -59,14 +59,14 @@ def check(made: list, transitions: list) -> None:
 def test_every_frame_shows_the_state_while_its_step_ran(tmp_path: Path, seed: int, blocks_: int, host: int, way: dict):
     config = {"num_blocks": blocks_, "host_blocks": host if way.get("reservation") is None else 0} | way
     transitions = random_run(tmp_path / "run.jsonl", seed, **config)
-    check(list(run.fold(transitions)), transitions)
+    check(list(read_recording.fold(transitions)), transitions)
 
 
 @many
 @given(**runs, at=st.integers(0, 60))
 def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, seed: int, blocks_: int, host: int, at: int):
     """The whole picture for a late page equals the sum of all frames."""
-    made = list(run.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+    made = list(read_recording.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
     after = [shown for _, shown in pictures(made)]
     at = min(at, len(made) - 1)
     late = picture.apply(Picture(), json.loads(json.dumps(picture.whole(after[at]))))
@@ -79,7 +79,7 @@ def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, seed: int, blocks
 @many
 @given(**runs)
 def test_the_log_accounts_for_every_block(tmp_path: Path, seed: int, blocks_: int, host: int):
-    made = list(run.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+    made = list(read_recording.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
     old, since = Picture(), []
     for frame, new in pictures(made):
         log = since + frame.get("before", [])
@@ -100,7 +100,7 @@ def test_the_log_accounts_for_every_block(tmp_path: Path, seed: int, blocks_: in
 @given(**runs)
 def test_log_entries_of_a_request_are_in_order(tmp_path: Path, seed: int, blocks_: int, host: int):
     """Submitted, admitted, working, ended; a preempted request is admitted again before any other entry."""
-    made = list(run.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+    made = list(read_recording.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
     log = [entry for frame in made for part in ("before", "after") for entry in frame.get(part, ())]
     works = {"shared", "allocated", "copied", "cached", "beamed", "forked"}
     for n, *_, first in (record for frame in made for record in frame.get("came", ())):
@@ -157,7 +157,7 @@ def test_a_reused_id_is_another_request(tmp_path: Path):
         state, events = scheduler.commit(state, plan, [5])
         with_two.commit([5], {}, {}, events)
     with_two.close()
-    made = run.read(path).frames
+    made = read_recording.read(path).frames
     assert [record[:2] for frame in made for record in frame.get("came", ())] == [[0, "same"], [1, "same"]]
     assert [frame.get("rest", False) for frame in made] == [False, True, False, True]
 
@@ -168,7 +168,7 @@ def test_a_run_that_ends_within_a_step_shows_that_step(tmp_path: Path):
     lines = path.read_text().splitlines(keepends=True)
     last = max(i for i, line in enumerate(lines) if line.startswith('{"schedule"'))
     path.write_text("".join(lines[: last + 1]) + '{"commit":{"sam')
-    cut = run.read(path)
+    cut = read_recording.read(path)
     assert cut.truncated
     assert "rest" not in cut.frames[-1]
     assert "sampled" not in cut.frames[-1]

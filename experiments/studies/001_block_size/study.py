@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.studies import draw, lengths
+from experiments.studies import figures, lengths
 from experiments.studies.findings import Claim, Findings, interval, markdown, over, simulated
 
 QUESTION = "What does the block size do to the use of memory, to throughput and to latency?"
@@ -55,11 +55,11 @@ def run(folder: Path, quick: bool) -> Findings:
         "The cause is the empty slots of last blocks: they use memory that waiting requests need.",
     ]
     head = ("lengths like", "block", "full slots, %", "output tokens/s", "first token, p50, s")
-    figures = {
-        "slots.svg": draw.curves(
+    plots = {
+        "slots.svg": figures.curves(
             {"slots of used blocks that hold tokens": used}, "tokens a block", "%", log_x=2, lowest=0
         ),
-        "throughput.svg": draw.curves(
+        "throughput.svg": figures.curves(
             {name: {name: curve} for name, curve in rates.items()},
             "tokens a block",
             "output tokens/s",
@@ -67,4 +67,4 @@ def run(folder: Path, quick: bool) -> Findings:
             lowest=0,
         ),
     }
-    return Findings(claims, answer, figures, [markdown(head, rows)])
+    return Findings(claims, answer, plots, [markdown(head, rows)])

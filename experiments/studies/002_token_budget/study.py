@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Work
-from experiments.studies import draw
+from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, Summary, exactly, markdown, over, ratios, simulated
 
 QUESTION = "What do the token budget and the way a step is composed do to first tokens and to gaps between tokens?"
@@ -87,7 +87,7 @@ def run(folder: Path, quick: bool) -> Findings:
         f"{hybrid[2]:.2f} s; chunks of 1,024 beside decodes {both[1]:.2f} and {both[2]:.2f} s.",
         "The budget decides between the two: it limits a step and so the gap, and it is the size of a prompt's chunks.",
     ]
-    figure = draw.curves({"Yi-34B, two A100": curve}, "tokens a step", "seconds", log_x=2, log_y=10)
+    figure = figures.curves({"Yi-34B, two A100": curve}, "tokens a step", "seconds", log_x=2, log_y=10)
     head = ("a step has", "first token, p50, s", "between tokens, p99, s", "longest gap, s")
     costs = markdown(("tokens a chunk", "prefill of 8,192 tokens takes longer by, %"), list(cost.items()))
     return Findings(claims, answer, {"budget.svg": figure}, [markdown(head, rows), costs])

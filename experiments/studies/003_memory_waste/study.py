@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.studies import draw, lengths
+from experiments.studies import figures, lengths
 from experiments.studies.findings import Claim, Findings, interval, markdown, results_of
 from pagedjax.host import reservation
 from pagedjax.host.scheduler import SchedulerConfig
@@ -85,4 +85,4 @@ def run(folder: Path, quick: bool) -> Findings:
         "pieces into which no power of two fits.",
     ]
     table = markdown(("lengths like", "cache", *(f"{part}, %" for part in PARTS), "requests together"), rows)
-    return Findings(claims, answer, {"memory.svg": draw.stacks(bars, "% of the cache's slots")}, [table])
+    return Findings(claims, answer, {"memory.svg": figures.stacks(bars, "% of the cache's slots")}, [table])

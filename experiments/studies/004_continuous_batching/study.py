@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from experiments.studies import draw, load
+from experiments.studies import figures, load
 from experiments.studies.findings import Claim, Findings
 
 QUESTION = "How much more load does an engine serve at the same latency when requests join and leave at any step?"
@@ -46,5 +46,5 @@ def run(folder: Path, quick: bool) -> Findings:
         f"The published factor is 36.9: {WHY}.",
     ]
     labels = "requests a second", "seconds a token, median"
-    figure = draw.curves({"175 B on 16 A100": lines}, *labels, log_x=2, log_y=10, dashed=("target",))
+    figure = figures.curves({"175 B on 16 A100": lines}, *labels, log_x=2, log_y=10, dashed=("target",))
     return Findings(claims, answer, {"latency.svg": figure})

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from experiments.simulation.cost import CHIPS, SHAPES, Chip, Roofline, Shape, Work, shape_of
-from experiments.studies import draw
+from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, exactly, markdown, rounded, span
 from pagedjax import load_model
 from pagedjax.engine import compilations
@@ -127,7 +127,7 @@ def run(folder: Path, quick: bool) -> Findings:
     cells = [cell for cell in FIG_18A if cell in alone]
     kernels = kernel_claims(alone, cells, kernel, shape, then)
     claims = [*kernels, packing_claim(packing, steps, grid), *lecture()]
-    figures = {
+    plots = {
         "attention.svg": attention_figure(alone, grid, shape, then),
         "steps.svg": steps_figure(steps, grid, roof),
         "roofline.svg": roofline_figure(steps, shape, chip),
@@ -141,7 +141,7 @@ def run(folder: Path, quick: bool) -> Findings:
     ]
     head = ("batch", "context", "whole step, no cache, ms", "with the paged cache, ms", "its roofline, ms")
     tables.append(markdown(head, rows))
-    return Findings(claims, answers(steps, grid, shape, chip, kernels), figures, tables)
+    return Findings(claims, answers(steps, grid, shape, chip, kernels), plots, tables)
 
 
 def kernel_claims(alone: Times, cells: Sequence[Cell], kernel: str, shape: Shape, chip: Chip) -> list[Claim]:
@@ -211,7 +211,7 @@ def attention_figure(alone: Times, grid: Grid, shape: Shape, chip: Chip) -> str:
         lines = {name: middles(alone, batch, name) for name in next(iter(alone.values()))}
         lines[roof] = [(c, 1e3 * shape.token_bytes * batch * c / chip.bandwidth) for c in grid.contexts]
         panels[f"attention of all layers, batch of {batch}"] = lines
-    return draw.curves(panels, "tokens of context", "ms", log_x=2, log_y=10, dashed=(roof,))
+    return figures.curves(panels, "tokens of context", "ms", log_x=2, log_y=10, dashed=(roof,))
 
 
 def steps_figure(steps: Times, grid: Grid, roof: Roofline) -> str:
@@ -221,7 +221,7 @@ def steps_figure(steps: Times, grid: Grid, roof: Roofline) -> str:
         for name, work in zip(dashed, (again, decode), strict=True):
             lines[name] = [(c, 1e3 * roof(work(batch, c))) for c in grid.contexts]
         panels[f"whole step, batch of {batch}"] = {name: line for name, line in lines.items() if line}
-    return draw.curves(panels, "tokens of context", "ms", log_x=2, log_y=10, dashed=dashed)
+    return figures.curves(panels, "tokens of context", "ms", log_x=2, log_y=10, dashed=dashed)
 
 
 def roofline_figure(steps: Times, shape: Shape, chip: Chip) -> str:
@@ -236,4 +236,4 @@ def roofline_figure(steps: Times, shape: Shape, chip: Chip) -> str:
     at = [min(every), chip.rate / chip.bandwidth, max(*every, chip.rate / chip.bandwidth)]
     lines["roofline"] = [(x, min(x * chip.bandwidth, chip.rate) / 1e9) for x in at]
     title = {"whole steps under the roofline": lines}
-    return draw.curves(title, "operations a byte", "Gop/s", log_x=10, log_y=10, dashed=("roofline",))
+    return figures.curves(title, "operations a byte", "Gop/s", log_x=10, log_y=10, dashed=("roofline",))

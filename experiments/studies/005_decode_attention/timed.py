@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import floors
-from experiments.hardware.kernels import BEYOND_L2
+from experiments.bench import lower_bounds
+from experiments.hardware.gpu_attention import BEYOND_L2
 from experiments.simulation.cost import Chip
 from pagedjax.config import EngineConfig
 from pagedjax.device import attention, cache
@@ -71,7 +71,7 @@ class Device:
         columns = {n: jnp.ones((n, WIDE), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
         # summed, as in `read_weights`; else allocating the results would dominate the time
         multiply = jax.jit(lambda ws, xs: [(w @ xs[w.shape[1]]).sum() for w in ws])
-        self._read, self._multiply = floors.read_weights(model), partial(multiply, matrices, columns)
+        self._read, self._multiply = lower_bounds.read_weights(model), partial(multiply, matrices, columns)
         self._bytes, self._numbers = sum(w.nbytes for w in matrices), sum(w.size for w in matrices)
         self._seconds: list[tuple[float, float]] = []
         jax.block_until_ready(self._multiply())

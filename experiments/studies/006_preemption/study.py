@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Work
-from experiments.studies import draw
+from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, exactly, markdown, over, simulated
 
 QUESTION = "Is it cheaper to move a preempted request's blocks to the host and back, or to compute them again?"
@@ -60,6 +60,6 @@ def run(folder: Path, quick: bool) -> Findings:
         f"In a whole run with blocks of {least}, block by block makes {one_by_one / again:.2f} times the output of "
         f"recomputing, and one copy {at_once / again:.2f} times.",
     ]
-    figure = draw.curves({f"{TOKENS:,} tokens, OPT-13B, A100": lines}, "tokens a block", "ms", log_x=2, log_y=10)
+    figure = figures.curves({f"{TOKENS:,} tokens, OPT-13B, A100": lines}, "tokens a block", "ms", log_x=2, log_y=10)
     head = ("block", "preempted requests are", "preemptions", "output tokens/s")
     return Findings(claims, answer, {"cost.svg": figure}, [markdown(head, rows)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.studies import draw
+from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, markdown, over, ratios, simulated
 
 QUESTION = "What is sharing a prefix worth, against engines that compute and keep it for every request?"
@@ -43,5 +43,5 @@ def run(folder: Path, quick: bool) -> Findings:
         "and stored once.",
     ]
     head = ("prefix", "engine", "requests/s", "tokens found, %", "sequences a step")
-    figure = draw.curves({"LLaMA-13B, A100": lines}, "tokens of the shared prefix", "requests a second", lowest=0)
+    figure = figures.curves({"LLaMA-13B, A100": lines}, "tokens of the shared prefix", "requests a second", lowest=0)
     return Findings(claims, answer, {"throughput.svg": figure}, [markdown(head, rows)])

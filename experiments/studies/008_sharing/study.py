@@ -13,8 +13,8 @@ from pathlib import Path
 from experiments.bench import beams as bench_beams
 from experiments.bench import sharing
 from experiments.bench.sharing import ALPACA, SHAREGPT, Row
-from experiments.core.draws import AT_ONCE
-from experiments.studies import draw
+from experiments.core.distributions import AT_ONCE
+from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, Interval, interval, markdown
 from pagedjax import load_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL
@@ -117,5 +117,5 @@ def run(folder: Path, quick: bool) -> Findings:
             for own, same in sampled
         ],
     )
-    figure = draw.curves(panels, "branches", "% of blocks saved", lowest=0, dashed=("published",))
+    figure = figures.curves(panels, "branches", "% of blocks saved", lowest=0, dashed=("published",))
     return Findings(claims, answer, {"saved.svg": figure}, [table])

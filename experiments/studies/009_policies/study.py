@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.studies import draw
+from experiments.studies import figures
 from experiments.studies.findings import Findings, Summary, markdown, over, ratios, simulated
 
 QUESTION = "Which order of the queue keeps most requests within their targets when load comes in bursts?"
@@ -29,7 +29,7 @@ def run(folder: Path, quick: bool) -> Findings:
         rows.append((policy, rate, 100 * share.middle, *cells))
     answer = [*gained(runs), "If all requests are served in time, the order makes no difference."]
     head = ("policy", "requests/s", "in time, %", "first token, p50, s", "p99, s", "between tokens, p99, s")
-    figure = draw.curves({"Llama-3-8B, A100": lines}, "requests a second", "% within both targets", lowest=0)
+    figure = figures.curves({"Llama-3-8B, A100": lines}, "requests a second", "% within both targets", lowest=0)
     return Findings([], answer, {"goodput.svg": figure}, [markdown(head, rows)])
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from experiments.bench import floors
+from experiments.bench import lower_bounds
 from experiments.core import config
 from experiments.core.config import Point
 from experiments.core.drive import Measured, measure
@@ -23,7 +23,7 @@ from experiments.core.execution import run_files
 from experiments.simulation import cost
 from experiments.simulation.cost import Chip, Roofline, StepTime
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
-from experiments.studies import draw
+from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, Summary, dig, markdown, rounded, span
 from pagedjax import LLM, load_model
 from pagedjax.device.models import Model
@@ -39,7 +39,7 @@ METRICS = {
     "between tokens, p99, s": "itl_s.p99",
     "duration, s": "duration_s",
 }
-WIDE = 256  # columns of the products that measure the rate of arithmetic: the budget of a step
+PRODUCT_COLUMNS = 256  # columns of the products that measure the rate of arithmetic: the budget of a step
 FITTED, ROOFLINE = "fitted", "roofline"
 FIT = "all at once"  # the run whose steps are fitted
 
@@ -51,8 +51,8 @@ class Compared(NamedTuple):
     fitted: list[Summary]
     roofline: list[Summary]
 
-    def predicted(self, way: str) -> list[Summary]:
-        return self.fitted if way == FITTED else self.roofline
+    def predicted(self, method: str) -> list[Summary]:
+        return self.fitted if method == FITTED else self.roofline
 
 
 def cases(rate: float, quick: bool) -> dict[str, tuple[str, ...]]:
@@ -87,34 +87,36 @@ def measured(engines: Engines, point: Point, repeat: int) -> Measured:
     return found
 
 
-def predicted(file: Path, overrides: Sequence[str], folder: Path, repeat: int, step: StepTime | None = None) -> Summary:
+def predicted(
+    file: Path, overrides: Sequence[str], folder: Path, repeat: int, step_time: StepTime | None = None
+) -> Summary:
     """A run's summary, simulated: by a fit to the steps in `folder`, or by another model of step times."""
     point = point_of(file, *overrides, f"simulate={{fit: {folder}}}")
     experiment, simulate = point.experiment, point.experiment.simulate
     assert simulate is not None, "the override sets it"
     llm = SimulatedLLM(simulate, experiment.engine_config, experiment.model)
-    if step is not None:
+    if step_time is not None:
         vocabulary = llm.tokenizer.vocab_size
-        llm.engine = SimulatedEngine(llm.engine.config, step, vocab_size=vocabulary, simulate=simulate)
+        llm.engine = SimulatedEngine(llm.engine.config, step_time, vocab_size=vocabulary, simulate=simulate)
     return measure(llm, point, repeat).summary
 
 
 def roofline(model: Model, name: str) -> Roofline:
     """The roofline of this device now: bytes/s of reading all weights once, operations/s of products with them."""
     matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
-    columns = {n: jnp.ones((n, WIDE), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
+    columns = {n: jnp.ones((n, PRODUCT_COLUMNS), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
     # summed, as in `read_weights`; else allocating the results would dominate the time
     multiply = jax.jit(lambda ws, xs: [(w @ xs[w.shape[1]]).sum() for w in ws])
-    reading = seconds(floors.read_weights(model))
+    reading = seconds(lower_bounds.read_weights(model))
     multiplying = seconds(lambda: jax.block_until_ready(multiply(matrices, columns)))
     number = jnp.dtype(model.dtype).itemsize
     shape = cost.shape_of(open_checkpoint(name).config, number, number)
     bandwidth = sum(w.nbytes for w in matrices) / reading
-    rate = 2 * WIDE * sum(w.size for w in matrices) / multiplying
+    rate = 2 * PRODUCT_COLUMNS * sum(w.size for w in matrices) / multiplying
     return Roofline(shape, Chip(bandwidth, rate, 0.0, launch=0.0))
 
 
-def seconds(work: floors.Run) -> float:
+def seconds(work: lower_bounds.Run) -> float:
     """The median of three times, after a first call that may compile."""
     times = []
     for _ in range(4):
@@ -124,35 +126,35 @@ def seconds(work: floors.Run) -> float:
     return statistics.median(times[1:])
 
 
-def compare(file: Path, few: Sequence[str], repeats: int, quick: bool) -> tuple[dict[str, Compared], float]:
-    """Measure and predict every run `repeats` times, in turn, because machines drift.
+def compare(file: Path, overrides: Sequence[str], repeats: int, quick: bool) -> tuple[dict[str, Compared], float]:
+    """Measure and predict every run `repeats` times, in turn, because machines drift. `overrides` apply to all runs.
 
     Returns the runs, and the median difference in per cent between the steps of the fitted runs and the fit. The
     prediction of a repeat uses the fitted run of that repeat only.
     """
     engines = Engines(3, partial(load_model, progress=False), partial(LLM, progress=False))
-    first = point_of(file, *few)
+    first = point_of(file, *overrides)
     engines.get(first.experiment)  # compiles and allocates before the rate is measured
     rate = measured(engines, first, 0).summary["requests_per_s"]
-    runs = {FIT: tuple(few), **{name: (*few, *more) for name, more in cases(rate, quick).items()}}
-    found, apart = {name: Compared([], [], []) for name in runs}, []
+    runs = {FIT: tuple(overrides), **{name: (*overrides, *more) for name, more in cases(rate, quick).items()}}
+    found, fit_errors = {name: Compared([], [], []) for name in runs}, []
     with tempfile.TemporaryDirectory() as place:
         for repeat in range(repeats):
             folder = Path(place) / str(repeat)
             folder.mkdir()
             llm = engines.get(first.experiment)
-            step = roofline(llm.engine.model, first.experiment.model)
-            for name, overrides in runs.items():
-                point = point_of(file, *overrides)
+            step_time = roofline(llm.engine.model, first.experiment.model)
+            for name, of_run in runs.items():
+                point = point_of(file, *of_run)
                 result = measured(engines, point, repeat)
                 found[name].measured.append(result.summary)
                 if name == FIT:
                     steps = run_files(Run(point, repeat, 0), llm, result)[cost.STEPS]
                     (folder / cost.STEPS).write_text(steps, encoding="utf-8")
-                    apart.append(100 * cost.fit(cost.read_steps(steps)).error)
-                found[name].fitted.append(predicted(file, overrides, folder, repeat))
-                found[name].roofline.append(predicted(file, overrides, folder, repeat, step))
-    return found, statistics.median(apart)
+                    fit_errors.append(100 * cost.fit(cost.read_steps(steps)).error)
+                found[name].fitted.append(predicted(file, of_run, folder, repeat))
+                found[name].roofline.append(predicted(file, of_run, folder, repeat, step_time))
+    return found, statistics.median(fit_errors)
 
 
 def errors(guesses: Sequence[Summary], truth: Sequence[Summary], path: str) -> list[float]:
@@ -160,9 +162,11 @@ def errors(guesses: Sequence[Summary], truth: Sequence[Summary], path: str) -> l
     return [100 * abs(dig(g, path) / dig(t, path) - 1) for g, t in zip(guesses, truth, strict=True)]
 
 
-def held_out(found: Mapping[str, Compared], way: str, path: str) -> list[float]:
+def held_out(found: Mapping[str, Compared], method: str, path: str) -> list[float]:
     """Errors of all runs and repeats except the fitted run."""
-    return [e for name, runs in found.items() if name != FIT for e in errors(runs.predicted(way), runs.measured, path)]
+    return [
+        e for name, runs in found.items() if name != FIT for e in errors(runs.predicted(method), runs.measured, path)
+    ]
 
 
 def repeated(found: Mapping[str, Compared], path: str) -> list[float]:
@@ -171,28 +175,29 @@ def repeated(found: Mapping[str, Compared], path: str) -> list[float]:
     return [error for before, after in pairs for error in errors([before], [after], path)]
 
 
-def reason(error: float, own: float, apart: float) -> str:
+def reason(error: float, repeat_error: float, fit_error: float) -> str:
     """The reason of a larger error than the published one, given the machine's own variation."""
-    if error <= 1.5 * own:
-        return f"this machine's own repeats of a run differ by {own:.1f} %"
+    if error <= 1.5 * repeat_error:
+        return f"this machine's own repeats of a run differ by {repeat_error:.1f} %"
     return (
-        f"repeats of a run differ by {own:.1f} % here, and steps from the fit to them by {apart:.0f} % (median), where "
-        "every simulated step takes the time that is typical of its size"
+        f"repeats of a run differ by {repeat_error:.1f} % here, and steps from the fit to them by {fit_error:.0f} % "
+        "(median), where every simulated step takes the time that is typical of its size"
     )
 
 
 def run(folder: Path, quick: bool) -> Findings:
+    """Measure and predict the runs of config.yaml in `folder`. `quick`: fewer requests, repeats and runs."""
     file = folder / "config.yaml"
-    few = ("workload.count=12",) if quick else ()
-    found, apart = compare(file, few, 2 if quick else point_of(file).experiment.repeats, quick)
+    overrides = ("workload.count=12",) if quick else ()
+    found, fit_error = compare(file, overrides, 2 if quick else point_of(file).experiment.repeats, quick)
     claims, rows = [], []
     for metric, path in METRICS.items():
-        ours, own = span(held_out(found, FITTED, path)), statistics.fmean(repeated(found, path))
+        ours, repeat_error = span(held_out(found, FITTED, path)), statistics.fmean(repeated(found, path))
         what = f"{metric.removesuffix(', s')}: error of a simulation fitted to another run"
-        claims.append(Claim(PAPER, what, WITHIN, ours, 1.0, "%", reason(ours.middle, own, apart)))
-        inside = statistics.fmean(errors(found[FIT].fitted, found[FIT].measured, path))
-        bound = statistics.fmean(held_out(found, ROOFLINE, path))
-        rows.append((metric.removesuffix(", s"), ours.middle, inside, bound, own))
+        claims.append(Claim(PAPER, what, WITHIN, ours, 1.0, "%", reason(ours.middle, repeat_error, fit_error)))
+        fitted_run_error = statistics.fmean(errors(found[FIT].fitted, found[FIT].measured, path))
+        roofline_error = statistics.fmean(held_out(found, ROOFLINE, path))
+        rows.append((metric.removesuffix(", s"), ours.middle, fitted_run_error, roofline_error, repeat_error))
     head = ("mean error, %", "fitted to another run", "the fitted run itself", "roofline alone", "a repeat of the run")
     tables = [markdown(head, rows), markdown(("run", "", "measured", "fitted", "roofline"), side_by_side(found))]
     rate, gap = rows[0], rows[3]
@@ -211,9 +216,11 @@ def side_by_side(found: Mapping[str, Compared]) -> list[tuple[str, ...]]:
     rows = []
     for name, runs in found.items():
         for metric, path in METRICS.items():
-            values, fitted, bound = ([dig(one, path) for one in way] for way in runs)
+            values, by_fit, by_roofline = ([dig(one, path) for one in summaries] for summaries in runs)
             spread = f"{rounded(statistics.fmean(values))} ({rounded(min(values))} to {rounded(max(values))})"
-            rows.append((name, metric, spread, rounded(statistics.fmean(fitted)), rounded(statistics.fmean(bound))))
+            rows.append(
+                (name, metric, spread, rounded(statistics.fmean(by_fit)), rounded(statistics.fmean(by_roofline)))
+            )
     return rows
 
 
@@ -223,11 +230,11 @@ def figure(found: Mapping[str, Compared]) -> str:
     for metric in ("output tokens/s", "first token, p50, s", "between tokens, p99, s"):
         path = METRICS[metric]
         runs = [compared for name, compared in found.items() if name != FIT]
-        means = [[statistics.fmean(dig(one, path) for one in way) for way in compared] for compared in runs]
+        means = [[statistics.fmean(dig(one, path) for one in summaries) for summaries in compared] for compared in runs]
         truth = sorted(truth for truth, _, _ in means)
         panels[metric] = {
-            FITTED: sorted((truth, fitted) for truth, fitted, _ in means),
-            ROOFLINE: sorted((truth, bound) for truth, _, bound in means),
+            FITTED: sorted((truth, by_fit) for truth, by_fit, _ in means),
+            ROOFLINE: sorted((truth, by_roofline) for truth, _, by_roofline in means),
             "as measured": [(x, x) for x in (truth[0], truth[-1])],
         }
-    return draw.curves(panels, "measured", "predicted", dashed=("as measured",))
+    return figures.curves(panels, "measured", "predicted", dashed=("as measured",))

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.studies import draw, lengths, load
+from experiments.studies import figures, lengths, load
 from experiments.studies.findings import Claim, Findings, Interval, markdown, times
 from experiments.studies.lengths import MEANS_ALONE
 
@@ -58,7 +58,7 @@ def run(folder: Path, quick: bool) -> Findings:
             "target": [(rates[0], TARGET), (rates[-1], TARGET)]
         }
     labels = "requests a second", "seconds a token, mean"
-    figure = draw.curves(panels, *labels, log_x=2, log_y=10, dashed=("target",))
+    figure = figures.curves(panels, *labels, log_x=2, log_y=10, dashed=("target",))
     head = (
         "lengths like",
         "at ms a token",

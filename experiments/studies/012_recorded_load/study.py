@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.core.workloads import AZURE
-from experiments.studies import draw
+from experiments.studies import figures
 from experiments.studies.findings import Findings, Interval, Summary, dig, markdown, over, simulated, span
 
 QUESTION = "Which order of the queue keeps most of a recorded service's requests within their targets?"
@@ -51,7 +51,7 @@ def run(folder: Path, quick: bool, traces: Path) -> Findings:
         "between tokens, p99, s",
         "output tokens/s",
     )
-    figure = draw.curves(panels, "load, times as recorded", "% within both targets", lowest=0)
+    figure = figures.curves(panels, "load, times as recorded", "% within both targets", lowest=0)
     return Findings([], answer, {"goodput.svg": figure}, [markdown(head, rows)])
 
 

@@ -1,8 +1,8 @@
 """Work items of the CPU kernel: `attend` computes an item of a decode, `attend_tile` an item of a chunk.
 
     attend        the scores of a span of visible tokens, their softmax, and the weighted sum of the values.
-    attend_tile   an online softmax (FlashAttention, Dao et al. 2022) over steps of STEP context tokens, as two small
-                  matrix products whose sums stay in registers.
+    attend_tile   an online softmax (FlashAttention, Dao et al. 2022) over steps of CONTEXT_TILE context tokens, as two
+                  small matrix products whose sums stay in registers.
 
 A tile's queries are the row's (token, query head) pairs of one key head in order, so that any number of query heads
 fills vectors. Scores are [token, query], 16 queries a vector, so their softmax needs no sums across lanes.
@@ -28,11 +28,15 @@ from pallas_kernels.paged_attention.cpu.vectors import (
     LANES,
     QUERIES_AT_ONCE,
     TOGETHER,
-    bend,
+    add_weighted_values_one,
+    add_weighted_values_tile,
+    add_weighted_values_together,
+    apply_soft_cap,
     clear,
     copy,
     exponentials,
     largest,
+    online_softmax_step,
     prefetch,
     scale,
     score_16,
@@ -40,15 +44,11 @@ from pallas_kernels.paged_attention.cpu.vectors import (
     score_48,
     score_one,
     scores_together,
-    soften,
     transpose,
-    weigh_one,
-    weigh_tile,
-    weigh_together,
 )
 
 SPAN = 256  # context tokens of a decode's item, counted from the first visible one
-STEP = 64  # context tokens of a step of a chunk's item; above LANES, so that windows begin in the first step
+CONTEXT_TILE = 64  # context tokens of a step of a chunk's item; above LANES, so that windows begin in the first step
 
 attend, _define_attend = linked("attend", 15)
 attend_tile, _define_attend_tile = linked("attend_tile", 17)
@@ -61,7 +61,7 @@ def _softmax(scores, count, cap):
     """scores [count] -> exp(scores - their maximum), in place. Returns (maximum, sum). Writes up to the next 16."""
     end = -(-count // FULL) * FULL
     if cap > 0:
-        bend(scores, end // FULL, FULL, cap)
+        apply_soft_cap(scores, end // FULL, FULL, cap)
     for i in range(count, end):
         store_float(scores + 4 * i, np.float32(-np.inf))
     top = np.float32(-np.inf)
@@ -84,7 +84,8 @@ def attend_item(size, q, k, v, page_bytes, table, first, stop, cap, group, d, s,
 
     q, out: [G, D] float32; out is the sum of the values, weighted by exp(score - the largest score).
     k, v: addresses of this head in page 0; table: [M] int32 pages of the row. cap: address of the soft cap, or of 0.
-    scores: [G, SPAN] float32, scratch. stats: [G, 2] float32, (largest score, sum of the weights).
+    scores: [G, SPAN] float32, scratch. size: bytes per element of the pages.
+    stats: [G, 2] float32, (largest score, sum of the weights): log-sum-exp parts, for the merge of items.
     """
     _define_attend()
     row = size * d
@@ -128,11 +129,11 @@ def attend_item(size, q, k, v, page_bytes, table, first, stop, cap, group, d, s,
         while i + TOGETHER <= run:
             _fetch(ahead + i * row, TOGETHER * row)
             for g in range(group):
-                weigh_together(size, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
+                add_weighted_values_together(size, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
             i += TOGETHER
         while i < run:
             for g in range(group):
-                weigh_one(size, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
+                add_weighted_values_one(size, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
             i += 1
         at += run
 
@@ -168,7 +169,7 @@ def _score(q, k, d, count, lanes, out):
 
 
 @compiled
-def _turn(q, d, lanes, out):
+def _transpose_queries(q, d, lanes, out):
     """q [lanes, D] -> out [D, LANES]. Reads and writes up to the next 16 of both."""
     for lane in range(0, lanes, FULL):
         for i in range(0, d, FULL):
@@ -176,7 +177,7 @@ def _turn(q, d, lanes, out):
 
 
 @compiled
-def _hide(scores, visible, window, number):
+def _mask_window(scores, visible, window, number):
     """Sets scores before the windows to minus infinity, in the first step."""
     for lane in range(number):
         for token in range(load_int(visible + 4 * lane) - window):
@@ -189,17 +190,17 @@ def attend_tile_item(
     """Computes queries first : first + number of a row for one key head, at most LANES, over the context they see.
 
     q, out: addresses of this head's first query of the row, float32. before: context tokens before the row's first.
-    window: the number of tokens up to itself that a query sees. k, v, table, cap: as in `attend_item`.
+    window: the number of tokens up to itself that a query sees. size, k, v, table, cap: as in `attend_item`.
     scratch: `scratch_bytes` bytes.
     """
     _define_attend_tile()
     scratch += -scratch % 64  # no vector across two cache lines
-    visible, top, norm, keep = scratch, scratch + 4 * LANES, scratch + 8 * LANES, scratch + 12 * LANES
+    visible, top, norm, rescale = scratch, scratch + 4 * LANES, scratch + 8 * LANES, scratch + 12 * LANES
     places = scratch + 16 * LANES  # [LANES] words: offsets of a query and its result from the row's first
-    weights = places + 8 * LANES  # [STEP, LANES]
-    turned = weights + 4 * STEP * LANES  # [D, LANES], D up to the next 16
-    tokens = turned + 4 * LANES * (d + FULL)  # [STEP, D]: keys, then values
-    sums = tokens + 4 * d * STEP  # [LANES, D]; before that, the queries
+    weights = places + 8 * LANES  # [CONTEXT_TILE, LANES]
+    transposed = weights + 4 * CONTEXT_TILE * LANES  # [D, LANES], D up to the next 16
+    tokens = transposed + 4 * LANES * (d + FULL)  # [CONTEXT_TILE, D]: keys, then values
+    sums = tokens + 4 * d * CONTEXT_TILE  # [LANES, D]; before that, the queries
     token, head = first // group, first % group  # incremented below: divisions are slow
     begin = max(before + token + 1 - window, 0)  # the first token that any of the queries sees
     for lane in range(LANES):
@@ -212,27 +213,27 @@ def attend_tile_item(
             head += 1
             if head == group:
                 token, head = token + 1, 0
-    _turn(sums, d, number, turned)
+    _transpose_queries(sums, d, number, transposed)
     clear(sums, LANES * d)
 
     stop = before + token + 1
-    for start in range(begin, stop, STEP):
-        count = min(STEP, stop - start)
+    for start in range(begin, stop, CONTEXT_TILE):
+        count = min(CONTEXT_TILE, stop - start)
         _take(size, k, page_bytes, table, start, count, d, s, tokens)
-        _score(turned, tokens, d, count, number, weights)
+        _score(transposed, tokens, d, count, number, weights)
         if load_float(cap) > 0:
             for lane in range(0, number, FULL):
-                bend(weights + 4 * lane, count, LANES, load_float(cap))
+                apply_soft_cap(weights + 4 * lane, count, LANES, load_float(cap))
         if start == begin:
-            _hide(weights, visible, window, number)
+            _mask_window(weights, visible, window, number)
         for lane in range(0, number, FULL):
             at = 4 * lane
-            soften(weights + at, count, visible + at, top + at, norm + at, keep + at)
+            online_softmax_step(weights + at, count, visible + at, top + at, norm + at, rescale + at)
         for lane in range(LANES):
-            store_int(visible + 4 * lane, np.int32(load_int(visible + 4 * lane) - STEP))
+            store_int(visible + 4 * lane, np.int32(load_int(visible + 4 * lane) - CONTEXT_TILE))
         _take(size, v, page_bytes, table, start, count, d, s, tokens)
         for lane in range(0, number, QUERIES_AT_ONCE):
-            weigh_tile(weights + 4 * lane, tokens, d, count, keep + 4 * lane, sums + 4 * d * lane)
+            add_weighted_values_tile(weights + 4 * lane, tokens, d, count, rescale + 4 * lane, sums + 4 * d * lane)
 
     for lane in range(number):
         scale(sums + 4 * d * lane, np.float32(1) / load_float(norm + 4 * lane), d)
@@ -242,5 +243,5 @@ def attend_tile_item(
 @compiled
 def scratch_bytes(group, d):
     """Returns the bytes of scratch memory of an item of either kind."""
-    tile = 6 * LANES + STEP * LANES + LANES * (d + FULL) + STEP * d + LANES * d + 2 * FULL
+    tile = 6 * LANES + CONTEXT_TILE * LANES + LANES * (d + FULL) + CONTEXT_TILE * d + LANES * d + 2 * FULL
     return 4 * max(group * SPAN, tile)

@@ -46,7 +46,7 @@ from pallas_kernels.paged_attention.cpu.memory import (
     store_word,
 )
 from pallas_kernels.paged_attention.cpu.object_files import SYMBOLS
-from pallas_kernels.paged_attention.cpu.vectors import clear, scale, weigh_one
+from pallas_kernels.paged_attention.cpu.vectors import add_weighted_values_one, clear, scale
 
 work, _define_work = linked("work", 1)
 handler, _define_handler = linked("handler", 1, types.intp)
@@ -101,7 +101,7 @@ def _merge(job):
                 norm += share * load_float(stats + 4)
                 part = load_word(job + PARTS) + 4 * d * (unit * queries + query)
                 store_float(stats, share)
-                weigh_one(4, stats, part, d, out)
+                add_weighted_values_one(4, stats, part, d, out)
             if end > start:
                 scale(out, np.float32(1) / norm, d)
 

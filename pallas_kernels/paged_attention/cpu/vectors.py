@@ -158,9 +158,9 @@ def _scores(count):
     return scores
 
 
-def _weigh(count):
+def _add_weighted_values(count):
     @instruction
-    def weigh(typing, size, weights, v, d, out):
+    def add_weighted_values(typing, size, weights, v, d, out):
         """out [D] += weights [count] . v [count, D]."""
 
         def generate(context, builder, signature, args):
@@ -180,7 +180,7 @@ def _weigh(count):
 
         return types.void(*[types.intp] * 5), generate
 
-    return weigh
+    return add_weighted_values
 
 
 @instruction
@@ -255,11 +255,11 @@ score_16, score_32, score_48 = (_score_tile(vectors) for vectors in (1, 2, 3))
 
 
 @instruction
-def weigh_tile(typing, weights, v, d, count, keep, out):
-    """out [queries, D] = keep [queries] * out + weights [count, LANES]^T . v [count, D], of QUERIES_AT_ONCE."""
+def add_weighted_values_tile(typing, weights, v, d, count, rescale, out):
+    """out [queries, D] = rescale [queries] * out + weights [count, LANES]^T . v [count, D], of QUERIES_AT_ONCE."""
 
     def generate(context, builder, signature, args):
-        weights, v, d, count, keep, out = args
+        weights, v, d, count, rescale, out = args
         queries = range(QUERIES_AT_ONCE)
         rows = [builder.mul(d, ir.Constant(WORD, i)) for i in queries]
 
@@ -268,7 +268,7 @@ def weigh_tile(typing, weights, v, d, count, keep, out):
             sums = []
             for i in queries:
                 old = _load(builder, out, places[i], lanes)
-                kept = _splat(builder, _number(builder, keep, ir.Constant(WORD, i)), lanes)
+                kept = _splat(builder, _number(builder, rescale, ir.Constant(WORD, i)), lanes)
                 sums.append(cgutils.alloca_once(builder, _lanes(lanes)))
                 builder.store(builder.fmul(old, kept), sums[i])
             with cgutils.for_range(builder, count) as loop:
@@ -289,7 +289,7 @@ def weigh_tile(typing, weights, v, d, count, keep, out):
 
 TOGETHER = HALF  # tokens that are scored and weighed at a time, if the page has this many left
 scores_together, score_one = _scores(TOGETHER), _scores(1)
-weigh_together, weigh_one = _weigh(TOGETHER), _weigh(1)
+add_weighted_values_together, add_weighted_values_one = _add_weighted_values(TOGETHER), _add_weighted_values(1)
 
 
 @instruction
@@ -376,7 +376,7 @@ FLAT = 40  # tanh(x) is 1 in float32 where exp(2x) is 2**FLAT, and well before
 
 
 @instruction
-def bend(typing, numbers, count, stride, cap):
+def apply_soft_cap(typing, numbers, count, stride, cap):
     """count vectors of 16 float32 numbers x, `stride` numbers apart -> cap * tanh(x / cap), in place.
 
     tanh(x) is e / (e + 2) with e = exp(2x) - 1, computed from the polynomial without its 1, so it is exact near 0 too.
@@ -417,15 +417,15 @@ def exponentials(typing, numbers, top):
 
 
 @instruction
-def soften(typing, scores, count, visible, top, norm, keep):
+def online_softmax_step(typing, scores, count, visible, top, norm, rescale):
     """One step of the online softmax of 16 queries: scores [count, LANES] -> exp(score - top), in place.
 
     visible [16] int32: how many of these tokens, from the first, a query sees; it may be negative or above count.
-    top, norm [16]: the largest score and the sum of the weights so far; keep [16]: the factor of earlier weights.
+    top, norm [16]: the largest score and the sum of the weights so far; rescale [16]: the factor of earlier weights.
     """
 
     def generate(context, builder, signature, args):
-        scores, count, visible, top, norm, keep = args
+        scores, count, visible, top, norm, rescale = args
         start, hidden = ir.Constant(WORD, 0), ir.Constant(_lanes(FULL), [float("-inf")] * FULL)
         integers = ir.VectorType(INT32, FULL)
         ends = builder.load(pointer(builder, visible, integers), align=4)
@@ -455,7 +455,7 @@ def soften(typing, scores, count, visible, top, norm, keep):
         so_far = builder.fmul(_load(builder, norm, start, FULL), shrunk)
         _store(builder, builder.fadd(so_far, builder.load(total)), norm, start)
         _store(builder, new, top, start)
-        _store(builder, shrunk, keep, start)
+        _store(builder, shrunk, rescale, start)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 6), generate

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from experiments.bench import sharing
 from experiments.bench.sharing import ALPACA, SHAREGPT, SampledRequest, draw, simulate
-from experiments.core.draws import Poisson
+from experiments.core.distributions import Poisson
 
 
 def by_hand(requests: list[SampledRequest], size: int) -> tuple[int, int]:

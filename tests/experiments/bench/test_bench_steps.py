@@ -1,4 +1,4 @@
-"""The benchmarks of decode steps (floors and idle), with a tiny model."""
+"""The benchmarks of decode steps (lower_bounds and idle), with a tiny model."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import chex
 import jax
 import pytest
 
-from experiments.bench import floors, idle
+from experiments.bench import idle, lower_bounds
 
 
 def test_floor_products_have_the_shapes_of_the_step(tiny):
     model, batch, context = tiny.model, 3, 20
     c = model.config
     rows = [w.shape[0] for w in jax.tree.leaves(model.params) if w.ndim == 2]
-    products = floors.weight_products(model, batch)()
+    products = lower_bounds.weight_products(model, batch)()
     chex.assert_shape(products, [(n, batch) for n in rows])
     chex.assert_type(products, model.dtype)
-    sums = floors.read_weights(model)()
+    sums = lower_bounds.read_weights(model)()
     chex.assert_shape(sums, [()] * len(rows))
     chex.assert_trees_all_close(sums, [w.sum() for w in jax.tree.leaves(model.params) if w.ndim == 2], rtol=1e-3)
-    scores, values = floors.attention_products(model, batch, context)()
+    scores, values = lower_bounds.attention_products(model, batch, context)()
     heads = (batch, c.kv_heads, c.heads // c.kv_heads)
     chex.assert_shape(scores, [(*heads, context)] * c.layers)
     chex.assert_shape(values, [(*heads, c.head_dim)] * c.layers)
 
 
-def test_floors_command(tiny_folder, tmp_path, capsys):
-    out = tmp_path / "floors.json"
+def test_lower_bounds_command(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "lower_bounds.json"
     sizes = ["--batches", "1", "3", "--context", "20", "--repeats", "3"]
-    floors.main(["--model", str(tiny_folder), *sizes, "--json", str(out)])
+    lower_bounds.main(["--model", str(tiny_folder), *sizes, "--json", str(out)])
     rows = json.loads(out.read_text())
     assert [row["batch"] for row in rows] == [1, 3]
     names = ("step", "host", "read weights", "weight products", "attention products")

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.bench import scale, scale_paper, scale_report
+from experiments.bench import scale, scale_calculated, scale_report
 from experiments.bench.scale import FULL, QUICK, WARM, Setup, chosen
-from experiments.bench.scale_paper import BLOCK, ROOM, Paper, Rates, Shape, paper
+from experiments.bench.scale_calculated import BLOCK, ROOM, Paper, Rates, Shape, paper
 from experiments.bench.scale_report import line
 from pagedjax.device import cache
 from pagedjax.device.batch import blank_sampling
@@ -93,16 +93,16 @@ def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
     p = paper(c, sequences, context)
     assert p.cache == size(pages)
     assert p.inputs == size(batch)
-    chex.assert_type([*pages.k, *pages.v], scale_paper.DTYPE)
+    chex.assert_type([*pages.k, *pages.v], scale_calculated.DTYPE)
     chex.assert_shape([batch.tokens, batch.positions], (sequences,))
     chex.assert_shape(batch.block_tables, (sequences, math.ceil((context + ROOM) / BLOCK)))
 
 
 def test_roofline_takes_slower_of_traffic_and_arithmetic():
     p = Paper(0, weights_read=100, kv_read=30, products=1000, attention=60, cache=0, inputs=0, activations=0)
-    assert scale_paper.roofline(p, Rates(read=10.0, multiply=1000.0)) == 10 + 3
-    assert scale_paper.roofline(p, Rates(read=10.0, multiply=10.0)) == 100 + 6
-    assert scale_paper.roofline(p, Rates(read=10.0, multiply=50.0)) == 20 + 3
+    assert scale_calculated.roofline(p, Rates(read=10.0, multiply=1000.0)) == 10 + 3
+    assert scale_calculated.roofline(p, Rates(read=10.0, multiply=10.0)) == 100 + 6
+    assert scale_calculated.roofline(p, Rates(read=10.0, multiply=50.0)) == 20 + 3
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_show_refuses_other_files(tmp_path):
 
 
 def test_point_beyond_memory_error_has_remedy():
-    need = scale_paper.needed_bytes(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
+    need = scale_calculated.needed_bytes(Shape(2, 48, 2, 256), {**QUICK.body, "max_position_embeddings": 96 + ROOM})
     assert chosen(QUICK, {}, 3, need).values == QUICK.values
     with pytest.raises(ValueError, match=r"--layers has 2, which takes 0\.\d\d MiB, .* lower it, or free some memory"):
         chosen(QUICK, {}, 3, need - 1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from experiments.bench import peers
 from experiments.core import config
-from experiments.core.strict import load_file, load_text, parse
+from experiments.core.strict_yaml import load_file, load_text, parse
 from experiments.core.workloads import Lengths, Synthetic, Trace
 
 BASE: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 
 import experiments
 from experiments.core import store
-from experiments.core.libraries import require
+from experiments.core.optional_imports import require
 
 
 def summary(point: str = "abc", repeat: int = 0, order: int = 0, **more: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.core.draws import (
+from experiments.core.distributions import (
     AtOnce,
     Exponential,
     Fixed,

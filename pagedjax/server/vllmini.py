@@ -1,4 +1,4 @@
-"""The two endpoints of vllmini, the engine of a lecture: start a generation, and ask for its text so far.
+"""The two endpoints of vllmini, a small engine from a lecture: start a generation, and ask for its text so far.
 
     POST /generate {"prompt": "...", "max_length": 100}   ->  {"sequence_id": "kQ3v..."}
     GET  /result/kQ3v...                                  ->  {"status": "in progress", "generated": "so far"}

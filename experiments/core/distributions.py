@@ -20,7 +20,7 @@ def _check_limits(low: int, high: int | None) -> None:
 
 
 def _check_above_zero(name: str, value: float, unit: str = "") -> None:
-    if not 0 < value < math.inf:  # NaN is not either
+    if not 0 < value < math.inf:  # also refuses NaN
         raise ValueError(f"{name} is {value!r}; it must be above 0{unit}, and finite")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.engine import step
-from pagedjax.server import lecture
+from pagedjax.server import vllmini
 from tests.server.support import ENGINE, completed, error_of, idle, served_to, wait_until
 
 
@@ -97,7 +97,7 @@ def test_a_generation_is_cancelled_when_the_client_leaves_before_the_answer(tiny
 
 
 def test_the_oldest_completed_result_makes_room(tiny, monkeypatch):
-    monkeypatch.setattr(lecture, "MAX_RESULTS", 3)
+    monkeypatch.setattr(vllmini, "MAX_RESULTS", 3)
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
         names = []
         for _ in range(6):
@@ -107,7 +107,7 @@ def test_the_oldest_completed_result_makes_room(tiny, monkeypatch):
 
 
 def test_a_generation_above_the_limit_is_refused_while_all_are_in_progress(tiny, slow, monkeypatch):
-    monkeypatch.setattr(lecture, "MAX_RESULTS", 2)
+    monkeypatch.setattr(vllmini, "MAX_RESULTS", 2)
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (found, http):
         names = [post(http, max_length=400) for _ in range(2)]
         answer = http.post("/generate", json={"prompt": "abc", "max_length": 400})

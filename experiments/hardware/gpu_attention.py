@@ -1,16 +1,19 @@
 """Are the GPU attention kernels correct on this GPU, and how fast are they compared with alternatives?
 
-    python -m experiments.hardware.kernels --json results.json
-    python -m experiments.hardware.kernels --quick            # numerics and one shape of each kernel
+    python -m experiments.hardware.gpu_attention --json results.json
+    python -m experiments.hardware.gpu_attention --quick          # numerics and one shape of each kernel
 
 1. Limits of the card: bytes/s of a copy (read + written) and FLOP/s of a bfloat16 product of 8192 x 8192 matrices.
-2. Numerics: every shape of the contract, in ragged batches, against float64 on the host. A failure ends the run.
+2. Numerics against float64 on the host, in bfloat16 and ragged batches: every head size (`HEAD_SIZES`) with every block
+   size (`BLOCK_SIZES`) and 5 group sizes; every fifth of them also with a window and with a soft cap. A failure ends
+   the run.
 3. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s.
 4. Chunks: causal FLOPs over time, as a share of the product's FLOP/s.
 
 The alternatives, if installed: plain XLA ("xla"), JAX's Triton kernel (deprecated), cuDNN through
 `jax.nn.dot_product_attention` and JAX's Mosaic GPU attention on contiguous keys, and torch's
-scaled_dot_product_attention and FlexAttention. The table names those that are missing or fail.
+scaled_dot_product_attention and FlexAttention. The table names those that are missing or fail. All compute the same
+causal attention: an alternative that has no causal mask for fewer queries than context tokens is left out there.
 
 Times are device times (CUPTI; CUDA events for torch), medians. Calls rotate over several caches whose pages together
 exceed the L2 cache; no rows share pages.
@@ -63,6 +66,7 @@ CHUNKS = [
 
 
 def limits() -> dict[str, float]:
+    """The card's limits as measured: bytes/s of a copy (read + written), and FLOP/s of a bfloat16 product."""
     big = jnp.ones((1 << 30,), jnp.bfloat16)
     copy = device_seconds(lambda x: x * 2, [(big,)])
     a, b = (jax.random.normal(jax.random.key(i), (8192, 8192), jnp.bfloat16) for i in range(2))
@@ -82,19 +86,19 @@ def numerics(quick: bool) -> list[dict[str, Any]]:
     for i, (d, s, group) in enumerate(shapes[:: 7 if quick else 1]):
         rows = [(1, n) for n in (1, s - 1, s, s + 1, 700)] + [(0, 0), (2, s + 2), (130 // group + 3, 400), (s, s)]
         for options in ({}, {"window": 33}, {"soft_cap": 5.0}) if i % 5 == 0 else ({},):
-            error, worst = one_numeric(rows, d, s, group, i, options)
+            error, worst = max_error_against_float64(rows, d, s, group, i, options)
             found.append({"d": d, "s": s, "group": group, **options, "error": error, "largest": worst})
     return found
 
 
-def one_numeric(rows, d: int, s: int, group: int, seed: int, options: dict[str, Any], heads: int = 2):
-    """(worst error, largest value). Slots outside every context are NaN, and the result's memory is fresh."""
+def max_error_against_float64(rows, d: int, s: int, group: int, seed: int, options: dict[str, Any], heads: int = 2):
+    """(largest error, largest value). Slots outside every context are NaN, and the result's memory is fresh."""
     rng = np.random.default_rng(seed)
     b, width = len(rows), -(-max(context for _, context in rows) // s)
     counts, lengths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    half = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
-    q, k, v = half(first[-1] + 5, heads * group, d), *(half(b, width * s, heads, d) for _ in "kv")
+    random_bf16 = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
+    q, k, v = random_bf16(first[-1] + 5, heads * group, d), *(random_bf16(b, width * s, heads, d) for _ in "kv")
     tables = rng.permutation(b * width).reshape(b, width).astype(np.int32) + 1
     k_pages, v_pages = (np.full((b * width + 1, heads, s, d), np.nan, jnp.bfloat16) for _ in range(2))
     for row, length in enumerate(lengths):
@@ -135,11 +139,24 @@ def triton(shape: Shape) -> Callable[..., Any]:
     return call
 
 
-def cudnn(shape: Shape) -> Callable[..., Any]:
-    def call(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=shape.queries > 1, implementation="cudnn")
+def causal_from_first_key(shape: Shape) -> bool:
+    """Whether the usual causal mask is right, in which query i sees the keys 0 to i: queries and keys are as many.
 
-    return call
+    One query of a decode sees all keys and needs no mask. Else the queries are the last tokens of the context, so query
+    i sees the keys 0 to context - queries + i; `jax.nn.dot_product_attention` and torch's
+    scaled_dot_product_attention have no such mask.
+    """
+    return shape.queries == shape.context
+
+
+def sees(shape: Shape) -> Callable[..., Any]:
+    """The mask of FlexAttention: the queries are the last tokens of the context."""
+    offset = shape.context - shape.queries
+    return lambda batch, head, query, key: key <= query + offset
+
+
+def cudnn(shape: Shape) -> Callable[..., Any]:
+    return partial(jax.nn.dot_product_attention, is_causal=shape.queries > 1, implementation="cudnn")
 
 
 def mosaic(shape: Shape) -> Callable[..., Any]:
@@ -167,11 +184,13 @@ def torch_seconds(shape: Shape, name: str, copies: int) -> float:
     n = shape.heads * shape.group
     sets = [(tensor(shape.queries, n), *(tensor(shape.context, shape.heads) for _ in "kv")) for _ in range(copies)]
     if name == "torch flex":
-        from torch.nn.attention.flex_attention import flex_attention  # pyright: ignore[reportMissingImports]
+        from torch.nn.attention import flex_attention as flex  # pyright: ignore[reportMissingImports]
 
-        call: Any = partial(torch.compile(flex_attention), enable_gqa=True)
+        sizes = {"B": None, "H": None, "Q_LEN": shape.queries, "KV_LEN": shape.context}
+        mask = flex.create_block_mask(sees(shape), **sizes, device="cuda") if shape.queries > 1 else None
+        call: Any = partial(torch.compile(flex.flex_attention), enable_gqa=True, block_mask=mask)
     else:
-        causal = shape.queries > 1 and shape.queries == shape.context
+        causal = shape.queries > 1
         call = partial(functional.scaled_dot_product_attention, enable_gqa=True, is_causal=causal)
     for one in sets:
         call(*one)
@@ -187,29 +206,39 @@ def torch_seconds(shape: Shape, name: str, copies: int) -> float:
     return statistics.median(times)
 
 
+Sets = list[Any]  # the arguments of calls, one set for each cache
+
+
+def contenders(shape: Shape, with_torch: bool) -> dict[str, Callable[[Sets, Sets], float]]:
+    """Those that compute the attention of a shape: functions of (paged sets, contiguous sets), which return seconds."""
+    decode, square = shape.queries == 1, causal_from_first_key(shape)
+    found: dict[str, Callable[[Sets, Sets], float]] = {
+        "pallas_gpu": lambda pages, dense: device_seconds(paged("pallas_gpu", shape), pages),
+        "xla": lambda pages, dense: device_seconds(paged("xla", shape), pages),
+    }
+    if decode or square:
+        found["cudnn, contiguous"] = lambda pages, dense: device_seconds(cudnn(shape), dense)
+    if decode:
+        found["jax triton (deprecated)"] = lambda pages, dense: device_seconds(triton(shape), pages)
+    elif square:
+        found["jax mosaic, contiguous"] = lambda pages, dense: device_seconds(mosaic(shape), dense)
+    if with_torch and (decode or square):
+        found["torch sdpa"] = lambda pages, dense: torch_seconds(shape, "torch sdpa", len(pages))
+    if with_torch:
+        found["torch flex"] = lambda pages, dense: torch_seconds(shape, "torch flex", len(pages))
+    return found
+
+
 def measure(shape: Shape, card: dict[str, float], with_torch: bool) -> list[dict[str, Any]]:
     """One row for each contender, with its time or its error."""
     decode = shape.queries == 1
-    copies = max(2, -(-BEYOND_L2 // shape.cache_bytes))
-    pages = [inputs(shape, seed) for seed in range(min(copies, 64))]
-    dense = [contiguous(shape, seed) for seed in range(min(copies, 64))]
-    runs: list[tuple[str, Callable[[], float]]] = [
-        ("pallas_gpu", lambda: device_seconds(paged("pallas_gpu", shape), pages)),
-        ("xla", lambda: device_seconds(paged("xla", shape), pages[:2])),
-        ("cudnn, contiguous", lambda: device_seconds(cudnn(shape), dense)),
-    ]
-    if decode:
-        runs.append(("jax triton (deprecated)", lambda: device_seconds(triton(shape), pages[:2])))
-    elif shape.queries == shape.context:
-        runs.append(("jax mosaic, contiguous", lambda: device_seconds(mosaic(shape), dense)))
-    if with_torch:
-        for name in ("torch sdpa", "torch flex"):
-            runs.append((name, lambda name=name: torch_seconds(shape, name, len(pages))))
+    copies = min(max(2, -(-BEYOND_L2 // shape.cache_bytes)), 64)
+    pages, dense = ([make(shape, seed) for seed in range(copies)] for make in (inputs, contiguous))
     rows = []
-    for name, run in runs:
+    for name, run in contenders(shape, with_torch).items():
         row: dict[str, Any] = {"shape": shape._asdict(), "contender": name}
         try:
-            row["seconds"] = run()
+            row["seconds"] = run(pages, dense)
             row["share"] = (
                 shape.cache_bytes / row["seconds"] / card["copy_bytes_per_s"]
                 if decode

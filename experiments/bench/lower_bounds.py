@@ -1,6 +1,6 @@
 """How close is a decode step to its lower bounds, the time of its memory traffic and of its matrix products?
 
-    python -m experiments.bench.floors [--batches 1 8 64] [--context 253] [--json out.json]
+    python -m experiments.bench.lower_bounds [--batches 1 8 64] [--context 253] [--json out.json]
 
 Timed in turn with the step: reading every weight once (the bound at batch 1), and the step's matrix products alone,
 without and with the products of attention over contiguous keys and values.
@@ -64,7 +64,7 @@ def attention_products(model: Model, batch: int, context: int) -> Run:
     return _ready(products, q, p, keys, values)
 
 
-def beside_floors(batches: Sequence[int], context: int, repeats: int, name: str) -> list[dict[str, Any]]:
+def beside_lower_bounds(batches: Sequence[int], context: int, repeats: int, name: str) -> list[dict[str, Any]]:
     """The median decode step of each batch size and its lower bounds, in milliseconds."""
     length = context + repeats + 2
     buckets = sorted({*batches, 2048})
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if value < 1:
             parser.error(f"--{name} is {value}; it must be at least 1")
     try:
-        rows = beside_floors(args.batches, args.context, args.repeats, args.model)
+        rows = beside_lower_bounds(args.batches, args.context, args.repeats, args.model)
     except (OSError, ValueError) as error:  # the model is missing, or a length is beyond it
         parser.error(str(error))
     show(rows)

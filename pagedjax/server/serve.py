@@ -24,7 +24,7 @@ GRACE = 3  # seconds to send the answers of 503
 log = logging.getLogger("pagedjax.server")
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> socket.socket:
     """A socket bound to an address, before a model is loaded, so that a port in use is an early error.
 
     Raises:
@@ -42,7 +42,9 @@ def bound(host: str, port: int) -> socket.socket:
     return made
 
 
-def serve(llm: LLM, options: Options, at: socket.socket, *, drain_seconds: int = 60, log_level: str = "info") -> None:
+def serve(
+    llm: LLM, options: Options, listener: socket.socket, *, drain_seconds: int = 60, log_level: str = "info"
+) -> None:
     """Serve until a signal. Prints the address when the server listens.
 
     SIGTERM and SIGINT close the port. Unfinished requests have `drain_seconds` to end, then they are answered 503, and
@@ -57,10 +59,10 @@ def serve(llm: LLM, options: Options, at: socket.socket, *, drain_seconds: int =
         timeout_keep_alive=75,  # seconds; longer than clients keep an idle connection, so that clients close it
         server_header=False,
     )
-    name, number = at.getsockname()[:2]
-    where = f"[{name}]" if ":" in name else name
-    line = f"serving {options.name} at http://{where}:{number}/v1"
-    _Server(config, app.state.worker, drain_seconds, line).run(sockets=[at])
+    host, port = listener.getsockname()[:2]
+    where = f"[{host}]" if ":" in host else host
+    line = f"serving {options.name} at http://{where}:{port}/v1"
+    _Server(config, app.state.worker, drain_seconds, line).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
@@ -76,11 +78,11 @@ class _Server(uvicorn.Server):
         print(self._line, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.create_task(self._end())
+        ending = asyncio.create_task(self._end_after_drain())
         await super().shutdown(sockets)
         ending.cancel()
 
-    async def _end(self) -> None:
+    async def _end_after_drain(self) -> None:
         """Answer unfinished requests when the time is over, and then close the connections that do not read."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._drain_seconds):
@@ -98,7 +100,7 @@ class _Server(uvicorn.Server):
 
 
 def name_of(model: str) -> str:
-    """The name of a model's folder or file, also for ".". Of a link it is the link's name."""
+    """The name of a model's folder or file, also for ".". Symbolic links are not resolved."""
     return Path(os.path.abspath(model)).name
 
 
@@ -121,13 +123,13 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     )
     if engine.get("policy") == "fair" and not options.allow_user:
         log.warning("the policy is fair, but the field user of requests is ignored; add --allow-user to share by it")
-    with bound(args.host, args.port) as at:
+    with bound_socket(args.host, args.port) as listener:
         cache = args.compilation_cache
         llm = LLM(args.model, progress=sys.stderr.isatty(), compilation_cache=cache, **engine)
         if args.record:
             llm.engine.record(args.record, times=True)
         try:
-            serve(llm, options, at, drain_seconds=args.drain_seconds, log_level=args.log_level)
+            serve(llm, options, listener, drain_seconds=args.drain_seconds, log_level=args.log_level)
         finally:
             llm.engine.record(None)
     return 0

@@ -1,10 +1,10 @@
-"""Arguments that the benchmark of floors refuses."""
+"""Arguments that the benchmark of lower bounds refuses."""
 
 from __future__ import annotations
 
 import pytest
 
-from experiments.bench import floors
+from experiments.bench import lower_bounds
 
 
 @pytest.mark.parametrize(
@@ -18,5 +18,5 @@ from experiments.bench import floors
 )
 def test_arguments_without_a_result_are_refused(wrong, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        floors.main(wrong)
+        lower_bounds.main(wrong)
     assert message in capsys.readouterr().err

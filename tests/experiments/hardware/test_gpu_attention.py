@@ -1,0 +1,50 @@
+"""What the GPU attention benchmark can check without a GPU: all contenders compute causal attention of one kind."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.hardware import gpu_attention
+from experiments.hardware.gpu_attention import CHUNKS, DECODES, contenders, sees
+from pallas_kernels.paged_attention.reference import paged_attention as reference
+from pallas_kernels.timing import Shape
+
+DECODE, PROMPT, CHUNK = Shape(2, 1, 9, 2, 3, 8, 4), Shape(2, 8, 8, 2, 3, 8, 4), Shape(2, 3, 9, 2, 3, 8, 4)
+
+
+def test_contenders_without_a_mask_for_chunks_are_left_out():
+    contiguous = {"cudnn, contiguous", "torch sdpa"}
+    assert set(contenders(DECODE, True)) == {"pallas_gpu", "xla", "jax triton (deprecated)", "torch flex"} | contiguous
+    assert set(contenders(PROMPT, True)) == {"pallas_gpu", "xla", "jax mosaic, contiguous", "torch flex"} | contiguous
+    assert set(contenders(CHUNK, True)) == {"pallas_gpu", "xla", "torch flex"}
+    assert set(contenders(CHUNK, False)) == {"pallas_gpu", "xla"}
+
+
+@pytest.mark.parametrize("shape", [DECODE, PROMPT, CHUNK, *DECODES[-1:], *CHUNKS[-1:]], ids=str)
+def test_the_mask_of_flex_attention_shows_the_counted_pairs(shape):
+    shown = sees(shape)(0, 0, np.arange(shape.queries)[:, None], np.arange(shape.context)[None])
+    np.testing.assert_array_equal(shown, np.tri(shape.queries, shape.context, shape.context - shape.queries, bool))
+    assert 4 * shape.rows * shape.heads * shape.group * shape.d * shown.sum() == shape.flops
+
+
+@pytest.mark.parametrize("shape", [DECODE, PROMPT], ids=str)
+def test_attention_on_contiguous_keys_equals_the_reference(shape, monkeypatch):
+    """With XLA in place of cuDNN, which takes the same arguments."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", with_xla(jax.nn.dot_product_attention))
+    q, k, v = (a.astype("float32") for a in gpu_attention.contiguous(shape, 0))
+    got = gpu_attention.cudnn(shape)(q, k, v)
+    rows, width = shape.rows, -(-shape.context // shape.s)
+    room = ((0, 0), (0, width * shape.s - shape.context), (0, 0), (0, 0))
+    paged = [np.pad(a, room).reshape(rows * width, shape.s, shape.heads, shape.d).swapaxes(1, 2) for a in (k, v)]
+    tables = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    lengths = np.full(rows, shape.context, np.int32)
+    first = np.arange(rows + 1, dtype=np.int32) * shape.queries
+    flat = q.reshape(rows * shape.queries, -1, shape.d)
+    expected = reference(flat, *paged, tables, lengths, first, scale=shape.d**-0.5)
+    np.testing.assert_allclose(got.reshape(expected.shape), expected, atol=1e-5)
+
+
+def with_xla(attention):
+    return lambda *args, implementation, **options: attention(*args, implementation="xla", **options)
