@@ -197,7 +197,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Resolved(EngineConfig):
-    """An EngineConfig in which nothing is left to choose: no field is None. This is what an engine runs and saves."""
+    """An EngineConfig in which nothing is left to choose: no open field is None. An engine runs and saves this."""
 
     # the defaults only satisfy dataclasses: `resolve` sets each of them
     max_model_len: int = 0
@@ -211,7 +211,7 @@ class Resolved(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) is None:
+            if getattr(self, field.name) is None and field.name != "speculative":  # there None means off
                 raise ValueError(f"{field.name} is not resolved")
 
 
