@@ -28,6 +28,11 @@ Config = TypeVar("Config")
 Value = TypeVar("Value")
 
 MAX_DRAFT_TOKENS = 32  # of a sequence in a step
+VLLM_NAMES = {  # of fields of `Speculative`, in vLLM's speculative_config
+    "num_speculative_tokens": "num_tokens",
+    "prompt_lookup_max": "ngram_max",
+    "prompt_lookup_min": "ngram_min",
+}
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,9 @@ class EngineConfig:
         to host memory, `swap_space_gib` of it at most, and comes back; what finds no room there is computed again.
     lookahead: steps that are sent to the device before the tokens of the current step are known (engine/lookahead.py).
         0: each step waits for the one before; 1 hides the host's work behind the device's. It changes no token.
-    speculative: speculative decoding, a `Speculative` or a mapping of its fields; None is off. It changes no token. It
-        excludes lookahead, which sends a step before the tokens are known that a draft would follow.
+    speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the names of vLLM's
+        speculative_config; None is off. It changes no token. It excludes lookahead, which sends a step before the
+        tokens are known that a draft would follow.
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes share steps. Without
         them steps are made as earlier engines made them (host/step_kinds.py), to compare with.
@@ -137,9 +143,12 @@ class EngineConfig:
         if isinstance(self.lookahead, bool) or not isinstance(self.lookahead, int) or self.lookahead < 0:
             raise ValueError(f"lookahead is {self.lookahead!r}; it must be an integer of at least 0")
         if isinstance(self.speculative, Mapping):  # as YAML and the command line spell it
-            object.__setattr__(
-                self, "speculative", from_dict(Speculative, dict(self.speculative), where="speculative.")
-            )
+            given: Any = self.speculative
+            names: dict[str, Any] = {VLLM_NAMES.get(str(name), str(name)): value for name, value in given.items()}
+            if len(names) < len(given):
+                raise ValueError(f"speculative is {dict(given)!r}, which gives one field under two names")
+            options = from_dict(Speculative, names, where="speculative.")
+            object.__setattr__(self, "speculative", options)
         if self.speculative is not None and not isinstance(self.speculative, Speculative):
             raise ValueError(f"speculative is {self.speculative!r}; it must be None, or its fields by name")
         if self.speculative is not None and self.lookahead:

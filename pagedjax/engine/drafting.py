@@ -12,13 +12,13 @@ speculation, arXiv 2408.07978); a drafter only decides how many of them a step g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pagedjax.config import Speculative
-from pagedjax.device.batch import Shapes
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.drafts import Sample, kept
@@ -57,55 +57,64 @@ def offer(
     options: Speculative | None,
     running: Running,
     sequences: Mapping[str, SequenceData],
-    shapes: Shapes,
+    buckets: Sequence[int],
 ) -> Mapping[str, int]:
     """By sequence id, how many drafts there are for the next step. They are written behind the known tokens.
 
-    Only decodes get drafts, and only sequences that have generated a token: from then on their tokens are in an array
-    of their own, with places for drafts.
+    Args:
+        buckets: the padded tokens of steps, ascending.
     """
     if drafting.drafter is None or options is None:
         return NO_DRAFTS
-    propose = drafting.drafter.propose
-    decodes = [
-        (seq.request.request_id, length)
-        for seq, length, computed in zip(*running, strict=True)
-        if length - computed == 1 and length > seq.request.prompt_len and not seq.request.beams
-    ]
-    k = options.num_tokens
-    if options.adaptive and decodes:
-        rest = sum(running.lengths) - sum(running.computed) - len(decodes)  # prompt tokens
-        k = paying(drafting, options.num_tokens, len(decodes), rest, shapes)
+    decodes, k = wanted(drafting, options, running, buckets)
     offered = {}
     for name, length in decodes if k else ():
         data = sequences[name]
-        drafts = np.asarray(propose(drafting.memory, name, data.tokens[:length], k)[:k], np.int32)
+        drafts = np.asarray(drafting.drafter.propose(drafting.memory, name, data.tokens[:length], k)[:k], np.int32)
         if len(drafts):
             data.tokens[length : length + len(drafts)] = drafts
             offered[name] = len(drafts)
     return offered
 
 
-def paying(drafting: Drafting, most: int, decodes: int, rest: int, shapes: Shapes) -> int:
+def wanted(
+    drafting: Drafting, options: Speculative, running: Running, buckets: Sequence[int]
+) -> tuple[list[tuple[str, int]], int]:
+    """The sequences that may have drafts, with their lengths; and how many drafts each should have.
+
+    They are the decodes that have generated a token: from then on their tokens are in an array of their own, with
+    places for drafts.
+    """
+    decodes = [
+        (seq.request.request_id, length)
+        for seq, length, computed in zip(*running, strict=True)
+        if length - computed == 1 and length > seq.request.prompt_len and not seq.request.beams
+    ]
+    if not (options.adaptive and decodes):
+        return decodes, options.num_tokens
+    rest = sum(running.lengths) - sum(running.computed) - len(decodes)
+    return decodes, paying(drafting, options.num_tokens, len(decodes), rest, buckets)
+
+
+def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequence[int]) -> int:
     """The number of drafts of each decode that gives the most tokens a second (Liu et al. 2024, arXiv 2406.14066).
 
     A decode with k drafts, each accepted with probability a, gives (1 - a^(k+1)) / (1 - a) tokens in expectation
-    (Leviathan et al. 2023, equation 1). A step costs what steps of its padded size took; one that was never run is
+    (Leviathan et al. 2023, equation 1). A step costs what steps of its padded size took. A size that was never run is
     taken to cost as much as the next smaller one, so each is tried.
 
     Args:
         decodes: number of sequences that may have drafts.
-        rest: prompt tokens that wait; they fill what decodes leave of the budget, so a step of prompts has no place for
-            drafts.
+        rest: prompt tokens to compute. They come before drafts, so a step that is full of them has no drafts.
+        buckets: the padded tokens of steps, ascending.
     """
-    budget, a = shapes.tokens[-1], min(drafting.acceptance, 0.999)
-    known = sorted(drafting.seconds.items())
+    a, known = min(drafting.acceptance, 0.999), sorted(drafting.seconds.items())
     best, rate = 0, 0.0
     for k in range(most + 1):
-        tokens = decodes * (1 + k) + min(rest, budget - decodes)
-        if k and tokens > budget:
+        tokens = decodes * (1 + k) + rest
+        if k and tokens > buckets[-1]:
             break
-        size = shapes.bucket(min(tokens, budget))
+        size = buckets[min(bisect_left(buckets, tokens), len(buckets) - 1)]
         seconds = next((time for t, time in reversed(known) if t <= size), None)
         if seconds is None:  # no step was timed: try all drafts
             return most

@@ -24,7 +24,7 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
     config, sequences = runtime.config, state.sequences
     started, compiled = time.perf_counter(), compilations.compilations()
     running = state.scheduler.running
-    offered = drafting.offer(state.drafting, config.speculative, running, sequences, runtime.shapes)
+    offered = drafting.offer(state.drafting, config.speculative, running, sequences, runtime.shapes.tokens)
     before, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
     cache = runtime.new_cache() if state.cache is None else state.cache
 

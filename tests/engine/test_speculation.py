@@ -356,7 +356,7 @@ def test_beams_get_no_drafts(tiny, monkeypatch):
         assert not any(engine.step().plan.drafts)
 
 
-SHAPES = runtime.Shapes((8, 16, 64), 8, 4, 16, 64, 320, drafts=4)
+BUCKETS = (8, 16, 64)
 
 
 @pytest.mark.parametrize(
@@ -371,13 +371,13 @@ SHAPES = runtime.Shapes((8, 16, 64), 8, 4, 16, 64, 320, drafts=4)
 )
 def test_adaptive_drafts_are_as_many_as_pay(acceptance, seconds, decodes, expected):
     learned = Drafting(Drafter("any", lambda *_: []), acceptance=acceptance, seconds=seconds)
-    assert paying(learned, 4, decodes, 0, SHAPES) == expected
+    assert paying(learned, 4, decodes, 0, BUCKETS) == expected
 
 
 def test_a_draft_is_tried_again_after_some_steps_without():
     learned = Drafting(Drafter("any", lambda *_: []), acceptance=0.0, seconds={8: 1.0, 16: 2.0, 64: 8.0})
-    assert paying(learned, 4, 8, 0, SHAPES) == 0
-    assert paying(learned._replace(idle=drafting.RETRY), 4, 8, 0, SHAPES) == 1
+    assert paying(learned, 4, 8, 0, BUCKETS) == 0
+    assert paying(learned._replace(idle=drafting.RETRY), 4, 8, 0, BUCKETS) == 1
 
 
 def test_the_average_acceptance_approaches_the_true_one():
@@ -398,5 +398,5 @@ def test_the_average_acceptance_approaches_the_true_one():
 def test_only_sequences_with_a_generated_token_are_offered_drafts(tiny):
     options = Speculative(num_tokens=2, adaptive=False)
     drafter = drafting.start(Drafter("always", lambda memory, name, known, k: [5] * k))
-    assert drafting.offer(drafter, options, Running(), {}, SHAPES) == {}
-    assert drafting.offer(drafting.start(None), None, Running(), {}, SHAPES) == {}
+    assert drafting.offer(drafter, options, Running(), {}, BUCKETS) == {}
+    assert drafting.offer(drafting.start(None), None, Running(), {}, BUCKETS) == {}
