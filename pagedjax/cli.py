@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -189,6 +190,9 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
         default = "" if field.default is None else f"the default is {field.default}"
         if kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
+        elif dataclasses.is_dataclass(kind):
+            what = f"a JSON object of the fields of {getattr(kind, '__name__', hint)}"
+            group.add_argument(flag, f"{flag}-config", type=_mapping, metavar="JSON", help=what)
         elif get_origin(kind) is tuple:
             group.add_argument(flag, type=_sizes, metavar="T,T,...", help=default)
         elif get_origin(kind) is Literal:
@@ -199,6 +203,17 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        example = '{"method": "ngram", "num_tokens": 4}'
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write one, as in '{example}'")
+    return value
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import runpy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -21,10 +21,54 @@ PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "
 Reservation = Literal["none", "oracle", "pow2", "max"]
 Preemption = Literal["recompute", "swap"]
 Compilation = Literal["eager", "lazy"]
+DraftMethod = Literal["ngram", "suffix"]
 AttentionImpl = Literal["xla", "cpu", "pallas_tpu", "pallas_gpu", "reference"]
 
 Config = TypeVar("Config")
 Value = TypeVar("Value")
+
+MAX_DRAFT_TOKENS = 32  # of a sequence in a step
+VLLM_NAMES = {  # of fields of `Speculative`, in vLLM's speculative_config
+    "num_speculative_tokens": "num_tokens",
+    "prompt_lookup_max": "ngram_max",
+    "prompt_lookup_min": "ngram_min",
+}
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """Speculative decoding: which drafter guesses the next tokens of a sequence, and how many.
+
+    method: "ngram": what followed the last tokens where they occurred before in the sequence (prompt lookup); "suffix":
+        the same by a tree of suffixes, over earlier outputs of the engine too. One of your own is "module:NAME" or
+        "folder/file.py:NAME", see engine/drafters.
+    num_tokens: draft tokens of a sequence in a step, at most. One step verifies all of them and adds one token.
+    adaptive: draft fewer tokens, or none, where more would not pay: by the share of accepted drafts and the measured
+        times of steps. Tokens do not depend on it.
+    ngram_max, ngram_min: of "ngram", the longest and the shortest run of tokens that is looked up.
+    """
+
+    method: str = "ngram"
+    num_tokens: int = 4
+    adaptive: bool = True
+    ngram_max: int = 3
+    ngram_min: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "ngram_max", "ngram_min"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DRAFT_TOKENS:
+                remedy = "; to switch speculation off, leave speculative out" if name == "num_tokens" else ""
+                what = f"it must be an integer from 1 to {MAX_DRAFT_TOKENS}{remedy}"
+                raise ValueError(f"speculative.{name} is {value!r}; {what}")
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(
+                f"speculative.ngram_min is {self.ngram_min}; it must be at most ngram_max {self.ngram_max}"
+            )
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"speculative.adaptive is {self.adaptive!r}; it must be True or False")
+        if not (isinstance(self.method, str) and ":" in self.method):
+            one_of("speculative.method", self.method, get_args(DraftMethod))
 
 
 @dataclass(frozen=True)
@@ -54,6 +98,9 @@ class EngineConfig:
         to host memory, `swap_space_gib` of it at most, and comes back; what finds no room there is computed again.
     lookahead: steps that are sent to the device before the tokens of the current step are known (engine/lookahead.py).
         0: each step waits for the one before; 1 hides the host's work behind the device's. It changes no token.
+    speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the names of vLLM's
+        speculative_config; None is off. It changes no token. It excludes lookahead, which sends a step before the
+        tokens are known that a draft would follow.
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes share steps. Without
         them steps are made as earlier engines made them (host/step_kinds.py), to compare with.
@@ -78,6 +125,7 @@ class EngineConfig:
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
     lookahead: int = 0
+    speculative: Speculative | None = None
     compilation: Compilation = "eager"
     chunked_prefill: bool = True
     mixed_steps: bool = True
@@ -94,6 +142,20 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
         if isinstance(self.lookahead, bool) or not isinstance(self.lookahead, int) or self.lookahead < 0:
             raise ValueError(f"lookahead is {self.lookahead!r}; it must be an integer of at least 0")
+        if isinstance(self.speculative, Mapping):  # as YAML and the command line spell it
+            given: Any = self.speculative
+            names: dict[str, Any] = {VLLM_NAMES.get(str(name), str(name)): value for name, value in given.items()}
+            if len(names) < len(given):
+                raise ValueError(f"speculative is {dict(given)!r}, which gives one field under two names")
+            options = from_dict(Speculative, names, where="speculative.")
+            object.__setattr__(self, "speculative", options)
+        if self.speculative is not None and not isinstance(self.speculative, Speculative):
+            raise ValueError(f"speculative is {self.speculative!r}; it must be None, or its fields by name")
+        if self.speculative is not None and self.lookahead:
+            raise ValueError(
+                f"lookahead is {self.lookahead} and speculative is {self.speculative.method!r}: a draft follows known "
+                "tokens, and lookahead sends a step before they are known; set lookahead=0, or speculative=None"
+            )
         share = self.memory_fraction
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
             raise ValueError(f"memory_fraction is {share!r}; it must be above 0 and at most 1")
@@ -144,7 +206,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Resolved(EngineConfig):
-    """An EngineConfig in which nothing is left to choose: no field is None. This is what an engine runs and saves."""
+    """An EngineConfig in which nothing is left to choose: no open field is None. An engine runs and saves this."""
 
     # the defaults only satisfy dataclasses: `resolve` sets each of them
     max_model_len: int = 0
@@ -158,7 +220,7 @@ class Resolved(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) is None:
+            if getattr(self, field.name) is None and field.name != "speculative":  # there None means off
                 raise ValueError(f"{field.name} is not resolved")
 
 

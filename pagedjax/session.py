@@ -128,11 +128,13 @@ class Session:
                 branch.num_cached = event.num_cached if branch.num_cached is None else branch.num_cached
             if not isinstance(event, Sampled):
                 continue
-            for name, token in zip(event.request_ids, event.token_ids, strict=True):
+            last = {name: i for i, name in enumerate(event.request_ids)}  # a row with drafts may have several
+            for i, (name, token) in enumerate(zip(event.request_ids, event.token_ids, strict=True)):
                 branch = branches.get(name)
                 if not isinstance(branch, OutputBuilder):
                     continue
-                deltas.append(TextDelta(name, token, branch.push(token, reasons.get(name))))
+                reason = reasons.get(name) if i == last[name] else None
+                deltas.append(TextDelta(name, token, branch.push(token, reason)))
                 if branch.finish_reason is not None:
                     del branches[name]
                     ended.append(name)

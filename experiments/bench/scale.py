@@ -158,7 +158,7 @@ class Device:
         sizes = {"block_size": BLOCK, "heads": c.heads, **heads}
         self.impl = attention.choose(None, jax.devices()[0], dtype=DTYPE, query_dtype=DTYPE, **sizes)
         size = {"layers": c.layers, "blocks": shape.sequences * self.shapes.table_width, "block_size": BLOCK}
-        self.blanks = {shape.sequences: jax.device_put(blank_sampling(self.shapes, shape.sequences))}
+        self.blanks = {shape.sequences: jax.device_put(blank_sampling(shape.sequences))}
         batch = pack(EMPTY_PLAN, {}, self.shapes, self.blanks)
         step = make_step(self.model, attention.attend(self.impl, c.head_dim**-0.5), 0, device_tile())
         pages = jax.eval_shape(lambda: cache.init(**size, **heads, dtype=DTYPE))
@@ -186,7 +186,7 @@ def timed_steps(device: Device, context: int, steps: int) -> list[Seconds]:
 def warm_up(shape: Shape) -> None:
     """Run the host's code alone: Python is faster after a function has run a few times."""
     shapes = shapes_of(shape)
-    blanks = {shape.sequences: blank_sampling(shapes, shape.sequences)}
+    blanks = {shape.sequences: blank_sampling(shape.sequences)}
     host = prompted(shapes, shape.context, WARM + MOST_STEPS // 2)
     for _ in range(MOST_STEPS):
         host, *_ = advance(host, shapes, blanks, lambda batch: np.zeros_like(batch.tokens))

@@ -75,7 +75,7 @@ def compile_step(model: Model, target: str, plan: Plan, blocks: int) -> tuple[An
     pages = jax.eval_shape(lambda: cache.init(blocks=blocks, **shape))
     width = -(-plan.length // plan.block_size)
     fixed = Shapes((plan.tokens,), plan.rows, plan.block_size, width, plan.length, m.vocab_size)
-    batch = pack(EMPTY_PLAN, {}, fixed, {plan.tokens: blank_sampling(fixed, plan.tokens)})
+    batch = pack(EMPTY_PLAN, {}, fixed, {(r := fixed.rows(plan.tokens)): blank_sampling(r)})
     step = make_step(model, attention.attend(IMPL, m.attn_scale), seed=0)
     started, compiled = time.perf_counter(), None
     try:

@@ -58,7 +58,7 @@ def work_of(plan: Plan, padded: int, *, cached: bool = True) -> Work:
     ends = starts + counts
     if not cached:
         padded, starts, counts = padded + int(starts.sum()), np.zeros_like(starts), ends
-    sampled = int((ends == np.asarray(plan.lengths)).sum())
+    sampled = int((ends >= np.asarray(plan.lengths)).sum()) + sum(plan.drafts)
     pairs = int((counts * starts + counts * (counts + 1) // 2).sum())
     return Work(padded, len(ends), sampled, int(ends.sum()), pairs, moved)
 
@@ -283,6 +283,8 @@ class Simulate:
         policy `static`.
     batched_moves: swapped blocks move in one copy; False: one copy for each block, layer, keys and values.
     host_s: seconds that the host adds to a step.
+    acceptance: with engine.speculative, the probability that a draft token is accepted, if those before it are.
+    draft_s: seconds that each draft token of a step adds, all sequences together; 0 is a drafter on the host.
     """
 
     chip: str | None = None
@@ -296,6 +298,8 @@ class Simulate:
     whole_batches: bool = False
     batched_moves: bool = True
     host_s: float = 0.0
+    acceptance: float | None = None
+    draft_s: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.chip is None) == (self.fit is None):
@@ -314,6 +318,10 @@ class Simulate:
                         f"{name} is {value}, and measured steps (fit) do not depend on it; leave it out, or give "
                         "a chip in place of fit"
                     )
+        if self.acceptance is not None and not 0.0 <= self.acceptance <= 1.0:
+            raise ValueError(f"acceptance is {self.acceptance}; it must be a probability, from 0 to 1")
+        if self.draft_s < 0:
+            raise ValueError(f"draft_s is {self.draft_s}; it must be at least 0 seconds")
         for name in ("bandwidth_share", "rate_share"):
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0 and at most 1")

@@ -21,8 +21,11 @@ from experiments.simulation import cost
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
 from pagedjax.config import EngineConfig
 from pagedjax.device.batch import token_buckets
+from pagedjax.engine import drafting
+from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import Sequences, apply_events, hashes_of_filled, prepare
 from pagedjax.host import policies, scheduler
+from pagedjax.host.drafts import Sample, kept
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
 from pagedjax.host.types import Event, Finished, Plan, StepResult
@@ -84,12 +87,14 @@ class SimulatedEngine:
             )
         self.config, self.now = config, 0.0
         self._seconds, self._vocab_size, self._simulate = seconds, vocab_size, simulate
+        self._spare = config.speculative.num_tokens if config.speculative else 0
         self._policy, self._limits = policies.find(config.policy), limits(config, host_blocks)
         self.reset()
 
     def reset(self) -> None:
         self.scheduler_state = scheduler.init(self._limits)
         self._sequences: Sequences = Map()
+        self._drafting = drafting.start(Drafter("simulated", lambda *_: ()) if self.config.speculative else None)
         self._batch = WholeBatch()
         self.now = 0.0
 
@@ -112,7 +117,7 @@ class SimulatedEngine:
                 "a simulated request ends at max_tokens; set sampling.ignore_eos: true and leave stop_token_ids out"
             )
         caching = self.config.enable_prefix_caching
-        limits = {"vocab_size": self._vocab_size, "caching": caching, "priority": 0, "user": ""}
+        limits = {"vocab_size": self._vocab_size, "caching": caching, "priority": 0, "user": "", "spare": self._spare}
         prepared = prepare(
             self.scheduler_state, (request_id, *forks), prompt_token_ids, params, eos_token_ids=(), **limits
         )
@@ -124,32 +129,58 @@ class SimulatedEngine:
         if not self.has_work:
             return None
         started = self.now
-        state, plan = scheduler.schedule(self.scheduler_state, self._policy)
+        offered, speculative = {}, self.config.speculative
+        if speculative and self.config.token_buckets:
+            facts = speculative, self.scheduler_state.running, self.config.token_buckets
+            decodes, k = drafting.wanted(self._drafting, *facts)
+            offered = {name: k for name, _ in decodes} if k else {}
+        state, plan = scheduler.schedule(self.scheduler_state, self._policy, offered)
         ended = self._batch.contexts
         padded = self._padded(plan.num_tokens + len(ended))
         work = work_of(plan, padded, cached=self._simulate.kv_cache)
         seconds = self._seconds(with_rows(work, ended) if ended else work)
+        seconds += self._simulate.draft_s * max(plan.drafts, default=0)
         # different sequences get different tokens, so the prefix cache finds only what was computed
         vocabulary = self._vocab_size
-        sampled = [
+        sampled: list[Sample] = [
             (seq.arrival * 7919 + length) % vocabulary for seq, length in zip(plan.seqs, plan.lengths, strict=True)
         ]
-        hashes = (
-            hashes_of_filled(plan, self._sequences, self.config.block_size) if self._sequences else scheduler.NO_HASHES
-        )
+        for i, k in enumerate(plan.drafts):
+            seq, length = plan.seqs[i], plan.lengths[i]
+            right = accepted(seq.arrival, length, k, self._simulate.acceptance or 0.0)
+            tokens = [(seq.arrival * 7919 + length + j) % vocabulary for j in range(right + 1)]
+            if self._sequences:  # accepted drafts are in the tokens
+                self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
+            sampled[i] = tuple(tokens)
+        hashes = scheduler.NO_HASHES
+        if self._sequences:
+            hashes = hashes_of_filled(plan, self._sequences, self.config.block_size, kept(plan, sampled))
         self.scheduler_state, events = scheduler.commit(state, plan, sampled, hashes)
         if self._sequences:
-            self._sequences = apply_events(self._sequences, events, state.running)
+            self._sequences = apply_events(self._sequences, events, state.running, self._spare)
         if self._simulate.whole_batches:
             self._batch, events = after_step(self._batch, plan, events, over=not self.scheduler_state.running.seqs)
         self.now = started + seconds + self._simulate.host_s
-        return StepResult(plan, events, started, self.now, seconds, padded, 0)
+        result = StepResult(plan, events, started, self.now, seconds, padded, 0)
+        self._drafting = drafting.learned(self._drafting, result)
+        return result
 
     def _padded(self, tokens: int) -> int:
         if not self._simulate.padded:
             return tokens
         assert self.config.token_buckets is not None
         return next((size for size in self.config.token_buckets if size >= tokens), tokens)
+
+
+def accepted(arrival: int, length: int, k: int, probability: float) -> int:
+    """How many of k drafts are accepted: each with a probability, by a random number of (arrival, position)."""
+    for j in range(k):
+        z = (arrival << 32) + length + j + 0x9E3779B97F4A7C15  # splitmix64 (Steele et al. 2014)
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        if (z ^ (z >> 31)) / 2**64 >= probability:
+            return j
+    return k
 
 
 def refuse_unfelt(config: EngineConfig, simulate: Simulate) -> None:
@@ -159,6 +190,11 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate) -> None:
             f"engine.lookahead is {config.lookahead}, and a simulated step hides no host time behind the "
             "device; set it to 0, and simulate.host_s to the host time that is not hidden"
         )
+    if (config.speculative is None) != (simulate.acceptance is None):
+        has, lacks = ("engine.speculative", "simulate.acceptance")
+        if config.speculative is None:
+            has, lacks = lacks, has
+        raise ValueError(f"{has} is set and {lacks} is not; a simulated draft is right with a given probability")
     if config.preemption == "swap" and simulate.fit is not None:
         raise ValueError(
             "engine.preemption is 'swap', and measured steps (simulate.fit) do not give the cost of moving a "

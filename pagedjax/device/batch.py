@@ -13,13 +13,13 @@ MAX_TOP = 20  # most top log-probabilities of a request
 
 
 class SamplingBatch(NamedTuple):
-    """How the B rows sample."""
+    """How the R samples of a step are drawn: one for each row, and one for each draft."""
 
-    temperature: Any  # [B] f32; 0 is greedy
-    num_top: Any  # [B] i32: top log-probabilities wanted; -1 is none at all, not even the chosen token's
-    seed: Any  # [B] u32
-    position: Any  # [B] i32: index of the sampled token among the row's outputs
-    prompt_len: Any  # [B] i32
+    temperature: Any  # [R] f32; 0 is greedy
+    num_top: Any  # [R] i32: top log-probabilities wanted; -1 is none at all, not even the chosen token's
+    seed: Any  # [R] u32
+    position: Any  # [R] i32: index of the sampled token among the row's outputs
+    prompt_len: Any  # [R] i32
     features: dict[str, FeatureRows]  # by name: the sampling options of a `RowChain`
 
 
@@ -39,10 +39,18 @@ class Batch(NamedTuple):
     block_tables: Any  # [B, M]
     seq_lens: Any  # [B] context including this step's tokens
     cu_q_lens: Any  # [B + 1]
-    last: Any  # [B] index into T of each row's last token
+    last: Any  # [R] index into T of the token that each sample follows
+    sampled_row: Any  # [R] its row
     targets: Any  # [T] the prompt token after this one where its log-probability is wanted, else -1
     sampling: SamplingBatch
     feed: Feed | None = None  # in every step of an engine that looks ahead
+
+
+class StepShape(NamedTuple):
+    """What fixes the shapes of one step; each has a compiled program."""
+
+    tokens: int  # T
+    samples: int  # R
 
 
 class Shapes(NamedTuple):
@@ -54,13 +62,26 @@ class Shapes(NamedTuple):
     table_width: int  # M
     max_model_len: int
     vocab_size: int
+    drafts: int = 0  # draft tokens of a row at most
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
         return self.tokens[bisect_left(self.tokens, num_tokens)]
 
     def rows(self, t: int) -> int:
+        """B: the rows of a step of T tokens."""
         return min(t, self.max_seqs)
+
+    def samples(self, t: int, drafts: bool) -> int:
+        """R: the samples of a step of T tokens, with or without drafts."""
+        return min(t, self.max_seqs * (1 + self.drafts if drafts else 1))
+
+    @property
+    def steps(self) -> tuple[StepShape, ...]:
+        """The shapes of all steps, the largest last."""
+        kinds = (False, True) if self.drafts else (False,)
+        found = [StepShape(t, self.samples(t, drafts)) for t in self.tokens for drafts in kinds]
+        return tuple(dict.fromkeys(found))
 
 
 def token_buckets(max_tokens: int, *, smallest: int = 1) -> tuple[int, ...]:
@@ -72,16 +93,15 @@ def token_buckets(max_tokens: int, *, smallest: int = 1) -> tuple[int, ...]:
     return (*sizes, max(max_tokens, smallest))
 
 
-def blank_sampling(shapes: Shapes, t: int, chain: RowChain = DEFAULT) -> SamplingBatch:
-    """Greedy rows without options, for the B rows of bucket t."""
-    b = shapes.rows(t)
+def blank_sampling(samples: int, chain: RowChain = DEFAULT) -> SamplingBatch:
+    """R greedy samples without options."""
     return SamplingBatch(
-        temperature=np.zeros(b, np.float32),
-        num_top=np.full(b, -1, np.int32),
-        seed=np.zeros(b, np.uint32),
-        position=np.zeros(b, np.int32),
-        prompt_len=np.zeros(b, np.int32),
-        features=chain.blank(b),
+        temperature=np.zeros(samples, np.float32),
+        num_top=np.full(samples, -1, np.int32),
+        seed=np.zeros(samples, np.uint32),
+        position=np.zeros(samples, np.int32),
+        prompt_len=np.zeros(samples, np.int32),
+        features=chain.blank(samples),
     )
 
 

@@ -51,7 +51,8 @@ def make_step(model: Model, attend: Attend, seed: int, tile: int | None = None, 
             batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
         cache, hidden = model.hidden(cache, batch, attend)
-        history = History(cache.tokens, batch.block_tables, batch.seq_lens)
+        # a sample sees the tokens of its row up to the one that it follows
+        history = History(cache.tokens, batch.block_tables[batch.sampled_row], batch.positions[batch.last] + 1)
         logits = model.logits(hidden[:, batch.last])
         sampled = sample(logits, batch.sampling, history, jnp.uint32(seed), tile, chain)
         fed = None if feed is None else jnp.zeros_like(feed.tokens).at[: len(sampled.tokens)].set(sampled.tokens)
@@ -66,6 +67,6 @@ def _check(batch: Batch) -> None:
         check_shape(name, getattr(batch, name), (t,))
     check_shape("block_tables", batch.block_tables, (b, None))
     check_shape("cu_q_lens", batch.cu_q_lens, (b + 1,))
-    check_shape("last", batch.last, (b,))
+    check_shape("sampled_row", batch.sampled_row, batch.last.shape)
     if batch.feed is not None:
         check_shape("feed.rows", batch.feed.rows, (t,))

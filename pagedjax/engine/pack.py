@@ -3,8 +3,10 @@
     plan rows        |decode|decode|decode|chunk of 5 tokens|
     tokens [T]       |  a   |  b   |  c   | d  d  d  d  d   | 0 ... 0 |     T is a bucket: one compiled shape each
     cu_q_lens [B+1]  0      1      2      3                 8 8 ... 8       B = min(T, max_num_seqs)
+    last [R]            0      1      2               7       0 0 ... 0       R = B without drafts
 
-Padding tokens write to block 0, the trash block; padding rows have no tokens and length 0.
+A row with k drafts has k more tokens, which are drafts, and k more samples: one after its known tokens and one after
+each draft. Padding tokens write to block 0, the trash block; padding rows have no tokens and length 0.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ def pack(
     """Lay a plan out as the arrays of its bucket.
 
     Args:
-        sequences: by id, for every sequence of the plan. Their options were read by `chain`.
-        blanks: `blank_sampling` by T, ideally already on the device: the arrays of options that no row of the step uses
+        sequences: by id, for every sequence of the plan. Their options were read by `chain`. Drafts of the plan are in
+            their tokens, behind the known ones.
+        blanks: `blank_sampling` by R, ideally already on the device: the arrays of options that no row of the step uses
             are taken from there and cost nothing.
         chain: the sampling options of the engine.
     """
@@ -64,12 +67,29 @@ def pack(
 
     seq_lens = np.zeros(b, np.int32)
     seq_lens[:rows] = starts + counts
-    last = np.zeros(b, np.int32)
-    last[:rows] = cu_q_lens[1 : rows + 1] - 1
+    r = shapes.samples(t, bool(plan.drafts))
+    row_of, ahead = _samples(plan)
+    last, sampled_row = np.zeros(r, np.int32), np.zeros(r, np.int32)
+    sampled_row[: len(row_of)] = row_of
+    last[: len(row_of)] = cu_q_lens[1:][row_of] - 1 + ahead
     records = np.frombuffer(b"".join([m.record for m in mine]), record_of_rows(chain))
     targets = _targets(plan, mine, records["prompt_logprobs"], t, cu_q_lens)
-    sampling = _sampling(mine, records, plan.lengths, blanks[t], chain)
-    return Batch(tokens, positions, slots, tables, seq_lens, cu_q_lens, last, targets, sampling)
+    known = np.asarray(plan.lengths, np.int32)
+    if plan.drafts:
+        known = known[row_of] + ahead + np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
+        mine, records = [mine[i] for i in row_of], records[row_of]
+    sampling = _sampling(mine, records, known, blanks[r], chain)
+    return Batch(tokens, positions, slots, tables, seq_lens, cu_q_lens, last, sampled_row, targets, sampling)
+
+
+def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Of each sample its row, and where the token that it follows is, relative to the row's last token (0, -1, ...)."""
+    rows = np.arange(len(plan.seqs))
+    if not plan.drafts:
+        return rows, np.zeros(len(rows), np.int32)
+    each = np.asarray(plan.drafts, np.int32) + 1
+    row_of = np.repeat(rows, each)
+    return row_of, np.arange(len(row_of), dtype=np.int32) - np.cumsum(each)[row_of] + 1
 
 
 def _targets(plan: Plan, mine: Sequence[SequenceData], wanted: np.ndarray, t: int, cu_q_lens: np.ndarray) -> np.ndarray:
@@ -84,15 +104,19 @@ def _targets(plan: Plan, mine: Sequence[SequenceData], wanted: np.ndarray, t: in
 
 
 def _sampling(
-    mine: Sequence[SequenceData], records: np.ndarray, lengths: Sequence[int], blank: SamplingBatch, chain: RowChain
+    mine: Sequence[SequenceData], records: np.ndarray, lengths: np.ndarray, blank: SamplingBatch, chain: RowChain
 ) -> SamplingBatch:
-    """How the rows sample. Arrays of features that no row uses are the blank ones."""
+    """How the samples are drawn. Arrays of features that no row uses are the blank ones.
+
+    Args:
+        lengths: the tokens before each sample.
+    """
     n, b = len(mine), len(blank.temperature)
     packed = {name: np.zeros(b, records[name].dtype) for name in ("temperature", "num_top", "seed", "prompt_len")}
     packed["num_top"][n:] = -1
     for name, array in packed.items():
         array[:n] = records[name]
     position = np.zeros(b, np.int32)
-    position[:n] = np.asarray(lengths, np.int32) - records["prompt_len"]
+    position[:n] = lengths - records["prompt_len"]
     features = chain.pack(records["options"], lambda row, name: mine[row].options.large[name], b)
     return SamplingBatch(**packed, position=position, features=blank.features | features)

@@ -6,33 +6,40 @@ Tracing holds Python's lock and compiling does not, so programs are compiled in 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from tqdm import tqdm
 
 from pagedjax.config import Resolved
+from pagedjax.device.batch import StepShape
 from pagedjax.engine import compilations
 
-Build = Callable[[int, Resolved], Any]  # (tokens of the bucket, config) -> its program, for config.num_blocks blocks
+Build = Callable[[StepShape, Resolved], Any]  # (shape, config) -> its program, for config.num_blocks blocks
 
 THREADS = 4  # at most: each compilation uses several processors for a part of its time
 
 
 def compile_all(
-    build: Build, config: Resolved, settle: Callable[[Any], Resolved], *, progress: bool = False
-) -> tuple[dict[int, Any], Resolved]:
+    build: Build,
+    shapes: Sequence[StepShape],
+    config: Resolved,
+    settle: Callable[[Any], Resolved],
+    *,
+    progress: bool = False,
+) -> tuple[dict[StepShape, Any], Resolved]:
     """Compile every program, the largest first and the others side by side.
 
     Args:
-        settle: from the program of the largest bucket, the configuration that fits beside it. If it has another number
+        shapes: of all steps, the largest last.
+        settle: from the program of the largest step, the configuration that fits beside it. If it has another number
             of blocks, that one program is compiled again.
 
     Returns:
-        (programs by the tokens of their bucket, their configuration)
+        (programs by their shape, their configuration)
     """
-    *others, largest = config.token_buckets
+    *others, largest = shapes
     with tqdm(desc="compiling", total=1 + len(others), unit="program", leave=False, disable=not progress) as bar:
         programs = {largest: build(largest, config)}
         fitted = settle(programs[largest])
@@ -41,27 +48,27 @@ def compile_all(
         bar.update()
         pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
         try:
-            started = {tokens: pool.submit(build, tokens, fitted) for tokens in reversed(others)}
+            started = {shape: pool.submit(build, shape, fitted) for shape in reversed(others)}
             for done in as_completed(started.values()):
                 done.result()
                 bar.update()
         finally:
             pool.shutdown(cancel_futures=True)  # after an error, the compilations that have not begun are cancelled
-    return {tokens: started[tokens].result() for tokens in others} | programs, fitted
+    return {shape: started[shape].result() for shape in others} | programs, fitted
 
 
-class LazyPrograms(dict[int, Any]):
-    """Programs by the tokens of their bucket; a missing one is compiled. `build` is as in `compile_all`."""
+class LazyPrograms(dict[StepShape, Any]):
+    """Programs by their shape; a missing one is compiled. `build` is as in `compile_all`."""
 
     def __init__(self, build: Build, config: Resolved) -> None:
         super().__init__()
         self._build, self._config = build, config
         self._on_disk = compilations.disk_cache_active()
 
-    def __missing__(self, tokens: int) -> Any:
+    def __missing__(self, shape: StepShape) -> Any:
         with compilations.disk_cache(self._on_disk):
-            self[tokens] = self._build(tokens, self._config)
-        return self[tokens]
+            self[shape] = self._build(shape, self._config)
+        return self[shape]
 
 
 def summary(startup: dict[str, Any]) -> str:

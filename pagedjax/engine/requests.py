@@ -19,6 +19,7 @@ from pagedjax.device.batch import MAX_TOP
 from pagedjax.device.row_features.chain import DEFAULT, RowChain, RowOptions
 from pagedjax.engine import block_hashes
 from pagedjax.host import beams, scheduler
+from pagedjax.host.drafts import Sample, accepted
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Beamed, Event, Finished, Plan, Request, Running, Sampled
 from pagedjax.params import BeamSearchParams, SamplingParams
@@ -69,7 +70,7 @@ def appended(data: SequenceData, length: int, token: int, spare: int) -> Sequenc
 
     Args:
         spare: places to leave after the new token. A step that is sent ahead reads, and ignores, tokens that are not
-            known yet.
+            known yet; and drafts are written there.
     """
     if length + 1 + spare > len(data.tokens):  # always so for the first token after a prompt, which branches share
         tokens = np.zeros(length + 1 + spare + max(64, length // 4), np.int32)
@@ -200,8 +201,9 @@ def apply_events(sequences: Sequences, events: Sequence[Event], before: Running,
     for event in events:
         if isinstance(event, Sampled):
             for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                data = sequences[name]
+                data = changed[name]  # of a row with accepted drafts, this is not the first token
                 longer = appended(data, lengths[name], token, spare)
+                lengths[name] += 1
                 if longer is not data:
                     changed[name] = longer
         elif isinstance(event, Beamed):
@@ -214,10 +216,18 @@ def apply_events(sequences: Sequences, events: Sequence[Event], before: Running,
     return changed.finish()
 
 
-def hashes_of_filled(plan: Plan, sequences: Mapping[str, SequenceData], size: int) -> dict[str, tuple[str, ...]]:
-    """By sequence id, the hashes of the blocks that a plan fills with generated tokens."""
+def hashes_of_filled(
+    plan: Plan, sequences: Mapping[str, SequenceData], size: int, sampled: Sequence[Sample] = ()
+) -> dict[str, tuple[str, ...]]:
+    """By sequence id, the hashes of the blocks that a plan fills with generated tokens.
+
+    Args:
+        sampled: of a plan with drafts, what `drafting.verified` returned. Accepted drafts are in the sequences' tokens,
+            behind the known ones; no hash is made over a rejected one.
+    """
     hashes = {}
-    for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+    counts = accepted(plan, sampled).counts if plan.drafts else plan.counts
+    for seq, start, count in zip(plan.seqs, plan.starts, counts, strict=True):
         full, known = (start + count) // size, len(seq.hashes)
         if full > start // size and full > known:
             data = sequences[seq.request.request_id]

@@ -102,4 +102,5 @@ def smallest_step(platform: str, dtype: str) -> int:
 def shapes(c: Resolved, model: Model) -> Shapes:
     rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
     width = table_width(c, c.max_model_len)
-    return Shapes(c.token_buckets, rows, c.block_size, width, c.max_model_len, model.config.vocab_size)
+    drafts = c.speculative.num_tokens if c.speculative else 0
+    return Shapes(c.token_buckets, rows, c.block_size, width, c.max_model_len, model.config.vocab_size, drafts)

@@ -13,6 +13,7 @@ from pagedjax.engine.lookahead import SentStep
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host import beams
 from pagedjax.host.beams import Search
+from pagedjax.host.drafts import Sample
 from pagedjax.host.types import BeamResult, Choice, Plan, TokenLogprobs
 
 
@@ -51,12 +52,13 @@ def advance_searches(
 
 
 def logprobs(
-    plan: Plan, sequences: Mapping[str, SequenceData], sent: SentStep, rows: Sequence[int]
+    plan: Plan, sequences: Mapping[str, SequenceData], sent: SentStep, rows: Sequence[int], sampled: Sequence[Sample]
 ) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities that the rows of this step asked for, prompt tokens before the sampled one.
 
     Args:
         rows: the rows of the sent step that are the plan's.
+        sampled: as for `scheduler.commit`.
     """
     output = sent.output
     wanted = [(i, seq.request.request_id) for i, seq in enumerate(plan.seqs)]
@@ -74,11 +76,13 @@ def logprobs(
                 found.append(TokenLogprobs(name, True, j + 1, token, *_pick(host, at, top)))
     if any(data.params.logprobs is not None for _, _, data in wanted):
         host = jax.device_get(output.sampled)
+        first = np.cumsum([0, *(k + 1 for k in plan.drafts)]).tolist() if plan.drafts else rows  # sample of each row
         for i, name, data in wanted:
-            top = data.params.logprobs
-            if top is not None and plan.starts[i] + plan.counts[i] == plan.lengths[i]:
-                at, token = plan.lengths[i] - data.prompt_len, int(host.tokens[rows[i]])
-                found.append(TokenLogprobs(name, False, at, token, *_pick(host, rows[i], top)))
+            top, tokens = data.params.logprobs, sampled[i]
+            if top is not None and plan.starts[i] + plan.counts[i] >= plan.lengths[i]:
+                at = plan.lengths[i] - data.prompt_len
+                for j, token in enumerate(tokens if isinstance(tokens, tuple) else (tokens,)):
+                    found.append(TokenLogprobs(name, False, at + j, token, *_pick(host, first[i] + j, top)))
     return tuple(found)
 
 

@@ -14,13 +14,14 @@ from tqdm import tqdm
 
 from pagedjax.config import EngineConfig, Resolved
 from pagedjax.device import attention, cache, memory
-from pagedjax.device.batch import Batch, SamplingBatch, Shapes, blank_feed, blank_sampling
+from pagedjax.device.batch import Batch, SamplingBatch, Shapes, StepShape, blank_feed, blank_sampling
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowChain, RowFeature, chain
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import copy_blocks, make_step
-from pagedjax.engine import compilations, programs
+from pagedjax.engine import compilations, drafters, programs
+from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.pack import pack
 from pagedjax.engine.resolve import block_shape, host_blocks, resolve, shapes
 from pagedjax.host import policies
@@ -42,8 +43,9 @@ class Runtime:
     config: nothing in it is left open.
     leaves: the model's parameters as a step takes them.
     options: the sampling options, in their order.
-    blanks: by the tokens of a bucket, the sampling arrays of a step whose rows use no option, on the device.
-    programs: by the tokens of a bucket, its compiled step.
+    blanks: by their number, the arrays of samples that use no option, on the device.
+    programs: by the shape of a step, its compiled program.
+    drafter: None without speculation.
     copy: the compiled copy of COPIES blocks on the device.
     swap: the compiled transfers to and from the host; None without swapping.
     startup: seconds by stage, the number of programs, and how many of them came from the cache on disk.
@@ -57,15 +59,21 @@ class Runtime:
     shapes: Shapes
     options: RowChain
     blanks: Mapping[int, SamplingBatch]
-    programs: Mapping[int, Any]
+    programs: Mapping[StepShape, Any]
     copy: Any
     swap: SwapPrograms | None
     memory: memory.MemoryReport
+    drafter: Drafter | None
     startup: Mapping[str, Any]
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
         return limits(self.config, host_blocks(self.config, self.model))
+
+    @property
+    def spare(self) -> int:
+        """Places behind the known tokens of a sequence: for tokens that are sent ahead unknown, and for drafts."""
+        return max(self.config.lookahead, self.shapes.drafts)
 
     def new_cache(self) -> cache.KVCache:
         return cache.init(blocks=self.config.num_blocks, **_block(self.config, self.model))
@@ -103,19 +111,17 @@ def build(
     found = memory.read(jax.devices()[0])  # before the cache takes its share
     resolved = resolve(config, model, found)
     sizes, policy, leaves = shapes(resolved, model), policies.find(resolved.policy), model.leaves
-    blanks = {sizes.rows(t): blank_sampling(sizes, t, options) for t in sizes.tokens}
-    blanks = {rows: jax.device_put(blank) for rows, blank in blanks.items()}
-    by_tokens = {t: blanks[sizes.rows(t)] for t in sizes.tokens}
+    blanks = {r: jax.device_put(blank_sampling(r, options)) for r in {shape.samples for shape in sizes.steps}}
     ahead = resolved.lookahead > 0
-    blank = {t: _blank_batch(sizes, t, by_tokens, ahead, options) for t in sizes.tokens}
-    inputs = memory.nbytes(blanks) + memory.nbytes(blank[sizes.tokens[-1]])  # a step may replace the blanks by arrays
+    blank = {shape: _blank_batch(sizes, shape, blanks, ahead, options) for shape in sizes.steps}
+    inputs = memory.nbytes(blanks) + memory.nbytes(blank[sizes.steps[-1]])  # a step may replace the blanks by arrays
     found = found._replace(free=max(found.free - inputs, 0))
     before, started = compilations.counts(), time.perf_counter()
     attend = attention.attend(resolved.attention_impl, model.config.attn_scale)
     step = make_step(model, attend, resolved.seed, device_tile(), options)
 
-    def compile_step(tokens: int, c: Resolved) -> Any:
-        return step.lower(leaves, _cache_shapes(c, model), blank[tokens]).compile()
+    def compile_step(shape: StepShape, c: Resolved) -> Any:
+        return step.lower(leaves, _cache_shapes(c, model), blank[shape]).compile()
 
     def settle(program: Any) -> Resolved:
         return resolve(config, model, found, memory.activations_peak(program))
@@ -124,7 +130,7 @@ def build(
     if lazy:
         steps = programs.LazyPrograms(compile_step, resolved)
     else:
-        steps, resolved = programs.compile_all(compile_step, resolved, settle, progress=progress)
+        steps, resolved = programs.compile_all(compile_step, sizes.steps, resolved, settle, progress=progress)
     pages, block = _cache_shapes(resolved, model), _block(resolved, model)
     copy = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile()
     swap, block_bytes = None, cache.block_bytes(**block)
@@ -134,7 +140,7 @@ def build(
     report = memory.report(
         found,
         weights=memory.nbytes(leaves),
-        activations=None if lazy else memory.activations_peak(steps[sizes.tokens[-1]]),
+        activations=None if lazy else memory.activations_peak(steps[sizes.steps[-1]]),
         num_blocks=resolved.num_blocks,
         block_size=resolved.block_size,
         block_bytes=block_bytes,
@@ -153,11 +159,12 @@ def build(
         leaves,
         sizes,
         options,
-        by_tokens,
+        blanks,
         steps,
         copy,
         swap,
         report,
+        drafters.find(resolved.speculative) if resolved.speculative else None,
     )
     return Runtime(*parts, startup={**startup, **made._asdict()})
 
@@ -166,9 +173,9 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
     """Run the smallest step once, so that the first request runs warm code. Nothing runs if programs are lazy."""
     started = time.perf_counter()
     if runtime.config.compilation != "lazy":
-        tokens = runtime.shapes.tokens[0]
-        blank = _blank_batch(runtime.shapes, tokens, runtime.blanks, runtime.config.lookahead > 0, runtime.options)
-        pages, output = runtime.programs[tokens](runtime.leaves, pages, blank)
+        shape = runtime.shapes.steps[0]
+        blank = _blank_batch(runtime.shapes, shape, runtime.blanks, runtime.config.lookahead > 0, runtime.options)
+        pages, output = runtime.programs[shape](runtime.leaves, pages, blank)
         jax.block_until_ready(output)
     startup = {**runtime.startup, "warmup": time.perf_counter() - started}
     return replace(runtime, startup=startup), pages
@@ -191,8 +198,11 @@ def _cache_shapes(c: Resolved, model: Model) -> cache.KVCache:
 
 
 def _blank_batch(
-    sizes: Shapes, tokens: int, blanks: Mapping[int, SamplingBatch], ahead: bool, options: RowChain
+    sizes: Shapes, shape: StepShape, blanks: Mapping[int, SamplingBatch], ahead: bool, options: RowChain
 ) -> Batch:
-    """A step of a bucket that computes nothing."""
-    batch = pack(EMPTY_PLAN, {}, sizes._replace(tokens=(tokens,)), blanks, options)
-    return batch._replace(feed=blank_feed(sizes, tokens)) if ahead else batch
+    """A step of a shape that computes nothing."""
+    batch = pack(EMPTY_PLAN, {}, sizes._replace(tokens=(shape.tokens,)), blanks, options)
+    if shape.samples > len(batch.last):
+        last = np.zeros(shape.samples, np.int32)
+        batch = batch._replace(last=last, sampled_row=last, sampling=blanks[shape.samples])
+    return batch._replace(feed=blank_feed(sizes, shape.tokens)) if ahead else batch

@@ -20,6 +20,8 @@ from immutables import Map
 
 from pagedjax.device.cache import KVCache
 from pagedjax.device.host_swap import host_cache
+from pagedjax.engine import drafting
+from pagedjax.engine.drafting import Drafting
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.requests import Sequences, apply_events, prepare
 from pagedjax.engine.runtime import Runtime
@@ -37,6 +39,7 @@ class EngineState(NamedTuple):
     searches: beam searches, by the group of their beams.
     ahead: predicted steps on the device.
     cache: keys and values on the device; None until the next step allocates it.
+    drafting: what is known of drafts; without speculation it stays as it began.
     host_cache: the swap space, in host memory; None without swapping.
     result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call returns it.
     log: transitions that no recorder has written yet.
@@ -48,6 +51,7 @@ class EngineState(NamedTuple):
     ahead: Lookahead
     cache: KVCache | None
     host_cache: KVCache | None
+    drafting: Drafting
     result: StepResult | None = None
     log: tuple[LogEntry, ...] = ()
 
@@ -66,7 +70,7 @@ def init(runtime: Runtime, cache: KVCache | None = None) -> EngineState:
     config = runtime.scheduler_config
     pages = runtime.new_cache() if cache is None else cache
     space = host_cache(pages, config.host_blocks) if config.host_blocks else None
-    return EngineState(scheduler.init(config), Map(), {}, Lookahead(), pages, space)
+    return EngineState(scheduler.init(config), Map(), {}, Lookahead(), pages, space, drafting.start(runtime.drafter))
 
 
 def submit(
@@ -100,7 +104,7 @@ def submit(
         priority=priority,
         user=user,
         tags=tags,
-        spare=runtime.config.lookahead,
+        spare=runtime.spare,
         chain=runtime.options,
     )
     after = scheduler.submit(before, prepared.request)
@@ -134,11 +138,15 @@ def with_events(state: EngineState, events: Sequence[Event], before: SchedulerSt
         before: the scheduler's state before the transition that gave the events.
         spare: see `requests.appended`.
     """
-    ended = {event.request_id for event in events if isinstance(event, Finished)}
+    ended = {event.request_id: event for event in events if isinstance(event, Finished)}
     searches = state.searches
     if ended and searches:
         searches = {group: search for group, search in searches.items() if search.names[0] not in ended}
-    sequences = apply_events(state.sequences, events, before.running, spare)
+    grown = [event for event in events if not isinstance(event, Finished)] if ended else events
+    sequences = apply_events(state.sequences, grown, before.running, spare)
+    if ended:
+        drafting.ended(state.drafting, ended, sequences)
+        sequences = apply_events(sequences, tuple(ended.values()), before.running)
     return state._replace(sequences=sequences, searches=searches)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Set
 
 import numpy as np
 
-from pagedjax.device.batch import Batch, Feed, blank_feed
+from pagedjax.device.batch import Batch, Feed, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
-from pagedjax.engine import compilations, lookahead, requests, results
+from pagedjax.engine import compilations, drafting, lookahead, requests, results
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.pack import pack
 from pagedjax.engine.requests import Sequences
@@ -23,7 +23,9 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
     """Run one step. The old state must not be used again: its cache is donated."""
     config, sequences = runtime.config, state.sequences
     started, compiled = time.perf_counter(), compilations.compilations()
-    before, plan = scheduler.schedule(state.scheduler, runtime.policy)
+    running = state.scheduler.running
+    offered = drafting.offer(state.drafting, config.speculative, running, sequences, runtime.shapes.tokens)
+    before, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
     cache = runtime.new_cache() if state.cache is None else state.cache
 
     ahead, sent, rows = lookahead.take_predicted(state.ahead, plan) if config.lookahead else (Lookahead(), None, ())
@@ -39,19 +41,20 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
         cache, ahead = lookahead.extend(*ahead_of)
     overlaps = any(other.sent_at > sent.sent_at for other in ahead.sent)  # the device computes predicted steps
     was_done = not overlaps and sent.sent_at < started and sent.ready  # before this call
-    sampled = np.asarray(sent.output.sampled.tokens)[list(rows)].tolist()
+    tokens = np.asarray(sent.output.sampled.tokens)
     arrived = time.perf_counter()
 
-    hashes = requests.hashes_of_filled(plan, sequences, config.block_size)
+    sampled = drafting.verified(plan, sequences, tokens) if plan.drafts else tokens[list(rows)].tolist()
+    hashes = requests.hashes_of_filled(plan, sequences, config.block_size, sampled)
     searches, choices, ended = state.searches, {}, ()
     if searches:
         searches, choices, ended = results.advance_searches(plan, searches, sent.output)
     after, events = scheduler.commit(before, plan, sampled, hashes, choices)
     wanted = any([sequences[seq.request.request_id].wants_logprobs for seq in plan.seqs])
-    logprobs = results.logprobs(plan, sequences, sent, rows) if wanted else ()
-    log = ("schedule", (plan, started)), ("commit", (sampled, hashes, choices, events))
+    logprobs = results.logprobs(plan, sequences, sent, rows, sampled) if wanted else ()
+    log = ("schedule", (plan, started, offered)), ("commit", (sampled, hashes, choices, events))
     state = state._replace(scheduler=after, searches=searches, ahead=ahead, cache=cache, log=(*state.log, *log))
-    state = with_events(state, events, before, config.lookahead)
+    state = with_events(state, events, before, runtime.spare)
     for search in ended:
         state, cancelled = cancel(state, search.request_id, search.sequences[0].reason)
         events += cancelled
@@ -67,7 +70,7 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
         logprobs=logprobs,
         beams=ended,
     )
-    return state, result
+    return state._replace(drafting=drafting.learned(state.drafting, result)), result
 
 
 def send(
@@ -86,7 +89,8 @@ def send(
     """
     batch = packed(runtime, state.sequences, plan, previous, unknown)
     sent_at = time.perf_counter()
-    cache, output = runtime.programs[len(batch.tokens)](runtime.leaves, moved(runtime, state, cache, plan), batch)
+    program = runtime.programs[StepShape(len(batch.tokens), len(batch.last))]
+    cache, output = program(runtime.leaves, moved(runtime, state, cache, plan), batch)
     return cache, SentStep(plan, output, sent_at)
 
 

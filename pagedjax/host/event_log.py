@@ -8,13 +8,17 @@
     {"forget":{}}
     {"restart":{}}
 
-The scheduler is pure. So the header, the submits, the cancels, the sampled tokens, the hashes of filled blocks and the
-choices of beam searches determine every other byte (replay.py). A reader needs no scheduler:
+The scheduler is pure. So the header, the submits, the cancels, the drafts that were offered, the sampled tokens, the
+hashes of filled blocks and the choices of beam searches determine every other byte (replay.py). A reader needs no
+scheduler:
 
 - `blocks` are the blocks that a sequence got in this step, after those it had. It has none after it was preempted or
   finished.
 - `copies` are (from, to), `swap_out` (device, host) and `swap_in` (host, device).
 - `tables` are whole block tables: of branches that write to a copy from now on, and of beams that continue another.
+- `offered` (drafts that there were, by sequence) and `drafts` (those that the rows got) are in the line of a step that
+  was offered drafts. Then `sampled` has a list for each row with drafts: the accepted ones and one more token. The
+  event `Verified` says how many blocks are left of those that a sequence had; the others were given back.
 - `sampled` is null for a row whose token is not used: a row inside a prompt, a beam's, or one that was cancelled.
 
 A line may also have notes: `{"commit":{...},"at":0.0312}`, seconds since the recording began (of a schedule and its
@@ -31,11 +35,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
+from types import MappingProxyType
 from typing import IO, Any, Literal, get_args
 
 from pagedjax import __version__
+from pagedjax.host.drafts import Sample
 from pagedjax.host.state import SchedulerConfig
-from pagedjax.host.types import Choice, Event, Finished, FinishReason, Plan, Request, Sampled
+from pagedjax.host.types import Choice, Event, Finished, FinishReason, Plan, Request, Sampled, Verified
 
 FORMAT = 2
 Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget", "restart"]
@@ -43,6 +49,7 @@ KINDS = get_args(Kind)
 NOTES = ("at", "prompt")  # keys that may stand beside a transition on its line, in this order
 Hashes = Mapping[str, Sequence[str]]  # request id -> hashes of the blocks that a step filled
 Choices = Mapping[str, Choice]  # id of the first beam -> how its request's beams continue
+NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
 Written = dict[str, tuple[int, ...]]  # sequence id -> its blocks, as earlier lines gave them
 
 
@@ -93,12 +100,12 @@ class Recorder:
     def cancel(self, request_id: str, reason: FinishReason, events: Sequence[Event]) -> None:
         self._write(cancel_line(request_id, reason, events, self._written))
 
-    def schedule(self, plan: Plan, at: float | None = None) -> None:
-        """`at`: the clock when the step began, if it began before this call."""
+    def schedule(self, plan: Plan, at: float | None = None, offered: Mapping[str, int] = NO_DRAFTS) -> None:
+        """`at`: the clock when the step began, if it began before this call. `offered`: as `scheduler.schedule` got."""
         self._plan = plan
-        self._write(schedule_line(plan, self._written), at)
+        self._write(schedule_line(plan, self._written, offered), at)
 
-    def commit(self, sampled: Sequence[int], hashes: Hashes, choices: Choices, events: Sequence[Event]) -> None:
+    def commit(self, sampled: Sequence[Sample], hashes: Hashes, choices: Choices, events: Sequence[Event]) -> None:
         assert self._plan is not None, "a commit without a schedule before it"
         self._write(commit_line(self._plan, sampled, hashes, choices, events, self._written))
         self._plan = None
@@ -133,7 +140,7 @@ def cancel_line(request_id: str, reason: str, events: Sequence[Event], written: 
     return dump({"cancel": body})
 
 
-def schedule_line(plan: Plan, written: Written) -> str:
+def schedule_line(plan: Plan, written: Written, offered: Mapping[str, int] = NO_DRAFTS) -> str:
     for name in plan.preempted:
         written.pop(name, None)
     ids = [seq.request.request_id for seq in plan.seqs]
@@ -154,11 +161,12 @@ def schedule_line(plan: Plan, written: Written) -> str:
         "swapped": plan.swapped,
         "waiting": plan.num_waiting,
     }
-    return dump({"schedule": rows | queue | {"blocks_used": plan.blocks_used}})
+    drafts = {"offered": dict(offered), "drafts": plan.drafts} if offered else {}
+    return dump({"schedule": rows | queue | {"blocks_used": plan.blocks_used} | drafts})
 
 
 def commit_line(
-    plan: Plan, sampled: Sequence[int], hashes: Hashes, choices: Choices, events: Sequence[Event], written: Written
+    plan: Plan, sampled: Sequence[Sample], hashes: Hashes, choices: Choices, events: Sequence[Event], written: Written
 ) -> str:
     taken = {name for event in events if isinstance(event, Sampled) for name in event.request_ids}
     rows = zip(plan.seqs, sampled, strict=True)
@@ -180,6 +188,9 @@ def _event_records(events: Sequence[Event], written: Written) -> list[dict[str, 
     for event in events:
         if isinstance(event, Finished):
             written.pop(event.request_id, None)
+        elif isinstance(event, Verified):
+            for name, left in zip(event.request_ids, event.num_blocks, strict=True):
+                written[name] = written[name][:left]
     return [{"event": type(event).__name__, **event._asdict()} for event in events]
 
 

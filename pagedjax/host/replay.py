@@ -186,12 +186,13 @@ def _advance(
         state, events = scheduler.cancel(state, body["request_id"], body["reason"])
         return cancel_line(body["request_id"], body["reason"], events, written), Transition(kind, state, None, events)
     if kind == "schedule":
-        state, plan = scheduler.schedule(state, policy)
-        return schedule_line(plan, written), Transition(kind, state, plan, ())
+        offered = body.get("offered", {})
+        state, plan = scheduler.schedule(state, policy, offered)
+        return schedule_line(plan, written, offered), Transition(kind, state, plan, ())
     if kind == "commit":
         if plan is None:
             raise ValueError("a commit without a schedule before it")
-        sampled = [0 if token is None else token for token in body["sampled"]]
+        sampled = [tuple(s) if isinstance(s, list) else s or 0 for s in body["sampled"]]
         hashes = {request_id: tuple(new) for request_id, new in body["hashes"].items()}
         choices = {request_id: Choice(*map(tuple, choice)) for request_id, choice in body["choices"].items()}
         state, events = scheduler.commit(state, plan, sampled, hashes, choices)

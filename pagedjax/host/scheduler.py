@@ -32,13 +32,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import get_args
+from typing import Any, get_args
 
 from immutables import Map
 
 from pagedjax.config import Reservation, one_of
 from pagedjax.host import blocks, branches, prefix_sharing, request_limits, step_kinds
 from pagedjax.host.admission import Admission, admit
+from pagedjax.host.drafts import Sample, accepted, flat, give_back, grant, kept
 from pagedjax.host.policies import Policy
 from pagedjax.host.preemption import make_room
 from pagedjax.host.request_limits import Rejected, final_length
@@ -57,6 +58,7 @@ from pagedjax.host.types import (
     Running,
     Sampled,
     Seq,
+    Verified,
     current,
     pick,
 )
@@ -77,6 +79,7 @@ __all__ = [
     "submit",
 ]
 
+NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
 NO_HASHES: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 NO_CHOICES: Mapping[str, Choice] = MappingProxyType({})
 
@@ -110,8 +113,14 @@ def submit(state: SchedulerState, request: Request) -> SchedulerState:
     return state._replace(waiting=(*state.waiting, seq), arrivals=state.arrivals + len(names), ids=ids, stops=stops)
 
 
-def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Plan]:
-    """Decide what the next step computes. The plan has no rows when nothing runs and nothing can."""
+def schedule(
+    state: SchedulerState, policy: Policy, offered: Mapping[str, int] = NO_DRAFTS
+) -> tuple[SchedulerState, Plan]:
+    """Decide what the next step computes. The plan has no rows when nothing runs and nothing can.
+
+    Args:
+        offered: by sequence id, how many draft tokens there are for it. Decodes get some of them (drafts.py).
+    """
     c = state.config
     state, preempted = make_room(state, policy)
     host_pool, waiting = state.host_pool, state.waiting
@@ -140,6 +149,10 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
         waiting = tuple([seq for seq in waiting if seq.arrival not in entered])
         active = active.joined(new)
 
+    drafts: tuple[int, ...] = ()
+    if offered:
+        left = c.max_num_batched_tokens - sum(counts)
+        pool, active, counts, drafts = grant(pool, active, decodes, counts, offered, left, c.block_size)
     rows = len(counts)
     plan = Plan(
         step=state.step,
@@ -159,6 +172,7 @@ def schedule(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Pla
         num_waiting=len(waiting),
         blocks_used=pool.num_blocks - pool.num_free,
         num_blocks=pool.num_blocks,
+        drafts=drafts,
     )
     active = active.joined(waiting_beams) if waiting_beams.seqs else active
     return state._replace(pool=pool, waiting=waiting, running=active, host_pool=host_pool), plan
@@ -193,7 +207,7 @@ def _token_counts(
 def commit(
     state: SchedulerState,
     plan: Plan,
-    sampled: Sequence[int],
+    sampled: Sequence[Sample],
     hashes: Mapping[str, tuple[str, ...]] = NO_HASHES,
     choices: Mapping[str, Choice] = NO_CHOICES,
 ) -> tuple[SchedulerState, tuple[Event, ...]]:
@@ -201,22 +215,24 @@ def commit(
 
     Args:
         sampled: one token id for each row of the plan; those of rows that do not reach the end of their known
-            tokens are ignored, and those of beams.
+            tokens are ignored, and those of beams. For a row with drafts, the tokens in a row that hold: the accepted
+            drafts and one more. It is cut where the sequence ends.
         hashes: by request id, of the blocks that this step filled and whose hashes the sequence does not have yet:
             those of generated tokens, which only the engine knows. Without them, these blocks are not shared.
         choices: by the id of the first beam, how the beams of a request continue that have no token left to compute.
 
     A sequence that was cancelled after `schedule` is ignored: its blocks are already free.
     """
-    if len(sampled) != len(plan.seqs):
-        raise ValueError(f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each")
-    seqs, lengths, starts, counts, tokens = plan.seqs, plan.lengths, plan.starts, plan.counts, tuple(sampled)
+    all_tokens: tuple[Any, ...] = kept(plan, sampled)
+    seqs, starts, drafts = plan.seqs, plan.starts, plan.drafts
+    lengths, counts, tokens = accepted(plan, all_tokens) if drafts else (plan.lengths, plan.counts, all_tokens)
     step, size = plan.step, state.config.block_size
     if state.running.seqs[: len(seqs)] != seqs:
         alive = {seq.arrival: seq for seq in state.running.seqs}
         keep = [i for i, seq in enumerate(seqs) if seq.arrival in alive]
         seqs = tuple([alive[seqs[i].arrival] for i in keep])  # a branch of them may have been cancelled, too
         lengths, starts, counts, tokens = (pick(column, keep) for column in (lengths, starts, counts, tokens))
+        drafts, all_tokens = pick(drafts, keep) if drafts else (), pick(all_tokens, keep)
 
     computed = tuple([start + count for start, count in zip(starts, counts, strict=True)])
     caught_up = computed == lengths  # as in most steps: all rows sample
@@ -230,10 +246,13 @@ def commit(
     if not state.stops.isdisjoint(tokens):  # most steps: no request is checked on its own
         maybe = sorted({*maybe, *(i for i, token in enumerate(tokens) if token in seqs[i].request.stop_token_ids)})
     ended: dict[int, FinishReason] = {
-        i: reason for i in maybe if samples[i] and (reason := _finish_reason(seqs[i], lengths[i], tokens[i]))
+        i: reason for i in maybe if samples[i] and (reason := seqs[i].finish_reason(lengths[i], tokens[i]))
     }
 
     pool, seqs = prefix_sharing.publish(state.pool, seqs, counts, computed, hashes, size)
+    drafted = [i for i, k in enumerate(drafts) if k]
+    if drafted and state.config.reservation == "none":
+        pool, seqs = give_back(pool, seqs, [i for i in drafted if i not in ended], computed, size)
     rows, old = len(seqs), state.running
     forks: tuple[Seq, ...] = ()
     if grouped:
@@ -254,19 +273,29 @@ def commit(
     ids = tuple([seq.request.request_id for seq in seqs])
     if not all(samples):
         new = [i for i, one in enumerate(samples) if one]
-        ids, tokens = pick(ids, new), pick(tokens, new)
+        ids, all_tokens = pick(ids, new), pick(all_tokens, new)
+    if drafted:
+        ids, all_tokens = flat(ids, all_tokens)
     events: list[Event] = [Preempted(step, i, i in plan.swapped) for i in plan.preempted]
     events += [Resumed(step, i) for i in plan.resumed]
     entered = zip(plan.admitted, plan.known, plan.cached, strict=True)
     events += [Admitted(step, *one) for one in entered if one[0] not in plan.resumed]
     events += branches.forked(step, forks) if forks else []
     if ids:
-        events.append(Sampled(step, ids, tokens))
+        events.append(Sampled(step, ids, all_tokens))
     events += beamed
+    if drafted:
+        names, left = (
+            tuple([seqs[i].request_id for i in drafted]),
+            [0 if i in ended else len(seqs[i].blocks) for i in drafted],
+        )
+        events.append(
+            Verified(step, names, pick(drafts, drafted), tuple([counts[i] - 1 for i in drafted]), tuple(left))
+        )
     for i, reason in ended.items():
         events.append(Finished(step, seqs[i].request_id, reason, lengths[i] - seqs[i].request.prompt_len))
-    left = _without(state.ids, [seqs[i].request_id for i in ended]) if ended else state.ids
-    return state._replace(pool=pool, running=active, step=step + 1, forked=forked, ids=left), tuple(events)
+    unfinished = _without(state.ids, [seqs[i].request_id for i in ended]) if ended else state.ids
+    return state._replace(pool=pool, running=active, step=step + 1, forked=forked, ids=unfinished), tuple(events)
 
 
 def cancel(
@@ -352,14 +381,6 @@ def _decodes_first(active: Running) -> tuple[Running, int, Running]:
     if left[:decodes].count(1) != decodes:
         active = active.pick(sorted(range(len(left)), key=lambda i: left[i] != 1))
     return active, decodes, waiting_beams
-
-
-def _finish_reason(seq: Seq, length: int, token: int) -> FinishReason | None:
-    """Why a sequence that has grown to `length` tokens by `token` ends; None if it does not end."""
-    request = seq.request
-    if token in request.stop_token_ids and length - request.prompt_len >= request.min_tokens:
-        return "stop"
-    return "length" if length >= seq.limit else None
 
 
 def _without(ids: Map[str, None], gone: Sequence[str]) -> Map[str, None]:

@@ -66,6 +66,13 @@ class Seq(NamedTuple):
         """Rows of a step that it takes, or will take when its branches fork."""
         return 1 + len(self.request.forks)
 
+    def finish_reason(self, length: int, token: int) -> FinishReason | None:
+        """Why the sequence ends when `token` has made it `length` tokens long; None if it does not end."""
+        request = self.request
+        if token in request.stop_token_ids and length - request.prompt_len >= request.min_tokens:
+            return "stop"
+        return "length" if length >= self.limit else None
+
     @property
     def is_beam(self) -> bool:
         """Whether it is one of several beams, which are admitted and preempted together."""
@@ -104,7 +111,7 @@ class Row(NamedTuple):
     @property
     def samples(self) -> bool:
         """True when this chunk reaches the end of the known tokens, so that a new one is sampled."""
-        return self.seq.computed + self.count == self.seq.length
+        return self.seq.computed + self.count >= self.seq.length
 
 
 class Plan(NamedTuple):
@@ -127,6 +134,7 @@ class Plan(NamedTuple):
     num_waiting: int  # after admission
     blocks_used: int  # blocks with an owner while the step runs
     num_blocks: int  # blocks that can have an owner (block 0, the trash block, is not one of them)
+    drafts: tuple[int, ...] = ()  # of each row, how many of its tokens are drafts, the last ones; (): no row has one
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -187,11 +195,21 @@ class Beamed(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The new tokens of a step, one for each row that sampled, in row order."""
+    """The new tokens of a step, in row order: one for each row that sampled, several for a row with accepted drafts."""
 
     step: int
     request_ids: tuple[str, ...]
     token_ids: tuple[int, ...]
+
+
+class Verified(NamedTuple):
+    """The rows of a step that had drafts: how many, how many were accepted, and the blocks each sequence has left."""
+
+    step: int
+    request_ids: tuple[str, ...]
+    drafts: tuple[int, ...]
+    accepted: tuple[int, ...]
+    num_blocks: tuple[int, ...]  # 0 if it has ended
 
 
 class Finished(NamedTuple):
@@ -201,7 +219,7 @@ class Finished(NamedTuple):
     num_output: int
 
 
-Event = Admitted | Preempted | Resumed | Sampled | Forked | Beamed | Finished
+Event = Admitted | Preempted | Resumed | Sampled | Forked | Beamed | Verified | Finished
 
 
 class Choice(NamedTuple):

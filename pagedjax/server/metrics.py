@@ -14,7 +14,7 @@ import prometheus_client as prometheus
 
 from pagedjax.config import Resolved
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import Admitted, Beamed, BeamResult, Event, Finished, Preempted, Sampled, StepResult
+from pagedjax.host.types import Admitted, Beamed, BeamResult, Event, Finished, Preempted, Sampled, StepResult, Verified
 from pagedjax.params import BeamSearchParams
 from pagedjax.session import GenerationRequest
 
@@ -66,6 +66,12 @@ class Metrics:
             "prefix_cache_hits": "Of these, tokens that were found in it",
             "num_preemptions": "Sequences that gave their blocks up",
         }
+        if config.speculative:
+            counters |= {
+                "spec_decode_num_drafts": "Rows of steps that had drafts",
+                "spec_decode_num_draft_tokens": "Draft tokens that steps verified",
+                "spec_decode_num_accepted_tokens": "Of these, tokens that were accepted",
+            }
         times = {
             "time_to_first_token_seconds": "From arrival to the first token",
             "inter_token_latency_seconds": "Between two tokens of a branch",
@@ -96,6 +102,12 @@ class Metrics:
             ("model_name", "finished_reason"),
             registry=self.registry,
         )
+        self._positions: Any = None
+        if config.speculative:
+            name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by their place in a draft"
+            labels = "model_name", "position"
+            counter = prometheus.Counter(f"{PREFIX}:{name}", text, labels, registry=self.registry)
+            self._positions = [counter.labels(model, i) for i in range(config.speculative.num_tokens)]
         info = prometheus.Info(f"{PREFIX}:cache_config", "Of the cache", registry=self.registry)
         fields = ("block_size", "num_blocks", "enable_prefix_caching", "kv_cache_dtype", "swap_space_gib")
         info.info({name: str(getattr(config, name)) for name in fields})
@@ -166,9 +178,19 @@ class Metrics:
             self._tokens(event.request_ids, result.finished)
         elif isinstance(event, Beamed) and result is not None:
             self._tokens(event.request_ids, result.finished)
+        elif isinstance(event, Verified):
+            self._verified(event)
         elif isinstance(event, Finished):
             self._success.labels(self._model, event.reason).inc()
             self._ended(event)
+
+    def _verified(self, event: Verified) -> None:
+        self._counters["spec_decode_num_drafts"].inc(len(event.request_ids))
+        self._counters["spec_decode_num_draft_tokens"].inc(sum(event.drafts))
+        self._counters["spec_decode_num_accepted_tokens"].inc(sum(event.accepted))
+        for accepted in event.accepted:
+            for counter in self._positions[:accepted]:
+                counter.inc()
 
     def _tokens(self, names: Iterable[str], now: float) -> None:
         gap, first = self._histograms["inter_token_latency_seconds"], self._histograms["time_to_first_token_seconds"]

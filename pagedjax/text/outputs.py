@@ -63,7 +63,7 @@ class OutputBuilder:
     stop_reason: str | int | None = None
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
-    cumulative: float = 0.0
+    chosen: dict[int, float] = field(default_factory=dict)  # log-probabilities of the tokens, by position
     num_cached: int | None = None  # tokens found in the cache at its first admission
 
     def __post_init__(self) -> None:
@@ -99,7 +99,12 @@ class OutputBuilder:
             self.prompt_logprobs[entry.position] = self._candidates(entry)
         else:
             self.logprobs[entry.position] = self._candidates(entry)
-            self.cumulative += entry.logprob
+            self.chosen[entry.position] = entry.logprob
+
+    @property
+    def cumulative(self) -> float:
+        """The sum of the tokens' log-probabilities. A step with drafts may give more tokens than the output has."""
+        return sum([self.chosen[i] for i in range(len(self.token_ids))])
 
     def _candidates(self, entry: TokenLogprobs) -> PositionLogprobs:
         chosen = Logprob(entry.logprob, entry.rank, self.tokenizer.decode_token(entry.token_id))

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from pagedjax import LLM, SamplingParams, cli
-from pagedjax.config import EngineConfig
+from pagedjax.config import EngineConfig, Speculative
 from pagedjax.server import serve
 
 
@@ -133,6 +133,10 @@ def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypa
         (["serve", "--block-size", "x"], "argument --block-size: invalid int value: 'x'"),
         (["serve", "--dtype", "float31"], "argument --dtype: invalid choice: 'float31' (choose from 'float32', "),
         (["serve", "--preemption", "stop"], "argument --preemption: invalid choice: 'stop' (choose from 'recompute', "),
+        (
+            ["serve", "--speculative", "ngram"],
+            "argument --speculative/--speculative-config: 'ngram' is no JSON object; ",
+        ),
         (["serve", "--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["generate"], "the following arguments are required: prompt"),
     ],
@@ -150,6 +154,7 @@ def test_every_engine_option_is_a_field_with_its_type():
     args = vars(cli.parser().parse_args(["serve"]))
     assert {name for name in fields if args[name] is not None} == set()
     words = ["--block-size", "8", "--memory-fraction", "0.25", "--no-mixed-steps", "--token-buckets", "8,2048"]
+    words += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}']
     args = vars(cli.parser().parse_args(["serve", *words, "--policy", "a.py:B", "--kv-cache-dtype", "float16"]))
     assert EngineConfig(**{name: args[name] for name in fields if args[name] is not None}) == EngineConfig(
         block_size=8,
@@ -158,6 +163,7 @@ def test_every_engine_option_is_a_field_with_its_type():
         token_buckets=(8, 2048),
         policy="a.py:B",
         kv_cache_dtype="float16",
+        speculative=Speculative(method="ngram", num_tokens=5),
     )
 
 

@@ -125,7 +125,8 @@ def compiled_step(model, *, t: int, blocks: int, dtype: str = "float32"):
         )
     )
     shapes = Shapes((t,), 8, s, m.max_len // s, m.max_len, m.vocab_size)
-    batch = pack(EMPTY_PLAN, {}, shapes, {t: blank_sampling(shapes, t)})._replace(feed=blank_feed(shapes, t))
+    rows = shapes.rows(t)
+    batch = pack(EMPTY_PLAN, {}, shapes, {rows: blank_sampling(rows)})._replace(feed=blank_feed(shapes, t))
     step = make_step(model, attention.attend("xla", m.head_dim**-0.5), seed=0)
     return step.lower(model.leaves, kv, batch).compile(), kv
 

@@ -41,9 +41,13 @@ def plan(*rows: tuple[str, SequenceData, int, int, tuple[int, ...]]) -> tuple[Pl
     return Plan(0, seqs, lengths, starts, counts, *[()] * 9, 0, 0, 9), {name: s for name, s, *_ in rows}
 
 
+def blanks(shapes: Shapes, options=DEFAULT):
+    return {shape.samples: blank_sampling(shape.samples, options) for shape in shapes.steps}
+
+
 def packed(*rows, shapes: Shapes = SHAPES, options=DEFAULT) -> Batch:
     step_plan, sequences = plan(*rows)
-    return pack(step_plan, sequences, shapes, {t: blank_sampling(shapes, t, options) for t in shapes.tokens}, options)
+    return pack(step_plan, sequences, shapes, blanks(shapes, options), options)
 
 
 def equal(array: np.ndarray, *expected) -> None:
@@ -94,7 +98,7 @@ def test_an_empty_plan_is_all_padding():
     chex.assert_trees_all_equal(batch[:7], tuple(np.zeros_like(a) for a in batch[:7]))
     equal(batch.targets, *[-1] * 4)
     equal(batch.cu_q_lens, 0, 0, 0, 0)
-    chex.assert_trees_all_equal(batch.sampling, blank_sampling(SHAPES, 4))
+    chex.assert_trees_all_equal(batch.sampling, blank_sampling(SHAPES.rows(4)))
 
 
 def test_the_bucket_is_the_smallest_that_holds_the_tokens():
@@ -167,12 +171,12 @@ def test_options_of_weights_are_off_for_greedy_rows(option):
 
 
 def test_features_that_no_row_uses_take_the_blank_arrays_as_they_are():
-    blanks = {t: blank_sampling(SHAPES, t) for t in SHAPES.tokens}
+    blank = blanks(SHAPES)
     step_plan, sequences = plan(*MIXED)
-    s = pack(step_plan, sequences, SHAPES, blanks).sampling
+    s = pack(step_plan, sequences, SHAPES, blank).sampling
     assert s.features.keys() == {"listed_tokens", "penalties", "min_p", "top_k", "top_p"}
-    assert all(rows is blanks[8].features[name] for name, rows in s.features.items())
-    chex.assert_trees_all_equal(blanks[8], blank_sampling(SHAPES, 8))
+    assert all(rows is blank[3].features[name] for name, rows in s.features.items())
+    chex.assert_trees_all_equal(blank[3], blank_sampling(SHAPES.rows(8)))
 
 
 def listed(row: int, batch: Batch) -> tuple[dict[int, float], list[int]]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagedjax.host import blocks
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState, running
@@ -33,6 +35,7 @@ from pagedjax.host.types import (
     Resumed,
     Sampled,
     Seq,
+    Verified,
 )
 
 
@@ -66,10 +69,10 @@ class ModelSequence:
     def shares(self) -> bool:
         return not self.name.startswith("private")
 
-    def key(self, stop: int) -> str:
-        """Its first `stop` tokens, spelled out. Its name says the family: r17.2 is of family 2."""
-        whole = ["f" + self.name.partition(".")[2]] * self.request.prompt_len + [str(token) for token in self.outputs]
-        return " ".join(whole[:stop])
+    def key(self, stop: int, drafts: Sequence[int] = ()) -> str:
+        """Its first `stop` tokens, spelled out, or those and drafts. Its name says the family: r17.2 is of family 2."""
+        whole = ["f" + self.name.partition(".")[2]] * self.request.prompt_len
+        return " ".join([*whole, *map(str, self.outputs), *map(str, drafts)][:stop])
 
 
 def power(number: int) -> int:
@@ -102,6 +105,7 @@ class Step:
     resumed: list[str] = field(default_factory=list)
     out: list[tuple[int, int]] = field(default_factory=list)  # device block, host block
     back: list[tuple[int, int]] = field(default_factory=list)  # host block, device block
+    drafts: dict[str, list[int]] = field(default_factory=dict)  # by name, the draft tokens of a row
 
 
 class Model:
@@ -207,7 +211,8 @@ class Model:
         step.swapped += [sequence.name for sequence in sequences] if fits else []
         step.out += place.items() if fits else []
 
-    def schedule(self) -> Step:
+    def schedule(self, offered: Mapping[str, list[int]] | None = None) -> Step:
+        """offered: by name, draft tokens."""
         c, step = self.config, Step([], [], [])
 
         def starving() -> list[ModelSequence]:  # the next token lies past the last block
@@ -244,8 +249,28 @@ class Model:
             self.compose(step, prompts, decodes + ready, decodes, admits=not step.preempted)
             if not step.rows:
                 self.compose(step, decodes, prompts + ready, decodes, admits=False)
+        for sequence in [row[0] for row in step.rows if row[0] in decodes]:
+            self.draft(step, sequence, (offered or {}).get(sequence.name, []))
         self.flight = step
         return step
+
+    def draft(self, step: Step, sequence: ModelSequence, drafts: list[int]) -> None:
+        """Gives a decode as many drafts as fit, one after the other."""
+        c, given = self.config, 0
+        alone = not (sequence.request.beams or sequence.request.forks)
+        while alone and given < len(drafts):
+            grown = sequence.known + given + 1
+            tokens = sum(count for *_, count in step.rows)
+            if grown + 1 > self.limit(sequence.request) or tokens + given + 1 > c.max_num_batched_tokens:
+                break
+            if grown > len(sequence.table) * c.block_size:
+                if self.free() == 0:
+                    break
+                self.take(sequence, 1)
+            given += 1
+        if given:
+            step.rows = [(s, start, count + given * (s is sequence)) for s, start, count in step.rows]
+            step.drafts[sequence.name] = drafts[:given]
 
     def compose(
         self,
@@ -290,7 +315,7 @@ class Model:
         """Admits all sequences of a group, or none if one of them does not fit."""
         before = [(sequence, list(sequence.table), list(sequence.away), sequence.computed) for sequence in unit]
         mine = [list(self.waiting), list(self.running), list(self.idle), dict(self.published), dict(self.moved)]
-        numbers, lists = (self.budget, self.unseen), {name: list(value) for name, value in vars(step).items()}
+        numbers, lists = (self.budget, self.unseen), {name: copy(value) for name, value in vars(step).items()}
         if all([self.enters(step, sequence, decodes) for sequence in unit]):
             return True
         for sequence, table, away, computed in before:
@@ -403,15 +428,29 @@ class Model:
                 break
         return found
 
-    def filled(self) -> dict[str, tuple[str, ...]]:
+    def filled(self, sampled: Sequence[Any]) -> dict[str, tuple[str, ...]]:
         """The hashes that the engine gives for blocks of generated tokens when the step is done."""
         assert self.flight is not None
         size, hashes = self.config.block_size, {}
-        for sequence, start, count in self.flight.rows:
-            full = (start + count) // size
+        for (sequence, start, count), sample in zip(self.flight.rows, sampled, strict=True):
+            drafts = self.flight.drafts.get(sequence.name, [])
+            kept = self.until_the_end(sequence, sample)[:-1] if drafts else []  # drafts that were right
+            full = (start + count - len(drafts) + len(kept)) // size
             if self.publishes(sequence) and full > start // size and full > sequence.hashed:
-                hashes[sequence.name] = tuple(sequence.key((j + 1) * size) for j in range(sequence.hashed, full))
+                keys = tuple(sequence.key((j + 1) * size, kept) for j in range(sequence.hashed, full))
+                hashes[sequence.name] = keys
         return hashes
+
+    def until_the_end(self, sequence: ModelSequence, sample: Any) -> list[int]:
+        """The tokens of a sample up to the one that ends the sequence."""
+        tokens, before = list(sample) if isinstance(sample, tuple) else [sample], list(sequence.outputs)
+        for number, token in enumerate(tokens, 1):
+            sequence.outputs.append(token)
+            if self.why_ended(sequence) is not None:
+                tokens = tokens[:number]
+                break
+        sequence.outputs = before
+        return tokens
 
     def execute(self, plan: Plan, real: Sequence[Seq]) -> None:
         """Takes the block ids of the real sequences, then writes and reads the cache as the device does."""
@@ -462,10 +501,12 @@ class Model:
                     assert not read or other in self.flight.admitted, (
                         f"{sequence.name} writes to a block that {other.name} reads"
                     )
-                self.slots[slot] = sequence.key(at + 1)
+                self.slots[slot] = sequence.key(at + 1, self.flight.drafts.get(sequence.name, []))
         for sequence, start, count in self.flight.rows:
+            drafts = self.flight.drafts.get(sequence.name, [])
             for at in range(start + count):
-                assert self.slots[sequence.table[at // size], at % size] == sequence.key(at + 1), "reads a wrong token"
+                read = self.slots[sequence.table[at // size], at % size]
+                assert read == sequence.key(at + 1, drafts), "reads a wrong token"
 
     def move(self, plan: Plan, seen: dict[int, int]) -> None:
         """Moves blocks to host memory, then other blocks back."""
@@ -531,7 +572,7 @@ class Model:
             events.append(Beamed(self.steps, tuple(names), parents, tokens))
         return events
 
-    def commit(self, sampled: list[int], choices: Mapping[str, Choice]) -> list[Event]:
+    def commit(self, sampled: Sequence[Any], choices: Mapping[str, Choice]) -> list[Event]:
         assert self.flight is not None
         flight = self.flight
         events: list[Event] = [Preempted(self.steps, name, name in flight.swapped) for name in flight.preempted]
@@ -546,9 +587,18 @@ class Model:
         ends: list[Event] = []
         forked: list[Event] = []
         gone: list[ModelSequence] = []
+        verified: list[tuple[ModelSequence, int, int]] = []  # drafts, accepted ones
         for (sequence, start, count), token in zip(self.flight.rows, sampled, strict=True):
             if sequence not in self.running:
                 continue  # cancelled meanwhile
+            drafts = flight.drafts.get(sequence.name, [])
+            if drafts:
+                tokens = self.until_the_end(sequence, token)
+                assert tokens[:-1] == drafts[: len(tokens) - 1], "the test samples other tokens than it drafted"
+                sequence.outputs += tokens[:-1]
+                new += [(sequence.name, each) for each in tokens[:-1]]
+                count, token = len(tokens), tokens[-1]
+                verified.append((sequence, len(drafts), len(tokens) - 1))
             sequence.computed = start + count
             self.publish(sequence, start)
             if sequence.computed < sequence.known or sequence.request.beams:
@@ -564,12 +614,19 @@ class Model:
         for sequence in gone:
             self.running.remove(sequence)
             self.release(sequence)
+        for sequence, *_ in verified:
+            if self.config.reservation == "none":
+                sequence.table = sequence.table[: math.ceil(sequence.computed / self.config.block_size)]
+        left = tuple(len(sequence.table) if sequence in self.running else 0 for sequence, *_ in verified)
         beamed = self.advance(choices)
         events += forked
         if new:
             names, tokens = zip(*new, strict=True)
             events.append(Sampled(self.steps, names, tokens))
         events += beamed
+        if verified:
+            names, drafted, right = zip(*((sequence.name, k, n) for sequence, k, n in verified), strict=True)
+            events.append(Verified(self.steps, names, drafted, right, left))
         self.steps += 1
         self.flight = None
         return events + ends

@@ -77,6 +77,7 @@ class Driver:
         self.model = Model(config)
         self.plan: Plan | None = None
         self.names = 0
+        self.drafts: dict[str, list[int]] = {}  # of the plan in flight
         self.stalled: ModelSequence | None = None  # the oldest request, if it made no progress in the step before
         self.past: list[tuple[Any, Any]] = []  # every state and plan so far, with a copy from when it was new
         self.remember(self.state)
@@ -125,7 +126,15 @@ class Driver:
         stops = frozenset() if beams else stops
         self.submit(Request(names[0], prompt_len, max_tokens, least, stops, forks=tuple(names[1:]), beams=beams))
 
-    def schedule(self) -> None:
+    def schedule(self, seed: int = 0, drafting: float = 0.0) -> None:
+        """drafting: the share of decodes that are offered drafts."""
+        draw = random.Random(seed)
+        drafts = {
+            seq.request_id: [draw.randrange(40) for _ in range(draw.randint(1, 9))]
+            for seq in scheduler.running(self.state)
+            if draw.random() < drafting
+        }
+        offered = {name: len(tokens) for name, tokens in drafts.items()}
         decodes = {seq.request_id for seq in scheduler.running(self.state) if seq.length - seq.computed == 1}
         sequences = self.model.alive()
         moving = {sequence.group for sequence in sequences if not sequence.awaits_siblings()}
@@ -138,10 +147,26 @@ class Driver:
             cached.update({seq.arrival: found(seq) for seq in waiting})
             return waiting
 
-        state, plan = scheduler.schedule(self.state, FCFS._replace(order=order))
-        assert scheduler.schedule(self.state, FCFS)[1] == plan, "the same state gave another plan"
+        state, plan = scheduler.schedule(self.state, FCFS._replace(order=order), offered)
+        assert scheduler.schedule(self.state, FCFS, offered)[1] == plan, "the same state gave another plan"
+        undrafted = scheduler.schedule(self.state, FCFS)[1]
+        same = "seqs", "counts", "drafts", "blocks_used"
+        assert plan._replace(**{name: getattr(undrafted, name) for name in same}) == undrafted, (
+            "a draft changed the plan"
+        )
+        assert [seq.arrival for seq in plan.seqs] == [seq.arrival for seq in undrafted.seqs]
 
-        step = self.model.schedule()
+        step = self.model.schedule(drafts)
+        assert plan.drafts == () or plan.drafts == tuple(len(step.drafts.get(row[0].name, [])) for row in step.rows)
+        assert any(plan.drafts) == bool(step.drafts), "drafts were lost, or made up"
+        self.drafts = step.drafts
+        self.tally["drafted"] += bool(step.drafts)
+        self.tally["a draft in another block"] += any(
+            len(seq.blocks) > len(other.blocks) for seq, other in zip(plan.seqs, undrafted.seqs, strict=True)
+        )
+        self.tally["drafts cut"] += any(
+            0 < k < offered[seq.request_id] for seq, k in zip(plan.seqs, plan.drafts, strict=False)
+        )
         assert not cached or cached == self.model.cached, "`order` got other numbers of cached tokens"
         self.tally["cached in the queue"] += sum(number > 0 for number in cached.values())
         assert plan.admitted == tuple(sequence.name for sequence in step.admitted)
@@ -156,7 +181,7 @@ class Driver:
         assert len(ids) <= c.max_num_seqs
         assert min(plan.counts, default=1) >= 1
         for name in decodes - set(plan.preempted) if c.mixed_steps else ():
-            assert plan.counts[ids.index(name)] == 1, f"the decode of {name} was deferred"
+            assert undrafted.counts[ids.index(name)] == 1, f"the decode of {name} was deferred"
         same = [seq for seq in plan.seqs if oldest and (seq.arrival, seq.group) == (oldest.arrival, oldest.group)]
         same += [seq for seq in plan.seqs if oldest and oldest.request.beams and seq.group == oldest.group]
         if c.mixed_steps:
@@ -199,7 +224,8 @@ class Driver:
         """
         ids = {seq.request_id for seq in plan.seqs}
         if ids & decodes:
-            assert (ids, set(plan.counts), plan.admitted) == (decodes, {1}, ()), "prompts among decodes"
+            without = [n - k for n, k in zip(plan.counts, plan.drafts or [0] * len(plan.counts), strict=True)]
+            assert (ids, set(without), plan.admitted) == (decodes, {1}, ()), "prompts among decodes"
         if self.state.config.chunked_prefill:
             assert waits is None or waits is not self.stalled, "the oldest request made no progress twice"
             self.stalled = waits
@@ -211,7 +237,18 @@ class Driver:
         """`may_omit_choice`: the engine may leave out the choice for beams that are all complete."""
         assert self.plan is not None
         draw = random.Random(seed)
-        hashes = self.model.filled()
+        samples: list[Any] = list(sampled)
+        for i, seq in enumerate(self.plan.seqs):
+            drafts = self.drafts.get(seq.request_id, [])
+            if drafts:  # the first ones are right, and a token follows them
+                right = draw.randint(0, len(drafts))
+                samples[i] = (*drafts[:right], sampled[i])
+                self.tally["all drafts right"] += right == len(drafts)
+                self.tally["drafts past the end"] += (
+                    len(self.model.until_the_end(self.model.flight.rows[i][0], samples[i])) <= right
+                )
+        sampled = samples
+        hashes = self.model.filled(sampled)
         ready, at_limit = self.model.ready()
         choices = {}
         for group in ready:
@@ -267,13 +304,13 @@ class Driver:
         prompt_len = 1 + int(prompt * (most - 1))
         return prompt_len, 1 + int(output * (most - prompt_len))
 
-    def traffic(self, number: int, seed: int, *, busy: bool = True) -> None:
+    def traffic(self, number: int, seed: int, *, busy: bool = True, drafting: float = 0.0) -> None:
         """Runs `number` steps with random tokens; if `busy`, requests arrive and are cancelled before transitions."""
         draw = random.Random(seed)
         for _ in range(number):
             if self.plan is None:
                 self.random_submit_or_cancel(draw, busy)
-                self.schedule()
+                self.schedule(draw.randrange(2**32) if drafting else 0, drafting)
             self.random_submit_or_cancel(draw, busy)
             assert self.plan is not None
             self.commit([draw.randrange(40) for _ in self.plan.seqs], draw.randrange(2**32), may_omit_choice=busy)
@@ -351,9 +388,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.submit(Request(f"r{which % (self.driver.names + 1)}", 1, 1))
 
     @precondition(lambda self: self.driver.plan is None)
-    @rule()
-    def schedule(self) -> None:
-        self.driver.schedule()
+    @rule(seed=seeds, drafting=st.sampled_from([0.0, 0.0, 0.5, 1.0]))
+    def schedule(self, seed: int, drafting: float) -> None:
+        self.driver.schedule(seed, drafting)
 
     @precondition(lambda self: self.driver.plan is not None)
     @rule(sampled=st.lists(tokens, min_size=6, max_size=6), seed=seeds)
@@ -373,9 +410,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def restart(self) -> None:
         self.driver.restart()
 
-    @rule(number=st.integers(10, 60), seed=seeds)
-    def traffic(self, number: int, seed: int) -> None:
-        self.driver.traffic(number, seed)
+    @rule(number=st.integers(10, 60), seed=seeds, drafting=st.sampled_from([0.0, 0.7]))
+    def traffic(self, number: int, seed: int, drafting: float) -> None:
+        self.driver.traffic(number, seed, drafting=drafting)
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
@@ -425,8 +462,14 @@ def test_the_driver_reaches_every_kind_of_event():
         )
         driver = Driver(config, tally)
         driver.traffic(60, draw.randrange(2**32))
+        driver.traffic(60, draw.randrange(2**32), drafting=0.8)
         driver.drain(seed=0)
     for happened in (
+        "drafted",
+        "drafts cut",
+        "all drafts right",
+        "drafts past the end",
+        "a draft in another block",
         "swapped",
         "resumed",
         "copied",

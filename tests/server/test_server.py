@@ -196,6 +196,27 @@ def test_metrics_add_up(tiny):
     assert value("e2e_request_latency_seconds_sum") == pytest.approx(inference + queue, rel=0.2)
 
 
+def test_metrics_of_speculation_have_the_names_of_vllm(tiny):
+    options = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    with served_to(LLM(tiny, progress=False, speculative=options, **ENGINE)) as (_, http):
+        plain = completed(http, prompt="abc", max_tokens=40, ignore_eos=True)
+        repeats = "the cat and the other cat and the cat and the other " * 2
+        completed(http, prompt=repeats, max_tokens=40, ignore_eos=True, logit_bias={"5": 100, "6": 100})
+        samples = {
+            (sample.name.removeprefix("pagedjax:spec_decode_num_"), sample.labels.get("position")): sample.value
+            for family in text_string_to_metric_families(http.get("/metrics").text)
+            for sample in family.samples
+        }
+    with served_to(LLM(tiny, progress=False, **ENGINE)) as (_, http):
+        assert completed(http, prompt="abc", max_tokens=40, ignore_eos=True)["choices"] == plain["choices"]
+        assert "spec_decode" not in http.get("/metrics").text
+    drafts, tried, accepted = (samples[f"{name}_total", None] for name in ("drafts", "draft_tokens", "accepted_tokens"))
+    by_position = [samples["accepted_tokens_per_pos_total", str(i)] for i in range(3)]
+    assert 0 < accepted < tried <= 3 * drafts
+    assert sum(by_position) == accepted
+    assert by_position == sorted(by_position, reverse=True)
+
+
 def test_the_viewer_follows_the_engine(tiny):
     with served_to(LLM(tiny, progress=False, **ENGINE)) as (found, http):
         page = http.get("/viewer")

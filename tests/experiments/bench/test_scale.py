@@ -89,7 +89,7 @@ def test_paper_cache_and_inputs_match_arrays(sequences: int, context: int):
         head_dim=c.head_dim,
         dtype="float32",
     )
-    batch = pack(EMPTY_PLAN, {}, shapes, {sequences: blank_sampling(shapes, sequences)})
+    batch = pack(EMPTY_PLAN, {}, shapes, {sequences: blank_sampling(sequences)})
     p = paper(c, sequences, context)
     assert p.cache == size(pages)
     assert p.inputs == size(batch)
@@ -112,7 +112,7 @@ def test_roofline_takes_slower_of_traffic_and_arithmetic():
 def test_middle_step_has_the_given_context(sequences: int, steps: int):
     context, lead = 64, WARM + steps // 2
     shapes = scale.shapes_of(Shape(sequences, context, 1, 50))
-    blanks = {sequences: blank_sampling(shapes, sequences)}
+    blanks = {sequences: blank_sampling(sequences)}
     host, lengths, tokens = scale.prompted(shapes, context, lead), [], []
     for i in range(WARM + steps):
         host, _, batch = scale.advance(host, shapes, blanks, lambda batch, i=i: batch.tokens * 0 + i)

@@ -17,6 +17,7 @@ from experiments.simulation.cost import SHAPES, Simulate
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM, resolved
 from pagedjax import LLM, SamplingParams
 from pagedjax.config import EngineConfig
+from pagedjax.host.types import Verified
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {
@@ -234,3 +235,64 @@ def test_simulated_cache_fills_memory_beside_weights():
     with pytest.raises(ValueError, match=r"set cache_tokens or engine.num_blocks"):
         resolved(EngineConfig(), shape, None)
     assert experiment_config.Experiment.__dataclass_fields__["simulate"].default is None
+
+
+def speculating(k: int, acceptance: float, **options):
+    """Seconds of one sequence of 2,000 tokens, and its accepted and drafted tokens; a step takes 1 s at any size."""
+    adaptive = options.pop("adaptive", False)
+    config = EngineConfig(
+        num_blocks=200,
+        max_model_len=2304,
+        token_buckets=(512,),
+        max_num_batched_tokens=512,
+        speculative={"num_tokens": k, "adaptive": adaptive},
+    )
+    simulate = Simulate(chip="h100", acceptance=acceptance, **options)
+    engine = SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=simulate)
+    engine.add("a", [1] * 8, SamplingParams(max_tokens=2000, ignore_eos=True))
+    right = tried = 0
+    while engine.has_work:
+        for event in engine.step().events:
+            if isinstance(event, Verified):
+                right, tried = right + sum(event.accepted), tried + sum(event.drafts)
+    return engine.now, right, tried
+
+
+@pytest.mark.parametrize(("k", "acceptance"), [(2, 0.6), (3, 0.7), (5, 0.8), (2, 0.9), (10, 0.9)])
+def test_speculation_takes_the_steps_of_leviathans_equation_1(k: int, acceptance: float):
+    """Expected tokens of a step: (1 - a^(k+1)) / (1 - a)."""
+    seconds, right, tried = speculating(k, acceptance)
+    assert 2000 / seconds == pytest.approx((1 - acceptance ** (k + 1)) / (1 - acceptance), rel=0.05)
+    assert 0 < right < tried
+
+
+def test_a_draft_that_is_never_or_always_right_gives_one_or_all_tokens():
+    assert speculating(4, 0.0)[0] == 2000
+    assert speculating(4, 1.0)[0] == pytest.approx(2000 / 5, abs=2)
+
+
+def test_drafting_costs_its_seconds():
+    assert speculating(4, 1.0, draft_s=0.25)[0] == pytest.approx(2000 / 5 * 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("config", "simulate", "message"),
+    [
+        ({"speculative": {}}, {}, r"engine\.speculative is set and simulate\.acceptance is not"),
+        ({}, {"acceptance": 0.5}, r"simulate\.acceptance is set and engine\.speculative is not"),
+    ],
+)
+def test_speculation_and_its_acceptance_are_set_together(config, simulate, message):
+    with pytest.raises(ValueError, match=message):
+        SimulatedEngine(
+            EngineConfig(num_blocks=8, max_model_len=64, token_buckets=(8,), max_num_batched_tokens=8, **config),
+            lambda work: 1.0,
+            vocab_size=10,
+            simulate=Simulate(chip="h100", **simulate),
+        )
+
+
+@pytest.mark.parametrize("options", [{"acceptance": 1.5}, {"acceptance": -0.1}, {"draft_s": -1.0}])
+def test_an_impossible_acceptance_is_refused(options):
+    with pytest.raises(ValueError, match="must be"):
+        Simulate(chip="h100", **options)

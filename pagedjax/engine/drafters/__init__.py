@@ -1,0 +1,22 @@
+"""Drafters: each guesses the next tokens of a sequence from its tokens so far. A drafter is a value, as a policy is."""
+
+from __future__ import annotations
+
+from pagedjax.config import Speculative, own_value
+from pagedjax.engine.drafters import ngram, suffix
+from pagedjax.engine.drafters.drafter import Drafter
+
+__all__ = ["Drafter", "find"]
+
+
+def find(options: Speculative) -> Drafter:
+    """The drafter that `options.method` names.
+
+    Raises:
+        ValueError: no such drafter, module, file or value, or a value that is no drafter.
+    """
+    if options.method == "ngram":
+        return ngram.drafter(options.ngram_max, options.ngram_min)
+    if options.method == "suffix":
+        return suffix.drafter()
+    return own_value("speculative.method", options.method, Drafter, ("ngram", "suffix"))

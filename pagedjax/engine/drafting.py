@@ -1,0 +1,173 @@
+"""Speculation in the engine: drafts are written behind the known tokens, and verified by the target's own samples.
+
+Acceptance is strict. A step samples the token after the known ones and after each draft, with the same random number of
+(seed, position) as without speculation. A draft is accepted if it equals the token that was sampled in its place, and
+if all drafts before it are accepted. So tokens are the same for any drafter at any temperature (drafter-invariant
+speculation, arXiv 2408.07978); a drafter only decides how many of them a step gives.
+
+    offer(...)        before `schedule`: ask the drafter, write its drafts, count them
+    verified(...)     after the step: the tokens of each row that hold
+    learned(...)      after `commit`: acceptance and times, from which `offer` chooses how many drafts pay
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pagedjax.config import Speculative
+from pagedjax.engine.drafters import Drafter
+from pagedjax.engine.requests import SequenceData
+from pagedjax.host.drafts import Sample, kept
+from pagedjax.host.scheduler import NO_DRAFTS
+from pagedjax.host.types import Finished, Plan, Running, StepResult, Verified
+
+WEIGHT = 0.1  # of a new value in a running average
+RETRY = 32  # after so many steps without drafts, one draft is tried again
+FIRST_GUESS = 0.7  # the share of accepted drafts before one was verified
+
+
+class Drafting(NamedTuple):
+    """What an engine has learned about its drafts.
+
+    drafter: None without speculation; then nothing is learned.
+    memory: the drafter's own. The drafter may change it.
+    acceptance: running average of the share of drafts that are accepted, of those whose predecessors are.
+    seconds: by the padded tokens of a step, the running average of its time.
+    idle: steps since the last one with drafts.
+    """
+
+    drafter: Drafter | None = None
+    memory: Any = None
+    acceptance: float = FIRST_GUESS
+    seconds: Mapping[int, float] = {}
+    idle: int = 0
+
+
+def start(drafter: Drafter | None) -> Drafting:
+    """Nothing learned yet."""
+    return Drafting(drafter, drafter.start() if drafter else None)
+
+
+def offer(
+    drafting: Drafting,
+    options: Speculative | None,
+    running: Running,
+    sequences: Mapping[str, SequenceData],
+    buckets: Sequence[int],
+) -> Mapping[str, int]:
+    """By sequence id, how many drafts there are for the next step. They are written behind the known tokens.
+
+    Args:
+        buckets: the padded tokens of steps, ascending.
+    """
+    if drafting.drafter is None or options is None:
+        return NO_DRAFTS
+    decodes, k = wanted(drafting, options, running, buckets)
+    offered = {}
+    for name, length in decodes if k else ():
+        data = sequences[name]
+        drafts = np.asarray(drafting.drafter.propose(drafting.memory, name, data.tokens[:length], k)[:k], np.int32)
+        if len(drafts):
+            data.tokens[length : length + len(drafts)] = drafts
+            offered[name] = len(drafts)
+    return offered
+
+
+def wanted(
+    drafting: Drafting, options: Speculative, running: Running, buckets: Sequence[int]
+) -> tuple[list[tuple[str, int]], int]:
+    """The sequences that may have drafts, with their lengths; and how many drafts each should have.
+
+    They are the decodes that have generated a token: from then on their tokens are in an array of their own, with
+    places for drafts.
+    """
+    decodes = [
+        (seq.request.request_id, length)
+        for seq, length, computed in zip(*running, strict=True)
+        if length - computed == 1 and length > seq.request.prompt_len and not seq.request.beams
+    ]
+    if not (options.adaptive and decodes):
+        return decodes, options.num_tokens
+    rest = sum(running.lengths) - sum(running.computed) - len(decodes)
+    return decodes, paying(drafting, options.num_tokens, len(decodes), rest, buckets)
+
+
+def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequence[int]) -> int:
+    """The number of drafts of each decode that gives the most tokens a second (Liu et al. 2024, arXiv 2406.14066).
+
+    A decode with k drafts, each accepted with probability a, gives (1 - a^(k+1)) / (1 - a) tokens in expectation
+    (Leviathan et al. 2023, equation 1). A step costs what steps of its padded size took. A size that was never run is
+    taken to cost as much as the next smaller one, so each is tried.
+
+    Args:
+        decodes: number of sequences that may have drafts.
+        rest: prompt tokens to compute. They come before drafts, so a step that is full of them has no drafts.
+        buckets: the padded tokens of steps, ascending.
+    """
+    a, known = min(drafting.acceptance, 0.999), sorted(drafting.seconds.items())
+    best, rate = 0, 0.0
+    for k in range(most + 1):
+        tokens = decodes * (1 + k) + rest
+        if k and tokens > buckets[-1]:
+            break
+        size = buckets[min(bisect_left(buckets, tokens), len(buckets) - 1)]
+        seconds = next((time for t, time in reversed(known) if t <= size), None)
+        if seconds is None:  # no step was timed: try all drafts
+            return most
+        gained = decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
+        if gained > rate * 1.001:
+            best, rate = k, gained
+    return best if best or drafting.idle < RETRY else 1
+
+
+def verified(plan: Plan, sequences: Mapping[str, SequenceData], tokens: np.ndarray) -> tuple[Sample, ...]:
+    """What each row sampled: of a row with drafts, its tokens up to and with the first that differs from its draft, or
+    that ends the sequence.
+
+    Args:
+        tokens: [R] the samples of the step.
+    """
+    found: list[Sample] = []
+    at = 0
+    for seq, length, k in zip(plan.seqs, plan.lengths, plan.drafts, strict=True):
+        sampled = tokens[at : at + k + 1].tolist()
+        at += k + 1
+        if k:
+            drafts = sequences[seq.request.request_id].tokens[length : length + k].tolist()
+            right = next((i for i, (a, b) in enumerate(zip(sampled, drafts, strict=False)) if a != b), k)
+            found.append(tuple(sampled[: right + 1]))
+        else:
+            found.append(sampled[0])
+    return kept(plan, found)
+
+
+def learned(drafting: Drafting, result: StepResult) -> Drafting:
+    """What a step taught: the share of accepted drafts, and its time."""
+    if drafting.drafter is None:
+        return drafting
+    acceptance, idle = drafting.acceptance, drafting.idle + bool(result.plan.seqs)
+    for event in result.events:
+        if isinstance(event, Verified):
+            # the first rejected draft was tried, and those behind it were not
+            tried = sum(min(right + 1, k) for right, k in zip(event.accepted, event.drafts, strict=True))
+            acceptance += WEIGHT * (sum(event.accepted) / tried - acceptance)
+            idle = 0
+    size, new, seconds = result.padded_tokens, result.finished - result.started, drafting.seconds
+    if result.compilations == 0:
+        before = seconds.get(size, new)
+        seconds = {**seconds, size: before + WEIGHT * (new - before)}
+    return drafting._replace(acceptance=acceptance, idle=idle, seconds=seconds)
+
+
+def ended(drafting: Drafting, events: Mapping[str, Finished], sequences: Mapping[str, SequenceData]) -> None:
+    """Show the drafter the outputs of sequences that have ended, by their ids."""
+    if drafting.drafter:
+        for name, event in events.items():
+            data = sequences.get(name)
+            if data is not None and event.num_output:
+                output = data.tokens[data.prompt_len : data.prompt_len + event.num_output]
+                drafting.drafter.finished(drafting.memory, name, output)

@@ -1,0 +1,402 @@
+"""Speculation changes how many tokens a step gives, and no token: outputs equal those of an engine without drafts."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from pagedjax import LLM, EngineConfig, SamplingParams
+from pagedjax.config import Speculative
+from pagedjax.engine import drafting, runtime
+from pagedjax.engine.drafters import Drafter
+from pagedjax.engine.drafting import Drafting, paying
+from pagedjax.host import scheduler
+from pagedjax.host.replay import replay, verify
+from pagedjax.host.types import Admitted, Finished, Preempted, Running, Sampled, StepResult, Verified
+from tests.engine.test_lookahead import OFTEN, tokens
+
+CONFIG = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (8, 24), "block_size": 4, "num_blocks": 64}
+KINDS = ("plain", "stops", "forks", "penalties", "minimum", "logprobs", "bias")
+
+
+class Ask(NamedTuple):
+    names: tuple[str, ...]
+    prompt: list[int]
+    params: SamplingParams
+
+
+def asks(seed: int, number: int = 14) -> list[Ask]:
+    """Requests of many kinds, each with a seed of its own."""
+    draw, found = random.Random(seed), []
+    for i in range(number):
+        kind, names = draw.choice(KINDS), (f"r{i}",)
+        params: dict[str, Any] = {"max_tokens": draw.randint(1, 24), "ignore_eos": True, "seed": i}
+        params |= {"temperature": draw.choice([0.0, 1.0]), "top_p": draw.choice([1.0, 0.9])}
+        if kind in ("stops", "minimum"):
+            params["stop_token_ids"] = list(OFTEN)
+        if kind == "minimum":
+            params["min_tokens"] = min(6, params["max_tokens"])
+        if kind == "forks":
+            names, params["temperature"] = tuple(f"r{i}{branch}" for branch in ("", "b", "c")), 1.0
+        if kind == "penalties":
+            params |= {"frequency_penalty": 0.7, "repetition_penalty": 1.2}
+        if kind == "logprobs":
+            params |= {"logprobs": 2, "prompt_logprobs": 1}
+        if kind == "bias":
+            params["logit_bias"] = {7: 4.0, 8: 4.0}
+        shared = tokens(12, 0) if draw.random() < 0.4 else []
+        found.append(Ask(names, shared + tokens(draw.randint(1, 40), i), SamplingParams(**params)))
+    return found
+
+
+class Outcome(NamedTuple):
+    tokens: dict[str, list[int]]
+    reasons: dict[str, str]
+    logprobs: dict[tuple[str, bool, int], tuple]  # by sequence, prompt or not, and position
+    steps: int
+    accepted: int
+    preempted: int
+
+
+def run(engine, wanted: list[Ask], seed: int, path=None, cancel: float = 0.0) -> Outcome:
+    """Requests arrive between random steps; some of their sequences are cancelled."""
+    draw, left = random.Random(seed), list(wanted)
+    engine.reset()
+    engine.record(path)
+    found, reasons, logprobs = {name: [] for ask in wanted for name in ask.names}, {}, {}
+    steps = accepted = preempted = 0
+    while left or engine.has_work:
+        while left and draw.random() < 0.5:
+            ask = left.pop(0)
+            engine.add(ask.names[0], ask.prompt, ask.params, forks=ask.names[1:])
+        if draw.random() < cancel:
+            events = engine.cancel(draw.choice(list(found)))
+            reasons |= {event.request_id: event.reason for event in events if isinstance(event, Finished)}
+        result = engine.step()
+        if result is None:
+            continue
+        steps += 1
+        scheduler.check(engine.scheduler_state)
+        assert result.compilations == 0
+        assert result.plan.num_tokens <= engine.config.max_num_batched_tokens
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                    found[name].append(token)
+            elif isinstance(event, Finished):
+                reasons[event.request_id] = event.reason
+                assert event.num_output == len(found[event.request_id])
+            elif isinstance(event, Verified):
+                accepted += sum(event.accepted)
+            preempted += isinstance(event, Preempted)
+        for entry in result.logprobs:
+            ranked = entry.token_id, entry.rank, entry.top_ids
+            logprobs[entry.request_id, entry.prompt, entry.position] = (*ranked, round(entry.logprob, 3))
+        assert steps < 2000
+    assert engine.scheduler_state.pool.num_free == engine.scheduler_state.pool.num_blocks, "blocks leaked"
+    engine.record(None)
+    return Outcome(found, reasons, logprobs, steps, accepted, preempted)
+
+
+def rehearsed(outcomes: dict[int, Outcome], wanted: dict[int, list[Ask]], right: float) -> Drafter:
+    """A drafter that knows what the engine will say, and is right with probability `right` at each token."""
+    texts = [
+        ask.prompt + outcomes[seed].tokens[name]
+        for seed, several in wanted.items()
+        for ask in several
+        for name in ask.names
+    ]
+    draw = random.Random(0)
+
+    def propose(memory: Any, sequence_id: str, known: np.ndarray, k: int) -> list[int]:
+        start = known.tolist()
+        text = next((text for text in texts if text[: len(start)] == start), start)
+        following = (text[len(start) :] + [9] * k)[:k]  # also past the end
+        return [token if draw.random() < right else (token + 1) % 320 for token in following]
+
+    return Drafter("rehearsed", propose)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    """By seed, requests and their outcome without drafts."""
+    engine, wanted = LLM(tiny, progress=False, **CONFIG).engine, {seed: asks(seed) for seed in range(6)}
+    return {seed: run(engine, several, seed) for seed, several in wanted.items()}, wanted
+
+
+def speculating(tiny, k: int, drafter: Drafter, monkeypatch, **config):
+    monkeypatch.setattr(runtime.drafters, "find", lambda options: drafter)
+    options = Speculative(num_tokens=k, adaptive=False)
+    return LLM(tiny, progress=False, speculative=options, **{**CONFIG, **config}).engine
+
+
+CASES = {
+    "k 1": (1, {}),
+    "k 3": (3, {}),
+    "k 7": (7, {}),
+    "blocks of 1": (3, {"block_size": 1, "num_blocks": 256}),
+    "blocks of 16": (7, {"block_size": 16, "num_blocks": 24}),
+    "a small budget": (3, {"max_num_batched_tokens": 8, "token_buckets": (8,)}),
+    "no prefix cache": (3, {"enable_prefix_caching": False}),
+    "few blocks, computed again": (3, {"num_blocks": 20, "max_model_len": 80}),
+    "few blocks, swapped": (3, {"num_blocks": 20, "max_model_len": 80, "preemption": "swap", "swap_space_gib": 0.001}),
+    "prompts and decodes in turn": (3, {"mixed_steps": False}),
+    "shortest first": (3, {"policy": "shortest"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_are_those_without_drafts(tiny, plain, monkeypatch, tmp_path, case):
+    (k, config), (outcomes, wanted) = CASES[case], plain
+    engine = speculating(tiny, k, rehearsed(*plain, right=0.7), monkeypatch, **config)
+    accepted = preempted = 0
+    for seed, expected in outcomes.items():
+        found = run(engine, wanted[seed], seed + 100, tmp_path / "log.jsonl")
+        assert found.tokens == expected.tokens
+        assert found.reasons == expected.reasons
+        assert found.logprobs == expected.logprobs
+        accepted, preempted = accepted + found.accepted, preempted + found.preempted
+        assert verify(tmp_path / "log.jsonl").identical
+    assert accepted >= (20 if "budget" in case else 150)
+    assert preempted or "few blocks" not in case
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_drafts_that_are_always_wrong_or_always_right_change_no_token(tiny, plain, monkeypatch, right):
+    outcomes, wanted = plain
+    engine = speculating(tiny, 4, rehearsed(*plain, right=right), monkeypatch)
+    for seed, expected in outcomes.items():
+        found = run(engine, wanted[seed], seed)
+        assert (found.tokens, found.reasons) == (expected.tokens, expected.reasons)
+        if right:
+            assert found.steps < expected.steps
+        else:
+            assert found.accepted < 10, "a wrong draft was accepted"  # some differ from what they were made from
+
+
+def test_sequences_that_are_cancelled_between_steps_get_no_late_token(tiny, plain, monkeypatch, tmp_path):
+    outcomes, wanted = plain
+    engine = speculating(tiny, 5, rehearsed(*plain, right=0.9), monkeypatch)
+    cancelled = 0
+    for seed, expected in outcomes.items():
+        found = run(engine, wanted[seed], seed, tmp_path / "log.jsonl", cancel=0.3)
+        for name, output in found.tokens.items():
+            assert output == expected.tokens[name][: len(output)]
+            assert len(output) == len(expected.tokens[name]) or found.reasons[name] == "abort"
+        cancelled += list(found.reasons.values()).count("abort")
+        assert verify(tmp_path / "log.jsonl").identical
+    assert cancelled >= 10
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_the_built_in_drafters_change_no_token(tiny, plain, method):
+    outcomes, wanted = plain
+    options = {"method": method, "num_tokens": 4, "adaptive": False}
+    engine, accepted = LLM(tiny, progress=False, speculative=options, **CONFIG).engine, 0
+    for seed, expected in outcomes.items():
+        found = run(engine, wanted[seed], seed)
+        assert (found.tokens, found.reasons) == (expected.tokens, expected.reasons)
+        accepted += found.accepted
+    assert accepted or method == "ngram", "suffixes of earlier outputs were never right"
+
+
+def test_stop_strings_inside_accepted_drafts_end_the_text_at_the_same_place(tiny, monkeypatch):
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=40, stop=["e", "th"], ignore_eos=True, logprobs=1, n=2)
+        for i in range(8)
+    ]
+    prompts = [tokens(5 + 3 * i, i) for i in range(8)]
+    expected = LLM(tiny, progress=False, **CONFIG).generate(prompts, params, use_tqdm=False)
+    free = [p.__class__(**{**vars(p), "stop": ()}) for p in params]
+    long = LLM(tiny, progress=False, **CONFIG).generate(prompts, free, use_tqdm=False)
+    texts = [
+        prompt + list(branch.token_ids) for prompt, out in zip(prompts, long, strict=True) for branch in out.outputs
+    ]
+
+    def propose(memory: Any, sequence_id: str, known: np.ndarray, k: int) -> list[int]:
+        start = known.tolist()
+        return next((text[len(start) :][:k] for text in texts if text[: len(start)] == start), [])
+
+    engine = speculating(tiny, 6, Drafter("true", propose), monkeypatch)
+    llm = LLM(tiny, progress=False, speculative=Speculative(num_tokens=6, adaptive=False), **CONFIG)
+    assert llm.engine.runtime.drafter is engine.runtime.drafter
+    found = llm.generate(prompts, params, use_tqdm=False)
+    assert {out.outputs[0].finish_reason for out in expected} == {"stop", "length"}
+    for a, b in zip(found, expected, strict=True):
+        for mine, theirs in zip(a.outputs, b.outputs, strict=True):
+            assert (mine.text, mine.token_ids, mine.finish_reason) == (
+                theirs.text,
+                theirs.token_ids,
+                theirs.finish_reason,
+            )
+            assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
+            assert [set(p) for p in mine.logprobs] == [set(p) for p in theirs.logprobs]
+
+
+def test_a_prefix_is_found_with_the_blocks_of_accepted_drafts(tiny, plain, monkeypatch):
+    """Blocks that accepted drafts filled are published, those of rejected drafts are not."""
+    prompt, found = tokens(9, 3), {}
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    outputs: list[int] = []
+
+    def propose(memory: Any, sequence_id: str, known: np.ndarray, k: int) -> list[int]:
+        following = (prompt + outputs)[len(known) :][:k]
+        return [*following[:-1], 0]  # the last one is wrong
+
+    for drafter in (None, Drafter("nearly", propose)):
+        engine = speculating(tiny, 5, drafter, monkeypatch) if drafter else LLM(tiny, progress=False, **CONFIG).engine
+        engine.add("first", prompt, params)
+        while engine.has_work:
+            for event in engine.step().events:
+                outputs += event.token_ids if isinstance(event, Sampled) and drafter is None else ()
+        engine.add("second", prompt + outputs, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        output = []
+        while engine.has_work:
+            for event in engine.step().events:
+                if isinstance(event, Admitted):
+                    found[drafter is not None] = event.num_cached
+                output += event.token_ids if isinstance(event, Sampled) else ()
+        found[drafter is not None, "output"] = output
+    assert found[True] == found[False] == 36
+    assert found[True, "output"] == found[False, "output"]
+
+
+def test_a_draft_stops_at_the_end_of_max_model_len(tiny, monkeypatch):
+    """The last token is sampled and never computed, so drafts end one position before it; 64 ends a block."""
+    always = Drafter("always", lambda memory, name, known, k: [5] * k)
+    for length in (61, 63, 64):
+        engine = speculating(tiny, 7, always, monkeypatch, max_model_len=length)
+        engine.add("a", tokens(length - 12, 1), SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        made = 0
+        while engine.has_work:
+            result = engine.step()
+            ends = [start + count for start, count in zip(result.plan.starts, result.plan.counts, strict=True)]
+            assert max(ends) <= length - 1
+            made += sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled))
+        assert made == 12
+
+
+def test_a_replay_knows_offered_drafts(tiny, plain, monkeypatch, tmp_path):
+    outcomes, wanted = plain
+    engine = speculating(tiny, 4, rehearsed(*plain, right=0.7), monkeypatch)
+    run(engine, wanted[0], 0, tmp_path / "log.jsonl")
+    transitions = list(replay(tmp_path / "log.jsonl"))
+    again: dict[str, list[int]] = {}
+    for event in (event for one in transitions for event in one.events if isinstance(event, Sampled)):
+        for name, token in zip(event.request_ids, event.token_ids, strict=True):
+            again.setdefault(name, []).append(token)
+    assert again == {name: output for name, output in outcomes[0].tokens.items() if output}
+    text = (tmp_path / "log.jsonl").read_text()
+    (tmp_path / "log.jsonl").write_text(re.sub(r'"offered":{"(\w+)":\d', r'"offered":{"\1":1', text))
+    assert not verify(tmp_path / "log.jsonl").identical, "other offers, and the same plans"
+
+
+def test_without_speculation_a_recording_has_no_word_of_drafts(tiny, plain, tmp_path):
+    engine = LLM(tiny, progress=False, **CONFIG).engine
+    run(engine, plain[1][0], 0, tmp_path / "log.jsonl")
+    text = (tmp_path / "log.jsonl").read_text()
+    assert "offered" not in text
+    assert "Verified" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"num_tokens": 0},
+            r"speculative\.num_tokens is 0; it must be an integer from 1 to 32; to switch speculation off",
+        ),
+        ({"num_tokens": 33}, r"speculative\.num_tokens is 33; it must be an integer from 1 to 32"),
+        ({"num_tokens": True}, r"speculative\.num_tokens is True"),
+        ({"method": "ngrams"}, r"speculative\.method is 'ngrams'; it must be one of 'ngram', 'suffix' \(did you mean"),
+        ({"ngram_min": 4}, r"speculative\.ngram_min is 4; it must be at most ngram_max 3"),
+        ({"adaptive": 1}, r"speculative\.adaptive is 1; it must be True or False"),
+        ({"num_token": 3}, r"unknown key speculative\.'num_token'; did you mean 'num_tokens'"),
+        (3, r"speculative is 3; it must be None, or its fields by name"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(speculative=options)
+
+
+def test_lookahead_and_speculation_are_refused_together():
+    with pytest.raises(
+        ValueError, match=r"lookahead is 1 and speculative is 'ngram': .*; set lookahead=0, or speculative="
+    ):
+        EngineConfig(lookahead=1, speculative={"method": "ngram"})
+
+
+def test_a_drafter_of_ones_own_is_a_value_in_a_file(tiny, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pagedjax.engine.drafters import Drafter\n"
+        "LAST = Drafter('last', lambda memory, sequence_id, tokens, k: [int(tokens[-1])] * k)\n"
+    )
+    options = {"method": f"{file}:LAST", "num_tokens": 2, "adaptive": False}
+    llm, drafted = LLM(tiny, progress=False, speculative=options, **CONFIG), 0
+    llm.engine.add("a", tokens(5, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    while llm.engine.has_work:
+        drafted += sum(llm.engine.step().plan.drafts)
+    assert drafted >= 5
+    with pytest.raises(ValueError, match=r"speculative\.method is '.*mine\.py:NONE', but NONE in .* is no Drafter"):
+        LLM(tiny, progress=False, speculative={**options, "method": f"{file}:NONE"}, **CONFIG)
+
+
+def test_beams_get_no_drafts(tiny, monkeypatch):
+    from pagedjax import BeamSearchParams
+
+    engine = speculating(tiny, 3, Drafter("always", lambda memory, name, known, k: [5] * k), monkeypatch)
+    engine.add("a", tokens(5, 1), BeamSearchParams(beam_width=2, max_tokens=6), forks=["b"])
+    while engine.has_work:
+        assert not any(engine.step().plan.drafts)
+
+
+BUCKETS = (8, 16, 64)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "seconds", "decodes", "expected"),
+    [
+        (0.9, {8: 1.0, 16: 1.0, 64: 1.0}, 2, 4),  # steps cost the same, so all drafts are free
+        (0.9, {8: 1.0, 16: 2.0, 64: 8.0}, 2, 3),  # 8 tokens are free and 10 cost twice as much
+        (0.3, {8: 1.0, 16: 4.0, 64: 16.0}, 8, 0),  # the batch is full: a draft costs as much as a token
+        (0.5, {}, 2, 4),  # nothing was measured: all are tried
+        (0.5, {8: 1.0}, 8, 4),  # larger steps are taken to cost as much as the next smaller one, until they are tried
+    ],
+)
+def test_adaptive_drafts_are_as_many_as_pay(acceptance, seconds, decodes, expected):
+    learned = Drafting(Drafter("any", lambda *_: []), acceptance=acceptance, seconds=seconds)
+    assert paying(learned, 4, decodes, 0, BUCKETS) == expected
+
+
+def test_a_draft_is_tried_again_after_some_steps_without():
+    learned = Drafting(Drafter("any", lambda *_: []), acceptance=0.0, seconds={8: 1.0, 16: 2.0, 64: 8.0})
+    assert paying(learned, 4, 8, 0, BUCKETS) == 0
+    assert paying(learned._replace(idle=drafting.RETRY), 4, 8, 0, BUCKETS) == 1
+
+
+def test_the_average_acceptance_approaches_the_true_one():
+    learned, draw = Drafting(Drafter("any", lambda *_: [])), random.Random(0)
+    plan = scheduler.schedule(scheduler.init(scheduler.SchedulerConfig(4, 8, 8, 4, 16)), runtime.policies.find("fcfs"))[
+        1
+    ]
+    for step in range(400):
+        accepted = 0
+        while accepted < 4 and draw.random() < 0.4:
+            accepted += 1
+        event = Verified(step, ("a",), (4,), (accepted,), (1,))
+        learned = drafting.learned(learned, StepResult(plan, (event,), 0.0, 1.0, 1.0, 8, 0))
+    assert 0.2 < learned.acceptance < 0.6
+    assert learned.seconds == {8: 1.0}
+
+
+def test_only_sequences_with_a_generated_token_are_offered_drafts(tiny):
+    options = Speculative(num_tokens=2, adaptive=False)
+    drafter = drafting.start(Drafter("always", lambda memory, name, known, k: [5] * k))
+    assert drafting.offer(drafter, options, Running(), {}, BUCKETS) == {}
+    assert drafting.offer(drafting.start(None), None, Running(), {}, BUCKETS) == {}
