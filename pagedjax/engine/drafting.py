@@ -100,28 +100,42 @@ def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequ
     """The number of drafts of each decode that gives the most tokens a second (Liu et al. 2024, arXiv 2406.14066).
 
     A decode with k drafts, each accepted with probability a, gives (1 - a^(k+1)) / (1 - a) tokens in expectation
-    (Leviathan et al. 2023, equation 1). A step costs what steps of its padded size took. A size that was never run is
-    taken to cost as much as the next smaller one, so each is tried.
+    (Leviathan et al. 2023, equation 1). A step costs what steps of its padded size took (`cost`).
 
     Args:
         decodes: number of sequences that may have drafts.
         rest: prompt tokens to compute. They come before drafts, so a step that is full of them has no drafts.
         buckets: the padded tokens of steps, ascending.
     """
-    a, known = min(drafting.acceptance, 0.999), sorted(drafting.seconds.items())
+    a = min(drafting.acceptance, 0.999)
     best, rate = 0, 0.0
     for k in range(most + 1):
         tokens = decodes * (1 + k) + rest
         if k and tokens > buckets[-1]:
             break
         size = buckets[min(bisect_left(buckets, tokens), len(buckets) - 1)]
-        seconds = next((time for t, time in reversed(known) if t <= size), None)
-        if seconds is None:  # no step was timed: try all drafts
-            return most
+        seconds = cost(drafting.seconds, size)
+        if seconds is None:  # time steps without drafts first
+            return 0
         gained = decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
         if gained > rate * 1.001:
             best, rate = k, gained
     return best if best or drafting.idle < RETRY else 1
+
+
+def cost(seconds: Mapping[int, float], size: int) -> float | None:
+    """The time of a step of `size` padded tokens; None if no step of that size or a smaller one was timed.
+
+    A size that was never run lies on the line between its neighbours. Above the largest it costs as much as that one,
+    so it is tried.
+    """
+    below = max((t for t in seconds if t <= size), default=None)
+    above = min((t for t in seconds if t >= size), default=None)
+    if below is None:
+        return None
+    if above is None or above == below:
+        return seconds[below]
+    return seconds[below] + (seconds[above] - seconds[below]) * (size - below) / (above - below)
 
 
 def verified(plan: Plan, sequences: Mapping[str, SequenceData], tokens: np.ndarray) -> tuple[Sample, ...]:

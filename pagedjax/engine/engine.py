@@ -176,10 +176,11 @@ class Engine:
         self._state = after._replace(log=())
 
     def reset(self) -> None:
-        """Forget every request and all cache content, and end a recording. Compiled programs stay."""
+        """Forget every request and all cache content, and end a recording. Programs and what their steps cost stay."""
         self.record(None)
         state.roll_back(self._state)  # frees the old cache before the new one is allocated
-        self._state = state.init(self.runtime)
+        times, new = self._state.drafting.seconds, state.init(self.runtime)
+        self._state = new._replace(drafting=new.drafting._replace(seconds=times))
 
     def record(self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (host/event_log.py); None ends it.

@@ -365,8 +365,10 @@ BUCKETS = (8, 16, 64)
         (0.9, {8: 1.0, 16: 1.0, 64: 1.0}, 2, 4),  # steps cost the same, so all drafts are free
         (0.9, {8: 1.0, 16: 2.0, 64: 8.0}, 2, 3),  # 8 tokens are free and 10 cost twice as much
         (0.3, {8: 1.0, 16: 4.0, 64: 16.0}, 8, 0),  # the batch is full: a draft costs as much as a token
-        (0.5, {}, 2, 4),  # nothing was measured: all are tried
-        (0.5, {8: 1.0}, 8, 4),  # larger steps are taken to cost as much as the next smaller one, until they are tried
+        (0.5, {}, 2, 0),  # nothing was measured: steps without drafts are first
+        (0.5, {64: 8.0}, 2, 0),
+        (0.9, {8: 1.0, 64: 8.0}, 2, 3),  # a step of 16 tokens is on the line between them
+        (0.5, {8: 1.0}, 8, 4),  # steps above the largest are taken to cost as much, until they are tried
     ],
 )
 def test_adaptive_drafts_are_as_many_as_pay(acceptance, seconds, decodes, expected):

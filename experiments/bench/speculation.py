@@ -1,0 +1,181 @@
+"""Is speculative decoding faster, and are its tokens the same? Each engine runs each workload, in turn, several rounds.
+
+    python -m experiments.bench.speculation [--rounds 3] [--methods ngram suffix] [--tokens 7] [--json out.json]
+
+    edit    one request at a time: functions of Python's library, to be written again with one name changed
+    prose   one request at a time: continue Python's documentation; little of the answer is in the prompt
+    w1      64 requests at once of random tokens, the shape of configs/w1.yaml; a full batch, where drafts rarely pay
+
+A ratio is the plain engine's seconds over the speculating engine's in the same round; the table has medians. `accepted`
+is the share of draft tokens that were accepted, `tokens a step` counts one sequence. The run fails if an engine's
+greedy tokens differ from the plain engine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import statistics
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.core.environment import environment
+from pagedjax import LLM, SamplingParams
+from pagedjax.host.types import Verified
+from pagedjax.weights.pretrained import DEFAULT_MODEL, load_model
+
+FUNCTIONS: list[tuple[Callable[..., Any], str, str]] = [
+    (textwrap.dedent, "text", "string"),
+    (statistics.mean, "data", "values"),
+    (statistics.median, "data", "values"),
+    (inspect.cleandoc, "lines", "rows"),
+]
+TOPICS = "formatstrings", "lambda", "import", "with"
+ONE_AT_A_TIME: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 512, "max_model_len": 2048}
+W1: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 384, "num_blocks": 1536}
+REQUESTS = 64
+
+
+class Workload(NamedTuple):
+    name: str
+    prompts: list[list[int]]
+    lengths: list[int]  # output tokens
+    engine: dict[str, Any]
+
+
+class Pass(NamedTuple):
+    """One run of a workload by one engine."""
+
+    seconds: float
+    tokens: list[tuple[int, ...]]
+    drafts: int
+    accepted: int
+    rows: int  # decodes with drafts
+
+
+def workloads(
+    encode: Callable[[str], Sequence[int]], vocabulary: int, output: int, names: Sequence[str]
+) -> list[Workload]:
+    edits = []
+    for function, old, new in FUNCTIONS:
+        source = inspect.getsource(function)
+        task = f"```python\n{source}```\n\nThe same function, with `{old}` renamed to `{new}`:\n\n```python\n"
+        edits.append(list(encode(task)))
+    prose = [list(encode(topics[topic]))[:256] for topic in TOPICS]
+    draw = np.random.default_rng(1234)
+    random = [draw.integers(0, vocabulary, draw.integers(16, 257)).tolist() for _ in range(REQUESTS)]
+    lengths = [output] * len(edits)
+    found = [
+        Workload("edit", edits, lengths, ONE_AT_A_TIME),
+        Workload("prose", prose, lengths, ONE_AT_A_TIME),
+        Workload("w1", random, draw.integers(16, 129, REQUESTS).tolist(), W1),
+    ]
+    return [one for one in found if one.name in names]
+
+
+def run(llm: LLM, work: Workload) -> Pass:
+    """All requests at once; an engine with one place runs them one after the other."""
+    engine, tokens, drafts, accepted, rows = llm.engine, dict[str, list[int]](), 0, 0, 0
+    engine.reset()
+    for i, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
+        engine.add(str(i), prompt, SamplingParams(temperature=0, max_tokens=length, ignore_eos=True))
+    started = time.perf_counter()
+    while engine.has_work:
+        result = engine.step()
+        assert result is not None, "there is work"
+        for event in result.events:
+            if isinstance(event, Verified):
+                drafts, accepted = drafts + sum(event.drafts), accepted + sum(event.accepted)
+                rows += len(event.request_ids)
+            for name, token in zip(getattr(event, "request_ids", ()), getattr(event, "token_ids", ()), strict=False):
+                tokens.setdefault(name, []).append(token)
+    seconds = time.perf_counter() - started
+    return Pass(seconds, [tuple(tokens[str(i)]) for i in range(len(work.prompts))], drafts, accepted, rows)
+
+
+def measure(work: Workload, engines: dict[str, LLM], rounds: int) -> list[dict[str, Any]]:
+    """Rows of the table, the plain engine first.
+
+    Raises:
+        RuntimeError: an engine gave other tokens than the plain one.
+    """
+    expected = run(engines["plain"], work).tokens  # and a warm-up
+    for name, llm in engines.items():
+        if run(llm, work).tokens != expected:
+            raise RuntimeError(f"{work.name}: {name} gave other tokens than the plain engine")
+    passes: dict[str, list[Pass]] = {name: [] for name in engines}
+    for _ in range(rounds):
+        for name, llm in engines.items():
+            passes[name].append(run(llm, work))
+    rows = []
+    for name, several in passes.items():
+        ratios = [plain.seconds / mine.seconds for plain, mine in zip(passes["plain"], several, strict=True)]
+        one, total = several[-1], sum(work.lengths)
+        rows.append(
+            {
+                "workload": work.name,
+                "engine": name,
+                "tokens_per_s": total / statistics.median(p.seconds for p in several),
+                "ratio": statistics.median(ratios),
+                "least": min(ratios),
+                "most": max(ratios),
+                "accepted": one.accepted / one.drafts if one.drafts else None,
+                "tokens_a_step": 1 + one.accepted / one.rows if one.rows else None,
+            }
+        )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| workload | engine | output tokens/s | times as fast | accepted | tokens a step with drafts |"]
+    lines += ["|---|---|---:|---:|---:|---:|"]
+    for row in rows:
+        ratio = f"{row['ratio']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+        share = "" if row["accepted"] is None else f"{100 * row['accepted']:.0f} %"
+        each = "" if row["tokens_a_step"] is None else f"{row['tokens_a_step']:.2f}"
+        lines.append(
+            f"| {row['workload']} | {row['engine']} | {row['tokens_per_s']:.1f} | {ratio} | {share} | {each} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="the default is the device's")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=int, default=128, help="output tokens of an edit and of prose")
+    parser.add_argument("--tokens", type=int, default=7, help="draft tokens of a sequence in a step, at most")
+    parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"], help="drafters")
+    parser.add_argument("--workloads", nargs="+", choices=("edit", "prose", "w1"), default=("edit", "prose", "w1"))
+    parser.add_argument("--json", help="write the figures to this file")
+    args = parser.parse_args(argv)
+    if min(args.rounds, args.output) < 1:
+        parser.error("--rounds and --output must be at least 1")
+    try:
+        model = load_model(args.model, dtype=args.dtype)
+        rows: list[dict[str, Any]] = []
+        vocabulary = model.model.config.vocab_size
+        for work in workloads(model.tokenizer.encode, vocabulary, args.output, args.workloads):
+            engines = {"plain": LLM(model, **work.engine)}
+            for method in args.methods:
+                options = {"method": method, "num_tokens": args.tokens}
+                engines[method] = LLM(model, speculative=options, **work.engine)
+            rows += measure(work, engines, args.rounds)
+            print(table(rows[-len(engines) :]), flush=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if args.json:
+        kept = {"environment": environment(), "rounds": args.rounds, "tokens": args.tokens, "model": args.model}
+        Path(args.json).write_text(json.dumps(kept | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
