@@ -309,7 +309,7 @@ def test_one_generate_passes_through_few_modules():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     passed = done.stdout.split()
     assert {"pagedjax.llm", "pagedjax.engine.step", "pagedjax.host.scheduler"} <= set(passed)
-    assert len(passed) <= 24, passed  # the aim is fewer than 20
+    assert len(passed) <= 23, passed
 
 
 def test_the_version_is_the_same_in_the_package_and_its_metadata():

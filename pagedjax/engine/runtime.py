@@ -46,6 +46,7 @@ class Runtime:
     blanks: by their number, the arrays of samples that use no option, on the device.
     programs: by the shape of a step, its compiled program.
     drafter: None without speculation.
+    spare: places behind the known tokens of a sequence, for tokens that are sent ahead unknown, and for drafts.
     copy: the compiled copy of COPIES blocks on the device.
     swap: the compiled transfers to and from the host; None without swapping.
     startup: seconds by stage, the number of programs, and how many of them came from the cache on disk.
@@ -64,16 +65,12 @@ class Runtime:
     swap: SwapPrograms | None
     memory: memory.MemoryReport
     drafter: Drafter | None
+    spare: int
     startup: Mapping[str, Any]
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
         return limits(self.config, host_blocks(self.config, self.model))
-
-    @property
-    def spare(self) -> int:
-        """Places behind the known tokens of a sequence: for tokens that are sent ahead unknown, and for drafts."""
-        return max(self.config.lookahead, self.shapes.drafts)
 
     def new_cache(self) -> cache.KVCache:
         return cache.init(blocks=self.config.num_blocks, **_block(self.config, self.model))
@@ -165,6 +162,7 @@ def build(
         swap,
         report,
         drafters.find(resolved.speculative) if resolved.speculative else None,
+        max(resolved.lookahead, sizes.drafts),
     )
     return Runtime(*parts, startup={**startup, **made._asdict()})
 

@@ -145,7 +145,8 @@ def with_events(state: EngineState, events: Sequence[Event], before: SchedulerSt
     grown = [event for event in events if not isinstance(event, Finished)] if ended else events
     sequences = apply_events(state.sequences, grown, before.running, spare)
     if ended:
-        drafting.ended(state.drafting, ended, sequences)
+        if state.drafting.drafter:
+            drafting.ended(state.drafting, ended, sequences)
         sequences = apply_events(sequences, tuple(ended.values()), before.running)
     return state._replace(sequences=sequences, searches=searches)
 

@@ -23,8 +23,10 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
     """Run one step. The old state must not be used again: its cache is donated."""
     config, sequences = runtime.config, state.sequences
     started, compiled = time.perf_counter(), compilations.compilations()
-    running = state.scheduler.running
-    offered = drafting.offer(state.drafting, config.speculative, running, sequences, runtime.shapes.tokens)
+    offered = scheduler.NO_DRAFTS
+    if config.speculative:
+        running, buckets = state.scheduler.running, runtime.shapes.tokens
+        offered = drafting.offer(state.drafting, config.speculative, running, sequences, buckets)
     before, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
     cache = runtime.new_cache() if state.cache is None else state.cache
 
@@ -70,7 +72,9 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
         logprobs=logprobs,
         beams=ended,
     )
-    return state._replace(drafting=drafting.learned(state.drafting, result)), result
+    if config.speculative:
+        state = state._replace(drafting=drafting.learned(state.drafting, result))
+    return state, result
 
 
 def send(

@@ -9,8 +9,7 @@ from pagedjax.host import blocks, prefix_sharing, reservation
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy
 from pagedjax.host.preemption import Pairs
-from pagedjax.host.state import SchedulerConfig
-from pagedjax.host.types import Running, Seq
+from pagedjax.host.types import Running, SchedulerConfig, Seq
 
 
 class Admission(NamedTuple):

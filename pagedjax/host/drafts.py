@@ -77,16 +77,11 @@ def grant(
 
 
 def kept(plan: Plan, sampled: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The samples that are kept: a row with drafts ends at its first stop token and at its limit.
+    """The samples of a plan with drafts that are kept: a row ends at its first stop token and at its limit.
 
     Raises:
-        ValueError: another number of samples than rows, a row with drafts that has no token or more tokens than drafts
-            and one, or several tokens for a row without drafts.
+        ValueError: a row with no token, or with more tokens than its drafts and one.
     """
-    if len(sampled) != len(plan.seqs):
-        raise ValueError(f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each")
-    if not plan.drafts:
-        return tuple(sampled)
     found: list[Sample] = []
     for seq, length, k, sample in zip(plan.seqs, plan.lengths, plan.drafts, sampled, strict=True):
         tokens = sample if isinstance(sample, tuple) else (sample,)

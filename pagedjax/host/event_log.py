@@ -40,8 +40,7 @@ from typing import IO, Any, Literal, get_args
 
 from pagedjax import __version__
 from pagedjax.host.drafts import Sample
-from pagedjax.host.state import SchedulerConfig
-from pagedjax.host.types import Choice, Event, Finished, FinishReason, Plan, Request, Sampled, Verified
+from pagedjax.host.types import Choice, Event, Finished, FinishReason, Plan, Request, Sampled, SchedulerConfig, Verified
 
 FORMAT = 2
 Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget", "restart"]

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from pagedjax.config import EngineConfig
 from pagedjax.host import blocks
-from pagedjax.host.state import SchedulerConfig
-from pagedjax.host.types import Seq
+from pagedjax.host.types import SchedulerConfig, Seq
 
 
 def tokens(config: SchedulerConfig, seq: Seq) -> int:

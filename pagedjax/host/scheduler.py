@@ -223,7 +223,9 @@ def commit(
 
     A sequence that was cancelled after `schedule` is ignored: its blocks are already free.
     """
-    all_tokens: tuple[Any, ...] = kept(plan, sampled)
+    if len(sampled) != len(plan.seqs):
+        raise ValueError(f"{len(sampled)} sampled tokens for {len(plan.seqs)} rows; there must be one for each")
+    all_tokens: tuple[Any, ...] = kept(plan, sampled) if plan.drafts else tuple(sampled)
     seqs, starts, drafts = plan.seqs, plan.starts, plan.drafts
     lengths, counts, tokens = accepted(plan, all_tokens) if drafts else (plan.lengths, plan.counts, all_tokens)
     step, size = plan.step, state.config.block_size

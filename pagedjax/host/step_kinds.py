@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pagedjax.host.state import SchedulerConfig
-from pagedjax.host.types import Running
+from pagedjax.host.types import Running, SchedulerConfig
 
 Kind = Literal["both", "prompts", "decodes"]
 

@@ -18,8 +18,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeVar
 
+from pagedjax.config import Reservation
+
 FinishReason = Literal["stop", "length", "abort"]
 Item = TypeVar("Item")
+
+
+class SchedulerConfig(NamedTuple):
+    """Sizes: integers of at least 1; `host_blocks` may be 0. `num_blocks` does not count the trash block.
+
+    The fields after `host_blocks` are baselines (step_kinds.py, reservation.py).
+    """
+
+    block_size: int
+    num_blocks: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    host_blocks: int = 0  # of the swap space; 0: preemption is by recomputation
+    chunked_prefill: bool = True
+    mixed_steps: bool = True
+    reservation: Reservation = "none"
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that can run at a time: each must be able to get a token in every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 class Request(NamedTuple):
