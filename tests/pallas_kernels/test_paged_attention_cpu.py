@@ -229,3 +229,33 @@ def test_unsupported_arguments_raise_with_the_reason(monkeypatch):
     assert "needs numba" in cpu.unsupported("cpu", "bfloat16", 64)
     monkeypatch.setattr(cpu.sys, "platform", "win32")
     assert "POSIX" in cpu.unsupported("cpu", "bfloat16", 64)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 37}, {"window": 280, "soft_cap": 5.0}])
+@pytest.mark.parametrize(("k", "g", "d"), [(3, 3, 64), (2, 4, 24), (1, 7, 8), (2, 1, 16)])
+def test_short_rows_at_the_end_of_any_context(k, g, d, options):
+    """A decode with drafts: up to 8 query tokens, whose visible tokens end before, at and after a span of 256."""
+    rows = [(2, 2), (8, 8), (3, 255), (4, 256), (5, 257), (8, 263), (2, 512), (7, 700), (1, 300), (9, 300)]
+    case = make(rows, t=64, b=12, m=48, k=k, g=g, d=d)
+    assert_contract(case._replace(**options), "cpu")
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_query_of_a_short_row_has_the_bits_of_a_decode(window):
+    """So drafts in a row do not change the result of its other tokens."""
+    rows = [(6, 300), (1, 40), (8, 517), (3, 12)]
+    case = make(rows, t=24, b=4, m=40, k=3, g=3, d=64)._replace(window=window)
+    together, first = run(case, "cpu"), 0
+    for row, (count, length) in enumerate(rows):
+        for token in range(count if window is None else 1):
+            alone = case._replace(
+                q=case.q[[first + token]],
+                block_tables=case.block_tables[[row]],
+                seq_lens=np.array([length - (count - 1 - token)], np.int32),
+                cu_q_lens=np.array([0, 1], np.int32),
+            )
+            if window is None:
+                chex.assert_trees_all_equal(run(alone, "cpu")[0], together[first + token])
+            else:  # spans begin at the first visible token, so sums have another order
+                chex.assert_trees_all_close(run(alone, "cpu")[0], together[first + token], atol=1e-5)
+        first += count

@@ -1,6 +1,8 @@
-"""Work items of the CPU kernel: `attend` computes an item of a decode, `attend_tile` an item of a chunk.
+"""Work items of the CPU kernel: `attend` computes an item of a short row, `attend_tile` an item of a chunk.
 
-    attend        the scores of a span of visible tokens, their softmax, and the weighted sum of the values.
+    attend        the scores of a span of visible tokens, their softmax, and the weighted sum of the values. A short row
+                  is a decode: one query token, and one more for each draft. All of them read each page once, and each
+                  is computed as if it were alone, so drafts change no bit of it.
     attend_tile   an online softmax (FlashAttention, Dao et al. 2022) over steps of CONTEXT_TILE context tokens, as two
                   small matrix products whose sums stay in registers.
 
@@ -27,8 +29,10 @@ from pallas_kernels.paged_attention.cpu.vectors import (
     KEYS_AT_ONCE,
     LANES,
     QUERIES_AT_ONCE,
+    SHARED,
     TOGETHER,
     add_weighted_values_one,
+    add_weighted_values_shared,
     add_weighted_values_tile,
     add_weighted_values_together,
     apply_soft_cap,
@@ -43,25 +47,35 @@ from pallas_kernels.paged_attention.cpu.vectors import (
     score_32,
     score_48,
     score_one,
+    scores_shared,
     scores_together,
     transpose,
 )
 
-SPAN = 256  # context tokens of a decode's item, counted from the first visible one
+SPAN = 256  # context tokens of a short row's item, counted from the first visible one
+SHORT = 8  # query tokens of a short row at most
 CONTEXT_TILE = 64  # context tokens of a step of a chunk's item; above LANES, so that windows begin in the first step
 
-attend, _define_attend = linked("attend", 15)
+attend, _define_attend = linked("attend", 20)
 attend_tile, _define_attend_tile = linked("attend_tile", 17)
 
-# --- a decode ---------------------------------------------------------------------------------------------------------
+# --- a short row ------------------------------------------------------------------------------------------------------
 
 
 @compiled
-def _softmax(scores, count, cap):
-    """scores [count] -> exp(scores - their maximum), in place. Returns (maximum, sum). Writes up to the next 16."""
-    end = -(-count // FULL) * FULL
+def _softmax(scores, begin, count, total, cap):
+    """scores [total] -> exp(scores - their maximum) of those from `begin` to `count`, and 0 of the others, in place.
+
+    Returns (maximum, sum); without a score (minus infinity, 0). Writes up to the next 16.
+    """
+    end = -(-total // FULL) * FULL
+    if count <= begin:
+        clear(scores, end)
+        return np.float32(-np.inf), np.float32(0)
     if cap > 0:
         apply_soft_cap(scores, end // FULL, FULL, cap)
+    for i in range(begin):
+        store_float(scores + 4 * i, np.float32(-np.inf))
     for i in range(count, end):
         store_float(scores + 4 * i, np.float32(-np.inf))
     top = np.float32(-np.inf)
@@ -79,16 +93,23 @@ def _fetch(address, size):
         prefetch(address + at)
 
 
-def attend_item(size, q, k, v, page_bytes, table, first, stop, cap, group, d, s, scores, out, stats):
-    """Computes G queries over the context tokens first : stop of one key head.
+def attend_item(
+    size, q, k, v, page_bytes, table, first, stop, cap, group, d, s, scores, out, stats,
+    count, length, window, token_bytes, heads,
+):  # fmt: skip
+    """Computes the queries of `count` tokens, G each, over the context tokens first : stop of one key head.
 
-    q, out: [G, D] float32; out is the sum of the values, weighted by exp(score - the largest score).
-    k, v: addresses of this head in page 0; table: [M] int32 pages of the row. cap: address of the soft cap, or of 0.
-    scores: [G, SPAN] float32, scratch. size: bytes per element of the pages.
+    q: [G, D] float32 of the first token; those of the next one are token_bytes behind. out, stats: of the first token;
+        those of the next one are K times as far.
+    out: [G, D] float32, the sum of the values, weighted by exp(score - the largest score).
     stats: [G, 2] float32, (largest score, sum of the weights): log-sum-exp parts, for the merge of items.
+    k, v: addresses of this head in page 0; table: [M] int32 pages of the row. cap: address of the soft cap, or of 0.
+    scores: [count, G, SPAN] float32, scratch. size: bytes per element of the pages.
+    length, window: context tokens of the row; the last token sees the last `window` of them, each token before it one
+        less.
     """
     _define_attend()
-    row = size * d
+    row, part = size * d, 4 * group * d * heads
     at = first
     while at < stop:
         offset = at % s
@@ -101,20 +122,32 @@ def attend_item(size, q, k, v, page_bytes, table, first, stop, cap, group, d, s,
         i = 0
         while i + TOGETHER <= run:
             _fetch(ahead + i * row, TOGETHER * row)
-            for g in range(group):
-                scores_together(size, q + 4 * g * d, base + i * row, d, to + 4 * (g * SPAN + i))
+            for token in range(count):
+                query, score = q + token * token_bytes, to + 4 * (token * group * SPAN + i)
+                g = 0
+                while g + SHARED <= group:
+                    scores_shared(size, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN)
+                    g += SHARED
+                while g < group:
+                    scores_together(size, query + 4 * g * d, base + i * row, d, score + 4 * g * SPAN, SPAN)
+                    g += 1
             i += TOGETHER
         while i < run:
-            for g in range(group):
-                score_one(size, q + 4 * g * d, base + i * row, d, to + 4 * (g * SPAN + i))
+            for token in range(count):
+                for g in range(group):
+                    query, score = q + token * token_bytes + 4 * g * d, to + 4 * ((token * group + g) * SPAN + i)
+                    score_one(size, query, base + i * row, d, score, SPAN)
             i += 1
         at += run
 
-    for g in range(group):
-        top, norm = _softmax(scores + 4 * g * SPAN, stop - first, load_float(cap))
-        store_float(stats + 8 * g, top)
-        store_float(stats + 8 * g + 4, norm)
-        clear(out + 4 * g * d, d)
+    for token in range(count):
+        seen = length - (count - 1 - token)
+        begin, end = max(seen - window - first, 0), min(seen, stop) - first
+        for g in range(group):
+            top, norm = _softmax(scores + 4 * (token * group + g) * SPAN, begin, end, stop - first, load_float(cap))
+            store_float(stats + 8 * (token * group * heads + g), top)
+            store_float(stats + 8 * (token * group * heads + g) + 4, norm)
+            clear(out + token * part + 4 * g * d, d)
 
     at = first
     while at < stop:
@@ -128,12 +161,23 @@ def attend_item(size, q, k, v, page_bytes, table, first, stop, cap, group, d, s,
         i = 0
         while i + TOGETHER <= run:
             _fetch(ahead + i * row, TOGETHER * row)
-            for g in range(group):
-                add_weighted_values_together(size, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
+            for token in range(count):
+                weights, sums = to + 4 * (token * group * SPAN + i), out + token * part
+                g = 0
+                while g + SHARED <= group:
+                    address = sums + 4 * g * d
+                    add_weighted_values_shared(size, weights + 4 * g * SPAN, base + i * row, d, address, SPAN)
+                    g += SHARED
+                while g < group:
+                    address = sums + 4 * g * d
+                    add_weighted_values_together(size, weights + 4 * g * SPAN, base + i * row, d, address, SPAN)
+                    g += 1
             i += TOGETHER
         while i < run:
-            for g in range(group):
-                add_weighted_values_one(size, to + 4 * (g * SPAN + i), base + i * row, d, out + 4 * g * d)
+            for token in range(count):
+                for g in range(group):
+                    weights, sums = to + 4 * ((token * group + g) * SPAN + i), out + token * part + 4 * g * d
+                    add_weighted_values_one(size, weights, base + i * row, d, sums, SPAN)
             i += 1
         at += run
 
@@ -244,4 +288,4 @@ def attend_tile_item(
 def scratch_bytes(group, d):
     """Returns the bytes of scratch memory of an item of either kind."""
     tile = 6 * LANES + CONTEXT_TILE * LANES + LANES * (d + FULL) + CONTEXT_TILE * d + LANES * d + 2 * FULL
-    return 4 * max(group * SPAN, tile)
+    return 4 * max(SHORT * group * SPAN, tile)

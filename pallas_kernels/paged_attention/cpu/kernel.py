@@ -1,9 +1,10 @@
 """Paged attention that reads pages in place: numba code behind XLA's FFI.
 
     handler   XLA calls it with a call frame. It lists the work, asks XLA's thread pool for helpers, works, waits for
-              the items that helpers have begun, and merges decodes of more than one span.
-    work      computes items until none is left. An item of a row with one query token (a decode) is (span of SPAN
-              visible tokens, key head); an item of a row with more (a chunk) is (tile of LANES queries, key head).
+              the items that helpers have begun, and merges short rows of more than one span.
+    work      computes items until none is left. An item of a row with up to SHORT query tokens (a decode, with or
+              without drafts) is (span of SPAN visible tokens, key head); an item of a row with more (a chunk) is (tile
+              of LANES queries, key head).
               Helpers and the handler's thread run the same loop, so a long context is shared by threads and short ones
               do not wait.
 
@@ -27,7 +28,7 @@ import numpy as np
 from numba import njit, types
 
 from pallas_kernels.paged_attention.cpu import items as work_items
-from pallas_kernels.paged_attention.cpu.items import LANES, SPAN, attend, attend_tile, scratch_bytes
+from pallas_kernels.paged_attention.cpu.items import LANES, SHORT, SPAN, attend, attend_tile, scratch_bytes
 from pallas_kernels.paged_attention.cpu.memory import (
     OPTIONS,
     address_of,
@@ -60,15 +61,28 @@ Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = 32, 40, 48, 56, 64, 72, 80  # a
 ROWS, WIDTH, HEADS, GROUP, DIM, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
 SIZE = 136  # of a number in the pages
 WINDOW, CAP = 144, 152  # NO_WINDOW where there is none; a float32, 0 where there is none
-STATS, PARTS = 160, 168  # addresses within the job: [units, K, G, 2] and [units, K, G, D] float32, used by decodes
-STARTS = 176  # [B + 1] units of all rows before this one: spans of a decode, tiles of a chunk
+STATS, PARTS = 160, 168  # addresses within the job: [slots, K, G, 2] and [slots, K, G, D] float32, used by short rows
+SLOTS = 176  # address within the job: [B + 1] slots of all rows before this one: (span, query token) of a short row
+STARTS = 184  # [B + 1] units of all rows before this one: spans of a short row, tiles of a chunk
 NO_WINDOW = 1 << 31  # longer than any context
 
 
 @compiled
 def _units(length, window, count, group):
-    """Returns a row's units: spans of visible tokens if it has one query token, else tiles of its queries."""
-    return -(-min(length, window) // SPAN) if count == 1 else -(-count * group // LANES)
+    """Returns a row's units: spans of visible tokens if it is short, else tiles of its queries."""
+    return -(-_seen(length, window, count) // SPAN) if count <= SHORT else -(-count * group // LANES)
+
+
+@compiled
+def _seen(length, window, count):
+    """Returns how many tokens, the last ones of the context, the query tokens of a row see; 0 if it has none."""
+    return min(length, window + count - 1) if count > 0 else 0
+
+
+@compiled
+def _slots(length, window, count):
+    """Returns a row's slots for parts of results: (span, query token) pairs of a short row."""
+    return count * -(-_seen(length, window, count) // SPAN) if count <= SHORT else 0
 
 
 @compiled
@@ -81,27 +95,27 @@ def _row(job, row):
 
 @compiled
 def _merge(job):
-    """Merges the parts of decodes of several spans by an online softmax, in the order of the context."""
+    """Merges the parts of short rows by an online softmax, in the order of the context."""
     queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + DIM)
     window = load_word(job + WINDOW)
     for row in range(load_word(job + ROWS)):
         first, count, length = _row(job, row)
-        if count != 1 or 0 < min(length, window) <= SPAN:
+        if count > SHORT or (count == 1 and 0 < min(length, window) <= SPAN):
             continue
-        start, end = load_word(job + STARTS + 8 * row), load_word(job + STARTS + 8 * (row + 1))
-        for query in range(queries):
+        start, end = load_word(load_word(job + SLOTS) + 8 * row), load_word(load_word(job + SLOTS) + 8 * (row + 1))
+        for query in range(count * queries):
             out = load_word(job + OUT) + 4 * d * (first * queries + query)
             clear(out, d)
             top, norm = np.float32(-np.inf), np.float32(0)
-            for unit in range(start, end):
-                top = max(top, load_float(load_word(job + STATS) + 8 * (unit * queries + query)))
-            for unit in range(start, end):
-                stats = load_word(job + STATS) + 8 * (unit * queries + query)
+            for slot in range(start, end, count):
+                top = max(top, load_float(load_word(job + STATS) + 8 * (slot * queries + query)))
+            for slot in range(start, end, count):
+                stats = load_word(job + STATS) + 8 * (slot * queries + query)
                 share = np.float32(math.exp(load_float(stats) - top))
                 norm += share * load_float(stats + 4)
-                part = load_word(job + PARTS) + 4 * d * (unit * queries + query)
+                part = load_word(job + PARTS) + 4 * d * (slot * queries + query)
                 store_float(stats, share)
-                add_weighted_values_one(4, stats, part, d, out)
+                add_weighted_values_one(4, stats, part, d, out, 0)
             if end > start:
                 scale(out, np.float32(1) / norm, d)
 
@@ -137,7 +151,7 @@ def _work(job):
         q, out = load_word(job + Q) + at, load_word(job + OUT) + at
         k, v = load_word(job + KEYS) + head_bytes * head, load_word(job + VALUES) + head_bytes * head
         table = load_word(job + TABLES) + 4 * load_word(job + WIDTH) * row
-        if count > 1:
+        if count > SHORT:
             begin = LANES * index
             lanes = min(LANES, group * count - begin)
             before = length - count
@@ -145,13 +159,19 @@ def _work(job):
                 size, q, k, v, page_bytes, table, begin, lanes, before, window, cap, token_bytes, group, d, s, room, out
             )
         else:
-            stats = load_word(job + STATS) + 8 * group * item
-            seen = min(length, window)
-            part = out if seen <= SPAN else load_word(job + PARTS) + 4 * group * d * item
+            slot = load_word(load_word(job + SLOTS) + 8 * row) + count * index
+            place = group * (slot * heads + head)
+            stats = load_word(job + STATS) + 8 * place
+            seen = _seen(length, window, count)
+            alone = count == 1 and seen <= SPAN
+            part = out if alone else load_word(job + PARTS) + 4 * d * place
             begin = length - seen + SPAN * index
             stop = min(begin + SPAN, length)
-            attend(size, q, k, v, page_bytes, table, begin, stop, cap, group, d, s, room, part, stats)
-            if seen <= SPAN:
+            attend(
+                size, q, k, v, page_bytes, table, begin, stop, cap, group, d, s, room, part, stats,
+                count, length, window, token_bytes, heads,
+            )  # fmt: skip
+            if alone:
                 for g in range(group):
                     scale(out + 4 * g * d, np.float32(1) / load_float(stats + 8 * g + 4), d)
         fetch_add(job + DONE, 1)
@@ -248,14 +268,18 @@ def _job(frame):
     length, offset = load_word(lengths + BUFFER_DATA), load_word(offsets + BUFFER_DATA)
     window = load_int(load_word(_argument(frame, 6) + BUFFER_DATA))
     window = window if window > 0 else NO_WINDOW
-    units, several = 0, False
+    units, all_slots, several = 0, 0, False
     for row in range(rows):
         count = load_int(offset + 4 * (row + 1)) - load_int(offset + 4 * row)
-        units += _units(load_int(length + 4 * row), window, count, group)
-        several = several or (count == 1 and min(load_int(length + 4 * row), window) > SPAN)
-    stats = STARTS + 8 * (rows + 1)
-    parts = stats + 8 * units * heads * group
-    job = malloc(parts + (4 * units * heads * group * d if several else 0))
+        context = load_int(length + 4 * row)
+        units += _units(context, window, count, group)
+        slots = _slots(context, window, count)
+        all_slots += slots
+        several = several or slots > 1
+    slots_at = STARTS + 8 * (rows + 1)
+    stats = slots_at + 8 * (rows + 1)
+    parts = stats + 8 * all_slots * heads * group
+    job = malloc(parts + (4 * all_slots * heads * group * d if several else 0))
     store_word(job + HOLDERS, 2)  # the handler and its own call of the work
     store_word(job + NEXT, 0)
     store_word(job + DONE, 0)
@@ -275,12 +299,16 @@ def _job(frame):
     store_float(job + CAP, load_float(load_word(_argument(frame, 7) + BUFFER_DATA)))
     store_word(job + STATS, job + stats)
     store_word(job + PARTS, job + parts)
-    units = 0
+    store_word(job + SLOTS, job + slots_at)
+    units, slots = 0, 0
     for row in range(rows):
         store_word(job + STARTS + 8 * row, units)
+        store_word(job + slots_at + 8 * row, slots)
         _, count, context = _row(job, row)
         units += _units(context, window, count, group)
+        slots += _slots(context, window, count)
     store_word(job + STARTS + 8 * rows, units)
+    store_word(job + slots_at + 8 * rows, slots)
     return job
 
 

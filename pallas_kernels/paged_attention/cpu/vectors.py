@@ -119,66 +119,83 @@ def _add_pairs(builder, a, b):
     return builder.fadd(*(_shuffle(builder, a, b, range(first, 2 * FULL, 2)) for first in (0, 1)))
 
 
-def _scores(count):
+def _scores(count, queries):
     @instruction
-    def scores(typing, size, q, k, d, out):
-        """out [count] = q [D] . k [count, D]: one pass over the keys; sums over lanes share their shuffles."""
+    def scores(typing, size, q, k, d, out, stride):
+        """out [queries, count] = q [queries, D] . k [count, D]: one pass over the keys, which all queries share; sums
+        over lanes share their shuffles. Queries follow each other; their results are `stride` numbers apart."""
 
         def generate(context, builder, signature, args):
-            size, q, k, d, out = args
+            size, q, k, d, out, stride = args
             zeros = ir.Constant(_lanes(FULL), None)
-            sums = [cgutils.alloca_once_value(builder, zeros) for _ in range(count)]
+            sums = [[cgutils.alloca_once_value(builder, zeros) for _ in range(count)] for _ in range(queries)]
+            rows = [builder.mul(d, ir.Constant(WORD, i)) for i in range(queries)]
 
             def piece(index, lanes, size):
-                x = _load(builder, q, index, lanes)
-                for token, accumulated in enumerate(sums):
+                several = [_load(builder, q, builder.add(row, index), lanes) for row in rows]
+                for token in range(count):
                     at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
-                    y, old = _load(builder, k, at, lanes, size), builder.load(accumulated)
-                    if lanes == FULL:
-                        new = _multiply_add(builder, x, y, old)
-                    else:
-                        part = _shuffle(builder, builder.fmul(x, y), ir.Constant(_lanes(HALF), None), range(FULL))
-                        new = builder.fadd(part, old)
-                    builder.store(new, accumulated)
+                    y = _load(builder, k, at, lanes, size)
+                    for x, mine in zip(several, sums, strict=True):
+                        old = builder.load(mine[token])
+                        if lanes == FULL:
+                            new = _multiply_add(builder, x, y, old)
+                        else:
+                            part = _shuffle(builder, builder.fmul(x, y), ir.Constant(_lanes(HALF), None), range(FULL))
+                            new = builder.fadd(part, old)
+                        builder.store(new, mine[token])
 
             _either(builder, size, lambda size: _pieces(builder, d, partial(piece, size=size)))
-            vectors = [builder.load(accumulated) for accumulated in sums]
-            while len(vectors) > 1:
-                vectors = [_add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
-            if count == 1:
-                result = _fold(builder, vectors[0], builder.fadd)
-            else:  # two sums of every token are left, side by side
-                result = _add_pairs(builder, vectors[0], vectors[0])
-                result = _shuffle(builder, result, result, range(HALF))
-            _store(builder, result, out, ir.Constant(WORD, 0))
+            for i, mine in enumerate(sums):
+                vectors = [builder.load(accumulated) for accumulated in mine]
+                while len(vectors) > 1:
+                    vectors = [_add_pairs(builder, *vectors[i : i + 2]) for i in range(0, len(vectors), 2)]
+                # one key alone has its lanes added in the same order, so a score has the same bits either way
+                result = vectors[0]
+                for _ in range(4 if count == 1 else 1):  # sums are left side by side: all lanes of a key, or two
+                    result = _add_pairs(builder, result, result)
+                if count == 1:
+                    result = builder.extract_element(result, ir.Constant(INT32, 0))
+                else:
+                    result = _shuffle(builder, result, result, range(HALF))
+                _store(builder, result, out, builder.mul(stride, ir.Constant(WORD, i)))
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 5), generate
+        return types.void(*[types.intp] * 6), generate
 
     return scores
 
 
-def _add_weighted_values(count):
+def _add_weighted_values(count, queries):
     @instruction
-    def add_weighted_values(typing, size, weights, v, d, out):
-        """out [D] += weights [count] . v [count, D]."""
+    def add_weighted_values(typing, size, weights, v, d, out, stride):
+        """out [queries, D] += weights [queries, count] . v [count, D]. Results follow each other; weights of queries
+        are `stride` numbers apart."""
 
         def generate(context, builder, signature, args):
-            size, weights, v, d, out = args
-            scalars = [_number(builder, weights, ir.Constant(WORD, token)) for token in range(count)]
+            size, weights, v, d, out, stride = args
+            starts = [builder.mul(stride, ir.Constant(WORD, i)) for i in range(queries)]
+            scalars = [
+                [_number(builder, weights, builder.add(start, ir.Constant(WORD, token))) for token in range(count)]
+                for start in starts
+            ]
+            rows = [builder.mul(d, ir.Constant(WORD, i)) for i in range(queries)]
 
             def piece(index, lanes, size):
-                total = _load(builder, out, index, lanes)
-                for token, weight in enumerate(scalars):
+                places = [builder.add(row, index) for row in rows]
+                totals = [_load(builder, out, place, lanes) for place in places]
+                for token in range(count):
                     at = builder.add(index, builder.mul(d, ir.Constant(WORD, token)))
                     y = _load(builder, v, at, lanes, size)
-                    total = _multiply_add(builder, _splat(builder, weight, lanes), y, total)
-                _store(builder, total, out, index)
+                    for i, mine in enumerate(scalars):
+                        totals[i] = _multiply_add(builder, _splat(builder, mine[token], lanes), y, totals[i])
+                for total, place in zip(totals, places, strict=True):
+                    _store(builder, total, out, place)
 
             _either(builder, size, lambda size: _pieces(builder, d, partial(piece, size=size)))
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 5), generate
+        return types.void(*[types.intp] * 6), generate
 
     return add_weighted_values
 
@@ -288,8 +305,10 @@ def add_weighted_values_tile(typing, weights, v, d, count, rescale, out):
 
 
 TOGETHER = HALF  # tokens that are scored and weighed at a time, if the page has this many left
-scores_together, score_one = _scores(TOGETHER), _scores(1)
-add_weighted_values_together, add_weighted_values_one = _add_weighted_values(TOGETHER), _add_weighted_values(1)
+SHARED = 3  # queries that share a pass over TOGETHER tokens: 24 sums, which fill the registers of AVX-512
+scores_shared, scores_together, score_one = _scores(TOGETHER, SHARED), _scores(TOGETHER, 1), _scores(1, 1)
+add_weighted_values_shared = _add_weighted_values(TOGETHER, SHARED)
+add_weighted_values_together, add_weighted_values_one = _add_weighted_values(TOGETHER, 1), _add_weighted_values(1, 1)
 
 
 @instruction
