@@ -287,13 +287,9 @@ def commit(
         events.append(Sampled(step, ids, all_tokens))
     events += beamed
     if drafted:
-        names, left = (
-            tuple([seqs[i].request_id for i in drafted]),
-            [0 if i in ended else len(seqs[i].blocks) for i in drafted],
-        )
-        events.append(
-            Verified(step, names, pick(drafts, drafted), tuple([counts[i] - 1 for i in drafted]), tuple(left))
-        )
+        names, right = tuple([seqs[i].request_id for i in drafted]), tuple([counts[i] - 1 for i in drafted])
+        left = tuple([0 if i in ended else len(seqs[i].blocks) for i in drafted])
+        events.append(Verified(step, names, pick(drafts, drafted), right, left))
     for i, reason in ended.items():
         events.append(Finished(step, seqs[i].request_id, reason, lengths[i] - seqs[i].request.prompt_len))
     unfinished = _without(state.ids, [seqs[i].request_id for i in ended]) if ended else state.ids

@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         ValueError: nothing was measured.
     """
-    from pagedjax.load_client import plan, summary
+    from pagedjax.load_client import plan, speculation, summary
 
     names = plan.Load.__dataclass_fields__
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
@@ -84,7 +84,9 @@ def main(args: argparse.Namespace) -> int:
     content = _text(file) if file else ""
     began = datetime.now(UTC).isoformat(timespec="seconds")
     running = measure(load, target, content, warmup=args.warmup, progress=sys.stderr.isatty())
+    before = speculation.fetch(target.base, target.api_key)
     model, planned, seen, lag = asyncio.run(running)
+    drafts = speculation.fetch(target.base, target.api_key) - before
     result = summary.summarize(seen, ttft=args.ttft_target, itl=args.itl_target, lag=lag)
     if args.json:
         record = {
@@ -95,12 +97,15 @@ def main(args: argparse.Namespace) -> int:
             "clipped_prompts": planned.clipped_prompts,
             "clipped_outputs": planned.clipped_outputs,
             "summary": result,
+            "drafts": drafts._asdict(),
             "requests": [
                 {**one._asdict(), "max_tokens": item.max_tokens} for one, item in zip(seen, planned.items, strict=True)
             ],
         }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     print(f"model {model} at {target.url}\n{summary.table(result)}")
+    if drafts.tokens:
+        print(speculation.line(drafts))
     return 1 if result["failed"] else 0
 
 

@@ -1,0 +1,47 @@
+"""Counts of drafts from a page of metrics, and in what `pagedjax bench serve` prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pagedjax import LLM, cli
+from pagedjax.load_client import speculation
+from pagedjax.load_client.speculation import Drafts
+from tests.server.support import served_to
+
+PAGE = """# HELP vllm:spec_decode_num_draft_tokens_total Number of draft tokens.
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 40.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 17.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 8.0
+"""
+
+
+def test_the_counts_of_vllms_page_are_read():
+    assert speculation.read(PAGE) == Drafts(40, 17, (9, 8))
+    assert speculation.read("") == Drafts()
+
+
+def test_counts_of_a_run_are_the_difference():
+    assert Drafts(40, 17, (9, 8)) - Drafts(10, 5, (5,)) == Drafts(30, 12, (4, 8))
+    assert Drafts() - Drafts() == Drafts()
+
+
+def test_a_server_that_does_not_answer_has_no_counts():
+    assert speculation.fetch("http://127.0.0.1:9/v1", None) == Drafts()
+
+
+@pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_tokens": 3, "adaptive": False}])
+def test_a_load_run_prints_the_accepted_drafts(tiny, tmp_path, capsys, speculative):
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (8, 32), "num_blocks": 64}
+    with served_to(LLM(tiny, progress=False, speculative=speculative, **sizes)) as (found, _):
+        words = ["--url", found.url, "--requests", "4", "--arrivals", "at-once", "--prompt-tokens", "12"]
+        words += ["--output-tokens", "30", "--ignore-eos", "--vocab", "300", "--json", str(tmp_path / "out.json")]
+        assert cli.main(["bench", "serve", *words]) == 0
+    drafts = json.loads((tmp_path / "out.json").read_text())["drafts"]
+    printed = capsys.readouterr().out
+    assert (drafts["tokens"] > 0) == (speculative is not None)
+    assert ("draft tokens accepted" in printed) == (speculative is not None)
