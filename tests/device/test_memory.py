@@ -215,7 +215,7 @@ def test_an_engine_reports_its_arrays_and_its_largest_step(tiny_llm):
     assert report.cache == nbytes(engine._state.cache) == 257 * report.block_bytes
     assert (report.device_blocks, report.tokens, report.sequences) == (256, 4096, 8)
     assert report.host_blocks == 0, "there is a swap space only for those who swap"
-    peaks = {tokens: memory.activations_peak(step) for tokens, step in engine.runtime.programs.items()}
+    peaks = {shape.tokens: memory.activations_peak(step) for shape, step in engine.runtime.programs.items()}
     assert report.activations == peaks[64] > peaks[8] > 0
     # at least the logits of its eight rows
     assert report.activations >= 8 * engine.model.config.vocab_size * 4
@@ -234,9 +234,9 @@ def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tin
     engine = LLM(tiny, progress=False, **SMALL).engine
     compiled, peak, block = engine.startup["compilations"], engine.memory.activations, engine.memory.block_bytes
     assert engine.config.num_blocks == 8  # all that two sequences of 64 tokens can use: the step had room anyway
-    inputs = nbytes(engine.runtime.blanks[8]) + nbytes(
-        _blank_batch(engine.runtime.shapes, 8, engine.runtime.blanks, False, engine.runtime.options)
-    )  # those that stay there, and a step's own
+    (shape,), blanks = engine.runtime.shapes.steps, engine.runtime.blanks
+    batch = _blank_batch(engine.runtime.shapes, shape, blanks, False, engine.runtime.options)
+    inputs = nbytes(blanks) + nbytes(batch)  # those that stay there, and a step's own
     limited(monkeypatch, peak + inputs + 5 * block)
     engine = LLM(tiny, progress=False, memory_fraction=1.0, **SMALL).engine
     assert engine.config.num_blocks == engine.memory.device_blocks == 4

@@ -316,9 +316,10 @@ def test_any_plan_lays_every_token_where_its_block_table_says(data):
         total += count
     batch = packed(*rows, shapes=shapes)
     t = shapes.bucket(total)
-    shapes_of_t = [(t,), (t,), (t,), (min(t, 5), 5), (min(t, 5),), (min(t, 5) + 1,), (min(t, 5),), (t,)]
-    chex.assert_shape(list(batch[:8]), shapes_of_t)
-    chex.assert_type(list(batch[:8]), np.int32)
+    b = min(t, 5)
+    chex.assert_shape(list(batch[:9]), [(t,), (t,), (t,), (b, 5), (b,), (b + 1,), (b,), (b,), (t,)])
+    chex.assert_type(list(batch[:9]), np.int32)
+    equal(batch.sampled_row[: len(rows)], *range(len(rows)))
     at = 0
     for row, (_, s, start, count, table) in enumerate(rows):
         assert batch.cu_q_lens[row] == at
@@ -331,6 +332,41 @@ def test_any_plan_lays_every_token_where_its_block_table_says(data):
             at += 1
     equal(batch.cu_q_lens[len(rows) :], *[at] * (len(batch.cu_q_lens) - len(rows)))
     equal(batch.slots[at:], *[0] * (t - at))
+
+
+@given(drafts=st.lists(st.integers(0, 3), min_size=1, max_size=4), chunk=st.integers(0, 5))
+def test_a_row_with_drafts_has_a_sample_after_each(drafts: list[int], chunk: int):
+    """Sample j of a row follows the token j places behind its last known one, and has the next position."""
+    shapes = SHAPES._replace(tokens=(8, 32), max_seqs=5, drafts=3)
+    rows = []
+    for i, k in enumerate(drafts):
+        known = 4 + i
+        data = sequence_data([*range(known), *[40] * k], 3, SamplingParams(temperature=1.0, seed=i))
+        rows.append((f"{i}", data, known - 1, 1 + k, (2 * i + 1, 2 * i + 2, 20 + i)))
+    if chunk:
+        rows.append(("chunk", sequence_data(list(range(6)), 6), 0, chunk, (30, 31)))
+    step_plan, sequences = plan(*rows)
+    known = tuple(4 + i for i in range(len(drafts))) + ((6,) if chunk else ())
+    counts = (*drafts, 0) if chunk else tuple(drafts)
+    step_plan = step_plan._replace(lengths=known, drafts=counts if any(counts) else ())
+    batch = pack(step_plan, sequences, shapes, blanks(shapes))
+    t = shapes.bucket(sum(step_plan.counts))
+    r = shapes.samples(t, any(counts))
+    chex.assert_shape([batch.last, batch.sampled_row, batch.sampling.position, batch.sampling.seed], (r,))
+    at = 0
+    for row, k in enumerate(counts):
+        start = int(batch.cu_q_lens[row])
+        for j in range(k + 1):
+            if row < len(drafts):
+                assert batch.last[at] == start + j
+                assert batch.positions[batch.last[at]] == known[row] - 1 + j
+                assert batch.sampling.position[at] == known[row] - 3 + j
+                assert batch.sampling.seed[at] == sequences[f"{row}"].seed
+            else:
+                assert batch.last[at] == start + chunk - 1
+            assert batch.sampled_row[at] == row
+            at += 1
+    equal(batch.last[at:], *[0] * (r - at))
 
 
 def test_a_feature_is_read_only_if_a_request_sets_what_it_reads():

@@ -30,7 +30,7 @@ def test_each_bucket_is_compiled_once_largest_first(config):
             built.append((tokens, c.num_blocks))
         return f"program of {tokens}"
 
-    found, fitted = programs.compile_all(build, config, lambda largest: config)
+    found, fitted = programs.compile_all(build, config.token_buckets, config, lambda largest: config)
     assert found == {t: f"program of {t}" for t in (4, 8, 16)}
     assert list(found) == [4, 8, 16]
     assert fitted == config
@@ -45,7 +45,7 @@ def test_only_the_largest_program_is_compiled_twice(config):
         built.append((tokens, c.num_blocks))
         return tokens, c.num_blocks
 
-    found, fitted = programs.compile_all(build, config, lambda largest: smaller)
+    found, fitted = programs.compile_all(build, config.token_buckets, config, lambda largest: smaller)
     assert found == {t: (t, 7) for t in (4, 8, 16)}
     assert fitted is smaller
     assert sorted(built) == [(4, 7), (8, 7), (16, 7), (16, 32)]
@@ -62,7 +62,7 @@ def test_the_first_error_cancels_the_other_compilations(config, monkeypatch):
         threading.Event().wait(0 if tokens == 16 else 0.5)  # until the error is raised
 
     with pytest.raises(RuntimeError, match="no program of 8"):
-        programs.compile_all(build, replace(config, token_buckets=(1, 2, 3, 4, 8, 16)), lambda largest: config)
+        programs.compile_all(build, (1, 2, 3, 4, 8, 16), config, lambda largest: config)
     assert built[:2] == [16, 8]
     assert len(built) < 6
     built.clear()
@@ -71,13 +71,16 @@ def test_the_first_error_cancels_the_other_compilations(config, monkeypatch):
         raise ValueError("does not fit")
 
     with pytest.raises(ValueError, match="does not fit"):
-        programs.compile_all(build, config, unfit)
+        programs.compile_all(build, config.token_buckets, config, unfit)
     assert built == [16]
 
 
 def test_an_engine_of_one_bucket_has_one_program(config):
     one = replace(config, token_buckets=(16,))
-    assert programs.compile_all(lambda tokens, c: tokens, one, lambda largest: one) == ({16: 16}, one)
+    assert programs.compile_all(lambda tokens, c: tokens, one.token_buckets, one, lambda largest: one) == (
+        {16: 16},
+        one,
+    )
 
 
 def test_programs_are_compiled_in_parallel(config, monkeypatch):
@@ -88,7 +91,7 @@ def test_programs_are_compiled_in_parallel(config, monkeypatch):
         if tokens != 16:
             both.wait()
 
-    programs.compile_all(build, config, lambda largest: config)
+    programs.compile_all(build, config.token_buckets, config, lambda largest: config)
 
 
 def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(tiny):
