@@ -63,7 +63,7 @@ def paper(c: Any, sequences: int, context: int) -> Paper:
 
 def batch_bytes(sequences: int, longest: int) -> int:
     """Of a step with one token a sequence: see `batch.Batch`, `batch.SamplingBatch` and the built-in `row_features`."""
-    numbers = 7 + 5  # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
+    numbers = 8 + 5  # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
     numbers += 3 + 1 + 1 + 1  # penalties, min_p, top_k, top_p
     row = numbers + -(-longest // BLOCK) + 2 * MAX_LISTED + 2  # block table; listed tokens, their biases, two counts
     return sequences * (NUMBER * row + 1 + 5) + NUMBER  # bytes: only listed tokens, and which of five features are on

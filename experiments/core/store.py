@@ -12,6 +12,7 @@ A run is written under a temporary name and renamed, so a killed sweep leaves no
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -171,11 +172,13 @@ def json_lines(values: Iterable[Any]) -> str:
 
 
 def yaml_text(value: Any) -> str:
-    """YAML of plain values; tuples become lists."""
+    """YAML of plain values; tuples become lists, dataclasses mappings."""
     return yaml.safe_dump(_plain(value), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

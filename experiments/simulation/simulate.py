@@ -154,7 +154,8 @@ class SimulatedEngine:
             sampled[i] = tuple(tokens)
         hashes = scheduler.NO_HASHES
         if self._sequences:
-            hashes = hashes_of_filled(plan, self._sequences, self.config.block_size, kept(plan, sampled))
+            right = kept(plan, sampled) if plan.drafts else ()
+            hashes = hashes_of_filled(plan, self._sequences, self.config.block_size, right)
         self.scheduler_state, events = scheduler.commit(state, plan, sampled, hashes)
         if self._sequences:
             self._sequences = apply_events(self._sequences, events, state.running, self._spare)

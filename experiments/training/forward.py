@@ -54,6 +54,7 @@ def packed(tokens: jax.Array) -> Batch:
         seq_lens=jnp.full(b, s),
         cu_q_lens=jnp.arange(b + 1) * s,
         last=each * s + s - 1,
+        sampled_row=each,
         targets=None,
         sampling=None,  # type: ignore[arg-type]  # no sampling in training
     )

@@ -49,7 +49,7 @@ def fetch(base: str, api_key: str | None) -> Drafts:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.get(base.removesuffix("/v1") + "/metrics", headers=headers, timeout=10)
-    except httpx.HTTPError:
+    except (httpx.HTTPError, httpx.InvalidURL):
         return Drafts()
     return read(answer.text) if answer.status_code == 200 else Drafts()
 

@@ -89,7 +89,7 @@ def lay_out(step, done, prompts, tables, t: int) -> Batch:
         at += count
         cu_q_lens[i + 1 :] = at
     unused = np.zeros(0, np.int32)
-    return Batch(tokens, positions, slots, block_tables, seq_lens, cu_q_lens, unused, unused, None)  # type: ignore[arg-type]
+    return Batch(tokens, positions, slots, block_tables, seq_lens, cu_q_lens, unused, unused, unused, None)  # type: ignore[arg-type]
 
 
 # --- the definition in numpy ------------------------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class Stub:
         if path == "/v1/models":
             status = 200 if isinstance(self.models, dict) else self.models
             return self._whole(writer, status, self.models if status == 200 else {"error": {"message": "go away"}})
+        if path == "/metrics":
+            return self._whole(writer, 404, {"error": {"message": "no metrics here"}})
         self.paths.append(path)
         self.keys.append(headers.get("authorization"))
         self.bodies.append(json.loads(body))

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import experiments
 from experiments.core import store
 from experiments.core.optional_imports import require
+from pagedjax.config import Speculative
 
 
 def summary(point: str = "abc", repeat: int = 0, order: int = 0, **more: Any) -> dict[str, Any]:
@@ -115,6 +117,7 @@ def test_missing_extra_error_names_install_command() -> None:
 
 def test_plain_yaml_and_json() -> None:
     assert store.yaml_text({"a": (1, 2), "b": {3: None}}) == "a:\n- 1\n- 2\nb:\n  3: null\n"
+    assert yaml.safe_load(store.yaml_text({"s": Speculative(num_tokens=2)}))["s"]["num_tokens"] == 2
     assert store.json_lines([{"a": 1}, [2]]) == '{"a":1}\n[2]\n'
     with pytest.raises(ValueError, match="JSON compliant"):
         store.json_text({"a": float("nan")})
