@@ -6,7 +6,7 @@ if all drafts before it are accepted. So tokens are the same for any drafter at 
 speculation, arXiv 2408.07978); a drafter only decides how many of them a step gives.
 
     offer(...)        before `schedule`: ask the drafter, write its drafts, count them
-    verified(...)     after the step: the tokens of each row that hold
+    verified(...)     after the step: of each row the accepted drafts, and one more token
     learned(...)      after `commit`: acceptance and times, from which `offer` chooses how many drafts pay
 """
 
@@ -58,11 +58,15 @@ def offer(
     running: Running,
     sequences: Mapping[str, SequenceData],
     buckets: Sequence[int],
+    vocab_size: int,
 ) -> Mapping[str, int]:
     """By sequence id, how many drafts there are for the next step. They are written behind the known tokens.
 
     Args:
         buckets: the padded tokens of steps, ascending.
+
+    Raises:
+        ValueError: the drafter gave what is no token of the model's vocabulary.
     """
     if drafting.drafter is None or options is None:
         return NO_DRAFTS
@@ -70,8 +74,13 @@ def offer(
     offered = {}
     for name, length in decodes if k else ():
         data = sequences[name]
-        drafts = np.asarray(drafting.drafter.propose(drafting.memory, name, data.tokens[:length], k)[:k], np.int32)
+        drafts = np.asarray(drafting.drafter.propose(drafting.memory, name, data.tokens[:length], k)[:k])
         if len(drafts):
+            if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= vocab_size:
+                raise ValueError(
+                    f"drafter {drafting.drafter.name!r} drafted {drafts.tolist()} for {name!r}; the vocabulary is 0 to "
+                    f"{vocab_size - 1}, in integers; use a drafter with the model's own tokenizer"
+                )
             data.tokens[length : length + len(drafts)] = drafts
             offered[name] = len(drafts)
     return offered

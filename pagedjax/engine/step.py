@@ -26,7 +26,8 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
     offered = scheduler.NO_DRAFTS
     if config.speculative:
         running, buckets = state.scheduler.running, runtime.shapes.tokens
-        offered = drafting.offer(state.drafting, config.speculative, running, sequences, buckets)
+        vocabulary = runtime.model.config.vocab_size
+        offered = drafting.offer(state.drafting, config.speculative, running, sequences, buckets, vocabulary)
     before, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
     cache = runtime.new_cache() if state.cache is None else state.cache
 

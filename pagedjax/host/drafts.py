@@ -21,7 +21,7 @@ from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.types import Plan, Running, Seq
 
-Sample = int | tuple[int, ...]  # what a row sampled: a token; of a row with drafts, the tokens in a row that hold
+Sample = int | tuple[int, ...]  # what a row sampled: a token; a row with drafts: the accepted ones and one more token
 
 
 class Granted(NamedTuple):
@@ -44,8 +44,8 @@ def grant(
 ) -> Granted:
     """Give decodes as many of the offered drafts as tokens, blocks and their limits allow, in the order of the rows.
 
-    Drafts come last: every other row has its tokens, and nobody is preempted for a draft. A sequence with k drafts may
-    grow by k + 1 tokens, so k is at most limit - length - 1. Beams, and branches before their fork, get none.
+    Drafts come last: every other row has its tokens, and no sequence is preempted for a draft. A sequence with k drafts
+    may grow by k + 1 tokens, so k is at most limit - length - 1. Beams, and branches before their fork, get none.
 
     Args:
         decodes: the first rows, which compute one token each.

@@ -21,10 +21,11 @@ one or more tokens. The rules:
    given the beam that each continues, and its token. Beams are admitted and preempted together.
 7. A victim returns to the front of the queue: with its content in host blocks if they suffice (swapping), else with
    nothing computed (recomputation). It is admitted again like any other sequence.
+8. Drafts of decodes take what is left of the budget and of the free blocks (speculative decoding).
 
 The rules are in these files: preemption.py (5, 7), admission.py (3), prefix_sharing.py (finding blocks), branches.py
-(4, 6), request_limits.py (`submit`), state.py (the state and its invariants). step_kinds.py and reservation.py are
-baselines that replace rules 1 to 3.
+(4, 6), drafts.py (8), request_limits.py (`submit`), state.py (the state and its invariants). step_kinds.py and
+reservation.py are baselines that replace rules 1 to 3.
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ def commit(
 
     Args:
         sampled: one token id for each row of the plan; those of rows that do not reach the end of their known
-            tokens are ignored, and those of beams. For a row with drafts, the tokens in a row that hold: the accepted
-            drafts and one more. It is cut where the sequence ends.
+            tokens are ignored, and those of beams. For a row with drafts, the accepted drafts and one more token,
+            which are cut where the sequence ends.
         hashes: by request id, of the blocks that this step filled and whose hashes the sequence does not have yet:
             those of generated tokens, which only the engine knows. Without them, these blocks are not shared.
         choices: by the id of the first beam, how the beams of a request continue that have no token left to compute.

@@ -352,6 +352,23 @@ def test_a_drafter_of_ones_own_is_a_value_in_a_file(tiny, tmp_path):
         LLM(tiny, progress=False, speculative={**options, "method": f"{file}:NONE"}, **CONFIG)
 
 
+@pytest.mark.parametrize("wrong", [320, -1, 2**40, 0.5])
+def test_a_draft_outside_the_vocabulary_is_refused_and_nothing_is_lost(tiny, monkeypatch, wrong):
+    drafts = [wrong]
+    engine = speculating(tiny, 3, Drafter("other", lambda memory, name, known, k: [5, *drafts]), monkeypatch)
+    engine.add("a", tokens(5, 1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    output, message = [], r"drafter 'other' drafted .* for 'a'; the vocabulary is 0 to 319, .*; use a drafter with"
+    output += [t for e in engine.step().events if isinstance(e, Sampled) for t in e.token_ids]
+    with pytest.raises(ValueError, match=message):
+        engine.step()
+    drafts.clear()  # the drafter is mended, and the request goes on
+    while engine.has_work:
+        output += [t for e in engine.step().events if isinstance(e, Sampled) for t in e.token_ids]
+    plain = LLM(tiny, progress=False, **CONFIG)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    assert tuple(output) == plain.generate([tokens(5, 1)], params, use_tqdm=False)[0].outputs[0].token_ids
+
+
 def test_beams_get_no_drafts(tiny, monkeypatch):
     from pagedjax import BeamSearchParams
 
@@ -405,5 +422,5 @@ def test_the_average_acceptance_approaches_the_true_one():
 def test_only_sequences_with_a_generated_token_are_offered_drafts(tiny):
     options = Speculative(num_tokens=2, adaptive=False)
     drafter = drafting.start(Drafter("always", lambda memory, name, known, k: [5] * k))
-    assert drafting.offer(drafter, options, Running(), {}, BUCKETS) == {}
-    assert drafting.offer(drafting.start(None), None, Running(), {}, BUCKETS) == {}
+    assert drafting.offer(drafter, options, Running(), {}, BUCKETS, 320) == {}
+    assert drafting.offer(drafting.start(None), None, Running(), {}, BUCKETS, 320) == {}
