@@ -197,16 +197,12 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
 def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     """The experiment with absolute paths of the files of one's own; tried from `folder`, then from the current folder.
 
-    A policy is read here. An attention implementation needs jax, so only its file's presence is checked.
+    A policy is read here. An attention implementation and a drafter need jax, so only their files' presence is checked.
     """
-    found = {}
-    for key in OWN_VALUES:
-        where, colon, name = (getattr(experiment.engine, key) or "").rpartition(":")
-        if colon and where.endswith(".py"):
-            place = next((place for place in (folder / where, Path(where)) if place.is_file()), folder / where)
-            if key != "policy" and not place.is_file():
-                raise ValueError(f"engine.{key} is {where + colon + name!r}, but there is no file {where}")
-            found[key] = f"{place.resolve()}:{name}"
+    found: dict[str, Any] = {key: _placed(key, getattr(experiment.engine, key), folder) for key in OWN_VALUES}
+    if speculative := experiment.engine.speculative:
+        method = _placed("speculative.method", speculative.method, folder)
+        found["speculative"] = dataclasses.replace(speculative, method=method)
     experiment = dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, **found))
     try:
         policies.find(experiment.engine.policy)
@@ -216,6 +212,17 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
         spec, what = experiment.engine.policy, f"{type(error).__name__}: {error}"
         raise ValueError(f"engine.policy is {spec!r}, whose file raises {what}; correct the file") from error
     return experiment
+
+
+def _placed(key: str, value: str | None, folder: Path) -> str | None:
+    """The value, with the absolute path of its file if it names one."""
+    where, colon, name = (value or "").rpartition(":")
+    if not (colon and where.endswith(".py")):
+        return value
+    place = next((place for place in (folder / where, Path(where)) if place.is_file()), folder / where)
+    if key != "policy" and not place.is_file():  # the error for a policy comes from `policies.find`
+        raise ValueError(f"engine.{key} is {value!r}, but there is no file {where}")
+    return f"{place.resolve()}:{name}"
 
 
 def _own_source(value: str | None) -> str | None:
@@ -284,6 +291,10 @@ def point_key(experiment: Experiment, content: str) -> str:
     """
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in _NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
+    if experiment.engine.speculative:
+        values["engine"]["speculative"]["method"] = _own_source(experiment.engine.speculative.method)
+    else:  # so that keys of points without speculation are those of versions before it
+        del values["engine"]["speculative"]
     values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}
     values["model"] = _model_source(experiment.model)
     del values["cache_tokens"]

@@ -258,6 +258,19 @@ def test_point_key_depends_on_the_content_of_an_attention_file(tmp_path: Path) -
         points(tmp_path, engine={"attention_impl": "none.py:A"})
 
 
+def test_point_key_depends_on_the_content_of_a_drafter_file(tmp_path: Path) -> None:
+    def key(text: str, source: str = "own.py") -> str:
+        (tmp_path / source).write_text(text)
+        (point,) = points(tmp_path, engine={"speculative": {"method": f"{source}:A"}})
+        return point.key
+
+    first = key("A = 1")
+    assert first == key("A = 1", "moved.py") != key("A = 2")
+    assert points(tmp_path, engine={"speculative": {"method": "ngram"}})[0].key != points(tmp_path)[0].key
+    with pytest.raises(ValueError, match=r"engine\.speculative\.method is 'none\.py:A', but there is no file none\.py"):
+        points(tmp_path, engine={"speculative": {"method": "none.py:A"}})
+
+
 def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
     for text, message in (
         ("raise KeyError('x')", r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; correct the file"),
