@@ -105,6 +105,12 @@ def test_the_tree_continues_with_the_token_that_was_seen_most_often():
     assert list(suffix.propose(tree, "a", np.array([3, 7, 2, 3], np.int32), 2)) == [5, 6], "the longer match wins"
 
 
+def test_the_end_of_a_long_output_is_remembered():
+    drafter, tree = suffix.drafter(), suffix.Outputs()
+    drafter.finished(tree, "a", np.arange(3000, dtype=np.int32))
+    assert tree._outputs[0] == list(range(3000 - suffix.REMEMBERED, 3000))
+
+
 def test_unlikely_continuations_are_not_drafted():
     tree = suffix.Outputs()
     for last in range(40):
