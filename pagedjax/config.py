@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import os
 import runpy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,13 +22,15 @@ PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "
 Reservation = Literal["none", "oracle", "pow2", "max"]
 Preemption = Literal["recompute", "swap"]
 Compilation = Literal["eager", "lazy"]
-DraftMethod = Literal["ngram", "suffix"]
+DraftMethod = Literal["ngram", "suffix", "draft", "eagle"]
+AcceptanceRule = Literal["strict", "rejection"]
 AttentionImpl = Literal["xla", "cpu", "pallas_tpu", "pallas_gpu", "reference"]
 
 Config = TypeVar("Config")
 Value = TypeVar("Value")
 
 MAX_DRAFT_TOKENS = 32  # of a sequence in a step
+ON_DEVICE = ("draft", "eagle")  # methods of a drafter that is a model
 VLLM_NAMES = {  # of fields of `Speculative`, in vLLM's speculative_config
     "num_speculative_tokens": "num_tokens",
     "prompt_lookup_max": "ngram_max",
@@ -40,17 +43,24 @@ class Speculative:
     """Speculative decoding: which drafter guesses the next tokens of a sequence, and how many.
 
     method: "ngram": what followed the last tokens where they occurred before in the sequence (prompt lookup); "suffix":
-        the same by a tree of suffixes, over earlier outputs of the engine too. One of your own is "module:NAME" or
-        "folder/file.py:NAME", see engine/drafters.
+        the same by a tree of suffixes, over earlier outputs of the engine too; "draft": a smaller model; "eagle": a
+        head on the model's own layers. One of your own is "module:NAME" or "folder/file.py:NAME", see engine/drafters.
+    model: of "draft", a path, hub id or name for `load_model`, with the model's own tokenizer; of "eagle", the folder
+        of a head (`python -m experiments.training.train_draft`).
     num_tokens: draft tokens of a sequence in a step, at most. One step verifies all of them and adds one token.
     adaptive: draft fewer tokens, or none, where more would not pay: by the share of accepted drafts and the measured
         times of steps. Tokens do not depend on it.
+    rule: which drafts are accepted. "strict": those that equal the token that the engine samples in their place, so
+        tokens are those of an engine without drafts. "rejection": speculative sampling (Leviathan et al. 2023), where
+        more drafts are accepted; tokens have the same distribution, and are others. Greedy requests are strict.
     ngram_max, ngram_min: of "ngram", the longest and the shortest run of tokens that is looked up.
     """
 
     method: str = "ngram"
     num_tokens: int = 4
     adaptive: bool = True
+    model: str | None = None
+    rule: AcceptanceRule = "strict"
     ngram_max: int = 3
     ngram_min: int = 1
 
@@ -67,8 +77,16 @@ class Speculative:
             )
         if not isinstance(self.adaptive, bool):
             raise ValueError(f"speculative.adaptive is {self.adaptive!r}; it must be True or False")
+        one_of("speculative.rule", self.rule, get_args(AcceptanceRule))
         if not (isinstance(self.method, str) and ":" in self.method):
             one_of("speculative.method", self.method, get_args(DraftMethod))
+        if self.model is not None and not isinstance(self.model, str):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        if self.model is not None and self.method not in ON_DEVICE:
+            raise ValueError(
+                f"speculative.model is {self.model!r}, and the drafter {self.method!r} has no model; leave it out, or "
+                f"use a method of {', '.join(ON_DEVICE)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -99,8 +117,8 @@ class EngineConfig:
     lookahead: steps that are sent to the device before the tokens of the current step are known (engine/lookahead.py).
         0: each step waits for the one before; 1 hides the host's work behind the device's. It changes no token.
     speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the names of vLLM's
-        speculative_config; None is off. It changes no token. It excludes lookahead, which sends a step before the
-        tokens are known that a draft would follow.
+        speculative_config; None is off. Unless its rule is "rejection", it changes no token. It excludes lookahead,
+        which sends a step before the tokens are known that a draft would follow.
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes share steps. Without
         them steps are made as earlier engines made them (host/step_kinds.py), to compare with.

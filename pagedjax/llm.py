@@ -24,6 +24,7 @@ from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.session import GenerationRequest, Params, Session, output_of
 from pagedjax.text.outputs import OutputBuilder, RequestOutput
 from pagedjax.text.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
+from pagedjax.weights.draft_model import load_draft_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, from_params, load_model
 
 Prompt = str | Sequence[int]
@@ -80,7 +81,8 @@ class LLM:
             model = load_model(model, **dtypes, progress=progress)
         self.model = model
         self.tokenizer = model.tokenizer
-        options = {"row_features": row_features, "progress": progress}
+        draft_model = load_draft_model(engine_config.speculative, model, progress=progress)
+        options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, **options)
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)

@@ -154,10 +154,11 @@ class Device:
     def __init__(self, shape: Shape, body: Mapping[str, Any]) -> None:
         self.model = model_of(shape, body)
         c, self.shapes = self.model.config, shapes_of(shape)
-        heads = {"head_dim": c.head_dim, "kv_heads": c.kv_heads}
+        heads: dict[str, Any] = {"head_dim": c.head_dim, "kv_heads": c.kv_heads}
         sizes = {"block_size": BLOCK, "heads": c.heads, **heads}
         self.impl = attention.choose(None, jax.devices()[0], dtype=DTYPE, query_dtype=DTYPE, **sizes)
-        size = {"layers": c.layers, "blocks": shape.sequences * self.shapes.table_width, "block_size": BLOCK}
+        blocks = shape.sequences * self.shapes.table_width
+        size: dict[str, Any] = {"layers": c.layers, "blocks": blocks, "block_size": BLOCK}
         self.blanks = {shape.sequences: jax.device_put(blank_sampling(shape.sequences))}
         batch = pack(EMPTY_PLAN, {}, self.shapes, self.blanks)
         step = make_step(self.model, attention.attend(self.impl, c.head_dim**-0.5), 0, device_tile())

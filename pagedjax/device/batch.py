@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,15 @@ class Feed(NamedTuple):
     tokens: Any  # [max_num_seqs] its sampled tokens, on the device
 
 
+class Drafted(NamedTuple):
+    """The drafts of a step's samples, for rejection sampling (rejection.py)."""
+
+    tokens: Any  # [R] i32: the draft in the place of the sample, -1 without one
+    weights: Any = (
+        None  # [R, V] f32: what it was drawn from, unnormalised; None: drafters that are sure of their drafts
+    )
+
+
 class Batch(NamedTuple):
     """One step's arguments beside parameters and cache: all integers are int32."""
 
@@ -44,6 +54,18 @@ class Batch(NamedTuple):
     targets: Any  # [T] the prompt token after this one where its log-probability is wanted, else -1
     sampling: SamplingBatch
     feed: Feed | None = None  # in every step of an engine that looks ahead
+    drafted: Drafted | None = None  # in every step of an engine that accepts drafts by rejection sampling
+
+
+class DraftBatch(NamedTuple):
+    """What a drafter on the device continues: the arguments of `make_draft`'s program beside parameters and cache."""
+
+    tokens: Any  # [B] i32: the last known token of each row
+    positions: Any  # [B] i32: its position
+    counts: Any  # [B] i32: drafts of the row; 0 in padding
+    block_tables: Any  # [B, M] i32
+    sampling: SamplingBatch  # [B]: of the first draft
+    samples: Any  # [R] i32: of each sample of the step that verifies, draft * B + row; R is 0 if weights are not wanted
 
 
 class StepShape(NamedTuple):
@@ -51,6 +73,14 @@ class StepShape(NamedTuple):
 
     tokens: int  # T
     samples: int  # R
+
+
+@dataclass(frozen=True)
+class DraftShape:  # no tuple: a `StepShape` of the same numbers is another key of the programs
+    """What fixes the shapes of a drafter's program."""
+
+    rows: int  # B of a `DraftBatch`
+    samples: int  # R of the step that verifies, whose weights it returns; 0: none
 
 
 class Shapes(NamedTuple):
@@ -63,6 +93,7 @@ class Shapes(NamedTuple):
     max_model_len: int
     vocab_size: int
     drafts: int = 0  # draft tokens of a row at most
+    draft_weights: bool = False  # whether steps take the weights that drafts were drawn from
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
@@ -81,6 +112,23 @@ class Shapes(NamedTuple):
         """The shapes of all steps, the largest last."""
         kinds = (False, True) if self.drafts else (False,)
         found = [StepShape(t, self.samples(t, drafts)) for t in self.tokens for drafts in kinds]
+        return tuple(dict.fromkeys(found))
+
+    def drafting(self, rows: int, t: int) -> DraftShape:
+        """The shape of the program that drafts for `rows` rows of a step of T tokens.
+
+        Where the weights of drafts go into the step, the program depends on the step's shape: half of its tokens at
+        most are known ones of rows with drafts.
+        """
+        if self.draft_weights:
+            most = max(t // 2, self.tokens[0])
+            return DraftShape(min(most, self.max_seqs), self.samples(t, True))
+        return DraftShape(min(self.bucket(rows), self.max_seqs), 0)
+
+    @property
+    def draftings(self) -> tuple[DraftShape, ...]:
+        """The shapes of all programs of a drafter on the device."""
+        found = [self.drafting(min(t, self.max_seqs), t) for t in self.tokens]
         return tuple(dict.fromkeys(found))
 
 

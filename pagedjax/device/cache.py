@@ -10,6 +10,9 @@ host sends no history. What moves blocks (copies, swaps) moves their token ids w
 A TPU stores the last axis of an array in rows of 128 and pads shorter ones. So for its kernel a row of a page contains
 128 / D tokens where D is below 128: [P, K, S D / 128, 128], the same numbers in the same order, in as many bytes.
 
+A draft model or head has pages of its own beside the model's, in the same blocks: block 7 holds the same tokens in all
+arrays. So whatever moves or shares blocks moves and shares the drafter's part too (docs/design/speculation.md).
+
 Numbers of 8 bits, float8_e4m3fn, are stored as the integers of their bits: XLA for a CPU writes a few floats of 8 bits
 by converting the whole array to a wider type and back.
 """
@@ -26,19 +29,48 @@ from pagedjax.device.checks import check_shape
 TOKEN_BYTES = 4  # of a slot's token id
 
 
+class DraftPages(NamedTuple):
+    """What a drafter on the device keeps of each slot: its own layers, and a feature of the model's layers."""
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    features: jax.Array | None  # [P, S, F] of the activations' dtype; a draft model needs none
+
+
 class KVCache(NamedTuple):
     k: tuple[jax.Array, ...]  # L x [P, K, S, D], or in rows of several tokens
     v: tuple[jax.Array, ...]
     tokens: jax.Array  # [P, S] int32
+    draft: DraftPages | None = None
+
+
+class DraftSizes(NamedTuple):
+    """The sizes of `DraftPages`; letters as for the model's own pages."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    features: int  # F; 0: none
+    feature_dtype: str
+    row: int | None = None
 
 
 def init(
-    *, layers: int, blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: str, row: int | None = None
+    *,
+    layers: int,
+    blocks: int,
+    block_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    row: int | None = None,
+    draft: DraftSizes | None = None,
 ) -> KVCache:
     """Zeros for `blocks` blocks that sequences can own and the trash block: P = blocks + 1.
 
     Args:
         row: numbers in a row of a page, a multiple of head_dim; None is head_dim, a token a row.
+        draft: of a drafter's pages, whose keys and values are of `dtype` too.
 
     Raises:
         ValueError: a block does not consist of whole rows of whole tokens.
@@ -47,9 +79,16 @@ def init(
     if row % head_dim or block_size * head_dim % row:
         raise ValueError(f"a row of {row} numbers does not divide a block of {block_size} tokens of {head_dim} numbers")
     shape = (blocks + 1, kv_heads, block_size * head_dim // row, row)
-    dtype = "uint8" if jnp.dtype(dtype).itemsize == 1 else dtype
-    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(layers)) for _ in "kv")
-    return KVCache(k, v, jnp.zeros((blocks + 1, block_size), jnp.int32))
+    stored = "uint8" if jnp.dtype(dtype).itemsize == 1 else dtype
+    k, v = (tuple(jnp.zeros(shape, stored) for _ in range(layers)) for _ in "kv")
+    cache = KVCache(k, v, jnp.zeros((blocks + 1, block_size), jnp.int32))
+    if draft is None:
+        return cache
+    own: dict[str, Any] = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
+    pages = init(blocks=blocks, block_size=block_size, dtype=dtype, row=draft.row, **own)
+    shape = blocks + 1, block_size, draft.features
+    features = jnp.zeros(shape, draft.feature_dtype) if draft.features else None
+    return cache._replace(draft=DraftPages(pages.k, pages.v, features))
 
 
 def kv_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: str, row: int | None = None) -> int:
@@ -57,9 +96,14 @@ def kv_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtyp
     return 2 * layers * block_size * kv_heads * head_dim * jnp.dtype(dtype).itemsize
 
 
-def block_bytes(*, block_size: int, **sizes: Any) -> int:
-    """Bytes of one block: `kv_bytes`, and TOKEN_BYTES a slot."""
-    return kv_bytes(block_size=block_size, **sizes) + TOKEN_BYTES * block_size
+def block_bytes(*, block_size: int, dtype: str, draft: DraftSizes | None = None, **sizes: Any) -> int:
+    """Bytes of one block: `kv_bytes`, TOKEN_BYTES a slot, and a drafter's part."""
+    total = kv_bytes(block_size=block_size, dtype=dtype, **sizes) + TOKEN_BYTES * block_size
+    if draft is not None:
+        own = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
+        total += kv_bytes(block_size=block_size, dtype=dtype, **own)
+        total += block_size * draft.features * jnp.dtype(draft.feature_dtype).itemsize
+    return total
 
 
 def write_tokens(tokens: jax.Array, ids: jax.Array, slots: jax.Array) -> jax.Array:

@@ -1,8 +1,7 @@
 """Sampling: from logits to tokens, for rows that each have their own options. Unused options cost nothing.
 
-The options that change logits or weights are `row_features`; here are temperature, the draw, and log-probabilities. One
-uniform number decides a token, by inversion of the cumulative distribution. It depends only on (engine seed, request
-seed, output position): a request gets the same tokens beside any other requests.
+The options that change logits or weights are `row_features`; the draw is draws.py, and with the rule "rejection" of
+speculative decoding rejection.py. Here is the order of all, and log-probabilities.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pagedjax.device.batch import MAX_TOP, SamplingBatch
+from pagedjax.device import rejection
+from pagedjax.device.batch import MAX_TOP, Drafted, SamplingBatch
 from pagedjax.device.checks import check_shape
+from pagedjax.device.draws import best_tokens, columns_as_rows, draw, weights
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext
-from pagedjax.device.row_features.truncation import row_sums
 
-LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over the pieces
 PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
 CPU_TILE = 8  # rows for `sample` on a CPU: malloc returns blocks above 32 MiB, which are mapped again page by page
 
@@ -63,6 +62,7 @@ def sample(
     seed: jax.Array,
     tile: int | None = None,
     chain: RowChain = DEFAULT,
+    drafted: Drafted | None = None,
 ) -> SampledTokens:
     """One token for each row.
 
@@ -72,23 +72,25 @@ def sample(
         seed: [] uint32, the engine's.
         tile: number of rows that are sampled, or have their log-probabilities computed, at a time; None is all.
         chain: the options in `s.features`.
+        drafted: the drafts, if they are accepted by rejection sampling. A row draws its draft's token if it accepts it.
 
     Raises:
         ValueError: an array has not one row (or column) for each row of the step, or `s.features` is of another chain.
     """
     _check(logits, s, history, chain)
+    context = lambda s, tables, lens: RowContext(history.tokens, tables, lens, s.prompt_len, s.position)  # noqa: E731
 
-    def choose(x: jax.Array, s: SamplingBatch, tables: jax.Array, lens: jax.Array) -> jax.Array:
-        def choose_tile(x: jax.Array, rows: tuple[SamplingBatch, jax.Array, jax.Array]) -> jax.Array:
-            s, tables, lens = rows
-            return _choose(x, s, RowContext(history.tokens, tables, lens, s.prompt_len, s.position), seed, chain)
+    def choose(x: jax.Array, *rows: Any) -> jax.Array:
+        def choose_tile(x: jax.Array, rows: Any) -> jax.Array:
+            s, tables, lens, drafted = rows
+            return _choose(x, s, context(s, tables, lens), seed, chain, drafted)
 
-        return _tiled(choose_tile, tile, x, (s, tables, lens))
+        return _tiled(choose_tile, tile, x, rows)
 
     # Two whole branches: XLA copies logits that a branch returns unchanged.
     plain = ~(jnp.any(s.temperature > 0) | chain.uses("logits", s.features))
-    rows = s, history.block_tables, history.seq_lens
-    tokens = jax.lax.cond(plain, lambda x, *_: _best(x), choose, logits, *rows)
+    rows = s, history.block_tables, history.seq_lens, drafted
+    tokens = jax.lax.cond(plain, lambda x, *_: best_tokens(x), choose, logits, *rows)
     zeros = SampledTokens(tokens, *_no_logprobs(len(tokens)))
     with_logprobs = lambda: SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))  # noqa: E731
     return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
@@ -122,13 +124,19 @@ def _tiled(function: Callable[[jax.Array, Any], Any], tile: int | None, logits: 
     return jax.lax.fori_loop(0, -(-b // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
 
 
-def _choose(logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain) -> jax.Array:
+def _choose(
+    logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain, drafted: Drafted | None
+) -> jax.Array:
     """[B] the best or a drawn token, after the rows' options have changed their logits."""
     logits = chain.apply("logits", logits, s.features, context)
-    best = _best(logits)
-    draw = lambda x, s, context: _draw(x, s, context, seed, chain)  # noqa: E731
-    drawn = jax.lax.cond(jnp.any(s.temperature > 0), draw, lambda *_: best, logits, s, context)
-    return jnp.where(s.temperature > 0, drawn, best)
+    best = best_tokens(logits)
+
+    def drawn(logits: jax.Array, s: SamplingBatch, context: RowContext, drafted: Drafted | None) -> jax.Array:
+        found = weights(logits, s, context, chain)
+        return draw(found, s, seed) if drafted is None else rejection.draw_or_accept(found, s, seed, drafted)
+
+    tokens = jax.lax.cond(jnp.any(s.temperature > 0), drawn, lambda *_: best, logits, s, context, drafted)
+    return jnp.where(s.temperature > 0, tokens, best)
 
 
 def prompt_logprobs(
@@ -158,31 +166,13 @@ def prompt_logprobs(
     return jax.tree.map(lambda x: x[:t], out)
 
 
-def _best(logits: jax.Array) -> jax.Array:
-    """[B] argmax of each column of [V, B], the first of equals: of pieces of the vocabulary, then within the best one.
-
-    XLA's CPU argmax is a scalar loop (64 requests, 49,152 tokens: 27 ms). A maximum over pieces runs over neighbouring
-    columns at once (2 ms).
-    """
-    v, rows = logits.shape
-    pieces = jnp.pad(logits, ((0, -v % LANES), (0, 0)), constant_values=-jnp.inf).reshape(-1, LANES, rows)
-    piece = jnp.argmax(pieces.max(1), axis=0)
-    within = pieces[piece, :, jnp.arange(rows)]
-    return (piece * LANES + jnp.argmax(within, axis=-1)).astype(jnp.int32)
-
-
 def _no_logprobs(rows: int) -> tuple[jax.Array, ...]:
     top = (rows, MAX_TOP)
     return jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros(top, jnp.int32), jnp.zeros(top)
 
 
-def _rows(logits: jax.Array) -> jax.Array:
-    """[V, B] -> [B, V]. Without the barrier XLA folds this into the product before it and packs the whole head."""
-    return jax.lax.optimization_barrier(logits).T
-
-
 def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
-    logp = jax.nn.log_softmax(_rows(logits), axis=-1)
+    logp = jax.nn.log_softmax(columns_as_rows(logits), axis=-1)
     chosen = jnp.take_along_axis(logp, tokens[:, None], axis=-1)
     width = min(MAX_TOP, logp.shape[-1])
     top, ids = jax.lax.top_k(logp, width)
@@ -190,44 +180,3 @@ def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
     ranks = (1 + (logp > chosen).sum(-1)).astype(jnp.int32)
     ids = jnp.pad(ids.astype(jnp.int32), fill, constant_values=-1)  # of a small vocabulary: no token
     return chosen[:, 0], ranks, ids, jnp.pad(top, fill, constant_values=-jnp.inf)
-
-
-def _draw(logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain) -> jax.Array:
-    """[B] tokens by inversion of the cumulative distribution after temperature and the options of the weights."""
-    logits = _rows(logits)
-    v = logits.shape[-1]
-    # The best logit is subtracted before the division. After it, a low temperature would multiply the rounding error.
-    below = logits - logits.max(-1, keepdims=True)
-    weights = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
-    weights = chain.apply("probs", weights, s.features, context)
-
-    pieces = jnp.pad(weights, ((0, 0), (0, -v % LANES))).reshape(len(weights), -1, LANES)
-    sums = row_sums(pieces)
-    ends = jnp.cumsum(sums, axis=-1)
-    target = _uniform(s, seed) * ends[:, -1]
-    piece = _first_above(ends, target, sums)
-    of = lambda x: jnp.take_along_axis(x, piece[:, None], axis=-1)[:, 0]  # noqa: E731
-    within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
-    inner = jnp.cumsum(within, axis=-1)
-    # The piece is searched by the share of its sum that is left, not by the difference. So a sum that is rounded in
-    # another way than the running sum does not favour the tokens at the end of the piece.
-    share = (target - of(ends - sums)) / of(sums)
-    drawn = piece * LANES + _first_above(inner, share * inner[:, -1], within)
-    return jnp.minimum(drawn, v - 1)  # NaN has no weights, and its token is within the vocabulary
-
-
-def _uniform(s: SamplingBatch, seed: jax.Array) -> jax.Array:
-    root = jax.random.key(seed)
-
-    def one(request_seed, position):
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(root, request_seed), position))
-
-    return jax.vmap(one)(s.seed, s.position)
-
-
-def _first_above(ends: jax.Array, target: jax.Array, weights: jax.Array) -> jax.Array:
-    """[B] the first positive weight whose running sum passes the target, else the last; never, by rounding, a zero."""
-    positive = weights > 0
-    passed = positive & (ends > target[:, None])
-    last = weights.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
-    return jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last).astype(jnp.int32)

@@ -1,4 +1,7 @@
-"""The compiled programs: the step, and copies of whole blocks. All of them take the cache by donation or read it."""
+"""The compiled programs: the step, the drafter's program, and copies of whole blocks.
+
+All of them take the cache by donation or read it.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pagedjax.device import rejection
 from pagedjax.device.attention import Attend
-from pagedjax.device.batch import Batch
+from pagedjax.device.batch import Batch, DraftBatch
 from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, write_tokens
 from pagedjax.device.checks import check_shape
+from pagedjax.device.draft_model import DraftModel, first_feature
 from pagedjax.device.models import Model
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
+from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.sampling import History, PromptLogprobs, SampledTokens, prompt_logprobs, sample
 
 Step = Callable[[Any, KVCache, Batch], tuple[KVCache, "StepOutput"]]
+Draft = Callable[[Any, KVCache, DraftBatch], tuple[KVCache, "DraftOutput"]]
 
 
 # Whole blocks, a fixed number at a time; padding means the trash block.
@@ -32,12 +39,38 @@ class StepOutput(NamedTuple):
     fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
 
 
-def make_step(model: Model, attend: Attend, seed: int, tile: int | None = None, chain: RowChain = DEFAULT) -> Step:
+class DraftOutput(NamedTuple):
+    tokens: jax.Array  # [k, B] int32: the drafts of each row, in their order
+    weights: jax.Array | None  # [R, V] what the draft in each sample's place was drawn from; None if not wanted
+
+
+class Drafting(NamedTuple):
+    """A drafter on the device as the programs use it: the model, and its attention."""
+
+    model: DraftModel
+    attend: Attend
+
+    @property
+    def module(self) -> Callable[[Sequence[Any]], Any]:
+        """leaves -> its nnx module."""
+        graphdef, tree = self.model.graphdef, jax.tree.structure(self.model.params)
+        return lambda leaves: nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+
+
+def make_step(
+    model: Model,
+    attend: Attend,
+    seed: int,
+    tile: int | None = None,
+    chain: RowChain = DEFAULT,
+    drafting: Drafting | None = None,
+) -> Step:
     """step(leaves, cache, batch) -> (cache, StepOutput), jitted; the cache is donated and updated in place.
 
     Args:
-        model: its parameters are not kept; every call takes a model's `leaves`.
+        model: its parameters are not kept; every call takes a model's `leaves`, and behind them those of the drafter.
         tile, chain: see `sample`.
+        drafting: a drafter on the device, which observes the step's tokens.
 
     Raises:
         ValueError: arrays of a batch do not fit together, when the step is traced.
@@ -46,19 +79,88 @@ def make_step(model: Model, attend: Attend, seed: int, tile: int | None = None, 
 
     def step(leaves: Sequence[Any], cache: KVCache, batch: Batch) -> tuple[KVCache, StepOutput]:
         _check(batch)
-        model, feed = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch.feed
+        own, others = leaves[: tree.num_leaves], leaves[tree.num_leaves :]
+        model, feed = nnx.merge(graphdef, jax.tree.unflatten(tree, own)), batch.feed
         if feed is not None:
             batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
-        cache, hidden = model.hidden(cache, batch, attend)
+        taps = drafting.model.taps if drafting else ()
+        cache, hidden, outputs = model.hidden(cache, batch, attend, taps)
+        if drafting is not None:
+            observe = drafting.model.observe
+            assert cache.draft is not None
+            pages = observe(drafting.module(others), model, cache.draft, batch, outputs, drafting.attend)
+            cache = cache._replace(draft=pages)
         # a sample sees the tokens of its row up to the one that it follows
         history = History(cache.tokens, batch.block_tables[batch.sampled_row], batch.positions[batch.last] + 1)
         logits = model.logits(hidden[:, batch.last])
-        sampled = sample(logits, batch.sampling, history, jnp.uint32(seed), tile, chain)
+        sampled = sample(logits, batch.sampling, history, jnp.uint32(seed), tile, chain, batch.drafted)
         fed = None if feed is None else jnp.zeros_like(feed.tokens).at[: len(sampled.tokens)].set(sampled.tokens)
         return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets, tile), fed)
 
     return jax.jit(step, donate_argnums=1)
+
+
+def make_draft(
+    model: Model,
+    drafting: Drafting,
+    most: int,
+    seed: int,
+    tile: int | None = None,
+    chain: RowChain = DEFAULT,
+    *,
+    weights: bool = False,
+) -> Draft:
+    """draft(leaves, cache, batch) -> (cache, DraftOutput), jitted: each row's next tokens by the drafter, one by one.
+
+    A draft is drawn with the same number of (seed, position) as the model's own token, so that the two agree often. If
+    weights are wanted, it is drawn with another number, as rejection sampling needs.
+
+    Args:
+        most: drafts of a row (k).
+        weights: return what drafts were drawn from.
+        model, drafting, tile, chain: as in `make_step`. The drafts are written behind the known tokens of the cache.
+    """
+    graphdef, tree = model.graphdef, jax.tree.structure(model.params)
+
+    def draft(leaves: Sequence[Any], cache: KVCache, batch: DraftBatch) -> tuple[KVCache, DraftOutput]:
+        own, others = leaves[: tree.num_leaves], leaves[tree.num_leaves :]
+        model, module = nnx.merge(graphdef, jax.tree.unflatten(tree, own)), drafting.module(others)
+        rows, size = len(batch.tokens), cache.tokens.shape[1]
+        key = jnp.uint32(seed)
+
+        def one(i: jax.Array, carry: Any) -> Any:
+            pages, known, tokens, before, drafts, drawn_from = carry
+            live = i < batch.counts
+            positions = batch.positions + jnp.minimum(i, jnp.maximum(batch.counts - 1, 0))
+            block = jnp.take_along_axis(batch.block_tables, (positions // size)[:, None], axis=1)[:, 0]
+            slots = jnp.where(live, block * size + positions % size, 0)  # a row that has its drafts writes to the trash
+            each = jnp.arange(rows + 1, dtype=jnp.int32)
+            sampling = batch.sampling._replace(position=batch.sampling.position + i)
+            arrays = tokens, positions, slots, batch.block_tables, positions + 1, each
+            step = Batch(*arrays, last=each[:-1], sampled_row=each[:-1], targets=None, sampling=sampling)
+            known = write_tokens(known, tokens, slots)
+            pages, before, logits = drafting.model.next_logits(module, model, pages, step, before, drafting.attend)
+            if weights:
+                context = RowContext(known, batch.block_tables, positions + 1, sampling.prompt_len, sampling.position)
+                found, drawn = rejection.drafted_tokens(logits, sampling, context, key, chain)
+                drawn_from = jax.lax.dynamic_update_index_in_dim(drawn_from, drawn, i, 0)
+            else:
+                history = History(known, batch.block_tables, positions + 1)
+                found = sample(logits, sampling, history, key, tile, chain).tokens
+            return pages, known, found, before, drafts.at[i].set(found), drawn_from
+
+        assert cache.draft is not None
+        before = first_feature(cache.draft, batch.block_tables, batch.positions)
+        blank = jnp.zeros((most, rows), jnp.int32)
+        drawn_from = jnp.zeros((most, rows, model.config.vocab_size)) if weights else None
+        carry = cache.draft, cache.tokens, batch.tokens, before, blank, drawn_from
+        pages, known, _, _, drafts, drawn_from = jax.lax.fori_loop(0, batch.counts.max(), one, carry)
+        if drawn_from is not None:
+            drawn_from = drawn_from.reshape(most * rows, -1)[batch.samples]
+        return cache._replace(draft=pages, tokens=known), DraftOutput(drafts, drawn_from)
+
+    return jax.jit(draft, donate_argnums=1)
 
 
 def _check(batch: Batch) -> None:
@@ -70,3 +172,5 @@ def _check(batch: Batch) -> None:
     check_shape("sampled_row", batch.sampled_row, batch.last.shape)
     if batch.feed is not None:
         check_shape("feed.rows", batch.feed.rows, (t,))
+    if batch.drafted is not None:
+        check_shape("drafted.tokens", batch.drafted.tokens, batch.last.shape)

@@ -36,7 +36,8 @@ class Drafting(NamedTuple):
     drafter: None without speculation; then nothing is learned.
     memory: the drafter's own. The drafter may change it.
     acceptance: running average of the share of drafts that are accepted, of those whose predecessors are.
-    seconds: by the padded tokens of a step, the running average of its time.
+    seconds: by the padded tokens of a step, the running average of its time, without that of drafts on the device.
+    draft_seconds: by the padded rows, the running average of the time of one draft of each row on the device.
     idle: steps since the last one with drafts.
     """
 
@@ -44,6 +45,7 @@ class Drafting(NamedTuple):
     memory: Any = None
     acceptance: float = FIRST_GUESS
     seconds: Mapping[int, float] = {}
+    draft_seconds: Mapping[int, float] = {}
     idle: int = 0
 
 
@@ -62,6 +64,8 @@ def offer(
 ) -> Mapping[str, int]:
     """By sequence id, how many drafts there are for the next step. They are written behind the known tokens.
 
+    A drafter on the device offers as many as it may. It makes them after `schedule`, when they have slots (`send`).
+
     Args:
         buckets: the padded tokens of steps, ascending.
 
@@ -71,10 +75,13 @@ def offer(
     if drafting.drafter is None or options is None:
         return NO_DRAFTS
     decodes, k = wanted(drafting, options, running, buckets)
+    propose = drafting.drafter.propose
+    if propose is None:
+        return {name: k for name, _ in decodes} if k else NO_DRAFTS
     offered = {}
     for name, length in decodes if k else ():
         data = sequences[name]
-        drafts = np.asarray(drafting.drafter.propose(drafting.memory, name, data.tokens[:length], k)[:k])
+        drafts = np.asarray(propose(drafting.memory, name, data.tokens[:length], k)[:k])
         if len(drafts):
             if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= vocab_size:
                 raise ValueError(
@@ -109,7 +116,8 @@ def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequ
     """The number of drafts of each decode that gives the most tokens a second (Liu et al. 2024, arXiv 2406.14066).
 
     A decode with k drafts, each accepted with probability a, gives (1 - a^(k+1)) / (1 - a) tokens in expectation
-    (Leviathan et al. 2023, equation 1). A step costs what steps of its padded size took (`cost`).
+    (Leviathan et al. 2023, equation 1). A step costs what steps of its padded size took (`cost`), and each draft what
+    drafts took on the device.
 
     Args:
         decodes: number of sequences that may have drafts.
@@ -126,6 +134,8 @@ def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequ
         seconds = cost(drafting.seconds, size)
         if seconds is None:  # time steps without drafts first
             return 0
+        rows = buckets[min(bisect_left(buckets, decodes), len(buckets) - 1)]
+        seconds += k * (cost(drafting.draft_seconds, rows) or 0.0)
         gained = decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
         if gained > rate * 1.001:
             best, rate = k, gained
@@ -179,11 +189,21 @@ def learned(drafting: Drafting, result: StepResult) -> Drafting:
             tried = sum(min(right + 1, k) for right, k in zip(event.accepted, event.drafts, strict=True))
             acceptance += WEIGHT * (sum(event.accepted) / tried - acceptance)
             idle = 0
-    size, new, seconds = result.padded_tokens, result.finished - result.started, drafting.seconds
-    if result.compilations == 0:
-        before = seconds.get(size, new)
-        seconds = {**seconds, size: before + WEIGHT * (new - before)}
-    return drafting._replace(acceptance=acceptance, idle=idle, seconds=seconds)
+    drafting = drafting._replace(acceptance=acceptance, idle=idle)
+    if result.compilations:
+        return drafting
+    new = result.finished - result.started - result.draft_seconds
+    drafting = drafting._replace(seconds=_averaged(drafting.seconds, result.padded_tokens, new))
+    if not result.draft_seconds:
+        return drafting
+    one = result.draft_seconds / max(result.plan.drafts)
+    return drafting._replace(draft_seconds=_averaged(drafting.draft_seconds, result.draft_rows, one))
+
+
+def _averaged(seconds: Mapping[int, float], size: int, new: float) -> Mapping[int, float]:
+    """The running averages with a new time of steps of a size."""
+    before = seconds.get(size, new)
+    return {**seconds, size: before + WEIGHT * (new - before)}
 
 
 def ended(drafting: Drafting, events: Mapping[str, Finished], sequences: Mapping[str, SequenceData]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakSet
 
 from pagedjax.config import EngineConfig, Resolved
+from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.memory import MemoryReport
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowFeature
@@ -43,10 +44,16 @@ class Engine:
         *,
         eos_token_ids: Sequence[int] = (),
         row_features: Sequence[RowFeature] = (),
+        draft_model: DraftModel | None = None,
         progress: bool = False,
     ) -> None:
-        """`row_features`: sampling options beside the built-in ones; requests set them by `extra_args`."""
-        built = runtime.build(model, config, eos_token_ids, row_features=row_features, progress=progress)
+        """
+        Args:
+            row_features: sampling options beside the built-in ones; requests set them by `extra_args`.
+            draft_model: what drafts on the device, if `config.speculative` says so (weights/draft_model.py).
+        """
+        options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
+        built = runtime.build(model, config, eos_token_ids, **options)
         self.runtime, cache = runtime.warmed_up(built, built.new_cache())
         self.sessions: WeakSet[Any] = WeakSet()
         self._state = state.init(self.runtime, cache)
@@ -179,8 +186,9 @@ class Engine:
         """Forget every request and all cache content, and end a recording. Programs and what their steps cost stay."""
         self.record(None)
         state.roll_back(self._state)  # frees the old cache before the new one is allocated
-        times, new = self._state.drafting.seconds, state.init(self.runtime)
-        self._state = new._replace(drafting=new.drafting._replace(seconds=times))
+        old, new = self._state.drafting, state.init(self.runtime)
+        times = {"seconds": old.seconds, "draft_seconds": old.draft_seconds}
+        self._state = new._replace(drafting=new.drafting._replace(**times))
 
     def record(self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (host/event_log.py); None ends it.

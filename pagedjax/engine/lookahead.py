@@ -35,6 +35,8 @@ class SentStep(NamedTuple):
     plan: Plan
     output: StepOutput
     sent_at: float  # seconds of time.perf_counter
+    draft_seconds: float = 0.0  # of the drafter's program, which ran before
+    draft_rows: int = 0  # its padded rows
 
     @property
     def ready(self) -> bool:

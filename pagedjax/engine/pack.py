@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pagedjax.device.batch import Batch, SamplingBatch, Shapes
+from pagedjax.device.batch import Batch, DraftBatch, DraftShape, SamplingBatch, Shapes
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.engine.requests import SequenceData, record_of_rows
-from pagedjax.host.types import Plan
+from pagedjax.host.types import Plan, Seq
 
 
 def pack(
@@ -57,11 +57,7 @@ def pack(
             [m.tokens[i : i + k] for m, i, k in zip(mine, plan.starts, plan.counts, strict=True)]
         )
 
-    tables = np.zeros((b, shapes.table_width), np.int32)
-    widths = np.array([len(seq.blocks) for seq in plan.seqs], np.int32)
-    ids = np.frombuffer(b"".join([m.block_ids(seq.blocks) for m, seq in zip(mine, plan.seqs, strict=True)]), np.int32)
-    owner = np.repeat(np.arange(rows), widths)
-    tables[owner, np.arange(len(ids)) - np.repeat(np.cumsum(widths) - widths, widths)] = ids
+    tables = _tables(plan.seqs, mine, b, shapes.table_width)
     slots = np.zeros(t, np.int32)
     slots[:total] = tables[row, positions[:total] // s] * s + positions[:total] % s
 
@@ -80,6 +76,54 @@ def pack(
         mine, records = [mine[i] for i in row_of], records[row_of]
     sampling = _sampling(mine, records, known, blanks[r], chain)
     return Batch(tokens, positions, slots, tables, seq_lens, cu_q_lens, last, sampled_row, targets, sampling)
+
+
+def pack_drafts(
+    plan: Plan,
+    sequences: Mapping[str, SequenceData],
+    shapes: Shapes,
+    blanks: Mapping[int, SamplingBatch],
+    chain: RowChain = DEFAULT,
+) -> tuple[DraftShape, DraftBatch]:
+    """What a drafter on the device continues: the rows of a plan with drafts. Arguments as in `pack`."""
+    rows = [i for i, k in enumerate(plan.drafts) if k]
+    shape = shapes.drafting(len(rows), shapes.bucket(sum(plan.counts)))
+    seqs = [plan.seqs[i] for i in rows]
+    mine = [sequences[seq.request_id] for seq in seqs]
+    known, n, b = np.array([plan.lengths[i] for i in rows], np.int32), len(rows), shape.rows
+    tokens, positions, counts = (np.zeros(b, np.int32) for _ in range(3))
+    tokens[:n] = [m.tokens[length - 1] for m, length in zip(mine, known, strict=True)]
+    positions[:n], counts[:n] = known - 1, [plan.drafts[i] for i in rows]
+    records = np.frombuffer(b"".join([m.record for m in mine]), record_of_rows(chain))
+    sampling = _sampling(mine, records, known, blanks[b], chain)._replace(num_top=np.full(b, -1, np.int32))
+    samples = np.zeros(shape.samples, np.int32)
+    if shape.samples:
+        row_of, ahead = _samples(plan)
+        draft = np.asarray(plan.drafts)[row_of] + ahead  # 0, 1, ... of each row; the last sample has none
+        drafted = np.minimum(draft, np.maximum(np.asarray(plan.drafts)[row_of] - 1, 0))
+        samples[: len(row_of)] = drafted * b + np.searchsorted(rows, row_of).clip(max=n - 1)
+    tables = _tables(seqs, mine, b, shapes.table_width)
+    return shape, DraftBatch(tokens, positions, counts, tables, sampling, samples)
+
+
+def drafted_tokens(plan: Plan, batch: Batch) -> np.ndarray:
+    """[R] the draft in the place of each sample of a packed plan, -1 where there is none."""
+    found = np.full(len(batch.last), -1, np.int32)
+    if plan.drafts:
+        ahead = _samples(plan)[1]
+        before = np.flatnonzero(ahead < 0)  # the last sample of a row follows all of its drafts
+        found[before] = batch.tokens[batch.last[before] + 1]
+    return found
+
+
+def _tables(seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, width: int) -> np.ndarray:
+    """[b, width] the block tables of the sequences, in the first rows."""
+    tables = np.zeros((b, width), np.int32)
+    widths = np.array([len(seq.blocks) for seq in seqs], np.int32)
+    ids = np.frombuffer(b"".join([m.block_ids(seq.blocks) for m, seq in zip(mine, seqs, strict=True)]), np.int32)
+    owner = np.repeat(np.arange(len(seqs)), widths)
+    tables[owner, np.arange(len(ids)) - np.repeat(np.cumsum(widths) - widths, widths)] = ids
+    return tables
 
 
 def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:

@@ -13,26 +13,27 @@ from typing import Any
 from tqdm import tqdm
 
 from pagedjax.config import Resolved
-from pagedjax.device.batch import StepShape
+from pagedjax.device.batch import DraftShape, StepShape
 from pagedjax.engine import compilations
 
-Build = Callable[[StepShape, Resolved], Any]  # (shape, config) -> its program, for config.num_blocks blocks
+Shape = StepShape | DraftShape
+Build = Callable[[Shape, Resolved], Any]  # (shape, config) -> its program, for config.num_blocks blocks
 
 THREADS = 4  # at most: each compilation uses several processors for a part of its time
 
 
 def compile_all(
     build: Build,
-    shapes: Sequence[StepShape],
+    shapes: Sequence[Shape],
     config: Resolved,
     settle: Callable[[Any], Resolved],
     *,
     progress: bool = False,
-) -> tuple[dict[StepShape, Any], Resolved]:
+) -> tuple[dict[Shape, Any], Resolved]:
     """Compile every program, the largest first and the others side by side.
 
     Args:
-        shapes: of all steps, the largest last.
+        shapes: of all programs, the largest step last.
         settle: from the program of the largest step, the configuration that fits beside it. If it has another number
             of blocks, that one program is compiled again.
 
@@ -57,7 +58,7 @@ def compile_all(
     return {shape: started[shape].result() for shape in others} | programs, fitted
 
 
-class LazyPrograms(dict[StepShape, Any]):
+class LazyPrograms(dict[Shape, Any]):
     """Programs by their shape; a missing one is compiled. `build` is as in `compile_all`."""
 
     def __init__(self, build: Build, config: Resolved) -> None:
@@ -65,7 +66,7 @@ class LazyPrograms(dict[StepShape, Any]):
         self._build, self._config = build, config
         self._on_disk = compilations.disk_cache_active()
 
-    def __missing__(self, shape: StepShape) -> Any:
+    def __missing__(self, shape: Shape) -> Any:
         with compilations.disk_cache(self._on_disk):
             self[shape] = self._build(shape, self._config)
         return self[shape]

@@ -7,25 +7,32 @@ from typing import Any
 
 import jax
 
-from pagedjax.config import EngineConfig, Resolved
+from pagedjax.config import ON_DEVICE, EngineConfig, Resolved
 from pagedjax.device import attention, cache, memory
 from pagedjax.device.batch import Shapes, token_buckets
+from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.models import Model
 from pagedjax.host.reservation import table_width
 
 
 def resolve(
-    config: EngineConfig, model: Model, found: memory.DeviceMemory | None = None, activations: int = 0
+    config: EngineConfig,
+    model: Model,
+    found: memory.DeviceMemory | None = None,
+    activations: int = 0,
+    draft: DraftModel | None = None,
 ) -> Resolved:
     """Choose, once, what the user left open.
 
     Args:
         found: the device's memory; None reads it now.
         activations: bytes that a step needs beside weights and cache, once that is known.
+        draft: what drafts on the device, if something does.
 
     Raises:
         ValueError: another dtype or weight_dtype than the model has, max_model_len beyond the model's own limit, a
-            cache that does not fit, or an attention_impl that cannot serve here.
+            cache that does not fit, an attention_impl that cannot serve here, or a draft model that does not fit the
+            model.
     """
     m, device = model.config, jax.devices()[0]
     found = found or memory.read(device)
@@ -39,7 +46,7 @@ def resolve(
     if length > m.max_len:
         raise ValueError(f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it")
     kept = config.kv_cache_dtype or dtype
-    size = cache.block_bytes(**block_shape(config.block_size, model, kept))
+    size = cache.block_bytes(**block_shape(config.block_size, model, kept, draft=draft))
     blocks = config.num_blocks
     if blocks is None:
         useful = config.max_num_seqs * table_width(config, length)
@@ -53,6 +60,11 @@ def resolve(
         )
     sizes = {"block_size": config.block_size, "head_dim": m.head_dim, "kv_heads": m.kv_heads, "heads": m.heads}
     impl = attention.choose(config.attention_impl, device, dtype=kept, query_dtype=dtype, **sizes)
+    check_draft(config, model, draft, length)
+    if draft is not None:
+        d = draft.layers
+        sizes |= {"head_dim": d.head_dim, "kv_heads": d.kv_heads, "heads": d.heads}
+        attention.choose(impl, device, dtype=kept, query_dtype=dtype, **sizes)
     values = dataclasses.asdict(config) | {
         "dtype": dtype,
         "weight_dtype": model.weight_dtype,
@@ -65,18 +77,61 @@ def resolve(
     return Resolved(**values)
 
 
-def block_shape(block_size: int, model: Model, dtype: str, impl: str | None = None) -> dict[str, Any]:
+def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, length: int) -> None:
+    """Raises ValueError unless the draft model is there exactly if `config.speculative` needs one, and fits the model.
+
+    Args:
+        length: max_model_len.
+    """
+    options = config.speculative
+    wanted = options is not None and options.method in ON_DEVICE
+    if wanted and draft is None:
+        assert options is not None
+        raise ValueError(
+            f"speculative.method is {options.method!r}, and the engine has no draft model; set speculative.model, or "
+            "give Engine draft_model"
+        )
+    if draft is None:
+        return
+    if not wanted:
+        method = options.method if options else None
+        raise ValueError(f"there is a draft model, but speculative.method is {method!r}; it must be one of {ON_DEVICE}")
+    d, m = draft.layers, model.config
+    if d.vocab_size != m.vocab_size:
+        raise ValueError(
+            f"the draft model has a vocabulary of {d.vocab_size} tokens, and the model one of {m.vocab_size}; use a "
+            "draft model with the model's own tokenizer"
+        )
+    if d.max_len < length:
+        raise ValueError(
+            f"the draft model was made for {d.max_len} tokens and max_model_len is {length}; lower it, or use another "
+            "draft model"
+        )
+    if draft.dtype != model.dtype:
+        raise ValueError(
+            f"the draft model is in {draft.dtype!r} and the model in {model.dtype!r}; load it again in that"
+        )
+
+
+def block_shape(
+    block_size: int, model: Model, dtype: str, impl: str | None = None, draft: DraftModel | None = None
+) -> dict[str, Any]:
     """What a cache's blocks look like, for `cache`; dtype is that of the keys and values in them.
 
     Args:
         impl: what reads them; None gives what has as many bytes.
+        draft: whose pages are in them too.
     """
-    m = model.config
+    m, sizes = model.config, None
     heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim, "row": attention.page_row(impl, m.head_dim)}
-    return {"layers": m.layers, "block_size": block_size, **heads, "dtype": dtype}
+    if draft is not None:
+        d = draft.layers
+        row = attention.page_row(impl, d.head_dim)
+        sizes = cache.DraftSizes(d.layers, d.kv_heads, d.head_dim, draft.features, draft.dtype, row)
+    return {"layers": m.layers, "block_size": block_size, **heads, "dtype": dtype, "draft": sizes}
 
 
-def host_blocks(c: Resolved, model: Model) -> int:
+def host_blocks(c: Resolved, model: Model, draft: DraftModel | None = None) -> int:
     """Blocks of the swap space; 0 when nothing is swapped.
 
     Raises:
@@ -84,7 +139,7 @@ def host_blocks(c: Resolved, model: Model) -> int:
     """
     if c.preemption != "swap":
         return 0
-    size = cache.block_bytes(**block_shape(c.block_size, model, c.kv_cache_dtype))
+    size = cache.block_bytes(**block_shape(c.block_size, model, c.kv_cache_dtype, draft=draft))
     blocks = memory.host_blocks(c.swap_space_gib, size)
     if blocks < 1:
         raise ValueError(
@@ -102,5 +157,7 @@ def smallest_step(platform: str, dtype: str) -> int:
 def shapes(c: Resolved, model: Model) -> Shapes:
     rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
     width = table_width(c, c.max_model_len)
-    drafts = c.speculative.num_tokens if c.speculative else 0
-    return Shapes(c.token_buckets, rows, c.block_size, width, c.max_model_len, model.config.vocab_size, drafts)
+    s = c.speculative
+    drafts, weights = (s.num_tokens, s.rule == "rejection" and s.method in ON_DEVICE) if s else (0, False)
+    sizes = rows, c.block_size, width, c.max_model_len, model.config.vocab_size
+    return Shapes(c.token_buckets, *sizes, drafts, weights)

@@ -14,12 +14,23 @@ from tqdm import tqdm
 
 from pagedjax.config import EngineConfig, Resolved
 from pagedjax.device import attention, cache, memory
-from pagedjax.device.batch import Batch, SamplingBatch, Shapes, StepShape, blank_feed, blank_sampling
+from pagedjax.device.batch import (
+    Batch,
+    DraftBatch,
+    Drafted,
+    DraftShape,
+    SamplingBatch,
+    Shapes,
+    StepShape,
+    blank_feed,
+    blank_sampling,
+)
+from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowChain, RowFeature, chain
 from pagedjax.device.sampling import device_tile
-from pagedjax.device.step import copy_blocks, make_step
+from pagedjax.device.step import Drafting, copy_blocks, make_draft, make_step
 from pagedjax.engine import compilations, drafters, programs
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.pack import pack
@@ -41,11 +52,13 @@ class Runtime:
     """Everything that `step` needs beside the state. Another model's parameters make another runtime (`with_params`).
 
     config: nothing in it is left open.
-    leaves: the model's parameters as a step takes them.
+    leaves: the model's parameters as a step takes them, and behind them the draft model's.
     options: the sampling options, in their order.
     blanks: by their number, the arrays of samples that use no option, on the device.
-    programs: by the shape of a step, its compiled program.
+    programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
     drafter: None without speculation.
+    draft_model: None unless the drafter is a model.
+    undrafted: by the number of samples, the `Drafted` of a step without drafts; none unless the rule is "rejection".
     spare: places behind the known tokens of a sequence, for tokens that are sent ahead unknown, and for drafts.
     copy: the compiled copy of COPIES blocks on the device.
     swap: the compiled transfers to and from the host; None without swapping.
@@ -60,20 +73,22 @@ class Runtime:
     shapes: Shapes
     options: RowChain
     blanks: Mapping[int, SamplingBatch]
-    programs: Mapping[StepShape, Any]
+    programs: Mapping[StepShape | DraftShape, Any]
     copy: Any
     swap: SwapPrograms | None
     memory: memory.MemoryReport
     drafter: Drafter | None
+    draft_model: DraftModel | None
+    undrafted: Mapping[int, Drafted]
     spare: int
     startup: Mapping[str, Any]
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        return limits(self.config, host_blocks(self.config, self.model))
+        return limits(self.config, host_blocks(self.config, self.model, self.draft_model))
 
     def new_cache(self) -> cache.KVCache:
-        return cache.init(blocks=self.config.num_blocks, **_block(self.config, self.model))
+        return cache.init(blocks=self.config.num_blocks, **_block(self.config, self.model, self.draft_model))
 
     def with_params(self, tree: Any) -> Runtime:
         """The runtime of the same model with other parameters, which are copied.
@@ -82,7 +97,7 @@ class Runtime:
             ValueError: a parameter differs in name, shape or dtype; all of them are named.
         """
         model = self.model._replace(params=replaced(self.model.params, tree))
-        return replace(self, model=model, leaves=model.leaves)
+        return replace(self, model=model, leaves=_leaves(model, self.draft_model))
 
 
 def build(
@@ -91,6 +106,7 @@ def build(
     eos_token_ids: Sequence[int] = (),
     *,
     row_features: Sequence[RowFeature] = (),
+    draft_model: DraftModel | None = None,
     progress: bool = False,
 ) -> Runtime:
     """Resolve the configuration, compile the programs, and settle the number of blocks.
@@ -100,35 +116,51 @@ def build(
 
     Args:
         row_features: sampling options beside the built-in ones.
+        draft_model: what drafts on the device; None if nothing does.
 
     Raises:
         ValueError: see `resolve`, and two sampling options of one name.
     """
     options = chain(row_features)
     found = memory.read(jax.devices()[0])  # before the cache takes its share
-    resolved = resolve(config, model, found)
-    sizes, policy, leaves = shapes(resolved, model), policies.find(resolved.policy), model.leaves
-    blanks = {r: jax.device_put(blank_sampling(r, options)) for r in {shape.samples for shape in sizes.steps}}
+    resolved = resolve(config, model, found, draft=draft_model)
+    sizes, policy, leaves = shapes(resolved, model), policies.find(resolved.policy), _leaves(model, draft_model)
+    draftings = sizes.draftings if draft_model else ()
+    samples = {shape.samples for shape in sizes.steps}
+    blanks = {r: jax.device_put(blank_sampling(r, options)) for r in samples | {shape.rows for shape in draftings}}
+    rejection = resolved.speculative is not None and resolved.speculative.rule == "rejection"
+    undrafted = {r: _undrafted(sizes, r) for r in samples} if rejection else {}
     ahead = resolved.lookahead > 0
-    blank = {shape: _blank_batch(sizes, shape, blanks, ahead, options) for shape in sizes.steps}
-    inputs = memory.nbytes(blanks) + memory.nbytes(blank[sizes.steps[-1]])  # a step may replace the blanks by arrays
+    blank = {shape: _blank_batch(sizes, shape, blanks, ahead, options, undrafted) for shape in sizes.steps}
+    # a step may replace the blanks by arrays
+    inputs = memory.nbytes((blanks, undrafted)) + memory.nbytes(blank[sizes.steps[-1]])
     found = found._replace(free=max(found.free - inputs, 0))
     before, started = compilations.counts(), time.perf_counter()
     attend = attention.attend(resolved.attention_impl, model.config.attn_scale)
-    step = make_step(model, attend, resolved.seed, device_tile(), options)
+    drafting = None
+    if draft_model:
+        drafting = Drafting(draft_model, attention.attend(resolved.attention_impl, draft_model.layers.attn_scale))
+    common = resolved.seed, device_tile(), options
+    step = make_step(model, attend, *common, drafting)
+    draft = make_draft(model, drafting, sizes.drafts, *common, weights=sizes.draft_weights) if drafting else None
 
-    def compile_step(shape: StepShape, c: Resolved) -> Any:
-        return step.lower(leaves, _cache_shapes(c, model), blank[shape]).compile()
+    def compile_step(shape: StepShape | DraftShape, c: Resolved) -> Any:
+        pages = _cache_shapes(c, model, draft_model)
+        if isinstance(shape, DraftShape):
+            assert draft is not None
+            return draft.lower(leaves, pages, _blank_drafts(sizes, shape, blanks)).compile()
+        return step.lower(leaves, pages, blank[shape]).compile()
 
     def settle(program: Any) -> Resolved:
-        return resolve(config, model, found, memory.activations_peak(program))
+        return resolve(config, model, found, memory.activations_peak(program), draft_model)
 
     lazy = resolved.compilation == "lazy"
     if lazy:
         steps = programs.LazyPrograms(compile_step, resolved)
     else:
-        steps, resolved = programs.compile_all(compile_step, sizes.steps, resolved, settle, progress=progress)
-    pages, block = _cache_shapes(resolved, model), _block(resolved, model)
+        every = (*draftings, *sizes.steps)
+        steps, resolved = programs.compile_all(compile_step, every, resolved, settle, progress=progress)
+    pages, block = _cache_shapes(resolved, model, draft_model), _block(resolved, model, draft_model)
     copy = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile()
     swap, block_bytes = None, cache.block_bytes(**block)
     if resolved.preemption == "swap":
@@ -162,6 +194,8 @@ def build(
         swap,
         report,
         drafters.find(resolved.speculative) if resolved.speculative else None,
+        draft_model,
+        undrafted,
         max(resolved.lookahead, sizes.drafts),
     )
     return Runtime(*parts, startup={**startup, **made._asdict()})
@@ -172,7 +206,8 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
     started = time.perf_counter()
     if runtime.config.compilation != "lazy":
         shape = runtime.shapes.steps[0]
-        blank = _blank_batch(runtime.shapes, shape, runtime.blanks, runtime.config.lookahead > 0, runtime.options)
+        fixed = runtime.blanks, runtime.config.lookahead > 0, runtime.options, runtime.undrafted
+        blank = _blank_batch(runtime.shapes, shape, *fixed)
         pages, output = runtime.programs[shape](runtime.leaves, pages, blank)
         jax.block_until_ready(output)
     startup = {**runtime.startup, "warmup": time.perf_counter() - started}
@@ -187,20 +222,43 @@ def padded_pairs(pairs: Sequence[tuple[int, int]], size: int) -> np.ndarray:
     return found
 
 
-def _block(c: Resolved, model: Model) -> dict[str, Any]:
-    return block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl)
+def _leaves(model: Model, draft: DraftModel | None) -> tuple[Any, ...]:
+    return (*model.leaves, *draft.leaves) if draft else model.leaves
 
 
-def _cache_shapes(c: Resolved, model: Model) -> cache.KVCache:
-    return jax.eval_shape(lambda: cache.init(blocks=c.num_blocks, **_block(c, model)))
+def _block(c: Resolved, model: Model, draft: DraftModel | None) -> dict[str, Any]:
+    return block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl, draft)
+
+
+def _cache_shapes(c: Resolved, model: Model, draft: DraftModel | None) -> cache.KVCache:
+    return jax.eval_shape(lambda: cache.init(blocks=c.num_blocks, **_block(c, model, draft)))
+
+
+def _undrafted(sizes: Shapes, samples: int) -> Drafted:
+    """No drafts, on the device."""
+    weights = np.zeros((samples, sizes.vocab_size), np.float32) if sizes.draft_weights else None
+    return jax.device_put(Drafted(np.full(samples, -1, np.int32), weights))
+
+
+def _blank_drafts(sizes: Shapes, shape: DraftShape, blanks: Mapping[int, SamplingBatch]) -> DraftBatch:
+    """A drafter's batch without drafts."""
+    zeros = np.zeros(shape.rows, np.int32)
+    tables, samples = np.zeros((shape.rows, sizes.table_width), np.int32), np.zeros(shape.samples, np.int32)
+    return DraftBatch(zeros, zeros, zeros, tables, blanks[shape.rows], samples)
 
 
 def _blank_batch(
-    sizes: Shapes, shape: StepShape, blanks: Mapping[int, SamplingBatch], ahead: bool, options: RowChain
+    sizes: Shapes,
+    shape: StepShape,
+    blanks: Mapping[int, SamplingBatch],
+    ahead: bool,
+    options: RowChain,
+    undrafted: Mapping[int, Drafted],
 ) -> Batch:
     """A step of a shape that computes nothing."""
     batch = pack(EMPTY_PLAN, {}, sizes._replace(tokens=(shape.tokens,)), blanks, options)
     if shape.samples > len(batch.last):
         last = np.zeros(shape.samples, np.int32)
         batch = batch._replace(last=last, sampled_row=last, sampling=blanks[shape.samples])
+    batch = batch._replace(drafted=undrafted.get(shape.samples))
     return batch._replace(feed=blank_feed(sizes, shape.tokens)) if ahead else batch

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Set
 
+import jax
 import numpy as np
 
-from pagedjax.device.batch import Batch, Feed, StepShape, blank_feed
+from pagedjax.device.batch import Batch, Drafted, Feed, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
 from pagedjax.engine import compilations, drafting, lookahead, requests, results
 from pagedjax.engine.lookahead import Lookahead, SentStep
-from pagedjax.engine.pack import pack
+from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
 from pagedjax.engine.requests import Sequences
 from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.state import EngineState, cancel, with_events
@@ -67,7 +68,11 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
         events=events,
         started=started,
         finished=finished,
-        device_seconds=0.0 if was_done else (finished if overlaps else arrived) - max(started, sent.sent_at),
+        device_seconds=0.0
+        if was_done
+        else (finished if overlaps else arrived) - max(started, sent.sent_at) + sent.draft_seconds,
+        draft_seconds=sent.draft_seconds,
+        draft_rows=sent.draft_rows,
         padded_tokens=runtime.shapes.bucket(sent.plan.num_tokens),
         compilations=compilations.compilations() - compiled,
         logprobs=logprobs,
@@ -92,16 +97,51 @@ def send(
         previous: of a predicted plan, the step before it, which samples the unknown tokens.
         unknown: arrivals of the sequences whose newest token is not known on the host.
     """
-    batch = packed(runtime, state.sequences, plan, previous, unknown)
+    cache, rows, seconds, drawn_from = moved(runtime, state, cache, plan), 0, 0.0, None
+    if plan.drafts and runtime.draft_model:
+        began = time.perf_counter()
+        cache, rows, drawn_from = drafted(runtime, state.sequences, cache, plan)
+        seconds = time.perf_counter() - began
+    batch = packed(runtime, state.sequences, plan, previous, unknown, drawn_from)
     sent_at = time.perf_counter()
     program = runtime.programs[StepShape(len(batch.tokens), len(batch.last))]
-    cache, output = program(runtime.leaves, moved(runtime, state, cache, plan), batch)
-    return cache, SentStep(plan, output, sent_at)
+    cache, output = program(runtime.leaves, cache, batch)
+    return cache, SentStep(plan, output, sent_at, seconds, rows)
 
 
-def packed(runtime: Runtime, sequences: Sequences, plan: Plan, previous: SentStep | None, unknown: Set[int]) -> Batch:
-    """The arrays of a plan; arguments as in `send`."""
+def drafted(
+    runtime: Runtime, sequences: Sequences, cache: KVCache, plan: Plan
+) -> tuple[KVCache, int, jax.Array | None]:
+    """Have the device draft, and write the drafts behind the known tokens.
+
+    Returns:
+        (cache, padded rows of the program, what the draft in the place of each sample was drawn from)
+    """
+    shape, batch = pack_drafts(plan, sequences, runtime.shapes, runtime.blanks, runtime.options)
+    cache, output = runtime.programs[shape](runtime.leaves, cache, batch)
+    drafts, rows = np.asarray(output.tokens), (i for i, k in enumerate(plan.drafts) if k)
+    for column, i in enumerate(rows):
+        length, k = plan.lengths[i], plan.drafts[i]
+        sequences[plan.seqs[i].request_id].tokens[length : length + k] = drafts[:k, column]
+    return cache, shape.rows, output.weights
+
+
+def packed(
+    runtime: Runtime,
+    sequences: Sequences,
+    plan: Plan,
+    previous: SentStep | None,
+    unknown: Set[int],
+    drawn_from: jax.Array | None = None,
+) -> Batch:
+    """The arrays of a plan; arguments as in `send` and `drafted`."""
     batch = pack(plan, sequences, runtime.shapes, runtime.blanks, runtime.options)
+    if runtime.undrafted:
+        blank = runtime.undrafted[len(batch.last)]
+        if plan.drafts:
+            weights = blank.weights if drawn_from is None else drawn_from
+            blank = Drafted(drafted_tokens(plan, batch), weights)
+        batch = batch._replace(drafted=blank)
     if not runtime.config.lookahead:
         return batch
     t = len(batch.tokens)

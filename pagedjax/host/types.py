@@ -294,6 +294,8 @@ class StepResult(NamedTuple):
     compilations: int  # XLA compilations during this step; 0 after warm-up
     logprobs: tuple[TokenLogprobs, ...] = ()  # those that requests asked for
     beams: tuple[BeamResult, ...] = ()  # searches that ended
+    draft_seconds: float = 0.0  # of a drafter's program on the device, part of device_seconds
+    draft_rows: int = 0  # the padded rows of that program
 
     @property
     def host_seconds(self) -> float:

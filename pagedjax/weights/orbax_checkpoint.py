@@ -66,18 +66,19 @@ def open_orbax(path: Path) -> Checkpoint:
     config = normalised(read_json(path / "config.json"), path / "config.json")
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
-    return Checkpoint(path, "orbax", config, _tensors(path / PARAMS), generation_config)
+    return Checkpoint(path, "orbax", config, tensors(path / PARAMS), generation_config)
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    tensors = {}
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """The stored arrays, by their paths. Raises ValueError for damaged metadata."""
+    found = {}
     for keys, leaf in _leaves(folder)[0]:
         name = name_of(keys)
         dtype = np.dtype(getattr(leaf, "dtype", None) or object)  # a value that is not an array has no dtype
         shape = tuple(getattr(leaf, "shape", None) or ())
         read = partial(_read, folder, name, shape, dtype)
-        tensors[name] = Tensor(name, shape, dtype, folder, dtype.name, read)
-    return tensors
+        found[name] = Tensor(name, shape, dtype, folder, dtype.name, read)
+    return found
 
 
 def _leaves(folder: Path) -> tuple[list[tuple[Any, Any]], Any]:

@@ -73,7 +73,7 @@ def all_logits(
 @partial(jax.jit, static_argnums=0)
 def _run(graphdef, params, kv, batch):
     model = nnx.merge(graphdef, params)
-    kv, hidden = model.hidden(kv, batch, attention.attend("xla", model.config.attn_scale))
+    kv, hidden, _ = model.hidden(kv, batch, attention.attend("xla", model.config.attn_scale))
     return kv, model.logits(hidden).T
 
 

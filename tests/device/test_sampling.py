@@ -16,7 +16,7 @@ from absl.testing import parameterized
 from jax.extend.core.primitives import dot_general_p
 from scipy import stats
 
-from pagedjax.device import sampling
+from pagedjax.device import draws
 from pagedjax.device.batch import MAX_TOP, SamplingBatch
 from pagedjax.device.row_features import RowChain, RowContext, RowFeature, RowOptions, chain, penalties
 from pagedjax.device.row_features.chain import DEFAULT
@@ -158,7 +158,7 @@ def test_the_best_of_any_vocabulary_is_numpys_argmax(v):
     rng = np.random.default_rng(v)
     logits = rng.integers(-3, 3, (5, v)).astype(np.float32)  # many equals
     logits[3], logits[4, : v // 2] = -np.inf, -np.inf
-    chex.assert_trees_all_equal(sampling._best(jnp.asarray(logits.T)), logits.argmax(-1).astype(np.int32))
+    chex.assert_trees_all_equal(draws.best_tokens(jnp.asarray(logits.T)), logits.argmax(-1).astype(np.int32))
 
 
 @pytest.mark.parametrize(
@@ -403,9 +403,9 @@ def test_rounding_of_running_sums_leads_to_no_weightless_token():
     weights = jnp.array([[0.0, 0.0, 0.5, 0.0, 0.25, 0.0]] * 6)
     target = jnp.array([-1e-6, 0.0, 0.49, 0.5, 0.7499, 0.7500001])
     ends = jnp.cumsum(weights, axis=-1)
-    assert sampling._first_above(ends, target, weights).tolist() == [2, 2, 2, 4, 4, 4]
+    assert draws._first_above(ends, target, weights).tolist() == [2, 2, 2, 4, 4, 4]
     crooked = ends.at[:, 3].add(1e-3)  # a sum that is no running sum by the last bit, at a token without weight
-    assert sampling._first_above(crooked, jnp.full(6, 0.5005), weights).tolist() == [4] * 6
+    assert draws._first_above(crooked, jnp.full(6, 0.5005), weights).tolist() == [4] * 6
 
 
 def cuts(weights: np.ndarray, k: int = 0, p: float = 1.0) -> np.ndarray:

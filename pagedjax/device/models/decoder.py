@@ -11,7 +11,7 @@ which parameter. Activations are feature-major, see layers.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -260,8 +260,8 @@ class Decoder(nnx.Module):
         self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype, int8=c.int8)
         self.config, self.dtype = c, dtype
 
-    def hidden(self, cache: kv.KVCache, batch: Batch, attend: Attend) -> tuple[kv.KVCache, jax.Array]:
-        """Run the T tokens of the batch -> (cache, [H, T] after the final norm)."""
+    def embedded(self, batch: Batch) -> jax.Array:
+        """[H, T] what the first layer gets."""
         x = self.embed[...][batch.tokens].astype(self.dtype)
         if self.embed_scales is not None:
             x = (x * self.embed_scales[...][batch.tokens][:, None]).astype(self.dtype)
@@ -269,20 +269,40 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions[...][batch.positions]
-        x = x.T
-        angles = self.angles[...].at[:, :, :, batch.positions].get(mode="promise_in_bounds")
-        k_all, v_all = [], []
+        return x.T
+
+    def hidden(
+        self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = ()
+    ) -> tuple[kv.KVCache, jax.Array, tuple[jax.Array, ...]]:
+        """Run the T tokens of the batch.
+
+        Args:
+            taps: layers whose outputs are wanted too.
+
+        Returns:
+            (cache, [H, T] after the final norm, [H, T] after each of the layers `taps`)
+        """
+        x = self.embedded(batch)
+        angles = angles_at(self.angles, batch.positions)
+        k_all, v_all, outputs = [], [], []
         for block, k_pages, v_pages in zip(self.blocks, cache.k, cache.v, strict=True):
             x, k_pages, v_pages = _run_block(*nnx.split(block), attend, x, k_pages, v_pages, batch, angles)
             k_all.append(k_pages)
             v_all.append(v_pages)
-        return cache._replace(k=tuple(k_all), v=tuple(v_all)), self.norm(x)
+            outputs.append(x)
+        cache = cache._replace(k=tuple(k_all), v=tuple(v_all))
+        return cache, self.norm(x), tuple(outputs[layer] for layer in taps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[H, R] -> [V, R] float32."""
         y = product(self.embed, self.embed_scales, hidden) if self.head is None else self.head(hidden)
         y, cap = y.astype(jnp.float32), self.config.logit_cap
         return y if cap is None else cap * jnp.tanh(y / cap)
+
+
+def angles_at(table: Buffer, positions: jax.Array) -> jax.Array:
+    """[R, 2, D / 2, T] of the positions [T], from `angle_tables`."""
+    return table[...].at[:, :, :, positions].get(mode="promise_in_bounds")
 
 
 def angle_tables(c: DecoderConfig) -> np.ndarray:

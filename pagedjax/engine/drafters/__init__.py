@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pagedjax.config import Speculative, own_value
+from typing import get_args
+
+from pagedjax.config import ON_DEVICE, DraftMethod, Speculative, own_value
 from pagedjax.engine.drafters import ngram, suffix
 from pagedjax.engine.drafters.drafter import Drafter
 
@@ -19,4 +21,6 @@ def find(options: Speculative) -> Drafter:
         return ngram.drafter(options.ngram_max, options.ngram_min)
     if options.method == "suffix":
         return suffix.drafter()
-    return own_value("speculative.method", options.method, Drafter, ("ngram", "suffix"))
+    if options.method in ON_DEVICE:
+        return Drafter(options.method, None)
+    return own_value("speculative.method", options.method, Drafter, get_args(DraftMethod))

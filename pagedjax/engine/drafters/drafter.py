@@ -18,12 +18,13 @@ class Drafter(NamedTuple):
     Attributes:
         name: unique among drafters.
         propose: (memory, sequence_id, tokens, k) -> draft tokens, at most k; none if it has no guess. `tokens` are the
-            known ones, [n] int32, which it must not change.
+            known ones, [n] int32, which it must not change. None: a program on the device drafts (draft_model.py),
+            always as many as it may.
         start: () -> the memory of a new engine. A drafter may change its memory.
         finished: (memory, sequence_id, output tokens) -> None, when a sequence has ended.
     """
 
     name: str
-    propose: Callable[[Any, str, np.ndarray, int], Tokens]
+    propose: Callable[[Any, str, np.ndarray, int], Tokens] | None
     start: Callable[[], Any] = lambda: None
     finished: Callable[[Any, str, np.ndarray], None] = lambda memory, sequence_id, output: None

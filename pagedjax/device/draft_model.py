@@ -1,0 +1,119 @@
+"""`DraftModel`: a drafter that runs on the device, with pages of its own in the blocks of the model's cache.
+
+Two kinds: a smaller model (`of_decoder`), and a head on the model's own layers (`of_eagle`, models/eagle.py). Both do
+two things:
+
+    observe      in every step of the model: keep what later drafts need of the step's tokens
+    next_logits  in the drafter's own program: the logits after one more token of each row
+
+What `observe` writes into a slot depends on the tokens up to that slot only, as keys and values do. So a block can be
+shared, copied, swapped and found again with the drafter's part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pagedjax.device.attention import Attend
+from pagedjax.device.batch import Batch
+from pagedjax.device.cache import DraftPages, KVCache
+from pagedjax.device.models import Model
+from pagedjax.device.models.decoder import Decoder, DecoderConfig
+from pagedjax.device.models.eagle import Eagle, EagleConfig
+
+Observe = Callable[[Any, Decoder, DraftPages, Batch, tuple[jax.Array, ...], Attend], DraftPages]
+NextLogits = Callable[..., tuple[DraftPages, Any, jax.Array]]
+
+
+class DraftModel(NamedTuple):
+    """A drafter's parameters and functions; the first argument of each function is its nnx module.
+
+    Attributes:
+        layers: the shape of its attention layers.
+        taps: layers of the model whose outputs it observes.
+        features: numbers that it keeps of each slot beside keys and values.
+        observe: (module, model, pages, batch, outputs of the taps, attend) -> pages.
+        next_logits: (module, model, pages, batch of one token a row, feature of the token before each, attend) ->
+            (pages, feature of each token, logits [V, B]).
+    """
+
+    layers: DecoderConfig
+    graphdef: nnx.GraphDef
+    params: Any
+    dtype: str
+    taps: tuple[int, ...]
+    features: int
+    observe: Observe
+    next_logits: NextLogits
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """The parameters for a step."""
+        return tuple(jax.tree.leaves(self.params))
+
+
+def first_feature(pages: DraftPages, block_tables: jax.Array, positions: jax.Array) -> jax.Array | None:
+    """[F, B] the kept features of the tokens before `positions` [B], zeros at position 0; None if none are kept."""
+    if pages.features is None:
+        return None
+    before, size = jnp.maximum(positions - 1, 0), pages.features.shape[1]
+    blocks = jnp.take_along_axis(block_tables, (before // size)[:, None], axis=1)[:, 0]
+    found = pages.features.at[blocks, before % size].get(mode="promise_in_bounds")
+    return jnp.where(positions > 0, found.T, 0)
+
+
+# --- a smaller model --------------------------------------------------------------------------------------------------
+
+
+def of_decoder(model: Model) -> DraftModel:
+    """A model of the same vocabulary as the one that it drafts for."""
+    return DraftModel(model.config, model.graphdef, model.params, model.dtype, (), 0, _observe, _next_logits)
+
+
+def _run(draft: Decoder, pages: DraftPages, batch: Batch, attend: Attend) -> tuple[DraftPages, jax.Array]:
+    cache, hidden, _ = draft.hidden(KVCache(pages.k, pages.v, jnp.zeros(())), batch, attend)
+    return pages._replace(k=cache.k, v=cache.v), hidden
+
+
+def _observe(draft: Decoder, model: Decoder, pages: DraftPages, batch: Batch, outputs: Any, attend: Attend):
+    return _run(draft, pages, batch, attend)[0]  # XLA drops what only the hidden states need
+
+
+def _next_logits(draft: Decoder, model: Decoder, pages: DraftPages, batch: Batch, before: None, attend: Attend):
+    pages, hidden = _run(draft, pages, batch, attend)
+    return pages, None, draft.logits(hidden)
+
+
+# --- a head -----------------------------------------------------------------------------------------------------------
+
+
+def of_eagle(config: EagleConfig, graphdef: nnx.GraphDef, params: Any, dtype: str) -> DraftModel:
+    hidden = config.layer.hidden
+    return DraftModel(config.layer, graphdef, params, dtype, config.taps, hidden, _observe_eagle, _next_logits_eagle)
+
+
+def _observe_eagle(
+    head: Eagle, model: Decoder, pages: DraftPages, batch: Batch, outputs: tuple[jax.Array, ...], attend: Attend
+) -> DraftPages:
+    assert pages.features is not None
+    size, t = pages.features.shape[1], len(batch.tokens)
+    found = head.features(outputs).T.astype(pages.features.dtype)
+    at = batch.slots // size, batch.slots % size
+    pages = pages._replace(features=pages.features.at[at].set(found, mode="promise_in_bounds"))
+    row = jnp.minimum(jnp.searchsorted(batch.cu_q_lens, jnp.arange(t), side="right") - 1, len(batch.seq_lens) - 1)
+    before = first_feature(pages, batch.block_tables[row], batch.positions)
+    assert before is not None
+    _, k, v = head.layer(model.embedded(batch), before, pages.k[0], pages.v[0], batch, attend)
+    return pages._replace(k=(k,), v=(v,))
+
+
+def _next_logits_eagle(
+    head: Eagle, model: Decoder, pages: DraftPages, batch: Batch, before: jax.Array, attend: Attend
+) -> tuple[DraftPages, jax.Array, jax.Array]:
+    u, k, v = head.layer(model.embedded(batch), before, pages.k[0], pages.v[0], batch, attend)
+    return pages._replace(k=(k,), v=(v,)), u, head.logits(u)

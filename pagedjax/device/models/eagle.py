@@ -1,0 +1,103 @@
+"""A draft head: one decoder layer on the model's own features (EAGLE-3, Li et al. 2025, arXiv 2503.01840).
+
+    g_i = fuse(outputs of a low, a middle and a high layer at token i)        the feature of a token
+    x_i = join(norm(embedding of token i), norm(g_(i-1)))                     what the layer gets
+    u_i = layer(x_0 ... x_i),  logits of token i + 1 = head(norm(u_i))
+
+A draft token has no feature yet, so u stands for g there. The model's embedding is used. The head knows the most
+frequent tokens only, `ids`: other tokens are never drafted, so the model has to sample them itself (FR-Spec, Zhao et
+al. 2025, arXiv 2502.14856). `experiments/training/train_draft.py` trains a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pagedjax.device.attention import Attend
+from pagedjax.device.batch import Batch
+from pagedjax.device.layers import Buffer, Linear, RMSNorm
+from pagedjax.device.models.decoder import Block, DecoderConfig, LayerKind, angle_tables, angles_at
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """Shape of a head. Its layer is as wide as the model's, because features and embeddings are added up.
+
+    layer: of its one layer. Its vocab_size is the model's.
+    taps: layers of the model whose outputs make a feature.
+    vocabulary: tokens that can be drafted (V').
+    """
+
+    layer: DecoderConfig
+    taps: tuple[int, ...]
+    vocabulary: int
+
+
+class Eagle(nnx.Module):
+    def __init__(self, c: EagleConfig, dtype: str):
+        one, hidden = c.layer, c.layer.hidden
+        norm = {"eps": one.eps, "dtype": dtype}
+        self.fuse = Linear(len(c.taps) * hidden, hidden, dtype=dtype)
+        self.embed_norm, self.feature_norm = RMSNorm(hidden, **norm), RMSNorm(hidden, **norm)
+        self.join = Linear(2 * hidden, hidden, dtype=dtype)
+        self.block = Block(one, one.kinds[0], dtype)
+        self.norm = RMSNorm(hidden, **norm)
+        self.head = Linear(hidden, c.vocabulary, dtype=dtype)
+        self.ids = Buffer(jnp.zeros(c.vocabulary, jnp.int32))  # the tokens that can be drafted
+        self.angles = Buffer(jnp.zeros((len(one.ropes), 2, one.head_dim // 2, one.max_len)))  # `angle_tables`
+        self.config = c
+
+    def features(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
+        """[H, T] from the outputs [H, T] of the layers `taps`."""
+        return self.fuse(jnp.concatenate(outputs, axis=0))
+
+    def layer(
+        self, embedded: jax.Array, before: jax.Array, k_pages, v_pages, batch: Batch, attend: Attend
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(u [H, T], k_pages, v_pages) from embeddings [H, T], and the features [H, T] of the tokens before."""
+        x = self.join(jnp.concatenate([self.embed_norm(embedded), self.feature_norm(before)], axis=0))
+        return self.block(x, k_pages, v_pages, batch, angles_at(self.angles, batch.positions), attend)
+
+    def drafted_logits(self, u: jax.Array) -> jax.Array:
+        """[H, B] -> [V', B] float32."""
+        return self.head(self.norm(u)).astype(jnp.float32)
+
+    def logits(self, u: jax.Array) -> jax.Array:
+        """[H, B] -> [V, B] float32, -inf for tokens that it does not know."""
+        found = self.drafted_logits(u)
+        everywhere = jnp.full((self.config.layer.vocab_size, found.shape[1]), -jnp.inf)
+        return everywhere.at[self.ids[...]].set(found, mode="promise_in_bounds")
+
+
+def eagle_config(target: DecoderConfig, vocabulary: int) -> EagleConfig:
+    """The shape of a head for a model: its layer is like the model's layers, without a window and without experts.
+
+    Raises:
+        ValueError: a vocabulary that is larger than the model's.
+    """
+    if not 1 <= vocabulary <= target.vocab_size:
+        raise ValueError(
+            f"a draft head has a vocabulary of {vocabulary} tokens; the model has {target.vocab_size}; choose 1 to that"
+        )
+    layer = replace(target, kinds=(LayerKind(),), ropes=target.ropes[:1], experts=None, int8=False)
+    layers = target.layers
+    return EagleConfig(layer, (min(2, layers // 4), layers // 2, layers - 1), vocabulary)
+
+
+def blank_eagle(c: EagleConfig, dtype: str) -> tuple[nnx.GraphDef, nnx.State]:
+    """A head's structure, and the shapes of its arrays."""
+    return nnx.split(nnx.eval_shape(lambda: Eagle(c, dtype)))
+
+
+def assemble_eagle(c: EagleConfig, ids: np.ndarray, params: dict[str, Any], dtype: str) -> tuple[nnx.GraphDef, Any]:
+    """A head from its parameters, nested by path, and the token ids [V'] that it drafts, ascending."""
+    graphdef, state = blank_eagle(c, dtype)
+    computed = {"ids": jnp.asarray(ids, jnp.int32), "angles": jnp.asarray(angle_tables(c.layer))}
+    nnx.replace_by_pure_dict(state, {**params, **computed})
+    return graphdef, state

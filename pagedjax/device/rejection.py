@@ -1,0 +1,65 @@
+"""Speculative sampling: a draft is accepted with probability min(1, p / q), else another token is drawn.
+
+Leviathan et al. 2023 (arXiv 2211.17192, algorithm 1); Chen et al. 2023. p is the model's probability of the draft and q
+the drafter's, both after temperature and all options of the request. A rejected draft is replaced by a token of
+norm(max(0, p - q)). Then each token has the model's distribution, whatever the drafter's is.
+
+The numbers that draw drafts, accept them and replace them are independent. If a draft and its acceptance shared one,
+the result would be biased (vllm#47386).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax.device.batch import Drafted, SamplingBatch
+from pagedjax.device.draws import at_quantile, best_tokens, draw, uniform, weights
+from pagedjax.device.row_features.chain import RowChain
+from pagedjax.device.row_features.feature import RowContext
+from pagedjax.device.row_features.truncation import row_sums
+
+DRAFT, ACCEPT, REPLACE = 1, 2, 3  # streams of `uniform`; a row without a draft uses the plain one, 0
+
+
+def drafted_tokens(
+    logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain
+) -> tuple[jax.Array, jax.Array]:
+    """[B] drafts from a drafter's logits [V, B], and the weights [B, V] that they were drawn from."""
+    logits = chain.apply("logits", logits, s.features, context)
+    found = weights(logits, s, context, chain)
+    return jnp.where(s.temperature > 0, draw(found, s, seed, DRAFT), best_tokens(logits)), found
+
+
+def draw_or_accept(found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted) -> jax.Array:
+    """[B] the draft's token where it is accepted, a token of the rest where not, a plain draw without a draft.
+
+    Args:
+        found: [B, V] the model's weights, unnormalised.
+        drafted: the rows' drafts.
+    """
+    has, token = drafted.tokens >= 0, jnp.maximum(drafted.tokens, 0)
+    p, q = normalised(found), _drafters(drafted, token, found.shape[-1])
+    of = lambda x: jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]  # noqa: E731
+    accepted = uniform(s, seed, ACCEPT) * of(q) < of(p)
+    left = jnp.maximum(p - q, 0.0)
+    # q >= p everywhere means q == p: nothing is left, and by rounding alone was the draft rejected
+    left = jnp.where(has[:, None] & (left.sum(-1, keepdims=True) > 0), left, p)
+    other = at_quantile(left, jnp.where(has, uniform(s, seed, REPLACE), uniform(s, seed)))
+    return jnp.where(has & accepted, token, other)
+
+
+def normalised(found: jax.Array) -> jax.Array:
+    """[B, V] probabilities from weights; zeros for a row without weights."""
+    total = row_sums(found)[:, None]
+    return jnp.where(total > 0, found / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def _drafters(drafted: Drafted, token: jax.Array, v: int) -> jax.Array:
+    """[B, V] the probabilities that drafts were drawn with. A drafter without probabilities is sure of its draft."""
+    sure = jnp.arange(v) == token[:, None]
+    if drafted.weights is None:
+        return sure.astype(jnp.float32)
+    q = normalised(drafted.weights)
+    # a row of which nothing is allowed in the drafter's vocabulary has no weights, and its draft is always the same
+    return jnp.where((q.sum(-1) > 0)[:, None], q, sure)
