@@ -104,7 +104,7 @@ class Tracks:
             verdict = _verdict(drafts, accepted)
             for name, value in verdict.items():
                 inside[name] = inside.get(name, 0) + value
-            name = f"{drafts} drafts" if accepted is None else f"{accepted} of {drafts} drafts accepted"
+            name = f"drafts: {drafts}" if accepted is None else f"drafts: {accepted} of {drafts} accepted"
             self._events.append(_slice(REQUESTS, n + 1, name, begin, end, {**verdict, "of": length}))
         elif phase != "decode":
             name = f"tokens {start}-{start + count - 1}"

@@ -20,14 +20,17 @@ from pagedjax.host.types import Event, Plan, Request, StepResult
 from pagedjax.viewer import Live, picture, read
 from pagedjax.viewer.picture import Picture
 from tests.host.test_event_log import SMALL, filled
-from tests.viewer.runs import pictures
+from tests.viewer.runs import kept_part, pictures, samples
 
 
 class Fake:
-    """An engine without a device: requests come, are cancelled, and every step goes into a `Live`."""
+    """An engine without a device: requests come, are cancelled, and every step goes into a `Live`.
 
-    def __init__(self, seed: int, **options: Any) -> None:
-        self.draw = random.Random(seed)
+    `drafts`: most drafts that a sequence is offered.
+    """
+
+    def __init__(self, seed: int, drafts: int = 0, **options: Any) -> None:
+        self.draw, self.drafts = random.Random(seed), drafts
         self.state = scheduler.init(SMALL._replace(num_blocks=10, host_blocks=4 * (seed % 2)))
         self.live = Live(self.state, **options)
         self.now, self.count = 50.0, 0
@@ -45,10 +48,12 @@ class Fake:
 
     def step(self) -> None:
         before = self.state
-        running, plan = scheduler.schedule(before, FCFS)
+        offered = {name: self.draw.randint(0, self.drafts) for name in sorted(before.ids)} if self.drafts else {}
+        running, plan = scheduler.schedule(before, FCFS, offered)
         self.planned.append((running, plan))
-        tokens = [self.draw.randrange(9) for _ in plan.seqs]
-        self.state, events = scheduler.commit(running, plan, tokens, filled(plan, SMALL.block_size))
+        tokens = samples(plan, self.draw) if self.drafts else [self.draw.randrange(9) for _ in plan.seqs]
+        hashes = filled(kept_part(plan, tokens), SMALL.block_size)
+        self.state, events = scheduler.commit(running, plan, tokens, hashes)
         self.live.stepped(before, self.result(plan, events), events, self.state)
 
     def cancel(self) -> None:
@@ -100,14 +105,16 @@ def wanted(fake: Fake) -> list[tuple]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("every", [1, 7, 1000])
-def test_a_live_page_shows_every_step(seed: int, every: int):
-    fake = Fake(seed)
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_a_live_page_shows_every_step(seed: int, every: int, drafts: int):
+    fake = Fake(seed, drafts)
     page = Page(fake.live)
     for _ in range(0, 140, min(every, 140)):
         fake.run(min(every, 140))
         page.ask()
     assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
     assert page.begun == 1
+    assert bool(page.picture.verified[0]) == bool(drafts)
     assert page.about["config"]["num_blocks"] == 10
     pool = fake.state.pool
     if not fake.state.ids:  # then the page shows the cache as it stays
