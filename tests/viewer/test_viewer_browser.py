@@ -450,7 +450,7 @@ BROKEN_LINES = """(index) => {
 
 @pytest.mark.parametrize("block_size", [4, 32])
 def test_slots_of_rejected_drafts_are_crossed_out(chromium: Any, tmp_path: Path, block_size: int):
-    """A cross in a broken edge, so colour is not the only sign: for each slot if it is visible, else for all of them."""
+    """A cross in a broken edge, so colour is not the only sign: on each slot if it is visible, else one for all."""
     guessed(tmp_path / "run.jsonl", block_size)
     (tmp_path / "run.html").write_text(viewer.page(viewer.read(tmp_path / "run.jsonl")), "utf-8")
     one = Shown(chromium, (tmp_path / "run.html").as_uri())
