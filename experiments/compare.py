@@ -204,10 +204,7 @@ def compare(
 ) -> tuple[float | None, float | None, Ratio]:
     """The medians of both sides and their ratio. `apart`: the result of `unpaired`."""
     if metric in DRAFTS and speculates(a) != speculates(b):
-        values = values_of(a if speculates(a) else b, metric)
-        middle = statistics.median(values) if values else None
-        medians = (middle, None) if speculates(a) else (None, middle)
-        return *medians, Ratio(None, None, None, f"only {'A' if speculates(a) else 'B'} speculates")
+        return one_sided(a, b, metric)
     ours, theirs = values_of(a, metric), values_of(b, metric)
     if not ours or not theirs:
         return None, None, Ratio(None, None, None, "there is no such value in A or in B")
@@ -224,6 +221,15 @@ def compare(
     ratio = medians[1] / medians[0] if medians[0] > 0 else None
     words = ONCE if ratio is None else f"{ONCE} (B is {times(ratio)} times A)"
     return *medians, Ratio(ratio, None, None, words)
+
+
+def one_sided(a: Side, b: Side, metric: str) -> tuple[float | None, float | None, Ratio]:
+    """The median of a number of drafts on the side that speculates."""
+    values = values_of(a if speculates(a) else b, metric)
+    middle = statistics.median(values) if values else None
+    if speculates(a):
+        return middle, None, Ratio(None, None, None, "only A speculates")
+    return None, middle, Ratio(None, None, None, "only B speculates")
 
 
 def how(a: Side, b: Side, apart: str | None) -> str:

@@ -50,7 +50,7 @@ def live_page(url: str = "viewer/steps", *, title: str = "live") -> str:
 
 def bounded(run: Run) -> tuple[Run, bool]:
     """Returns (run, left out): without sampled tokens if a page cannot carry so many, and whether that is so."""
-    tokens = sum(len(several(one)) for frame in run.frames for one in frame.get("sampled", ()))
+    tokens = sum(max(1, len(several(one))) for frame in run.frames for one in frame.get("sampled", ()))
     if tokens <= MAX_TOKENS:
         return run, False
     bare = tuple({name: part for name, part in frame.items() if name != "sampled"} for frame in run.frames)

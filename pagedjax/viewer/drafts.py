@@ -50,14 +50,15 @@ def outcome(plan: Plan, events: Iterable[Event], before: Verdicts) -> dict[str, 
     names = [seq.request.request_id for seq in plan.seqs]
     found: dict[str, Any] = {}
     if tokens:
-        found["sampled"] = [
-            tokens.get(name) if name in right else tokens[name][-1] if name in tokens else None for name in names
-        ]
+        single = {name: ids[-1] for name, ids in tokens.items()}
+        found["sampled"] = [(tokens if name in right else single).get(name) for name in names]
     if right:
         found |= {"accepted": [right.get(name) for name in names], "verified": list(before)}
     return found
 
 
-def several(sampled: int | Sequence[int] | None) -> Sequence[int | None]:
-    """An entry of `sampled` as a list of tokens; a null, too, is one entry."""
-    return sampled if isinstance(sampled, (list, tuple)) else [sampled]  # type: ignore[list-item]
+def several(sampled: int | Sequence[int] | None) -> list[int]:
+    """An entry of `sampled` as a list of tokens; none if it is null."""
+    if sampled is None:
+        return []
+    return [sampled] if isinstance(sampled, int) else list(sampled)

@@ -6,7 +6,7 @@ arguments, and so has each decode with drafts. A counter shows the share that wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagedjax.viewer.drafts import drafts_of
@@ -131,7 +131,7 @@ class Tracks:
         for name, values in (("blocks", blocks), ("tokens in a step", {"tokens": tokens}), ("requests", queue)):
             self._counter(name, values, at)
 
-    def _counter(self, name: str, values: dict[str, float], at: float) -> None:
+    def _counter(self, name: str, values: Mapping[str, float], at: float) -> None:
         self._events.append({"ph": "C", "name": name, "pid": ENGINE, "ts": round(at, 3), "args": values})
 
     def events(self) -> list[Slice]:

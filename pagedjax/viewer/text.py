@@ -19,9 +19,9 @@ def generated(frames: Iterable[Frame]) -> dict[int, list[int]]:
     picture = Picture()
     for frame in frames:
         picture = apply(picture, frame)
-        for row, token in zip(picture.rows, frame.get("sampled", ()), strict=False):
-            if token is not None:
-                tokens.setdefault(row[0], []).extend(several(token))
+        for row, sampled in zip(picture.rows, frame.get("sampled", ()), strict=False):
+            if sampled is not None:
+                tokens.setdefault(row[0], []).extend(several(sampled))
     return tokens
 
 

@@ -78,7 +78,7 @@ def test_the_page_of_a_run_with_drafts_contains_their_tokens(tmp_path: Path):
 def test_all_tokens_of_a_row_count_towards_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     drafting_run(tmp_path / "run.jsonl", 2)
     run = viewer.read(tmp_path / "run.jsonl")
-    tokens = sum(len(several(one)) for frame in run.frames for one in frame.get("sampled", ()))
+    tokens = sum(max(1, len(several(one))) for frame in run.frames for one in frame.get("sampled", ()))
     monkeypatch.setattr(document, "MAX_TOKENS", tokens)
     assert document.bounded(run) == (run, False)
     monkeypatch.setattr(document, "MAX_TOKENS", tokens - 1)
