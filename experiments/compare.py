@@ -224,12 +224,12 @@ def compare(
 
 
 def one_sided(a: Side, b: Side, metric: str) -> tuple[float | None, float | None, Ratio]:
-    """The median of a number of drafts on the side that speculates."""
+    """The median of a number of drafts on the side that has it: the other does not speculate, or is an older run."""
     values = values_of(a if speculates(a) else b, metric)
     middle = statistics.median(values) if values else None
     if speculates(a):
-        return middle, None, Ratio(None, None, None, "only A speculates")
-    return None, middle, Ratio(None, None, None, "only B speculates")
+        return middle, None, Ratio(None, None, None, "only A has numbers of drafts")
+    return None, middle, Ratio(None, None, None, "only B has numbers of drafts")
 
 
 def how(a: Side, b: Side, apart: str | None) -> str:

@@ -252,9 +252,9 @@ def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path: Path, capsy
     both = rows("a", "b")
     assert list(both) == list(names)
     assert both["acceptance"] == "0.500 0.750 B is 1.50 times A in every repeat: real, without noise"
-    assert rows("none", "a")["tokens_per_decode"] == "- 2 only B speculates"
-    assert rows("a", "none")["accepted"] == "50 - only A speculates"
-    assert rows("idle", "none")["acceptance"] == "- - only A speculates"
+    assert rows("none", "a")["tokens_per_decode"] == "- 2 only B has numbers of drafts"
+    assert rows("a", "none")["accepted"] == "50 - only A has numbers of drafts"
+    assert rows("idle", "none")["acceptance"] == "- - only A has numbers of drafts"
     assert rows("a", "idle")["acceptance"] == "- - there is no such value in A or in B"
     explicit = (tmp_path / "none", tmp_path / "none", "--metric", "speculation.drafts")
     assert "--metric is 'speculation.drafts'" in output_of(capsys, *explicit, status=2)
