@@ -17,6 +17,9 @@ Two runs have the same requests if arrival times, prompt lengths, maximum output
 one by one (requests.jsonl; the prompts' tokens are not recorded). A difference of device, commit or version of JAX
 between the sides is reported.
 
+Points with speculation are also compared by the numbers of their drafts. If only one side speculates, its numbers are
+shown without a ratio.
+
 A difference is called real if the interval excludes 1. This is weak with few repeats: two or three show only large
 differences, and t assumes normally distributed logarithms. Methods without that assumption are not better: a bootstrap
 of three repeats calls a quarter of all equal things different, and a permutation test of three can call none different
@@ -38,13 +41,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.analysis.ratios import LATENCIES, NOISE, ONCE, Ratio, of_requests, of_runs, times
-from experiments.analysis.sweep_points import aligned, number
+from experiments.analysis.sweep_points import SPECULATION, aligned, number
 from experiments.core import store
 from experiments.core.metrics import RequestRecord
 from experiments.core.store import flatten
 from pagedjax.config import one_of
 
 METRICS = ("output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "itl_s.p50", "itl_s.p99", "e2e_s.p50")
+DRAFTS = tuple(metric.column for metric in SPECULATION)  # of points with speculation
 WHERE = ("device", "commit", "source", "jax")  # source: the hash of the code, committed or not
 
 
@@ -169,6 +173,17 @@ def _listed(repeats: Sequence[int]) -> str:
     return ", ".join(map(str, repeats))
 
 
+def chosen(metrics: Sequence[str] | None, a: Side, b: Side) -> tuple[str, ...]:
+    """The metrics to compare: the given ones, or METRICS and those of drafts if a side speculates."""
+    if metrics:
+        return tuple(metrics)
+    return METRICS + (DRAFTS if speculates(a) or speculates(b) else ())
+
+
+def speculates(side: Side) -> bool:
+    return any("speculation" in run["metrics"] for run in side.runs)
+
+
 def values_of(side: Side, metric: str) -> list[float]:
     """A metric in each run of a point.
 
@@ -188,6 +203,8 @@ def compare(
     a: Side, b: Side, metric: str, *, apart: str | None, confidence: float
 ) -> tuple[float | None, float | None, Ratio]:
     """The medians of both sides and their ratio. `apart`: the result of `unpaired`."""
+    if metric in DRAFTS and speculates(a) != speculates(b):
+        return one_sided(a, b, metric)
     ours, theirs = values_of(a, metric), values_of(b, metric)
     if not ours or not theirs:
         return None, None, Ratio(None, None, None, "there is no such value in A or in B")
@@ -204,6 +221,15 @@ def compare(
     ratio = medians[1] / medians[0] if medians[0] > 0 else None
     words = ONCE if ratio is None else f"{ONCE} (B is {times(ratio)} times A)"
     return *medians, Ratio(ratio, None, None, words)
+
+
+def one_sided(a: Side, b: Side, metric: str) -> tuple[float | None, float | None, Ratio]:
+    """The median of a number of drafts on the side that has it: the other does not speculate, or is an older run."""
+    values = values_of(a if speculates(a) else b, metric)
+    middle = statistics.median(values) if values else None
+    if speculates(a):
+        return middle, None, Ratio(None, None, None, "only A has numbers of drafts")
+    return None, middle, Ratio(None, None, None, "only B has numbers of drafts")
 
 
 def how(a: Side, b: Side, apart: str | None) -> str:
@@ -230,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 *compare(a, b, metric, apart=reasons[label], confidence=options.confidence),
             )
             for label, a, b in pairs
-            for metric in options.metric
+            for metric in chosen(options.metric, a, b)
         ]
         others = dict.fromkeys(words for _, a, b in pairs for words in elsewhere(a, b))
     except ValueError as error:
@@ -265,7 +291,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("a", help="folder of a sweep, a point or a run, or a glob of such folders")
     parser.add_argument("b", help="the other one; ratios are B / A")
     parser.add_argument(
-        "--metric", nargs="+", default=METRICS, help=f"numbers of summary.json (default: {' '.join(METRICS)})"
+        "--metric",
+        nargs="+",
+        help=f"numbers of summary.json (default: {' '.join(METRICS)}, and those of speculation if a side has them)",
     )
     parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (default: 0.95)")
     parser.add_argument("--json", metavar="FILE", help="also write all results to this file")

@@ -15,13 +15,16 @@ from markupsafe import Markup, escape
 
 from experiments.analysis import sweep_points
 from experiments.analysis.sweep_points import (
+    ACCEPTANCE,
     FRAGMENTATION,
     ITL,
     ITL_P99,
     PADDING,
     PEAK_SLOTS,
+    SPECULATION,
     TABLE,
     THROUGHPUT,
+    TOKENS_PER_DECODE,
     TTFT,
     TTFT_P99,
     Axes,
@@ -80,6 +83,7 @@ def page(
         table=table(rows),
         failed=[run for run in runs if run["failed"]],
         facts=facts(environments),
+        speculates=any(metric.column in row.values for row in rows for metric in SPECULATION),
     )
 
 
@@ -137,6 +141,12 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
             "figures": figures(FRAGMENTATION, PEAK_SLOTS, PADDING),
         },
         {
+            "title": "Speculation",
+            "note": "A decode row gives one token in a step, and one for each draft that is accepted.",
+            "legend": by_line,
+            "figures": figures(ACCEPTANCE, TOKENS_PER_DECODE),
+        },
+        {
             "title": "Time of a step",
             "note": "Device: from dispatch until the sampled tokens are on the host. Host: schedule, pack, commit.",
             "legend": {"title": "", "entries": ["device", "host"]},
@@ -160,6 +170,9 @@ def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[
         ("Tokens", "", {"padded": [s["padded_tokens"] for s in steps], "computed": [s["tokens"] for s in steps]}),
         ("Cache in use", "", {"% of blocks with an owner": used}),
     ]
+    if any("drafts" in step for step in steps):
+        counts = {name: [step.get(name, 0) for step in steps] for name in ("drafts", "accepted")}
+        shown.append(("Drafts", "", counts))
     figures = [
         {"title": title, "unit": unit, "svg": Markup(plots.timeline_plot(edges, series, title)), "legend": list(series)}
         for title, unit, series in shown

@@ -32,6 +32,13 @@ PADDING = Metric("padding_share", "Padding in computed tokens", "%", 1e2, "low",
 PEAK_SLOTS = Metric("slots_used.peak", "Peak cache use", "token slots", 1.0, "low", "peak cache")
 DEVICE = Metric("device_s.mean", "Device time per step, mean", "ms", 1e3, "low", "device a step")
 HOST = Metric("host_s.mean", "Host time per step, mean", "ms", 1e3, "low", "host a step")
+DRAFTS = Metric("speculation.drafts", "Draft tokens", "", 1.0, "low", "drafts")
+ACCEPTED = Metric("speculation.accepted", "Accepted draft tokens", "", 1.0, "high", "accepted drafts")
+ACCEPTANCE = Metric("speculation.acceptance", "Accepted share of drafts", "%", 1e2, "high", "acceptance")
+TOKENS_PER_DECODE = Metric(
+    "speculation.tokens_per_decode", "Tokens of a decode row in a step, mean", "tokens", 1.0, "high", "decode row"
+)
+SPECULATION = DRAFTS, ACCEPTED, ACCEPTANCE, TOKENS_PER_DECODE
 TABLE = (
     THROUGHPUT,
     Metric("steady_output_tokens_per_s", "Steady output throughput", "tokens/s", 1.0, "high", "steady"),
@@ -50,6 +57,7 @@ TABLE = (
     Metric("blocks_saved_share", "Blocks saved by sharing", "%", 1e2, "high", "saved by sharing"),
     Metric("prefix_hit_share", "Tokens of admitted sequences found in the cache", "%", 1e2, "high", "prefix hits"),
     Metric("preemptions", "Preemptions", "", 1.0, "low", "preemptions"),
+    *SPECULATION,
 )
 
 
@@ -235,7 +243,8 @@ def text_table(rows: Sequence[PointRow]) -> str:
         "point": [row.label for row in rows],
         "output tokens/s": [f"{number(r.middle)} ({number(r.low)} to {number(r.high)})" for r in ranges],
     }
-    for metric in (TTFT, ITL, PADDING, FRAGMENTATION):
+    drafts = [metric for metric in (ACCEPTANCE, TOKENS_PER_DECODE) if any(metric.column in row.values for row in rows)]
+    for metric in (TTFT, ITL, PADDING, FRAGMENTATION, *drafts):
         shown[f"{metric.short} {metric.unit}"] = [number(row.middle(metric)) for row in rows]
     return aligned(shown)
 

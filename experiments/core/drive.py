@@ -116,7 +116,8 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     start, results = drive(engine, workload.items, experiment.sampling, *clock)
     requests = request_records(results, workload.items, start, experiment.sampling.drawn().n)
     steps = step_records(results, start, llm.engine.config.block_size)
-    summary = summarize(requests, steps, engine.config.block_size, experiment.slo)
+    speculates = engine.config.speculative is not None
+    summary = summarize(requests, steps, engine.config.block_size, experiment.slo, speculates=speculates)
     return Measured(workload, requests, steps, summary, why_failed(steps, summary))
 
 

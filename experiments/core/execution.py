@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from experiments.core import store
+from experiments.core import speculation, store
 from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
@@ -72,14 +72,22 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str
 
 
 def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
-    """config.yaml with its copies, requests.jsonl and steps.jsonl of a run. Times are rounded to microseconds."""
+    """config.yaml with its copies, requests.jsonl and steps.jsonl of a run. Times are rounded to microseconds.
+
+    Only an engine with speculation has columns of drafts.
+    """
+    left_out = () if llm.engine.config.speculative else speculation.COLUMNS
 
     def branches(request: RequestRecord) -> list[dict[str, Any]]:
         return [{**b._asdict(), "token_times": [round(time, 6) for time in b.token_times]} for b in request.branches]
 
     requests = [{**request._asdict(), "branches": branches(request)} for request in measured.requests]
     steps = [
-        {key: round(value, 6) if isinstance(value, float) else value for key, value in step._asdict().items()}
+        {
+            key: round(value, 6) if isinstance(value, float) else value
+            for key, value in step._asdict().items()
+            if key not in left_out
+        }
         for step in measured.steps
     ]
     return {

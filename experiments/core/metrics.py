@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.core import speculation
 from experiments.core.config import Slo
 from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.cost import work_of
@@ -109,6 +110,9 @@ class StepRecord(NamedTuple):
     compilations: int
     context_tokens: int = 0  # keys and values that attention reads: each sequence's context after the step
     pairs: int = 0  # (query, key) pairs of causal attention
+    drafts: int = 0  # that were verified
+    accepted: int = 0  # drafts that became output tokens
+    decodes: int = 0  # decode rows
 
 
 def request_records(
@@ -207,6 +211,7 @@ def step_records(results: Sequence[StepResult], start: float, block_size: int) -
                 compilations=result.compilations,
                 context_tokens=work.context,
                 pairs=work.pairs,
+                **speculation.counted(plan, result.events)._asdict(),
             )
         )
     return records
@@ -230,7 +235,12 @@ def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int) -> int:
 
 
 def summarize(
-    requests: Sequence[RequestRecord], steps: Sequence[StepRecord], block_size: int, slo: Slo | None = None
+    requests: Sequence[RequestRecord],
+    steps: Sequence[StepRecord],
+    block_size: int,
+    slo: Slo | None = None,
+    *,
+    speculates: bool = False,
 ) -> dict[str, Any]:
     """The summary of a run. Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
 
@@ -242,6 +252,9 @@ def summarize(
     sum(entries of block tables), over the running sequences of every step, for shared prompts of branches and for
     prefixes found in the cache. Sequences without a row in a step count with the blocks they own. A request whose
     branches have not forked yet is one sequence.
+
+    With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean number of tokens
+    that a decode row gives in a step.
 
     `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished` (by reason) and
     `preemptions` count branches.
@@ -256,6 +269,7 @@ def summarize(
     reasons = [branch.finish_reason for branch in branches if branch.finish_reason is not None]
     slots = sum(step.blocks_used for step in steps) * block_size
     peak = max(step.blocks_used for step in steps)
+    drafts = {"speculation": speculation.summary(steps)} if speculates else {}
     return {
         "duration_s": duration,
         "requests": len(requests),
@@ -293,6 +307,7 @@ def summarize(
         "prefix_hit_share": _part(sum(step.hit_tokens for step in steps), sum(step.admitted_tokens for step in steps)),
         "preemptions": sum(step.preempted for step in steps),
         "compilations": sum(step.compilations for step in steps),
+        **drafts,
         "goodput": goodput(requests, duration, slo or Slo()),
         "tokens_sha256": tokens_digest(requests),
     }

@@ -11,6 +11,7 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from pagedjax.viewer.drafts import several
 from pagedjax.viewer.read_recording import Run
 from pagedjax.viewer.text import Decode, texts
 
@@ -49,7 +50,7 @@ def live_page(url: str = "viewer/steps", *, title: str = "live") -> str:
 
 def bounded(run: Run) -> tuple[Run, bool]:
     """Returns (run, left out): without sampled tokens if a page cannot carry so many, and whether that is so."""
-    tokens = sum(len(frame.get("sampled", ())) for frame in run.frames)
+    tokens = sum(max(1, len(several(one))) for frame in run.frames for one in frame.get("sampled", ()))
     if tokens <= MAX_TOKENS:
         return run, False
     bare = tuple({name: part for name, part in frame.items() if name != "sampled"} for frame in run.frames)

@@ -19,8 +19,8 @@ from immutables import Map
 
 from pagedjax.host import scheduler
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
-from pagedjax.host.types import Event, Finished, Plan, Request, Sampled, Seq
-from pagedjax.viewer import picture, story
+from pagedjax.host.types import Event, Finished, Plan, Request, Seq
+from pagedjax.viewer import drafts, picture, story
 from pagedjax.viewer.picture import Frame, Picture
 from pagedjax.viewer.story import LogEntry, Tables
 
@@ -38,6 +38,7 @@ class Fold(NamedTuple):
     plan: Plan | None = None  # of the step that runs
     frame: Frame | None = None  # of that step, without its end
     at: float | None = None  # seconds: the time of the last transition that has one
+    verified: drafts.Verdicts = (0, 0)  # of all steps so far
 
 
 def begin(config: SchedulerConfig) -> Fold:
@@ -75,11 +76,9 @@ def scheduled(fold: Fold, state: SchedulerState, plan: Plan, at: float | None = 
     numbers = fold.numbers
     log = story.planned(plan, numbers)
     fold = _moved(fold._replace(log=fold.log + tuple(log)), state, allocates=True, copies=plan.copies)
-    rows = [
-        (numbers[seq.request.request_id], start, count, length)
-        for seq, start, count, length in zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)
-    ]
-    frame = _framed(fold, tuple(rows), plan.step)
+    columns = zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)
+    rows = tuple([(numbers[seq.request.request_id], *row) for seq, *row in columns])
+    frame = _framed(fold, drafts.drafted(rows, plan), plan.step)
     at = fold.at if at is None else at
     if at is not None:
         frame["at"] = [at, at]
@@ -93,14 +92,8 @@ def committed(
     frame, plan = fold.frame, fold.plan
     assert frame is not None, "a commit without a schedule before it"
     assert plan is not None, "a commit without a schedule before it"
-    tokens = {
-        name: token
-        for event in events
-        if isinstance(event, Sampled)
-        for name, token in zip(event.request_ids, event.token_ids, strict=True)
-    }
-    if tokens:
-        frame = frame | {"sampled": [tokens.get(seq.request.request_id) for seq in plan.seqs]}
+    frame = frame | drafts.outcome(plan, events, fold.verified)
+    fold = fold._replace(verified=tuple(frame.get("verified", fold.verified)))
     if at is not None and "at" in frame:
         frame = frame | {"at": [frame["at"][0], at]}
     found = _filled(plan, fold.state, state)
@@ -198,12 +191,12 @@ def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
     state, shown, numbers = fold.state, fold.shown, fold.numbers
     tables = Map(fold.tables)
     waiting = tuple([numbers[seq.request.request_id] for seq in state.waiting])
-    packed = {n for n, *_ in rows}
+    packed = {row[0] for row in rows}
     active = zip(state.running.seqs, state.running.lengths, state.running.computed, strict=True)
     named = [(numbers[seq.request.request_id], computed, length) for seq, length, computed in active]
     still = [list(one) for one in named if one[0] not in packed]
     away = [[numbers[seq.request.request_id], len(seq.blocks)] for seq in state.waiting if seq.blocks]
-    ends = {n: computed for n, computed, _ in named} | {n: start + count for n, start, count, _ in rows}
+    ends = {n: computed for n, computed, _ in named} | {n: start + count for n, start, count, *_ in rows}
     used = state.pool.num_blocks - state.pool.num_free
     empty = _empty_slots(fold.tables, ends, state.pool.owners, state.config.block_size)
     frame: Frame = {
@@ -215,7 +208,7 @@ def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
         "tables": _table_changes(shown.tables, fold.tables),
         "published": _publications(fold),
         "away": away,
-        "counts": [sum(count for _, _, count, _ in rows), used, len(state.pool.idle), empty],
+        "counts": [sum(row[2] for row in rows), used, len(state.pool.idle), empty],
         "before": [list(entry) for entry in fold.log],
     }
     return {name: value for name, value in frame.items() if value is not None and value != []}

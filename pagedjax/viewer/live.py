@@ -28,6 +28,7 @@ from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, Plan, StepResult
 from pagedjax.viewer import frames, picture
 from pagedjax.viewer.document import facts
+from pagedjax.viewer.drafts import offered
 from pagedjax.viewer.picture import Frame, Picture
 
 REPLY = 500  # frames in one reply at most
@@ -143,7 +144,7 @@ class Live:
             self._began = record.times[0] if self._began is None else self._began
             started, finished = (round(max(0.0, at - self._began), 6) for at in record.times)
             # the scheduler is pure: planning again from `before` gives the cache as it was while the step ran
-            running, _ = scheduler.schedule(record.before, self._policy)
+            running, _ = scheduler.schedule(record.before, self._policy, offered(record.plan))
             fold = frames.scheduled(fold, running, record.plan, started)
             fold, frame = frames.committed(fold, record.after, record.events, finished)
             self._append(frame)

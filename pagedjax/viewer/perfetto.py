@@ -1,12 +1,15 @@
 """Export for Perfetto or chrome://tracing: trace-event JSON with a track for each request, one for steps, and counters.
 
-Without recorded times a step is a millisecond.
+Without recorded times a step is a millisecond. A step with drafts has their number and that of the accepted ones in its
+arguments, and so has each decode with drafts. A counter shows the share that was accepted so far.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pagedjax.viewer.drafts import drafts_of
 from pagedjax.viewer.picture import Frame, Picture, apply
 from pagedjax.viewer.read_recording import Run
 
@@ -59,10 +62,15 @@ class Tracks:
         if not picture.rest:
             rows = picture.rows
             facts = {"tokens": picture.counts[0], "sequences": len(rows), "blocks": picture.counts[1]}
+            facts |= _verdict(sum(map(drafts_of, rows)), _total(frame.get("accepted")))
             self._events.append(_slice(ENGINE, 0, f"step {picture.step}", begin, end, facts))
-        for row in picture.rows:
-            self._take_row(row, begin, end)
+        right = frame.get("accepted", [None] * len(picture.rows))
+        for row, accepted in zip(picture.rows, right, strict=True):
+            self._take_row(row, accepted, begin, end)
         self._count(picture, begin)
+        if "verified" in frame:
+            drafts, accepted = frame["verified"]
+            self._counter("accepted share so far", {"share": round(accepted / drafts, 4)}, end)
         for entry in frame.get("after", ()):
             self._take_entry(entry, end)
         self._now = end
@@ -84,15 +92,21 @@ class Tracks:
                 {"ph": "i", "s": "t", "name": f"finished: {rest[0]}", "pid": REQUESTS, "tid": n + 1, "ts": round(at, 3)}
             )
 
-    def _take_row(self, row: tuple[int, int, int, int], begin: float, end: float) -> None:
-        n, start, count, length = row
-        prompt_len = self._prompt_lens[n]
-        lost = length > prompt_len and (count > 1 or start < prompt_len)
+    def _take_row(self, row: Sequence[int], accepted: int | None, begin: float, end: float) -> None:
+        n, start, count, length = row[:4]
+        drafts, prompt_len = drafts_of(row), self._prompt_lens[n]
+        lost = length > prompt_len and (count - drafts > 1 or start < prompt_len)
         phase = "recompute" if lost else "prefill" if start < prompt_len else "decode"
         self._enter(n, phase, begin)
         inside = self._open[n]["args"]
         inside["tokens"] = inside.get("tokens", 0) + count
-        if phase != "decode":
+        if drafts:
+            verdict = _verdict(drafts, accepted)
+            for name, value in verdict.items():
+                inside[name] = inside.get(name, 0) + value
+            name = f"drafts: {drafts}" if accepted is None else f"drafts: {accepted} of {drafts} accepted"
+            self._events.append(_slice(REQUESTS, n + 1, name, begin, end, {**verdict, "of": length}))
+        elif phase != "decode":
             name = f"tokens {start}-{start + count - 1}"
             self._events.append(_slice(REQUESTS, n + 1, name, begin, end, {"of": length}))
 
@@ -115,7 +129,10 @@ class Tracks:
         away = len(picture.away)
         queue = {"waiting": len(picture.waiting) - away, "running": len(picture.tables), "swapped": away}
         for name, values in (("blocks", blocks), ("tokens in a step", {"tokens": tokens}), ("requests", queue)):
-            self._events.append({"ph": "C", "name": name, "pid": ENGINE, "ts": round(at, 3), "args": values})
+            self._counter(name, values, at)
+
+    def _counter(self, name: str, values: Mapping[str, float], at: float) -> None:
+        self._events.append({"ph": "C", "name": name, "pid": ENGINE, "ts": round(at, 3), "args": values})
 
     def events(self) -> list[Slice]:
         """All events so far in order of time. Of slices that begin together the longer one is first."""
@@ -127,6 +144,17 @@ class Tracks:
             return made["ph"] != "M", made.get("ts", 0), -made.get("dur", 0), chunk
 
         return sorted(self._events, key=order)
+
+
+def _verdict(drafts: int, accepted: int | None) -> dict[str, int]:
+    """The arguments of a slice with drafts. `accepted` is None if that is not known."""
+    if not drafts:
+        return {}
+    return {"drafts": drafts} if accepted is None else {"drafts": drafts, "accepted": accepted}
+
+
+def _total(accepted: Sequence[int | None] | None) -> int | None:
+    return None if accepted is None else sum(one or 0 for one in accepted)
 
 
 def _name(pid: int, tid: int | None, name: str) -> Slice:

@@ -9,14 +9,17 @@ Requests have numbers 0, 1, 2 ... in the order of arrival, because ids are long 
     came       [number, id, prompt_len, most tokens, priority, user, number of the first branch or null] of new
                requests, and a list of their tags if they have any
     waiting    a splice of the queue's numbers
-    rows       a splice of [number, first token, tokens, known tokens], the packed batch in its order. Its base is the
-               batch in which each row of the last step that still runs gets one more token
+    rows       a splice of [number, first token, tokens, known tokens], the packed batch in its order; a row with drafts
+               has their number behind that, and they are the last of its tokens. The base of the splice is the batch
+               in which each row of the last step that still runs gets one more token
     still      [number, computed, known tokens] of running requests without a row in this step
     tables     [number, blocks kept, new blocks] of a changed block table; [number, null, []]: it no longer runs
     published  [added, removed] blocks whose content can be found, or [all of them]
     away       [number, host blocks] of requests that are swapped out
     counts     [tokens computed, blocks with an owner, idle blocks, slots of owned blocks that hold no token]
-    sampled    the token that each row gets, or null
+    sampled    the token that each row gets, or null; of a row with drafts a list: the accepted ones and one more
+    accepted   drafts of each row that were accepted; null: it had none, or was cancelled while the step ran
+    verified   [drafts, accepted] of all steps so far, this one included
     before     log entries until the step ran, in order: see story.py
     after      log entries at its end
 
@@ -31,7 +34,7 @@ from typing import Any, NamedTuple
 from immutables import Map
 
 Frame = dict[str, Any]
-Batch = tuple[tuple[int, int, int, int], ...]  # (number, first token, tokens, known tokens)
+Batch = tuple[tuple[int, ...], ...]  # (number, first token, tokens, known tokens), and drafts if the row has any
 
 
 class Picture(NamedTuple):
@@ -45,6 +48,7 @@ class Picture(NamedTuple):
     away: tuple[tuple[int, int], ...] = ()
     counts: tuple[int, ...] = (0, 0, 0, 0)
     requests: Map[int, tuple[Any, ...]] = Map()  # number -> its record in `came`, of unfinished requests
+    verified: tuple[int, ...] = (0, 0)  # drafts, and those of them that were accepted, of all steps so far
 
 
 def splice(old: Sequence[Any], new: Sequence[Any]) -> list[Any] | None:
@@ -67,7 +71,7 @@ def spliced(old: Sequence[Any], change: Sequence[Any] | None) -> tuple[Any, ...]
 
 def expected(rows: Batch, tables: Map[int, tuple[int, ...]]) -> Batch:
     """Returns the rows of the next step if each row that still has blocks gets one more token."""
-    return tuple([(n, a + c, 1, a + c + 1) for n, a, c, _ in rows if n in tables])
+    return tuple([(n, a + c, 1, a + c + 1) for n, a, c, *_ in rows if n in tables])
 
 
 def apply(picture: Picture, frame: Frame) -> Picture:
@@ -96,6 +100,7 @@ def apply(picture: Picture, frame: Frame) -> Picture:
         away=tuple(map(tuple, frame.get("away", ()))),
         counts=tuple(frame["counts"]),
         requests=requests.finish(),
+        verified=tuple(frame.get("verified", picture.verified)),
     )
 
 
@@ -124,6 +129,8 @@ def whole(picture: Picture) -> Frame:
         "away": [list(one) for one in picture.away],
         "counts": list(picture.counts),
     }
+    if any(picture.verified):
+        frame["verified"] = list(picture.verified)
     return frame | ({"rest": True} if picture.rest else {})
 
 

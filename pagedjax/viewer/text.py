@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from pagedjax.viewer.drafts import several
 from pagedjax.viewer.picture import Frame, Picture, apply
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text, as a tokenizer's `decode`
@@ -18,9 +19,9 @@ def generated(frames: Iterable[Frame]) -> dict[int, list[int]]:
     picture = Picture()
     for frame in frames:
         picture = apply(picture, frame)
-        for row, token in zip(picture.rows, frame.get("sampled", ()), strict=False):
-            if token is not None:
-                tokens.setdefault(row[0], []).append(token)
+        for row, sampled in zip(picture.rows, frame.get("sampled", ()), strict=False):
+            if sampled is not None:
+                tokens.setdefault(row[0], []).extend(several(sampled))
     return tokens
 
 

@@ -225,6 +225,41 @@ def test_unpaired_runs_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "A has repeats 0, 1, B 0, 1, 2" in several
 
 
+def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("drafts", "accepted", "acceptance", "tokens_per_decode")
+    for name, drafts in (
+        ("none", None),
+        ("a", (100, 50, 0.5, 2.0)),
+        ("b", (80, 60, 0.75, 2.5)),
+        ("idle", (0, 0, None, 1.0)),
+    ):
+        for repeat in range(2):
+            put(tmp_path / name, repeat, 100.0)
+            file = next((tmp_path / name).glob(f"*/{repeat}/summary.json"))
+            summary = json.loads(file.read_text())
+            latency = summary["metrics"]["ttft_s"]
+            summary["metrics"] |= {"itl_s": latency, "e2e_s": latency}
+            if drafts:
+                summary["metrics"]["speculation"] = dict(zip(names, drafts, strict=True))
+            file.write_text(json.dumps(summary))
+
+    def rows(a: str, b: str) -> dict[str, str]:
+        text = output_of(capsys, tmp_path / a, tmp_path / b)
+        found = [line.split(maxsplit=1) for line in text.splitlines() if line.startswith("speculation.")]
+        return {name.removeprefix("speculation."): " ".join(rest.split()) for name, rest in found}
+
+    assert rows("none", "none") == {}
+    both = rows("a", "b")
+    assert list(both) == list(names)
+    assert both["acceptance"] == "0.500 0.750 B is 1.50 times A in every repeat: real, without noise"
+    assert rows("none", "a")["tokens_per_decode"] == "- 2 only B has numbers of drafts"
+    assert rows("a", "none")["accepted"] == "50 - only A has numbers of drafts"
+    assert rows("idle", "none")["acceptance"] == "- - only A has numbers of drafts"
+    assert rows("a", "idle")["acceptance"] == "- - there is no such value in A or in B"
+    explicit = (tmp_path / "none", tmp_path / "none", "--metric", "speculation.drafts")
+    assert "--metric is 'speculation.drafts'" in output_of(capsys, *explicit, status=2)
+
+
 def test_compare_reads_measured_sweeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -245,6 +245,36 @@ def test_timeline_shows_fastest_run(tmp_path: Path) -> None:
     assert "0.250 s: 25 % of blocks with an owner" in page
 
 
+def speculating(order: int, repeat: int, rate: float, acceptance: float | None) -> dict[str, Any]:
+    drafts = {"drafts": 40, "accepted": 30, "acceptance": acceptance, "tokens_per_decode": 2.5 + repeat}
+    found = run(order, repeat, {"engine.max_num_seqs": 2**order}, rate)
+    return {**found, "metrics": {**found["metrics"], "speculation": drafts}}
+
+
+def test_numbers_of_drafts_are_shown_if_a_point_has_them(tmp_path: Path) -> None:
+    words = ("Speculation", "acceptance", "decode row", "guesses of next tokens")
+    plain = report.page(ABOUT, GRID, [{}] * len(GRID))
+    assert not any(word in plain for word in words)
+    runs = [speculating(order, repeat, 100.0 + order, 0.75) for order in (0, 1) for repeat in (0, 1)]
+    page = report.page(ABOUT, runs, [{}] * len(runs))
+    assert all(word in page for word in words)
+    assert re.search(r"acceptance<small>%</small>.*decode row<small>tokens</small>.*>75<.*>3<", page, re.DOTALL)
+    assert "Accepted share of drafts" in page
+    head, *lines = sweep_points.text_table(sweep_points.points(runs)).splitlines()
+    assert head.endswith("acceptance %  decode row tokens")
+    assert [line.split()[-2:] for line in lines] == [["75", "3"]] * 2
+    none = sweep_points.points([speculating(0, 0, 1.0, None)])  # nothing was drafted
+    assert "acceptance" not in sweep_points.text_table(none)
+
+
+def test_timeline_shows_drafts(tmp_path: Path) -> None:
+    runs = [speculating(order, 0, 100.0 + order, 0.75) for order in (0, 1)]
+    step = {"sequences": 2, "waiting": 1, "tokens": 5, "padded_tokens": 8, "blocks_used": 3, "num_blocks": 12}
+    steps = [{**step, "started": 0.5 * i, "seconds": 0.5, "drafts": 3, "accepted": 2} for i in range(3)]
+    assert "3 drafts, 2 accepted" in report.page(ABOUT, runs, [{}] * 2, steps)
+    assert "accepted" not in report.page(ABOUT, GRID, [{}] * len(GRID), [{**step, "started": 0.0, "seconds": 1.0}] * 3)
+
+
 def test_terminal_table() -> None:
     text = sweep_points.text_table(sweep_points.points(GRID)).splitlines()
     assert text[0].split()[:6] == ["point", "output", "tokens/s", "TTFT", "p50", "ms"]

@@ -101,6 +101,40 @@ def test_sweep_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixt
     assert "12 runs, 8 of them done" in capsys.readouterr().out
 
 
+def test_runs_with_speculation_report_their_drafts(tmp_path: Path) -> None:
+    drafting = {"num_tokens": 3, "adaptive": False}
+    points = [
+        {"engine.speculative": None, "simulate.acceptance": None},
+        {"engine.speculative": drafting, "simulate.acceptance": 0.7},
+    ]
+    raw = {
+        "name": "unit",
+        "workload": {**WORKLOAD, "output": {"dist": "fixed", "value": 20}},
+        "engine": {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 64},
+        "cache_tokens": 1024,
+        "sampling": {"temperature": 0.0, "ignore_eos": True},
+        "simulate": {"chip": "h200", "model": "llama-3-8b"},
+        "sweep": {"list": points},
+    }
+    (tmp_path / "unit.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
+    assert run.main([str(tmp_path / "unit.yaml"), "--out", str(tmp_path), "--quiet"]) == 0
+    plain, drafted = store.read_runs(tmp_path / "unit")
+    assert "speculation" not in plain["metrics"]
+    found = drafted["metrics"]["speculation"]
+    assert 0 < found["accepted"] < found["drafts"]
+    assert found["acceptance"] == found["accepted"] / found["drafts"]
+    assert 1.5 < found["tokens_per_decode"] <= 4
+    steps = [
+        [json.loads(line) for line in (Path(one["run"]) / "steps.jsonl").read_text().splitlines()]
+        for one in (plain, drafted)
+    ]
+    assert not any({"drafts", "accepted", "decodes"} & set(step) for step in steps[0])
+    for name in ("drafts", "accepted"):
+        assert sum(step[name] for step in steps[1]) == found[name]
+    prompts = plain["metrics"]["requests"]  # the first token of each comes from its prompt
+    assert drafted["metrics"]["output_tokens"] - prompts == sum(step["decodes"] + step["accepted"] for step in steps[1])
+
+
 def test_branch_i_uses_seed_plus_i(tmp_path: Path) -> None:
     model = str(tiny_llama(tmp_path / "tiny", layers=1, max_len=64, tied=False))  # a tied one repeats its last token
     drawn = {"temperature": 0.9, "ignore_eos": True}

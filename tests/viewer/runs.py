@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pagedjax.host import replay, scheduler
+from pagedjax.host import drafts, replay, scheduler
 from pagedjax.host.event_log import Recorder
 from pagedjax.host.policies import FCFS
 from pagedjax.host.replay import Transition
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Plan, Request
 from pagedjax.viewer.picture import Frame, Picture, apply
-from tests.host.test_event_log import SMALL, record
+from tests.host.test_event_log import SMALL, filled, record
+
+GOLDENS = Path(__file__).parent / "goldens"  # written by the version before drafts
+DRAFTING = SchedulerConfig(block_size=2, num_blocks=16, max_num_batched_tokens=14, max_num_seqs=4, max_model_len=24)
 
 
 def random_run(path: Path, seed: int, length: int = 120, **config) -> list[Transition]:
@@ -42,6 +45,49 @@ def crowd(path: Path, *, steps: int, blocks: int, seqs: int, size: int = 16, see
         recorder.commit(tokens, {}, {}, events)
     recorder.close()
     return config
+
+
+def drafting_run(path: Path, seed: int, steps: int = 60, **config) -> list[Transition]:
+    """Records a random run with drafts, right and wrong ones, and cancels -> the transitions of the recording."""
+    draw, state, count = random.Random(seed), scheduler.init(DRAFTING._replace(**config)), 0
+    recorder = Recorder(path, state.config)
+    for _ in range(steps):
+        while len(state.waiting) < 2:
+            request = Request(f"r{count}", draw.randint(1, 6), draw.randint(1, 10), 0, frozenset({3}))
+            state, count = scheduler.submit(state, request), count + 1
+            recorder.submit(request)
+        offered = {name: k for name in sorted(state.ids) if (k := draw.randrange(5))}
+        state, plan = scheduler.schedule(state, FCFS, offered)
+        recorder.schedule(plan, offered=offered)
+        if draw.random() < 0.2:
+            name = draw.choice(sorted(state.ids))
+            state, events = scheduler.cancel(state, name, "abort")
+            recorder.cancel(name, "abort", events)
+        sampled = samples(plan, draw)
+        hashes = filled(kept_part(plan, sampled), state.config.block_size)
+        state, events = scheduler.commit(state, plan, sampled, hashes)
+        recorder.commit(sampled, hashes, {}, events)
+    recorder.close()
+    return list(replay.replay(path))
+
+
+def any_run(path: Path, seed: int, num_blocks: int, **config) -> list[Transition]:
+    """A run with drafts if the seed is odd, else one of all kinds of transitions."""
+    if seed % 2:
+        return drafting_run(path, seed, num_blocks=num_blocks + 2, **config)
+    return random_run(path, seed, num_blocks=num_blocks, **config)
+
+
+def samples(plan: Plan, draw: random.Random) -> list[drafts.Sample]:
+    """Made-up samples of a plan: of a row with drafts a random number of accepted ones, and one more."""
+    of_rows = plan.drafts or (0,) * len(plan.seqs)
+    tokens = [tuple(draw.randrange(20) for _ in range(draw.randint(1, k + 1))) for k in of_rows]
+    return list(drafts.kept(plan, tokens)) if plan.drafts else [one for (one,) in tokens]
+
+
+def kept_part(plan: Plan, sampled: Sequence[drafts.Sample]) -> Plan:
+    """The plan without its rejected drafts, whose tokens have no hash."""
+    return plan._replace(counts=drafts.accepted(plan, sampled).counts) if plan.drafts else plan
 
 
 def pictures(frames: list[Frame]) -> Iterator[tuple[Frame, Picture]]:

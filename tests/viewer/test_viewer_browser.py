@@ -24,7 +24,7 @@ from pagedjax.host.policies import FCFS
 from pagedjax.host.replay import Transition
 from pagedjax.host.types import Request
 from pagedjax.viewer import read_recording as runs
-from tests.viewer.runs import crowd, random_run
+from tests.viewer.runs import crowd, drafting_run, random_run
 from tests.viewer.test_viewer_live import Fake
 
 pytestmark = pytest.mark.browser
@@ -141,8 +141,8 @@ def same(shown: dict[str, Any], transition: Transition) -> bool:
     }
     assert shown["cached"] == sorted(state.pool.hashes)
     assert shown["waiting"] == [seq.request_id for seq in state.waiting]
-    rows = zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)
-    assert shown["rows"] == [[seq.request_id, *row] for seq, *row in rows]
+    rows = zip(plan.seqs, plan.starts, plan.counts, plan.lengths, plan.drafts or (0,) * len(plan.seqs), strict=True)
+    assert shown["rows"] == [[seq.request_id, *row, *([k] if k else [])] for seq, *row, k in rows]
     return shown["step"] == plan.step
 
 
@@ -347,6 +347,115 @@ def test_random_runs_match_the_scheduler(chromium: Any, tmp_path: Path, seed: in
     for block in range(1, 9):
         one.page.evaluate(f"pagedjax.view.choose({{ kind: 'block', block: {block} }})")
         assert "undefined" not in one.story()
+    assert one.complaints == []
+    one.page.close()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_runs_with_drafts_match_the_scheduler(chromium: Any, tmp_path: Path, seed: int):
+    log = tmp_path / "run.jsonl"
+    transitions = [made for made in drafting_run(log, seed) if made.plan]
+    (tmp_path / "run.html").write_text(viewer.page(viewer.read(log)), "utf-8")
+    one = Shown(chromium, (tmp_path / "run.html").as_uri())
+    shown = [one.go(index) for index in range(one.state()["count"])]
+    for picture, transition in zip([picture for picture in shown if not picture["rest"]], transitions, strict=True):
+        assert same(picture, transition)
+    for index in range(len(shown)):
+        assert one.page.evaluate(KEPT, index)
+    for n in one.page.evaluate("[...pagedjax.view.lives.all.keys()]"):
+        one.page.evaluate(f"pagedjax.view.choose({{ kind: 'request', n: {n} }})")
+        assert "undefined" not in one.story()
+        assert "NaN" not in one.story()
+    assert one.complaints == []
+    one.page.close()
+
+
+# whether the tokens that a step keeps are those that the next step begins with
+KEPT = """(index) => {
+  const { history, grid } = pagedjax.view;
+  if (index + 1 >= history.count) return true;
+  pagedjax.view.go(index);
+  const kept = grid.progress, next = history.at(index + 1);
+  const begins = new Map([...next.rows.map(([n, start]) => [n, start]), ...next.still]);
+  const anew = new Set((history.frames[index + 1].before || []).map(([, n]) => n)); // preempted and admitted again
+  return [...kept].every(([n, [, , end]]) => !begins.has(n) || anew.has(n) || begins.get(n) === end);
+}"""
+
+
+def guessed(path: Path, block_size: int = 4) -> None:
+    """Records two requests. In step 1 the first has 4 drafts and keeps 2 of them, the second 2, which are all kept."""
+    config = scheduler.SchedulerConfig(block_size, 8, 16, 4, 32)
+    recorder, state = event_log.Recorder(path, config), scheduler.init(config)
+    for request in (Request("a", 5, 9), Request("b", 3, 9)):
+        state = scheduler.submit(state, request)
+        recorder.submit(request)
+    for offered, sampled in (({}, [7, 8]), ({"a": 4, "b": 2}, [(10, 11, 12), (13, 14, 15)]), ({}, [16, 17])):
+        state, plan = scheduler.schedule(state, FCFS, offered)
+        recorder.schedule(plan, offered=offered)
+        state, events = scheduler.commit(state, plan, sampled)
+        recorder.commit(sampled, {}, {}, events)
+    recorder.close()
+
+
+def test_a_step_with_drafts_shows_the_accepted_and_the_rejected_ones(chromium: Any, tmp_path: Path):
+    guessed(tmp_path / "run.jsonl")
+    page = viewer.page(viewer.read(tmp_path / "run.jsonl"), decode=lambda ids: "".join(f" w{i}" for i in ids))
+    (tmp_path / "run.html").write_text(page, "utf-8")
+    one = Shown(chromium, (tmp_path / "run.html").as_uri())
+    assert "draft" not in one.page.inner_text("#spent")
+    assert one.page.is_visible("#crossed")  # the legend has the sign
+    one.go(1)
+    spent = one.page.inner_text("#spent")
+    assert "8 of 16 tokens, 2 sequences (2 decodes); 4 of 6 drafts accepted; 67 % of 6 drafts accepted so far" in spent
+    first, second = one.page.locator("#rows .chip").all_inner_texts()
+    assert "token 5, 2 of 4 drafts accepted" in first
+    assert "→ ·w10 ·w11 ·w12 ✗2" in first
+    assert "2 of 2 drafts accepted" in second
+    assert "✗" not in second
+    assert one.page.locator("#budget .rejected").count() == 1
+    assert one.page.evaluate("document.querySelector('#budget .rejected').title") == "a: 2 drafts computed and not kept"
+    tables = dict(one.state()["tables"])
+    last, whole = tables["a"][2], tables["a"][1]
+    assert one.page.evaluate(f"pagedjax.view.grid.says({last})") == (
+        f"Block {last}: a\n2 of 4 slots, 2 written in this step\n2 of them not kept: rejected drafts"
+    )
+    assert "not kept" not in one.page.evaluate(f"pagedjax.view.grid.says({whole})")
+    one.go(2)
+    assert "67 % of 6 drafts accepted so far" in one.page.inner_text("#spent")
+    one.page.evaluate("pagedjax.view.choose({ kind: 'request', n: 0 })")
+    story = one.story()
+    assert "You get 4 tokens in 2 steps: “·w10 w11 w12 w16”. You had 4 drafts: 2 accepted, 2 rejected." in story
+    assert f"You get blocks {last}" in story or f"You get block {last}" in story
+    one.page.evaluate("pagedjax.view.choose({ kind: 'request', n: 1 })")
+    assert "You had 2 drafts: 2 accepted, 0 rejected." in one.story()
+    assert one.complaints == []
+    one.page.close()
+
+
+# broken edges that the grid draws in a step
+BROKEN_LINES = """(index) => {
+  const kind = CanvasRenderingContext2D.prototype, { setLineDash } = kind;
+  let count = 0;
+  kind.setLineDash = function (pattern) {
+    count += this.canvas.id === "grid";
+    setLineDash.call(this, pattern);
+  };
+  pagedjax.view.go(index);
+  count = 0;
+  pagedjax.view.grid.draw();
+  kind.setLineDash = setLineDash;
+  return count;
+}"""
+
+
+@pytest.mark.parametrize("block_size", [4, 32])
+def test_slots_of_rejected_drafts_are_crossed_out(chromium: Any, tmp_path: Path, block_size: int):
+    """A cross in a broken edge, so colour is not the only sign: on each slot if it is visible, else one for all."""
+    guessed(tmp_path / "run.jsonl", block_size)
+    (tmp_path / "run.html").write_text(viewer.page(viewer.read(tmp_path / "run.jsonl")), "utf-8")
+    one = Shown(chromium, (tmp_path / "run.html").as_uri())
+    drawn = [one.page.evaluate(BROKEN_LINES, i) for i in (0, 1, 2)]
+    assert drawn == [0, 2 if block_size == 4 else 1, 0]
     assert one.complaints == []
     one.page.close()
 

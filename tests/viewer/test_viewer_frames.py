@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from pagedjax.host import blocks, event_log, scheduler
 from pagedjax.host.policies import FCFS
-from pagedjax.host.types import Request
-from pagedjax.viewer import frames, picture, read_recording
+from pagedjax.host.types import Request, Sampled, Verified
+from pagedjax.viewer import frames, picture, read_recording, text
+from pagedjax.viewer.drafts import drafts_of
 from pagedjax.viewer.picture import Picture
 from tests.host.test_event_log import SMALL
-from tests.viewer.runs import brute_force_empty, names, pictures, random_run
+from tests.viewer.runs import GOLDENS, any_run, brute_force_empty, drafting_run, names, pictures, random_run
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 runs = {"seed": st.integers(0, 2**32 - 1), "blocks_": st.integers(6, 14), "host": st.sampled_from([0, 4, 8])}
@@ -42,7 +43,8 @@ def check(made: list, transitions: list) -> None:
         assert [called[n] for n in shown.waiting] == [seq.request_id for seq in state.waiting]
         assert {called[n]: b for n, b in shown.away} == {s.request_id: len(s.blocks) for s in state.waiting if s.blocks}
         rows = [(s.request_id, *row) for s, *row in zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)]
-        assert [(called[n], *row) for n, *row in shown.rows] == rows
+        assert [(called[n], *row[:3]) for n, *row in shown.rows] == rows
+        assert [drafts_of(row) for row in shown.rows] == list(plan.drafts or (0,) * len(rows))
         empty = brute_force_empty(state, plan)
         assert shown.counts == (plan.num_tokens, plan.blocks_used, len(blocks.idle_ids(state.pool)), empty)
         still = {called[n]: computed for n, computed, _ in shown.still}
@@ -63,10 +65,75 @@ def test_every_frame_shows_the_state_while_its_step_ran(tmp_path: Path, seed: in
 
 
 @many
+@given(**runs, budget=st.integers(4, 20))
+def test_every_frame_of_a_run_with_drafts_shows_its_state(
+    tmp_path: Path, seed: int, blocks_: int, host: int, budget: int
+):
+    config = {"num_blocks": blocks_ + 4, "host_blocks": host, "max_num_batched_tokens": budget}
+    transitions = drafting_run(tmp_path / "run.jsonl", seed, **config)
+    check(list(read_recording.fold(transitions)), transitions)
+
+
+@many
+@given(seed=st.integers(0, 2**32 - 1))
+def test_frames_count_the_drafts_of_every_row(tmp_path: Path, seed: int):
+    """Each row has its drafts, the accepted ones, and the tokens that were kept; the totals are sums over steps."""
+    transitions = drafting_run(tmp_path / "run.jsonl", seed)
+    made = [frame for frame, shown in pictures(list(read_recording.fold(transitions))) if not shown.rest]
+    plans = [made.plan for made in transitions if made.plan]
+    commits = [made.events for made in transitions if made.kind == "commit"]
+    total = [0, 0]
+    for frame, plan, events in zip(made, plans, commits, strict=True):
+        names = [seq.request_id for seq in plan.seqs]
+        (right,) = [dict(zip(e.request_ids, e.accepted, strict=True)) for e in events if isinstance(e, Verified)] or [
+            {}
+        ]
+        (pairs,) = [list(zip(e.request_ids, e.token_ids, strict=True)) for e in events if isinstance(e, Sampled)] or [
+            []
+        ]
+        assert frame.get("accepted", []) == ([right.get(name) for name in names] if right else [])
+        tokens = [[token for owner, token in pairs if owner == name] for name in names]
+        single = [row[0] if row else None for row in tokens]
+        wanted = [row if name in right else one for name, row, one in zip(names, tokens, single, strict=True)]
+        assert frame.get("sampled", [None] * len(names)) == wanted
+        assert all(len(row) == right[name] + 1 for name, row in zip(names, tokens, strict=True) if name in right)
+        total[0] += sum(k for name, k in zip(names, plan.drafts, strict=False) if name in right)
+        total[1] += sum(right.values())
+        assert frame.get("verified", total) == total
+        assert ("verified" in frame) == bool(right)
+
+
+def test_drafts_by_hand(tmp_path: Path):
+    """Two of three drafts of a are accepted; the third needs a block, which is given back."""
+    config = SMALL._replace(block_size=2, num_blocks=6, max_num_batched_tokens=8)
+    fold, state = frames.begin(config), scheduler.submit(scheduler.init(config), Request("a", 3, 9))
+    fold = frames.passed(fold, state)
+    made = []
+    for offered, sampled in (({}, [7]), ({"a": 3}, [(8, 9, 5)]), ({}, [6])):
+        state, plan = scheduler.schedule(state, FCFS, offered)
+        fold = frames.scheduled(fold, state, plan)
+        state, events = scheduler.commit(state, plan, sampled)
+        fold, frame = frames.committed(fold, state, events)
+        made.append(frame)
+    assert [shown.rows for _, shown in pictures(made)] == [((0, 0, 3, 3),), ((0, 3, 4, 4, 3),), ((0, 6, 1, 7),)]
+    assert [frame.get("sampled") for frame in made] == [[7], [[8, 9, 5]], [6]]
+    assert [frame.get("accepted") for frame in made] == [None, [2], None]
+    assert [shown.verified for _, shown in pictures(made)] == [(0, 0), (3, 2), (3, 2)]
+    assert made[1]["after"] == [["freed", 0, [4]]]
+    assert text.generated(made) == {0: [7, 8, 9, 5, 6]}
+
+
+def test_a_recording_without_drafts_gives_the_same_frames_as_before():
+    """The recording and its frames are of the version before drafts: an old recording opens, and nothing is new."""
+    run = read_recording.read(GOLDENS / "run.jsonl")
+    assert json.loads(json.dumps(run.frames)) == json.loads((GOLDENS / "frames.json").read_text())
+
+
+@many
 @given(**runs, at=st.integers(0, 60))
 def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, seed: int, blocks_: int, host: int, at: int):
     """The whole picture for a late page equals the sum of all frames."""
-    made = list(read_recording.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+    made = list(read_recording.fold(any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
     after = [shown for _, shown in pictures(made)]
     at = min(at, len(made) - 1)
     late = picture.apply(Picture(), json.loads(json.dumps(picture.whole(after[at]))))
@@ -79,7 +146,7 @@ def test_a_page_can_start_from_a_whole_picture(tmp_path: Path, seed: int, blocks
 @many
 @given(**runs)
 def test_the_log_accounts_for_every_block(tmp_path: Path, seed: int, blocks_: int, host: int):
-    made = list(read_recording.fold(random_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
+    made = list(read_recording.fold(any_run(tmp_path / "run.jsonl", seed, num_blocks=blocks_, host_blocks=host)))
     old, since = Picture(), []
     for frame, new in pictures(made):
         log = since + frame.get("before", [])

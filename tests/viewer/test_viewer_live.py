@@ -13,21 +13,26 @@ import pytest
 from immutables import Map
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
+from pagedjax.config import Speculative
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import Event, Plan, Request, StepResult
+from pagedjax.host.types import Event, Plan, Request, Sampled, StepResult
 from pagedjax.viewer import Live, picture, read
 from pagedjax.viewer.picture import Picture
+from pagedjax.viewer.text import generated
 from tests.host.test_event_log import SMALL, filled
-from tests.viewer.runs import pictures
+from tests.viewer.runs import kept_part, pictures, samples
 
 
 class Fake:
-    """An engine without a device: requests come, are cancelled, and every step goes into a `Live`."""
+    """An engine without a device: requests come, are cancelled, and every step goes into a `Live`.
 
-    def __init__(self, seed: int, **options: Any) -> None:
-        self.draw = random.Random(seed)
+    `drafts`: most drafts that a sequence is offered.
+    """
+
+    def __init__(self, seed: int, drafts: int = 0, **options: Any) -> None:
+        self.draw, self.drafts = random.Random(seed), drafts
         self.state = scheduler.init(SMALL._replace(num_blocks=10, host_blocks=4 * (seed % 2)))
         self.live = Live(self.state, **options)
         self.now, self.count = 50.0, 0
@@ -45,10 +50,12 @@ class Fake:
 
     def step(self) -> None:
         before = self.state
-        running, plan = scheduler.schedule(before, FCFS)
+        offered = {name: self.draw.randint(0, self.drafts) for name in sorted(before.ids)} if self.drafts else {}
+        running, plan = scheduler.schedule(before, FCFS, offered)
         self.planned.append((running, plan))
-        tokens = [self.draw.randrange(9) for _ in plan.seqs]
-        self.state, events = scheduler.commit(running, plan, tokens, filled(plan, SMALL.block_size))
+        tokens = samples(plan, self.draw) if self.drafts else [self.draw.randrange(9) for _ in plan.seqs]
+        hashes = filled(kept_part(plan, tokens), SMALL.block_size)
+        self.state, events = scheduler.commit(running, plan, tokens, hashes)
         self.live.stepped(before, self.result(plan, events), events, self.state)
 
     def cancel(self) -> None:
@@ -100,14 +107,16 @@ def wanted(fake: Fake) -> list[tuple]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("every", [1, 7, 1000])
-def test_a_live_page_shows_every_step(seed: int, every: int):
-    fake = Fake(seed)
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_a_live_page_shows_every_step(seed: int, every: int, drafts: int):
+    fake = Fake(seed, drafts)
     page = Page(fake.live)
     for _ in range(0, 140, min(every, 140)):
         fake.run(min(every, 140))
         page.ask()
     assert [(step, tables) for step, _, tables in shown(page)] == wanted(fake)
     assert page.begun == 1
+    assert bool(page.picture.verified[0]) == bool(drafts)
     assert page.about["config"]["num_blocks"] == 10
     pool = fake.state.pool
     if not fake.state.ids:  # then the page shows the cache as it stays
@@ -254,6 +263,35 @@ def test_live_frames_of_an_engine_match_its_recording(tiny, tmp_path: Path, pree
     log = log_of(recorded)
     assert "preempted" in {entry[0] for entry in log}
     assert log_of(watched) == log  # though the end of a search is the next step's in a recording
+
+
+def test_live_frames_of_a_speculating_engine_match_its_recording(tiny, tmp_path: Path):
+    llm = LLM(
+        tiny, progress=False, block_size=4, num_blocks=40, max_num_seqs=4, max_num_batched_tokens=32,
+        token_buckets=(32,), max_model_len=64, speculative=Speculative(num_tokens=3, ngram_min=1, adaptive=False),
+    )  # fmt: skip
+    engine = llm.engine
+    engine.record(tmp_path / "run.jsonl")
+    live = Live(engine.scheduler_state, engine.config.policy)
+    for i in range(3):
+        engine.add(f"r{i}", [5, 6, 7, 5, 6, i + 10], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    outputs: dict[str, list[int]] = {}
+    while engine.has_work:
+        before, result = engine.scheduler_state, engine.step()
+        assert result is not None
+        live.stepped(before, result, result.events, engine.scheduler_state)
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                    outputs.setdefault(name, []).append(token)
+    engine.record(None)
+    recorded = list(read(tmp_path / "run.jsonl").frames)
+    watched = live.since(0)["frames"][1:]
+    for key in ("rows", "tables", "counts", "sampled", "accepted", "verified"):
+        assert [frame.get(key) for frame in watched] == [frame.get(key) for frame in recorded]
+    drafts, accepted = [frame["verified"] for frame in recorded if "verified" in frame][-1]
+    assert 0 < accepted < drafts
+    assert generated(recorded) == {n: outputs[f"r{n}"] for n in range(3)}
 
 
 def log_of(frames: list[dict]) -> list[list]:

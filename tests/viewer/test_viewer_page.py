@@ -16,7 +16,8 @@ from pagedjax.host.replay import ReplayError
 from pagedjax.host.scheduler import SchedulerConfig
 from pagedjax.host.types import Request
 from pagedjax.viewer import document, text
-from tests.viewer.runs import crowd, random_run
+from pagedjax.viewer.drafts import several
+from tests.viewer.runs import GOLDENS, crowd, drafting_run, random_run
 
 NASTY = "</script><script>alert(1)</script> $title ${data} <!-- é 漢字 🙂 \u2028 & \" ' \\"
 
@@ -53,6 +54,35 @@ def test_the_page_contains_the_frames(log: Path):
     assert about["config"]["num_blocks"] == 10
     assert (about["name"], about["policy"], about["timed"]) == ("run.jsonl", "fcfs", False)
     assert viewer.page(run) == viewer.page(viewer.read(log))  # the same run, the same bytes
+
+
+def test_the_data_of_a_page_without_drafts_is_as_before():
+    run = viewer.read(GOLDENS / "run.jsonl")
+    about, data = parts(viewer.page(run))
+    frames = json.loads((GOLDENS / "frames.json").read_text())
+    assert data == {"about": about, "frames": frames, "prompts": {}, "labels": {}}
+    assert not {"accepted", "verified"} & {key for frame in frames for key in frame}
+
+
+def test_the_page_of_a_run_with_drafts_contains_their_tokens(tmp_path: Path):
+    drafting_run(tmp_path / "run.jsonl", 2)
+    run = viewer.read(tmp_path / "run.jsonl")
+    _, data = parts(viewer.page(run, decode=lambda ids: "".join(f"<{i}>" for i in ids)))
+    assert data is not None
+    assert data["frames"] == json.loads(json.dumps(run.frames))
+    kept = [token for tokens in text.generated(run.frames).values() for token in tokens]
+    assert sum("accepted" in frame for frame in run.frames) > 10
+    assert data["words"] == {str(token): f"<{token}>" for token in sorted(set(kept))}
+
+
+def test_all_tokens_of_a_row_count_towards_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drafting_run(tmp_path / "run.jsonl", 2)
+    run = viewer.read(tmp_path / "run.jsonl")
+    tokens = sum(max(1, len(several(one))) for frame in run.frames for one in frame.get("sampled", ()))
+    monkeypatch.setattr(document, "MAX_TOKENS", tokens)
+    assert document.bounded(run) == (run, False)
+    monkeypatch.setattr(document, "MAX_TOKENS", tokens - 1)
+    assert document.bounded(run)[1]
 
 
 def test_text_of_users_is_escaped(tmp_path: Path):

@@ -15,7 +15,7 @@ from pagedjax.host.event_log import Recorder
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Request
 from tests.host.test_event_log import SMALL
-from tests.viewer.runs import random_run
+from tests.viewer.runs import GOLDENS, drafting_run, random_run
 
 
 def tracks(trace: dict) -> dict[tuple[int, int], list[dict]]:
@@ -58,6 +58,33 @@ def test_slices_nest_and_time_never_decreases(tmp_path: Path, seed: int):
     assert len(steps) == sum("rest" not in frame for frame in run.frames)
     counted = [event["args"] for event in trace["traceEvents"] if event["name"] == "blocks"]
     assert all(sum(values.values()) == 9 and min(values.values()) >= 0 for values in counted)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_are_arguments_of_steps_and_decodes(tmp_path: Path, seed: int):
+    drafting_run(tmp_path / "run.jsonl", seed)
+    run = viewer.read(tmp_path / "run.jsonl")
+    trace = viewer.trace(run)
+    check(trace)
+    steps = [one["args"] for one in tracks(trace)[1, 0]]
+    shown = [frame for frame in run.frames if "rest" not in frame]
+    assert [args.get("accepted") for args in steps] == [
+        sum(one or 0 for one in frame["accepted"]) if "accepted" in frame else None for frame in shown
+    ]
+    own = [e["args"] for track, slices in tracks(trace).items() if track[0] == 2 for e in slices]
+    rows = [args for args in own if "of" in args and "drafts" in args]
+    phases = [args for args in own if "of" not in args]
+    assert sum(args.get("drafts", 0) for args in steps) == sum(args["drafts"] for args in rows)
+    for name in ("drafts", "accepted"):
+        assert sum(args.get(name, 0) for args in rows) == sum(args.get(name, 0) for args in phases)
+    shares = [e["args"]["share"] for e in trace["traceEvents"] if e["name"] == "accepted share so far"]
+    assert shares == [round(f["verified"][1] / f["verified"][0], 4) for f in shown if "verified" in f]
+    slices = [one for some in tracks(trace).values() for one in some]
+    assert not any("drafts" in one["args"] for one in slices if one["name"] in ("recompute", "prefill"))
+
+
+def test_a_trace_without_drafts_is_the_same_as_before():
+    assert viewer.trace(viewer.read(GOLDENS / "run.jsonl")) == json.loads((GOLDENS / "trace.json").read_text())
 
 
 def timed(path: Path) -> None:

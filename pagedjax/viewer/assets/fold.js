@@ -2,7 +2,7 @@
 
 const NOTHING = {
   step: 0, rest: true, waiting: [], rows: [], still: [], tables: new Map(), published: new Uint8Array(0), away: [],
-  counts: [0, 0, 0, 0], at: null,
+  counts: [0, 0, 0, 0], at: null, accepted: [], verified: [0, 0],
 };
 const KEYFRAME = 64; // frames from one kept picture to the next: a seek applies at most so many
 
@@ -52,6 +52,8 @@ function applied(picture, frame, blocks) {
     away: frame.away || [],
     counts: frame.counts,
     at: frame.at || null,
+    accepted: frame.accepted || [],
+    verified: frame.verified || picture.verified,
   };
 }
 
@@ -88,11 +90,25 @@ class History {
   }
 }
 
-/** Tokens of each running request in the cache, before the step and after it: n -> [before, after]. */
+/** Tokens of each running request in the cache: n -> [before the step, computed, kept after it]. */
 function progress(picture) {
-  const found = new Map(picture.still.map(([n, computed]) => [n, [computed, computed]]));
-  for (const [n, start, count] of picture.rows) found.set(n, [start, start + count]);
+  const found = new Map(picture.still.map(([n, computed]) => [n, [computed, computed, computed]]));
+  picture.rows.forEach(([n, start, count, , drafts], i) => {
+    const end = start + count;
+    found.set(n, [start, end, end - rejected(drafts, picture.accepted[i])]);
+  });
   return found;
+}
+
+/** Drafts of a row that are computed and not kept; 0 if the step's end is not known. */
+function rejected(drafts, accepted) {
+  return drafts && Number.isInteger(accepted) ? drafts - accepted : 0;
+}
+
+/** An entry of `sampled` as a list of tokens: a row with drafts has several. */
+function several(sampled) {
+  if (sampled === null || sampled === undefined) return [];
+  return Array.isArray(sampled) ? sampled : [sampled];
 }
 
 /** The owners of each block: block -> [[number, index in its table], ...]. */

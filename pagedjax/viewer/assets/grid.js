@@ -99,25 +99,24 @@ class Grid {
     c.globalAlpha = 1;
   }
 
-  /** The number of tokens in a block before this step and after it, over all its owners. */
+  /** Tokens in a block over all its owners: before this step, computed, and kept after it (not those of rejected drafts). */
   filled(mine) {
-    const size = this.view.config.block_size;
-    let before = 0, after = 0;
+    const size = this.view.config.block_size, found = [0, 0, 0];
     for (const [n, i] of mine) {
-      const [a, b] = this.progress.get(n) || [0, 0];
-      before = Math.max(before, Math.min(size, Math.max(0, a - i * size)));
-      after = Math.max(after, Math.min(size, Math.max(0, b - i * size)));
+      const ends = this.progress.get(n) || [0, 0, 0];
+      ends.forEach((end, k) => (found[k] = Math.max(found[k], Math.min(size, Math.max(0, end - i * size)))));
     }
-    return [before, after];
+    return found;
   }
 
-  /** A square filled from below; what this step writes has a strong edge. */
+  /** A square filled from below; what this step writes has a strong edge, and what it does not keep is crossed out. */
   fill(c, x, y, block, mine) {
     const { w, h } = this.lay, p = this.palette, size = this.view.config.block_size;
-    const [before, after] = this.filled(mine);
+    const [before, after, kept] = this.filled(mine);
     this.striped(c, x, y, w, h, mine, p.pale);
-    const level = Math.round((h * after) / size);
-    this.striped(c, x, y + h - level, w, level, mine, p.of);
+    const level = Math.round((h * after) / size), low = Math.round((h * kept) / size);
+    this.striped(c, x, y + h - low, w, low, mine, p.of);
+    if (level > low) crossedOut(c, x, y + h - level, w, level - low, p);
     if (after > before) {
       c.fillStyle = p.new;
       const wet = Math.max(2, Math.round((h * (after - before)) / size));
@@ -129,9 +128,9 @@ class Grid {
   }
 
   dot(c, x, y, mine) {
-    const { w, h } = this.lay, [, after] = this.filled(mine);
+    const { w, h } = this.lay, [, , kept] = this.filled(mine); // too small to cross out what is not kept
     this.striped(c, x, y, w, h, mine, this.palette.pale);
-    const level = Math.max(1, Math.round((h * after) / this.view.config.block_size));
+    const level = Math.max(1, Math.round((h * kept) / this.view.config.block_size));
     this.striped(c, x, y + h - level, w, level, mine, this.palette.of);
   }
 
@@ -156,15 +155,16 @@ class Grid {
     const { w, h, slot, kind } = this.lay, p = this.palette, size = this.view.config.block_size;
     this.striped(c, x, y, w, h, mine, p.pale);
     const top = kind === "words" ? 14 : 9, high = h - top - 2;
-    const [before, after] = this.filled(mine), [n, i] = mine[0], life = this.view.lives.all.get(n);
+    const [before, after, kept] = this.filled(mine), [n, i] = mine[0], life = this.view.lives.all.get(n);
     for (let k = 0; k < size; k++) {
       const left = x + 2 + k * slot, width = slot - 1.5;
-      c.fillStyle = k < after ? (mine.length > 1 ? this.mixed(c, left, y + top, width, high, mine) : p.of(n)) : p.panel;
-      c.globalAlpha = k < after ? 1 : 0.55;
+      c.fillStyle = k < kept ? (mine.length > 1 ? this.mixed(c, left, y + top, width, high, mine) : p.of(n)) : p.panel;
+      c.globalAlpha = k < kept ? 1 : 0.55;
       c.fillRect(left, y + top, width, high);
       c.globalAlpha = 1;
       if (k >= before && k < after) (c.fillStyle = p.new), c.fillRect(left, y + h - 4, width, 2);
-      if (kind === "words" && k < after && life) this.word(c, left, y + top, width, high, life, i * size + k);
+      if (k >= kept && k < after) crossedOut(c, left, y + top, width, high, p);
+      if (kind === "words" && k < kept && life) this.word(c, left, y + top, width, high, life, i * size + k);
     }
     if (this.view.picture.published[block]) this.findable(c, x, y);
     this.numbered(c, x, y, block, p.ink, mine.length > 1 ? `×${mine.length}` : "");
@@ -270,10 +270,11 @@ class Grid {
     const mine = (this.owners && this.owners.get(block)) || [], size = this.view.config.block_size;
     const published = this.view.picture.published[block];
     if (!mine.length) return `Block ${block}: ${published ? "cached, no owner" : "empty"}`;
-    const [before, after] = this.filled(mine), names = mine.slice(0, 6).map(([n]) => this.view.name(n)).join(", ");
+    const [before, after, kept] = this.filled(mine), names = mine.slice(0, 6).map(([n]) => this.view.name(n)).join(", ");
     const owners = `${names}${mine.length > 6 ? " …" : ""}${mine.length > 1 ? ` (${mine.length} owners)` : ""}`;
     const wet = after > before ? `, ${after - before} written in this step` : "";
-    return `Block ${block}: ${owners}\n${after} of ${size} slots${wet}${published ? "\nothers can find it" : ""}`;
+    const lost = after > kept ? `\n${after - kept} of them not kept: rejected drafts` : "";
+    return `Block ${block}: ${owners}\n${after} of ${size} slots${wet}${lost}${published ? "\nothers can find it" : ""}`;
   }
 
   key(event) {
@@ -306,5 +307,21 @@ function hatched(c, x, y, w, h, ink) {
   c.beginPath();
   for (let d = -h; d < w; d += 6) c.moveTo(x + d, y + h), c.lineTo(x + d + h, y);
   c.stroke();
+  c.restore();
+}
+
+/** A rectangle with a broken edge and a cross. */
+function crossedOut(c, x, y, w, h, p) {
+  c.save();
+  c.fillStyle = p.panel;
+  c.fillRect(x, y, w, h);
+  c.strokeStyle = p.ink;
+  c.lineWidth = 1;
+  c.beginPath();
+  c.moveTo(x, y), c.lineTo(x + w, y + h);
+  c.moveTo(x, y + h), c.lineTo(x + w, y);
+  c.stroke();
+  c.setLineDash([2, 2]);
+  c.strokeRect(x + 0.5, y + 0.5, w - 1, Math.max(0, h - 1));
   c.restore();
 }

@@ -39,11 +39,12 @@ class Lives {
     else life.spans.push({ kind, from: index, to: index + 1 });
   }
 
-  worked([n, start, count, length], token, index) {
+  worked([n, ...row], sampled, index) {
     const life = this.all.get(n);
     if (!life) return;
-    this.during(n, kindOf(life, start, count, length), index);
-    if (token !== null && token !== undefined) life.tokens[length] = token;
+    this.during(n, kindOf(life, ...row), index);
+    const length = row[2];
+    several(sampled).forEach((token, i) => (life.tokens[length + i] = token));
   }
 
   happened([what, n, ...rest], index) {
@@ -57,8 +58,8 @@ class Lives {
 }
 
 /** The kind of a row: a part of the prompt, lost content computed again after a preemption, or a next token. */
-function kindOf(life, start, count, length) {
-  if (length > life.prompt && (count > 1 || start < life.prompt)) return "again";
+function kindOf(life, start, count, length, drafts = 0) {
+  if (length > life.prompt && (count - drafts > 1 || start < life.prompt)) return "again";
   return start < life.prompt ? "prompt" : "decode";
 }
 

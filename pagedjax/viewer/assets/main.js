@@ -27,6 +27,7 @@ class View {
     this.lives = new Lives();
     this.storyCache.clear();
     for (const record of (base && base.came) || []) this.lives.begin(record);
+    this.speculates = Boolean(base && base.verified);
     byId("facts").textContent = [
       `${config.num_blocks} blocks of ${config.block_size}`,
       `budget ${config.max_num_batched_tokens}`,
@@ -46,6 +47,8 @@ class View {
     if (!frames.length) return;
     for (const frame of frames) this.lives.take(frame, this.history.push(frame), this.history.count - 1);
     this.storyCache.clear();
+    this.speculates ||= frames.some((frame) => frame.verified);
+    byId("crossed").hidden = !this.speculates;
     this.go(this.following ? this.history.count - 1 : this.index);
   }
 
@@ -113,9 +116,9 @@ class View {
     return label ? `${this.called(n)}\n${label.length > 300 ? `${label.slice(0, 300)} …` : label}` : this.called(n);
   }
 
-  kind([n, start, count, length]) {
+  kind([n, ...row]) {
     const life = this.lives.all.get(n);
-    return life ? kindOf(life, start, count, length) : "decode";
+    return life ? kindOf(life, ...row) : "decode";
   }
 
   when(index) {

@@ -51,7 +51,7 @@ function queued(view, n, note, key) {
 }
 
 function running(view, n, done) {
-  const life = view.lives.all.get(n), [, after] = done.get(n) || [0, 0];
+  const life = view.lives.all.get(n), [, , after] = done.get(n) || [0, 0, 0];
   if (!life) return "";
   return after < life.prompt ? `${after}/${life.prompt}` : `${life.prompt}+${after - life.prompt}`;
 }
@@ -95,9 +95,12 @@ function help(view) {
       "their content can still be found. A filled corner means that others can find the block.",
     "The bar below shows the tokens that this step computes: decodes first, then prompt chunks (hatched), under one " +
       "budget.",
+    view.speculates &&
+      "A decode may have drafts: guesses of its next tokens, which the same step checks. Slots and parts of the bar " +
+        "that are crossed out were rejected: computed and not kept.",
     "Keys: ← → or , . one step · space plays · Home End · arrows in the grid move from block to block.",
   ];
-  return about.map((text) => element("p", { className: "whose", textContent: text }));
+  return about.filter(Boolean).map((text) => element("p", { className: "whose", textContent: text }));
 }
 
 function requestStory(view, n) {
@@ -121,7 +124,8 @@ function textNow(view, life) {
   const label = view.words.label(life), known = progress(view.picture).get(life.n);
   const row = view.picture.rows.findIndex(([n]) => n === life.n);
   const ended = life.ended && life.ended.index <= view.index;
-  const end = ended ? Infinity : row >= 0 ? view.picture.rows[row][3] + 1 : known ? known[1] + 1 : 0;
+  const right = row >= 0 ? view.picture.accepted[row] || 0 : 0;
+  const end = ended ? Infinity : row >= 0 ? view.picture.rows[row][3] + 1 + right : known ? known[1] + 1 : 0;
   const output = view.words.output(life, end);
   if (label === null && !output) return null;
   return element("blockquote", {}, label ?? "…", element("mark", { textContent: output ?? "" }));

@@ -59,7 +59,7 @@ function storyOf(life, history, names, words) {
     const before = frame.before || [];
     if (decodes && !run && before.every(([what, n]) => n !== life.n || ASIDES.has(what))) begin(frame, index);
     for (const entry of before) take(entry, index);
-    if (at >= 0) worked(picture.rows[at], frame.sampled && frame.sampled[at], index, frame);
+    if (at >= 0) worked(picture.rows[at], frame.sampled && frame.sampled[at], picture.accepted[at], index, frame);
     for (const entry of frame.after || []) take(entry, index);
   });
   flush();
@@ -74,17 +74,19 @@ function storyOf(life, history, names, words) {
   }
 
   function begin(frame, index) {
-    run = { index, step: frame.step, kind: "decode", got: [], steps: 0, taken: [], filled: [], lost: [] };
+    const blocks = { taken: [], filled: [], lost: [], returned: [] };
+    run = { index, step: frame.step, kind: "decode", got: [], steps: 0, drafts: 0, accepted: 0, ...blocks };
   }
 
-  function worked([, start, count, length], token, index, frame) {
-    const kind = kindOf(life, start, count, length);
-    const got = token === null || token === undefined ? null : [length, token];
+  function worked([, start, count, length, drafts = 0], sampled, accepted, index, frame) {
+    const kind = kindOf(life, start, count, length, drafts);
+    const all = several(sampled).map((token, i) => [length + i, token]), got = all[0];
     if (kind === "decode") {
       if (!run) begin(frame, index);
       run.steps++;
+      if (Number.isInteger(accepted)) [run.drafts, run.accepted] = [run.drafts + drafts, run.accepted + accepted];
       [run.last, run.until] = [frame.step, index];
-      if (got) run.got.push(got);
+      run.got.push(...all);
       return;
     }
     flush();
@@ -100,22 +102,32 @@ const ASIDES = new Set(["allocated", "cached", "evicted"]);
 
 /** Collects the blocks that a request gets and fills while it decodes, for the end of that line. */
 function inRun([what, n, ids], me, run) {
+  if (n === me && what === "freed" && run.drafts) return run.returned.push(...ids), true; // only rejected drafts used it
   if (n !== me || !ASIDES.has(what)) return false;
   ({ allocated: run.taken, cached: run.filled, evicted: run.lost })[what].push(...ids);
   return true;
 }
 
 /** One line for decode steps in a row. */
-function decoded({ index, step, last, until, kind, got, steps, taken, filled, lost }, words, life) {
+function decoded(run, words, life) {
+  const { index, step, last, until, kind, got, steps, taken, filled, lost } = run;
   const pieces = got.map(([position]) => words.at(life, position));
   const text = pieces.includes(null) ? tokensOf(got) : `“${visible(pieces.join(""))}”`;
   const head = steps === 1 ? "You get your next token" : `You get a token in each of ${steps} steps`;
+  const opening = run.drafts ? `You get ${many(got.length, "token")} in ${many(steps, "step")}` : head;
   const which = lost.length === taken.length ? "" : ` of ${list(lost)}`;
   const evicted = lost.length ? ` (the old content${which} is evicted)` : "";
   const both = [taken.length && `get ${blocksOf(taken)}${evicted}`, filled.length && `fill ${blocksOf(filled)}`];
   const work = both.filter(Boolean).join(" and "), found = filled.length ? ", which others can find now" : "";
-  const whole = `${head}${got.length ? `: ${text}` : ""}.${work ? ` You ${work}${found}.` : ""}`;
+  const whole = `${opening}${got.length ? `: ${text}` : ""}.${guesses(run)}${work ? ` You ${work}${found}.` : ""}`;
   return { index, until, step, last: last === step ? undefined : last, kind, text: whole };
+}
+
+/** The drafts of decode steps in a row, and the blocks that only rejected ones used. */
+function guesses({ drafts, accepted, returned }) {
+  if (!drafts) return "";
+  const lost = drafts - accepted, back = returned.length ? ` You give back ${blocksOf(returned)}.` : "";
+  return ` You had ${many(drafts, "draft")}: ${accepted} accepted, ${lost} rejected.${back}`;
 }
 
 /** Token ids, without joining neighbours to runs. */

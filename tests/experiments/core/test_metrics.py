@@ -16,7 +16,19 @@ from experiments.core.metrics import BranchRecord, request_records, steady_rate,
 from experiments.core.workloads import WorkItem, branch_ids
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS
-from pagedjax.host.types import Admitted, Event, Finished, Plan, Preempted, Request, Row, Sampled, Seq, StepResult
+from pagedjax.host.types import (
+    Admitted,
+    Event,
+    Finished,
+    Plan,
+    Preempted,
+    Request,
+    Row,
+    Sampled,
+    Seq,
+    StepResult,
+    Verified,
+)
 from pagedjax.load_client.summary import spread
 
 S = 4  # block size
@@ -148,6 +160,59 @@ def test_summary_of_hand_made_run() -> None:
     assert summary["itl_s"]["p90"] == pytest.approx(0.5 + 0.8 * 1.0)  # linear between the 2nd and the 3rd of three
     assert summary["ttft_s"]["mean"] == 1.25
     assert summary["goodput"] == {"requests_per_s": pytest.approx(1 / 3), "share": 0.5}  # a's 1.5 s misses 1.2 s
+
+
+def test_drafts_of_hand_made_run() -> None:
+    """a decodes with 3 drafts, 2 of them accepted; then with 1, which is wrong; then with none, beside b's prompt."""
+    a, b = item("a", 0.0, 3, 9), item("b", 0.0, 1, 2)
+    plans = [
+        (step(0, [row(a, 3, 0, 3)], [Sampled(0, ("a",), (9,))], (0.0, 1.0, 0.8), admitted=("a",), blocks=1), ()),
+        (
+            step(
+                1,
+                [row(a, 4, 3, 4)],
+                [drawn(1, 3, (5, 6, 7)), Verified(1, ("a",), (3,), (2,), (2,))],
+                (1.0, 2.0, 0.8),
+                blocks=2,
+            ),
+            (3,),
+        ),
+        (
+            step(
+                2,
+                [row(a, 7, 6, 2)],
+                [drawn(2, 1, (8,)), Verified(2, ("a",), (1,), (0,), (2,))],
+                (2.0, 3.0, 0.8),
+                blocks=2,
+            ),
+            (1,),
+        ),
+        (
+            step(
+                3,
+                [row(a, 8, 7, 1), row(b, 1, 0, 1)],
+                [Sampled(3, ("a", "b"), (4, 4))],
+                (3.0, 4.0, 0.8),
+                admitted=("b",),
+                blocks=3,
+            ),
+            (),
+        ),
+    ]
+    run = [result._replace(plan=result.plan._replace(drafts=drafts)) for result, drafts in plans]
+    steps = step_records(run, START, S)
+    assert [(s.drafts, s.accepted, s.decodes) for s in steps] == [(0, 0, 0), (3, 2, 1), (1, 0, 1), (0, 0, 1)]
+    requests = request_records(run, [a, b], START)
+    summary = summarize(requests, steps, S, speculates=True)
+    assert summary.pop("speculation") == {"drafts": 4, "accepted": 2, "acceptance": 0.5, "tokens_per_decode": 5 / 3}
+    assert summary == summarize(requests, steps, S)  # nothing else changes
+    alone = summarize(requests, steps[:1], S, speculates=True)["speculation"]
+    assert alone == {"drafts": 0, "accepted": 0, "acceptance": None, "tokens_per_decode": None}
+
+
+def drawn(number: int, drafts: int, tokens: tuple[int, ...]) -> Sampled:
+    assert len(tokens) <= drafts + 1
+    return Sampled(number, ("a",) * len(tokens), tokens)
 
 
 def test_steady_rate_excludes_start_and_end() -> None:

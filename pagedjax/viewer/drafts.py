@@ -1,0 +1,64 @@
+"""Drafts in frames: which rows had some, which were accepted, and the tokens that were kept (host/drafts.py).
+
+A recording has the number of a row's drafts, and the tokens that were kept: the accepted drafts and one more. It does
+not have the tokens of rejected drafts, so no frame has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pagedjax.host.types import Event, Plan, Sampled, Verified
+from pagedjax.viewer.picture import Batch
+
+Verdicts = tuple[int, ...]  # (drafts, accepted)
+
+
+def drafted(rows: Batch, plan: Plan) -> Batch:
+    """The rows of a plan, with the number of drafts behind each row that has some."""
+    if not plan.drafts:
+        return rows
+    return tuple([(*row, k) if k else row for row, k in zip(rows, plan.drafts, strict=True)])
+
+
+def drafts_of(row: Sequence[int]) -> int:
+    """The number of drafts of a row of a frame."""
+    return row[4] if len(row) > 4 else 0
+
+
+def offered(plan: Plan) -> Mapping[str, int]:
+    """Offers that give the same plan again: by sequence id, the drafts that it got."""
+    return {seq.request.request_id: k for seq, k in zip(plan.seqs, plan.drafts, strict=False) if k}
+
+
+def outcome(plan: Plan, events: Iterable[Event], before: Verdicts) -> dict[str, Any]:
+    """The keys `sampled`, `accepted` and `verified` of a frame, as far as the step has such a result.
+
+    Args:
+        before: the drafts of earlier steps, and those of them that were accepted.
+    """
+    tokens: dict[str, list[int]] = {}
+    right: dict[str, int] = {}
+    for event in events:
+        if isinstance(event, Sampled):
+            for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                tokens.setdefault(name, []).append(token)
+        elif isinstance(event, Verified):
+            right |= dict(zip(event.request_ids, event.accepted, strict=True))
+            before = (before[0] + sum(event.drafts), before[1] + sum(event.accepted))
+    names = [seq.request.request_id for seq in plan.seqs]
+    found: dict[str, Any] = {}
+    if tokens:
+        single = {name: ids[-1] for name, ids in tokens.items()}
+        found["sampled"] = [(tokens if name in right else single).get(name) for name in names]
+    if right:
+        found |= {"accepted": [right.get(name) for name in names], "verified": list(before)}
+    return found
+
+
+def several(sampled: int | Sequence[int] | None) -> list[int]:
+    """An entry of `sampled` as a list of tokens; none if it is null."""
+    if sampled is None:
+        return []
+    return [sampled] if isinstance(sampled, int) else list(sampled)
