@@ -25,7 +25,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from experiments.core.optional_imports import require
+from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
 from experiments.training.data import END, Data, held_out_batches, prepare, unigram, windows
 from experiments.training.forward import initial, loss
 from experiments.training.setup import Setup, hf_config
@@ -44,21 +45,15 @@ from pagedjax.device.models import llama
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.engine import compilations
 from pagedjax.text.tokenizer import Tokenizer
-from pagedjax.weights.convert import check_free, complete_folder
+from pagedjax.weights.convert import complete_folder
 from pagedjax.weights.orbax_checkpoint import PARAMS
 
 optax = require("optax")
 
 PROMPT = "The function"
 SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40, seed=0)
-Loss = dict[str, Any]  # {"step", "train", "held_out"}
 SEEDS = 2**32  # number of seeds, as in an engine
 # --- training ---------------------------------------------------------------------------------------------------------
-
-
-class State(NamedTuple):
-    params: nnx.State
-    optimiser: Any  # optax's state, which also counts the steps
 
 
 class Trainer(NamedTuple):
@@ -96,56 +91,13 @@ def make_trainer(setup: Setup, config: DecoderConfig, data: Data) -> Trainer:
     return Trainer(state, compiled, lambda params: float(np.mean([measure(params, part) for part in parts])))
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- the result -------------------------------------------------------------------------------------------------------
 
 
-def begin(out: Path, setup: Setup, data: Data) -> None:
-    """Create the run's folder, or check that an existing one belongs to the same run.
-
-    Raises:
-        ValueError: the folder belongs to another run (the message has all differences), or is no run's folder.
-    """
+def options(setup: Setup, data: Data) -> dict[str, Any]:
+    """What a run is known by: its options and its text."""
     digest = hashlib.sha256(data.train.tobytes() + data.held_out.tobytes()).hexdigest()
-    wanted = {**dataclasses.asdict(setup), "text": digest[:16]}
-    file = out / "run.json"
-    if not file.is_file():
-        check_free(out)
-        with complete_folder(out) as folder:
-            (folder / file.name).write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
-        return
-    try:
-        found = dict(json.loads(file.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); remove {out}, or give another --out") from error
-    both = {key: (wanted.get(key), found.get(key)) for key in wanted | found}
-    different = [f"{key} is {ours}, there {theirs}" for key, (ours, theirs) in both.items() if ours != theirs]
-    if different:
-        raise ValueError(
-            f"{out} holds another run: {'; '.join(different)}. Use its options (the text depends on the Python "
-            "version), give another --out, or remove it"
-        )
-
-
-def opened(out: Path) -> ocp.CheckpointManager:
-    """The checkpoints of a run. They are written atomically; the last two are kept."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    return ocp.CheckpointManager(out.absolute() / "checkpoints", options=options)
-
-
-def save(manager: ocp.CheckpointManager, step: int, state: State, losses: Sequence[Loss]) -> None:
-    parts = {"state": ocp.args.StandardSave(state), "losses": ocp.args.JsonSave(list(losses))}  # type: ignore[arg-type]
-    manager.save(step, args=ocp.args.Composite(**parts))
-
-
-def restore(manager: ocp.CheckpointManager, like: State) -> tuple[int, State, list[Loss]]:
-    """The last checkpoint -> (steps done, state, losses); without one, (0, `like`, [])."""
-    step = manager.latest_step()
-    if step is None:
-        return 0, like, []
-    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    parts = {"state": ocp.args.StandardRestore(shapes), "losses": ocp.args.JsonRestore()}  # type: ignore[arg-type]
-    found = manager.restore(step, args=ocp.args.Composite(**parts))
-    return step, found["state"], found["losses"]
+    return {**dataclasses.asdict(setup), "text": digest[:16]}
 
 
 def write_model(folder: Path, setup: Setup, tokenizer: Tokenizer, params: nnx.State) -> None:
@@ -170,7 +122,7 @@ def train(out: Path, setup: Setup, every: int, *, say: Callable[[str], None] = p
         ValueError: `out` belongs to another run, or is no run's folder.
     """
     data = prepare(setup.vocab)
-    begin(out, setup, data)
+    begin(out, options(setup, data))
     hf = hf_config(setup)
     trainer = make_trainer(setup, llama.from_hf(hf), data)
     with opened(out) as manager:

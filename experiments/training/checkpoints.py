@@ -1,0 +1,75 @@
+"""The folder of a training run, and its Orbax checkpoints: a killed run resumes from the last one, bit for bit.
+
+OUT/run.json            the options of the run; a command with other options is refused
+OUT/checkpoints/STEP/   parameters, optimiser, losses
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from pagedjax.weights.convert import check_free, complete_folder
+
+Loss = dict[str, Any]  # {"step", "train", "held_out"}
+
+
+class State(NamedTuple):
+    params: nnx.State
+    optimiser: Any  # optax's state, which also counts the steps
+
+
+def begin(out: Path, wanted: Mapping[str, Any]) -> None:
+    """Create the run's folder, or check that an existing one belongs to the same run.
+
+    Args:
+        wanted: the options that decide the run's result.
+
+    Raises:
+        ValueError: the folder belongs to another run (the message has all differences), or is no run's folder.
+    """
+    file = out / "run.json"
+    if not file.is_file():
+        check_free(out)
+        with complete_folder(out) as folder:
+            (folder / file.name).write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+        return
+    try:
+        found = dict(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); remove {out}, or give another --out") from error
+    both = {key: (wanted.get(key), found.get(key)) for key in dict(wanted) | found}
+    different = [f"{key} is {ours}, there {theirs}" for key, (ours, theirs) in both.items() if ours != theirs]
+    if different:
+        raise ValueError(
+            f"{out} holds another run: {'; '.join(different)}. Use its options (the text depends on the Python "
+            "version), give another --out, or remove it"
+        )
+
+
+def opened(out: Path) -> ocp.CheckpointManager:
+    """The checkpoints of a run. They are written atomically; the last two are kept."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    return ocp.CheckpointManager(out.absolute() / "checkpoints", options=options)
+
+
+def save(manager: ocp.CheckpointManager, step: int, state: State, losses: Sequence[Loss]) -> None:
+    parts = {"state": ocp.args.StandardSave(state), "losses": ocp.args.JsonSave(list(losses))}  # type: ignore[arg-type]
+    manager.save(step, args=ocp.args.Composite(**parts))
+
+
+def restore(manager: ocp.CheckpointManager, like: State) -> tuple[int, State, list[Loss]]:
+    """The last checkpoint -> (steps done, state, losses); without one, (0, `like`, [])."""
+    step = manager.latest_step()
+    if step is None:
+        return 0, like, []
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    parts = {"state": ocp.args.StandardRestore(shapes), "losses": ocp.args.JsonRestore()}  # type: ignore[arg-type]
+    found = manager.restore(step, args=ocp.args.Composite(**parts))
+    return step, found["state"], found["losses"]

@@ -1,0 +1,118 @@
+"""What a draft head learns from: a model's own outputs, its layers' outputs on them, and its next tokens' shares.
+
+Prompts are pieces of Python's documentation (data.py). The model continues each, half of them greedily and half of them
+at temperature 1. Then it reads prompts and outputs again, and keeps of each token
+
+    features    the outputs of the layers `taps`, in 16 bits
+    ids, shares the TOP likeliest next tokens and their probabilities
+
+Both are computed once and stored, because a training run reads every token several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from experiments.training.data import texts
+from experiments.training.draft_setup import DraftSetup
+from experiments.training.forward import dense, packed
+from pagedjax import LLM, SamplingParams
+from pagedjax.device import cache
+from pagedjax.device.models import Model
+from pagedjax.weights.pretrained import LoadedModel
+
+TOP = 8  # next tokens that are kept of each position
+TEMPERATURES = (0.0, 1.0)  # of outputs, in turn
+
+
+class Windows(NamedTuple):
+    """Windows of S tokens: a prompt and the model's output. Arrays of numpy, or of JAX in a training step."""
+
+    tokens: Any  # [n, S] int32
+    features: Any  # [n, S, taps * H] float16
+    ids: Any  # [n, S, TOP] int32: likely next tokens
+    shares: Any  # [n, S, TOP] float32: their probabilities
+
+
+def prompts(encode: Callable[[str], Sequence[int]], setup: DraftSetup) -> tuple[np.ndarray, np.ndarray]:
+    """[n, prompt] and [m, prompt] tokens from random places of the training and of the held-out text."""
+    found = []
+    for part, topics, count in zip((0, 1), texts(), (setup.windows, setup.held_out), strict=True):
+        tokens = np.array(encode("\n\n".join(topics)), np.int32)
+        places = np.random.default_rng((setup.seed, part)).integers(len(tokens) - setup.prompt, size=count)
+        found.append(tokens[places[:, None] + np.arange(setup.prompt)])
+    return found[0], found[1]
+
+
+def outputs(model: LoadedModel, several: np.ndarray, setup: DraftSetup) -> np.ndarray:
+    """[n, prompt + output]: the prompts and what the model says after each."""
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "token_buckets": (64, 512), "compilation": "lazy"}
+    width = setup.prompt + setup.output
+    llm = LLM(model, max_model_len=width, num_blocks=64 * -(-width // 16), **sizes, progress=False, seed=setup.seed)
+    params = [
+        SamplingParams(temperature=TEMPERATURES[i % 2], max_tokens=setup.output, ignore_eos=True, seed=i)
+        for i in range(len(several))
+    ]
+    answers = llm.generate([p.tolist() for p in several], params)
+    return np.array([[*p, *a.outputs[0].token_ids] for p, a in zip(several, answers, strict=True)], np.int32)
+
+
+def read(model: Model, taps: Sequence[int], windows: np.ndarray, at_a_time: int = 8) -> Windows:
+    """Have the model read windows [n, S]."""
+    c, (n, s) = model.config, windows.shape
+    top = min(TOP, c.vocab_size)
+
+    @jax.jit
+    def step(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        module, b = nnx.merge(model.graphdef, params), len(tokens)
+        pages = cache.init(
+            layers=c.layers, blocks=b - 1, block_size=s, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=model.dtype
+        )
+        _, hidden, found = module.hidden(pages, packed(tokens), partial(dense, scale=c.attn_scale), taps)
+        shares, ids = jax.lax.top_k(jax.nn.softmax(module.logits(hidden), axis=0).T, top)
+        return jnp.concatenate(found).T.astype(jnp.float16), ids, shares
+
+    parts = []
+    for i in tqdm(range(0, n, at_a_time), desc="features", unit="batch", leave=False):
+        rows = windows[i : i + at_a_time]
+        padded = np.concatenate([rows, np.zeros((at_a_time - len(rows), s), np.int32)])
+        parts.append([np.asarray(x).reshape(at_a_time, s, -1)[: len(rows)] for x in step(model.params, padded)])
+    return Windows(windows, *(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def vocabulary(windows: Windows, size: int, vocab_size: int) -> np.ndarray:
+    """[size] the ids of the likeliest next tokens over all windows, ascending, of `vocab_size` tokens."""
+    total = np.bincount(windows.ids.reshape(-1), windows.shares.reshape(-1), minlength=vocab_size)
+    most = np.argsort(-total, kind="stable")[:size]
+    return np.sort(most).astype(np.int32)
+
+
+def store(file: Path, windows: Windows) -> None:
+    """Write windows, atomically."""
+    part = file.with_suffix(".part")
+    with part.open("wb") as stream:
+        np.savez(stream, **windows._asdict())
+    part.replace(file)
+
+
+def stored(file: Path) -> Windows:
+    with np.load(file) as found:
+        return Windows(**{name: found[name] for name in Windows._fields})
+
+
+def batch(windows: Windows, setup: DraftSetup, step: int) -> Windows:
+    """The windows of a training step, which depend on seed and step only: every epoch has another order."""
+    n = len(windows.tokens)
+    several = n // setup.batch  # steps of an epoch
+    order = np.random.default_rng((setup.seed, 2, step // several)).permutation(n)
+    rows = np.sort(order[step % several * setup.batch :][: setup.batch])
+    return Windows(*(column[rows] for column in windows))

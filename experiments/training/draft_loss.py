@@ -1,0 +1,99 @@
+"""The loss of a draft head: drafts of several tokens ahead, as it will make them (EAGLE-3's training-time test).
+
+In pass 0 each position has the true feature of the token before. In pass s it has what the head itself made of that
+token in pass s - 1. Position i of pass s is the draft that an engine makes s tokens after the last known one. It sees
+the true keys of the tokens up to i - s, and behind them the keys of earlier passes, as an engine's cache has them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from experiments.training.draft_data import Windows
+from experiments.training.forward import packed
+from pagedjax.device import cache
+from pagedjax.device.models.decoder import Decoder
+from pagedjax.device.models.eagle import Eagle
+
+LATER = 0.8  # weight of a pass over that of the one before
+
+Pages = tuple[jax.Array, jax.Array]  # keys and values of one pass, [B, K, S, D]
+
+
+def shifted(x: jax.Array, by: int) -> jax.Array:
+    """[B, K, S, D] with each token in the place of the one `by` later; zeros in front."""
+    return jnp.pad(x, ((0, 0), (0, 0), (by, 0), (0, 0)))[:, :, : x.shape[2]]
+
+
+def attend_over(earlier: list[Pages], scale: float):
+    """An `Attend` for pass s = len(earlier), over the true keys (pass 0) and those of the passes between."""
+
+    def attend(q, k_pages, v_pages, *_, window: int | None, soft_cap: float | None) -> jax.Array:
+        assert (window, soft_cap) == (None, None), "a head has neither"
+        passes, (b, k, s, d) = [*earlier, (k_pages, v_pages)], k_pages.shape
+        last = len(passes) - 1
+        queries = q.reshape(b, s, k, -1, d)
+        keys, values = passes[0]
+        place = jnp.arange(s)
+        true = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
+        scores = [jnp.where(place[:, None] - last >= place, true, -jnp.inf)]
+        own = [(shifted(one[0], m), shifted(one[1], m)) for m, one in enumerate(passes[:0:-1])]  # pass s - m, at i - m
+        for m, (key, _) in enumerate(own):
+            each = jnp.einsum("bskgd,bksd->bkgs", queries, key)
+            scores.append(jnp.where(place >= m, each, -jnp.inf)[..., None])
+        # the first tokens have no true key in later passes; without a finite score a softmax is NaN
+        scores = jnp.maximum(scale * jnp.concatenate(scores, axis=-1), -1e9)
+        weights = jax.nn.softmax(scores, axis=-1)
+        found = jnp.einsum("bkgst,bktd->bskgd", weights[..., :s], values)
+        for m, (_, value) in enumerate(own):
+            found += jnp.einsum("bkgs,bksd->bskgd", weights[..., s + m], value)
+        return found.reshape(q.shape)
+
+    return attend
+
+
+def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> list[jax.Array]:
+    """The logits of each pass, [B, S, V'].
+
+    Args:
+        embedded: [H, B * S] of the model.
+    """
+    c, (b, s) = head.config.layer, windows.tokens.shape
+    batch, found, earlier = packed(windows.tokens), [], []
+    outputs = windows.features.reshape(b * s, -1).T.astype(embedded.dtype)
+    feature = head.fuse(outputs)
+    for _ in range(passes):
+        before = jnp.pad(feature.reshape(-1, b, s), ((0, 0), (0, 0), (1, 0)))[:, :, :s].reshape(-1, b * s)
+        sizes = {"layers": 1, "blocks": b - 1, "block_size": s, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
+        pages = cache.init(**sizes, dtype=str(embedded.dtype))
+        u, k, v = head.layer(embedded, before, pages.k[0], pages.v[0], batch, attend_over(earlier, c.attn_scale))
+        earlier.append((k, v))
+        found.append(head.drafted_logits(u).T.reshape(b, s, -1))
+        feature = u
+    return found
+
+
+def loss(head: Eagle, model: Decoder, place: jax.Array, windows: Windows, passes: int) -> tuple[jax.Array, jax.Array]:
+    """(mean cross entropy with the model's next tokens, [passes] share of positions where the best token is the same).
+
+    Tokens that the head does not draft are no target: a position counts as much as the targets' shares that are left.
+
+    Args:
+        model: its embedding is used, and not trained.
+        place: [V] of each token its place in the head's vocabulary, -1 without one.
+    """
+    embedded = model.embedded(packed(windows.tokens))
+    places = place[windows.ids]
+    shares = jnp.where(places >= 0, windows.shares, 0.0)
+    at = jnp.arange(windows.tokens.shape[1])
+    total, weight, same = jnp.zeros(()), 0.0, []
+    for i, logits in enumerate(drafts(head, embedded, windows, passes)):
+        logp = jax.nn.log_softmax(logits, axis=-1)
+        each = -(shares * jnp.take_along_axis(logp, jnp.maximum(places, 0), axis=-1)).sum(-1)
+        real = at >= i  # in a later pass, the first tokens have no draft before them
+        total += LATER**i * jnp.where(real, each, 0.0).sum() / jnp.where(real, shares.sum(-1), 0.0).sum()
+        weight += LATER**i
+        best = (logits.argmax(-1) == places[..., 0]) & real
+        same.append(best.sum() / (real.sum() * len(windows.tokens)))
+    return total / weight, jnp.stack(same)

@@ -1,0 +1,266 @@
+"""Trains a draft head (pagedjax/device/models/eagle.py) for a model, on the model's own outputs, in minutes.
+
+    python -m experiments.training.train_draft --out runs/draft                       # the same command resumes
+    python -m experiments.training.train_draft --out runs/short --steps 60 --windows 64
+    pagedjax generate "The function" --speculative-config '{"method": "eagle", "model": "runs/draft/head"}'
+
+The prompts are pieces of Python's documentation, so nothing is downloaded. Every `--every` steps the command prints
+losses, and the share of held-out tokens of which the first, second and third draft is the model's best token. At the
+end an engine drafts with the head for held-out prompts, and the command prints how many drafts it accepts.
+
+    OUT/run.json            the options of the run; a command with other options is refused
+    OUT/windows.npz, held_out.npz   prompts, the model's outputs, and its layers' outputs on both
+    OUT/checkpoints/STEP/   parameters, optimiser, losses. A killed run resumes from the last one, bit for bit
+    OUT/head/               a folder for speculative.model
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from experiments.core.optional_imports import require
+from experiments.training import draft_data
+from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
+from experiments.training.draft_data import Windows
+from experiments.training.draft_loss import loss
+from experiments.training.draft_setup import DraftSetup
+from pagedjax import LLM, SamplingParams, load_model
+from pagedjax.device.models import Model
+from pagedjax.device.models.eagle import Eagle, assemble_eagle, blank_eagle, eagle_config
+from pagedjax.engine import compilations
+from pagedjax.host.types import Verified
+from pagedjax.weights.draft_model import write_eagle
+from pagedjax.weights.pretrained import LoadedModel
+from pagedjax.weights.tree import named, nested
+
+optax = require("optax")
+
+SEEDS = 2**32
+DRAFTS = 3  # of a sequence in a step, in the measurement at the end
+
+
+class Acceptance(NamedTuple):
+    """What an engine saw of a head: drafts, accepted ones, and rows with drafts."""
+
+    drafts: int
+    accepted: int
+    rows: int
+
+    @property
+    def share(self) -> float:
+        return self.accepted / self.drafts
+
+    @property
+    def tokens_a_step(self) -> float:
+        return 1 + self.accepted / self.rows
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """A head that begins as the model's own output: its feature is the last layer's, its head the model's.
+
+    Returns:
+        (structure, parameters to train, the rest)
+    """
+    config = eagle_config(model.config, len(ids))
+    rng, target = np.random.default_rng((seed, 3)), named(model.params)
+    values = {name: _drawn(name, x.shape, rng) for name, x in named(blank_eagle(config, "float32")[1]).items()}
+    hidden = model.config.hidden
+    values["fuse.weight"][:, -hidden:] = np.eye(hidden)  # the last tap is the last layer
+    values["join.weight"][:, hidden:] = np.eye(hidden)
+    projection = np.asarray(target.get("head.weight", target["embed"]), np.float32)
+    scales = target.get("head.weight_scales", target.get("embed_scales"))
+    values["head.weight"] = (projection if scales is None else projection * np.asarray(scales)[:, None])[ids]
+    arrays = {name: jnp.asarray(x) for name, x in values.items()}
+    head = nnx.merge(*assemble_eagle(config, ids, nested(arrays), "float32"))
+    graphdef, params, rest = nnx.split(head, nnx.Param, ...)
+    return graphdef, params, rest
+
+
+def _drawn(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Matrices are normal, of deviation 1 / sqrt(columns), and small where they add to the feature; norms are ones."""
+    if len(shape) == 1:
+        return np.zeros(shape, np.float32) if name.endswith("bias") else np.ones(shape, np.float32)
+    small = 0.1 if name.endswith(("fuse.weight", "join.weight", "out.weight", "down.weight")) else 1.0
+    return np.float32(small * shape[-1] ** -0.5) * rng.standard_normal(shape, np.float32)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class Trainer(NamedTuple):
+    start: State
+    update: Callable[[State, Windows], tuple[State, jax.Array]]  # -> (state, loss); the state is donated
+    measure: Callable[[nnx.State, Windows], tuple[float, list[float]]]  # -> loss, share of right drafts by pass
+
+
+def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
+    """The initial state and the compiled functions of a run."""
+    graphdef, params, rest = initial(model, ids, setup.seed)
+    place = np.full(model.config.vocab_size, -1, np.int32)
+    place[ids] = np.arange(len(ids))
+    warm_up = max(1, setup.steps // 10)
+    rates = optax.warmup_cosine_decay_schedule(0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 20)
+    method = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.95, weight_decay=0.01))
+
+    def loss_of(params: nnx.State, model_params: Any, windows: Windows) -> tuple[jax.Array, jax.Array]:
+        head: Eagle = nnx.merge(graphdef, params, rest)
+        return loss(head, nnx.merge(model.graphdef, model_params), jnp.asarray(place), windows, setup.passes)
+
+    def update(state: State, model_params: Any, windows: Windows) -> tuple[State, jax.Array]:
+        (value, _), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, model_params, windows)
+        changes, after = method.update(gradients, state.optimiser, state.params)
+        return State(optax.apply_updates(state.params, changes), after), value
+
+    state = jax.device_put(State(params, method.init(params)), jax.devices()[0])
+    compiled, measured = jax.jit(update, donate_argnums=0), jax.jit(loss_of)
+
+    def measure(params: nnx.State, windows: Windows) -> tuple[float, list[float]]:
+        found = [
+            measured(params, model.params, Windows(*(x[i : i + setup.batch] for x in windows)))
+            for i in range(0, len(windows.tokens) - setup.batch + 1, setup.batch)
+        ]
+        same = np.mean([np.asarray(same) for _, same in found], axis=0)
+        return float(np.mean([float(value) for value, _ in found])), same.tolist()
+
+    return Trainer(state, lambda state, windows: compiled(state, model.params, windows), measure)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def prepared(out: Path, model: LoadedModel, setup: DraftSetup, say: Callable[[str], None]) -> tuple[Windows, Windows]:
+    """The training windows and the held-out windows, from the run's folder if they are there."""
+    files, taps = (out / "windows.npz", out / "held_out.npz"), eagle_config(model.model.config, 1).taps
+    for file, several in zip(files, draft_data.prompts(model.tokenizer.encode, setup), strict=True):
+        if not file.is_file():
+            began = time.perf_counter()
+            windows = draft_data.outputs(model, several, setup)
+            middle = time.perf_counter()
+            draft_data.store(file, draft_data.read(model.model, taps, windows))
+            say(f"{file}: outputs {middle - began:.0f} s, features {time.perf_counter() - middle:.0f} s")
+    return draft_data.stored(files[0]), draft_data.stored(files[1])
+
+
+@compilations.disk_cache()  # for the process that continues after a kill
+def train(out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None] = print) -> list[Loss]:
+    """Train, or resume the run in `out`, and write its head's folder -> the losses of every `every` steps.
+
+    Raises:
+        ValueError: `out` belongs to another run, or is no run's folder; the model cannot have a head.
+    """
+    model = load_model(setup.model, dtype="float32")
+    if any(kind.window for kind in model.model.config.kinds) or model.model.config.attn_cap:
+        raise ValueError(f"{setup.model} has windows or a cap of scores; the training of a head does not support them")
+    begin(out, dataclasses.asdict(setup))
+    windows, held_out = prepared(out, model, setup, say)
+    ids = draft_data.vocabulary(windows, setup.vocabulary, model.model.config.vocab_size)
+    trainer = make_trainer(setup, model.model, ids)
+    with opened(out) as manager:
+        done, state, losses = restore(manager, trainer.start)
+        say(about(model.model, state.params, windows, held_out, ids) + (f"; {done} steps are done" if done else ""))
+        say(f"{'step':>6} {'train':>7} {'held out':>9}  right drafts by place {'s/step':>8}")
+        while done < setup.steps:
+            count, began, values = min(every - done % every, setup.steps - done), time.perf_counter(), []
+            for step in range(done, done + count):
+                state, value = trainer.update(state, draft_data.batch(windows, setup, step))
+                values.append(value)
+            mean = float(np.mean(jax.device_get(values)))
+            seconds = (time.perf_counter() - began) / count
+            done += count
+            value, right = trainer.measure(state.params, held_out)
+            losses = [*losses, {"step": done, "train": mean, "held_out": value, "right": right}]
+            save(manager, done, state, losses)
+            shares = " ".join(f"{100 * share:5.1f} %" for share in right)
+            say(f"{done:6} {mean:7.3f} {value:9.3f}  {shares:21} {seconds:8.2f}")
+    folder = out / "head"
+    if not folder.exists():
+        write_eagle(folder, model.model.config, ids.tolist(), state.params)
+    found = accepted(model, folder, held_out.tokens[:, : setup.prompt], setup.output)
+    say(
+        f"{folder}: an engine accepts {100 * found.share:.1f} % of {found.drafts} drafts for held-out prompts, "
+        f"{found.tokens_a_step:.2f} tokens of a sequence a step"
+    )
+    return losses
+
+
+def about(model: Model, params: nnx.State, windows: Windows, held_out: Windows, ids: np.ndarray) -> str:
+    size, known = sum(x.size for x in jax.tree.leaves(params)), np.zeros(model.config.vocab_size, bool)
+    known[ids] = True
+    share = float((known[held_out.ids] * held_out.shares).sum() / held_out.shares.sum())
+    return (
+        f"{size:,} parameters, {windows.tokens.size:,} tokens to train on, {held_out.tokens.size:,} held out; the "
+        f"{len(ids)} tokens of the head have {100 * share:.1f} % of what the model says there"
+    )
+
+
+def accepted(model: LoadedModel, folder: Path, prompts: np.ndarray, output: int) -> Acceptance:
+    """What an engine accepts of a head's drafts when it continues prompts [n, length] greedily."""
+    width = prompts.shape[1] + output
+    sizes = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "max_model_len": width,
+        "num_blocks": 8 * (width // 16 + 1),
+    }
+    options = {"method": "eagle", "model": str(folder), "num_tokens": DRAFTS, "adaptive": False}
+    engine = LLM(model, speculative=options, compilation="lazy", progress=False, **sizes).engine
+    for i, prompt in enumerate(prompts):
+        engine.add(str(i), prompt.tolist(), SamplingParams(temperature=0, max_tokens=output, ignore_eos=True))
+    total = Acceptance(0, 0, 0)
+    while (result := engine.step()) is not None:
+        for event in result.events:
+            if isinstance(event, Verified):
+                more = sum(event.drafts), sum(event.accepted), len(event.request_ids)
+                total = Acceptance(*(a + b for a, b in zip(total, more, strict=True)))
+    return total
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
+    parser.add_argument("--every", type=int, default=40, help="steps between checkpoints (default: %(default)s)")
+    for field in dataclasses.fields(DraftSetup):
+        kind = {"default": field.default, "type": type(field.default), "help": "default: %(default)s"}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", **kind)
+    args = parser.parse_args(argv)
+    setup = DraftSetup(**{field.name: getattr(args, field.name) for field in dataclasses.fields(DraftSetup)})
+    counts = "steps", "vocabulary", "windows", "held_out", "prompt", "output", "batch", "passes"
+    for name in ("every", *counts):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name} is {value}; it must be at least 1; leave it out for the default")
+    for name in ("windows", "held_out"):
+        if (value := getattr(args, name)) < setup.batch:
+            parser.error(f"--{name} is {value}, below --batch {setup.batch}; raise it, or lower --batch")
+    if not 0 <= setup.seed < SEEDS:
+        parser.error(f"--seed is {setup.seed}; it must be in [0, 2**32): choose another")
+    try:
+        train(args.out, setup, args.every, say=partial(print, flush=True))
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command resumes from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
