@@ -100,7 +100,7 @@ class SimulatedEngine:
             ValueError: whole batches with a policy under which requests join a batch, or an option that a simulation
                 ignores.
         """
-        refuse_unfelt(config, simulate)
+        refuse_unfelt(config, simulate, guesses)
         if simulate.whole_batches and config.policy != "static":
             raise ValueError(
                 f"simulate.whole_batches with engine.policy {config.policy!r}, under which requests join a batch; "
@@ -219,14 +219,14 @@ def accepted(arrival: int, length: int, k: int, probability: float) -> int:
     return k
 
 
-def refuse_unfelt(config: EngineConfig, simulate: Simulate) -> None:
+def refuse_unfelt(config: EngineConfig, simulate: Simulate, guesses: Guesses | None) -> None:
     """Raises ValueError for options that change the times of a real engine but not those of a simulated one."""
     if config.lookahead:
         raise ValueError(
             f"engine.lookahead is {config.lookahead}, and a simulated step hides no host time behind the "
             "device; set it to 0, and simulate.host_s to the host time that is not hidden"
         )
-    if (config.speculative is None) != (simulate.acceptance is None):
+    if (config.speculative is None) != (simulate.acceptance is None and guesses is None):
         has, lacks = ("engine.speculative", "simulate.acceptance")
         if config.speculative is None:
             has, lacks = lacks, has
@@ -249,7 +249,9 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
         raise ValueError(f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower it")
     blocks, size = config.num_blocks, config.block_size * shape.token_bytes
     if memory is None and blocks is None:
-        raise ValueError("without a chip there is no memory to size the cache by; set cache_tokens or engine.num_blocks")
+        raise ValueError(
+            "without a chip there is no memory to size the cache by; set cache_tokens or engine.num_blocks"
+        )
     if memory is not None:
         free = memory - shape.total_bytes
         if blocks is None:

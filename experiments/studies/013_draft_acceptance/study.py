@@ -46,7 +46,13 @@ TABLE_1 = {  # faster, operations; the paper's table has c = 0
     Setting(0.9, 2): (2.71, 1.11),
     Setting(0.9, 10): (6.86, 1.60),
 }
-COSTLY = (Setting(0.75, 7, 0.02), Setting(0.8, 7, 0.04), Setting(0.8, 5, 0.1), Setting(0.6, 5, 0.2), Setting(0.5, 5, 0.3))
+COSTLY = (
+    Setting(0.75, 7, 0.02),
+    Setting(0.8, 7, 0.04),
+    Setting(0.8, 5, 0.1),
+    Setting(0.6, 5, 0.2),
+    Setting(0.5, 5, 0.3),
+)
 CURVES = {"acceptances": (0.5, 0.7, 0.8, 0.9), "drafts": (1, 2, 3, 5, 7, 10), "costs": (0.0, 0.1)}
 
 
