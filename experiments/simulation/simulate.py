@@ -249,9 +249,7 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
         raise ValueError(f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower it")
     blocks, size = config.num_blocks, config.block_size * shape.token_bytes
     if memory is None and blocks is None:
-        raise ValueError(
-            "without a chip there is no memory to size the cache by; set cache_tokens or engine.num_blocks"
-        )
+        raise ValueError("no chip, so no memory to size the cache by; set cache_tokens or engine.num_blocks")
     if memory is not None:
         free = memory - shape.total_bytes
         if blocks is None:

@@ -152,8 +152,8 @@ def answer(drawn: Faster) -> list[str]:
         )
     return [
         *sentences,
-        f"The sources of the claims do not give the acceptance, and {ISSUE} not the number of drafts; ours has {DRAFTS} "
-        f"drafts, and the range is over acceptances from {LIKELY[0]:g} to {LIKELY[-1]:g}.",
+        f"The acceptance is not known for the sources of the claims, and the number of drafts is not for {ISSUE}; ours "
+        f"has {DRAFTS} drafts, and the range is over acceptances from {LIKELY[0]:g} to {LIKELY[-1]:g}.",
     ]
 
 
