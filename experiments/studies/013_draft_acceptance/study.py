@@ -111,8 +111,8 @@ def run(folder: Path, quick: bool) -> Findings:
 
 def over(run: Run, plain: float) -> Run:
     """The run with its rates as times those of plain decoding."""
-    low, middle, high, *rest = run.faster
-    return run._replace(faster=Interval(low / plain, middle / plain, high / plain, *rest))
+    low, middle, high, kind, n = run.faster
+    return run._replace(faster=Interval(low / plain, middle / plain, high / plain, kind, n))
 
 
 def table_claims(found: Mapping[Setting, Run]) -> list[Claim]:
