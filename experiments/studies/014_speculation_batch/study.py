@@ -154,8 +154,8 @@ def answer(drawn: Faster) -> list[str]:
     return [
         *sentences,
         f"Against {FIXED}, `adaptive` is worst with times {worst.cost}, batch {worst.batch} and acceptance "
-        f"{worst.acceptance:g}: {rounded(share)} times as fast. Where a step verifies few drafts, its running average of "
-        "acceptance may fall below what pays, and then it is corrected by one draft in 32 steps.",
+        f"{worst.acceptance:g}: {rounded(share)} times as fast. Where a step verifies few drafts, its running average "
+        "of acceptance may fall below what pays, and then it is corrected by one draft in 32 steps.",
         f"The acceptance is not known for the sources of the claims, and the number of drafts is not for {ISSUE}; ours "
         f"has {DRAFTS} drafts, and the range is over acceptances from {LIKELY[0]:g} to {LIKELY[-1]:g}.",
     ]

@@ -49,7 +49,13 @@ def work_of(encode: Any, batch: int, output: int) -> Workload:
     """Requests that continue Python's documentation, all at once."""
     tokens = list(encode("\n".join(topics[name] for name in sorted(topics))[: 40 * PROMPT * batch]))
     prompts = [tokens[i * PROMPT : (i + 1) * PROMPT] for i in range(batch)]
-    engine = {"max_num_seqs": batch, "max_num_batched_tokens": BUDGET, "max_model_len": PROMPT + output}
+    sizes = {batch * (1 + k) for k in range(DRAFTS + 1)} | {BUDGET}  # a step with k drafts is not padded
+    engine = {
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": BUDGET,
+        "token_buckets": tuple(sorted(sizes)),
+        "max_model_len": PROMPT + output,
+    }
     return Workload(f"batch of {batch}", prompts, [output] * batch, engine)
 
 

@@ -224,12 +224,14 @@ def test_oracle_errs_as_often_as_asked():
 
 def test_measured_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "DEFAULT_MODEL", str(tiny_folder))
-    monkeypatch.setattr(measured, "QUICK", measured.Size((1, 2), (1.0,), 24, 1))
+    monkeypatch.setattr(measured, "QUICK", measured.Size((2,), (1.0,), 24, 1))
+    monkeypatch.setattr(measured, "BUDGET", 32)
+    monkeypatch.setattr(measured, "PROMPT", 16)
     monkeypatch.setattr(measured, "expected", lambda acceptance: 4.0)
     found = measured.run(tmp_path, quick=True)
     (claim,) = found.claims
     assert claim.ours.middle == pytest.approx(1 + (3 * 5 + 2) / 6), "23 tokens after the first: 5 x 4 and 3"
-    assert len(found.tables[0].splitlines()) == 2 + 2 * 3
+    assert len(found.tables[0].splitlines()) == 2 + 3
     assert "a = 1:" in found.answer[0]
 
 
