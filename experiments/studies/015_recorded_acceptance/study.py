@@ -190,4 +190,5 @@ def answer(claims: Sequence[Claim], rows: Sequence[tuple[Any, ...]], few: int) -
         f"simulator by {100 * worst:.1f} % at most.",
         f"In the table, of the first {few} requests of each file, adaptive drafts are never less than "
         f"{rounded(least[4])} times as fast as none ({least[0]}, {least[1]}, batch {least[2]}).",
+        f"The recordings are not shipped here. {FETCH} with `--traces`.",
     ]
