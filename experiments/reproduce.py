@@ -2,8 +2,8 @@
 
 Runs the studies of experiments/studies and writes README.md, figures and findings.json into the folder of each, and
 REPRODUCTION.md: every published number, ours with its interval, their ratio, and whether they agree or why not. Without
-names all studies run, in under half an hour on two cores. Studies that do not run keep their last findings. The study
-of recorded traces (012) needs --traces, which this repository does not have; without it, its findings stay.
+names all studies run, in under half an hour on two cores. Studies that do not run keep their last findings. Studies of
+recorded traces (012, 015) need --traces, which this repository does not have; without it, their findings stay.
 
 --out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick, whose numbers are no
 result: without --out it writes to runs/reproduction.
@@ -23,8 +23,7 @@ from typing import Any
 
 from experiments.core.environment import cpu_model, git_state, usable_cores
 from experiments.core.optional_imports import require
-from experiments.core.workloads import AZURE
-from experiments.studies.findings import Claim, Findings, Interval, markdown, rounded, times
+from experiments.studies.findings import Claim, Findings, Interval, NoTraces, markdown, rounded, times
 
 STUDIES = Path(__file__).parent / "studies"
 ROOT = Path(__file__).parents[1]
@@ -201,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("studies", nargs="*", help="numbers or names of studies (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer requests and seeds, as a test of the program")
     parser.add_argument(
-        "--traces", type=Path, metavar="FOLDER", help="folder of the CSV files of the Azure LLM traces of 2023"
+        "--traces", type=Path, metavar="FOLDER", help="folder of the recorded files of studies 012 and 015"
     )
     parser.add_argument(
         "--out",
@@ -219,12 +218,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folders = place or STUDIES
     for name in wanted:
         if hasattr(module(name), "TRACES") and options.traces is None:
-            print(f"{name}: keeps its last findings; it needs --traces FOLDER. {AZURE}", file=sys.stderr)
+            print(f"{name}: keeps its last findings; it needs --traces FOLDER. {module(name).FETCH}", file=sys.stderr)
             continue
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
             found = run(name, options.quick, options.traces)
         except ValueError as error:
+            if isinstance(error, NoTraces) and not options.studies:
+                print(f"{name}: keeps its last findings; {error}", file=sys.stderr)
+                continue
             print(f"error: {error}", file=sys.stderr)
             return 2
         write(found, folders / name)

@@ -155,6 +155,7 @@ SHAPES = {
     "opt-175b": Shape(96, 12288, 96, 96, 128, 49152, 50272, 2048, gated=False, tied=True),
     "llama-13b": Shape(40, 5120, 40, 40, 128, 13824, 32000, 2048),
     "llama-3-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 8192),
+    "llama-3.1-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 131072),
     "llama-3-70b": Shape(80, 8192, 64, 8, 128, 28672, 128256, 8192),
     "mistral-7b": Shape(32, 4096, 32, 8, 128, 14336, 32000, 32768),
     "yi-34b": Shape(60, 7168, 56, 8, 128, 20480, 64000, 32768),
@@ -275,6 +276,7 @@ class Simulate:
 
     chip: a name of cost.CHIPS. chips: the number of chips that share the model, without a cost.
     fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl.
+    step_s: seconds of every step, in place of a chip: its time does not depend on what it computes.
     model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its config.json.
     bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the bound.
     padded: the time of a step is that of its bucket; False: that of its real tokens.
@@ -290,6 +292,7 @@ class Simulate:
     chip: str | None = None
     chips: int = 1
     fit: str | None = None
+    step_s: float | None = None
     model: str | None = None
     bandwidth_share: float = 1.0
     rate_share: float = 1.0
@@ -302,21 +305,25 @@ class Simulate:
     draft_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if (self.chip is None) == (self.fit is None):
-            raise ValueError("needs one of chip (a name) and fit (a folder of a measured run)")
+        if [self.chip, self.fit, self.step_s].count(None) != 2:
+            raise ValueError(
+                "needs one of chip (a name), fit (a folder of a measured run) and step_s (seconds of every step)"
+            )
         if self.chip is not None:
             one_of("chip", self.chip, tuple(CHIPS))
         if self.model is not None:
             one_of("model", self.model, tuple(SHAPES))
         if self.chips < 1:
             raise ValueError(f"chips is {self.chips}; it must be at least 1")
-        if self.fit is not None:
+        if self.step_s is not None and self.step_s <= 0:
+            raise ValueError(f"step_s is {self.step_s}; it must be above 0 seconds")
+        if self.chip is None:
+            given = "measured steps (fit) do" if self.fit is not None else "a constant step (step_s) does"
             for name in ("chips", "bandwidth_share", "rate_share", "batched_moves"):
                 value = getattr(self, name)
                 if value != getattr(Simulate, name):
                     raise ValueError(
-                        f"{name} is {value}, and measured steps (fit) do not depend on it; leave it out, or give "
-                        "a chip in place of fit"
+                        f"{name} is {value}, and {given} not depend on it; leave it out, or give a chip in its place"
                     )
         if self.acceptance is not None and not 0.0 <= self.acceptance <= 1.0:
             raise ValueError(f"acceptance is {self.acceptance}; it must be a probability, from 0 to 1")
@@ -332,5 +339,5 @@ class Simulate:
     def name(self) -> str:
         """The name of the device in a summary."""
         if self.chip is None:
-            return f"{SIMULATED}, fitted"
+            return f"{SIMULATED}, {'fitted' if self.fit is not None else 'constant step'}"
         return f"{SIMULATED} {self.chip}" + (f" x {self.chips}" if self.chips > 1 else "")

@@ -2,6 +2,7 @@
 
     simulate: {chip: h200, model: llama-3-8b}      # a roofline, see cost.py
     simulate: {fit: runs/w1/0123456789ab/0}        # the measured steps of a run
+    simulate: {step_s: 1.0}                        # every step takes the same time
 
 This section is the only difference in a config: driver, events, records, summary and report are the same. Tokens have
 no meaning, so requests end at their max_tokens and `sampling.ignore_eos` must be true; the workload draws the lengths.
@@ -11,7 +12,7 @@ Time is virtual: nothing sleeps, and the load of the machine does not change a r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,12 +29,22 @@ from pagedjax.host import policies, scheduler
 from pagedjax.host.drafts import Sample, kept
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
-from pagedjax.host.types import Event, Finished, Plan, StepResult
+from pagedjax.host.types import Event, Finished, Plan, Seq, StepResult
 from pagedjax.params import SamplingParams
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+
+class Guess(NamedTuple):
+    """The drafts of a sequence for its next step."""
+
+    drafts: int
+    right: int  # of the first ones, how many the target accepts
+
+
+Guesses = Callable[[Seq, int, int], Guess]  # (sequence, its known tokens, most drafts) -> its drafts
 
 
 class WholeBatch(NamedTuple):
@@ -71,15 +82,25 @@ class SimulatedEngine:
     """The methods of an engine that a driver uses, in virtual time. `now`: seconds since construction or reset."""
 
     def __init__(
-        self, config: EngineConfig, seconds: StepTime, *, vocab_size: int, host_blocks: int = 0, simulate: Simulate
+        self,
+        config: EngineConfig,
+        seconds: StepTime,
+        *,
+        vocab_size: int,
+        host_blocks: int = 0,
+        simulate: Simulate,
+        guesses: Guesses | None = None,
     ) -> None:
         """`config` must give max_model_len, num_blocks and token_buckets; see `resolved`.
+
+        Args:
+            guesses: the drafts of each sequence, for example recorded ones; None draws them by simulate.acceptance.
 
         Raises:
             ValueError: whole batches with a policy under which requests join a batch, or an option that a simulation
                 ignores.
         """
-        refuse_unfelt(config, simulate)
+        refuse_unfelt(config, simulate, guesses)
         if simulate.whole_batches and config.policy != "static":
             raise ValueError(
                 f"simulate.whole_batches with engine.policy {config.policy!r}, under which requests join a batch; "
@@ -87,6 +108,7 @@ class SimulatedEngine:
             )
         self.config, self.now = config, 0.0
         self._seconds, self._vocab_size, self._simulate = seconds, vocab_size, simulate
+        self._guesses = guesses or independent(simulate.acceptance or 0.0)
         self._spare = config.speculative.num_tokens if config.speculative else 0
         self._policy, self._limits = policies.find(config.policy), limits(config, host_blocks)
         self.reset()
@@ -129,11 +151,8 @@ class SimulatedEngine:
         if not self.has_work:
             return None
         started = self.now
-        offered, speculative = {}, self.config.speculative
-        if speculative and self.config.token_buckets:
-            facts = speculative, self.scheduler_state.running, self.config.token_buckets
-            decodes, k = drafting.wanted(self._drafting, *facts)
-            offered = {name: k for name, _ in decodes} if k else {}
+        guessed = self._guess()
+        offered = {name: guess.drafts for name, guess in guessed.items()}
         state, plan = scheduler.schedule(self.scheduler_state, self._policy, offered)
         ended = self._batch.contexts
         padded = self._padded(plan.num_tokens + len(ended))
@@ -147,7 +166,7 @@ class SimulatedEngine:
         ]
         for i, k in enumerate(plan.drafts):
             seq, length = plan.seqs[i], plan.lengths[i]
-            right = accepted(seq.arrival, length, k, self._simulate.acceptance or 0.0)
+            right = min(guessed[seq.request_id].right, k) if k else 0
             tokens = [(seq.arrival * 7919 + length + j) % vocabulary for j in range(right + 1)]
             if self._sequences:  # accepted drafts are in the tokens
                 self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
@@ -166,11 +185,27 @@ class SimulatedEngine:
         self._drafting = drafting.learned(self._drafting, result)
         return result
 
+    def _guess(self) -> Mapping[str, Guess]:
+        """By sequence id, the drafts for the next step."""
+        running, speculative, buckets = self.scheduler_state.running, self.config.speculative, self.config.token_buckets
+        if not (speculative and buckets):
+            return {}
+        decodes, k = drafting.wanted(self._drafting, speculative, running, buckets)
+        if not k:
+            return {}
+        seqs = {seq.request_id: seq for seq in running.seqs}
+        return {name: self._guesses(seqs[name], length, k) for name, length in decodes}
+
     def _padded(self, tokens: int) -> int:
         if not self._simulate.padded:
             return tokens
         assert self.config.token_buckets is not None
         return next((size for size in self.config.token_buckets if size >= tokens), tokens)
+
+
+def independent(probability: float) -> Guesses:
+    """As many drafts as asked for, each accepted with a probability if those before it are."""
+    return lambda seq, length, k: Guess(k, accepted(seq.arrival, length, k, probability))
 
 
 def accepted(arrival: int, length: int, k: int, probability: float) -> int:
@@ -184,14 +219,14 @@ def accepted(arrival: int, length: int, k: int, probability: float) -> int:
     return k
 
 
-def refuse_unfelt(config: EngineConfig, simulate: Simulate) -> None:
+def refuse_unfelt(config: EngineConfig, simulate: Simulate, guesses: Guesses | None) -> None:
     """Raises ValueError for options that change the times of a real engine but not those of a simulated one."""
     if config.lookahead:
         raise ValueError(
             f"engine.lookahead is {config.lookahead}, and a simulated step hides no host time behind the "
             "device; set it to 0, and simulate.host_s to the host time that is not hidden"
         )
-    if (config.speculative is None) != (simulate.acceptance is None):
+    if (config.speculative is None) != (simulate.acceptance is None and guesses is None):
         has, lacks = ("engine.speculative", "simulate.acceptance")
         if config.speculative is None:
             has, lacks = lacks, has
@@ -214,7 +249,7 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
         raise ValueError(f"max_model_len is {length}, but the model was made for {shape.longest} tokens; lower it")
     blocks, size = config.num_blocks, config.block_size * shape.token_bytes
     if memory is None and blocks is None:
-        raise ValueError("a fitted device has no memory to size the cache by; set cache_tokens or engine.num_blocks")
+        raise ValueError("no chip, so no memory to size the cache by; set cache_tokens or engine.num_blocks")
     if memory is not None:
         free = memory - shape.total_bytes
         if blocks is None:
@@ -239,8 +274,10 @@ class SimulatedLLM:
         if simulate.fit is not None:
             steps = cost.read_steps((Path(simulate.fit) / cost.STEPS).read_text(encoding="utf-8"))
             self.step_time: StepTime = cost.fit(steps)
+        elif (seconds := simulate.step_s) is not None:
+            self.step_time = lambda work: seconds
         else:
-            assert simulate.chip is not None, "`Simulate` has a chip or a fit"
+            assert simulate.chip is not None, "`Simulate` has a chip, a fit or step_s"
             chip, memory = CHIPS[simulate.chip], simulate.chips * CHIPS[simulate.chip].memory
             shares = (simulate.bandwidth_share, simulate.rate_share)
             self.step_time = Roofline(shape, chip, simulate.chips, *shares, config.block_size, simulate.batched_moves)

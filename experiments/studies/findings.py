@@ -94,6 +94,10 @@ class Claim(NamedTuple):
         return low / self.factor <= self.ours.middle <= high * self.factor
 
 
+class NoTraces(ValueError):
+    """The folder of --traces does not have the recorded files of a study."""
+
+
 class Findings(NamedTuple):
     """answer: sentences, the most important first. figures: SVG by file name. tables: Markdown."""
 

@@ -8,19 +8,20 @@ from pathlib import Path
 
 from experiments.core.workloads import AZURE
 from experiments.studies import figures
-from experiments.studies.findings import Findings, Interval, Summary, dig, markdown, over, simulated, span
+from experiments.studies.findings import Findings, Interval, NoTraces, Summary, dig, markdown, over, simulated, span
 
 QUESTION = "Which order of the queue keeps most of a recorded service's requests within their targets?"
 TRACES = {"chat": "conv", "code": "code"}
+FETCH = AZURE  # which files, and where they are
 POLICIES = ("fcfs", "shortest")
 SHARE = "goodput.share"
 
 
 def trace_file(traces: Path, name: str) -> Path:
-    """The trace in a folder whose file name contains the key of `name`. Raises ValueError if there is none."""
+    """The trace in a folder whose file name contains the key of `name`. Raises NoTraces if there is none."""
     found = sorted(traces.glob(f"*{TRACES[name]}*.csv"))
     if not found:
-        raise ValueError(f"there is no *{TRACES[name]}*.csv in the folder of --traces. {AZURE}")
+        raise NoTraces(f"there is no *{TRACES[name]}*.csv in the folder of --traces. {FETCH}")
     return found[0]
 
 

@@ -14,7 +14,7 @@ from experiments.core.drive import drive, measure
 from experiments.core.metrics import request_records, step_records
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import SHAPES, Simulate
-from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM, resolved
+from experiments.simulation.simulate import Guess, SimulatedEngine, SimulatedLLM, resolved
 from pagedjax import LLM, SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.host.types import Verified
@@ -290,6 +290,63 @@ def test_speculation_and_its_acceptance_are_set_together(config, simulate, messa
             vocab_size=10,
             simulate=Simulate(chip="h100", **simulate),
         )
+
+
+def test_given_drafts_are_offered_and_accepted_as_given():
+    """Every second position has three drafts, of which two are right; the others have none."""
+    config = EngineConfig(
+        num_blocks=8,
+        max_model_len=64,
+        token_buckets=(16,),
+        max_num_batched_tokens=16,
+        speculative={"num_tokens": 4, "adaptive": False},
+    )
+    asked = []
+
+    def guesses(seq, length, k):
+        asked.append((seq.request_id, k))
+        return Guess(0, 0) if length % 2 else Guess(3, 2)
+
+    engine = SimulatedEngine(config, lambda work: 1.0, vocab_size=10, simulate=Simulate(step_s=1.0), guesses=guesses)
+    engine.add("a", [1] * 4, SamplingParams(max_tokens=13, ignore_eos=True))
+    seen = []
+    while engine.has_work:
+        result = engine.step()
+        events = [event for event in result.events if isinstance(event, Verified)]
+        seen += [(*event.drafts, *event.accepted) for event in events] or [None]
+    # lengths before the steps: 4 (prompt), 5, 6, 9, 10, 13, 14, 17 is the end
+    assert seen == [None, None, (3, 2), None, (3, 2), None, (2, 2)]
+    assert set(asked) == {("a", 4)}
+
+
+def test_constant_step_has_its_time_and_needs_a_cache_size():
+    options = {"num_blocks": 8, "max_model_len": 64, "max_num_batched_tokens": 16}
+    simulate = Simulate(step_s=0.5, model="llama-3-8b")
+    assert simulate.name == "simulated, constant step"
+    engine = SimulatedLLM(simulate, EngineConfig(**options), "none").engine
+    engine.add("a", [1] * 32, SamplingParams(max_tokens=3, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert engine.now == 0.5 * 4, "two steps of 16 prompt tokens, two more tokens"
+    with pytest.raises(ValueError, match=r"no chip, so no memory to size the cache by; set cache_tokens"):
+        SimulatedLLM(simulate, EngineConfig(**{**options, "num_blocks": None}), "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"step_s": 0.0}, r"step_s is 0.0; it must be above 0 seconds"),
+        ({"step_s": 1.0, "chip": "h100"}, r"needs one of chip .* and step_s"),
+        ({}, r"needs one of chip .* and step_s"),
+        (
+            {"step_s": 1.0, "chips": 2},
+            r"chips is 2, and a constant step \(step_s\) does not depend on it; leave it out",
+        ),
+    ],
+)
+def test_wrong_constant_step_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Simulate(**options)
 
 
 @pytest.mark.parametrize("options", [{"acceptance": 1.5}, {"acceptance": -0.1}, {"draft_s": -1.0}])

@@ -1,0 +1,161 @@
+"""013: tokens of a step with drafts of a known acceptance, after Leviathan et al. 2023 (arXiv 2211.17192).
+
+The numbers are counted in runs of the engine's scheduler. The paper's formulas are only what they are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.core.config import Point
+from experiments.core.drive import Measured
+from experiments.studies import figures
+from experiments.studies.findings import Claim, Findings, Interval, exactly, interval, rounded, simulated
+
+QUESTION = "How much faster is an engine with drafts of a known acceptance?"
+PAPER = "Speculative decoding (Leviathan et al. 2023)"
+WITHIN = 1.01
+
+
+class Setting(NamedTuple):
+    """The paper's alpha, gamma and c."""
+
+    acceptance: float
+    drafts: int
+    cost: float = 0.0  # of a draft token, in steps
+
+    @property
+    def text(self) -> str:
+        return f"a = {self.acceptance:g}, g = {self.drafts}, c = {self.cost:g}"
+
+
+class Run(NamedTuple):
+    """faster: times as fast as plain decoding. operations: tokens computed for each token kept."""
+
+    faster: Interval
+    operations: float
+
+
+TABLE_1 = {  # faster, operations; the paper's table has c = 0
+    Setting(0.6, 2): (1.96, 1.53),
+    Setting(0.7, 3): (2.53, 1.58),
+    Setting(0.8, 2): (2.44, 1.23),
+    Setting(0.8, 5): (3.69, 1.63),
+    Setting(0.9, 2): (2.71, 1.11),
+    Setting(0.9, 10): (6.86, 1.60),
+}
+COSTLY = (
+    Setting(0.75, 7, 0.02),
+    Setting(0.8, 7, 0.04),
+    Setting(0.8, 5, 0.1),
+    Setting(0.6, 5, 0.2),
+    Setting(0.5, 5, 0.3),
+)
+CURVES = {"acceptances": (0.5, 0.7, 0.8, 0.9), "drafts": (1, 2, 3, 5, 7, 10), "costs": (0.0, 0.1)}
+
+
+def tokens_a_step(setting: Setting) -> float:
+    """Equation 1: expected tokens of a step."""
+    a, g, _ = setting
+    return (1 - a ** (g + 1)) / (1 - a)
+
+
+def factor(setting: Setting) -> float:
+    """Theorem 3.8: expected factor in time."""
+    return tokens_a_step(setting) / (setting.drafts * setting.cost + 1)
+
+
+def counted(folder: Path, setting: Setting | None, count: int) -> Run:
+    """What `count` requests of the config took, one at a time. None: plain decoding, with the rate of one request."""
+    overrides = [f"workload.count={count}"]
+    if setting is not None:
+        overrides += [
+            f"engine.speculative={{num_tokens: {setting.drafts}, adaptive: false}}",
+            f"simulate.acceptance={setting.acceptance}",
+            f"simulate.draft_s={setting.cost}",
+        ]
+    rates: list[float] = []
+
+    def also(_: Point, measured: Measured) -> None:
+        rates.extend(rates_of(measured))
+
+    ((_, (summary,)),) = simulated(folder / "config.yaml", *overrides, also=also)
+    return Run(interval(rates), summary["tokens_computed"] / summary["output_tokens"])
+
+
+def rates_of(measured: Measured) -> list[float]:
+    """Output tokens/s of each request from its first step on."""
+    return [
+        one.max_tokens / (one.arrival + one.e2e - one.first_scheduled)
+        for one in measured.requests
+        if one.e2e is not None and one.first_scheduled is not None
+    ]
+
+
+def run(folder: Path, quick: bool) -> Findings:
+    count, few = (2, 1) if quick else (32, 2)
+    plain = counted(folder, None, 1).faster.middle  # tokens/s; every request has the same
+    found = {one: over(counted(folder, one, count), plain) for one in (*TABLE_1, *COSTLY)}
+    drawn = {
+        cost: {
+            a: [(g, over(counted(folder, Setting(a, g, cost), few), plain).faster.middle) for g in CURVES["drafts"]]
+            for a in CURVES["acceptances"]
+        }
+        for cost in CURVES["costs"]
+    }
+    claims = [*table_claims(found), *theorem_claims(found)]
+    return Findings(claims, answer(found), {"factor.svg": figure(drawn)})
+
+
+def over(run: Run, plain: float) -> Run:
+    """The run with its rates as times those of plain decoding."""
+    low, middle, high, kind, n = run.faster
+    return run._replace(faster=Interval(low / plain, middle / plain, high / plain, kind, n))
+
+
+def table_claims(found: Mapping[Setting, Run]) -> list[Claim]:
+    claims = []
+    for setting, (faster, operations) in TABLE_1.items():
+        ours = found[setting]
+        claims += [
+            Claim(f"{PAPER}, table 1", f"{setting.text}: times as fast", faster, ours.faster, WITHIN, "x"),
+            Claim(
+                f"{PAPER}, table 1",
+                f"{setting.text}: tokens computed for each token kept",
+                operations,
+                exactly(ours.operations),
+                WITHIN,
+                "x",
+            ),
+        ]
+    return claims
+
+
+def theorem_claims(found: Mapping[Setting, Run]) -> list[Claim]:
+    source = f"{PAPER}, theorem 3.8"
+    return [Claim(source, f"{one.text}: times as fast", factor(one), found[one].faster, WITHIN, "x") for one in COSTLY]
+
+
+def answer(found: Mapping[Setting, Run]) -> list[str]:
+    cheap, costly = found[Setting(0.8, 5)].faster.middle, found[Setting(0.8, 5, 0.1)].faster.middle
+    slow = found[COSTLY[-1]].faster.middle
+    worst = max(abs(run.faster.middle / factor(one) - 1) for one, run in found.items())
+    return [
+        f"With 5 drafts that are accepted with probability 0.8, the scheduler gives {rounded(cheap)} tokens a step; if "
+        f"a draft token costs a tenth of a step, it is {rounded(costly)} times as fast. With {COSTLY[-1].text} drafts "
+        f"do not pay: {rounded(slow)} times as fast. Over {len(found)} settings, the largest difference from the "
+        f"paper's formulas is {100 * worst:.2f} %.",
+        "Each request has 8,000 tokens: its first token, which has no drafts, and its last steps, which have fewer, "
+        "are counted and are less than 0.5 % of its steps.",
+    ]
+
+
+def figure(drawn: Mapping[float, Mapping[float, list[tuple[int, float]]]]) -> str:
+    """Ours over the number of drafts, by the cost of a draft and by acceptance."""
+    panels = {
+        f"a draft token costs {cost:g} steps": {f"a = {a:g}": line for a, line in by.items()}
+        for cost, by in drawn.items()
+    }
+    return figures.curves(panels, "drafts of a step", "times as fast as plain decoding", lowest=0)
