@@ -11,6 +11,7 @@ Both are computed once and stored, because a training run reads every token seve
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,7 +63,7 @@ def outputs(model: LoadedModel, several: np.ndarray, setup: DraftSetup) -> np.nd
         SamplingParams(temperature=TEMPERATURES[i % 2], max_tokens=setup.output, ignore_eos=True, seed=i)
         for i in range(len(several))
     ]
-    answers = llm.generate([p.tolist() for p in several], params)
+    answers = llm.generate([p.tolist() for p in several], params, use_tqdm=sys.stderr.isatty())
     return np.array([[*p, *a.outputs[0].token_ids] for p, a in zip(several, answers, strict=True)], np.int32)
 
 
@@ -82,7 +83,7 @@ def read(model: Model, taps: Sequence[int], windows: np.ndarray, at_a_time: int 
         return jnp.concatenate(found).T.astype(jnp.float16), ids, shares
 
     parts = []
-    for i in tqdm(range(0, n, at_a_time), desc="features", unit="batch", leave=False):
+    for i in tqdm(range(0, n, at_a_time), desc="features", unit="batch", leave=False, disable=None):
         rows = windows[i : i + at_a_time]
         padded = np.concatenate([rows, np.zeros((at_a_time - len(rows), s), np.int32)])
         parts.append([np.asarray(x).reshape(at_a_time, s, -1)[: len(rows)] for x in step(model.params, padded)])

@@ -20,13 +20,13 @@ class DraftSetup:
     """
 
     model: str = "smollm2-135m"
-    steps: int = 480
+    steps: int = 600
     seed: int = 0
     vocabulary: int = 4096
     windows: int = 512
     held_out: int = 32
     prompt: int = 64
     output: int = 128
-    batch: int = 8
+    batch: int = 4
     passes: int = 3
     rate: float = 1e-3

@@ -71,7 +71,7 @@ class Acceptance(NamedTuple):
 
 
 def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
-    """A head that begins as the model's own output: its feature is the last layer's, its head the model's.
+    """A head that begins near the model's own output: its feature is the last layer's, its head the model's.
 
     Returns:
         (structure, parameters to train, the rest)
@@ -85,6 +85,7 @@ def initial(model: Model, ids: np.ndarray, seed: int) -> tuple[nnx.GraphDef, nnx
     projection = np.asarray(target.get("head.weight", target["embed"]), np.float32)
     scales = target.get("head.weight_scales", target.get("embed_scales"))
     values["head.weight"] = (projection if scales is None else projection * np.asarray(scales)[:, None])[ids]
+    values["norm.weight"] = np.asarray(target["norm.weight"], np.float32) / 2  # less sure than the model
     arrays = {name: jnp.asarray(x) for name, x in values.items()}
     head = nnx.merge(*assemble_eagle(config, ids, nested(arrays), "float32"))
     graphdef, params, rest = nnx.split(head, nnx.Param, ...)

@@ -25,8 +25,9 @@ from pagedjax.host.drafts import Sample, kept
 from pagedjax.host.scheduler import NO_DRAFTS
 from pagedjax.host.types import Finished, Plan, Running, StepResult, Verified
 
-WEIGHT = 0.1  # of a new value in a running average
-RETRY = 32  # after so many steps without drafts, one draft is tried again
+WEIGHT = 0.1  # of a new time in a running average
+HALF_LIFE = 64  # verified drafts after which an older one counts half in the average acceptance
+RETRY = 32  # after so many steps without drafts, one draft is tried again, and what was known before counts half
 FIRST_GUESS = 0.7  # the share of accepted drafts before one was verified
 
 
@@ -36,6 +37,7 @@ class Drafting(NamedTuple):
     drafter: None without speculation; then nothing is learned.
     memory: the drafter's own. The drafter may change it.
     acceptance: running average of the share of drafts that are accepted, of those whose predecessors are.
+    tried: the drafts in that average, of which old ones count less.
     seconds: by the padded tokens of a step, the running average of its time, without that of drafts on the device.
     draft_seconds: by the padded rows, the running average of the time of one draft of each row on the device.
     idle: steps since the last one with drafts.
@@ -44,6 +46,7 @@ class Drafting(NamedTuple):
     drafter: Drafter | None = None
     memory: Any = None
     acceptance: float = FIRST_GUESS
+    tried: float = 8.0  # what the first guess counts
     seconds: Mapping[int, float] = {}
     draft_seconds: Mapping[int, float] = {}
     idle: int = 0
@@ -182,14 +185,15 @@ def learned(drafting: Drafting, result: StepResult) -> Drafting:
     """What a step taught: the share of accepted drafts, and its time."""
     if drafting.drafter is None:
         return drafting
-    acceptance, idle = drafting.acceptance, drafting.idle + bool(result.plan.seqs)
-    for event in result.events:
-        if isinstance(event, Verified):
-            # the first rejected draft was tried, and those behind it were not
-            tried = sum(min(right + 1, k) for right, k in zip(event.accepted, event.drafts, strict=True))
-            acceptance += WEIGHT * (sum(event.accepted) / tried - acceptance)
-            idle = 0
-    drafting = drafting._replace(acceptance=acceptance, idle=idle)
+    event = next((event for event in result.events if isinstance(event, Verified)), None)
+    if event is None:
+        drafting = drafting._replace(idle=drafting.idle + bool(result.plan.seqs))
+    else:
+        # the first rejected draft was tried, and those behind it were not
+        tried = sum(min(right + 1, k) for right, k in zip(event.accepted, event.drafts, strict=True))
+        old = drafting.tried * 0.5 ** (tried / HALF_LIFE) * (0.5 if drafting.idle >= RETRY else 1.0)
+        acceptance = (drafting.acceptance * old + sum(event.accepted)) / (old + tried)
+        drafting = drafting._replace(acceptance=acceptance, tried=old + tried, idle=0)
     if result.compilations:
         return drafting
     new = result.finished - result.started - result.draft_seconds
