@@ -1,8 +1,12 @@
-"""Paged attention on TPUs: one Pallas kernel (`kernel.py`) that Mosaic compiles twice, for decodes and for chunks.
+"""Paged attention on TPUs: one Pallas kernel (`kernel.py`) that Mosaic compiles in four sizes.
 
-A row with one query token is one tile. All other rows are cut at multiples of the tile's size, counted from the call's
-first token. So a tile may contain the end of one row and the beginning of the next, with an item for each, and queries
-need no gathering. Every call runs both kernels, because only the device knows the rows' lengths.
+    decode    a row with one query token is one tile
+    short     a row of 2 to 4, or of 5 to 8, query tokens is one tile: a decode with drafts to verify
+    chunks    all other rows are cut at multiples of the tile's size, counted from the call's first token. So a tile may
+              contain the end of one row and the beginning of the next, with an item for each, and queries need no
+              gathering
+
+Every call runs all sizes that its tokens can need, because only the device knows the rows' lengths.
 
 Pages are read as rows of 128 numbers, [P, K, S * D / 128, 128] where D is below 128: the same bytes in the same order,
 which a TPU stores without padding. A cache in this layout is used in place; any other is copied, which on a TPU is a
@@ -29,6 +33,7 @@ DTYPES = ("bfloat16", "float32")
 HEAD_SIZES = (64, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 32  # query heads of a key head
+SHORT = 4, 8  # query tokens of a short row's tile: a row of 4 in a tile of 8 costs a third more than in one of 4
 MIN_TOKENS = 16  # query tokens of a chunk's tile: a register of 16-bit numbers has 16 rows
 SMEM = 2**20 - 2**17  # bytes of scalar memory for block tables and items; the compiler needs the rest
 
@@ -74,14 +79,18 @@ def paged_attention(
     q_lens, first = jnp.diff(cu_q_lens), cu_q_lens[:-1]
     single = (q_lens == 1) & (seq_lens > 0)
     decoded = decode(call, q[jnp.minimum(first, t - 1)], jnp.where(single, seq_lens, 0))
-    out = jnp.zeros_like(q)
-    if t > 1:  # a chunk has two tokens
-        out = chunks(call, q, seq_lens, cu_q_lens, (q_lens > 1) & (seq_lens >= q_lens))
+    out, several = jnp.zeros_like(q), (q_lens > 1) & (seq_lens >= q_lens)
+    if t > SHORT[-1]:
+        out = chunks(call, q, seq_lens, cu_q_lens, several & (q_lens > SHORT[-1]))
+    for least, most in short_rows(t):
+        chosen = several & (q_lens >= least) & (q_lens <= most)
+        results, places = short(call, q, seq_lens, cu_q_lens, chosen, least, most)
+        out = out.at[places].set(results, mode="drop")
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
 class Call(NamedTuple):
-    """The arguments that decodes and chunks of a call share."""
+    """The arguments that all kernels of a call share."""
 
     k_pages: jax.Array  # [P, K, S D / L, L]
     v_pages: jax.Array
@@ -104,6 +113,27 @@ def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
     tiles = decode_tiles(q.reshape(b, shape.heads, shape.group, d), sizes)
     out = call(tiles, decode_work(seq_lens, sizes, call.scores.window), sizes)
     return out.reshape(-1, *out.shape[2:])[:b, :, : shape.group, :d].reshape(b, n, d)
+
+
+def short(
+    call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, chosen: jax.Array, least: int, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """The rows that are `chosen` [B], of `least` to `most` tokens of q [T, N, D].
+
+    Returns ([I, Q, N, D], [I, Q]): the results, and their places among the packed tokens; T where there is no token.
+    """
+    (t, n, d), shape, queries = q.shape, call.shape, most
+    sizes = decode_sizes(shape, call.tiles, queries)
+    slots = min(len(seq_lens), t // least)
+    work, first, number = short_work(chosen, seq_lens, cu_q_lens, slots, sizes, call.scores.window)
+    token = first[:, None] + jnp.arange(queries, dtype=jnp.int32)
+    rows = q[jnp.minimum(token, t - 1)].reshape(-1, queries, shape.heads, shape.group, d)
+    tiles = decode_tiles(rows.transpose(0, 2, 3, 1, 4).reshape(-1, shape.heads, shape.group * queries, d), sizes)
+    out = call(tiles, work, sizes)
+    out = out.reshape(-1, *out.shape[2:])[: len(first), :, : shape.group * queries, :d]
+    results = out.reshape(-1, shape.heads, shape.group, queries, d).transpose(0, 3, 1, 2, 4)
+    places = jnp.where(jnp.arange(queries) < number[:, None], token, t)
+    return results.reshape(-1, queries, n, d), places
 
 
 def chunks(call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -142,9 +172,9 @@ def streams_of(q: jax.Array, streams: int) -> jax.Array:
 
 
 def decode_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
-    """[B, K, G, D] -> [blocks, U, K, R, L], rows padded to the 8 of a register."""
-    b, _, group, _ = q.shape
-    padded = jnp.pad(q, ((0, -b % sizes.units), (0, 0), (0, -group % 8), (0, 0)))
+    """[B, K, G * Q, D] -> [blocks, U, K, R, L], rows padded to the 8 of a register; R as in `chunk_tiles`."""
+    b, _, rows, _ = q.shape
+    padded = jnp.pad(q, ((0, -b % sizes.units), (0, 0), (0, -rows % 8), (0, 0)))
     wide = streams_of(padded, sizes.streams)
     return wide.reshape(-1, sizes.units, *wide.shape[1:])
 
@@ -167,18 +197,29 @@ def chunk_results(out: jax.Array, t: int, n: int, d: int, tokens: int) -> jax.Ar
 # --- sizes and items --------------------------------------------------------------------------------------------------
 
 
-def decode_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
+def short_rows(t: int) -> list[tuple[int, int]]:
+    """Returns the (fewest, most) query tokens of each size of short rows that a call of `t` tokens can have.
+
+    The most is the query tokens of the size's tile, a power of two.
+    """
+    fewest = (2, *(most + 1 for most in SHORT))
+    whole = 1 << (t - 1).bit_length()
+    return [(least, min(most, whole)) for least, most in zip(fewest, SHORT, strict=False) if least <= t]
+
+
+def decode_sizes(shape: Shape, tiles: TpuTiles, queries: int = 1) -> Sizes:
     """Sizes whose step has as many context tokens as fit in `decode_step` bytes, a power of two within bounds."""
     tokens = tiles.decode_step // (2 * shape.heads * shape.d * shape.itemsize)
     span = max(tiles.shortest_span, min(tiles.longest_span, 1 << max(0, tokens.bit_length() - 1)))
-    sizes = Sizes(tiles.decode_units, 1, shape.streams, shape.s, max(span, shape.s), tiles.decode_stages)
+    kernel = "decode" if queries == 1 else f"short{queries}"
+    sizes = Sizes(tiles.decode_units, queries, shape.streams, shape.s, max(span, shape.s), tiles.decode_stages, kernel)
     return fitted(shape, sizes, tiles.vmem_limit)
 
 
 def chunk_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
     """Sizes whose tiles have `chunk_rows` rows for each key head."""
     tokens = max(MIN_TOKENS, 1 << (tiles.chunk_rows // shape.group).bit_length() - 1)
-    sizes = Sizes(1, tokens, shape.streams, shape.s, max(tiles.chunk_span, shape.s), tiles.chunk_stages)
+    sizes = Sizes(1, tokens, shape.streams, shape.s, max(tiles.chunk_span, shape.s), tiles.chunk_stages, "chunks")
     return fitted(shape, sizes, tiles.vmem_limit)
 
 
@@ -193,7 +234,7 @@ def fitted(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
 
 def vmem(shape: Shape, sizes: Sizes) -> int:
     """Returns the bytes of VMEM that a kernel needs: its ring, its running sums, queries and results."""
-    rows = -(-shape.group // 8) * 8 if sizes.tokens == 1 else shape.group * sizes.tokens
+    rows = -(-shape.group * sizes.tokens // 8) * 8
     q_shape = (1, sizes.units, shape.heads, sizes.streams * rows, row_size(shape.d))
     return vmem_bytes(q_shape, shape.query_itemsize, shape.itemsize, sizes)
 
@@ -222,6 +263,19 @@ def decode_work(seq_lens: jax.Array, sizes: Sizes, window: int | None) -> Work:
     zero = jnp.zeros_like(row)
     where = row // sizes.units, valid, row % sizes.units, row
     return _work(-(-b // sizes.units), *where, zero, zero + 1, seq_lens[row] - 1, sizes.span, window)
+
+
+def short_work(chosen, seq_lens, cu_q_lens, slots: int, sizes: Sizes, window: int | None) -> tuple[Work, Any, Any]:
+    """An item for each row that is `chosen`; the i-th of these rows is tile i.
+
+    Returns (work, first [I], number [I]): the first query token and the number of them, of each tile.
+    """
+    row, _, valid = _items(chosen.astype(jnp.int32), slots)
+    tile, zero, first = jnp.arange(len(row), dtype=jnp.int32), jnp.zeros_like(row), cu_q_lens[row]
+    number = jnp.where(valid, cu_q_lens[row + 1] - first, 0)
+    where = tile // sizes.units, valid, tile % sizes.units, row
+    work = _work(-(-len(row) // sizes.units), *where, zero, number, seq_lens[row] - number, sizes.span, window)
+    return work, first, number
 
 
 def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | None) -> Work:
