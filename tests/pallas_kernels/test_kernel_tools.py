@@ -57,6 +57,12 @@ def test_every_supported_gpu_shape_is_compiled():
         }
         assert {case.dtype for case in mine} == set(pallas_gpu.DTYPES)
         assert max(case.group for case in mine) == pallas_gpu.MAX_GROUP
+    assert {(case.queries, case.group, case.head_size) for case in cases if case.block_size == 16} >= {
+        (queries, group, d)
+        for queries, groups in ((1, (1, 3, 4, 8, 16)), (4, (1, 3, 4, 8, 16)), (8, (1, 3, 4, 8)))
+        for group in groups
+        for d in pallas_gpu.HEAD_SIZES
+    }
 
 
 def test_an_old_jax_is_an_error_with_the_needed_version(capsys, monkeypatch):

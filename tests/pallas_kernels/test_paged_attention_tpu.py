@@ -22,6 +22,7 @@ from pagedjax.device import attention
 from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 from pallas_kernels.paged_attention.pallas_tpu import kernel as tpu_kernel
+from pallas_kernels.paged_attention.rows import SHORT, gathered, scattered, sizes_of_short_rows, slots_of
 from pallas_kernels.tiles import TPUS, TpuTiles
 from tests.pallas_kernels.test_paged_attention_gpu import Case, decodes, slow
 
@@ -61,10 +62,10 @@ def run(
         if longest <= 1:
             return pallas_tpu.decode(call, a["q"][: len(case.rows)], a["lengths"])
         if shorts:
-            least, most = next(pair for pair in pallas_tpu.short_rows(len(a["q"])) if longest <= pair[1])
-            rows = a["lengths"], a["first"], a["counts"] > 0
-            results, places = pallas_tpu.short(call, a["q"], *rows, least, most)
-            return jnp.zeros_like(a["q"]).at[places].set(results, mode="drop")
+            most = next(size for size in SHORT if longest <= size)
+            row, begin, number = slots_of(a["counts"] > 1, a["first"], len(case.rows))
+            results = pallas_tpu.short(call, gathered(a["q"], begin, most), a["lengths"], row, number)
+            return scattered(jnp.zeros_like(a["q"]), results, begin, number)
         return pallas_tpu.chunks(call, a["q"], a["lengths"], a["first"], a["counts"] > 0)
 
     return np.asarray(without_races(compute, mode), np.float32)
@@ -133,8 +134,9 @@ def test_windows_and_caps_of_short_rows(options):
 
 
 def test_sizes_of_short_rows_are_those_that_a_call_can_have():
-    assert [pallas_tpu.short_rows(t) for t in (1, 2, 3, 4)] == [[], [(2, 2)], [(2, 4)], [(2, 4)]]
-    assert [pallas_tpu.short_rows(t) for t in (5, 8, 9, 512)] == [[(2, 4), (5, 8)]] * 4
+    assert [sizes_of_short_rows(t) for t in (1, 2, 3, 4)] == [[], [(2, 2)], [(2, 4)], [(2, 4)]]
+    assert [sizes_of_short_rows(t) for t in (5, 8, 9, 512)] == [[(2, 4), (5, 8)]] * 4
+    assert [sizes_of_short_rows(t, most=4) for t in (1, 8, 512)] == [[], [(2, 4)], [(2, 4)]]
 
 
 def fitting(s: int) -> TpuTiles:
@@ -365,7 +367,7 @@ def test_every_tpu_has_tiles_that_fit_its_memory():
             (16, 2, 256, 4),
         ):
             shape = pallas_tpu.Shape(heads, group, d, 16, itemsize, itemsize)
-            rows = [pallas_tpu.decode_sizes(shape, tiles, queries) for queries in (1, *pallas_tpu.SHORT)]
+            rows = [pallas_tpu.decode_sizes(shape, tiles, queries) for queries in (1, *SHORT)]
             for sizes in (*rows, pallas_tpu.chunk_sizes(shape, tiles)):
                 assert pallas_tpu.vmem(shape, sizes) <= tiles.vmem_limit
                 assert sizes.span % 128 == 0

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from pallas_kernels.kv_write import pallas_tpu as kv_write_tpu
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.paged_attention.pallas_tpu.kernel import Scores, Sizes, Work, attend, vmem_bytes
+from pallas_kernels.paged_attention.rows import SHORT, gathered, scattered, sizes_of_short_rows, slots_of
 from pallas_kernels.shared.tpu import LANES, device_kind, row_size
 from pallas_kernels.tiles import TpuTiles
 
@@ -33,7 +34,6 @@ DTYPES = ("bfloat16", "float32")
 HEAD_SIZES = (64, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 32  # query heads of a key head
-SHORT = 4, 8  # query tokens of a short row's tile: a row of 4 in a tile of 8 costs a third more than in one of 4
 MIN_TOKENS = 16  # query tokens of a chunk's tile: a register of 16-bit numbers has 16 rows
 SMEM = 2**20 - 2**17  # bytes of scalar memory for block tables and items; the compiler needs the rest
 
@@ -82,10 +82,9 @@ def paged_attention(
     out, several = jnp.zeros_like(q), (q_lens > 1) & (seq_lens >= q_lens)
     if t > SHORT[-1]:
         out = chunks(call, q, seq_lens, cu_q_lens, several & (q_lens > SHORT[-1]))
-    for least, most in short_rows(t):
-        chosen = several & (q_lens >= least) & (q_lens <= most)
-        results, places = short(call, q, seq_lens, cu_q_lens, chosen, least, most)
-        out = out.at[places].set(results, mode="drop")
+    for least, most in sizes_of_short_rows(t):
+        row, begin, number = slots_of(several & (q_lens >= least) & (q_lens <= most), cu_q_lens, min(b, t // least))
+        out = scattered(out, short(call, gathered(q, begin, most), seq_lens, row, number), begin, number)
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
@@ -115,25 +114,18 @@ def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
     return out.reshape(-1, *out.shape[2:])[:b, :, : shape.group, :d].reshape(b, n, d)
 
 
-def short(
-    call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, chosen: jax.Array, least: int, most: int
-) -> tuple[jax.Array, jax.Array]:
-    """The rows that are `chosen` [B], of `least` to `most` tokens of q [T, N, D].
+def short(call: Call, q: jax.Array, seq_lens: jax.Array, row: jax.Array, number: jax.Array) -> jax.Array:
+    """q [I, Q, N, D], of which number[i] tokens are row[i]'s, the last of its context -> the same shape.
 
-    Returns ([I, Q, N, D], [I, Q]): the results, and their places among the packed tokens; T where there is no token.
+    Undefined for other tokens. A slot with the number 0 is no item.
     """
-    (t, n, d), shape, queries = q.shape, call.shape, most
-    sizes = decode_sizes(shape, call.tiles, queries)
-    slots = min(len(seq_lens), t // least)
-    work, first, number = short_work(chosen, seq_lens, cu_q_lens, slots, sizes, call.scores.window)
-    token = first[:, None] + jnp.arange(queries, dtype=jnp.int32)
-    rows = q[jnp.minimum(token, t - 1)].reshape(-1, queries, shape.heads, shape.group, d)
-    tiles = decode_tiles(rows.transpose(0, 2, 3, 1, 4).reshape(-1, shape.heads, shape.group * queries, d), sizes)
-    out = call(tiles, work, sizes)
-    out = out.reshape(-1, *out.shape[2:])[: len(first), :, : shape.group * queries, :d]
-    results = out.reshape(-1, shape.heads, shape.group, queries, d).transpose(0, 3, 1, 2, 4)
-    places = jnp.where(jnp.arange(queries) < number[:, None], token, t)
-    return results.reshape(-1, queries, n, d), places
+    (slots, queries, n, d), shape = q.shape, call.shape
+    sizes, rows = decode_sizes(shape, call.tiles, queries), shape.group * queries
+    grouped = q.reshape(slots, queries, shape.heads, shape.group, d).transpose(0, 2, 3, 1, 4)
+    tiles = decode_tiles(grouped.reshape(slots, shape.heads, rows, d), sizes)
+    out = call(tiles, short_work(seq_lens, row, number, sizes, call.scores.window), sizes)
+    out = out.reshape(-1, *out.shape[2:])[:slots, :, :rows, :d].reshape(slots, shape.heads, shape.group, queries, d)
+    return out.transpose(0, 3, 1, 2, 4).reshape(slots, queries, n, d)
 
 
 def chunks(call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -197,16 +189,6 @@ def chunk_results(out: jax.Array, t: int, n: int, d: int, tokens: int) -> jax.Ar
 # --- sizes and items --------------------------------------------------------------------------------------------------
 
 
-def short_rows(t: int) -> list[tuple[int, int]]:
-    """Returns the (fewest, most) query tokens of each size of short rows that a call of `t` tokens can have.
-
-    The most is the query tokens of the size's tile, a power of two.
-    """
-    fewest = (2, *(most + 1 for most in SHORT))
-    whole = 1 << (t - 1).bit_length()
-    return [(least, min(most, whole)) for least, most in zip(fewest, SHORT, strict=False) if least <= t]
-
-
 def decode_sizes(shape: Shape, tiles: TpuTiles, queries: int = 1) -> Sizes:
     """Sizes whose step has as many context tokens as fit in `decode_step` bytes, a power of two within bounds."""
     tokens = tiles.decode_step // (2 * shape.heads * shape.d * shape.itemsize)
@@ -265,17 +247,11 @@ def decode_work(seq_lens: jax.Array, sizes: Sizes, window: int | None) -> Work:
     return _work(-(-b // sizes.units), *where, zero, zero + 1, seq_lens[row] - 1, sizes.span, window)
 
 
-def short_work(chosen, seq_lens, cu_q_lens, slots: int, sizes: Sizes, window: int | None) -> tuple[Work, Any, Any]:
-    """An item for each row that is `chosen`; the i-th of these rows is tile i.
-
-    Returns (work, first [I], number [I]): the first query token and the number of them, of each tile.
-    """
-    row, _, valid = _items(chosen.astype(jnp.int32), slots)
-    tile, zero, first = jnp.arange(len(row), dtype=jnp.int32), jnp.zeros_like(row), cu_q_lens[row]
-    number = jnp.where(valid, cu_q_lens[row + 1] - first, 0)
-    where = tile // sizes.units, valid, tile % sizes.units, row
-    work = _work(-(-len(row) // sizes.units), *where, zero, number, seq_lens[row] - number, sizes.span, window)
-    return work, first, number
+def short_work(seq_lens, row, number, sizes: Sizes, window: int | None) -> Work:
+    """An item for each slot that is used; slot i is tile i, and the used ones come first."""
+    slot, zero = jnp.arange(len(row), dtype=jnp.int32), jnp.zeros_like(row)
+    where = slot // sizes.units, number > 0, slot % sizes.units, row
+    return _work(-(-len(row) // sizes.units), *where, zero, number, seq_lens[row] - number, sizes.span, window)
 
 
 def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | None) -> Work:
