@@ -59,7 +59,7 @@ class Kernel(NamedTuple):
 
     bundles: int
     vmem: int  # bytes that it allocates, without the queries and results that Pallas copies in and out
-    row: int = 0  # bundles that a row of LONG context tokens executes; 0 for the kernel that writes
+    row: int = 0  # bundles that a row of LONG context tokens executes; 0 if not known
 
 
 class Estimate(NamedTuple):
@@ -291,7 +291,7 @@ def table(case: Case, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
         made = (
             f"{record['bundles']:5} bundles, {record['vmem'] / 2**20:5.2f} of {tiles.vmem_limit / 2**20:.0f} MiB VMEM"
         )
-        if record["row"]:
+        if record["row"] and decode["row"]:
             made += f", a row executes {record['row']:6} ({record['row'] / decode['row']:.2f})"
         lines.append(f"  {record['kernel']:6} {made}; {Estimate(**record['estimate'])}")
     return "\n".join(lines)

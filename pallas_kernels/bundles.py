@@ -34,6 +34,8 @@ class Trips(NamedTuple):
 def of_a_row(schedule: str, trips: Trips) -> int:
     """Returns the bundles that a row executes, from a `final_bundles.txt` of the attention kernel.
 
+    It is 0, not known, if the loop over steps is not found.
+
     The row's context fills its steps, so nothing is cleared. Every step also starts the copies of a later one.
 
     Raises:
@@ -43,8 +45,10 @@ def of_a_row(schedule: str, trips: Trips) -> int:
     item = next((span for span in _loops(bundles, ITEM, 0, len(bundles)) if _has(bundles, span, PRODUCT)), None)
     if item is None:
         raise ValueError("libtpu's schedule has no loop with products; has its text another form?")
-    counts = [1] * len(bundles)
-    for span in _loops(bundles, STEP, *item):
+    counts, loops = [1] * len(bundles), list(_loops(bundles, STEP, *item))
+    if not any(_has(bundles, span, COPY) and _has(bundles, span, PRODUCT) for span in loops):
+        return 0
+    for span in loops:
         stepping = _has(bundles, span, COPY)
         for i in range(*span):
             counts[i] *= trips.steps if stepping else trips.heads

@@ -236,6 +236,7 @@ def test_bundles_of_a_row_are_counted_as_often_as_its_loops_turn():
     """Two bundles around the steps; a step has 3, its copies 4 a page, its products 2; the results 2; no clearing."""
     count = bundles.of_a_row(SCHEDULE, bundles.Trips(steps=8, pages=16, heads=3))
     assert count == 2 + 8 * (3 + 16 * 4 + 3 * 2) + 3 * 2
+    assert bundles.of_a_row(SCHEDULE.replace("target = $region30", ""), bundles.Trips(8, 16, 3)) == 0
     with pytest.raises(ValueError, match="no loop with products"):
         bundles.of_a_row(SCHEDULE.replace("mxu", "xyz").replace("vmatpush", "v"), bundles.Trips(1, 1, 1))
 
