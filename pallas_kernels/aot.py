@@ -69,10 +69,12 @@ class Case:
     group: int
     dtype: str = "bfloat16"
     parts: bool = False  # one long row, split over the device
+    queries: int = 1  # of a decoded row
     options: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         words = [self.kernel, f"D {self.head_size}", f"S {self.block_size}", f"G {self.group}", self.dtype]
+        words += [f"Q {self.queries}"] if self.queries > 1 else []
         return ", ".join([*words, *(["split"] if self.parts else []), *(name for name, _ in self.options)])
 
 
@@ -86,7 +88,8 @@ class Compiled(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """Every supported shape: each option that changes the program, alone and in the combinations that matter."""
-    from pallas_kernels.paged_attention.pallas_gpu.implementation import BLOCK_SIZES, DTYPES, HEAD_SIZES
+    from pallas_kernels.paged_attention.pallas_gpu.implementation import BLOCK_SIZES, DTYPES, HEAD_SIZES, MOST_COLUMNS
+    from pallas_kernels.paged_attention.rows import SHORT
 
     for kernel in ("decode", "chunks"):
         for d in HEAD_SIZES:
@@ -99,6 +102,15 @@ def cases() -> Iterator[Case]:
             yield Case(kernel, d, 16, 4, options=(("soft_cap", 50.0),))
             if kernel == "decode":
                 yield Case(kernel, d, 16, 4, parts=True)
+    for d in HEAD_SIZES:
+        for queries in SHORT:
+            several = partial(Case, "decode", d, queries=queries)
+            yield from (several(s, 4) for s in BLOCK_SIZES)
+            yield from (several(16, group) for group in (1, 3, 8, 16) if group * queries <= MOST_COLUMNS)
+            yield several(16, 4, DTYPES[1])
+            yield from (several(16, group, options=(("window", 4096),)) for group in (4, MOST_COLUMNS // queries))
+            yield several(16, 4, options=(("soft_cap", 50.0),))
+            yield several(16, 4, parts=True)
 
 
 def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], list[Any]]:
@@ -110,11 +122,13 @@ def function_and_shapes(case: Case, tiles: Tiles) -> tuple[Callable[..., Any], l
     rows, heads, pages, blocks = (1 if case.parts else 64), 8, 1024, 32768 // case.block_size
     t = rows if case.kernel == "decode" else 2048
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    q = jax.ShapeDtypeStruct((t, heads * case.group, case.head_size), case.dtype)
+    several = case.queries > 1
+    q = jax.ShapeDtypeStruct((t, *[case.queries] * several, heads * case.group, case.head_size), case.dtype)
     cache = jax.ShapeDtypeStruct((pages, heads, case.block_size, case.head_size), case.dtype)
     options: dict[str, Any] = {"window": None, "soft_cap": None, **dict(case.options)}
-    call = {"decode": decode.decode, "chunks": chunks.chunks}[case.kernel]
-    rest = [ints(rows)] if case.kernel == "decode" else [ints(rows)] * 3
+    decodes = decode.decode_several if several else decode.decode
+    call = {"decode": decodes, "chunks": chunks.chunks}[case.kernel]
+    rest = [ints(rows)] if call is decode.decode else [ints(rows)] * 3
     bound = partial(call, scale=case.head_size**-0.5, tiles=tiles, **options)
     return bound, [q, cache, cache, ints(rows, blocks), *rest]
 
@@ -139,7 +153,7 @@ def compile_case(case: Case, target: Target, tiles: Tiles) -> Compiled:
     seconds = time.perf_counter() - started
     d = case.head_size
     if case.kernel == "decode":
-        shared, stages = decode.shared_bytes(d, case.group, 2, tiles), tiles.decode_stages
+        shared, stages = decode.shared_bytes(d, case.group, 2, tiles, case.queries), tiles.decode_stages
     else:
         shared, stages = chunks.shared_bytes(d, 2, tiles), tiles.chunk_stages
     return Compiled(*read_ptxas(printed()), shared, stages, seconds)
@@ -222,7 +236,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--stages", type=int, help="tiles in flight, instead of the number in the target's file")
     parser.add_argument(
-        "--quick", action="store_true", help="only the first shape of each kernel and head size; for TPUs, of models"
+        "--quick",
+        action="store_true",
+        help="only the first shape of each kernel, head size and row; for TPUs, of models",
     )
     args = parser.parse_args(argv)
     if args.target in TPUS:
@@ -240,7 +256,7 @@ def main(argv: list[str] | None = None) -> int:
         tiles = tiles._replace(decode_stages=args.stages, chunk_stages=args.stages)
     chosen = [case for case in cases() if args.only in (None, case.kernel)]
     if args.quick:
-        chosen = list({(case.kernel, case.head_size): case for case in reversed(chosen)}.values())[::-1]
+        chosen = list({(case.kernel, case.head_size, case.queries): case for case in reversed(chosen)}.values())[::-1]
     failures = sum(not report(case, target, tiles, args.json) for case in chosen)
     if not args.json:
         print(f"{len(chosen)} programs for {target.name}, {failures} failed")

@@ -4,9 +4,10 @@
     python -m pallas_kernels.aot --target tpu7x --json --quick
 
 It needs libtpu, the compiler itself, which runs without a chip. Nothing is executed. For each shape it compiles the
-attention of a layer, which is three kernels: the write of new keys and values, decodes, and chunks. It prints the VMEM
-and the number of bundles (very long instruction words) of each. The estimate is a roofline of the chip's published
-numbers for `ROWS` decodes and a prompt of `PROMPT` tokens: a bound and not a measurement.
+attention of a layer, which is the write of new keys and values, decodes, rows of up to 4 and of up to 8 query tokens,
+and chunks. It prints the VMEM and the number of bundles (very long instruction words) of each, and how many a row of
+`LONG` context tokens executes, as a multiple of a decode's. The estimate is a roofline of the chip's published numbers
+for `ROWS` rows of `CONTEXT` tokens and a prompt of `PROMPT` tokens: a bound and not a measurement.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pallas_kernels import bundles
 from pallas_kernels.tiles import TpuTiles
 from pallas_kernels.timing import Shape
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-KERNELS = ("write", "decode", "chunks")
+QUERIES = {"decode": 1, "short4": 4, "short8": 8}  # of a row
+KERNELS = ("write", *QUERIES, "chunks")
+LONG = 2048  # context tokens of the row whose bundles are counted
 ROWS, CONTEXT, PROMPT = 64, 1024, 2048  # of the estimates
 TOKENS, WIDTH, PAGES = 512, 512, 1025  # of the programs: T, M, P; B is ROWS
 
@@ -55,6 +59,7 @@ class Kernel(NamedTuple):
 
     bundles: int
     vmem: int  # bytes that it allocates, without the queries and results that Pallas copies in and out
+    row: int = 0  # bundles that a row of LONG context tokens executes; 0 if not known
 
 
 class Estimate(NamedTuple):
@@ -170,18 +175,27 @@ def compile_case(case: Case, target: str, tiles: TpuTiles, dump: Path) -> tuple[
     started = time.perf_counter()
     lower(jax.jit(layer, donate_argnums=(0, 1)), arguments, target).compile()
     seconds = time.perf_counter() - started
-    return {kernel: read_dump(dump, kernel) for kernel in KERNELS}, seconds
+    found = sizes(case, tiles)
+    return {kernel: read_dump(dump, kernel, trips(case, found.get(kernel))) for kernel in KERNELS}, seconds
 
 
-def read_dump(dump: Path, kernel: str) -> Kernel:
+def trips(case: Case, made: Any) -> bundles.Trips | None:
+    """Returns how often the loops of a row of LONG context tokens turn, in a kernel of the sizes `made`."""
+    from pallas_kernels.paged_attention.pallas_tpu.kernel import bodies
+
+    return made and bundles.Trips(-(-LONG // made.span), made.span // made.block_size, bodies(case.heads))
+
+
+def read_dump(dump: Path, kernel: str, trips: bundles.Trips | None = None) -> Kernel:
     """Reads the report of the compiler's last pass over a kernel.
 
     Raises:
-        ValueError: the compiler has dumped no such kernel.
+        ValueError: the compiler has dumped no such kernel, or in another form.
     """
     name = f"*paged_attention_{kernel}*"
-    analysis, original = (
-        sorted(dump.glob(name + end)) for end in ("schedule-analysis_final_bundles.txt", "original.txt")
+    analysis, original, schedule = (
+        sorted(dump.glob(name + end))
+        for end in ("schedule-analysis_final_bundles.txt", "original.txt", "[0-9]-final_bundles.txt")
     )
     found = re.search(r"total scheduled bundles:\s+(\d+)", analysis[-1].read_text()) if analysis else None
     if not found or not original:
@@ -190,28 +204,30 @@ def read_dump(dump: Path, kernel: str) -> Kernel:
         )
     text = original[-1].read_text()
     own = re.findall(r"vmem, size = (0x[0-9a-f]+), scoped", text)
-    return Kernel(int(found[1]), sum(int(size, 16) for size in own))
+    row = bundles.of_a_row(schedule[-1].read_text(), trips) if trips else 0
+    return Kernel(int(found[1]), sum(int(size, 16) for size in own), row)
 
 
 def estimates(case: Case, tiles: TpuTiles) -> dict[str, Estimate]:
-    """Returns a roofline of each kernel: `ROWS` decodes of `CONTEXT` tokens, a prompt of `PROMPT`, their writes."""
+    """Returns a roofline of each kernel: `ROWS` rows of `CONTEXT` tokens, a prompt of `PROMPT`, the decodes' writes."""
     import jax.numpy as jnp
 
     itemsize = jnp.dtype(case.dtype).itemsize
     row = 2 * case.heads * case.head_size * itemsize  # keys and values of a token
     known = {"heads": case.heads, "group": case.group, "d": case.head_size, "s": case.block_size}
     window = int(dict(case.options).get("window", CONTEXT))
-    decode = Shape(rows=ROWS, queries=1, context=min(CONTEXT, window), **known)
+    seen = min(CONTEXT, window)
+    rows = {kernel: Shape(rows=ROWS, queries=count, context=seen, **known) for kernel, count in QUERIES.items()}
     chunks = Shape(rows=1, queries=PROMPT, context=PROMPT, **known)
     queries = row * case.group  # of one token, and as many results
     tile = chunk_tokens(case, tiles)
     passes = sum(min(PROMPT, end) for end in range(tile, PROMPT + tile, tile))  # context tokens that tiles read
     nbytes = {
         "write": ROWS * min(8, case.block_size * case.head_size // 128) * row * max(1, 128 // case.head_size) * 2,
-        "decode": ROWS * (decode.context * row + queries),
+        **{kernel: ROWS * (seen * row + count * queries) for kernel, count in QUERIES.items()},
         "chunks": passes * row + PROMPT * queries,
     }
-    flops = {"write": 0.0, "decode": decode.flops, "chunks": chunks.flops}
+    flops = {"write": 0.0, "chunks": chunks.flops, **{kernel: shape.flops for kernel, shape in rows.items()}}
     return {
         kernel: Estimate(
             nbytes[kernel], flops[kernel], max(nbytes[kernel] / tiles.bandwidth, flops[kernel] / tiles.flops)
@@ -226,14 +242,15 @@ def chunk_tokens(case: Case, tiles: TpuTiles) -> int:
 
 
 def sizes(case: Case, tiles: TpuTiles) -> dict[str, Any]:
-    """Returns the sizes of the two kernels of attention."""
+    """Returns the sizes of the kernels of attention."""
     import jax.numpy as jnp
 
     from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 
     itemsize = jnp.dtype(case.dtype).itemsize
     shape = pallas_tpu.Shape(case.heads, case.group, case.head_size, case.block_size, itemsize, itemsize)
-    return {"decode": pallas_tpu.decode_sizes(shape, tiles), "chunks": pallas_tpu.chunk_sizes(shape, tiles)}
+    found = {kernel: pallas_tpu.decode_sizes(shape, tiles, count) for kernel, count in QUERIES.items()}
+    return {**found, "chunks": pallas_tpu.chunk_sizes(shape, tiles)}
 
 
 def why(error: Exception) -> str:
@@ -268,11 +285,14 @@ def table(case: Case, records: list[dict[str, Any]], tiles: TpuTiles) -> str:
     """Formats the records of a case as text."""
     if "error" in records[0]:
         return f"{case}\n  FAILED: {records[0]['error']}"
+    decode = next(record for record in records if record["kernel"] == "decode")
     lines = [f"{case}: compiled in {records[0]['seconds']:.1f} s"]
     for record in records:
         made = (
             f"{record['bundles']:5} bundles, {record['vmem'] / 2**20:5.2f} of {tiles.vmem_limit / 2**20:.0f} MiB VMEM"
         )
+        if record["row"] and decode["row"]:
+            made += f", a row executes {record['row']:6} ({record['row'] / decode['row']:.2f})"
         lines.append(f"  {record['kernel']:6} {made}; {Estimate(**record['estimate'])}")
     return "\n".join(lines)
 

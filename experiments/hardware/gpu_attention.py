@@ -1,13 +1,14 @@
 """Are the GPU attention kernels correct on this GPU, and how fast are they compared with alternatives?
 
     python -m experiments.hardware.gpu_attention --json results.json
-    python -m experiments.hardware.gpu_attention --quick          # numerics and one shape of each kernel
+    python -m experiments.hardware.gpu_attention --quick          # numerics and one or two shapes of each kernel
 
 1. Limits of the card: bytes/s of a copy (read + written) and FLOP/s of a bfloat16 product of 8192 x 8192 matrices.
 2. Numerics against float64 on the host, in bfloat16 and ragged batches: every head size (`HEAD_SIZES`) with every block
    size (`BLOCK_SIZES`) and 5 group sizes; every fifth of them also with a window and with a soft cap. A failure ends
    the run.
-3. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s.
+3. Decode: bytes of keys and values read over time, as a share of the copy's bytes/s. So are rows of 2 to 8 query
+   tokens, decodes with drafts to verify, and the ratio of their time to that of a decode of as many rows and tokens.
 4. Chunks: causal FLOPs over time, as a share of the product's FLOP/s.
 
 The alternatives, if installed: plain XLA ("xla"), JAX's Triton kernel (deprecated), cuDNN through
@@ -40,6 +41,7 @@ import numpy as np
 from experiments.core.environment import environment
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
+from pallas_kernels.paged_attention.rows import SHORT
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.timing import Shape, device_seconds, inputs
 
@@ -53,6 +55,10 @@ DECODES = [
     Shape(8, 1, 8192, 8, 4, 128, 16),
     Shape(256, 1, 1024, 8, 4, 64, 16),
     Shape(64, 1, 1024, 3, 3, 64, 16),  # SmolLM2-135M
+]
+VERIFIED = [  # for each number of rows the decode first, with which the others are compared
+    *(Shape(64, queries, 2048, 8, 4, 128, 16) for queries in (1, 4, 8)),
+    *(Shape(1, queries, 2048, 8, 4, 128, 16) for queries in (1, 4, 8)),
 ]
 CHUNKS = [
     Shape(8, 2048, 2048, 8, 4, 128, 16),
@@ -85,6 +91,7 @@ def numerics(quick: bool) -> list[dict[str, Any]]:
     ]
     for i, (d, s, group) in enumerate(shapes[:: 7 if quick else 1]):
         rows = [(1, n) for n in (1, s - 1, s, s + 1, 700)] + [(0, 0), (2, s + 2), (130 // group + 3, 400), (s, s)]
+        rows += [(3, s + 1), (4, 700), (5, 5), (8, 2 * s + 3)]
         for options in ({}, {"window": 33}, {"soft_cap": 5.0}) if i % 5 == 0 else ({},):
             error, worst = max_error_against_float64(rows, d, s, group, i, options)
             found.append({"d": d, "s": s, "group": group, **options, "error": error, "largest": worst})
@@ -229,9 +236,26 @@ def contenders(shape: Shape, with_torch: bool) -> dict[str, Callable[[Sets, Sets
     return found
 
 
+def is_decode(shape: Shape) -> bool:
+    """Whether the time of a shape is that of reading keys and values: a decode, or a row with a few drafts."""
+    return shape.queries <= SHORT[-1]
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The time of rows with drafts over that of the decode of as many rows and tokens, for each contender."""
+    key = lambda row: (row["contender"], *sorted((row["shape"] | {"queries": 0}).items()))  # noqa: E731
+    timed = [row for row in rows if "seconds" in row]
+    decodes = {key(row): row["seconds"] for row in timed if row["shape"]["queries"] == 1}
+    drafts = [row for row in timed if 1 < row["shape"]["queries"] <= SHORT[-1] and key(row) in decodes]
+    return [
+        {"shape": row["shape"], "contender": row["contender"], "over_a_decode": row["seconds"] / decodes[key(row)]}
+        for row in drafts
+    ]
+
+
 def measure(shape: Shape, card: dict[str, float], with_torch: bool) -> list[dict[str, Any]]:
     """One row for each contender, with its time or its error."""
-    decode = shape.queries == 1
+    decode = is_decode(shape)
     copies = min(max(2, -(-BEYOND_L2 // shape.cache_bytes)), 64)
     pages, dense = ([make(shape, seed) for seed in range(copies)] for make in (inputs, contiguous))
     rows = []
@@ -270,7 +294,9 @@ def versions() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write results to this file as they are measured")
-    parser.add_argument("--quick", action="store_true", help="a seventh of the numerics, one shape of each kernel")
+    parser.add_argument(
+        "--quick", action="store_true", help="a seventh of the numerics, one or two shapes of each kernel"
+    )
     parser.add_argument("--no-torch", action="store_true", help="leave out torch's attention")
     args = parser.parse_args()
     device = jax.devices()[0]
@@ -296,10 +322,13 @@ def main() -> int:
     keep(card=card)
     print(f"copy {card['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {card['product_flops_per_s'] / 1e12:.0f} TFLOP/s")
     rows: list[dict[str, Any]] = []
-    for shape in [*DECODES[:1], *CHUNKS[:1]] if args.quick else [*DECODES, *CHUNKS]:
+    few, all_shapes = [*DECODES[:1], *VERIFIED[:2], *CHUNKS[:1]], [*DECODES, *VERIFIED, *CHUNKS]
+    for shape in few if args.quick else all_shapes:
         print(shape)
         rows += measure(shape, card, not args.no_torch)
-        keep(rows=rows)
+        keep(rows=rows, drafts=compared(rows))
+    for row in compared(rows):
+        print(f"{row['contender']:12} {Shape(**row['shape'])}: {row['over_a_decode']:.2f} times a decode")
     return 0
 
 

@@ -4,7 +4,8 @@
 
     first     experiments.hardware.gpu_attention --quick: are the kernels correct, and how fast before tuning?
     tune      pallas_kernels.tune: better tiles, written to pallas_kernels/tiles/<name>.json
-    kernels   experiments.hardware.gpu_attention: all shapes with the tuned tiles, compared with alternatives
+    kernels   experiments.hardware.gpu_attention: all shapes with the tuned tiles, compared with alternatives, and rows
+              with 3 and 7 drafts compared with rows without
     llama     experiments.bench.random_llama: a Llama of 1.1 B parameters, through the kernels and through plain XLA
 
 A failed part is reported and the next one runs. A failure of `first` ends the session: wrong kernels are not timed.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import aot, aot_tpu, timing, tune
+from pallas_kernels import aot, aot_tpu, bundles, timing, tune
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
@@ -57,6 +57,12 @@ def test_every_supported_gpu_shape_is_compiled():
         }
         assert {case.dtype for case in mine} == set(pallas_gpu.DTYPES)
         assert max(case.group for case in mine) == pallas_gpu.MAX_GROUP
+    assert {(case.queries, case.group, case.head_size) for case in cases if case.block_size == 16} >= {
+        (queries, group, d)
+        for queries, groups in ((1, (1, 3, 4, 8, 16)), (4, (1, 3, 4, 8, 16)), (8, (1, 3, 4, 8)))
+        for group in groups
+        for d in pallas_gpu.HEAD_SIZES
+    }
 
 
 def test_an_old_jax_is_an_error_with_the_needed_version(capsys, monkeypatch):
@@ -196,9 +202,43 @@ def test_bundles_and_memory_are_read_from_the_dump_of_libtpu(tmp_path):
     name = "17-paged_attention_decode.1"
     (tmp_path / f"{name}-00-original.txt").write_text(original)
     (tmp_path / f"{name}-01-schedule-analysis_final_bundles.txt").write_text(analysis)
+    (tmp_path / f"{name}-02-final_bundles.txt").write_text(SCHEDULE)
     assert aot_tpu.read_dump(tmp_path, "decode") == aot_tpu.Kernel(848, 0x9000 + 0xC0000)
+    trips = bundles.Trips(steps=8, pages=16, heads=2)
+    assert aot_tpu.read_dump(tmp_path, "decode", trips).row == bundles.of_a_row(SCHEDULE, trips)
     with pytest.raises(ValueError, match="no schedule of the kernel 'chunks'"):
         aot_tpu.read_dump(tmp_path, "chunks")
+
+
+SCHEDULE = """
+   0    : {} /* Start region 1 */
+ 0x1 LB: > { %s0 = smov 0 } /* Start region 10 */
+ 0x2 LB: >> { %v0 = vmov 0 } /* Start region 20 :: Start region 21 */
+ 0x3 LB: >>> { %s1 = sld [smem:[#allocation7]] } /* Start region 30 */
+ 0x4 LB: >>>> { %6 = dma.hbm_to_vmem [thread:$0] %s4 } /* Start region 40 */
+ 0x5   : >>>> { %256 = sbr.rel (!%p253) target = $region40 }
+ 0x6   :  {}
+ 0x7   : >>> { %634 = sbr.rel (%p631) target = $region98 }
+ 0x8 LB: >>>> { %v1 = vsel %v0 } /* Start region 50 */
+ 0x9   : >>>> { %257 = sbr.rel (!%p254) target = $region50 }
+ 0xa PF: >>> { %s9 = smov 0 } /* Start/End empty region 98 */
+ 0xb LB: >>>> { %1187 = vmatpush.bf16.xpose.msra.mxu1 %v2983 } /* Start region 60 */
+ 0xc   : >>>> { %258 = sbr.rel (!%p255) target = $region60 }
+ 0xd PF: >>> { %259 = sbr.rel (!%p256) target = $region30 }
+ 0xe LB: >>> { %v4 = vst %v3 } /* Start region 70 */
+ 0xf   : >>> { %260 = sbr.rel (!%p257) target = $region70 }
+0x10 PF: >> { %261 = sbr.rel (!%p258) target = $region20 }
+0x11 PF: > { %262 = sbr.rel (!%p259) target = $region10 }
+"""
+
+
+def test_bundles_of_a_row_are_counted_as_often_as_its_loops_turn():
+    """Two bundles around the steps; a step has 3, its copies 4 a page, its products 2; the results 2; no clearing."""
+    count = bundles.of_a_row(SCHEDULE, bundles.Trips(steps=8, pages=16, heads=3))
+    assert count == 2 + 8 * (3 + 16 * 4 + 3 * 2) + 3 * 2
+    assert bundles.of_a_row(SCHEDULE.replace("target = $region30", ""), bundles.Trips(8, 16, 3)) == 0
+    with pytest.raises(ValueError, match="no loop with products"):
+        bundles.of_a_row(SCHEDULE.replace("mxu", "xyz").replace("vmatpush", "v"), bundles.Trips(1, 1, 1))
 
 
 def test_too_little_vmem_is_an_error_with_the_setting_to_lower():
@@ -217,6 +257,8 @@ def test_a_roofline_counts_bytes_and_operations():
     cache, queries = 64 * 1024 * 2 * 8 * 128 * 2, 64 * 2 * 32 * 128 * 2
     assert found["decode"].nbytes == cache + queries
     assert found["decode"].seconds == pytest.approx(found["decode"].nbytes / tiles.bandwidth)
+    assert found["short4"].nbytes == cache + 4 * queries
+    assert found["short4"].flops == 64 * 4 * 32 * 128 * (1021 + 1022 + 1023 + 1024)
     assert found["chunks"].flops == 4 * 32 * 128 * sum(range(1, 2049))
     windowed = aot_tpu.estimates(aot_tpu.Case(8, 4, 128, 16, options=(("window", 256),)), tiles)
     assert windowed["decode"].nbytes == cache / 4 + queries

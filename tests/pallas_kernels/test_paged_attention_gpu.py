@@ -18,6 +18,7 @@ import pytest
 
 from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
+from pallas_kernels.paged_attention.rows import SHORT, gathered, scattered, slots_of
 from pallas_kernels.tiles import Tiles
 
 interpreted = pytest.mark.skipif(
@@ -87,8 +88,9 @@ class Case(NamedTuple):
         return out
 
 
-def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, **options) -> np.ndarray:
-    """Runs the one kernel that the case's rows need, under race detection: [T, N, D], or [B, N, D] of decodes."""
+def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, shorts: bool = False, **options) -> np.ndarray:
+    """Runs one kernel under race detection: that of decodes if all rows are, [B, N, D]; else that of chunks or of short
+    rows, [T, N, D]."""
     from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -98,7 +100,13 @@ def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, **options) -> np.nd
     options = {"scale": case.d**-0.5, "window": None, "soft_cap": None, "tiles": tiles} | options
     pages = a["k_pages"], a["v_pages"], a["tables"], a["lengths"]
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        if all(count <= 1 for count, _ in case.rows):
+        longest = max(count for count, _ in case.rows)
+        if shorts and longest > 1:
+            most = next(size for size in SHORT if longest <= size)
+            row, begin, number = slots_of(a["counts"] > 1, a["first"], len(case.rows))
+            results = decode.decode_several(gathered(a["q"], begin, most), *pages, row, number, **options)
+            out = scattered(jnp.zeros_like(a["q"]), results, begin, number)
+        elif longest <= 1:
             out = decode.decode(a["q"][: len(case.rows)], *pages, **options)
         else:
             out = chunks.chunks(a["q"], *pages, a["first"][:-1], a["counts"], **options)
@@ -107,8 +115,8 @@ def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, **options) -> np.nd
     return found
 
 
-def check(case: Case, *, tiles: Tiles = SMALL, **options) -> None:
-    found, expected = run(case, tiles=tiles, **options), case.expected(**options)
+def check(case: Case, *, tiles: Tiles = SMALL, shorts: bool = False, **options) -> None:
+    found, expected = run(case, tiles=tiles, shorts=shorts, **options), case.expected(**options)
     bits = {"bfloat16": 8, "float16": 11}[case.dtype]  # weights and results are rounded to this number of bits
     chex.assert_tree_all_finite(found)
     chex.assert_trees_all_close(found, expected[: len(found)], atol=4 * 2.0**-bits, rtol=0)
@@ -117,6 +125,13 @@ def check(case: Case, *, tiles: Tiles = SMALL, **options) -> None:
 def decodes(s: int, *more: int) -> list[tuple[int, int]]:
     """Lengths around a block's border. Each row has one query token, also the one without a context."""
     return [(1, length) for length in (0, 1, s - 1, s, s + 1, *more)]
+
+
+def short_rows(s: int, most: int, *contexts: int) -> list[tuple[int, int]]:
+    """Rows of every length up to `most`, around a block's border, with a row without tokens among them."""
+    counts = range(2, 5) if most == 4 else range(5, 9)
+    around = [(count, max(count, s + i)) for i, count in enumerate(counts)]
+    return [(most, most), (0, 0), *around, *((most - 1, context) for context in contexts)]
 
 
 def slow(*values):
@@ -141,6 +156,62 @@ def test_decodes_of_contexts_around_a_block_border(d, s, group):
 def test_chunks_of_contexts_around_a_block_border(d, s, group):
     rows = [(2, 2), (0, 0), (s - 1, s - 1), (5, s + 4), (130 // group + 2, s + 150)]
     check(Case(rows, d=d, s=s, group=group, seed=s))
+
+
+OFTEN_SHORT = [(64, 8, 3, 8), (128, 16, 4, 4)]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("d", "s", "group", "most"),
+    [
+        *OFTEN_SHORT,
+        *(
+            slow(*one, most)
+            for one in EVERY
+            for most in SHORT
+            if one[2] * most <= pallas_gpu.MOST_COLUMNS and (*one, most) not in OFTEN_SHORT
+        ),
+        *(slow(d, 16, 4, most) for d in pallas_gpu.HEAD_SIZES for most in SHORT if (d, most) != (128, 4)),
+    ],
+)
+def test_short_rows_of_contexts_around_a_block_border(d, s, group, most):
+    check(Case(short_rows(s, most, 200), d=d, s=s, group=group, seed=s), shorts=True)
+
+
+@interpreted
+@pytest.mark.parametrize("options", [slow({"window": 20}), slow({"soft_cap": 1.5}), {"window": 70, "soft_cap": 3.0}])
+def test_windows_and_caps_of_short_rows(options):
+    check(Case(short_rows(16, 8, 200), group=2), shorts=True, **options)
+
+
+@interpreted
+@pytest.mark.parametrize("options", [slow({}), {"window": 100}])
+def test_a_long_context_of_short_rows_in_parts(options):
+    tiles = SMALL._replace(multiprocessors=8, min_split=64)
+    case = Case([(4, 400), (0, 0), (3, 65), (2, 2)], d=128, group=4)
+    check(case, tiles=tiles, shorts=True, **options)
+
+
+@interpreted
+@pytest.mark.slow
+def test_short_rows_of_thousands_of_tokens():
+    check(Case([(8, 3001), (5, 2048)], d=128, s=64, group=4), shorts=True)
+
+
+@interpreted
+@pytest.mark.parametrize(("row", "group"), [((2, 40), 4), slow((3, 3), 4), slow((4, 33), 16), slow((7, 70), 16)])
+def test_a_call_of_one_short_row_and_padding_rows(row, group):
+    """A step of one sequence with drafts: as many rows of the batch as tokens, and all but one are padding."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    case = Case([row, *[(0, 0)] * (row[0] - 1)], group=group)
+    a = case.arrays()
+    arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    arguments[0] = arguments[0][: row[0]]  # without padding tokens
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_gpu")
+    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected()[: row[0]], atol=2.0**-6, rtol=0)
 
 
 @interpreted
@@ -200,7 +271,8 @@ def test_content_of_unowned_slots_changes_no_bit(rows):
 def test_a_mixed_batch_keeps_the_contract(options):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    case = Case([(1, 33), (20, 40), (1, 1), (0, 0), (2, 100), (1, 64)], heads=2, group=3)
+    rows = [(1, 33), (20, 40), (1, 1), (0, 0), (2, 100), (1, 64), (8, 70), (4, 17), (9, 9), (5, 48), (3, 3)]
+    case = Case(rows, heads=2, group=3)
     a = case.arrays()
     arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
@@ -256,9 +328,13 @@ def test_smollm2_keeps_its_goldens_through_them(monkeypatch):
 
 # --- the checks detect mistakes ---------------------------------------------------------------------------------------
 
+SHORT_ROWS = short_rows(16, 8, 300, 700)
+
 
 @interpreted
-@pytest.mark.parametrize("rows", [decodes(16, 300), [(30, 300), (9, 9)]], ids=["decodes", "chunks"])
+@pytest.mark.parametrize(
+    "rows", [decodes(16, 300), [(30, 300), (9, 9)], slow(SHORT_ROWS)], ids=["decodes", "chunks", "short rows"]
+)
 def test_the_checks_detect_a_wrong_page(rows, monkeypatch):
     from pallas_kernels.paged_attention.pallas_gpu import pages as gpu_pages
 
@@ -269,17 +345,19 @@ def test_the_checks_detect_a_wrong_page(rows, monkeypatch):
 
     monkeypatch.setattr(gpu_pages, "page_ids", one_ahead)
     with pytest.raises(AssertionError):
-        check(Case(rows))
+        check(Case(rows), shorts=rows == SHORT_ROWS)
 
 
 @interpreted
-@pytest.mark.parametrize("rows", [decodes(16, 300), [(30, 300), (9, 9)]], ids=["decodes", "chunks"])
+@pytest.mark.parametrize(
+    "rows", [decodes(16, 300), [(30, 300), (9, 9)], slow(SHORT_ROWS)], ids=["decodes", "chunks", "short rows"]
+)
 def test_the_checks_detect_a_missing_commit(rows, monkeypatch):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
     with pytest.raises(AssertionError, match="without an order"):
-        check(Case(rows))
+        check(Case(rows), shorts=rows == SHORT_ROWS)
 
 
 @interpreted
@@ -289,10 +367,18 @@ def test_the_checks_detect_a_missing_commit(rows, monkeypatch):
         (decodes(16, 700), "attend"),
         ([(30, 300), (9, 9)], "attend"),
         ([(30, 300), (9, 9)], "consume"),
+        slow(SHORT_ROWS, "attend"),
         slow(decodes(16, 700), "<lambda>"),
         slow([(30, 300), (9, 9)], "<lambda>"),
     ],
-    ids=["decodes, for pages", "chunks, for pages", "chunks, for queries", "decodes, for room", "chunks, for room"],
+    ids=[
+        "decodes, for pages",
+        "chunks, for pages",
+        "chunks, for queries",
+        "short rows, for pages",
+        "decodes, for room",
+        "chunks, for room",
+    ],
 )
 def test_the_checks_detect_a_missing_wait(rows, place, monkeypatch):
     """A wait for another warpgroup. The interpreter does not detect a decode that omits the wait for its own copy."""
@@ -305,7 +391,7 @@ def test_the_checks_detect_a_missing_wait(rows, place, monkeypatch):
 
     monkeypatch.setattr(plgpu, "barrier_wait", careless)
     with pytest.raises(Exception, match=r"without an order|[Bb]arrier"):
-        check(Case(rows))
+        check(Case(rows), shorts=rows == SHORT_ROWS)
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------

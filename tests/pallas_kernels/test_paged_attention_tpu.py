@@ -22,6 +22,7 @@ from pagedjax.device import attention
 from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 from pallas_kernels.paged_attention.pallas_tpu import kernel as tpu_kernel
+from pallas_kernels.paged_attention.rows import SHORT, gathered, scattered, sizes_of_short_rows, slots_of
 from pallas_kernels.tiles import TPUS, TpuTiles
 from tests.pallas_kernels.test_paged_attention_gpu import Case, decodes, slow
 
@@ -45,8 +46,10 @@ def without_races(call, mode: str) -> Any:
     return result
 
 
-def run(case: Case, mode: str, *, tiles: TpuTiles = SMALL, order: int = 0, **options) -> np.ndarray:
-    """Runs the one kernel that the case's rows need: [T, N, D], or [B, N, D] if all are decodes."""
+def run(
+    case: Case, mode: str, *, tiles: TpuTiles = SMALL, order: int = 0, shorts: bool = False, **options
+) -> np.ndarray:
+    """Runs one kernel: that of decodes if all rows are, [B, N, D]; else that of chunks or of short rows, [T, N, D]."""
     a = {name: jnp.asarray(value) for name, value in case.arrays(order).items()}
     row, itemsize = pallas_tpu.row_size(case.d), a["q"].dtype.itemsize
     k_pages, v_pages = (a[name].reshape(*a[name].shape[:2], -1, row) for name in ("k_pages", "v_pages"))
@@ -55,15 +58,21 @@ def run(case: Case, mode: str, *, tiles: TpuTiles = SMALL, order: int = 0, **opt
 
     def compute(interpret):
         call = pallas_tpu.Call(k_pages, v_pages, a["tables"], shape, scores, tiles, interpret)
-        if all(count <= 1 for count, _ in case.rows):
+        longest = max(count for count, _ in case.rows)
+        if longest <= 1:
             return pallas_tpu.decode(call, a["q"][: len(case.rows)], a["lengths"])
+        if shorts:
+            most = next(size for size in SHORT if longest <= size)
+            row, begin, number = slots_of(a["counts"] > 1, a["first"], len(case.rows))
+            results = pallas_tpu.short(call, gathered(a["q"], begin, most), a["lengths"], row, number)
+            return scattered(jnp.zeros_like(a["q"]), results, begin, number)
         return pallas_tpu.chunks(call, a["q"], a["lengths"], a["first"], a["counts"] > 0)
 
     return np.asarray(without_races(compute, mode), np.float32)
 
 
-def check(case: Case, mode: str, *, tiles: TpuTiles = SMALL, **options) -> None:
-    found, expected = run(case, mode, tiles=tiles, **options), case.expected(**options)
+def check(case: Case, mode: str, *, tiles: TpuTiles = SMALL, shorts: bool = False, **options) -> None:
+    found, expected = run(case, mode, tiles=tiles, shorts=shorts, **options), case.expected(**options)
     # in 16 bit weights and results are rounded to 8 bits; in 32 a score's error grows with the numbers it sums
     atol = {"bfloat16": 4 * 2.0**-8, "float32": 2e-6 * max(1, case.d / 128)}[case.dtype]
     chex.assert_trees_all_close(found, expected[: len(found)], atol=atol, rtol=0)
@@ -72,6 +81,13 @@ def check(case: Case, mode: str, *, tiles: TpuTiles = SMALL, **options) -> None:
 def chunks(s: int, *more: tuple[int, int]) -> list[tuple[int, int]]:
     """Contexts around a block's border, a row without tokens, and tiles with tokens of two rows."""
     return [(2, 2), (0, 0), (s - 1, s - 1), (5, s + 4), *more]
+
+
+def short_rows(s: int, most: int, *contexts: int) -> list[tuple[int, int]]:
+    """Rows of every length up to `most`, around a block's border, with a row without tokens among them."""
+    counts = range(2, 5) if most == 4 else range(5, 9)
+    around = [(count, max(count, s + i)) for i, count in enumerate(counts)]
+    return [(most, most), (0, 0), *around, *((most - 1, context) for context in contexts)]
 
 
 # --- what they compute ------------------------------------------------------------------------------------------------
@@ -96,6 +112,31 @@ def test_decodes_of_contexts_around_a_block_border(d, s, group, dtype, mode):
 def test_chunks_of_contexts_around_a_block_border(d, s, group, dtype, mode):
     rows = chunks(s, (40, s + 60))
     check(Case(rows, d=d, s=s, group=group, dtype=dtype, seed=s), mode, tiles=fitting(s))
+
+
+@pytest.mark.parametrize(
+    ("d", "s", "group", "dtype", "mode", "most"),
+    [
+        (64, 16, 3, "bfloat16", "on_wait", 8),
+        slow(128, 8, 4, "float32", "eager", 4),
+        *(slow(*one, mode, most) for one in EVERY for mode, most in zip(MODES, (8, 4), strict=True)),
+        *(slow(d, 16, group, "bfloat16", "eager", 8) for d in pallas_tpu.HEAD_SIZES for group in (1, 3, 4, 8)),
+    ],
+)
+def test_short_rows_of_contexts_around_a_block_border(d, s, group, dtype, mode, most):
+    rows = short_rows(s, most, 100)
+    check(Case(rows, d=d, s=s, group=group, dtype=dtype, seed=s), mode, tiles=fitting(s), shorts=True)
+
+
+@pytest.mark.parametrize("options", [slow({"window": 20}), slow({"soft_cap": 1.5}), {"window": 33, "soft_cap": 3.0}])
+def test_windows_and_caps_of_short_rows(options):
+    check(Case(short_rows(16, 8, 90, 200), group=2), "eager", shorts=True, **options)
+
+
+def test_sizes_of_short_rows_are_those_that_a_call_can_have():
+    assert [sizes_of_short_rows(t) for t in (1, 2, 3, 4)] == [[], [(2, 2)], [(2, 4)], [(2, 4)]]
+    assert [sizes_of_short_rows(t) for t in (5, 8, 9, 512)] == [[(2, 4), (5, 8)]] * 4
+    assert [sizes_of_short_rows(t, most=4) for t in (1, 8, 512)] == [[], [(2, 4)], [(2, 4)]]
 
 
 def fitting(s: int) -> TpuTiles:
@@ -145,7 +186,8 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, slow({"window": 20, "soft_cap": 2.0})], ids=["plain", "window and cap"])
 def test_a_mixed_batch_keeps_the_contract(options, interpreted):
-    case = Case([(1, 33), (20, 40), (1, 1), (0, 0), (2, 100), (1, 64)], heads=2, group=3)
+    rows = [(1, 33), (20, 40), (1, 1), (0, 0), (2, 100), (1, 64), (8, 70), (4, 17), (9, 9), (5, 48), (3, 3)]
+    case = Case(rows, heads=2, group=3)
     a = case.arrays()
     arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
     found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
@@ -157,6 +199,27 @@ def test_a_mixed_batch_keeps_the_contract(options, interpreted):
     arguments[1:3] = (a.reshape(*a.shape[:2], -1, 128) for a in arguments[1:3])  # as an engine keeps them
     in_rows = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu", **options)
     chex.assert_trees_all_equal(np.asarray(in_rows, np.float32), np.asarray(found, np.float32))
+
+
+@pytest.mark.parametrize("row", [(2, 40), slow((3, 3)), slow((4, 33)), slow((5, 70)), slow((8, 8))])
+def test_a_call_of_one_short_row_and_padding_rows(row, interpreted):
+    """A step of one sequence with drafts: as many rows of the batch as tokens, and all but one are padding."""
+    count, case = row[0], Case([row, *[(0, 0)] * (row[0] - 1)], group=4)
+    a = case.arrays()
+    arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    arguments[0] = arguments[0][:count]  # without padding tokens
+    found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
+    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected()[:count], atol=2.0**-6, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("contexts", [(2048, 3001), (4096, 5000)])
+def test_short_rows_of_long_contexts(contexts, interpreted):
+    case = Case([(4, contexts[0]), (1, contexts[0]), (8, contexts[1])], s=64, group=4)
+    a = case.arrays()
+    arguments = [jnp.asarray(a[name]) for name in ("q", "k_pages", "v_pages", "tables", "lengths", "first")]
+    found = paged_attention(*arguments, scale=case.d**-0.5, impl="pallas_tpu")
+    chex.assert_trees_all_close(np.asarray(found, np.float32), case.expected(), atol=2.0**-6, rtol=0)
 
 
 def test_exactly_the_pages_of_the_visible_context_are_read():
@@ -189,12 +252,13 @@ def test_exactly_the_pages_of_the_visible_context_are_read():
 TWO = [
     pytest.param(decodes(16, 100), id="decodes"),
     pytest.param([(30, 120), (9, 9)], id="chunks", marks=pytest.mark.slow),
+    pytest.param(short_rows(16, 8, 100), id="short rows", marks=pytest.mark.slow),
 ]
 
 
 def caught(case: Case, mode: str) -> None:
     with pytest.raises(Exception, match=r"without an order|Not equal to tolerance|[Ss]emaphore|Out-of-bounds"):
-        check(case, mode)
+        check(case, mode, shorts=max(count for count, _ in case.rows) <= 8)
 
 
 @both_modes
@@ -303,6 +367,7 @@ def test_every_tpu_has_tiles_that_fit_its_memory():
             (16, 2, 256, 4),
         ):
             shape = pallas_tpu.Shape(heads, group, d, 16, itemsize, itemsize)
-            for sizes in (pallas_tpu.decode_sizes(shape, tiles), pallas_tpu.chunk_sizes(shape, tiles)):
+            rows = [pallas_tpu.decode_sizes(shape, tiles, queries) for queries in (1, *SHORT)]
+            for sizes in (*rows, pallas_tpu.chunk_sizes(shape, tiles)):
                 assert pallas_tpu.vmem(shape, sizes) <= tiles.vmem_limit
                 assert sizes.span % 128 == 0

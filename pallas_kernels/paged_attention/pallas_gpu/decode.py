@@ -1,14 +1,15 @@
-"""Decode attention over pages, one query token a row: Pallas, Mosaic GPU, Hopper.
+"""Decode attention over pages, one query token a row or a few: Pallas, Mosaic GPU, Hopper.
 
     grid       (part of the context, key head, row)
     producer   a warpgroup that copies pages into a ring of tiles, each of `tile` context tokens, keys and values
     consumer   a warpgroup that computes the tiles in turn: an online softmax (FlashAttention, Dao et al. 2022)
 
-Queries are columns. With G query heads a key head, padded to 8 or 16,
+Queries are columns. With G query heads a key head and Q query tokens, G * Q padded to 8, 16, 32 or 64,
 
-        s [tile, G] = k [tile, D] . q^T [D, G]            o [D, G] += v^T [D, tile] . p [tile, G]
+        s [tile, GQ] = k [tile, D] . q^T [D, GQ]          o [D, GQ] += v^T [D, tile] . p [tile, GQ]
 
 so that the long side of both products is the side of which WGMMA needs 64 rows. The padding is 8 columns, not 64 rows.
+A page is read once for all columns. Only tiles that some query does not see whole are masked.
 
 A long context of few rows is split over the grid (Flash-Decoding): each part writes its normalised sum and the log of
 its weights, and XLA merges them. All arithmetic of the softmax is in powers of two.
@@ -45,39 +46,69 @@ def parts_of(rows: int, heads: int, longest: int, tiles: Tiles) -> int:
     return max(1, min(wanted, longest // tiles.min_split))
 
 
-def shared_bytes(d: int, group: int, itemsize: int, tiles: Tiles) -> int:
+def shared_bytes(d: int, group: int, itemsize: int, tiles: Tiles, queries: int = 1) -> int:
     """Returns the bytes of shared memory of one block of threads, without barriers and compiler scratch memory."""
-    tile, columns = dict(tiles.decode_tile)[d], _columns(group)
+    columns, tile = _columns(group * queries), _tile(d, group, queries, tiles)
     return itemsize * (2 * tiles.decode_stages * tile * d + columns * (d + tile)) + 4 * columns * (d + 1)
 
 
-def _columns(group: int) -> int:
-    return -(-group // COLUMNS) * COLUMNS
+def _tile(d: int, group: int, queries: int, tiles: Tiles) -> int:
+    """Returns the context tokens of a tile. With more columns it is as short as WGMMA takes it, to save registers."""
+    tile = dict(tiles.decode_tile)[d]
+    return min(tile, 64) if _columns(group * queries) > _columns(group) else tile
+
+
+def _columns(queries: int) -> int:
+    """Returns the columns of a product: a power of two, with which the compiler needs the fewest registers."""
+    return max(COLUMNS, 1 << (queries - 1).bit_length())
 
 
 def decode(q, k_pages, v_pages, block_tables, seq_lens, *, scale, window, soft_cap, tiles: Tiles) -> jax.Array:
     """q [B, N, D], one token a row, the last of its context -> [B, N, D]; zeros where seq_lens [B] is 0."""
-    b, n, d = q.shape
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tiles": tiles}
+    return _decode(q[:, None], k_pages, v_pages, block_tables, seq_lens, **options)[:, 0]
+
+
+def decode_several(
+    q, k_pages, v_pages, block_tables, seq_lens, rows, counts, *, scale, window, soft_cap, tiles: Tiles
+) -> jax.Array:
+    """Row rows[i] of the tables has the query tokens q[i, : counts[i]] of q [I, Q, N, D], the last of its context.
+
+    Returns [I, Q, N, D], undefined for other tokens. A row with a count of 0 costs next to nothing.
+    """
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "tiles": tiles}
+    lengths = jnp.where(counts > 0, seq_lens[rows], 0)
+    return _decode(q, k_pages, v_pages, block_tables, lengths, rows, counts, **options)
+
+
+def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale, window, soft_cap, tiles: Tiles):
+    b, queries, n, d = q.shape
     _, heads, s, _ = k_pages.shape
     dtype, group = k_pages.dtype, n // heads
-    tile, stages, columns = dict(tiles.decode_tile)[d], tiles.decode_stages, _columns(group)
+    tile, stages, columns = _tile(d, group, queries, tiles), tiles.decode_stages, _columns(group * queries)
     parts = parts_of(b, heads, block_tables.shape[1] * s, tiles)
+    several = bool(rows_and_counts)
 
-    def body(q_ref, k_ref, v_ref, tables, lengths, o_ref, log_ref, q_s, k_s, v_s, p_s, o_s, log_s, *barriers):
+    def body(q_ref, k_ref, v_ref, tables, lengths, *refs):
+        rows, counts = refs[:2] if several else (None, None)
+        o_ref, log_ref, q_s, k_s, v_s, p_s, o_s, log_s, *barriers = refs[len(rows_and_counts) :]
         q_full, k_full, v_full, k_free, v_free = barriers
         part, head, row = (lax.axis_index(name) for name in ("part", "head", "row"))
         length = lengths[row]
-        begin = jnp.int32(0) if window is None else lax.max(length - window, 0) // tile
+        nearest = length - (1 if counts is None else counts[row])  # the first query in its context
+        begin = jnp.int32(0) if window is None else lax.max(nearest + 1 - window, 0) // tile
         each = pl.cdiv(pl.cdiv(length, tile) - begin, parts)
         first = begin + part * each
         count = lax.clamp(0, pl.cdiv(length, tile) - first, each)
 
-        @pl.when(lax.axis_index("warpgroup") == 1)
+        used = True if counts is None else counts[row] > 0
+
+        @pl.when((lax.axis_index("warpgroup") == 1) & used)
         def fetch_all():
             rings = Ring(k_ref, k_s, k_full, k_free), Ring(v_ref, v_s, v_full, v_free)
-            produce(rings, head, tables, row, first, count, length)
+            produce(rings, head, tables, row if rows is None else rows[row], first, count, length)
 
-        @pl.when(lax.axis_index("warpgroup") == 0)
+        @pl.when((lax.axis_index("warpgroup") == 0) & used)
         def consume():
             plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_s, q_full)
             plgpu.barrier_wait(q_full)
@@ -90,12 +121,29 @@ def decode(q, k_pages, v_pages, block_tables, seq_lens, *, scale, window, soft_c
                 plgpu.barrier_wait(k_full.at[slot])
                 x = product((tile, columns), k_s.at[slot], q_s.transpose((1, 0)))
                 pl.when(~last_use)(lambda: plgpu.barrier_arrive(k_free.at[slot]))
-                token = numbered((tile, columns), 0) + start
-                seen = token < length if window is None else (token < length) & (token >= length - window)
-                x = jnp.where(seen, capped(x, scale, soft_cap), -jnp.inf)  # a tile has a token that is seen
-                new = jnp.maximum(top, x.max(axis=0))
-                kept = jnp.exp2(top - new)
-                p = jnp.exp2(x - lax.broadcast_in_dim(new, x.shape, [1]))
+
+                def masked(x):
+                    token = numbered((tile, columns), 0) + start
+                    if several:
+                        query = (numbered((tile, columns), 1) & (queries - 1)) + nearest
+                        seen = (token <= query) & (token < length)
+                        seen = seen if window is None else seen & (token > query - window)
+                    else:
+                        seen = token < length if window is None else (token < length) & (token >= length - window)
+                    return jnp.where(seen, x, -jnp.inf)
+
+                x = capped(x, scale, soft_cap)
+                if several:
+                    partly = start + tile - 1 > nearest
+                    partly = partly if window is None else partly | (start < length - window)
+                    x = lax.cond(partly, masked, lambda x: x, x)
+                    new = jnp.maximum(top, x.max(axis=0))
+                    base = jnp.where(new == -jnp.inf, 0.0, new)  # of a query that has seen nothing yet
+                else:
+                    x = masked(x)  # a tile has a token that is seen
+                    base = new = jnp.maximum(top, x.max(axis=0))
+                kept = jnp.exp2(top - base)
+                p = jnp.exp2(x - lax.broadcast_in_dim(base, x.shape, [1]))
                 weights = weights * lax.broadcast_in_dim(kept, x.shape, [1]) + p  # summed after the loop
                 p_s.transpose((1, 0))[...] = p.astype(dtype)
                 plgpu.commit_smem()
@@ -156,10 +204,12 @@ def decode(q, k_pages, v_pages, block_tables, seq_lens, *, scale, window, soft_c
             reduction_scratch_bytes=4096,  # the largest score of a column is found across warps
         ),
     )
-    padding = ((0, 0), (0, 0), (0, columns - group), (0, 0))
-    grouped = jnp.pad(q.reshape(b, heads, group, d).astype(dtype), padding)
-    o, logs = kernel(grouped, k_pages, v_pages, block_tables, seq_lens)
-    return _merge(o, logs)[..., :group].swapaxes(2, 3).reshape(b, n, d).astype(q.dtype)
+    padding = ((0, 0), (0, 0), (0, columns - group * queries), (0, 0))
+    grouped = q.reshape(b, queries, heads, group, d).transpose(0, 2, 3, 1, 4).reshape(b, heads, group * queries, d)
+    of_rows = block_tables, seq_lens, *(a.astype(jnp.int32) for a in rows_and_counts)
+    o, logs = kernel(jnp.pad(grouped.astype(dtype), padding), k_pages, v_pages, *of_rows)
+    out = _merge(o, logs)[..., : group * queries].reshape(b, heads, d, group, queries)
+    return out.transpose(0, 4, 1, 3, 2).reshape(b, queries, n, d).astype(q.dtype)
 
 
 def _merge(o, logs):

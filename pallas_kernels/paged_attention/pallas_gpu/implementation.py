@@ -1,7 +1,8 @@
 """Paged attention on NVIDIA GPUs of the Hopper generation (sm_90a): two Pallas kernels for Mosaic GPU.
 
-A row with one query token goes to `decode.py`, a row with more to `chunks.py`. Every call runs both, because only the
-device knows the rows' lengths. Both read pages in place, multiply in 16 bit and add in float32.
+A row with one query token goes to `decode.py`, and so does a short row, of 2 to 4 or of 5 to 8, with more columns. All
+other rows go to `chunks.py`. Every call runs all programs that its tokens can need, because only the device knows the
+rows' lengths. All read pages in place, multiply in 16 bit and add in float32.
 
 No GPU has run them yet. The compiler (`pallas_kernels.aot`) and interpretation on a CPU show what they compute, that
 they have no races, and that they compile for Hopper without spilling registers.
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
+from pallas_kernels.paged_attention.rows import gathered, scattered, sizes_of_short_rows, slots_of
 from pallas_kernels.tiles import Tiles
 
 JAX_NEEDED = (0, 11)  # older versions cannot transpose a swizzled tile
@@ -22,6 +24,7 @@ DTYPES = ("bfloat16", "float16")
 HEAD_SIZES = (64, 128)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 MAX_GROUP = 16  # query heads of a key head
+MOST_COLUMNS = 64  # query heads times query tokens of a short row: with more, its sums do not fit in registers
 
 
 def paged_attention(
@@ -63,10 +66,16 @@ def paged_attention(
     single = q_lens == 1
     rows = q[jnp.minimum(first, t - 1)]
     decoded = decode.decode(rows, *pages, jnp.where(single, seq_lens, 0), tiles=tiles, **options)
-    out = jnp.zeros_like(q)
-    if t > 1:  # a chunk has two tokens
-        chunk_lens = jnp.where(single, 0, q_lens)
+    out, shorts = jnp.zeros_like(q), sizes_of_short_rows(t, MOST_COLUMNS // (n // heads))
+    longest = max((most for _, most in shorts), default=1)  # query tokens of a row that is no chunk
+    if t > longest:
+        chunk_lens = jnp.where(q_lens <= longest, 0, q_lens)
         out = chunks.chunks(q, *pages, seq_lens, first, chunk_lens, tiles=tiles, **options)
+    for least, most in shorts:
+        chosen = (q_lens >= least) & (q_lens <= most)
+        row, begin, number = slots_of(chosen, cu_q_lens, min(len(seq_lens), t // least))
+        several = gathered(q, begin, most), *pages, seq_lens, row, number
+        out = scattered(out, decode.decode_several(*several, tiles=tiles, **options), begin, number)
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 

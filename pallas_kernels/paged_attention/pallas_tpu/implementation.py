@@ -1,8 +1,12 @@
-"""Paged attention on TPUs: one Pallas kernel (`kernel.py`) that Mosaic compiles twice, for decodes and for chunks.
+"""Paged attention on TPUs: one Pallas kernel (`kernel.py`) that Mosaic compiles in four sizes.
 
-A row with one query token is one tile. All other rows are cut at multiples of the tile's size, counted from the call's
-first token. So a tile may contain the end of one row and the beginning of the next, with an item for each, and queries
-need no gathering. Every call runs both kernels, because only the device knows the rows' lengths.
+    decode    a row with one query token is one tile
+    short     a row of 2 to 4, or of 5 to 8, query tokens is one tile: a decode with drafts to verify
+    chunks    all other rows are cut at multiples of the tile's size, counted from the call's first token. So a tile may
+              contain the end of one row and the beginning of the next, with an item for each, and queries need no
+              gathering
+
+Every call runs all sizes that its tokens can need, because only the device knows the rows' lengths.
 
 Pages are read as rows of 128 numbers, [P, K, S * D / 128, 128] where D is below 128: the same bytes in the same order,
 which a TPU stores without padding. A cache in this layout is used in place; any other is copied, which on a TPU is a
@@ -22,6 +26,7 @@ import jax.numpy as jnp
 from pallas_kernels.kv_write import pallas_tpu as kv_write_tpu
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.paged_attention.pallas_tpu.kernel import Scores, Sizes, Work, attend, vmem_bytes
+from pallas_kernels.paged_attention.rows import SHORT, gathered, scattered, sizes_of_short_rows, slots_of
 from pallas_kernels.shared.tpu import LANES, device_kind, row_size
 from pallas_kernels.tiles import TpuTiles
 
@@ -74,14 +79,17 @@ def paged_attention(
     q_lens, first = jnp.diff(cu_q_lens), cu_q_lens[:-1]
     single = (q_lens == 1) & (seq_lens > 0)
     decoded = decode(call, q[jnp.minimum(first, t - 1)], jnp.where(single, seq_lens, 0))
-    out = jnp.zeros_like(q)
-    if t > 1:  # a chunk has two tokens
-        out = chunks(call, q, seq_lens, cu_q_lens, (q_lens > 1) & (seq_lens >= q_lens))
+    out, several = jnp.zeros_like(q), (q_lens > 1) & (seq_lens >= q_lens)
+    if t > SHORT[-1]:
+        out = chunks(call, q, seq_lens, cu_q_lens, several & (q_lens > SHORT[-1]))
+    for least, most in sizes_of_short_rows(t):
+        row, begin, number = slots_of(several & (q_lens >= least) & (q_lens <= most), cu_q_lens, min(b, t // least))
+        out = scattered(out, short(call, gathered(q, begin, most), seq_lens, row, number), begin, number)
     return out.at[jnp.where(single, first, t)].set(decoded, mode="drop")
 
 
 class Call(NamedTuple):
-    """The arguments that decodes and chunks of a call share."""
+    """The arguments that all kernels of a call share."""
 
     k_pages: jax.Array  # [P, K, S D / L, L]
     v_pages: jax.Array
@@ -104,6 +112,20 @@ def decode(call: Call, q: jax.Array, seq_lens: jax.Array) -> jax.Array:
     tiles = decode_tiles(q.reshape(b, shape.heads, shape.group, d), sizes)
     out = call(tiles, decode_work(seq_lens, sizes, call.scores.window), sizes)
     return out.reshape(-1, *out.shape[2:])[:b, :, : shape.group, :d].reshape(b, n, d)
+
+
+def short(call: Call, q: jax.Array, seq_lens: jax.Array, row: jax.Array, number: jax.Array) -> jax.Array:
+    """q [I, Q, N, D], of which number[i] tokens are row[i]'s, the last of its context -> the same shape.
+
+    Undefined for other tokens. A slot with the number 0 is no item.
+    """
+    (slots, queries, n, d), shape = q.shape, call.shape
+    sizes, rows = decode_sizes(shape, call.tiles, queries), shape.group * queries
+    grouped = q.reshape(slots, queries, shape.heads, shape.group, d).transpose(0, 2, 3, 1, 4)
+    tiles = decode_tiles(grouped.reshape(slots, shape.heads, rows, d), sizes)
+    out = call(tiles, short_work(seq_lens, row, number, sizes, call.scores.window), sizes)
+    out = out.reshape(-1, *out.shape[2:])[:slots, :, :rows, :d].reshape(slots, shape.heads, shape.group, queries, d)
+    return out.transpose(0, 3, 1, 2, 4).reshape(slots, queries, n, d)
 
 
 def chunks(call: Call, q: jax.Array, seq_lens: jax.Array, cu_q_lens: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -142,9 +164,9 @@ def streams_of(q: jax.Array, streams: int) -> jax.Array:
 
 
 def decode_tiles(q: jax.Array, sizes: Sizes) -> jax.Array:
-    """[B, K, G, D] -> [blocks, U, K, R, L], rows padded to the 8 of a register."""
-    b, _, group, _ = q.shape
-    padded = jnp.pad(q, ((0, -b % sizes.units), (0, 0), (0, -group % 8), (0, 0)))
+    """[B, K, G * Q, D] -> [blocks, U, K, R, L], rows padded to the 8 of a register; R as in `chunk_tiles`."""
+    b, _, rows, _ = q.shape
+    padded = jnp.pad(q, ((0, -b % sizes.units), (0, 0), (0, -rows % 8), (0, 0)))
     wide = streams_of(padded, sizes.streams)
     return wide.reshape(-1, sizes.units, *wide.shape[1:])
 
@@ -167,18 +189,19 @@ def chunk_results(out: jax.Array, t: int, n: int, d: int, tokens: int) -> jax.Ar
 # --- sizes and items --------------------------------------------------------------------------------------------------
 
 
-def decode_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
+def decode_sizes(shape: Shape, tiles: TpuTiles, queries: int = 1) -> Sizes:
     """Sizes whose step has as many context tokens as fit in `decode_step` bytes, a power of two within bounds."""
     tokens = tiles.decode_step // (2 * shape.heads * shape.d * shape.itemsize)
     span = max(tiles.shortest_span, min(tiles.longest_span, 1 << max(0, tokens.bit_length() - 1)))
-    sizes = Sizes(tiles.decode_units, 1, shape.streams, shape.s, max(span, shape.s), tiles.decode_stages)
+    kernel = "decode" if queries == 1 else f"short{queries}"
+    sizes = Sizes(tiles.decode_units, queries, shape.streams, shape.s, max(span, shape.s), tiles.decode_stages, kernel)
     return fitted(shape, sizes, tiles.vmem_limit)
 
 
 def chunk_sizes(shape: Shape, tiles: TpuTiles) -> Sizes:
     """Sizes whose tiles have `chunk_rows` rows for each key head."""
     tokens = max(MIN_TOKENS, 1 << (tiles.chunk_rows // shape.group).bit_length() - 1)
-    sizes = Sizes(1, tokens, shape.streams, shape.s, max(tiles.chunk_span, shape.s), tiles.chunk_stages)
+    sizes = Sizes(1, tokens, shape.streams, shape.s, max(tiles.chunk_span, shape.s), tiles.chunk_stages, "chunks")
     return fitted(shape, sizes, tiles.vmem_limit)
 
 
@@ -193,7 +216,7 @@ def fitted(shape: Shape, sizes: Sizes, limit: int) -> Sizes:
 
 def vmem(shape: Shape, sizes: Sizes) -> int:
     """Returns the bytes of VMEM that a kernel needs: its ring, its running sums, queries and results."""
-    rows = -(-shape.group // 8) * 8 if sizes.tokens == 1 else shape.group * sizes.tokens
+    rows = -(-shape.group * sizes.tokens // 8) * 8
     q_shape = (1, sizes.units, shape.heads, sizes.streams * rows, row_size(shape.d))
     return vmem_bytes(q_shape, shape.query_itemsize, shape.itemsize, sizes)
 
@@ -222,6 +245,13 @@ def decode_work(seq_lens: jax.Array, sizes: Sizes, window: int | None) -> Work:
     zero = jnp.zeros_like(row)
     where = row // sizes.units, valid, row % sizes.units, row
     return _work(-(-b // sizes.units), *where, zero, zero + 1, seq_lens[row] - 1, sizes.span, window)
+
+
+def short_work(seq_lens, row, number, sizes: Sizes, window: int | None) -> Work:
+    """An item for each slot that is used; slot i is tile i, and the used ones come first."""
+    slot, zero = jnp.arange(len(row), dtype=jnp.int32), jnp.zeros_like(row)
+    where = slot // sizes.units, number > 0, slot % sizes.units, row
+    return _work(-(-len(row) // sizes.units), *where, zero, number, seq_lens[row] - number, sizes.span, window)
 
 
 def chunk_work(chosen, seq_lens, cu_q_lens, t: int, sizes: Sizes, window: int | None) -> Work:

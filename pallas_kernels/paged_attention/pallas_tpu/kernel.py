@@ -1,4 +1,4 @@
-"""Attention of tiles of queries over pages: Pallas, Mosaic TPU. Decodes and prompt chunks are one kernel of two sizes.
+"""Attention of tiles of queries over pages: Pallas, Mosaic TPU. Decodes, short rows and chunks are sizes of one kernel.
 
     grid        blocks of U tiles of queries, one after another; Pallas copies queries in and results out
     item        (tile of a block, row of the batch): the tile's queries of one sequence, over the context they see
@@ -59,6 +59,7 @@ class Sizes(NamedTuple):
     block_size: int
     span: int  # context tokens of a step, a multiple of the block size
     stages: int
+    kernel: str = "decode"  # its name in profiles and in the compiler's reports
 
 
 class Scores(NamedTuple):
@@ -147,7 +148,7 @@ def attend(q, k_pages, v_pages, tables, work: Work, sizes: Sizes, scores: Scores
         out_shape=jax.ShapeDtypeStruct((blocks, units, heads, kept, lanes), q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit),
         interpret=interpret,
-        name=f"paged_attention_{'decode' if sizes.tokens == 1 else 'chunks'}",
+        name=f"paged_attention_{sizes.kernel}",
     )
     return call(*work, tables, q, *pinned(k_pages, v_pages, interpret=interpret))
 
@@ -230,9 +231,14 @@ def wait(r: Refs, slot, item, step) -> None:
 # --- computation ------------------------------------------------------------------------------------------------------
 
 
+def bodies(heads: int) -> int:
+    """Returns how often the loop over key heads turns."""
+    return next(heads // n for n in range(min(UNROLLED, heads), 0, -1) if heads % n == 0)
+
+
 def _over_heads(heads: int, body) -> None:
     """Calls body(head) for each key head, a few in a row: products of one run beside exponentials of another."""
-    at_once = next(n for n in range(min(UNROLLED, heads), 0, -1) if heads % n == 0)
+    at_once = heads // bodies(heads)
 
     def some(i, _):
         for j in range(at_once):

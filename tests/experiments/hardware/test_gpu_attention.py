@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.hardware import gpu_attention
-from experiments.hardware.gpu_attention import CHUNKS, DECODES, contenders, sees
+from experiments.hardware.gpu_attention import CHUNKS, DECODES, VERIFIED, compared, contenders, sees
 from pallas_kernels.paged_attention.reference import paged_attention as reference
 from pallas_kernels.timing import Shape
 
@@ -27,6 +27,19 @@ def test_the_mask_of_flex_attention_shows_the_counted_pairs(shape):
     shown = sees(shape)(0, 0, np.arange(shape.queries)[:, None], np.arange(shape.context)[None])
     np.testing.assert_array_equal(shown, np.tri(shape.queries, shape.context, shape.context - shape.queries, bool))
     assert 4 * shape.rows * shape.heads * shape.group * shape.d * shown.sum() == shape.flops
+
+
+def test_rows_with_drafts_are_compared_with_the_decode_of_as_many_rows_and_tokens():
+    seconds = {1: 2.0, 4: 3.0, 8: 5.0}
+    rows = [
+        {"shape": shape._asdict(), "contender": contender, "seconds": factor * seconds[shape.queries] * shape.rows}
+        for shape in VERIFIED
+        for contender, factor in (("pallas_gpu", 1.0), ("xla", 10.0))
+    ]
+    rows += [{"shape": VERIFIED[1]._asdict(), "contender": "torch flex", "error": "missing"}]
+    found = [(one["shape"]["rows"], one["shape"]["queries"], one["over_a_decode"]) for one in compared(rows)]
+    assert found == [(n, queries, ratio) for n in (64, 1) for queries, ratio in ((4, 1.5), (8, 2.5)) for _ in range(2)]
+    assert {(shape.rows, shape.queries, shape.context) for shape in VERIFIED} >= {(64, 1, 2048), (64, 4, 2048)}
 
 
 @pytest.mark.parametrize("shape", [DECODE, PROMPT], ids=str)

@@ -1,0 +1,46 @@
+"""Rows of a few query tokens: a decode with drafts to verify. What the kernels for GPUs and TPUs share about them.
+
+Only the device knows which rows are short, so a kernel's program has a slot for as many as the call's tokens can have.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+SHORT = 4, 8  # query tokens of a short row's tile; a row of 4 in a tile of 8 would compute twice as many scores
+
+
+def sizes_of_short_rows(t: int, most: int = SHORT[-1]) -> list[tuple[int, int]]:
+    """Returns (fewest, most) query tokens of each size of short rows that a call of `t` tokens can have.
+
+    The most is the query tokens of the size's tile, a power of two.
+    """
+    whole, fewest = 1 << (t - 1).bit_length(), (2, *(size + 1 for size in SHORT))
+    sizes = zip(fewest, SHORT, strict=False)
+    return [(least, min(size, whole)) for least, size in sizes if least <= t and size <= most]
+
+
+def slots_of(chosen: jax.Array, cu_q_lens: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Numbers the rows that are `chosen` [B], at most `slots` of them.
+
+    Returns (row, first, number) [slots]: the row of each slot, its first query token, and how many it has; 0 in an
+    unused slot.
+    """
+    end = jnp.cumsum(chosen.astype(jnp.int32))
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    row = jnp.minimum((slot[:, None] >= end).sum(1, dtype=jnp.int32), len(chosen) - 1)
+    first = cu_q_lens[row]
+    return row, first, jnp.where(slot < end[-1], cu_q_lens[row + 1] - first, 0)
+
+
+def gathered(q: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    """q [T, N, D] -> [slots, size, N, D], the tokens from `first` on; those of other rows are in it too."""
+    return q[jnp.minimum(first[:, None] + jnp.arange(size, dtype=jnp.int32), len(q) - 1)]
+
+
+def scattered(out: jax.Array, results: jax.Array, first: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns out [T, N, D] with results[i, :number[i]] at the tokens from first[i] on; results [slots, size, N, D]."""
+    index = jnp.arange(results.shape[1], dtype=jnp.int32)
+    places = jnp.where(index < number[:, None], first[:, None] + index, len(out))
+    return out.at[places].set(results, mode="drop")
