@@ -67,8 +67,8 @@ def outputs(model: LoadedModel, several: np.ndarray, setup: DraftSetup) -> np.nd
     return np.array([[*p, *a.outputs[0].token_ids] for p, a in zip(several, answers, strict=True)], np.int32)
 
 
-def read(model: Model, taps: Sequence[int], windows: np.ndarray, at_a_time: int = 8) -> Windows:
-    """Have the model read windows [n, S]."""
+def read(model: Model, taps: Sequence[int], windows: np.ndarray, at_a_time: int = 8, dtype: str = "float16") -> Windows:
+    """Have the model read windows [n, S]; dtype is that of the features."""
     c, (n, s) = model.config, windows.shape
     top = min(TOP, c.vocab_size)
 
@@ -80,7 +80,7 @@ def read(model: Model, taps: Sequence[int], windows: np.ndarray, at_a_time: int 
         )
         _, hidden, found = module.hidden(pages, packed(tokens), partial(dense, scale=c.attn_scale), taps)
         shares, ids = jax.lax.top_k(jax.nn.softmax(module.logits(hidden), axis=0).T, top)
-        return jnp.concatenate(found).T.astype(jnp.float16), ids, shares
+        return jnp.concatenate(found).T.astype(dtype), ids, shares
 
     parts = []
     for i in tqdm(range(0, n, at_a_time), desc="features", unit="batch", leave=False, disable=None):

@@ -59,6 +59,7 @@ class Outcome(NamedTuple):
     reasons: dict[str, str]
     logprobs: dict[tuple[str, bool, int], tuple]  # by sequence, prompt or not, and position
     steps: int
+    drafted: int
     accepted: int
     preempted: int
 
@@ -69,7 +70,7 @@ def run(engine, wanted: list[Ask], seed: int, path=None, cancel: float = 0.0) ->
     engine.reset()
     engine.record(path)
     found, reasons, logprobs = {name: [] for ask in wanted for name in ask.names}, {}, {}
-    steps = accepted = preempted = 0
+    steps = drafted = accepted = preempted = 0
     while left or engine.has_work:
         while left and draw.random() < 0.5:
             ask = left.pop(0)
@@ -92,7 +93,7 @@ def run(engine, wanted: list[Ask], seed: int, path=None, cancel: float = 0.0) ->
                 reasons[event.request_id] = event.reason
                 assert event.num_output == len(found[event.request_id])
             elif isinstance(event, Verified):
-                accepted += sum(event.accepted)
+                drafted, accepted = drafted + sum(event.drafts), accepted + sum(event.accepted)
             preempted += isinstance(event, Preempted)
         for entry in result.logprobs:
             ranked = entry.token_id, entry.rank, entry.top_ids
@@ -100,7 +101,7 @@ def run(engine, wanted: list[Ask], seed: int, path=None, cancel: float = 0.0) ->
         assert steps < 2000
     assert engine.scheduler_state.pool.num_free == engine.scheduler_state.pool.num_blocks, "blocks leaked"
     engine.record(None)
-    return Outcome(found, reasons, logprobs, steps, accepted, preempted)
+    return Outcome(found, reasons, logprobs, steps, drafted, accepted, preempted)
 
 
 def rehearsed(outcomes: dict[int, Outcome], wanted: dict[int, list[Ask]], right: float) -> Drafter:

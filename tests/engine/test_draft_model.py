@@ -1,0 +1,340 @@
+"""Drafters on the device: a model or a head, whose pages lie in the blocks of the model's cache.
+
+The model itself is the best drafter: each of its drafts must be accepted, in whatever blocks, budgets and preemptions.
+One that is not means that the drafter saw other keys, values or features than those of the sequence's tokens. For a
+head, the oracle is the training's forward pass, which knows no cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from scipy import stats
+
+import pagedjax.engine.step as engine_step
+from experiments.training import draft_data, draft_loss, train_draft
+from pagedjax import LLM, EngineConfig, SamplingParams, load_model
+from pagedjax.config import Speculative
+from pagedjax.device import cache
+from pagedjax.engine import drafting
+from pagedjax.engine.drafters import Drafter
+from pagedjax.engine.drafting import Drafting, paying
+from pagedjax.engine.engine import Engine
+from pagedjax.engine.runtime import _block
+from pagedjax.host.replay import verify
+from pagedjax.host.types import Admitted, Sampled, Verified
+from pagedjax.weights.draft_model import load_draft_model, read_eagle, write_eagle
+from tests.engine.test_lookahead import tokens
+from tests.engine.test_speculation import BUCKETS, CONFIG, asks, run
+from tests.weights.tiny import tiny_llama
+
+SWAPPED = {"num_blocks": 20, "max_model_len": 80, "preemption": "swap", "swap_space_gib": 0.002}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "k 1": (1, {}),
+    "k 7": (7, {}),
+    "blocks of 1": (3, {"block_size": 1, "num_blocks": 256}),
+    "blocks of 16": (5, {"block_size": 16, "num_blocks": 24}),
+    "a small budget": (3, {"max_num_batched_tokens": 8, "token_buckets": (8,)}),
+    "no prefix cache": (3, {"enable_prefix_caching": False}),
+    "few blocks, computed again": (3, {"num_blocks": 20, "max_model_len": 80}),
+    "few blocks, swapped": (3, SWAPPED),
+    "prompts and decodes in turn": (3, {"mixed_steps": False}),
+}
+
+
+class Drafters(NamedTuple):
+    """Folders of drafters for the model `tiny`."""
+
+    itself: str
+    small: str
+    head: str
+
+
+@pytest.fixture(scope="module")
+def folders(tiny, tiny_folder, tmp_path_factory) -> Drafters:
+    at = tmp_path_factory.mktemp("drafters")
+    small = tiny_llama(at / "small", layers=1, heads=2, kv_heads=1, hidden=32, tied=False, seed=5)
+    ids = np.arange(0, 320, 2)
+    params = train_draft.initial(tiny.model, ids, 1)[1]
+    head = write_eagle(at / "head", tiny.model.config, ids.tolist(), params)
+    return Drafters(str(tiny_folder), str(small), str(head))
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    engine, wanted = LLM(tiny, progress=False, **CONFIG).engine, {seed: asks(seed) for seed in range(3)}
+    return {seed: run(engine, several, seed) for seed, several in wanted.items()}, wanted
+
+
+def speculating(tiny, folders: Drafters, drafter: str, k: int, rule: str = "strict", **config):
+    method = "eagle" if drafter == "head" else "draft"
+    options = {"method": method, "model": getattr(folders, drafter), "num_tokens": k, "adaptive": False, "rule": rule}
+    return LLM(tiny, progress=False, speculative=options, **{**CONFIG, **config}).engine
+
+
+def finished(engine) -> tuple[list[int], int, int]:
+    """Run all requests of an engine to their end: tokens, drafts and accepted drafts."""
+    output, drafts, accepted = [], 0, 0
+    while engine.has_work:
+        for event in engine.step().events:
+            if isinstance(event, Sampled):
+                output += event.token_ids
+            if isinstance(event, Verified):
+                drafts, accepted = drafts + sum(event.drafts), accepted + sum(event.accepted)
+    return output, drafts, accepted
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("drafter", ["itself", "small", "head"])
+def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafter, case):
+    (k, config), (outcomes, wanted) = CASES[case], plain
+    engine = speculating(tiny, folders, drafter, k, **config)
+    drafted = accepted = preempted = 0
+    for seed, expected in outcomes.items():
+        found = run(engine, wanted[seed], seed + 100, tmp_path / "log.jsonl")
+        assert (found.tokens, found.reasons) == (expected.tokens, expected.reasons)
+        drafted, accepted, preempted = drafted + found.drafted, accepted + found.accepted, preempted + found.preempted
+        assert verify(tmp_path / "log.jsonl").identical
+    assert drafted > (10 if "budget" in case else 100)
+    assert preempted or "few blocks" not in case
+    if drafter == "itself":  # drafts behind a stop token are not accepted
+        assert accepted > 0.85 * drafted
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
+    k, config = CASES[case]
+    engine = speculating(tiny, folders, "itself", k, **config)
+    for i in range(9):
+        options: dict[str, Any] = {"temperature": float(i % 2), "seed": i, "max_tokens": 20, "ignore_eos": True}
+        if i % 3 == 0:
+            options |= {"repetition_penalty": 1.3, "top_k": 40, "logit_bias": {7: 2.0}}
+        engine.add(f"r{i}", tokens(5 + 6 * i, i % 4), SamplingParams(**options))
+    output, drafts, accepted = finished(engine)
+    assert len(output) == 180
+    assert drafts == accepted > 10
+
+
+def test_drafts_behind_a_prefix_that_was_found_are_as_good_as_behind_one_that_was_computed(tiny, folders):
+    """Elsewhere acceptance fell after prefix hits (vllm#47930): the drafter had not computed what was shared."""
+    engine, prompt = speculating(tiny, folders, "itself", 4), tokens(30, 3)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    engine.add("first", prompt, params)
+    first = finished(engine)
+    engine.add("second", prompt + first[0], params)
+    cached, drafts, accepted = 0, 0, 0
+    while engine.has_work:
+        for event in engine.step().events:
+            cached += event.num_cached if isinstance(event, Admitted) else 0
+            if isinstance(event, Verified):
+                drafts, accepted = drafts + sum(event.drafts), accepted + sum(event.accepted)
+    assert cached == 44
+    assert drafts == accepted > 0
+
+
+# --- a head against the forward pass of its training ------------------------------------------------------------------
+
+
+def dense_drafts(tiny, folder: str, known: list[int], drafts: list[int]) -> tuple[list[int], list[float]]:
+    """The drafts after known tokens by the training's forward pass, and by how much each is the best one."""
+    found = read_eagle(folder, tiny.model.config, "float32")
+    head, model = nnx.merge(found.graphdef, found.params), nnx.merge(tiny.model.graphdef, tiny.model.params)
+    text = np.zeros((1, 64), np.int32)  # of one shape, for one compilation; what follows changes nothing before it
+    text[0, : len(known) + len(drafts)] = [*known, *drafts]
+    windows = draft_data.read(tiny.model, found.taps, text, 1, "float32")
+    embedded = model.embedded(draft_loss.packed(jnp.asarray(text)))
+    best, lead = [], []
+    for i, logits in enumerate(draft_loss.drafts(head, embedded, windows, len(drafts))):
+        row = np.asarray(logits[0, len(known) - 1 + i])
+        best.append(int(head.ids[...][row.argmax()]))
+        lead.append(float(np.diff(np.sort(row)[-2:])[0]))
+    return best, lead
+
+
+@pytest.mark.parametrize("config", [{}, {"block_size": 16, "num_blocks": 24}, SWAPPED, {"max_num_batched_tokens": 8}])
+def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(tiny, folders, monkeypatch, config):
+    seen: list[tuple[list[int], list[int]]] = []
+    original = engine_step.drafted
+
+    def watched(runtime, sequences, pages, plan):
+        out = original(runtime, sequences, pages, plan)
+        for seq, length, k in zip(plan.seqs, plan.lengths, plan.drafts, strict=True):
+            if k:
+                data = sequences[seq.request_id].tokens.tolist()
+                seen.append((data[:length], data[length : length + k]))
+        return out
+
+    monkeypatch.setattr(engine_step, "drafted", watched)
+    engine = speculating(tiny, folders, "head", 3, **config)
+    shared = tokens(12, 0)
+    for i in range(6):
+        engine.add(f"r{i}", shared + tokens(3 + 5 * i, i), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    finished(engine)
+    assert len(seen) >= 8
+    for known, drafts in seen[:: len(seen) // 8]:
+        best, lead = dense_drafts(tiny, folders.head, known, drafts)
+        same = [a == b or margin < 1e-4 for a, b, margin in zip(best, drafts, lead, strict=True)]
+        assert all(same), (best, drafts, lead)
+
+
+# --- rejection sampling -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["itself", "small", "head"])
+def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(tiny, folders, plain, tmp_path, drafter):
+    outcomes, wanted = plain
+    engine = speculating(tiny, folders, drafter, 3, "rejection")
+    for seed, expected in outcomes.items():
+        found = run(engine, wanted[seed], seed, tmp_path / "log.jsonl")
+        again = run(engine, wanted[seed], seed)
+        assert found.tokens == again.tokens, "a run is not a function of its seeds"
+        assert verify(tmp_path / "log.jsonl").identical
+        for ask in wanted[seed]:
+            if ask.params.temperature == 0:
+                assert found.tokens[ask.names[0]] == expected.tokens[ask.names[0]]
+        if drafter == "itself":
+            assert found.accepted > 0.85 * found.drafted
+
+
+@pytest.mark.parametrize("drafter", ["small", "ngram"])
+def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_drafts(tiny, folders, drafter):
+    number, length, few = 2000, 4, [5, 9, 17, 33]
+    config = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "token_buckets": (256,), "num_blocks": 512}
+    if drafter == "ngram":
+        options = {"num_tokens": 2, "adaptive": False, "rule": "rejection"}
+        drafting_engine = LLM(tiny, progress=False, speculative=options, **config).engine
+    else:
+        drafting_engine = speculating(tiny, folders, drafter, 2, "rejection", **config)
+    counts = []
+    for first, engine in ((0, LLM(tiny, progress=False, **config).engine), (number, drafting_engine)):
+        for i in range(number):
+            params = SamplingParams(
+                seed=first + i, temperature=2.0, max_tokens=length, ignore_eos=True, allowed_token_ids=few
+            )
+            engine.add(f"r{i}", [5, 9, 5, 9, 17, 5], params)
+        found: dict[str, list[int]] = {}
+        verified = 0
+        while engine.has_work:
+            for event in engine.step().events:
+                verified += isinstance(event, Verified)
+                if isinstance(event, Sampled):
+                    for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                        found.setdefault(name, []).append(token)
+        assert bool(verified) == bool(first)
+        counts.append(Counter(tuple(output) for output in found.values()))
+    cells = [cell for cell in set(counts[0]) | set(counts[1]) if counts[0][cell] + counts[1][cell] >= 20]
+    table = np.array([[count[cell] for cell in cells] for count in counts])
+    assert len(cells) > 20
+    assert stats.chi2_contingency(table).pvalue > 1e-3
+
+
+# --- sizes, times, errors ---------------------------------------------------------------------------------------------
+
+
+def test_a_block_has_the_drafters_pages(tiny, folders):
+    for drafter in ("small", "head"):
+        engine = speculating(tiny, folders, drafter, 2)
+        pages = engine._state.cache
+        chex.assert_tree_shape_prefix(pages, (engine.config.num_blocks + 1,))
+        sizes = _block(engine.config, engine.model, engine.runtime.draft_model)
+        assert engine.memory.cache == cache.block_bytes(**sizes) * (engine.config.num_blocks + 1)
+        assert engine.memory.cache == sum(x.nbytes for x in jax.tree.leaves(pages))
+        features = pages.draft.features
+        assert (features is None) == (drafter == "small")
+        if features is not None:
+            chex.assert_shape(features, (65, 4, 64))
+
+
+def test_the_time_of_drafts_on_the_device_counts():
+    known = {"acceptance": 0.9, "seconds": {8: 1.0, 16: 1.0, 64: 1.0}}
+    drafter = Drafter("small", None)
+    assert paying(Drafting(drafter, **known), 4, 2, 0, BUCKETS) == 4
+    assert paying(Drafting(drafter, **known, draft_seconds={8: 0.5}), 4, 2, 0, BUCKETS) == 3
+    assert paying(Drafting(drafter, **known, draft_seconds={8: 2.0}), 4, 2, 0, BUCKETS) == 0
+
+
+def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders):
+    options = {"method": "draft", "model": folders.itself, "num_tokens": 3}
+    engine = LLM(tiny, progress=False, speculative=options, **CONFIG).engine
+    engine.add("a", tokens(9, 1), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    seen = 0.0
+    while engine.has_work:
+        result = engine.step()
+        assert (result.draft_seconds > 0) == (result.draft_rows > 0) == any(result.plan.drafts)
+        assert 0 <= result.draft_seconds <= result.device_seconds <= result.finished - result.started
+        seen += result.draft_seconds
+    learned = engine._state.drafting.draft_seconds
+    assert set(learned) <= {6, 8}
+    assert (seen > 0) == bool(learned)
+    engine.reset()
+    assert engine._state.drafting.draft_seconds == learned
+
+
+def test_no_draft_model_is_an_error_before_anything_is_compiled(tiny):
+    with pytest.raises(ValueError, match=r"method is 'draft' and speculative\.model is None; name a smaller model"):
+        LLM(tiny, progress=False, speculative={"method": "draft"}, **CONFIG)
+    with pytest.raises(ValueError, match=r"method is 'eagle' and speculative\.model is None; name the folder"):
+        LLM(tiny, progress=False, speculative={"method": "eagle"}, **CONFIG)
+    config = EngineConfig(speculative=Speculative(method="draft", model="x"), **CONFIG)
+    with pytest.raises(
+        ValueError, match=r"'draft', and the engine has no draft model; set speculative\.model, or give"
+    ):
+        Engine(tiny.model, config)
+
+
+def test_a_draft_model_without_its_method_is_an_error(tiny, folders):
+    draft = load_draft_model(Speculative(method="draft", model=folders.small), tiny)
+    with pytest.raises(ValueError, match=r"there is a draft model, but speculative\.method is None; it must be one of"):
+        Engine(tiny.model, EngineConfig(**CONFIG), draft_model=draft)
+    with pytest.raises(ValueError, match=r"speculative\.model is 'x', and the drafter 'ngram' has no model"):
+        Speculative(model="x")
+    with pytest.raises(ValueError, match=r"speculative\.rule is 'loose'; it must be one of 'strict', 'rejection'"):
+        Speculative(rule="loose")  # type: ignore[arg-type]
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(tiny, tmp_path):
+    file = tiny_llama(tmp_path / "other", layers=1) / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(
+        ValueError, match=r"has another tokenizer than the model: '[ab]' is token \d+ there and \d+ here"
+    ):
+        LLM(tiny, progress=False, speculative={"method": "draft", "model": str(file.parent)}, **CONFIG)
+
+
+def test_a_draft_model_that_is_too_short_is_refused(tiny, tmp_path):
+    folder = tiny_llama(tmp_path / "other", layers=1, max_len=64)
+    with pytest.raises(ValueError, match="the draft model was made for 64 tokens and max_model_len is 512; lower it"):
+        LLM(tiny, progress=False, speculative={"method": "draft", "model": str(folder)}, **CONFIG)
+
+
+def test_a_draft_model_of_another_vocabulary_or_dtype_is_refused(tiny, folders, tmp_path):
+    other = load_model(tiny_llama(tmp_path / "other", layers=1, vocab=330))
+    config = EngineConfig(speculative=Speculative(method="draft", model="x"), **CONFIG)
+    draft = load_draft_model(Speculative(method="draft", model=folders.small), tiny)
+    assert draft is not None
+    wide = draft._replace(layers=other.model.config)
+    with pytest.raises(ValueError, match=r"a vocabulary of 330 tokens, and the model one of 320; use a draft model"):
+        Engine(tiny.model, config, draft_model=wide)
+    with pytest.raises(ValueError, match=r"the draft model is in 'bfloat16' and the model in 'float32'; load it again"):
+        Engine(tiny.model, config, draft_model=draft._replace(dtype="bfloat16"))
+
+
+def test_a_drafter_on_the_device_offers_what_it_may(tiny):
+    drafter = drafting.start(Drafter("draft", None))
+    assert drafter.memory is None
+    assert drafter.drafter is not None
+    assert drafter.drafter.propose is None
