@@ -1,9 +1,11 @@
 """Is speculative decoding faster, and are its tokens the same? Each engine runs each workload, in turn, several rounds.
 
     python -m experiments.bench.speculation [--rounds 3] [--methods ngram suffix] [--tokens 7] [--json out.json]
+    python -m experiments.bench.speculation --methods --head runs/draft/head --tokens 3      # a trained head alone
 
     edit    one request at a time: functions of Python's library, to be written again with one name changed
-    prose   one request at a time: continue Python's documentation; little of the answer is in the prompt
+    prose   one request at a time: continue Python's documentation; little of the answer is in the prompt. The topics
+            are those that `train_draft` holds out
     w1      64 requests at once of random tokens, the shape of configs/w1.yaml; a full batch, where drafts rarely pay
 
 A ratio is the plain engine's seconds over the speculating engine's in the same round; the table has medians. `accepted`
@@ -21,12 +23,12 @@ import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.core.environment import environment
+from experiments.training.data import texts
 from pagedjax import LLM, SamplingParams
 from pagedjax.host.types import Verified
 from pagedjax.weights.pretrained import DEFAULT_MODEL, load_model
@@ -37,10 +39,10 @@ FUNCTIONS: list[tuple[Callable[..., Any], str, str]] = [
     (statistics.median, "data", "values"),
     (inspect.cleandoc, "lines", "rows"),
 ]
-TOPICS = "formatstrings", "lambda", "import", "with"
 ONE_AT_A_TIME: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 512, "max_model_len": 2048}
 W1: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 384, "num_blocks": 1536}
 REQUESTS = 64
+PROMPT = 256  # tokens of prose
 
 
 class Workload(NamedTuple):
@@ -68,7 +70,8 @@ def workloads(
         source = inspect.getsource(function)
         task = f"```python\n{source}```\n\nThe same function, with `{old}` renamed to `{new}`:\n\n```python\n"
         edits.append(list(encode(task)))
-    prose = [list(encode(topics[topic]))[:256] for topic in TOPICS]
+    held_out = [tokens for topic in texts()[1] if len(tokens := list(encode(topic))) >= PROMPT]
+    prose = [tokens[:PROMPT] for tokens in held_out[: len(FUNCTIONS)]]
     draw = np.random.default_rng(1234)
     random = [draw.integers(0, vocabulary, draw.integers(16, 257)).tolist() for _ in range(REQUESTS)]
     lengths = [output] * len(edits)
@@ -153,7 +156,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=int, default=128, help="output tokens of an edit and of prose")
     parser.add_argument("--tokens", type=int, default=7, help="draft tokens of a sequence in a step, at most")
-    parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"], help="drafters")
+    parser.add_argument("--methods", nargs="*", default=["ngram", "suffix"], help="drafters")
+    parser.add_argument("--head", help="folder of a trained head: the method eagle is measured too")
+    parser.add_argument("--draft", help="a smaller model: the method draft is measured too")
     parser.add_argument("--workloads", nargs="+", choices=("edit", "prose", "w1"), default=("edit", "prose", "w1"))
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
@@ -165,8 +170,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         vocabulary = model.model.config.vocab_size
         for work in workloads(model.tokenizer.encode, vocabulary, args.output, args.workloads):
             engines = {"plain": LLM(model, **work.engine)}
-            for method in args.methods:
-                options = {"method": method, "num_tokens": args.tokens}
+            named = {"eagle": args.head, "draft": args.draft}
+            for method in (*args.methods, *(name for name, path in named.items() if path)):
+                options = {"method": method, "num_tokens": args.tokens, "model": named.get(method)}
                 engines[method] = LLM(model, speculative=options, **work.engine)
             rows += measure(work, engines, args.rounds)
             print(table(rows[-len(engines) :]), flush=True)

@@ -94,7 +94,7 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
         FileNotFoundError: there is no such folder.
         ValueError: no head is in it, or one for a model of other sizes, or parameters are missing or damaged.
     """
-    folder = Path(path).expanduser()
+    folder = Path(path).expanduser().absolute()
     if not (folder / "config.json").is_file():
         train = "python -m experiments.training.train_draft"
         raise FileNotFoundError(f"there is no draft head in {folder}; train one: {train}")
