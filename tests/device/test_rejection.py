@@ -7,7 +7,7 @@ must refuse three faults of other engines.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -23,7 +23,8 @@ from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.sampling import History, sample
 from tests.device.test_sampling import Row, batch, distribution
 
-V, ROWS, POSITIONS = 10, 65_536, 16  # 1,048,576 draws
+V, ROWS = 10, 8192
+MANY, SOME, FEW = 128, 16, 2  # positions of each row: 1,048,576 draws, 131,072, 16,384
 SEED = np.uint32(11)
 KEPT, FAULTY = 1e-4, 1e-12  # p-values: above for a distribution that is kept, below for a fault
 MODEL = np.array([2.0, 1.5, 1.1, 0.8, 0.4, 0.0, -0.5, -1.0, -2.0, -6.0], np.float32)
@@ -42,18 +43,21 @@ RULES: dict[str, Row] = {
         "top_p": 0.97,
     },
 }
-Change = Callable[[jax.Array, jax.Array], Drafted]  # (drafts, weights) -> what the model's step is told
+Rows = tuple[SamplingBatch, History]
 
 
 class Drawn(NamedTuple):
     """Of each position and row."""
 
-    drafts: jax.Array  # [P, B] int32
-    weights: jax.Array  # [P, B, V] what they were drawn from
-    tokens: jax.Array  # [P, B] int32
+    drafts: Any  # [P, B] int32
+    weights: Any  # [P, B, V] what they were drawn from
+    tokens: Any  # [P, B] int32
 
 
-def same(row: Row, rows: int) -> tuple[SamplingBatch, History]:
+Change = Callable[[jax.Array, jax.Array], Drafted]  # (drafts [B], weights [B, V]) -> what the model's step is told
+
+
+def same(row: Row, rows: int) -> Rows:
     """Rows with equal options and tokens, and seeds 0, 1, 2 ..."""
     s, history = batch([row], V)
     repeated = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), (s, history.block_tables, history.seq_lens))
@@ -61,55 +65,75 @@ def same(row: Row, rows: int) -> tuple[SamplingBatch, History]:
     return s._replace(seed=np.arange(rows, dtype=np.uint32)), History(history.tokens, tables, lens)
 
 
+def columns(logits: jax.Array, s: SamplingBatch) -> jax.Array:
+    """[V, B] from [V]."""
+    return jnp.repeat(logits[:, None], len(s.temperature), axis=1)
+
+
+def at(position: int, s: SamplingBatch) -> SamplingBatch:
+    return s._replace(position=np.full_like(s.position, position))
+
+
+@jax.jit
+def draft(logits: jax.Array, s: SamplingBatch, history: History) -> tuple[jax.Array, jax.Array]:
+    context = RowContext(*history, s.prompt_len, s.position)
+    return rejection.drafted_tokens(columns(logits, s), s, context, SEED, DEFAULT)
+
+
+def _verify(logits: jax.Array, s: SamplingBatch, history: History, drafted: Drafted | None) -> jax.Array:
+    return sample(columns(logits, s), s, history, SEED, drafted=drafted).tokens
+
+
+verify = jax.jit(_verify)
+
+
 def verified(
     model: np.ndarray,
     drafter: np.ndarray,
-    rows: tuple[SamplingBatch, History],
+    rows: Rows,
+    positions: int,
     change: Change = Drafted,
-    positions: int = POSITIONS,
+    verify: Callable[..., jax.Array] = verify,
 ) -> Drawn:
     """Drafts from the drafter's logits [V], then the tokens that the model's logits [V] make of them.
 
-    It is traced in every call, so that a monkeypatched module is seen.
+    Args:
+        verify: another one where a test has changed the module `rejection`: a compiled function does not see it.
     """
-
-    def one(position, model, drafter, s: SamplingBatch, history: History) -> Drawn:
-        s = s._replace(position=jnp.full_like(s.position, position))
-        context = RowContext(*history, s.prompt_len, s.position)
-        columns = lambda x: jnp.repeat(x[:, None], len(s.seed), axis=1)  # noqa: E731
-        drafts, weights = rejection.drafted_tokens(columns(drafter), s, context, SEED, DEFAULT)
-        out = sample(columns(model), s, history, SEED, drafted=change(drafts, weights))
-        return Drawn(drafts, weights, out.tokens)
-
-    run = jax.jit(lambda *given: jax.lax.map(lambda position: one(position, *given), jnp.arange(positions)))
-    found = run(jnp.asarray(model), jnp.asarray(drafter), *rows)
-    b = len(rows[0].seed)
-    chex.assert_shape(found, [(positions, b), (positions, b, V), (positions, b)])
-    chex.assert_type(found, [jnp.int32, jnp.float32, jnp.int32])
-    assert 0 <= found.tokens.min() <= found.tokens.max() < V
-    return found
+    (s, history), found = rows, []
+    for position in range(positions):
+        here = at(position, s)
+        drafts, weights = draft(drafter, here, history)
+        one = Drawn(drafts, weights, verify(model, here, history, change(drafts, weights)))
+        chex.assert_shape(one, [(len(drafts),), (len(drafts), V), (len(drafts),)])
+        chex.assert_type(one, [jnp.int32, jnp.float32, jnp.int32])
+        found.append(one)
+    drafts, weights, tokens = (np.stack(column) for column in zip(*found, strict=True))
+    assert 0 <= tokens.min() <= tokens.max() < V
+    return Drawn(drafts, weights, tokens)
 
 
-def plain(model: np.ndarray, rows: tuple[SamplingBatch, History], position: int) -> jax.Array:
-    """[B] tokens without drafts."""
-    s, history = rows
-    s = s._replace(position=np.full_like(s.position, position))
-    columns = jnp.repeat(jnp.asarray(model)[:, None], len(s.seed), axis=1)
-    return jax.jit(sample)(columns, s, history, SEED).tokens
+def each_token() -> jax.Array:
+    """[B] drafts: each token in turn."""
+    return jnp.arange(ROWS, dtype=jnp.int32) % V
 
 
-def pvalue(tokens: jax.Array, p: np.ndarray) -> float:
+def traced_again() -> Callable[..., jax.Array]:
+    return jax.jit(lambda *given: _verify(*given))
+
+
+def pvalue(tokens: np.ndarray, p: np.ndarray) -> float:
     """Of the chi-square test that tokens are drawn from p; 0 if one of them cannot be."""
-    counts = np.bincount(np.asarray(tokens).reshape(-1), minlength=len(p))
+    counts = np.bincount(tokens.reshape(-1), minlength=len(p))
     if counts[p == 0].any():
         return 0.0
     return float(stats.chisquare(counts[p > 0], p[p > 0] * counts.sum()).pvalue)
 
 
-def assert_share(hits: jax.Array, share: float) -> None:
+def assert_share(hits: np.ndarray, share: float) -> None:
     """Within four standard errors, of independent draws."""
     error = np.sqrt(share * (1 - share) / hits.size)
-    assert abs(float(np.mean(np.asarray(hits), dtype=np.float64)) - share) < 4 * error
+    assert abs(float(hits.mean()) - share) <= 4 * error
 
 
 # --- the distribution is kept -----------------------------------------------------------------------------------------
@@ -119,7 +143,7 @@ def assert_share(hits: jax.Array, share: float) -> None:
 def test_drawn_and_accepted_tokens_have_the_models_distribution(name):
     row = RULES[name]
     p, q = distribution(MODEL, row), distribution(DRAFTER, row)
-    found = verified(MODEL, DRAFTER, same(row, ROWS))
+    found = verified(MODEL, DRAFTER, same(row, ROWS), MANY)
     assert found.tokens.size >= 10**6
     chex.assert_tree_all_finite(found)
     assert pvalue(found.drafts, q) > KEPT
@@ -133,29 +157,29 @@ def test_drawn_and_accepted_tokens_have_the_models_distribution(name):
 def test_the_tokens_of_neighbouring_positions_and_of_neighbouring_seeds_are_independent():
     row = RULES["all of truncation"]
     p = distribution(MODEL, row)
-    tokens = np.asarray(verified(MODEL, DRAFTER, same(row, ROWS)).tokens)
+    tokens = verified(MODEL, DRAFTER, same(row, ROWS), SOME).tokens
     pairs = np.outer(p, p).reshape(-1)
     assert pvalue(tokens[::2] * V + tokens[1::2], pairs) > KEPT
     assert pvalue(tokens[:, ::2] * V + tokens[:, 1::2], pairs) > KEPT
 
 
 def test_a_drafter_that_is_sure_of_its_drafts_keeps_the_distribution():
-    """As drafters on the host: the drafts are given, here each token in turn."""
+    """As drafters on the host."""
     row = RULES["all of truncation"]
-    p, given = distribution(MODEL, row), jnp.arange(ROWS, dtype=jnp.int32) % V
-    found = verified(MODEL, DRAFTER, same(row, ROWS), lambda *_: Drafted(given))
+    p, given = distribution(MODEL, row), each_token()
+    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME, lambda *_: Drafted(given))
     assert (p == 0).any()
-    for draft in range(V):
-        tokens = found.tokens[:, draft::V]
-        assert pvalue(tokens, p) > KEPT, draft
-        assert_share(tokens == draft, p[draft])
+    for token in range(V):
+        tokens = found.tokens[:, token::V]
+        assert pvalue(tokens, p) > KEPT, token
+        assert_share(tokens == token, p[token])
 
 
 def test_a_drafter_of_few_tokens_keeps_the_distribution():
     """As a draft head, whose other logits are -inf."""
     row = RULES["temperature"]
     logits = np.where(np.isin(np.arange(V), [1, 4, 9]), DRAFTER, -np.inf).astype(np.float32)
-    found = verified(MODEL, logits, same(row, ROWS))
+    found = verified(MODEL, logits, same(row, ROWS), SOME)
     p, q = distribution(MODEL, row), distribution(logits, row)
     chex.assert_tree_all_finite(found)
     assert pvalue(found.drafts, q) > KEPT
@@ -168,15 +192,15 @@ def test_a_drafter_that_knows_no_allowed_token_keeps_the_distribution(row):
     """All its logits are -inf, so it has no weights, and its draft is one and the same."""
     row = row | {"allowed_token_ids": (0, 2, 3, 5, 6, 9)}
     logits = np.where(np.isin(np.arange(V), [1, 4, 7]), DRAFTER, -np.inf).astype(np.float32)
-    found = verified(MODEL, logits, same(row, ROWS), positions=4)
-    assert len(set(np.asarray(found.drafts).reshape(-1).tolist())) == 1
+    found = verified(MODEL, logits, same(row, ROWS), SOME)
+    assert len(set(found.drafts.reshape(-1).tolist())) == 1
     assert pvalue(found.tokens, distribution(MODEL, row)) > KEPT
 
 
 def test_weights_that_are_all_zero_keep_the_distribution():
     row = RULES["all of truncation"]
     given = lambda drafts, weights: Drafted(jnp.zeros_like(drafts), jnp.zeros_like(weights))  # noqa: E731
-    found = verified(MODEL, DRAFTER, same(row, ROWS), given, positions=4)
+    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME, given)
     p = distribution(MODEL, row)
     assert pvalue(found.tokens, p) > KEPT
     assert_share(found.tokens == 0, p[0])
@@ -184,16 +208,16 @@ def test_weights_that_are_all_zero_keep_the_distribution():
 
 def test_the_scale_of_weights_does_not_matter():
     """They are unnormalised. The factors are powers of two, so that nothing is rounded in another way."""
-    rows = same(RULES["all of truncation"], 4096)
-    found = verified(MODEL, DRAFTER, rows)
+    rows = same(RULES["all of truncation"], ROWS)
+    found = verified(MODEL, DRAFTER, rows, FEW)
     for factor in (2.0**-20, 2.0**20):
-        scaled = verified(MODEL, DRAFTER, rows, lambda drafts, weights, f=factor: Drafted(drafts, f * weights))
+        scaled = verified(MODEL, DRAFTER, rows, FEW, lambda drafts, weights, f=factor: Drafted(drafts, f * weights))
         chex.assert_trees_all_equal(scaled.tokens, found.tokens)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_drafter_that_equals_the_model_has_all_drafts_accepted(name):
-    found = verified(MODEL, MODEL, same(RULES[name], ROWS), positions=4)
+    found = verified(MODEL, MODEL, same(RULES[name], ROWS), SOME)
     chex.assert_trees_all_equal(found.tokens, found.drafts)
 
 
@@ -204,7 +228,7 @@ def test_unprocessed_probabilities_of_the_drafter_are_found():
     """As in transformers#47932: drafts are drawn after temperature and truncation, and accepted with q before them."""
     row, raw = RULES["all of truncation"], jax.nn.softmax(jnp.asarray(DRAFTER))
     faulty = lambda drafts, weights: Drafted(drafts, jnp.broadcast_to(raw, weights.shape))  # noqa: E731
-    found = verified(MODEL, DRAFTER, same(row, ROWS), faulty)
+    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME, faulty)
     assert pvalue(found.drafts, distribution(DRAFTER, row)) > KEPT
     assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
 
@@ -214,7 +238,7 @@ def test_a_number_that_is_used_twice_is_found(monkeypatch, other):
     """As in vllm#47386: one number draws a draft, and accepts it (or replaces it)."""
     row = RULES["all of truncation"]
     monkeypatch.setattr(rejection, other, rejection.DRAFT)
-    found = verified(MODEL, DRAFTER, same(row, ROWS))
+    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME, verify=traced_again())
     assert pvalue(found.drafts, distribution(DRAFTER, row)) > KEPT
     assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
 
@@ -230,7 +254,7 @@ def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
 
     row = RULES["all of truncation"]
     monkeypatch.setattr(rejection, "draw_or_accept", faulty)
-    found = verified(MODEL, DRAFTER, same(row, ROWS))
+    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME, verify=traced_again())
     assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
 
 
@@ -238,15 +262,15 @@ def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
 
 
 def test_rows_without_a_draft_draw_the_token_of_a_plain_step():
-    rows, every_third = same(RULES["all of truncation"], 4096), jnp.arange(4096) % 3 == 0
+    rows, every_third = same(RULES["all of truncation"], ROWS), np.arange(ROWS) % 3 == 0
     some = lambda drafts, weights: Drafted(jnp.where(every_third, -1, drafts), weights)  # noqa: E731
     none = lambda drafts, weights: Drafted(jnp.full_like(drafts, -1))  # noqa: E731
-    found, without = verified(MODEL, DRAFTER, rows, some), verified(MODEL, DRAFTER, rows, none)
-    for position in (0, 7):
-        expected = plain(MODEL, rows, position)
-        chex.assert_trees_all_equal(found.tokens[position][::3], expected[::3])
-        chex.assert_trees_all_equal(without.tokens[position], expected)
-        assert (found.tokens[position] != expected)[~every_third].any()
+    found, without = (verified(MODEL, DRAFTER, rows, SOME, change) for change in (some, none))
+    s, history = rows
+    expected = np.stack([verify(MODEL, at(position, s), history, None) for position in range(SOME)])
+    chex.assert_trees_all_equal(found.tokens[:, ::3], expected[:, ::3])
+    chex.assert_trees_all_equal(without.tokens, expected)
+    assert (found.tokens != expected)[:, ~every_third].any()
 
 
 def test_greedy_rows_among_drawn_rows_are_strict():
@@ -254,39 +278,40 @@ def test_greedy_rows_among_drawn_rows_are_strict():
     greedy, rule = np.arange(ROWS) % 2 == 0, RULES["temperature"]
     s, history = same(rule, ROWS)
     s = s._replace(temperature=np.where(greedy, 0, s.temperature).astype(np.float32))
-    found = verified(MODEL, DRAFTER, (s, history), positions=4)
+    found = verified(MODEL, DRAFTER, (s, history), FEW)
     chex.assert_trees_all_equal(np.unique(found.drafts[:, greedy]), DRAFTER.argmax(keepdims=True).astype(np.int32))
     chex.assert_trees_all_equal(np.unique(found.tokens[:, greedy]), MODEL.argmax(keepdims=True).astype(np.int32))
     assert pvalue(found.tokens[:, ~greedy], distribution(MODEL, rule)) > KEPT
-    given = jnp.arange(ROWS, dtype=jnp.int32) % V
+    given = each_token()
     for change in (lambda *_: Drafted(given), lambda _, weights: Drafted(given, weights)):
-        tokens = verified(MODEL, DRAFTER, (s, history), change, positions=4).tokens[:, greedy]
+        tokens = verified(MODEL, DRAFTER, (s, history), FEW, change).tokens[:, greedy]
         chex.assert_trees_all_equal(np.unique(tokens), MODEL.argmax(keepdims=True).astype(np.int32))
 
 
 def test_penalties_and_bias_reach_greedy_drafts_and_greedy_tokens():
     row = {"temperature": 0.0, "history": [0, 1, 1], "prompt_len": 1, "presence_penalty": 1.5, "logit_bias": {2: 0.5}}
-    found = verified(MODEL, DRAFTER, same(row, 8), positions=1)
+    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME)
     assert (DRAFTER.argmax(), MODEL.argmax()) == (1, 0)
-    assert set(np.asarray(found.drafts).reshape(-1).tolist()) == {5}  # 1.3, before 2.4 - 1.5 of token 1
-    assert set(np.asarray(found.tokens).reshape(-1).tolist()) == {0}  # the prompt has it, the output not
+    assert set(found.drafts.reshape(-1).tolist()) == {5}  # 1.3, before 2.4 - 1.5 of token 1
+    assert set(found.tokens.reshape(-1).tolist()) == {0}  # the prompt has it, the output not
 
 
 def test_a_row_with_a_draft_does_not_depend_on_the_other_rows():
-    s, history = same(RULES["penalties and bias"], 64)
-    first = jax.tree.map(lambda x: x[:1], (s, history.block_tables, history.seq_lens))
-    alone = first[0], History(history.tokens, *first[1:])
-    many, one = verified(MODEL, DRAFTER, (s, history)), verified(MODEL, DRAFTER, alone)
-    chex.assert_trees_all_equal(one.tokens[:, 0], many.tokens[:, 0])
-    chex.assert_trees_all_equal(one.drafts[:, 0], many.drafts[:, 0])
+    s, history = same(RULES["penalties and bias"], ROWS)
+    few = jax.tree.map(lambda x: x[:3], (s, history.block_tables, history.seq_lens))
+    alone = few[0], History(history.tokens, *few[1:])
+    many, three = verified(MODEL, DRAFTER, (s, history), FEW), verified(MODEL, DRAFTER, alone, FEW)
+    chex.assert_trees_all_equal(three.tokens, many.tokens[:, :3])
+    chex.assert_trees_all_equal(three.drafts, many.drafts[:, :3])
 
 
 def test_a_few_rows_at_a_time_are_as_all_rows_at_once():
     s, history = same(RULES["penalties and bias"], 13)
-    columns = jnp.repeat(jnp.asarray(MODEL)[:, None], 13, axis=1)
     drafted = Drafted(jnp.arange(13, dtype=jnp.int32) % V - 1, jnp.repeat(jnp.exp(DRAFTER)[None], 13, axis=0))
-    once, few = (jax.jit(sample, static_argnums=4)(columns, s, history, SEED, t, drafted=drafted) for t in (None, 5))
-    chex.assert_trees_all_equal(once.tokens, few.tokens)
+    tiled = jax.jit(
+        lambda tile: sample(columns(MODEL, s), s, history, SEED, tile, drafted=drafted).tokens, static_argnums=0
+    )
+    chex.assert_trees_all_equal(tiled(5), tiled(None))
 
 
 def test_the_numbers_of_a_row_and_position_are_independent():
