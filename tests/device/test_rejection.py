@@ -23,8 +23,9 @@ from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.sampling import History, sample
 from tests.device.test_sampling import Row, batch, distribution
 
-V, ROWS = 10, 8192
-MANY, SOME, FEW = 128, 16, 2  # positions of each row: 1,048,576 draws, 131,072, 16,384
+V, ROWS = 10, 4096
+POSITIONS = 32  # of each row in one call: 131,072 draws
+MANY = 8  # calls for 1,048,576 draws
 SEED = np.uint32(11)
 KEPT, FAULTY = 1e-4, 1e-12  # p-values: above for a distribution that is kept, below for a fault
 MODEL = np.array([2.0, 1.5, 1.1, 0.8, 0.4, 0.0, -0.5, -1.0, -2.0, -6.0], np.float32)
@@ -54,7 +55,9 @@ class Drawn(NamedTuple):
     tokens: Any  # [P, B] int32
 
 
-Change = Callable[[jax.Array, jax.Array], Drafted]  # (drafts [B], weights [B, V]) -> what the model's step is told
+Change = Callable[
+    [jax.Array, jax.Array], Drafted
+]  # (drafts [P, B], weights [P, B, V]) -> what the model's step is told
 
 
 def same(row: Row, rows: int) -> Rows:
@@ -70,18 +73,29 @@ def columns(logits: jax.Array, s: SamplingBatch) -> jax.Array:
     return jnp.repeat(logits[:, None], len(s.temperature), axis=1)
 
 
-def at(position: int, s: SamplingBatch) -> SamplingBatch:
-    return s._replace(position=np.full_like(s.position, position))
+def at(position: jax.Array, s: SamplingBatch) -> SamplingBatch:
+    return s._replace(position=jnp.full_like(s.position, position))
 
 
 @jax.jit
-def draft(logits: jax.Array, s: SamplingBatch, history: History) -> tuple[jax.Array, jax.Array]:
-    context = RowContext(*history, s.prompt_len, s.position)
-    return rejection.drafted_tokens(columns(logits, s), s, context, SEED, DEFAULT)
+def draft(logits: jax.Array, s: SamplingBatch, history: History, first: int) -> tuple[jax.Array, jax.Array]:
+    """(drafts [P, B], weights [P, B, V]) of the positions from `first`."""
+
+    def one(position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        here = at(position, s)
+        context = RowContext(*history, here.prompt_len, here.position)
+        return rejection.drafted_tokens(columns(logits, s), here, context, SEED, DEFAULT)
+
+    return jax.lax.map(one, first + jnp.arange(POSITIONS))
 
 
-def _verify(logits: jax.Array, s: SamplingBatch, history: History, drafted: Drafted | None) -> jax.Array:
-    return sample(columns(logits, s), s, history, SEED, drafted=drafted).tokens
+def _verify(logits: jax.Array, s: SamplingBatch, history: History, first: int, drafted: Drafted | None) -> jax.Array:
+    """[P, B] tokens of the positions from `first`."""
+
+    def one(here: tuple[jax.Array, Drafted | None]) -> jax.Array:
+        return sample(columns(logits, s), at(here[0], s), history, SEED, drafted=here[1]).tokens
+
+    return jax.lax.map(one, (first + jnp.arange(POSITIONS), drafted))
 
 
 verify = jax.jit(_verify)
@@ -91,8 +105,9 @@ def verified(
     model: np.ndarray,
     drafter: np.ndarray,
     rows: Rows,
-    positions: int,
     change: Change = Drafted,
+    *,
+    calls: int = 1,
     verify: Callable[..., jax.Array] = verify,
 ) -> Drawn:
     """Drafts from the drafter's logits [V], then the tokens that the model's logits [V] make of them.
@@ -100,22 +115,21 @@ def verified(
     Args:
         verify: another one where a test has changed the module `rejection`: a compiled function does not see it.
     """
-    (s, history), found = rows, []
-    for position in range(positions):
-        here = at(position, s)
-        drafts, weights = draft(drafter, here, history)
-        one = Drawn(drafts, weights, verify(model, here, history, change(drafts, weights)))
-        chex.assert_shape(one, [(len(drafts),), (len(drafts), V), (len(drafts),)])
+    found, shape = [], (POSITIONS, len(rows[0].seed))
+    for first in range(0, calls * POSITIONS, POSITIONS):
+        drafts, weights = draft(drafter, *rows, first)
+        one = Drawn(drafts, weights, verify(model, *rows, first, change(drafts, weights)))
+        chex.assert_shape(one, [shape, (*shape, V), shape])
         chex.assert_type(one, [jnp.int32, jnp.float32, jnp.int32])
         found.append(one)
-    drafts, weights, tokens = (np.stack(column) for column in zip(*found, strict=True))
+    drafts, weights, tokens = (np.concatenate(column) for column in zip(*found, strict=True))
     assert 0 <= tokens.min() <= tokens.max() < V
     return Drawn(drafts, weights, tokens)
 
 
 def each_token() -> jax.Array:
-    """[B] drafts: each token in turn."""
-    return jnp.arange(ROWS, dtype=jnp.int32) % V
+    """[P, B] drafts: each token in turn."""
+    return jnp.tile(jnp.arange(ROWS, dtype=jnp.int32) % V, (POSITIONS, 1))
 
 
 def traced_again() -> Callable[..., jax.Array]:
@@ -143,7 +157,7 @@ def assert_share(hits: np.ndarray, share: float) -> None:
 def test_drawn_and_accepted_tokens_have_the_models_distribution(name):
     row = RULES[name]
     p, q = distribution(MODEL, row), distribution(DRAFTER, row)
-    found = verified(MODEL, DRAFTER, same(row, ROWS), MANY)
+    found = verified(MODEL, DRAFTER, same(row, ROWS), calls=MANY)
     assert found.tokens.size >= 10**6
     chex.assert_tree_all_finite(found)
     assert pvalue(found.drafts, q) > KEPT
@@ -157,7 +171,7 @@ def test_drawn_and_accepted_tokens_have_the_models_distribution(name):
 def test_the_tokens_of_neighbouring_positions_and_of_neighbouring_seeds_are_independent():
     row = RULES["all of truncation"]
     p = distribution(MODEL, row)
-    tokens = verified(MODEL, DRAFTER, same(row, ROWS), SOME).tokens
+    tokens = verified(MODEL, DRAFTER, same(row, ROWS)).tokens
     pairs = np.outer(p, p).reshape(-1)
     assert pvalue(tokens[::2] * V + tokens[1::2], pairs) > KEPT
     assert pvalue(tokens[:, ::2] * V + tokens[:, 1::2], pairs) > KEPT
@@ -167,7 +181,7 @@ def test_a_drafter_that_is_sure_of_its_drafts_keeps_the_distribution():
     """As drafters on the host."""
     row = RULES["all of truncation"]
     p, given = distribution(MODEL, row), each_token()
-    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME, lambda *_: Drafted(given))
+    found = verified(MODEL, DRAFTER, same(row, ROWS), lambda *_: Drafted(given))
     assert (p == 0).any()
     for token in range(V):
         tokens = found.tokens[:, token::V]
@@ -179,7 +193,7 @@ def test_a_drafter_of_few_tokens_keeps_the_distribution():
     """As a draft head, whose other logits are -inf."""
     row = RULES["temperature"]
     logits = np.where(np.isin(np.arange(V), [1, 4, 9]), DRAFTER, -np.inf).astype(np.float32)
-    found = verified(MODEL, logits, same(row, ROWS), SOME)
+    found = verified(MODEL, logits, same(row, ROWS))
     p, q = distribution(MODEL, row), distribution(logits, row)
     chex.assert_tree_all_finite(found)
     assert pvalue(found.drafts, q) > KEPT
@@ -192,7 +206,7 @@ def test_a_drafter_that_knows_no_allowed_token_keeps_the_distribution(row):
     """All its logits are -inf, so it has no weights, and its draft is one and the same."""
     row = row | {"allowed_token_ids": (0, 2, 3, 5, 6, 9)}
     logits = np.where(np.isin(np.arange(V), [1, 4, 7]), DRAFTER, -np.inf).astype(np.float32)
-    found = verified(MODEL, logits, same(row, ROWS), SOME)
+    found = verified(MODEL, logits, same(row, ROWS))
     assert len(set(found.drafts.reshape(-1).tolist())) == 1
     assert pvalue(found.tokens, distribution(MODEL, row)) > KEPT
 
@@ -200,7 +214,7 @@ def test_a_drafter_that_knows_no_allowed_token_keeps_the_distribution(row):
 def test_weights_that_are_all_zero_keep_the_distribution():
     row = RULES["all of truncation"]
     given = lambda drafts, weights: Drafted(jnp.zeros_like(drafts), jnp.zeros_like(weights))  # noqa: E731
-    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME, given)
+    found = verified(MODEL, DRAFTER, same(row, ROWS), given)
     p = distribution(MODEL, row)
     assert pvalue(found.tokens, p) > KEPT
     assert_share(found.tokens == 0, p[0])
@@ -209,15 +223,15 @@ def test_weights_that_are_all_zero_keep_the_distribution():
 def test_the_scale_of_weights_does_not_matter():
     """They are unnormalised. The factors are powers of two, so that nothing is rounded in another way."""
     rows = same(RULES["all of truncation"], ROWS)
-    found = verified(MODEL, DRAFTER, rows, FEW)
+    found = verified(MODEL, DRAFTER, rows)
     for factor in (2.0**-20, 2.0**20):
-        scaled = verified(MODEL, DRAFTER, rows, FEW, lambda drafts, weights, f=factor: Drafted(drafts, f * weights))
+        scaled = verified(MODEL, DRAFTER, rows, lambda drafts, weights, f=factor: Drafted(drafts, f * weights))
         chex.assert_trees_all_equal(scaled.tokens, found.tokens)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_drafter_that_equals_the_model_has_all_drafts_accepted(name):
-    found = verified(MODEL, MODEL, same(RULES[name], ROWS), SOME)
+    found = verified(MODEL, MODEL, same(RULES[name], ROWS))
     chex.assert_trees_all_equal(found.tokens, found.drafts)
 
 
@@ -228,7 +242,7 @@ def test_unprocessed_probabilities_of_the_drafter_are_found():
     """As in transformers#47932: drafts are drawn after temperature and truncation, and accepted with q before them."""
     row, raw = RULES["all of truncation"], jax.nn.softmax(jnp.asarray(DRAFTER))
     faulty = lambda drafts, weights: Drafted(drafts, jnp.broadcast_to(raw, weights.shape))  # noqa: E731
-    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME, faulty)
+    found = verified(MODEL, DRAFTER, same(row, ROWS), faulty)
     assert pvalue(found.drafts, distribution(DRAFTER, row)) > KEPT
     assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
 
@@ -238,7 +252,7 @@ def test_a_number_that_is_used_twice_is_found(monkeypatch, other):
     """As in vllm#47386: one number draws a draft, and accepts it (or replaces it)."""
     row = RULES["all of truncation"]
     monkeypatch.setattr(rejection, other, rejection.DRAFT)
-    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME, verify=traced_again())
+    found = verified(MODEL, DRAFTER, same(row, ROWS), verify=traced_again())
     assert pvalue(found.drafts, distribution(DRAFTER, row)) > KEPT
     assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
 
@@ -254,7 +268,7 @@ def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
 
     row = RULES["all of truncation"]
     monkeypatch.setattr(rejection, "draw_or_accept", faulty)
-    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME, verify=traced_again())
+    found = verified(MODEL, DRAFTER, same(row, ROWS), verify=traced_again())
     assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
 
 
@@ -265,9 +279,8 @@ def test_rows_without_a_draft_draw_the_token_of_a_plain_step():
     rows, every_third = same(RULES["all of truncation"], ROWS), np.arange(ROWS) % 3 == 0
     some = lambda drafts, weights: Drafted(jnp.where(every_third, -1, drafts), weights)  # noqa: E731
     none = lambda drafts, weights: Drafted(jnp.full_like(drafts, -1))  # noqa: E731
-    found, without = (verified(MODEL, DRAFTER, rows, SOME, change) for change in (some, none))
-    s, history = rows
-    expected = np.stack([verify(MODEL, at(position, s), history, None) for position in range(SOME)])
+    found, without = (verified(MODEL, DRAFTER, rows, change) for change in (some, none))
+    expected = np.asarray(verify(MODEL, *rows, 0, None))
     chex.assert_trees_all_equal(found.tokens[:, ::3], expected[:, ::3])
     chex.assert_trees_all_equal(without.tokens, expected)
     assert (found.tokens != expected)[:, ~every_third].any()
@@ -278,19 +291,19 @@ def test_greedy_rows_among_drawn_rows_are_strict():
     greedy, rule = np.arange(ROWS) % 2 == 0, RULES["temperature"]
     s, history = same(rule, ROWS)
     s = s._replace(temperature=np.where(greedy, 0, s.temperature).astype(np.float32))
-    found = verified(MODEL, DRAFTER, (s, history), FEW)
+    found = verified(MODEL, DRAFTER, (s, history))
     chex.assert_trees_all_equal(np.unique(found.drafts[:, greedy]), DRAFTER.argmax(keepdims=True).astype(np.int32))
     chex.assert_trees_all_equal(np.unique(found.tokens[:, greedy]), MODEL.argmax(keepdims=True).astype(np.int32))
     assert pvalue(found.tokens[:, ~greedy], distribution(MODEL, rule)) > KEPT
     given = each_token()
     for change in (lambda *_: Drafted(given), lambda _, weights: Drafted(given, weights)):
-        tokens = verified(MODEL, DRAFTER, (s, history), FEW, change).tokens[:, greedy]
+        tokens = verified(MODEL, DRAFTER, (s, history), change).tokens[:, greedy]
         chex.assert_trees_all_equal(np.unique(tokens), MODEL.argmax(keepdims=True).astype(np.int32))
 
 
 def test_penalties_and_bias_reach_greedy_drafts_and_greedy_tokens():
     row = {"temperature": 0.0, "history": [0, 1, 1], "prompt_len": 1, "presence_penalty": 1.5, "logit_bias": {2: 0.5}}
-    found = verified(MODEL, DRAFTER, same(row, ROWS), SOME)
+    found = verified(MODEL, DRAFTER, same(row, ROWS))
     assert (DRAFTER.argmax(), MODEL.argmax()) == (1, 0)
     assert set(found.drafts.reshape(-1).tolist()) == {5}  # 1.3, before 2.4 - 1.5 of token 1
     assert set(found.tokens.reshape(-1).tolist()) == {0}  # the prompt has it, the output not
@@ -300,7 +313,7 @@ def test_a_row_with_a_draft_does_not_depend_on_the_other_rows():
     s, history = same(RULES["penalties and bias"], ROWS)
     few = jax.tree.map(lambda x: x[:3], (s, history.block_tables, history.seq_lens))
     alone = few[0], History(history.tokens, *few[1:])
-    many, three = verified(MODEL, DRAFTER, (s, history), FEW), verified(MODEL, DRAFTER, alone, FEW)
+    many, three = verified(MODEL, DRAFTER, (s, history)), verified(MODEL, DRAFTER, alone)
     chex.assert_trees_all_equal(three.tokens, many.tokens[:, :3])
     chex.assert_trees_all_equal(three.drafts, many.drafts[:, :3])
 
