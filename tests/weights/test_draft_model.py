@@ -1,4 +1,4 @@
-"""A draft head's folder: what is written is read again to the same bits, and a sentence for everything that is wrong."""
+"""A draft head's folder: what is written is read again to the same bits, and every fault gives a sentence."""
 
 from __future__ import annotations
 
@@ -89,8 +89,6 @@ def test_a_folder_that_is_not_empty_is_not_overwritten(head, tmp_path):
 def test_no_folder_is_left_if_writing_fails(head, tmp_path):
     with pytest.raises(ValueError, match="invalid literal"):
         write_eagle(tmp_path / "head", head.target, ["x"], head.state)  # type: ignore[list-item]
-    with pytest.raises(Exception, match=r"."):
-        write_eagle(tmp_path / "head", head.target, [0], {"weight": object()})
     assert not list(tmp_path.iterdir())
 
 
