@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -167,6 +168,12 @@ def train(out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None
     model = load_model(setup.model, dtype="float32")
     if any(kind.window for kind in model.model.config.kinds) or model.model.config.attn_cap:
         raise ValueError(f"{setup.model} has windows or a cap of scores; the training of a head does not support them")
+    eagle_config(model.model.config, setup.vocabulary)  # refuses a vocabulary that is too large
+    if setup.prompt + setup.output > (room := model.model.config.max_len):
+        raise ValueError(
+            f"windows of {setup.prompt} + {setup.output} tokens are too long: {setup.model} has room for {room}; "
+            "lower --prompt or --output"
+        )
     begin(out, dataclasses.asdict(setup))
     windows, held_out = prepared(out, model, setup, say)
     ids = draft_data.vocabulary(windows, setup.vocabulary, model.model.config.vocab_size)
@@ -234,24 +241,30 @@ def accepted(model: LoadedModel, folder: Path, prompts: np.ndarray, output: int)
 # --- command line -----------------------------------------------------------------------------------------------------
 
 
+def option(name: str) -> str:
+    return name.replace("_", "-")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
     parser.add_argument("--every", type=int, default=40, help="steps between checkpoints (default: %(default)s)")
     for field in dataclasses.fields(DraftSetup):
         kind = {"default": field.default, "type": type(field.default), "help": "default: %(default)s"}
-        parser.add_argument(f"--{field.name.replace('_', '-')}", **kind)
+        parser.add_argument(f"--{option(field.name)}", **kind)
     args = parser.parse_args(argv)
     setup = DraftSetup(**{field.name: getattr(args, field.name) for field in dataclasses.fields(DraftSetup)})
     counts = "steps", "vocabulary", "windows", "held_out", "prompt", "output", "batch", "passes"
     for name in ("every", *counts):
         if (value := getattr(args, name)) < 1:
-            parser.error(f"--{name} is {value}; it must be at least 1; leave it out for the default")
+            parser.error(f"--{option(name)} is {value}; it must be at least 1; leave it out for the default")
     for name in ("windows", "held_out"):
         if (value := getattr(args, name)) < setup.batch:
-            parser.error(f"--{name} is {value}, below --batch {setup.batch}; raise it, or lower --batch")
+            parser.error(f"--{option(name)} is {value}, below --batch {setup.batch}; raise it, or lower --batch")
     if not 0 <= setup.seed < SEEDS:
         parser.error(f"--seed is {setup.seed}; it must be in [0, 2**32): choose another")
+    if not 0 < setup.rate < math.inf:
+        parser.error(f"--rate is {setup.rate}; it must be above 0 and finite; leave it out for the default")
     try:
         train(args.out, setup, args.every, say=partial(print, flush=True))
     except (ValueError, FileNotFoundError) as error:

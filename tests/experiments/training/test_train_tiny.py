@@ -290,7 +290,7 @@ def test_bad_arguments_are_refused_before_anything_runs(words, message, capsys, 
 
 
 def test_foreign_folder_is_refused_and_unchanged(run, data, tmp_path, capsys):
-    begin = train_tiny.begin
+    begin = lambda out, *run: train_tiny.begin(out, train_tiny.options(*run))  # noqa: E731
     with pytest.raises(ValueError, match=r"tiny holds another run: steps is 9, there 24; seed is 2, there 0\. Use its"):
         begin(run.out, replace(SETUP, steps=9, seed=2), data)
     with pytest.raises(ValueError, match=r"another run: text is \w{16}, there \w{16}\. .* version"):

@@ -1,0 +1,336 @@
+"""Rejection sampling keeps the model's distribution, whatever the drafter's is: chi-square tests of a million draws.
+
+Expected distributions come from `distribution` of test_sampling.py, which sorts in numpy and float64. The same test
+must refuse three faults of other engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from pagedjax.device import draws, rejection
+from pagedjax.device.batch import Drafted, SamplingBatch
+from pagedjax.device.row_features.chain import DEFAULT
+from pagedjax.device.row_features.feature import RowContext
+from pagedjax.device.sampling import History, sample
+from tests.device.test_sampling import Row, batch, distribution
+
+V, ROWS = 10, 4096
+POSITIONS = 32  # of each row in one call: 131,072 draws
+MANY = 8  # calls for 1,048,576 draws
+SEED = np.uint32(11)
+KEPT, FAULTY = 1e-4, 1e-12  # p-values: above for a distribution that is kept, below for a fault
+MODEL = np.array([2.0, 1.5, 1.1, 0.8, 0.4, 0.0, -0.5, -1.0, -2.0, -6.0], np.float32)
+DRAFTER = np.array([0.1, 2.4, -0.5, 0.9, -3.0, 1.3, 0.6, -6.0, 1.0, -0.2], np.float32)
+RULES: dict[str, Row] = {
+    "temperature": {"temperature": 0.9},
+    "all of truncation": {"temperature": 1.3, "top_k": 7, "top_p": 0.93, "min_p": 0.04},
+    "penalties and bias": {
+        "temperature": 0.8,
+        "history": [1, 1, 3, 0, 0, 5, 2],
+        "prompt_len": 2,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "logit_bias": {4: 1.5, 6: -0.7},
+        "top_p": 0.97,
+    },
+}
+Rows = tuple[SamplingBatch, History]
+
+
+class Drawn(NamedTuple):
+    """Of each position and row."""
+
+    drafts: Any  # [P, B] int32
+    weights: Any  # [P, B, V] what they were drawn from
+    tokens: Any  # [P, B] int32
+
+
+Change = Callable[
+    [jax.Array, jax.Array], Drafted
+]  # (drafts [P, B], weights [P, B, V]) -> what the model's step is told
+
+
+def same(row: Row, rows: int) -> Rows:
+    """Rows with equal options and tokens, and seeds 0, 1, 2 ..."""
+    s, history = batch([row], V)
+    repeated = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), (s, history.block_tables, history.seq_lens))
+    s, tables, lens = repeated
+    return s._replace(seed=np.arange(rows, dtype=np.uint32)), History(history.tokens, tables, lens)
+
+
+def columns(logits: jax.Array, s: SamplingBatch) -> jax.Array:
+    """[V, B] from [V]."""
+    return jnp.repeat(logits[:, None], len(s.temperature), axis=1)
+
+
+def at(position: jax.Array, s: SamplingBatch) -> SamplingBatch:
+    return s._replace(position=jnp.full_like(s.position, position))
+
+
+@jax.jit
+def draft(logits: jax.Array, s: SamplingBatch, history: History, first: int) -> tuple[jax.Array, jax.Array]:
+    """(drafts [P, B], weights [P, B, V]) of the positions from `first`."""
+
+    def one(position: jax.Array) -> tuple[jax.Array, jax.Array]:
+        here = at(position, s)
+        context = RowContext(*history, here.prompt_len, here.position)
+        return rejection.drafted_tokens(columns(logits, s), here, context, SEED, DEFAULT)
+
+    return jax.lax.map(one, first + jnp.arange(POSITIONS))
+
+
+def _verify(logits: jax.Array, s: SamplingBatch, history: History, first: int, drafted: Drafted | None) -> jax.Array:
+    """[P, B] tokens of the positions from `first`."""
+
+    def one(here: tuple[jax.Array, Drafted | None]) -> jax.Array:
+        return sample(columns(logits, s), at(here[0], s), history, SEED, drafted=here[1]).tokens
+
+    return jax.lax.map(one, (first + jnp.arange(POSITIONS), drafted))
+
+
+verify = jax.jit(_verify)
+
+
+def verified(
+    model: np.ndarray,
+    drafter: np.ndarray,
+    rows: Rows,
+    change: Change = Drafted,
+    *,
+    calls: int = 1,
+    verify: Callable[..., jax.Array] = verify,
+) -> Drawn:
+    """Drafts from the drafter's logits [V], then the tokens that the model's logits [V] make of them.
+
+    Args:
+        verify: another one where a test has changed the module `rejection`: a compiled function does not see it.
+    """
+    found, shape = [], (POSITIONS, len(rows[0].seed))
+    for first in range(0, calls * POSITIONS, POSITIONS):
+        drafts, weights = draft(drafter, *rows, first)
+        one = Drawn(drafts, weights, verify(model, *rows, first, change(drafts, weights)))
+        chex.assert_shape(one, [shape, (*shape, V), shape])
+        chex.assert_type(one, [jnp.int32, jnp.float32, jnp.int32])
+        found.append(one)
+    drafts, weights, tokens = (np.concatenate(column) for column in zip(*found, strict=True))
+    assert 0 <= tokens.min() <= tokens.max() < V
+    return Drawn(drafts, weights, tokens)
+
+
+def each_token() -> jax.Array:
+    """[P, B] drafts: each token in turn."""
+    return jnp.tile(jnp.arange(ROWS, dtype=jnp.int32) % V, (POSITIONS, 1))
+
+
+def traced_again() -> Callable[..., jax.Array]:
+    return jax.jit(lambda *given: _verify(*given))
+
+
+def pvalue(tokens: np.ndarray, p: np.ndarray) -> float:
+    """Of the chi-square test that tokens are drawn from p; 0 if one of them cannot be."""
+    counts = np.bincount(tokens.reshape(-1), minlength=len(p))
+    if counts[p == 0].any():
+        return 0.0
+    return float(stats.chisquare(counts[p > 0], p[p > 0] * counts.sum()).pvalue)
+
+
+def assert_share(hits: np.ndarray, share: float) -> None:
+    """Within four standard errors, of independent draws."""
+    error = np.sqrt(share * (1 - share) / hits.size)
+    assert abs(float(hits.mean()) - share) <= 4 * error
+
+
+# --- the distribution is kept -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_drawn_and_accepted_tokens_have_the_models_distribution(name):
+    row = RULES[name]
+    p, q = distribution(MODEL, row), distribution(DRAFTER, row)
+    found = verified(MODEL, DRAFTER, same(row, ROWS), calls=MANY)
+    assert found.tokens.size >= 10**6
+    chex.assert_tree_all_finite(found)
+    assert pvalue(found.drafts, q) > KEPT
+    assert pvalue(found.tokens, p) > KEPT
+    # a rejected draft has q > p, so it is not drawn again
+    assert_share(found.tokens == found.drafts, np.minimum(p, q).sum())
+    drawn_from = np.asarray(found.weights[0, 0], np.float64)
+    chex.assert_trees_all_close(drawn_from / drawn_from.sum(), q, rtol=1e-7, atol=1e-6)
+
+
+def test_the_tokens_of_neighbouring_positions_and_of_neighbouring_seeds_are_independent():
+    row = RULES["all of truncation"]
+    p = distribution(MODEL, row)
+    tokens = verified(MODEL, DRAFTER, same(row, ROWS)).tokens
+    pairs = np.outer(p, p).reshape(-1)
+    assert pvalue(tokens[::2] * V + tokens[1::2], pairs) > KEPT
+    assert pvalue(tokens[:, ::2] * V + tokens[:, 1::2], pairs) > KEPT
+
+
+def test_a_drafter_that_is_sure_of_its_drafts_keeps_the_distribution():
+    """As drafters on the host."""
+    row = RULES["all of truncation"]
+    p, given = distribution(MODEL, row), each_token()
+    found = verified(MODEL, DRAFTER, same(row, ROWS), lambda *_: Drafted(given))
+    assert (p == 0).any()
+    for token in range(V):
+        tokens = found.tokens[:, token::V]
+        assert pvalue(tokens, p) > KEPT, token
+        assert_share(tokens == token, p[token])
+
+
+def test_a_drafter_of_few_tokens_keeps_the_distribution():
+    """As a draft head, whose other logits are -inf."""
+    row = RULES["temperature"]
+    logits = np.where(np.isin(np.arange(V), [1, 4, 9]), DRAFTER, -np.inf).astype(np.float32)
+    found = verified(MODEL, logits, same(row, ROWS))
+    p, q = distribution(MODEL, row), distribution(logits, row)
+    chex.assert_tree_all_finite(found)
+    assert pvalue(found.drafts, q) > KEPT
+    assert pvalue(found.tokens, p) > KEPT
+    assert_share(found.tokens == found.drafts, np.minimum(p, q).sum())
+
+
+@pytest.mark.parametrize("row", [{"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9, "top_k": 5, "min_p": 0.01}])
+def test_a_drafter_that_knows_no_allowed_token_keeps_the_distribution(row):
+    """All its logits are -inf, so it has no weights, and its draft is one and the same."""
+    row = row | {"allowed_token_ids": (0, 2, 3, 5, 6, 9)}
+    logits = np.where(np.isin(np.arange(V), [1, 4, 7]), DRAFTER, -np.inf).astype(np.float32)
+    found = verified(MODEL, logits, same(row, ROWS))
+    assert len(set(found.drafts.reshape(-1).tolist())) == 1
+    assert pvalue(found.tokens, distribution(MODEL, row)) > KEPT
+
+
+def test_weights_that_are_all_zero_keep_the_distribution():
+    row = RULES["all of truncation"]
+    given = lambda drafts, weights: Drafted(jnp.zeros_like(drafts), jnp.zeros_like(weights))  # noqa: E731
+    found = verified(MODEL, DRAFTER, same(row, ROWS), given)
+    p = distribution(MODEL, row)
+    assert pvalue(found.tokens, p) > KEPT
+    assert_share(found.tokens == 0, p[0])
+
+
+def test_the_scale_of_weights_does_not_matter():
+    """They are unnormalised. The factors are powers of two, so that nothing is rounded in another way."""
+    rows = same(RULES["all of truncation"], ROWS)
+    found = verified(MODEL, DRAFTER, rows)
+    for factor in (2.0**-20, 2.0**20):
+        scaled = verified(MODEL, DRAFTER, rows, lambda drafts, weights, f=factor: Drafted(drafts, f * weights))
+        chex.assert_trees_all_equal(scaled.tokens, found.tokens)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_drafter_that_equals_the_model_has_all_drafts_accepted(name):
+    found = verified(MODEL, MODEL, same(RULES[name], ROWS))
+    chex.assert_trees_all_equal(found.tokens, found.drafts)
+
+
+# --- faults that the test must find -----------------------------------------------------------------------------------
+
+
+def test_unprocessed_probabilities_of_the_drafter_are_found():
+    """As in transformers#47932: drafts are drawn after temperature and truncation, and accepted with q before them."""
+    row, raw = RULES["all of truncation"], jax.nn.softmax(jnp.asarray(DRAFTER))
+    faulty = lambda drafts, weights: Drafted(drafts, jnp.broadcast_to(raw, weights.shape))  # noqa: E731
+    found = verified(MODEL, DRAFTER, same(row, ROWS), faulty)
+    assert pvalue(found.drafts, distribution(DRAFTER, row)) > KEPT
+    assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
+
+
+@pytest.mark.parametrize("other", ["ACCEPT", "REPLACE"])
+def test_a_number_that_is_used_twice_is_found(monkeypatch, other):
+    """As in vllm#47386: one number draws a draft, and accepts it (or replaces it)."""
+    row = RULES["all of truncation"]
+    monkeypatch.setattr(rejection, other, rejection.DRAFT)
+    found = verified(MODEL, DRAFTER, same(row, ROWS), verify=traced_again())
+    assert pvalue(found.drafts, distribution(DRAFTER, row)) > KEPT
+    assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
+
+
+def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
+    """q is not subtracted from p."""
+
+    def faulty(found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted) -> jax.Array:
+        p, q = rejection.normalised(found), rejection.normalised(drafted.weights)
+        of = lambda x: jnp.take_along_axis(x, drafted.tokens[:, None], axis=-1)[:, 0]  # noqa: E731
+        accepted = draws.uniform(s, seed, rejection.ACCEPT) * of(q) < of(p)
+        return jnp.where(accepted, drafted.tokens, draws.at_quantile(p, draws.uniform(s, seed, rejection.REPLACE)))
+
+    row = RULES["all of truncation"]
+    monkeypatch.setattr(rejection, "draw_or_accept", faulty)
+    found = verified(MODEL, DRAFTER, same(row, ROWS), verify=traced_again())
+    assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
+
+
+# --- rows side by side ------------------------------------------------------------------------------------------------
+
+
+def test_rows_without_a_draft_draw_the_token_of_a_plain_step():
+    rows, every_third = same(RULES["all of truncation"], ROWS), np.arange(ROWS) % 3 == 0
+    some = lambda drafts, weights: Drafted(jnp.where(every_third, -1, drafts), weights)  # noqa: E731
+    none = lambda drafts, weights: Drafted(jnp.full_like(drafts, -1))  # noqa: E731
+    found, without = (verified(MODEL, DRAFTER, rows, change) for change in (some, none))
+    expected = np.asarray(verify(MODEL, *rows, 0, None))
+    chex.assert_trees_all_equal(found.tokens[:, ::3], expected[:, ::3])
+    chex.assert_trees_all_equal(without.tokens, expected)
+    assert (found.tokens != expected)[:, ~every_third].any()
+
+
+def test_greedy_rows_among_drawn_rows_are_strict():
+    """They take the model's best token, whatever their draft is, and draft the drafter's best one."""
+    greedy, rule = np.arange(ROWS) % 2 == 0, RULES["temperature"]
+    s, history = same(rule, ROWS)
+    s = s._replace(temperature=np.where(greedy, 0, s.temperature).astype(np.float32))
+    found = verified(MODEL, DRAFTER, (s, history))
+    chex.assert_trees_all_equal(np.unique(found.drafts[:, greedy]), DRAFTER.argmax(keepdims=True).astype(np.int32))
+    chex.assert_trees_all_equal(np.unique(found.tokens[:, greedy]), MODEL.argmax(keepdims=True).astype(np.int32))
+    assert pvalue(found.tokens[:, ~greedy], distribution(MODEL, rule)) > KEPT
+    given = each_token()
+    for change in (lambda *_: Drafted(given), lambda _, weights: Drafted(given, weights)):
+        tokens = verified(MODEL, DRAFTER, (s, history), change).tokens[:, greedy]
+        chex.assert_trees_all_equal(np.unique(tokens), MODEL.argmax(keepdims=True).astype(np.int32))
+
+
+def test_penalties_and_bias_reach_greedy_drafts_and_greedy_tokens():
+    row = {"temperature": 0.0, "history": [0, 1, 1], "prompt_len": 1, "presence_penalty": 1.5, "logit_bias": {2: 0.5}}
+    found = verified(MODEL, DRAFTER, same(row, ROWS))
+    assert (DRAFTER.argmax(), MODEL.argmax()) == (1, 0)
+    assert set(found.drafts.reshape(-1).tolist()) == {5}  # 1.3, before 2.4 - 1.5 of token 1
+    assert set(found.tokens.reshape(-1).tolist()) == {0}  # the prompt has it, the output not
+
+
+def test_a_row_with_a_draft_does_not_depend_on_the_other_rows():
+    s, history = same(RULES["penalties and bias"], ROWS)
+    few = jax.tree.map(lambda x: x[:3], (s, history.block_tables, history.seq_lens))
+    alone = few[0], History(history.tokens, *few[1:])
+    many, three = verified(MODEL, DRAFTER, (s, history)), verified(MODEL, DRAFTER, alone)
+    chex.assert_trees_all_equal(three.tokens, many.tokens[:, :3])
+    chex.assert_trees_all_equal(three.drafts, many.drafts[:, :3])
+
+
+def test_a_few_rows_at_a_time_are_as_all_rows_at_once():
+    s, history = same(RULES["penalties and bias"], 13)
+    drafted = Drafted(jnp.arange(13, dtype=jnp.int32) % V - 1, jnp.repeat(jnp.exp(DRAFTER)[None], 13, axis=0))
+    tiled = jax.jit(
+        lambda tile: sample(columns(MODEL, s), s, history, SEED, tile, drafted=drafted).tokens, static_argnums=0
+    )
+    chex.assert_trees_all_equal(tiled(5), tiled(None))
+
+
+def test_the_numbers_of_a_row_and_position_are_independent():
+    s, _ = same(RULES["temperature"], ROWS)
+    streams = [0, rejection.DRAFT, rejection.ACCEPT, rejection.REPLACE]
+    assert len(set(streams)) == 4
+    numbers = np.stack([jax.jit(draws.uniform, static_argnums=2)(s, SEED, stream) for stream in streams])
+    off_diagonal = np.corrcoef(numbers) - np.eye(4)
+    assert np.abs(off_diagonal).max() < 4 / np.sqrt(ROWS)

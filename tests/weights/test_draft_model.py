@@ -1,0 +1,160 @@
+"""A draft head's folder: what is written is read again to the same bits, and every fault gives a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from pagedjax import load_model
+from pagedjax.config import Speculative
+from pagedjax.device.models.eagle import assemble_eagle, blank_eagle, eagle_config
+from pagedjax.weights.draft_model import load_draft_model, read_eagle, write_eagle
+from pagedjax.weights.tree import named, nested
+
+IDS = np.array([0, 3, 4, 17, 99, 200, 319], np.int32)
+
+
+@pytest.fixture(scope="module")
+def head(tiny, tmp_path_factory) -> SimpleNamespace:
+    """A head of random parameters for the tiny model, and its folder."""
+    target, rng = tiny.model.config, np.random.default_rng(0)
+    config = eagle_config(target, len(IDS))
+    shapes = named(blank_eagle(config, "float32")[1])
+    values = {name: jnp.asarray(rng.standard_normal(x.shape, np.float32)) for name, x in shapes.items()}
+    graphdef, state = assemble_eagle(config, IDS, nested(values), "float32")
+    folder = write_eagle(tmp_path_factory.mktemp("head") / "head", target, IDS.tolist(), state)
+    return SimpleNamespace(target=target, values=values, module=nnx.merge(graphdef, state), state=state, folder=folder)
+
+
+def copied(head: SimpleNamespace, tmp_path: Path, **changes) -> Path:
+    """The folder with other entries in config.json; None removes one."""
+    folder = shutil.copytree(head.folder, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text()) | changes
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_written_head_is_read_again_to_the_same_bits(head, dtype):
+    found = read_eagle(head.folder, head.target, dtype)
+    wanted = {name: x.astype(dtype) for name, x in head.values.items()}
+    chex.assert_trees_all_equal(dict(named(found.params)), wanted)
+    chex.assert_trees_all_equal_shapes_and_dtypes(dict(named(found.params)), wanted)
+    module = nnx.merge(found.graphdef, found.params)
+    chex.assert_trees_all_equal(module.ids[...], IDS)
+    chex.assert_trees_all_equal(module.angles[...], head.module.angles[...])  # computed, not stored
+    assert (found.dtype, found.features, found.taps) == (dtype, head.target.hidden, (0, 1, 1))
+
+
+def test_a_read_head_gives_the_same_logits_and_none_to_tokens_that_it_does_not_know(head):
+    found = read_eagle(str(head.folder), head.target, "float32")
+    u = jnp.asarray(np.random.default_rng(1).standard_normal((head.target.hidden, 5), np.float32))
+    logits = nnx.merge(found.graphdef, found.params).logits(u)
+    chex.assert_shape(logits, (head.target.vocab_size, 5))
+    chex.assert_type(logits, jnp.float32)
+    chex.assert_trees_all_equal(logits, head.module.logits(u))
+    known = np.isin(np.arange(head.target.vocab_size), IDS)
+    assert jnp.isneginf(logits[~known]).all()
+    chex.assert_tree_all_finite(logits[known])
+
+
+def test_the_folder_has_no_computed_arrays_and_says_what_it_is_for(head):
+    stored = json.loads((head.folder / "config.json").read_text())
+    assert (stored["model_type"], stored["ids"]) == ("eagle", IDS.tolist())
+    assert stored["model"]["vocab_size"] == 320
+    with ocp.StandardCheckpointer() as orbax:
+        tree = orbax.metadata(head.folder / "params").item_metadata.tree
+    assert set(jax.tree.leaves(list(tree))) == set(head.values)
+
+
+def test_a_folder_that_is_not_empty_is_not_overwritten(head, tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="is not an empty folder"):
+        write_eagle(tmp_path, head.target, IDS.tolist(), head.state)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_no_folder_is_left_if_writing_fails(head, tmp_path):
+    with pytest.raises(ValueError, match="invalid literal"):
+        write_eagle(tmp_path / "head", head.target, ["x"], head.state)  # type: ignore[list-item]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there_names_the_command_that_trains_a_head(head, tmp_path):
+    for folder in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(FileNotFoundError, match=r"no draft head in .*python -m experiments\.training\.train_draft"):
+            read_eagle(folder, head.target, "float32")
+
+
+@pytest.mark.parametrize("model_type", ["llama", None])
+def test_the_folder_of_a_model_is_no_head(head, tmp_path, model_type):
+    with pytest.raises(ValueError, match=rf"model_type in .*config\.json is {model_type!r}; a head has 'eagle'"):
+        read_eagle(copied(head, tmp_path, model_type=model_type), head.target, "float32")
+
+
+def test_a_head_for_another_model_is_refused_with_all_differences(head):
+    other = replace(head.target, hidden=128, kinds=head.target.kinds * 2)
+    with pytest.raises(ValueError, match=r"another model \(hidden 64, not 128; layers 2, not 4\); train one"):
+        read_eagle(head.folder, other, "float32")
+
+
+def test_a_head_without_its_models_sizes_is_refused(head, tmp_path):
+    with pytest.raises(ValueError, match=r"another model \(vocab_size None, not 320; "):
+        read_eagle(copied(head, tmp_path, model=None), head.target, "float32")
+
+
+@pytest.mark.parametrize("ids", [[3, 0, 4], [0, 0, 4], [-1, 0, 4], [0, 4, 320], [[0, 4]], [], None])
+def test_ids_that_are_not_ascending_tokens_are_refused(head, tmp_path, ids):
+    with pytest.raises(ValueError, match=r"ids in .*config\.json are not ascending token ids below 320"):
+        read_eagle(copied(head, tmp_path, ids=ids), head.target, "float32")
+
+
+def test_missing_and_unexpected_parameters_are_named(head, tmp_path):
+    values = {name: x for name, x in head.values.items() if name != "fuse.weight"}
+    folder = write_eagle(tmp_path / "head", head.target, IDS.tolist(), nested(values | {"more": jnp.zeros(3)}))
+    message = (
+        r"params is not a head of this version; differences: 2\n  missing: fuse\.weight \(64, 192\)\n  unexpected: "
+    )
+    with pytest.raises(ValueError, match=message + r"more \(3,\)"):
+        read_eagle(folder, head.target, "float32")
+
+
+def test_parameters_of_another_number_of_ids_are_refused(head, tmp_path):
+    with pytest.raises(ValueError, match=r"shape of head\.weight: expected \(6, 64\), found \(7, 64\)"):
+        read_eagle(copied(head, tmp_path, ids=IDS[:-1].tolist()), head.target, "float32")
+
+
+@pytest.mark.parametrize("damage", ["config", "params"])
+def test_a_damaged_folder_is_an_error_that_names_it(head, tmp_path, damage):
+    folder = copied(head, tmp_path)
+    if damage == "config":
+        (folder / "config.json").write_text("{")
+    else:
+        shutil.rmtree(folder / "params")
+    with pytest.raises(ValueError, match=rf"{damage}.* (damaged|not .*JSON)"):
+        read_eagle(folder, head.target, "float32")
+
+
+def test_options_choose_what_is_loaded(head, tiny, tiny_folder):
+    assert load_draft_model(None, tiny) is None
+    assert load_draft_model(Speculative(method="ngram"), tiny) is None
+    found = load_draft_model(
+        Speculative(method="eagle", model=str(head.folder)), load_model(tiny_folder, dtype="float32")
+    )
+    assert found is not None
+    chex.assert_trees_all_equal(dict(named(found.params)), head.values)
+    for method, what in (("eagle", "the folder of a trained head"), ("draft", "a smaller model")):
+        with pytest.raises(ValueError, match=rf"speculative\.model is None; name {what}"):
+            load_draft_model(Speculative(method=method), tiny)
