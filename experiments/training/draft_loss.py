@@ -30,14 +30,16 @@ def attend_over(earlier: list[Pages], scale: float):
     """An `Attend` for pass s = len(earlier), over the true keys (pass 0) and those of the passes between."""
 
     def attend(q, k_pages, v_pages, *_, window: int | None, soft_cap: float | None) -> jax.Array:
-        assert (window, soft_cap) == (None, None), "a head has neither"
+        assert window, "a head has a window"
+        assert soft_cap is None, "a head that is trained here has no cap"
         passes, (b, k, s, d) = [*earlier, (k_pages, v_pages)], k_pages.shape
         last = len(passes) - 1
         queries = q.reshape(b, s, k, -1, d)
         keys, values = passes[0]
         place = jnp.arange(s)
         true = jnp.einsum("bskgd,bktd->bkgst", queries, keys)
-        scores = [jnp.where(place[:, None] - last >= place, true, -jnp.inf)]
+        far = place[:, None] - place  # of each key from each query
+        scores = [jnp.where((far >= last) & (far < window), true, -jnp.inf)]
         own = [(shifted(one[0], m), shifted(one[1], m)) for m, one in enumerate(passes[:0:-1])]  # pass s - m, at i - m
         for m, (key, _) in enumerate(own):
             each = jnp.einsum("bskgd,bksd->bkgs", queries, key)

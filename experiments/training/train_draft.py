@@ -117,7 +117,7 @@ def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
     place[ids] = np.arange(len(ids))
     warm_up = max(1, setup.steps // 10)
     rates = optax.warmup_cosine_decay_schedule(0.0, setup.rate, warm_up, max(setup.steps, warm_up + 1), setup.rate / 20)
-    method = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.95, weight_decay=0.01))
+    method = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, b2=0.95, weight_decay=0.1))
 
     def loss_of(params: nnx.State, model_params: Any, windows: Windows) -> tuple[jax.Array, jax.Array]:
         head: Eagle = nnx.merge(graphdef, params, rest)

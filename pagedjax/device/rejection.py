@@ -44,7 +44,7 @@ def draw_or_accept(found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted:
     accepted = uniform(s, seed, ACCEPT) * of(q) < of(p)
     left = jnp.maximum(p - q, 0.0)
     # q >= p everywhere means q == p: nothing is left, and by rounding alone was the draft rejected
-    left = jnp.where(has[:, None] & (left.sum(-1, keepdims=True) > 0), left, p)
+    left = jnp.where(has[:, None] & (left.sum(-1, keepdims=True) > 0), left, found)  # unscaled, as in a plain draw
     other = at_quantile(left, jnp.where(has, uniform(s, seed, REPLACE), uniform(s, seed)))
     return jnp.where(has & accepted, token, other)
 

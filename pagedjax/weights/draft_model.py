@@ -17,7 +17,7 @@ import numpy as np
 from pagedjax.config import ON_DEVICE, Speculative
 from pagedjax.device.draft_model import DraftModel, of_decoder, of_eagle
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.models.eagle import assemble_eagle, blank_eagle, eagle_config
+from pagedjax.device.models.eagle import WINDOW, assemble_eagle, blank_eagle, eagle_config
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.convert import check_free, complete_folder
 from pagedjax.weights.huggingface import read_json
@@ -79,7 +79,7 @@ def write_eagle(folder: str | os.PathLike[str], target: DecoderConfig, ids: Sequ
 
     folder = Path(folder).expanduser().absolute()
     check_free(folder)
-    config = {"model_type": KIND, "model": _facts(target), "ids": [int(i) for i in ids]}
+    config = {"model_type": KIND, "model": _facts(target), "window": WINDOW, "ids": [int(i) for i in ids]}
     with complete_folder(folder) as part:
         (part / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
         with ocp.StandardCheckpointer() as orbax:
@@ -101,13 +101,18 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
     stored = read_json(folder / "config.json")
     if stored.get("model_type") != KIND:
         raise ValueError(f"model_type in {folder / 'config.json'} is {stored.get('model_type')!r}; a head has {KIND!r}")
-    theirs, ours = stored.get("model", {}), _facts(target)
+    theirs, ours = stored.get("model") or {}, _facts(target)
     if wrong := [f"{name} {theirs.get(name)}, not {ours[name]}" for name in ours if theirs.get(name) != ours[name]]:
         raise ValueError(f"the draft head in {folder} was trained for another model ({'; '.join(wrong)}); train one")
-    ids = np.asarray(stored.get("ids", ()), np.int32)
-    if ids.ndim != 1 or not ids.size or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= target.vocab_size:
+    ids, window = np.asarray(stored.get("ids") or ()), stored.get("window")
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(
+            f"window in {folder / 'config.json'} is {window!r}; it must be an integer of at least 1; train one"
+        )
+    of_integers = ids.ndim == 1 and ids.size > 0 and ids.dtype.kind == "i"
+    if not of_integers or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= target.vocab_size:
         raise ValueError(f"ids in {folder / 'config.json'} are not ascending token ids below {target.vocab_size}")
-    config = eagle_config(target, len(ids))
+    config = eagle_config(target, len(ids), window)
     shapes = named(blank_eagle(config, dtype)[1])
     found = tensors(folder / PARAMS)
     if problems := differences(shapes, found, cast=True):

@@ -24,6 +24,8 @@ from pagedjax.device.batch import Batch
 from pagedjax.device.layers import Buffer, Linear, RMSNorm
 from pagedjax.device.models.decoder import Block, DecoderConfig, LayerKind, angle_tables, angles_at
 
+WINDOW = 128  # tokens that a head sees: it is trained on short texts, and has not learned what is farther away
+
 
 @dataclass(frozen=True)
 class EagleConfig:
@@ -75,8 +77,8 @@ class Eagle(nnx.Module):
         return everywhere.at[self.ids[...]].set(found, mode="promise_in_bounds")
 
 
-def eagle_config(target: DecoderConfig, vocabulary: int) -> EagleConfig:
-    """The shape of a head for a model: its layer is like the model's layers, without a window and without experts.
+def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -> EagleConfig:
+    """The shape of a head for a model: its layer is like the model's layers, with a window and without experts.
 
     Raises:
         ValueError: a vocabulary that is larger than the model's.
@@ -85,7 +87,7 @@ def eagle_config(target: DecoderConfig, vocabulary: int) -> EagleConfig:
         raise ValueError(
             f"a draft head has a vocabulary of {vocabulary} tokens; the model has {target.vocab_size}; choose 1 to that"
         )
-    layer = replace(target, kinds=(LayerKind(),), ropes=target.ropes[:1], experts=None, int8=False)
+    layer = replace(target, kinds=(LayerKind(window=window),), ropes=target.ropes[:1], experts=None, int8=False)
     layers = target.layers
     return EagleConfig(layer, (min(2, layers // 4), layers // 2, layers - 1), vocabulary)
 
