@@ -80,8 +80,16 @@ class Speculative:
         one_of("speculative.rule", self.rule, get_args(AcceptanceRule))
         if not (isinstance(self.method, str) and ":" in self.method):
             one_of("speculative.method", self.method, get_args(DraftMethod))
-        if self.model is not None and not isinstance(self.model, str):
+        if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
+        if self.model is not None and not isinstance(self.model, str):
+            raise ValueError(f"speculative.model is {self.model!r}; it must be a path, a hub id or a name")
+        if self.rule == "rejection" and self.method == "suffix":
+            raise ValueError(
+                "speculative.rule is 'rejection' and speculative.method is 'suffix', which learns from other requests: "
+                "with equal seeds their tokens have the same random numbers, and outputs would be biased; use the rule "
+                "'strict', or another method"
+            )
         if self.model is not None and self.method not in ON_DEVICE:
             raise ValueError(
                 f"speculative.model is {self.model!r}, and the drafter {self.method!r} has no model; leave it out, or "

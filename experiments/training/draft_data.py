@@ -87,7 +87,13 @@ def read(model: Model, taps: Sequence[int], windows: np.ndarray, at_a_time: int 
         rows = windows[i : i + at_a_time]
         padded = np.concatenate([rows, np.zeros((at_a_time - len(rows), s), np.int32)])
         parts.append([np.asarray(x).reshape(at_a_time, s, -1)[: len(rows)] for x in step(model.params, padded)])
-    return Windows(windows, *(np.concatenate(column) for column in zip(*parts, strict=True)))
+    found = Windows(windows, *(np.concatenate(column) for column in zip(*parts, strict=True)))
+    if not np.isfinite(found.features).all():
+        largest = np.finfo(dtype).max
+        raise ValueError(
+            f"features of the model are above {largest}, the largest {dtype}; a head cannot be trained for it"
+        )
+    return found
 
 
 def vocabulary(windows: Windows, size: int, vocab_size: int) -> np.ndarray:

@@ -258,6 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("every", *counts):
         if (value := getattr(args, name)) < 1:
             parser.error(f"--{option(name)} is {value}; it must be at least 1; leave it out for the default")
+    if setup.output < DRAFTS:
+        parser.error(f"--output is {setup.output}; it must be at least {DRAFTS}, so that an engine can draft; raise it")
     for name in ("windows", "held_out"):
         if (value := getattr(args, name)) < setup.batch:
             parser.error(f"--{option(name)} is {value}, below --batch {setup.batch}; raise it, or lower --batch")

@@ -76,7 +76,7 @@ class StepShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DraftShape:  # no tuple: a `StepShape` of the same numbers is another key of the programs
+class DraftShape:  # no NamedTuple: it would equal a `StepShape` of the same numbers, and both are keys of the programs
     """What fixes the shapes of a drafter's program."""
 
     rows: int  # B of a `DraftBatch`
@@ -114,7 +114,7 @@ class Shapes(NamedTuple):
         found = [StepShape(t, self.samples(t, drafts)) for t in self.tokens for drafts in kinds]
         return tuple(dict.fromkeys(found))
 
-    def drafting(self, rows: int, t: int) -> DraftShape:
+    def draft_shape(self, rows: int, t: int) -> DraftShape:
         """The shape of the program that drafts for `rows` rows of a step of T tokens.
 
         Where the weights of drafts go into the step, the program depends on the step's shape: half of its tokens at
@@ -126,9 +126,9 @@ class Shapes(NamedTuple):
         return DraftShape(min(self.bucket(rows), self.max_seqs), 0)
 
     @property
-    def draftings(self) -> tuple[DraftShape, ...]:
+    def draft_shapes(self) -> tuple[DraftShape, ...]:
         """The shapes of all programs of a drafter on the device."""
-        found = [self.drafting(min(t, self.max_seqs), t) for t in self.tokens]
+        found = [self.draft_shape(min(t, self.max_seqs), t) for t in self.tokens]
         return tuple(dict.fromkeys(found))
 
 

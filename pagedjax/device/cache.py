@@ -11,7 +11,7 @@ A TPU stores the last axis of an array in rows of 128 and pads shorter ones. So 
 128 / D tokens where D is below 128: [P, K, S D / 128, 128], the same numbers in the same order, in as many bytes.
 
 A draft model or head has pages of its own beside the model's, in the same blocks: block 7 holds the same tokens in all
-arrays. So whatever moves or shares blocks moves and shares the drafter's part too (docs/design/speculation.md).
+arrays. So whatever moves or shares blocks moves and shares the drafter's part too (docs/design/draft-models.md).
 
 Numbers of 8 bits, float8_e4m3fn, are stored as the integers of their bits: XLA for a CPU writes a few floats of 8 bits
 by converting the whole array to a wider type and back.

@@ -35,8 +35,9 @@ class DraftModel(NamedTuple):
 
     Attributes:
         layers: the shape of its attention layers.
+        graphdef, params, dtype: its module after `nnx.split`, as in `Model`.
         taps: layers of the model whose outputs it observes.
-        features: numbers that it keeps of each slot beside keys and values.
+        features: how many numbers it keeps of each slot beside keys and values (F), of `dtype`.
         observe: (module, model, pages, batch, outputs of the taps, attend) -> pages.
         next_logits: (module, model, pages, batch of one token a row, feature of the token before each, attend) ->
             (pages, feature of each token, logits [V, B]).
@@ -57,12 +58,19 @@ class DraftModel(NamedTuple):
         return tuple(jax.tree.leaves(self.params))
 
 
-def first_feature(pages: DraftPages, block_tables: jax.Array, positions: jax.Array) -> jax.Array | None:
-    """[F, B] the kept features of the tokens before `positions` [B], zeros at position 0; None if none are kept."""
+def features_before(
+    pages: DraftPages, block_tables: jax.Array, rows: jax.Array, positions: jax.Array
+) -> jax.Array | None:
+    """[F, n] the kept features of the tokens before some tokens, zeros at position 0; None if none are kept.
+
+    Args:
+        block_tables: [B, M].
+        rows, positions: [n] of the tokens.
+    """
     if pages.features is None:
         return None
     before, size = jnp.maximum(positions - 1, 0), pages.features.shape[1]
-    blocks = jnp.take_along_axis(block_tables, (before // size)[:, None], axis=1)[:, 0]
+    blocks = block_tables.at[rows, before // size].get(mode="promise_in_bounds")
     found = pages.features.at[blocks, before % size].get(mode="promise_in_bounds")
     return jnp.where(positions > 0, found.T, 0)
 
@@ -106,7 +114,7 @@ def _observe_eagle(
     at = batch.slots // size, batch.slots % size
     pages = pages._replace(features=pages.features.at[at].set(found, mode="promise_in_bounds"))
     row = jnp.minimum(jnp.searchsorted(batch.cu_q_lens, jnp.arange(t), side="right") - 1, len(batch.seq_lens) - 1)
-    before = first_feature(pages, batch.block_tables[row], batch.positions)
+    before = features_before(pages, batch.block_tables, row, batch.positions)
     assert before is not None
     _, k, v = head.layer(model.embedded(batch), before, pages.k[0], pages.v[0], batch, attend)
     return pages._replace(k=(k,), v=(v,))

@@ -1,7 +1,7 @@
 """From logits to the best token; or to weights, and from weights and one uniform number to a token, by inversion.
 
 The number depends only on (engine seed, request seed, output position): a request gets the same tokens beside any other
-requests, and with any drafts.
+requests, and with any drafts unless those are accepted by rejection sampling.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ the drafter's, both after temperature and all options of the request. A rejected
 norm(max(0, p - q)). Then each token has the model's distribution, whatever the drafter's is.
 
 The numbers that draw drafts, accept them and replace them are independent. If a draft and its acceptance shared one,
-the result would be biased (vllm#47386).
+the result would be biased (vllm#47386). For the same reason a drafter must not learn from outputs that were drawn with
+the same numbers, those of another request with the same seed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pagedjax.device.row_features.truncation import row_sums
 DRAFT, ACCEPT, REPLACE = 1, 2, 3  # streams of `uniform`; a row without a draft uses the plain one, 0
 
 
-def drafted_tokens(
+def draw_drafts(
     logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain
 ) -> tuple[jax.Array, jax.Array]:
     """[B] drafts from a drafter's logits [V, B], and the weights [B, V] that they were drawn from."""
@@ -39,7 +40,7 @@ def draw_or_accept(found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted:
         drafted: the rows' drafts.
     """
     has, token = drafted.tokens >= 0, jnp.maximum(drafted.tokens, 0)
-    p, q = normalised(found), _drafters(drafted, token, found.shape[-1])
+    p, q = normalised(found), _draft_probabilities(drafted, token, found.shape[-1])
     of = lambda x: jnp.take_along_axis(x, token[:, None], axis=-1)[:, 0]  # noqa: E731
     accepted = uniform(s, seed, ACCEPT) * of(q) < of(p)
     left = jnp.maximum(p - q, 0.0)
@@ -55,7 +56,7 @@ def normalised(found: jax.Array) -> jax.Array:
     return jnp.where(total > 0, found / jnp.where(total > 0, total, 1.0), 0.0)
 
 
-def _drafters(drafted: Drafted, token: jax.Array, v: int) -> jax.Array:
+def _draft_probabilities(drafted: Drafted, token: jax.Array, v: int) -> jax.Array:
     """[B, V] the probabilities that drafts were drawn with. A drafter without probabilities is sure of its draft."""
     sure = jnp.arange(v) == token[:, None]
     if drafted.weights is None:

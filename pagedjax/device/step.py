@@ -17,7 +17,7 @@ from pagedjax.device.attention import Attend
 from pagedjax.device.batch import Batch, DraftBatch
 from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, write_tokens
 from pagedjax.device.checks import check_shape
-from pagedjax.device.draft_model import DraftModel, first_feature
+from pagedjax.device.draft_model import DraftModel, features_before
 from pagedjax.device.models import Model
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext
@@ -44,17 +44,24 @@ class DraftOutput(NamedTuple):
     weights: jax.Array | None  # [R, V] what the draft in each sample's place was drawn from; None if not wanted
 
 
-class Drafting(NamedTuple):
+class BoundDraftModel(NamedTuple):
     """A drafter on the device as the programs use it: the model, and its attention."""
 
     model: DraftModel
     attend: Attend
 
-    @property
-    def module(self) -> Callable[[Sequence[Any]], Any]:
-        """leaves -> its nnx module."""
-        graphdef, tree = self.model.graphdef, jax.tree.structure(self.model.params)
-        return lambda leaves: nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+
+def _modules(model: Model, bound: BoundDraftModel | None) -> Callable[[Sequence[Any]], tuple[Any, Any]]:
+    """leaves -> the nnx modules of the model and of the drafter."""
+    graphdef, tree = model.graphdef, jax.tree.structure(model.params)
+    draft = bound and (bound.model.graphdef, jax.tree.structure(bound.model.params))
+
+    def modules(leaves: Sequence[Any]) -> tuple[Any, Any]:
+        own, others = leaves[: tree.num_leaves], leaves[tree.num_leaves :]
+        drafter = nnx.merge(draft[0], jax.tree.unflatten(draft[1], others)) if draft else None
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, own)), drafter
+
+    return modules
 
 
 def make_step(
@@ -63,33 +70,32 @@ def make_step(
     seed: int,
     tile: int | None = None,
     chain: RowChain = DEFAULT,
-    drafting: Drafting | None = None,
+    bound: BoundDraftModel | None = None,
 ) -> Step:
     """step(leaves, cache, batch) -> (cache, StepOutput), jitted; the cache is donated and updated in place.
 
     Args:
         model: its parameters are not kept; every call takes a model's `leaves`, and behind them those of the drafter.
         tile, chain: see `sample`.
-        drafting: a drafter on the device, which observes the step's tokens.
+        bound: a drafter on the device, which observes the step's tokens.
 
     Raises:
         ValueError: arrays of a batch do not fit together, when the step is traced.
     """
-    graphdef, tree = model.graphdef, jax.tree.structure(model.params)
+    modules = _modules(model, bound)
 
     def step(leaves: Sequence[Any], cache: KVCache, batch: Batch) -> tuple[KVCache, StepOutput]:
         _check(batch)
-        own, others = leaves[: tree.num_leaves], leaves[tree.num_leaves :]
-        model, feed = nnx.merge(graphdef, jax.tree.unflatten(tree, own)), batch.feed
+        (model, drafter), feed = modules(leaves), batch.feed
         if feed is not None:
             batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
-        taps = drafting.model.taps if drafting else ()
+        taps = bound.model.taps if bound else ()
         cache, hidden, outputs = model.hidden(cache, batch, attend, taps)
-        if drafting is not None:
-            observe = drafting.model.observe
+        if bound is not None:
+            observe = bound.model.observe
             assert cache.draft is not None
-            pages = observe(drafting.module(others), model, cache.draft, batch, outputs, drafting.attend)
+            pages = observe(drafter, model, cache.draft, batch, outputs, bound.attend)
             cache = cache._replace(draft=pages)
         # a sample sees the tokens of its row up to the one that it follows
         history = History(cache.tokens, batch.block_tables[batch.sampled_row], batch.positions[batch.last] + 1)
@@ -103,7 +109,7 @@ def make_step(
 
 def make_draft(
     model: Model,
-    drafting: Drafting,
+    bound: BoundDraftModel,
     most: int,
     seed: int,
     tile: int | None = None,
@@ -114,18 +120,17 @@ def make_draft(
     """draft(leaves, cache, batch) -> (cache, DraftOutput), jitted: each row's next tokens by the drafter, one by one.
 
     A draft is drawn with the same number of (seed, position) as the model's own token, so that the two agree often. If
-    weights are wanted, it is drawn with another number, as rejection sampling needs.
+    weights are wanted, it is drawn with another number, as rejection sampling needs, and `tile` is not used.
 
     Args:
         most: drafts of a row (k).
         weights: return what drafts were drawn from.
-        model, drafting, tile, chain: as in `make_step`. The drafts are written behind the known tokens of the cache.
+        model, bound, tile, chain: as in `make_step`. The drafts are written behind the known tokens of the cache.
     """
-    graphdef, tree = model.graphdef, jax.tree.structure(model.params)
+    modules = _modules(model, bound)
 
     def draft(leaves: Sequence[Any], cache: KVCache, batch: DraftBatch) -> tuple[KVCache, DraftOutput]:
-        own, others = leaves[: tree.num_leaves], leaves[tree.num_leaves :]
-        model, module = nnx.merge(graphdef, jax.tree.unflatten(tree, own)), drafting.module(others)
+        model, module = modules(leaves)
         rows, size = len(batch.tokens), cache.tokens.shape[1]
         key = jnp.uint32(seed)
 
@@ -140,10 +145,10 @@ def make_draft(
             arrays = tokens, positions, slots, batch.block_tables, positions + 1, each
             step = Batch(*arrays, last=each[:-1], sampled_row=each[:-1], targets=None, sampling=sampling)
             known = write_tokens(known, tokens, slots)
-            pages, before, logits = drafting.model.next_logits(module, model, pages, step, before, drafting.attend)
+            pages, before, logits = bound.model.next_logits(module, model, pages, step, before, bound.attend)
             if weights:
                 context = RowContext(known, batch.block_tables, positions + 1, sampling.prompt_len, sampling.position)
-                found, drawn = rejection.drafted_tokens(logits, sampling, context, key, chain)
+                found, drawn = rejection.draw_drafts(logits, sampling, context, key, chain)
                 drawn_from = jax.lax.dynamic_update_index_in_dim(drawn_from, drawn, i, 0)
             else:
                 history = History(known, batch.block_tables, positions + 1)
@@ -151,7 +156,7 @@ def make_draft(
             return pages, known, found, before, drafts.at[i].set(found), drawn_from
 
         assert cache.draft is not None
-        before = first_feature(cache.draft, batch.block_tables, batch.positions)
+        before = features_before(cache.draft, batch.block_tables, jnp.arange(rows), batch.positions)
         blank = jnp.zeros((most, rows), jnp.int32)
         drawn_from = jnp.zeros((most, rows, model.config.vocab_size)) if weights else None
         carry = cache.draft, cache.tokens, batch.tokens, before, blank, drawn_from

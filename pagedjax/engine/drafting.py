@@ -1,9 +1,10 @@
 """Speculation in the engine: drafts are written behind the known tokens, and verified by the target's own samples.
 
-Acceptance is strict. A step samples the token after the known ones and after each draft, with the same random number of
-(seed, position) as without speculation. A draft is accepted if it equals the token that was sampled in its place, and
-if all drafts before it are accepted. So tokens are the same for any drafter at any temperature (drafter-invariant
-speculation, arXiv 2408.07978); a drafter only decides how many of them a step gives.
+A step samples the token after the known ones and after each draft. A draft is accepted if it equals the token that was
+sampled in its place, and if all drafts before it are accepted. With the strict rule each is sampled with the same
+random number of (seed, position) as without speculation. So tokens are the same for any drafter at any temperature
+(drafter-invariant speculation, arXiv 2408.07978); a drafter only decides how many of them a step gives. With the rule
+"rejection" a sample depends on its draft (device/rejection.py).
 
     offer(...)        before `schedule`: ask the drafter, write its drafts, count them
     verified(...)     after the step: of each row the accepted drafts, and one more token
@@ -39,7 +40,7 @@ class Drafting(NamedTuple):
     acceptance: running average of the share of drafts that are accepted, of those whose predecessors are.
     tried: the drafts in that average, of which old ones count less.
     seconds: by the padded tokens of a step, the running average of its time, without that of drafts on the device.
-    draft_seconds: by the padded rows, the running average of the time of one draft of each row on the device.
+    draft_seconds: by the number of rows, as a bucket, the running average of the time of one draft on the device.
     idle: steps since the last one with drafts.
     """
 
@@ -138,11 +139,17 @@ def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequ
         if seconds is None:  # time steps without drafts first
             return 0
         rows = buckets[min(bisect_left(buckets, decodes), len(buckets) - 1)]
-        seconds += k * (cost(drafting.draft_seconds, rows) or 0.0)
+        seconds += k * draft_cost(drafting.draft_seconds, rows)
         gained = decodes * (1 - a ** (k + 1)) / (1 - a) / seconds
         if gained > rate * 1.001:
             best, rate = k, gained
     return best if best or drafting.idle < RETRY else 1
+
+
+def draft_cost(seconds: Mapping[int, float], rows: int) -> float:
+    """The time of one draft of `rows` padded rows on the device. 0 if none was timed, so that it is tried."""
+    known = cost(seconds, rows)
+    return min(seconds.items())[1] if known is None and seconds else known or 0.0
 
 
 def cost(seconds: Mapping[int, float], size: int) -> float | None:

@@ -36,7 +36,7 @@ class SentStep(NamedTuple):
     output: StepOutput
     sent_at: float  # seconds of time.perf_counter
     draft_seconds: float = 0.0  # of the drafter's program, which ran before
-    draft_rows: int = 0  # its padded rows
+    draft_rows: int = 0  # its rows with drafts, as a bucket
 
     @property
     def ready(self) -> bool:

@@ -87,7 +87,7 @@ def pack_drafts(
 ) -> tuple[DraftShape, DraftBatch]:
     """What a drafter on the device continues: the rows of a plan with drafts. Arguments as in `pack`."""
     rows = [i for i, k in enumerate(plan.drafts) if k]
-    shape = shapes.drafting(len(rows), shapes.bucket(sum(plan.counts)))
+    shape = shapes.draft_shape(len(rows), shapes.bucket(sum(plan.counts)))
     seqs = [plan.seqs[i] for i in rows]
     mine = [sequences[seq.request_id] for seq in seqs]
     known, n, b = np.array([plan.lengths[i] for i in rows], np.int32), len(rows), shape.rows

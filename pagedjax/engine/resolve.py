@@ -64,7 +64,14 @@ def resolve(
     if draft is not None:
         d = draft.layers
         sizes |= {"head_dim": d.head_dim, "kv_heads": d.kv_heads, "heads": d.heads}
-        attention.choose(impl, device, dtype=kept, query_dtype=dtype, **sizes)
+        if config.attention_impl is None and attention.find(impl).obstacle(
+            device, dtype=kept, query_dtype=dtype, **sizes
+        ):
+            impl = "xla"
+        try:
+            attention.choose(impl, device, dtype=kept, query_dtype=dtype, **sizes)
+        except ValueError as error:
+            raise ValueError(f"the draft model: {error}") from None
     values = dataclasses.asdict(config) | {
         "dtype": dtype,
         "weight_dtype": model.weight_dtype,
@@ -100,7 +107,7 @@ def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, le
     if d.vocab_size != m.vocab_size:
         raise ValueError(
             f"the draft model has a vocabulary of {d.vocab_size} tokens, and the model one of {m.vocab_size}; use a "
-            "draft model with the model's own tokenizer"
+            "draft model with the model's own tokenizer, padded to the same size"
         )
     if d.max_len < length:
         raise ValueError(

@@ -30,7 +30,7 @@ from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowChain, RowFeature, chain
 from pagedjax.device.sampling import device_tile
-from pagedjax.device.step import Drafting, copy_blocks, make_draft, make_step
+from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step
 from pagedjax.engine import compilations, drafters, programs
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.pack import pack
@@ -125,24 +125,27 @@ def build(
     found = memory.read(jax.devices()[0])  # before the cache takes its share
     resolved = resolve(config, model, found, draft=draft_model)
     sizes, policy, leaves = shapes(resolved, model), policies.find(resolved.policy), _leaves(model, draft_model)
-    draftings = sizes.draftings if draft_model else ()
+    draft_shapes = sizes.draft_shapes if draft_model else ()
     samples = {shape.samples for shape in sizes.steps}
-    blanks = {r: jax.device_put(blank_sampling(r, options)) for r in samples | {shape.rows for shape in draftings}}
+    blanks = {r: jax.device_put(blank_sampling(r, options)) for r in samples | {shape.rows for shape in draft_shapes}}
     rejection = resolved.speculative is not None and resolved.speculative.rule == "rejection"
     undrafted = {r: _undrafted(sizes, r) for r in samples} if rejection else {}
     ahead = resolved.lookahead > 0
     blank = {shape: _blank_batch(sizes, shape, blanks, ahead, options, undrafted) for shape in sizes.steps}
     # a step may replace the blanks by arrays
-    inputs = memory.nbytes((blanks, undrafted)) + memory.nbytes(blank[sizes.steps[-1]])
+    on_device = [one for r, one in undrafted.items() if r <= sizes.max_seqs]
+    inputs = memory.nbytes((blanks, on_device)) + memory.nbytes(blank[sizes.steps[-1]])
+    if sizes.draft_weights:  # a drafter's program keeps the weights of every draft
+        inputs += 4 * sizes.drafts * max(shape.rows for shape in draft_shapes) * sizes.vocab_size
     found = found._replace(free=max(found.free - inputs, 0))
     before, started = compilations.counts(), time.perf_counter()
     attend = attention.attend(resolved.attention_impl, model.config.attn_scale)
-    drafting = None
+    bound = None
     if draft_model:
-        drafting = Drafting(draft_model, attention.attend(resolved.attention_impl, draft_model.layers.attn_scale))
+        bound = BoundDraftModel(draft_model, attention.attend(resolved.attention_impl, draft_model.layers.attn_scale))
     common = resolved.seed, device_tile(), options
-    step = make_step(model, attend, *common, drafting)
-    draft = make_draft(model, drafting, sizes.drafts, *common, weights=sizes.draft_weights) if drafting else None
+    step = make_step(model, attend, *common, bound)
+    draft = make_draft(model, bound, sizes.drafts, *common, weights=sizes.draft_weights) if bound else None
 
     def compile_step(shape: StepShape | DraftShape, c: Resolved) -> Any:
         pages = _cache_shapes(c, model, draft_model)
@@ -158,7 +161,7 @@ def build(
     if lazy:
         steps = programs.LazyPrograms(compile_step, resolved)
     else:
-        every = (*draftings, *sizes.steps)
+        every = (*draft_shapes, *sizes.steps)
         steps, resolved = programs.compile_all(compile_step, every, resolved, settle, progress=progress)
     pages, block = _cache_shapes(resolved, model, draft_model), _block(resolved, model, draft_model)
     copy = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile()
@@ -202,7 +205,8 @@ def build(
 
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:
-    """Run the smallest step once, so that the first request runs warm code. Nothing runs if programs are lazy."""
+    """Run the smallest step once, so that the first request runs warm code, and the draft model's programs. Nothing
+    runs if programs are lazy."""
     started = time.perf_counter()
     if runtime.config.compilation != "lazy":
         shape = runtime.shapes.steps[0]
@@ -210,6 +214,11 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
         blank = _blank_batch(runtime.shapes, shape, *fixed)
         pages, output = runtime.programs[shape](runtime.leaves, pages, blank)
         jax.block_until_ready(output)
+        for draft in runtime.shapes.draft_shapes if runtime.draft_model else ():  # else their first times are too long
+            batch = _blank_drafts(runtime.shapes, draft, runtime.blanks)
+            batch = batch._replace(counts=np.ones(draft.rows, np.int32))  # into the trash block
+            pages, output = runtime.programs[draft](runtime.leaves, pages, batch)
+            jax.block_until_ready(output)
     startup = {**runtime.startup, "warmup": time.perf_counter() - started}
     return replace(runtime, startup=startup), pages
 
@@ -235,9 +244,10 @@ def _cache_shapes(c: Resolved, model: Model, draft: DraftModel | None) -> cache.
 
 
 def _undrafted(sizes: Shapes, samples: int) -> Drafted:
-    """No drafts, on the device."""
-    weights = np.zeros((samples, sizes.vocab_size), np.float32) if sizes.draft_weights else None
-    return jax.device_put(Drafted(np.full(samples, -1, np.int32), weights))
+    """No drafts. On the device, except for a step with more samples than rows: it has drafts, so only shapes matter."""
+    tokens, shape = np.full(samples, -1, np.int32), (samples, sizes.vocab_size)
+    weights = np.broadcast_to(np.float32(0), shape) if sizes.draft_weights else None
+    return Drafted(tokens, weights) if samples > sizes.max_seqs else jax.device_put(Drafted(tokens, weights))
 
 
 def _blank_drafts(sizes: Shapes, shape: DraftShape, blanks: Mapping[int, SamplingBatch]) -> DraftBatch:

@@ -99,9 +99,8 @@ def send(
     """
     cache, rows, seconds, drawn_from = moved(runtime, state, cache, plan), 0, 0.0, None
     if plan.drafts and runtime.draft_model:
-        began = time.perf_counter()
-        cache, rows, drawn_from = drafted(runtime, state.sequences, cache, plan)
-        seconds = time.perf_counter() - began
+        cache, seconds, drawn_from = drafted(runtime, state.sequences, cache, plan)
+        rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
     batch = packed(runtime, state.sequences, plan, previous, unknown, drawn_from)
     sent_at = time.perf_counter()
     program = runtime.programs[StepShape(len(batch.tokens), len(batch.last))]
@@ -111,19 +110,21 @@ def send(
 
 def drafted(
     runtime: Runtime, sequences: Sequences, cache: KVCache, plan: Plan
-) -> tuple[KVCache, int, jax.Array | None]:
+) -> tuple[KVCache, float, jax.Array | None]:
     """Have the device draft, and write the drafts behind the known tokens.
 
     Returns:
-        (cache, padded rows of the program, what the draft in the place of each sample was drawn from)
+        (cache, seconds of the program, what the draft in the place of each sample was drawn from)
     """
     shape, batch = pack_drafts(plan, sequences, runtime.shapes, runtime.blanks, runtime.options)
+    began = time.perf_counter()
     cache, output = runtime.programs[shape](runtime.leaves, cache, batch)
-    drafts, rows = np.asarray(output.tokens), (i for i, k in enumerate(plan.drafts) if k)
+    drafts, seconds = np.asarray(output.tokens), time.perf_counter() - began
+    rows = (i for i, k in enumerate(plan.drafts) if k)
     for column, i in enumerate(rows):
         length, k = plan.lengths[i], plan.drafts[i]
         sequences[plan.seqs[i].request_id].tokens[length : length + k] = drafts[:k, column]
-    return cache, shape.rows, output.weights
+    return cache, seconds, output.weights
 
 
 def packed(

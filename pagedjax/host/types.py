@@ -295,7 +295,7 @@ class StepResult(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()  # those that requests asked for
     beams: tuple[BeamResult, ...] = ()  # searches that ended
     draft_seconds: float = 0.0  # of a drafter's program on the device, part of device_seconds
-    draft_rows: int = 0  # the padded rows of that program
+    draft_rows: int = 0  # its rows with drafts, as a bucket
 
     @property
     def host_seconds(self) -> float:

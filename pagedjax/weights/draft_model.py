@@ -79,7 +79,8 @@ def write_eagle(folder: str | os.PathLike[str], target: DecoderConfig, ids: Sequ
 
     folder = Path(folder).expanduser().absolute()
     check_free(folder)
-    config = {"model_type": KIND, "model": _facts(target), "window": WINDOW, "ids": [int(i) for i in ids]}
+    shape = eagle_config(target, len(ids))
+    config = {"model_type": KIND, "model": _facts(target), "window": WINDOW, "taps": list(shape.taps), "ids": list(ids)}
     with complete_folder(folder) as part:
         (part / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
         with ocp.StandardCheckpointer() as orbax:
@@ -113,6 +114,11 @@ def read_eagle(path: str | os.PathLike[str], target: DecoderConfig, dtype: str) 
     if not of_integers or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= target.vocab_size:
         raise ValueError(f"ids in {folder / 'config.json'} are not ascending token ids below {target.vocab_size}")
     config = eagle_config(target, len(ids), window)
+    if stored.get("taps") != list(config.taps):
+        raise ValueError(
+            f"the draft head in {folder} learned from the layers {stored.get('taps')}, and this version gives it "
+            f"{list(config.taps)}; train one"
+        )
     shapes = named(blank_eagle(config, dtype)[1])
     found = tensors(folder / PARAMS)
     if problems := differences(shapes, found, cast=True):

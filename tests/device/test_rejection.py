@@ -84,7 +84,7 @@ def draft(logits: jax.Array, s: SamplingBatch, history: History, first: int) -> 
     def one(position: jax.Array) -> tuple[jax.Array, jax.Array]:
         here = at(position, s)
         context = RowContext(*history, here.prompt_len, here.position)
-        return rejection.drafted_tokens(columns(logits, s), here, context, SEED, DEFAULT)
+        return rejection.draw_drafts(columns(logits, s), here, context, SEED, DEFAULT)
 
     return jax.lax.map(one, first + jnp.arange(POSITIONS))
 

@@ -48,6 +48,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "few blocks, computed again": (3, {"num_blocks": 20, "max_model_len": 80}),
     "few blocks, swapped": (3, SWAPPED),
     "prompts and decodes in turn": (3, {"mixed_steps": False}),
+    "compiled when needed": (3, {"compilation": "lazy"}),
 }
 
 
@@ -269,9 +270,11 @@ def test_the_time_of_drafts_on_the_device_counts():
     assert paying(Drafting(drafter, **known, draft_seconds={8: 2.0}), 4, 2, 0, BUCKETS) == 0
 
 
-def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders):
-    options = {"method": "draft", "model": folders.itself, "num_tokens": 3}
-    engine = LLM(tiny, progress=False, speculative=options, **CONFIG).engine
+@pytest.mark.parametrize("rule", ["strict", "rejection"])
+def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders, rule):
+    options = {"method": "draft", "model": folders.itself, "num_tokens": 3, "rule": rule}
+    config = {**CONFIG, "token_buckets": (1, 2, 4, 8, 24)}
+    engine = LLM(tiny, progress=False, speculative=options, **config).engine
     engine.add("a", tokens(9, 1), SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     seen = 0.0
     while engine.has_work:
@@ -280,8 +283,10 @@ def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders):
         assert 0 <= result.draft_seconds <= result.device_seconds <= result.finished - result.started
         seen += result.draft_seconds
     learned = engine._state.drafting.draft_seconds
-    assert set(learned) <= {6, 8}
-    assert (seen > 0) == bool(learned)
+    assert set(learned) == {1}, "the drafts of one row are known by another number of rows"
+    assert seen > 0
+    assert drafting.draft_cost(learned, 1) == drafting.draft_cost({4: learned[1]}, 1) == learned[1]
+    assert drafting.draft_cost({}, 1) == 0
     engine.reset()
     assert engine._state.drafting.draft_seconds == learned
 
@@ -304,6 +309,10 @@ def test_a_draft_model_without_its_method_is_an_error(tiny, folders):
         Engine(tiny.model, EngineConfig(**CONFIG), draft_model=draft)
     with pytest.raises(ValueError, match=r"speculative\.model is 'x', and the drafter 'ngram' has no model"):
         Speculative(model="x")
+    with pytest.raises(ValueError, match=r"speculative\.model is 5; it must be a path, a hub id or a name"):
+        Speculative(method="draft", model=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"speculative\.method is 'suffix', which learns from other requests"):
+        Speculative(method="suffix", rule="rejection")
     with pytest.raises(ValueError, match=r"speculative\.rule is 'loose'; it must be one of 'strict', 'rejection'"):
         Speculative(rule="loose")  # type: ignore[arg-type]
 
@@ -343,3 +352,71 @@ def test_a_drafter_on_the_device_offers_what_it_may(tiny):
     assert drafter.memory is None
     assert drafter.drafter is not None
     assert drafter.drafter.propose is None
+
+
+def test_a_drafter_of_ones_own_has_a_function(tiny, tmp_path):
+    (tmp_path / "mine.py").write_text("from pagedjax.engine.drafters import Drafter\nMINE = Drafter('mine', None)\n")
+    method = f"{tmp_path / 'mine.py'}:MINE"
+    with pytest.raises(ValueError, match=r"mine\.py:MINE', and its propose is None; give it a function"):
+        LLM(tiny, progress=False, speculative={"method": method}, **CONFIG)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "float8_e4m3fn"}, {"weight_dtype": "int8"}]
+)
+def test_other_dtypes_draft_too(tiny_folder, folders, dtypes):
+    """In 16 bits a step of several tokens rounds in another way than a draft, so a few drafts are not accepted."""
+    config = {**CONFIG, "token_buckets": (8, 24)}
+    for method, folder in (("draft", folders.itself), ("eagle", folders.head)):
+        options = {"method": method, "model": folder, "num_tokens": 3, "adaptive": False}
+        engine = LLM(tiny_folder, progress=False, speculative=options, **config, **dtypes).engine
+        for i in range(3):
+            params = SamplingParams(temperature=float(i % 2), seed=i, max_tokens=16, ignore_eos=True)
+            engine.add(f"r{i}", tokens(5 + 6 * i, i), params)
+        output, drafts, accepted = finished(engine)
+        assert len(output) == 48
+        assert drafts > 10
+        if method == "draft" and "weight_dtype" not in dtypes:
+            assert accepted > 0.7 * drafts
+
+
+def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatch):
+    wanted = asks(1)
+    expected = run(LLM(tiny, progress=False, **CONFIG).engine, wanted, 1).tokens
+    engine = speculating(tiny, folders, "itself", 3)
+    original, calls = engine_step.packed, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) in (9, 17):
+            raise RuntimeError("out of luck")
+        return original(*arguments)
+
+    monkeypatch.setattr(engine_step, "packed", failing)
+    for ask in wanted:
+        engine.add(ask.names[0], ask.prompt, ask.params, forks=ask.names[1:])
+    found: dict[str, list[int]] = {name: [] for ask in wanted for name in ask.names}
+    failed = 0
+    while engine.has_work:
+        try:
+            result = engine.step()
+        except RuntimeError:
+            failed += 1
+            continue
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                    found[name].append(token)
+    assert failed == 2
+    assert found == expected
+
+
+def test_new_parameters_leave_the_drafter_as_it_is(tiny, folders):
+    llm = LLM(tiny, progress=False, speculative={"method": "draft", "model": folders.itself, "num_tokens": 3}, **CONFIG)
+    halved = jax.tree.map(lambda x: x * 0.5, llm.engine.model.params)
+    llm.update_params(halved)
+    other = LLM(tiny, progress=False, **CONFIG)
+    other.update_params(halved)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    ours, theirs = (one.generate(tokens(9, 2), params, use_tqdm=False)[0].outputs[0].token_ids for one in (llm, other))
+    assert ours == theirs

@@ -2,7 +2,7 @@
 
     g_i = fuse(outputs of a low, a middle and a high layer at token i)        the feature of a token
     x_i = join(norm(embedding of token i), norm(g_(i-1)))                     what the layer gets
-    u_i = layer(x_0 ... x_i),  logits of token i + 1 = head(norm(u_i))
+    u_i = layer(the last x up to x_i),  logits of token i + 1 = head(norm(u_i))
 
 A draft token has no feature yet, so u stands for g there. The model's embedding is used. The head knows the most
 frequent tokens only, `ids`: other tokens are never drafted, so the model has to sample them itself (FR-Spec, Zhao et
@@ -29,7 +29,7 @@ WINDOW = 128  # tokens that a head sees: it is trained on short texts, and has n
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Shape of a head. Its layer is as wide as the model's, because features and embeddings are added up.
+    """Shape of a head. Its layer is as wide as the model's, whose embedding it uses.
 
     layer: of its one layer. Its vocab_size is the model's.
     taps: layers of the model whose outputs make a feature.

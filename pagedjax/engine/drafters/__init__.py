@@ -23,4 +23,7 @@ def find(options: Speculative) -> Drafter:
         return suffix.drafter()
     if options.method in ON_DEVICE:
         return Drafter(options.method, None)
-    return own_value("speculative.method", options.method, Drafter, get_args(DraftMethod))
+    found = own_value("speculative.method", options.method, Drafter, get_args(DraftMethod))
+    if found.propose is None:
+        raise ValueError(f"speculative.method is {options.method!r}, and its propose is None; give it a function")
+    return found
