@@ -80,7 +80,13 @@ def write_eagle(folder: str | os.PathLike[str], target: DecoderConfig, ids: Sequ
     folder = Path(folder).expanduser().absolute()
     check_free(folder)
     shape = eagle_config(target, len(ids))
-    config = {"model_type": KIND, "model": _facts(target), "window": WINDOW, "taps": list(shape.taps), "ids": list(ids)}
+    config = {
+        "model_type": KIND,
+        "model": _facts(target),
+        "window": WINDOW,
+        "taps": list(shape.taps),
+        "ids": [int(i) for i in ids],
+    }
     with complete_folder(folder) as part:
         (part / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
         with ocp.StandardCheckpointer() as orbax:
