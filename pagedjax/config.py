@@ -36,6 +36,7 @@ VLLM_NAMES = {  # of fields of `Speculative`, in vLLM's speculative_config
     "prompt_lookup_max": "ngram_max",
     "prompt_lookup_min": "ngram_min",
 }
+VLLM_METHODS = {"draft_model": "draft"}
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,8 @@ class EngineConfig:
             names: dict[str, Any] = {VLLM_NAMES.get(str(name), str(name)): value for name, value in given.items()}
             if len(names) < len(given):
                 raise ValueError(f"speculative is {dict(given)!r}, which gives one field under two names")
+            if isinstance(method := names.get("method"), str):
+                names["method"] = VLLM_METHODS.get(method, method)
             options = from_dict(Speculative, names, where="speculative.")
             object.__setattr__(self, "speculative", options)
         if self.speculative is not None and not isinstance(self.speculative, Speculative):

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from pagedjax.config import EngineConfig, PolicyName, Resolved, from_dict, one_of
+from pagedjax.config import EngineConfig, PolicyName, Resolved, Speculative, from_dict, one_of
 from pagedjax.host.policies import POLICIES
 
 SIZES = ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks")
@@ -179,3 +179,14 @@ def test_a_config_is_frozen_hashable_and_checked_when_replaced():
     assert hash(config) == hash(EngineConfig())
     with pytest.raises(ValueError, match="num_blocks is 0"):
         dataclasses.replace(config, num_blocks=0)
+
+
+def test_speculative_options_have_vllms_names_too():
+    theirs = {"method": "draft_model", "model": "small", "num_speculative_tokens": 5}
+    assert EngineConfig(speculative=theirs).speculative == Speculative(method="draft", model="small", num_tokens=5)  # type: ignore[arg-type]
+    theirs = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    assert EngineConfig(speculative=theirs).speculative == Speculative(num_tokens=2, ngram_max=5, ngram_min=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="which gives one field under two names"):
+        EngineConfig(speculative={"num_tokens": 2, "num_speculative_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"speculative\.method is \['ngram'\]; it must be one of"):
+        EngineConfig(speculative={"method": ["ngram"]})  # type: ignore[arg-type]

@@ -446,21 +446,37 @@ def test_baseline_modes_match_the_reference_model():
     run_machine(baselines, examples=20, steps=30, at_least=2_500)
 
 
+def small_config(draw: random.Random) -> SchedulerConfig:
+    block_size, host_blocks = draw.randint(1, 6), draw.choice([0, draw.randint(4, 12)])
+    return SchedulerConfig(
+        block_size,
+        num_blocks=draw.randint(4, 14),
+        max_num_batched_tokens=draw.randint(4, 32),
+        max_num_seqs=draw.randint(2, 6),
+        max_model_len=40,
+        host_blocks=host_blocks,
+    )
+
+
+@pytest.mark.slow
+def test_no_block_leaks_in_100_000_steps_with_drafts():
+    """Long lives of a few schedulers: each state is compared with the model, and each pool is whole at the end."""
+    draw = random.Random(1)
+    tally: Counter[str] = Counter()
+    while tally["step"] < 100_000:
+        driver = Driver(small_config(draw), tally)
+        for _ in range(25):
+            driver.traffic(100, draw.randrange(2**32), drafting=draw.choice([0.3, 0.8]))
+        driver.drain(seed=0)
+    assert tally["drafted"] > 10_000
+
+
 def test_the_driver_reaches_every_kind_of_event():
     """The same checks on random configs from a fixed seed: the tally is the same on every machine."""
     draw = random.Random(0)
     tally: Counter[str] = Counter()
     for _ in range(50):
-        block_size, host_blocks = draw.randint(1, 6), draw.choice([0, draw.randint(4, 12)])
-        config = SchedulerConfig(
-            block_size,
-            num_blocks=draw.randint(4, 14),
-            max_num_batched_tokens=draw.randint(4, 32),
-            max_num_seqs=draw.randint(2, 6),
-            max_model_len=40,
-            host_blocks=host_blocks,
-        )
-        driver = Driver(config, tally)
+        driver = Driver(small_config(draw), tally)
         driver.traffic(60, draw.randrange(2**32))
         driver.traffic(60, draw.randrange(2**32), drafting=0.8)
         driver.drain(seed=0)

@@ -39,7 +39,7 @@ class Size(NamedTuple):
     rounds: int
 
 
-FULL = Size((1, 2, 4, 8, 16, 32), (0.5, 0.8), 96, 3)
+FULL = Size((1, 4, 16, 32), (0.5, 0.8), 48, 3)
 QUICK = Size((1, 4), (0.8,), 24, 1)
 
 Row = dict[str, Any]
