@@ -39,6 +39,8 @@ class Drafting(NamedTuple):
     memory: the drafter's own. The drafter may change it.
     acceptance: running average of the share of drafts that are accepted, of those whose predecessors are.
     tried: the drafts in that average, of which old ones count less.
+    warm: the padded tokens of steps that have run. The first step of a size takes two to three times as long on a CPU,
+        so its time is not kept: it would forbid the drafts that could correct it.
     seconds: by the padded tokens of a step, the running average of its time, without that of drafts on the device.
     draft_seconds: by the number of rows, as a bucket, the running average of the time of one draft on the device.
     idle: steps since the last one with drafts.
@@ -48,6 +50,7 @@ class Drafting(NamedTuple):
     memory: Any = None
     acceptance: float = FIRST_GUESS
     tried: float = 8.0  # what the first guess counts
+    warm: frozenset[int] = frozenset()
     seconds: Mapping[int, float] = {}
     draft_seconds: Mapping[int, float] = {}
     idle: int = 0
@@ -204,7 +207,10 @@ def learned(drafting: Drafting, result: StepResult) -> Drafting:
     if result.compilations:
         return drafting
     new = result.finished - result.started - result.draft_seconds
-    drafting = drafting._replace(seconds=_averaged(drafting.seconds, result.padded_tokens, new))
+    if result.padded_tokens in drafting.warm:
+        drafting = drafting._replace(seconds=_averaged(drafting.seconds, result.padded_tokens, new))
+    else:
+        drafting = drafting._replace(warm=drafting.warm | {result.padded_tokens})
     if not result.draft_seconds:
         return drafting
     one = result.draft_seconds / max(result.plan.drafts)

@@ -432,3 +432,15 @@ def test_only_sequences_with_a_generated_token_are_offered_drafts(tiny):
     drafter = drafting.start(Drafter("always", lambda memory, name, known, k: [5] * k))
     assert drafting.offer(drafter, options, Running(), {}, BUCKETS, 320) == {}
     assert drafting.offer(drafting.start(None), None, Running(), {}, BUCKETS, 320) == {}
+
+
+def test_the_first_step_of_a_size_is_not_timed():
+    """It is two to three times as slow. Kept, its time would forbid the drafts that could correct it."""
+    learned = Drafting(Drafter("any", lambda *_: []))
+    plan = scheduler.schedule(scheduler.init(scheduler.SchedulerConfig(4, 8, 8, 4, 16)), runtime.policies.find("fcfs"))
+    for size, seconds in ((1, 3.0), (1, 1.0), (4, 3.0)):
+        learned = drafting.learned(learned, StepResult(plan[1], (), 0.0, seconds, seconds, size, 0))
+    assert learned.seconds == {1: 1.0}
+    assert paying(learned._replace(acceptance=0.8), 3, 1, 0, (1, 4)) == 3, "one slow step ended the drafts"
+    learned = drafting.learned(learned, StepResult(plan[1], (), 0.0, 1.5, 1.5, 4, 0))
+    assert learned.seconds == {1: 1.0, 4: 1.5}

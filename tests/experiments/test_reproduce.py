@@ -11,7 +11,6 @@ from experiments import reproduce
 from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, Interval, exactly, markdown, rounded
 
-NOT_MEASURED = ("016_speculation_measured",)  # remove it together with its first kept findings
 SIMULATED = ("001", "002", "003", "004", "006", "007", "009", "011", "013", "014")
 
 
@@ -160,8 +159,7 @@ def test_trace_study_without_traces_keeps_its_findings(capsys, tmp_path):
 
 def test_kept_findings_are_full_runs_and_in_reproduction_table():
     """Committed findings are of full runs, and REPRODUCTION.md agrees with the studies' files."""
-    names = [name for name in reproduce.names() if name not in NOT_MEASURED]
-    found = [json.loads((reproduce.STUDIES / name / reproduce.FINDINGS).read_text()) for name in names]
+    found = [json.loads((reproduce.STUDIES / name / reproduce.FINDINGS).read_text()) for name in reproduce.names()]
     assert not [one["name"] for one in found if one["quick"]]
     assert (reproduce.STUDIES.parents[1] / "REPRODUCTION.md").read_text() == reproduce.reproduction(found)
     for one in found:
