@@ -238,14 +238,13 @@ def _own_source(value: str | None) -> str | None:
     return f"{hashlib.sha256(Path(file).read_bytes()).hexdigest()}:{name}" if file else value
 
 
-def _model_source(model: str) -> str:
+def _model_source(model: str | None) -> str | None:
     """The model's part of a point's key: its name; for a model on this disk a hash of its files.
 
     JSON files (shape, tokenizer) count by content. Weights count by name, size and modification time, because hashing
     gigabytes takes longer than many runs. A copy with other times is therefore another model.
     """
-    place = Path(model).expanduser()
-    if not place.exists():
+    if model is None or not (place := Path(model).expanduser()).exists():
         return model
     weights = [*place.glob("*.safetensors"), *place.glob("params/**/*")] if place.is_dir() else [place]
     facts: list[Any] = [
@@ -287,12 +286,14 @@ def read_content(spec: Spec, folder: Path) -> tuple[str, str]:
 def point_key(experiment: Experiment, content: str) -> str:
     """sha256 (hexadecimal) of the measured configuration, independent of key order, explicit defaults and names.
 
-    Files count by their content: of the workload, a user's own values, a fitted run's steps, a model (`_model_source`).
+    Files count by their content: of the workload, a user's own values, a fitted run's steps, a model and a draft model
+    (`_model_source`).
     """
     values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in _NOT_MEASURED}
     values["engine"] = dataclasses.asdict(experiment.engine_config)
-    if experiment.engine.speculative:
-        values["engine"]["speculative"]["method"] = _own_source(experiment.engine.speculative.method)
+    if speculative := experiment.engine.speculative:
+        drafter = {"method": _own_source(speculative.method), "model": _model_source(speculative.model)}
+        values["engine"]["speculative"] |= drafter
     else:  # so that keys of points without speculation are those of versions before it
         del values["engine"]["speculative"]
     values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}

@@ -116,7 +116,8 @@ class SimulatedEngine:
     def reset(self) -> None:
         self.scheduler_state = scheduler.init(self._limits)
         self._sequences: Sequences = Map()
-        self._drafting = drafting.start(Drafter("simulated", lambda *_: ()) if self.config.speculative else None)
+        options = self.config.speculative
+        self._drafting = drafting.start(Drafter("simulated", lambda *_: ()), options) if options else None
         self._batch = WholeBatch()
         self.now = 0.0
 
@@ -182,15 +183,15 @@ class SimulatedEngine:
             self._batch, events = after_step(self._batch, plan, events, over=not self.scheduler_state.running.seqs)
         self.now = started + seconds + self._simulate.host_s
         result = StepResult(plan, events, started, self.now, seconds, padded, 0)
-        self._drafting = drafting.learned(self._drafting, result)
+        self._drafting = self._drafting and drafting.learned(self._drafting, result)
         return result
 
     def _guess(self) -> Mapping[str, Guess]:
         """By sequence id, the drafts for the next step."""
-        running, speculative, buckets = self.scheduler_state.running, self.config.speculative, self.config.token_buckets
-        if not (speculative and buckets):
+        running, buckets = self.scheduler_state.running, self.config.token_buckets
+        if not (self._drafting and buckets):
             return {}
-        decodes, k = drafting.wanted(self._drafting, speculative, running, buckets)
+        decodes, k = drafting.wanted(self._drafting, running, buckets)
         if not k:
             return {}
         seqs = {seq.request_id: seq for seq in running.seqs}

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
+import json
 import math
 import sys
 import time
@@ -34,6 +36,8 @@ from flax import nnx
 from experiments.core.optional_imports import require
 from experiments.training import draft_data
 from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
+from experiments.training.command import check_seed, exit_status
+from experiments.training.data import texts
 from experiments.training.draft_data import Windows
 from experiments.training.draft_loss import loss
 from experiments.training.draft_setup import DraftSetup
@@ -48,7 +52,6 @@ from pagedjax.weights.tree import named, nested
 
 optax = require("optax")
 
-SEEDS = 2**32
 DRAFTS = 3  # of a sequence in a step, in the measurement at the end
 
 
@@ -145,6 +148,12 @@ def make_trainer(setup: DraftSetup, model: Model, ids: np.ndarray) -> Trainer:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
+def options(setup: DraftSetup) -> dict[str, Any]:
+    """What a run is known by: its options and its text."""
+    digest = hashlib.sha256(json.dumps(texts()).encode()).hexdigest()
+    return {**dataclasses.asdict(setup), "text": digest[:16]}
+
+
 def prepared(out: Path, model: LoadedModel, setup: DraftSetup, say: Callable[[str], None]) -> tuple[Windows, Windows]:
     """The training windows and the held-out windows, from the run's folder if they are there."""
     files, taps = (out / "windows.npz", out / "held_out.npz"), eagle_config(model.model.config, 1).taps
@@ -174,7 +183,7 @@ def train(out: Path, setup: DraftSetup, every: int, *, say: Callable[[str], None
             f"windows of {setup.prompt} + {setup.output} tokens are too long: {setup.model} has room for {room}; "
             "lower --prompt or --output"
         )
-    begin(out, dataclasses.asdict(setup))
+    begin(out, options(setup))
     windows, held_out = prepared(out, model, setup, say)
     ids = draft_data.vocabulary(windows, setup.vocabulary, model.model.config.vocab_size)
     trainer = make_trainer(setup, model.model, ids)
@@ -263,19 +272,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("windows", "held_out"):
         if (value := getattr(args, name)) < setup.batch:
             parser.error(f"--{option(name)} is {value}, below --batch {setup.batch}; raise it, or lower --batch")
-    if not 0 <= setup.seed < SEEDS:
-        parser.error(f"--seed is {setup.seed}; it must be in [0, 2**32): choose another")
+    check_seed(parser, setup.seed)
     if not 0 < setup.rate < math.inf:
         parser.error(f"--rate is {setup.rate}; it must be above 0 and finite; leave it out for the default")
-    try:
-        train(args.out, setup, args.every, say=partial(print, flush=True))
-    except (ValueError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the same command resumes from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    say = partial(print, flush=True)
+    return exit_status(lambda: train(args.out, setup, args.every, say=say))
 
 
 if __name__ == "__main__":

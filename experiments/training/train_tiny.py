@@ -37,6 +37,7 @@ from flax import nnx
 
 from experiments.core.optional_imports import require
 from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
+from experiments.training.command import check_seed, exit_status
 from experiments.training.data import END, Data, held_out_batches, prepare, unigram, windows
 from experiments.training.forward import initial, loss
 from experiments.training.setup import Setup, hf_config
@@ -52,7 +53,6 @@ optax = require("optax")
 
 PROMPT = "The function"
 SAMPLE = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=40, seed=0)
-SEEDS = 2**32  # number of seeds, as in an engine
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -188,17 +188,9 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("steps", "every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}; it must be at least 1; leave it out for the default")
-    if not 0 <= args.seed < SEEDS:
-        parser.error(f"--seed is {args.seed}; it must be in [0, 2**32): choose another")
-    try:
-        train(args.out, Setup(steps=args.steps, seed=args.seed), args.every, say=partial(print, flush=True))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the same command resumes from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+    check_seed(parser, args.seed)
+    say = partial(print, flush=True)
+    return exit_status(lambda: train(args.out, Setup(steps=args.steps, seed=args.seed), args.every, say=say))
 
 
 if __name__ == "__main__":

@@ -35,9 +35,7 @@ class Drafted(NamedTuple):
     """The drafts of a step's samples, for rejection sampling (rejection.py)."""
 
     tokens: Any  # [R] i32: the draft in the place of the sample, -1 without one
-    weights: Any = (
-        None  # [R, V] f32: what it was drawn from, unnormalised; None: drafters that are sure of their drafts
-    )
+    probs: Any = None  # [R, V] f32: what it was drawn from, unnormalised; None: the drafter is sure of its drafts
 
 
 class Batch(NamedTuple):
@@ -65,7 +63,7 @@ class DraftBatch(NamedTuple):
     counts: Any  # [B] i32: drafts of the row; 0 in padding
     block_tables: Any  # [B, M] i32
     sampling: SamplingBatch  # [B]: of the first draft
-    samples: Any  # [R] i32: of each sample of the step that verifies, draft * B + row; R is 0 if weights are not wanted
+    samples: Any  # [R] i32: of each sample of the step that verifies, draft * B + row; R is 0 if probs are not wanted
 
 
 class StepShape(NamedTuple):
@@ -80,7 +78,7 @@ class DraftShape:  # no NamedTuple: it would equal a `StepShape` of the same num
     """What fixes the shapes of a drafter's program."""
 
     rows: int  # B of a `DraftBatch`
-    samples: int  # R of the step that verifies, whose weights it returns; 0: none
+    samples: int  # R of the step that verifies, whose drafts' probabilities it returns; 0: none
 
 
 class Shapes(NamedTuple):
@@ -93,7 +91,7 @@ class Shapes(NamedTuple):
     max_model_len: int
     vocab_size: int
     drafts: int = 0  # draft tokens of a row at most
-    draft_weights: bool = False  # whether steps take the weights that drafts were drawn from
+    keeps_probs: bool = False  # whether steps take the probabilities that drafts were drawn from
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
@@ -117,10 +115,10 @@ class Shapes(NamedTuple):
     def draft_shape(self, rows: int, t: int) -> DraftShape:
         """The shape of the program that drafts for `rows` rows of a step of T tokens.
 
-        Where the weights of drafts go into the step, the program depends on the step's shape: half of its tokens at
-        most are known ones of rows with drafts.
+        Where the probabilities of drafts go into the step, the program depends on the step's shape: half of its tokens
+        at most are known ones of rows with drafts.
         """
-        if self.draft_weights:
+        if self.keeps_probs:
             most = max(t // 2, self.tokens[0])
             return DraftShape(min(most, self.max_seqs), self.samples(t, True))
         return DraftShape(min(self.bucket(rows), self.max_seqs), 0)

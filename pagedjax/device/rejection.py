@@ -26,10 +26,21 @@ DRAFT, ACCEPT, REPLACE = 1, 2, 3  # streams of `uniform`; a row without a draft 
 def draw_drafts(
     logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain
 ) -> tuple[jax.Array, jax.Array]:
-    """[B] drafts from a drafter's logits [V, B], and the weights [B, V] that they were drawn from."""
+    """[B] drafts from a drafter's logits [V, B], and the weights [B, V] that they were drawn from.
+
+    A greedy batch has zeros for weights: nothing is drawn, and its samples do not read them.
+    """
     logits = chain.apply("logits", logits, s.features, context)
-    found = weights(logits, s, context, chain)
-    return jnp.where(s.temperature > 0, draw(found, s, seed, DRAFT), best_tokens(logits)), found
+    best = best_tokens(logits)
+
+    def drawn(logits: jax.Array, s: SamplingBatch, context: RowContext) -> tuple[jax.Array, jax.Array]:
+        found = weights(logits, s, context, chain)
+        return jnp.where(s.temperature > 0, draw(found, s, seed, DRAFT), best), found
+
+    def greedy(logits: jax.Array, s: SamplingBatch, context: RowContext) -> tuple[jax.Array, jax.Array]:
+        return best, jnp.zeros(logits.shape[::-1])
+
+    return jax.lax.cond(jnp.any(s.temperature > 0), drawn, greedy, logits, s, context)
 
 
 def draw_or_accept(found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted) -> jax.Array:
@@ -59,8 +70,8 @@ def normalised(found: jax.Array) -> jax.Array:
 def _draft_probabilities(drafted: Drafted, token: jax.Array, v: int) -> jax.Array:
     """[B, V] the probabilities that drafts were drawn with. A drafter without probabilities is sure of its draft."""
     sure = jnp.arange(v) == token[:, None]
-    if drafted.weights is None:
+    if drafted.probs is None:
         return sure.astype(jnp.float32)
-    q = normalised(drafted.weights)
+    q = normalised(drafted.probs)
     # a row of which nothing is allowed in the drafter's vocabulary has no weights, and its draft is always the same
     return jnp.where((q.sum(-1) > 0)[:, None], q, sure)

@@ -41,7 +41,7 @@ class StepOutput(NamedTuple):
 
 class DraftOutput(NamedTuple):
     tokens: jax.Array  # [k, B] int32: the drafts of each row, in their order
-    weights: jax.Array | None  # [R, V] what the draft in each sample's place was drawn from; None if not wanted
+    probs: jax.Array | None  # [R, V] what the draft in each sample's place was drawn from; None if not wanted
 
 
 class BoundDraftModel(NamedTuple):
@@ -115,16 +115,16 @@ def make_draft(
     tile: int | None = None,
     chain: RowChain = DEFAULT,
     *,
-    weights: bool = False,
+    probs: bool = False,
 ) -> Draft:
     """draft(leaves, cache, batch) -> (cache, DraftOutput), jitted: each row's next tokens by the drafter, one by one.
 
     A draft is drawn with the same number of (seed, position) as the model's own token, so that the two agree often. If
-    weights are wanted, it is drawn with another number, as rejection sampling needs, and `tile` is not used.
+    probs are wanted, it is drawn with another number, as rejection sampling needs, and `tile` is not used.
 
     Args:
         most: drafts of a row (k).
-        weights: return what drafts were drawn from.
+        probs: return what drafts were drawn from.
         model, bound, tile, chain: as in `make_step`. The drafts are written behind the known tokens of the cache.
     """
     modules = _modules(model, bound)
@@ -135,7 +135,7 @@ def make_draft(
         key = jnp.uint32(seed)
 
         def one(i: jax.Array, carry: Any) -> Any:
-            pages, known, tokens, before, drafts, drawn_from = carry
+            pages, known, tokens, before, drafts, kept_probs = carry
             live = i < batch.counts
             positions = batch.positions + jnp.minimum(i, jnp.maximum(batch.counts - 1, 0))
             block = jnp.take_along_axis(batch.block_tables, (positions // size)[:, None], axis=1)[:, 0]
@@ -146,24 +146,24 @@ def make_draft(
             step = Batch(*arrays, last=each[:-1], sampled_row=each[:-1], targets=None, sampling=sampling)
             known = write_tokens(known, tokens, slots)
             pages, before, logits = bound.model.next_logits(module, model, pages, step, before, bound.attend)
-            if weights:
+            if probs:
                 context = RowContext(known, batch.block_tables, positions + 1, sampling.prompt_len, sampling.position)
                 found, drawn = rejection.draw_drafts(logits, sampling, context, key, chain)
-                drawn_from = jax.lax.dynamic_update_index_in_dim(drawn_from, drawn, i, 0)
+                kept_probs = jax.lax.dynamic_update_index_in_dim(kept_probs, drawn, i, 0)
             else:
                 history = History(known, batch.block_tables, positions + 1)
                 found = sample(logits, sampling, history, key, tile, chain).tokens
-            return pages, known, found, before, drafts.at[i].set(found), drawn_from
+            return pages, known, found, before, drafts.at[i].set(found), kept_probs
 
         assert cache.draft is not None
         before = features_before(cache.draft, batch.block_tables, jnp.arange(rows), batch.positions)
         blank = jnp.zeros((most, rows), jnp.int32)
-        drawn_from = jnp.zeros((most, rows, model.config.vocab_size)) if weights else None
-        carry = cache.draft, cache.tokens, batch.tokens, before, blank, drawn_from
-        pages, known, _, _, drafts, drawn_from = jax.lax.fori_loop(0, batch.counts.max(), one, carry)
-        if drawn_from is not None:
-            drawn_from = drawn_from.reshape(most * rows, -1)[batch.samples]
-        return cache._replace(draft=pages, tokens=known), DraftOutput(drafts, drawn_from)
+        kept_probs = jnp.zeros((most, rows, model.config.vocab_size)) if probs else None
+        carry = cache.draft, cache.tokens, batch.tokens, before, blank, kept_probs
+        pages, known, _, _, drafts, kept_probs = jax.lax.fori_loop(0, batch.counts.max(), one, carry)
+        if kept_probs is not None:
+            kept_probs = kept_probs.reshape(most * rows, -1)[batch.samples]
+        return cache._replace(draft=pages, tokens=known), DraftOutput(drafts, kept_probs)
 
     return jax.jit(draft, donate_argnums=1)
 
@@ -179,3 +179,5 @@ def _check(batch: Batch) -> None:
         check_shape("feed.rows", batch.feed.rows, (t,))
     if batch.drafted is not None:
         check_shape("drafted.tokens", batch.drafted.tokens, batch.last.shape)
+        if batch.drafted.probs is not None:
+            check_shape("drafted.probs", batch.drafted.probs, (*batch.last.shape, None))

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedjax.config import Speculative
+from pagedjax.device.batch import Shapes
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.drafts import Sample, kept
@@ -35,7 +36,6 @@ FIRST_GUESS = 0.7  # the share of accepted drafts before one was verified
 class Drafting(NamedTuple):
     """What an engine has learned about its drafts.
 
-    drafter: None without speculation; then nothing is learned.
     memory: the drafter's own. The drafter may change it.
     acceptance: running average of the share of drafts that are accepted, of those whose predecessors are.
     tried: the drafts in that average, of which old ones count less.
@@ -46,7 +46,8 @@ class Drafting(NamedTuple):
     idle: steps since the last one with drafts.
     """
 
-    drafter: Drafter | None = None
+    drafter: Drafter
+    options: Speculative = Speculative()
     memory: Any = None
     acceptance: float = FIRST_GUESS
     tried: float = 8.0  # what the first guess counts
@@ -56,32 +57,22 @@ class Drafting(NamedTuple):
     idle: int = 0
 
 
-def start(drafter: Drafter | None) -> Drafting:
+def start(drafter: Drafter, options: Speculative) -> Drafting:
     """Nothing learned yet."""
-    return Drafting(drafter, drafter.start() if drafter else None)
+    return Drafting(drafter, options, drafter.start())
 
 
 def offer(
-    drafting: Drafting,
-    options: Speculative | None,
-    running: Running,
-    sequences: Mapping[str, SequenceData],
-    buckets: Sequence[int],
-    vocab_size: int,
+    drafting: Drafting, running: Running, sequences: Mapping[str, SequenceData], shapes: Shapes
 ) -> Mapping[str, int]:
     """By sequence id, how many drafts there are for the next step. They are written behind the known tokens.
 
     A drafter on the device offers as many as it may. It makes them after `schedule`, when they have slots (`send`).
 
-    Args:
-        buckets: the padded tokens of steps, ascending.
-
     Raises:
         ValueError: the drafter gave what is no token of the model's vocabulary.
     """
-    if drafting.drafter is None or options is None:
-        return NO_DRAFTS
-    decodes, k = wanted(drafting, options, running, buckets)
+    decodes, k = wanted(drafting, running, shapes.tokens)
     propose = drafting.drafter.propose
     if propose is None:
         return {name: k for name, _ in decodes} if k else NO_DRAFTS
@@ -90,19 +81,17 @@ def offer(
         data = sequences[name]
         drafts = np.asarray(propose(drafting.memory, name, data.tokens[:length], k)[:k])
         if len(drafts):
-            if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= vocab_size:
+            if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= shapes.vocab_size:
                 raise ValueError(
                     f"drafter {drafting.drafter.name!r} drafted {drafts.tolist()} for {name!r}; the vocabulary is 0 to "
-                    f"{vocab_size - 1}, in integers; use a drafter with the model's own tokenizer"
+                    f"{shapes.vocab_size - 1}, in integers; use a drafter with the model's own tokenizer"
                 )
             data.tokens[length : length + len(drafts)] = drafts
             offered[name] = len(drafts)
     return offered
 
 
-def wanted(
-    drafting: Drafting, options: Speculative, running: Running, buckets: Sequence[int]
-) -> tuple[list[tuple[str, int]], int]:
+def wanted(drafting: Drafting, running: Running, buckets: Sequence[int]) -> tuple[list[tuple[str, int]], int]:
     """The sequences that may have drafts, with their lengths; and how many drafts each should have.
 
     They are the decodes that have generated a token: from then on their tokens are in an array of their own, with
@@ -113,10 +102,11 @@ def wanted(
         for seq, length, computed in zip(*running, strict=True)
         if length - computed == 1 and length > seq.request.prompt_len and not seq.request.beams
     ]
-    if not (options.adaptive and decodes):
-        return decodes, options.num_tokens
+    most = drafting.options.num_tokens
+    if not (drafting.options.adaptive and decodes):
+        return decodes, most
     rest = sum(running.lengths) - sum(running.computed) - len(decodes)
-    return decodes, paying(drafting, options.num_tokens, len(decodes), rest, buckets)
+    return decodes, paying(drafting, most, len(decodes), rest, buckets)
 
 
 def paying(drafting: Drafting, most: int, decodes: int, rest: int, buckets: Sequence[int]) -> int:
@@ -193,8 +183,6 @@ def verified(plan: Plan, sequences: Mapping[str, SequenceData], tokens: np.ndarr
 
 def learned(drafting: Drafting, result: StepResult) -> Drafting:
     """What a step taught: the share of accepted drafts, and its time."""
-    if drafting.drafter is None:
-        return drafting
     event = next((event for event in result.events if isinstance(event, Verified)), None)
     if event is None:
         drafting = drafting._replace(idle=drafting.idle + bool(result.plan.seqs))
@@ -225,9 +213,8 @@ def _averaged(seconds: Mapping[int, float], size: int, new: float) -> Mapping[in
 
 def ended(drafting: Drafting, events: Mapping[str, Finished], sequences: Mapping[str, SequenceData]) -> None:
     """Show the drafter the outputs of sequences that have ended, by their ids."""
-    if drafting.drafter:
-        for name, event in events.items():
-            data = sequences.get(name)
-            if data is not None and event.num_output:
-                output = data.tokens[data.prompt_len : data.prompt_len + event.num_output]
-                drafting.drafter.finished(drafting.memory, name, output)
+    for name, event in events.items():
+        data = sequences.get(name)
+        if data is not None and event.num_output:
+            output = data.tokens[data.prompt_len : data.prompt_len + event.num_output]
+            drafting.drafter.finished(drafting.memory, name, output)

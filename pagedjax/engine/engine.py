@@ -187,8 +187,10 @@ class Engine:
         self.record(None)
         state.roll_back(self._state)  # frees the old cache before the new one is allocated
         old, new = self._state.drafting, state.init(self.runtime)
-        times = {"seconds": old.seconds, "draft_seconds": old.draft_seconds, "warm": old.warm}
-        self._state = new._replace(drafting=new.drafting._replace(**times))
+        if old and new.drafting:
+            times = {"seconds": old.seconds, "draft_seconds": old.draft_seconds, "warm": old.warm}
+            new = new._replace(drafting=new.drafting._replace(**times))
+        self._state = new
 
     def record(self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (host/event_log.py); None ends it.

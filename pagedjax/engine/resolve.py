@@ -165,6 +165,6 @@ def shapes(c: Resolved, model: Model) -> Shapes:
     rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
     width = table_width(c, c.max_model_len)
     s = c.speculative
-    drafts, weights = (s.num_tokens, s.rule == "rejection" and s.method in ON_DEVICE) if s else (0, False)
+    drafts, probs = (s.num_tokens, s.rule == "rejection" and s.method in ON_DEVICE) if s else (0, False)
     sizes = rows, c.block_size, width, c.max_model_len, model.config.vocab_size
-    return Shapes(c.token_buckets, *sizes, drafts, weights)
+    return Shapes(c.token_buckets, *sizes, drafts, probs)

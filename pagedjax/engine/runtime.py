@@ -135,7 +135,7 @@ def build(
     # a step may replace the blanks by arrays
     on_device = [one for r, one in undrafted.items() if r <= sizes.max_seqs]
     inputs = memory.nbytes((blanks, on_device)) + memory.nbytes(blank[sizes.steps[-1]])
-    if sizes.draft_weights:  # a drafter's program keeps the weights of every draft
+    if sizes.keeps_probs:  # the draft model's program keeps those of every draft
         inputs += 4 * sizes.drafts * max(shape.rows for shape in draft_shapes) * sizes.vocab_size
     found = found._replace(free=max(found.free - inputs, 0))
     before, started = compilations.counts(), time.perf_counter()
@@ -145,7 +145,7 @@ def build(
         bound = BoundDraftModel(draft_model, attention.attend(resolved.attention_impl, draft_model.layers.attn_scale))
     common = resolved.seed, device_tile(), options
     step = make_step(model, attend, *common, bound)
-    draft = make_draft(model, bound, sizes.drafts, *common, weights=sizes.draft_weights) if bound else None
+    draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
 
     def compile_step(shape: StepShape | DraftShape, c: Resolved) -> Any:
         pages = _cache_shapes(c, model, draft_model)
@@ -246,8 +246,8 @@ def _cache_shapes(c: Resolved, model: Model, draft: DraftModel | None) -> cache.
 def _undrafted(sizes: Shapes, samples: int) -> Drafted:
     """No drafts. On the device, except for a step with more samples than rows: it has drafts, so only shapes matter."""
     tokens, shape = np.full(samples, -1, np.int32), (samples, sizes.vocab_size)
-    weights = np.broadcast_to(np.float32(0), shape) if sizes.draft_weights else None
-    return Drafted(tokens, weights) if samples > sizes.max_seqs else jax.device_put(Drafted(tokens, weights))
+    probs = np.broadcast_to(np.float32(0), shape) if sizes.keeps_probs else None
+    return Drafted(tokens, probs) if samples > sizes.max_seqs else jax.device_put(Drafted(tokens, probs))
 
 
 def _blank_drafts(sizes: Shapes, shape: DraftShape, blanks: Mapping[int, SamplingBatch]) -> DraftBatch:

@@ -39,7 +39,7 @@ class EngineState(NamedTuple):
     searches: beam searches, by the group of their beams.
     ahead: predicted steps on the device.
     cache: keys and values on the device; None until the next step allocates it.
-    drafting: what is known of drafts; without speculation it stays as it began.
+    drafting: what is known of drafts; None without speculation.
     host_cache: the swap space, in host memory; None without swapping.
     result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call returns it.
     log: transitions that no recorder has written yet.
@@ -51,7 +51,7 @@ class EngineState(NamedTuple):
     ahead: Lookahead
     cache: KVCache | None
     host_cache: KVCache | None
-    drafting: Drafting
+    drafting: Drafting | None
     result: StepResult | None = None
     log: tuple[LogEntry, ...] = ()
 
@@ -70,7 +70,9 @@ def init(runtime: Runtime, cache: KVCache | None = None) -> EngineState:
     config = runtime.scheduler_config
     pages = runtime.new_cache() if cache is None else cache
     space = host_cache(pages, config.host_blocks) if config.host_blocks else None
-    return EngineState(scheduler.init(config), Map(), {}, Lookahead(), pages, space, drafting.start(runtime.drafter))
+    options = runtime.config.speculative
+    learned = drafting.start(runtime.drafter, options) if runtime.drafter and options else None
+    return EngineState(scheduler.init(config), Map(), {}, Lookahead(), pages, space, learned)
 
 
 def submit(
@@ -145,7 +147,7 @@ def with_events(state: EngineState, events: Sequence[Event], before: SchedulerSt
     grown = [event for event in events if not isinstance(event, Finished)] if ended else events
     sequences = apply_events(state.sequences, grown, before.running, spare)
     if ended:
-        if state.drafting.drafter:
+        if state.drafting:
             drafting.ended(state.drafting, ended, sequences)
         sequences = apply_events(sequences, tuple(ended.values()), before.running)
     return state._replace(sequences=sequences, searches=searches)

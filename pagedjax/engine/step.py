@@ -24,11 +24,8 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
     """Run one step. The old state must not be used again: its cache is donated."""
     config, sequences = runtime.config, state.sequences
     started, compiled = time.perf_counter(), compilations.compilations()
-    offered = scheduler.NO_DRAFTS
-    if config.speculative:
-        running, buckets = state.scheduler.running, runtime.shapes.tokens
-        vocabulary = runtime.model.config.vocab_size
-        offered = drafting.offer(state.drafting, config.speculative, running, sequences, buckets, vocabulary)
+    running, learned = state.scheduler.running, state.drafting
+    offered = drafting.offer(learned, running, sequences, runtime.shapes) if learned else scheduler.NO_DRAFTS
     before, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
     cache = runtime.new_cache() if state.cache is None else state.cache
 
@@ -63,14 +60,13 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
         state, cancelled = cancel(state, search.request_id, search.sequences[0].reason)
         events += cancelled
     finished = time.perf_counter()
+    until = finished if overlaps else arrived
     result = StepResult(
         plan=plan,
         events=events,
         started=started,
         finished=finished,
-        device_seconds=0.0
-        if was_done
-        else (finished if overlaps else arrived) - max(started, sent.sent_at) + sent.draft_seconds,
+        device_seconds=0.0 if was_done else sent.draft_seconds + until - max(started, sent.sent_at),
         draft_seconds=sent.draft_seconds,
         draft_rows=sent.draft_rows,
         padded_tokens=runtime.shapes.bucket(sent.plan.num_tokens),
@@ -78,9 +74,7 @@ def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]
         logprobs=logprobs,
         beams=ended,
     )
-    if config.speculative:
-        state = state._replace(drafting=drafting.learned(state.drafting, result))
-    return state, result
+    return state._replace(drafting=learned and drafting.learned(learned, result)), result
 
 
 def send(
@@ -97,11 +91,11 @@ def send(
         previous: of a predicted plan, the step before it, which samples the unknown tokens.
         unknown: arrivals of the sequences whose newest token is not known on the host.
     """
-    cache, rows, seconds, drawn_from = moved(runtime, state, cache, plan), 0, 0.0, None
+    cache, rows, seconds, probs = moved(runtime, state, cache, plan), 0, 0.0, None
     if plan.drafts and runtime.draft_model:
-        cache, seconds, drawn_from = drafted(runtime, state.sequences, cache, plan)
+        cache, seconds, probs = drafted(runtime, state.sequences, cache, plan)
         rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
-    batch = packed(runtime, state.sequences, plan, previous, unknown, drawn_from)
+    batch = packed(runtime, state.sequences, plan, previous, unknown, probs)
     sent_at = time.perf_counter()
     program = runtime.programs[StepShape(len(batch.tokens), len(batch.last))]
     cache, output = program(runtime.leaves, cache, batch)
@@ -124,7 +118,7 @@ def drafted(
     for column, i in enumerate(rows):
         length, k = plan.lengths[i], plan.drafts[i]
         sequences[plan.seqs[i].request_id].tokens[length : length + k] = drafts[:k, column]
-    return cache, seconds, output.weights
+    return cache, seconds, output.probs
 
 
 def packed(
@@ -133,15 +127,14 @@ def packed(
     plan: Plan,
     previous: SentStep | None,
     unknown: Set[int],
-    drawn_from: jax.Array | None = None,
+    probs: jax.Array | None = None,
 ) -> Batch:
     """The arrays of a plan; arguments as in `send` and `drafted`."""
     batch = pack(plan, sequences, runtime.shapes, runtime.blanks, runtime.options)
     if runtime.undrafted:
         blank = runtime.undrafted[len(batch.last)]
         if plan.drafts:
-            weights = blank.weights if drawn_from is None else drawn_from
-            blank = Drafted(drafted_tokens(plan, batch), weights)
+            blank = Drafted(drafted_tokens(plan, batch), probs)
         batch = batch._replace(drafted=blank)
     if not runtime.config.lookahead:
         return batch

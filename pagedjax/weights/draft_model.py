@@ -1,6 +1,6 @@
 """Drafters that are models: a smaller model from a checkpoint, or a head (models/eagle.py) from its own folder.
 
-FOLDER/config.json    the model that the head was trained for, and the token ids that it drafts
+FOLDER/config.json    the model that the head was trained for, its layers and window, and the token ids that it drafts
 FOLDER/params/        by Orbax
 """
 

@@ -51,13 +51,12 @@ class Drawn(NamedTuple):
     """Of each position and row."""
 
     drafts: Any  # [P, B] int32
-    weights: Any  # [P, B, V] what they were drawn from
+    probs: Any  # [P, B, V] what they were drawn from
     tokens: Any  # [P, B] int32
 
 
-Change = Callable[
-    [jax.Array, jax.Array], Drafted
-]  # (drafts [P, B], weights [P, B, V]) -> what the model's step is told
+# (drafts [P, B], probs [P, B, V]) -> what the model's step is told
+Change = Callable[[jax.Array, jax.Array], Drafted]
 
 
 def same(row: Row, rows: int) -> Rows:
@@ -79,7 +78,7 @@ def at(position: jax.Array, s: SamplingBatch) -> SamplingBatch:
 
 @jax.jit
 def draft(logits: jax.Array, s: SamplingBatch, history: History, first: int) -> tuple[jax.Array, jax.Array]:
-    """(drafts [P, B], weights [P, B, V]) of the positions from `first`."""
+    """(drafts [P, B], probs [P, B, V]) of the positions from `first`."""
 
     def one(position: jax.Array) -> tuple[jax.Array, jax.Array]:
         here = at(position, s)
@@ -117,14 +116,14 @@ def verified(
     """
     found, shape = [], (POSITIONS, len(rows[0].seed))
     for first in range(0, calls * POSITIONS, POSITIONS):
-        drafts, weights = draft(drafter, *rows, first)
-        one = Drawn(drafts, weights, verify(model, *rows, first, change(drafts, weights)))
+        drafts, probs = draft(drafter, *rows, first)
+        one = Drawn(drafts, probs, verify(model, *rows, first, change(drafts, probs)))
         chex.assert_shape(one, [shape, (*shape, V), shape])
         chex.assert_type(one, [jnp.int32, jnp.float32, jnp.int32])
         found.append(one)
-    drafts, weights, tokens = (np.concatenate(column) for column in zip(*found, strict=True))
+    drafts, probs, tokens = (np.concatenate(column) for column in zip(*found, strict=True))
     assert 0 <= tokens.min() <= tokens.max() < V
-    return Drawn(drafts, weights, tokens)
+    return Drawn(drafts, probs, tokens)
 
 
 def each_token() -> jax.Array:
@@ -164,8 +163,8 @@ def test_drawn_and_accepted_tokens_have_the_models_distribution(name):
     assert pvalue(found.tokens, p) > KEPT
     # a rejected draft has q > p, so it is not drawn again
     assert_share(found.tokens == found.drafts, np.minimum(p, q).sum())
-    drawn_from = np.asarray(found.weights[0, 0], np.float64)
-    chex.assert_trees_all_close(drawn_from / drawn_from.sum(), q, rtol=1e-7, atol=1e-6)
+    drawn = np.asarray(found.probs[0, 0], np.float64)
+    chex.assert_trees_all_close(drawn / drawn.sum(), q, rtol=1e-7, atol=1e-6)
 
 
 def test_the_tokens_of_neighbouring_positions_and_of_neighbouring_seeds_are_independent():
@@ -203,7 +202,7 @@ def test_a_drafter_of_few_tokens_keeps_the_distribution():
 
 @pytest.mark.parametrize("row", [{"temperature": 0.9}, {"temperature": 0.9, "top_p": 0.9, "top_k": 5, "min_p": 0.01}])
 def test_a_drafter_that_knows_no_allowed_token_keeps_the_distribution(row):
-    """All its logits are -inf, so it has no weights, and its draft is one and the same."""
+    """All its logits are -inf, so it has no probs, and its draft is one and the same."""
     row = row | {"allowed_token_ids": (0, 2, 3, 5, 6, 9)}
     logits = np.where(np.isin(np.arange(V), [1, 4, 7]), DRAFTER, -np.inf).astype(np.float32)
     found = verified(MODEL, logits, same(row, ROWS))
@@ -213,7 +212,7 @@ def test_a_drafter_that_knows_no_allowed_token_keeps_the_distribution(row):
 
 def test_weights_that_are_all_zero_keep_the_distribution():
     row = RULES["all of truncation"]
-    given = lambda drafts, weights: Drafted(jnp.zeros_like(drafts), jnp.zeros_like(weights))  # noqa: E731
+    given = lambda drafts, probs: Drafted(jnp.zeros_like(drafts), jnp.zeros_like(probs))  # noqa: E731
     found = verified(MODEL, DRAFTER, same(row, ROWS), given)
     p = distribution(MODEL, row)
     assert pvalue(found.tokens, p) > KEPT
@@ -225,7 +224,7 @@ def test_the_scale_of_weights_does_not_matter():
     rows = same(RULES["all of truncation"], ROWS)
     found = verified(MODEL, DRAFTER, rows)
     for factor in (2.0**-20, 2.0**20):
-        scaled = verified(MODEL, DRAFTER, rows, lambda drafts, weights, f=factor: Drafted(drafts, f * weights))
+        scaled = verified(MODEL, DRAFTER, rows, lambda drafts, probs, f=factor: Drafted(drafts, f * probs))
         chex.assert_trees_all_equal(scaled.tokens, found.tokens)
 
 
@@ -241,7 +240,7 @@ def test_a_drafter_that_equals_the_model_has_all_drafts_accepted(name):
 def test_unprocessed_probabilities_of_the_drafter_are_found():
     """As in transformers#47932: drafts are drawn after temperature and truncation, and accepted with q before them."""
     row, raw = RULES["all of truncation"], jax.nn.softmax(jnp.asarray(DRAFTER))
-    faulty = lambda drafts, weights: Drafted(drafts, jnp.broadcast_to(raw, weights.shape))  # noqa: E731
+    faulty = lambda drafts, probs: Drafted(drafts, jnp.broadcast_to(raw, probs.shape))  # noqa: E731
     found = verified(MODEL, DRAFTER, same(row, ROWS), faulty)
     assert pvalue(found.drafts, distribution(DRAFTER, row)) > KEPT
     assert pvalue(found.tokens, distribution(MODEL, row)) < FAULTY
@@ -261,7 +260,7 @@ def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
     """q is not subtracted from p."""
 
     def faulty(found: jax.Array, s: SamplingBatch, seed: jax.Array, drafted: Drafted) -> jax.Array:
-        p, q = rejection.normalised(found), rejection.normalised(drafted.weights)
+        p, q = rejection.normalised(found), rejection.normalised(drafted.probs)
         of = lambda x: jnp.take_along_axis(x, drafted.tokens[:, None], axis=-1)[:, 0]  # noqa: E731
         accepted = draws.uniform(s, seed, rejection.ACCEPT) * of(q) < of(p)
         return jnp.where(accepted, drafted.tokens, draws.at_quantile(p, draws.uniform(s, seed, rejection.REPLACE)))
@@ -277,8 +276,8 @@ def test_a_replacement_from_the_whole_distribution_is_found(monkeypatch):
 
 def test_rows_without_a_draft_draw_the_token_of_a_plain_step():
     rows, every_third = same(RULES["all of truncation"], ROWS), np.arange(ROWS) % 3 == 0
-    some = lambda drafts, weights: Drafted(jnp.where(every_third, -1, drafts), weights)  # noqa: E731
-    none = lambda drafts, weights: Drafted(jnp.full_like(drafts, -1))  # noqa: E731
+    some = lambda drafts, probs: Drafted(jnp.where(every_third, -1, drafts), probs)  # noqa: E731
+    none = lambda drafts, probs: Drafted(jnp.full_like(drafts, -1))  # noqa: E731
     found, without = (verified(MODEL, DRAFTER, rows, change) for change in (some, none))
     expected = np.asarray(verify(MODEL, *rows, 0, None))
     chex.assert_trees_all_equal(found.tokens[:, ::3], expected[:, ::3])
@@ -296,7 +295,7 @@ def test_greedy_rows_among_drawn_rows_are_strict():
     chex.assert_trees_all_equal(np.unique(found.tokens[:, greedy]), MODEL.argmax(keepdims=True).astype(np.int32))
     assert pvalue(found.tokens[:, ~greedy], distribution(MODEL, rule)) > KEPT
     given = each_token()
-    for change in (lambda *_: Drafted(given), lambda _, weights: Drafted(given, weights)):
+    for change in (lambda *_: Drafted(given), lambda _, probs: Drafted(given, probs)):
         tokens = verified(MODEL, DRAFTER, (s, history), change).tokens[:, greedy]
         chex.assert_trees_all_equal(np.unique(tokens), MODEL.argmax(keepdims=True).astype(np.int32))
 

@@ -26,15 +26,13 @@ from pagedjax import LLM, EngineConfig, SamplingParams, load_model
 from pagedjax.config import Speculative
 from pagedjax.device import cache
 from pagedjax.engine import drafting
-from pagedjax.engine.drafters import Drafter
-from pagedjax.engine.drafting import Drafting, paying
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.runtime import _block
 from pagedjax.host.replay import verify
 from pagedjax.host.types import Admitted, Sampled, Verified
 from pagedjax.weights.draft_model import load_draft_model, read_eagle, write_eagle
 from tests.engine.test_lookahead import tokens
-from tests.engine.test_speculation import BUCKETS, CONFIG, asks, run
+from tests.engine.test_speculation import CONFIG, asks, run
 from tests.weights.tiny import tiny_llama
 
 SWAPPED = {"num_blocks": 20, "max_model_len": 80, "preemption": "swap", "swap_space_gib": 0.002}
@@ -263,14 +261,6 @@ def test_a_block_has_the_drafters_pages(tiny, folders):
             chex.assert_shape(features, (65, 4, 64))
 
 
-def test_the_time_of_drafts_on_the_device_counts():
-    known = {"acceptance": 0.9, "seconds": {8: 1.0, 16: 1.0, 64: 1.0}}
-    drafter = Drafter("small", None)
-    assert paying(Drafting(drafter, **known), 4, 2, 0, BUCKETS) == 4
-    assert paying(Drafting(drafter, **known, draft_seconds={8: 0.5}), 4, 2, 0, BUCKETS) == 3
-    assert paying(Drafting(drafter, **known, draft_seconds={8: 2.0}), 4, 2, 0, BUCKETS) == 0
-
-
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders, rule):
     options = {"method": "draft", "model": folders.itself, "num_tokens": 3, "rule": rule}
@@ -346,13 +336,6 @@ def test_a_draft_model_of_another_vocabulary_or_dtype_is_refused(tiny, folders, 
         Engine(tiny.model, config, draft_model=wide)
     with pytest.raises(ValueError, match=r"the draft model is in 'bfloat16' and the model in 'float32'; load it again"):
         Engine(tiny.model, config, draft_model=draft._replace(dtype="bfloat16"))
-
-
-def test_a_drafter_on_the_device_offers_what_it_may(tiny):
-    drafter = drafting.start(Drafter("draft", None))
-    assert drafter.memory is None
-    assert drafter.drafter is not None
-    assert drafter.drafter.propose is None
 
 
 def test_a_drafter_of_ones_own_has_a_function(tiny, tmp_path):

@@ -12,12 +12,11 @@ import pytest
 
 from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.config import Speculative
-from pagedjax.engine import drafting, runtime
+from pagedjax.engine import runtime
 from pagedjax.engine.drafters import Drafter
-from pagedjax.engine.drafting import Drafting, paying
 from pagedjax.host import scheduler
 from pagedjax.host.replay import replay, verify
-from pagedjax.host.types import Admitted, Finished, Preempted, Running, Sampled, StepResult, Verified
+from pagedjax.host.types import Admitted, Finished, Preempted, Sampled, Verified
 from tests.engine.test_lookahead import OFTEN, tokens
 
 CONFIG = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "token_buckets": (8, 24), "block_size": 4, "num_blocks": 64}
@@ -380,67 +379,3 @@ def test_beams_get_no_drafts(tiny, monkeypatch):
     engine.add("a", tokens(5, 1), BeamSearchParams(beam_width=2, max_tokens=6), forks=["b"])
     while engine.has_work:
         assert not any(engine.step().plan.drafts)
-
-
-BUCKETS = (8, 16, 64)
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "seconds", "decodes", "expected"),
-    [
-        (0.9, {8: 1.0, 16: 1.0, 64: 1.0}, 2, 4),  # steps cost the same, so all drafts are free
-        (0.9, {8: 1.0, 16: 2.0, 64: 8.0}, 2, 3),  # 8 tokens are free and 10 cost twice as much
-        (0.3, {8: 1.0, 16: 4.0, 64: 16.0}, 8, 0),  # the batch is full: a draft costs as much as a token
-        (0.5, {}, 2, 0),  # nothing was measured: steps without drafts are first
-        (0.5, {64: 8.0}, 2, 0),
-        (0.9, {8: 1.0, 64: 8.0}, 2, 3),  # a step of 16 tokens is on the line between them
-        (0.5, {8: 1.0}, 8, 4),  # steps above the largest are taken to cost as much, until they are tried
-    ],
-)
-def test_adaptive_drafts_are_as_many_as_pay(acceptance, seconds, decodes, expected):
-    learned = Drafting(Drafter("any", lambda *_: []), acceptance=acceptance, seconds=seconds)
-    assert paying(learned, 4, decodes, 0, BUCKETS) == expected
-
-
-def test_a_draft_is_tried_again_after_some_steps_without():
-    learned = Drafting(Drafter("any", lambda *_: []), acceptance=0.0, seconds={8: 1.0, 16: 2.0, 64: 8.0})
-    assert paying(learned, 4, 8, 0, BUCKETS) == 0
-    assert paying(learned._replace(idle=drafting.RETRY), 4, 8, 0, BUCKETS) == 1
-
-
-def test_the_average_acceptance_approaches_the_true_one():
-    learned, draw, found = Drafting(Drafter("any", lambda *_: [])), random.Random(0), []
-    plan = scheduler.schedule(scheduler.init(scheduler.SchedulerConfig(4, 8, 8, 4, 16)), runtime.policies.find("fcfs"))[
-        1
-    ]
-    for step in range(2000):
-        accepted = 0
-        while accepted < 4 and draw.random() < 0.4:
-            accepted += 1
-        event = Verified(step, ("a",), (4,), (accepted,), (1,))
-        learned = drafting.learned(learned, StepResult(plan, (event,), 0.0, 1.0, 1.0, 8, 0))
-        if step >= 100:
-            found.append(learned.acceptance)
-    # 92 drafts count: a standard deviation of 0.04 for the newest, and less for the mean
-    assert abs(np.mean(found) - 0.4) < 0.02
-    assert np.std(found) < 0.08
-    assert learned.seconds == {8: 1.0}
-
-
-def test_only_sequences_with_a_generated_token_are_offered_drafts(tiny):
-    options = Speculative(num_tokens=2, adaptive=False)
-    drafter = drafting.start(Drafter("always", lambda memory, name, known, k: [5] * k))
-    assert drafting.offer(drafter, options, Running(), {}, BUCKETS, 320) == {}
-    assert drafting.offer(drafting.start(None), None, Running(), {}, BUCKETS, 320) == {}
-
-
-def test_the_first_step_of_a_size_is_not_timed():
-    """It is two to three times as slow. Kept, its time would forbid the drafts that could correct it."""
-    learned = Drafting(Drafter("any", lambda *_: []))
-    plan = scheduler.schedule(scheduler.init(scheduler.SchedulerConfig(4, 8, 8, 4, 16)), runtime.policies.find("fcfs"))
-    for size, seconds in ((1, 3.0), (1, 1.0), (4, 3.0)):
-        learned = drafting.learned(learned, StepResult(plan[1], (), 0.0, seconds, seconds, size, 0))
-    assert learned.seconds == {1: 1.0}
-    assert paying(learned._replace(acceptance=0.8), 3, 1, 0, (1, 4)) == 3, "one slow step ended the drafts"
-    learned = drafting.learned(learned, StepResult(plan[1], (), 0.0, 1.5, 1.5, 4, 0))
-    assert learned.seconds == {1: 1.0, 4: 1.5}

@@ -29,7 +29,7 @@ PROMPT = 64  # tokens
 BUDGET = 256
 FIXED, ADAPTIVE = f"{DRAFTS} drafts", "adaptive"
 WITHIN = 1.05
-WHY = "a few thousand steps are counted, and a request's last steps have fewer drafts"
+WHY = "outputs are short, and a request's last steps have fewer drafts"
 
 
 class Size(NamedTuple):

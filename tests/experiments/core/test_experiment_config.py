@@ -271,6 +271,23 @@ def test_point_key_depends_on_the_content_of_a_drafter_file(tmp_path: Path) -> N
         points(tmp_path, engine={"speculative": {"method": "none.py:A"}})
 
 
+def test_point_key_depends_on_the_content_of_a_draft_model(tmp_path: Path) -> None:
+    """A head that was trained again is another measurement, though its folder has the same name."""
+
+    def key(name: str) -> str:
+        return points(tmp_path, engine={"speculative": {"method": "eagle", "model": name}})[0].key
+
+    for name in ("a", "b"):
+        (tmp_path / name / "params").mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "params/0").write_bytes(b"1234")
+        os.utime(tmp_path / name / "params/0", ns=(10**18, 10**18))
+    first = key(str(tmp_path / "a"))
+    assert first == key(str(tmp_path / "b")) != key("org/name")
+    os.utime(tmp_path / "a/params/0")
+    assert key(str(tmp_path / "a")) != first
+
+
 def test_error_in_policy_file_is_reported(tmp_path: Path) -> None:
     for text, message in (
         ("raise KeyError('x')", r"engine\.policy is '.*p\.py:P', whose file raises KeyError: 'x'; correct the file"),

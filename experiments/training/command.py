@@ -1,0 +1,28 @@
+"""What the training commands have in common: the check of a seed, and the exit status of a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+SEEDS = 2**32  # number of seeds, as in an engine
+
+
+def check_seed(parser: argparse.ArgumentParser, seed: int) -> None:
+    """End the command with a sentence if an engine would refuse the seed."""
+    if not 0 <= seed < SEEDS:
+        parser.error(f"--seed is {seed}; it must be in [0, 2**32): choose another")
+
+
+def exit_status(run: Callable[[], object]) -> int:
+    """0 after a run; 2 and a sentence if it was refused; 130 if Ctrl-C stopped it."""
+    try:
+        run()
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command resumes from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
