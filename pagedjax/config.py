@@ -99,6 +99,29 @@ class Speculative:
 
 
 @dataclass(frozen=True)
+class MeshConfig:
+    """How many devices share one model, by axis of the mesh (docs/design/devices.md).
+
+    tensor: heads, the width of every MLP and the vocabulary are split over it.
+    expert: the experts of a mixture are dealt over it; everything else is split over both axes, as if they were one.
+    """
+
+    tensor: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "expert"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"mesh.{name} is {value!r}; it must be an integer of at least 1")
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.tensor * self.expert
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Sizes and choices of one engine.
 
@@ -128,6 +151,9 @@ class EngineConfig:
     speculative: speculative decoding, a `Speculative` or a mapping of its fields, also under the names of vLLM's
         speculative_config; None is off. Unless its rule is "rejection", it changes no token. It excludes lookahead,
         which sends a step before the tokens are known that a draft would follow.
+    mesh: the devices that share the model, a `MeshConfig` or a mapping such as {"tensor": 4}; None is one device. It
+        changes no token, up to rounding.
+    devices: positions in `jax.devices()` of the devices to use, one each; None is the first ones.
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes share steps. Without
         them steps are made as earlier engines made them (host/step_kinds.py), to compare with.
@@ -153,6 +179,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     lookahead: int = 0
     speculative: Speculative | None = None
+    mesh: MeshConfig | None = None
+    devices: tuple[int, ...] | None = None
     compilation: Compilation = "eager"
     chunked_prefill: bool = True
     mixed_steps: bool = True
@@ -185,6 +213,7 @@ class EngineConfig:
                 f"lookahead is {self.lookahead} and speculative is {self.speculative.method!r}: a draft follows known "
                 "tokens, and lookahead sends a step before they are known; set lookahead=0, or speculative=None"
             )
+        self._check_mesh()
         share = self.memory_fraction
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
             raise ValueError(f"memory_fraction is {share!r}; it must be above 0 and at most 1")
@@ -232,10 +261,38 @@ class EngineConfig:
                     f"{self.max_num_batched_tokens}; add it, or a step could be too large for every bucket"
                 )
 
+    def _check_mesh(self) -> None:
+        if isinstance(self.mesh, Mapping):  # as YAML and the command line spell it
+            if "data" in self.mesh:
+                raise ValueError(
+                    "mesh has the axis 'data', and an engine has one cache and one queue; start an engine for each "
+                    "slice of the devices (devices=...), with a mesh of its own"
+                )
+            names: dict[str, Any] = {str(name): size for name, size in self.mesh.items()}
+            object.__setattr__(self, "mesh", from_dict(MeshConfig, names, where="mesh."))
+        if self.mesh is not None and not isinstance(self.mesh, MeshConfig):
+            raise ValueError(f"mesh is {self.mesh!r}; it must be None, or sizes by axis, such as {{'tensor': 4}}")
+        if self.devices is None:
+            return
+        if isinstance(self.devices, list):
+            object.__setattr__(self, "devices", tuple(self.devices))
+        found, size = self.devices, self.mesh.size if self.mesh else 1
+        if (
+            not isinstance(found, tuple)
+            or any(type(i) is not int or i < 0 for i in found)
+            or len({*found}) < len(found)
+        ):
+            raise ValueError(f"devices is {found!r}; it must be different positions in jax.devices(), from 0 on")
+        if len(found) != size:
+            raise ValueError(f"devices has {len(found)} positions, and the mesh {size} devices; make them equal")
+
 
 @dataclass(frozen=True)
 class Resolved(EngineConfig):
-    """An EngineConfig in which nothing is left to choose: no open field is None. An engine runs and saves this."""
+    """An EngineConfig in which nothing is left to choose: no open field is None. An engine runs and saves this.
+
+    Where None means "without" or "the first ones" (speculative, mesh, devices), it stays None.
+    """
 
     # the defaults only satisfy dataclasses: `resolve` sets each of them
     max_model_len: int = 0
@@ -249,7 +306,7 @@ class Resolved(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) is None and field.name != "speculative":  # there None means off
+            if getattr(self, field.name) is None and field.name not in ("speculative", "mesh", "devices"):
                 raise ValueError(f"{field.name} is not resolved")
 
 

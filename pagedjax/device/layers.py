@@ -29,10 +29,23 @@ def matrix(rows: int, columns: int, dtype: str, int8: bool) -> tuple[nnx.Param, 
     return weight, nnx.Param(jnp.zeros((rows,), jnp.float32)) if int8 else None
 
 
+def summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum over the devices of these axes of the mesh; x itself if there are none."""
+    return jax.lax.psum(x, axes) if axes else x
+
+
 def product(
-    weight: nnx.Param, scales: nnx.Param | None, x: jax.Array, *, rows: bool = False, precision: Any = None
+    weight: nnx.Param,
+    scales: nnx.Param | None,
+    x: jax.Array,
+    *,
+    rows: bool = False,
+    precision: Any = None,
+    axes: tuple[str, ...] = (),
 ) -> jax.Array:
     """[out, in] @ [in, T] -> [out, T] of x's dtype. rows: x is [T, in]. precision: as in `jax.lax.dot_general`.
+
+    axes: of a mesh, whose devices each have a part of `in`: their products are added, before they are rounded.
 
     The sum is computed in float32 and then rounded. Without this, if a 16-bit product is converted to float32 next, XLA
     on a CPU computes it in float32, and for that it widens the whole weight in every step.
@@ -40,23 +53,31 @@ def product(
     over = (((1,), (1 if rows else 0,)), ((), ()))
     factor = weight[...].astype(x.dtype)
     y = jax.lax.dot_general(factor, x, over, precision=precision, preferred_element_type=jnp.float32)
-    return (y if scales is None else y * scales[...][:, None]).astype(x.dtype)
+    return summed(y if scales is None else y * scales[...][:, None], axes).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """y [out, T] = W [out, in] x [in, T] (+ bias)."""
+    """y [out, T] = W [out, in] x [in, T] (+ bias). axes: as in `product`; the bias is added once."""
 
     def __init__(
-        self, size_in: int, size_out: int, *, bias: bool = False, dtype: str, int8: bool = False, precision: Any = None
+        self,
+        size_in: int,
+        size_out: int,
+        *,
+        bias: bool = False,
+        dtype: str,
+        int8: bool = False,
+        precision: Any = None,
+        axes: tuple[str, ...] = (),
     ):
         self.weight, self.weight_scales = matrix(size_out, size_in, dtype, int8)
         self.bias = nnx.Param(jnp.zeros((size_out,), dtype)) if bias else None
-        self.precision = precision
+        self.precision, self.axes = precision, axes
 
     def __call__(self, x: jax.Array, *, rows: bool = False) -> jax.Array:
         """rows: x is [T, in]."""
         check_shape("x", x, (None, self.weight.shape[1]) if rows else (self.weight.shape[1], None))
-        y = product(self.weight, self.weight_scales, x, rows=rows, precision=self.precision)
+        y = product(self.weight, self.weight_scales, x, rows=rows, precision=self.precision, axes=self.axes)
         return y if self.bias is None else y + self.bias[...][:, None]
 
 

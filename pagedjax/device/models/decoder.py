@@ -34,6 +34,7 @@ from pagedjax.device.layers import (
     rope,
     rope_frequencies,
     rope_table,
+    summed,
 )
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -74,12 +75,14 @@ class Experts:
     """A mixture of experts (Shazeer et al. 2017): each token uses `chosen` of `count` MLPs of size F.
 
     normalised: the weights of the chosen experts add up to 1; else the weights of all experts do.
+    devices: each device has `count / devices` experts, in the order of the mesh's axis `expert`.
     """
 
     count: int
     chosen: int
     intermediate: int
     normalised: bool
+    devices: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,8 @@ class DecoderConfig:
     norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias (GPT-2).
     gated: the MLP is activation(gate) * up, else activation(up).
     int8: matrices are stored in 8 bits, see weights/int8.py.
+    axes: of a mesh, whose devices have a part of the model each (split.py): partial sums are added over them. () for a
+        whole model.
     attn_scale: factor on q k^T. attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
     """
 
@@ -118,6 +123,7 @@ class DecoderConfig:
     logit_cap: float | None = None
     experts: Experts | None = None
     int8: bool = False
+    axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.attn_scale:
@@ -142,7 +148,8 @@ def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
 class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
         self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, dtype=dtype, int8=c.int8)
-        self.out = Linear(c.heads * c.head_dim, c.hidden, bias=c.out_bias, dtype=dtype, int8=c.int8)
+        wide = c.heads * c.head_dim
+        self.out = Linear(wide, c.hidden, bias=c.out_bias, dtype=dtype, int8=c.int8, axes=c.axes)
         self.q_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.k_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.config, self.kind = c, kind
@@ -170,7 +177,7 @@ class MLP(nnx.Module):
 
     def __init__(self, c: DecoderConfig, dtype: str):
         self.up = Linear(c.hidden, (1 + c.gated) * c.intermediate, bias=c.mlp_bias, dtype=dtype, int8=c.int8)
-        self.down = Linear(c.intermediate, c.hidden, bias=c.mlp_bias, dtype=dtype, int8=c.int8)
+        self.down = Linear(c.intermediate, c.hidden, bias=c.mlp_bias, dtype=dtype, int8=c.int8, axes=c.axes)
         self.activation, self.gated = c.activation, c.gated
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -178,16 +185,20 @@ class MLP(nnx.Module):
 
 
 class SparseMLP(nnx.Module):
-    """A mixture of gated MLPs. Tokens are sorted by expert, so the weights of each expert are used once."""
+    """A mixture of gated MLPs. Tokens are sorted by expert, so the weights of each expert are used once.
+
+    Where devices have different experts, each computes the pairs of token and expert that are its own.
+    """
 
     def __init__(self, c: DecoderConfig, dtype: str):
         assert c.experts is not None
         e = c.experts
         # exact: a TPU rounds the factors of a product to bfloat16 by default, and another expert would be chosen
         self.router = Linear(c.hidden, e.count, dtype=dtype, precision=jax.lax.Precision.HIGHEST)
+        own = e.count // e.devices
         # of each expert: gate, up
-        self.up, self.up_scales = matrix(e.count * 2 * e.intermediate, c.hidden, dtype, c.int8)
-        self.down, self.down_scales = matrix(e.count * c.hidden, e.intermediate, dtype, c.int8)
+        self.up, self.up_scales = matrix(own * 2 * e.intermediate, c.hidden, dtype, c.int8)
+        self.down, self.down_scales = matrix(own * c.hidden, e.intermediate, dtype, c.int8)
         self.config = c
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -199,21 +210,26 @@ class SparseMLP(nnx.Module):
         weights, chosen = jax.lax.top_k(shares.T, e.chosen)  # [T, chosen]
         if e.normalised:
             weights = weights / weights.sum(-1, keepdims=True)
-        order = jnp.argsort(chosen.reshape(-1), stable=True)  # of the T * chosen pairs, by expert
-        sizes = (chosen.reshape(-1)[:, None] == jnp.arange(e.count)).sum(0)
+        own, expert = e.count // e.devices, chosen.reshape(-1)  # of the T * chosen pairs
+        if e.devices > 1:  # this device's experts are counted from 0, so their pairs are sorted first
+            expert = (expert - own * jax.lax.axis_index("expert")) % e.count
+        order = jnp.argsort(expert, stable=True)
+        sizes = (expert[:, None] == jnp.arange(own)).sum(0)
         rows = x.T[order // e.chosen]
-        expert = chosen.reshape(-1)[order]
+        expert = expert[order]
 
         def through(weight: nnx.Param, scales: nnx.Param | None, rows: jax.Array) -> jax.Array:
             """Each row times the matrix of its expert."""
-            each = weight[...].astype(rows.dtype).reshape(e.count, -1, rows.shape[1]).swapaxes(1, 2)
+            each = weight[...].astype(rows.dtype).reshape(own, -1, rows.shape[1]).swapaxes(1, 2)
             y = jax.lax.ragged_dot(rows, each, sizes)
-            return y if scales is None else (y * scales[...].reshape(e.count, -1)[expert]).astype(y.dtype)
+            return y if scales is None else (y * scales[...].reshape(own, -1)[expert]).astype(y.dtype)
 
         rows = through(self.up, self.up_scales, rows)
         rows = through(self.down, self.down_scales, _activated(rows, c.activation, True, axis=1))
+        if e.devices > 1:
+            rows = jnp.where((expert < own)[:, None], rows, 0)
         pairs = jnp.zeros_like(rows).at[order].set(rows).reshape(t, e.chosen, c.hidden)
-        return (pairs.astype(jnp.float32) * weights[:, :, None]).sum(1).T.astype(x.dtype)
+        return summed((pairs.astype(jnp.float32) * weights[:, :, None]).sum(1).T, c.axes).astype(x.dtype)
 
 
 def _activated(y: jax.Array, activation: str, gated: bool, *, axis: int) -> jax.Array:
@@ -262,9 +278,15 @@ class Decoder(nnx.Module):
 
     def embedded(self, batch: Batch) -> jax.Array:
         """[H, T] what the first layer gets."""
-        x = self.embed[...][batch.tokens].astype(self.dtype)
+        tokens, axes = batch.tokens, self.config.axes
+        if axes:  # a device has some rows of the table; of other tokens it adds zeros
+            tokens = tokens - jax.lax.axis_index(axes) * self.embed.shape[0]
+        x = self.embed[...][tokens].astype(self.dtype)
         if self.embed_scales is not None:
-            x = (x * self.embed_scales[...][batch.tokens][:, None]).astype(self.dtype)
+            x = (x * self.embed_scales[...][tokens][:, None]).astype(self.dtype)
+        if axes:
+            own = (tokens >= 0) & (tokens < self.embed.shape[0])
+            x = summed(jnp.where(own[:, None], x, 0), axes)
         if self.config.embed_scale != 1:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         if self.positions is not None:
@@ -294,7 +316,7 @@ class Decoder(nnx.Module):
         return cache, self.norm(x), tuple(outputs[layer] for layer in taps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[H, R] -> [V, R] float32."""
+        """[H, R] -> [V, R] float32; of this device's part of the vocabulary."""
         y = product(self.embed, self.embed_scales, hidden) if self.head is None else self.head(hidden)
         y, cap = y.astype(jnp.float32), self.config.logit_cap
         return y if cap is None else cap * jnp.tanh(y / cap)

@@ -1,0 +1,199 @@
+"""A model on the devices of a mesh: each has a part of every large array, and all run the same program (SPMD).
+
+The whole step runs inside one `jax.shard_map`. A device sees its own heads, its own part of the cache and its own rows
+of the vocabulary (models/split.py), so kernels and the scheduler know nothing of a mesh. Devices exchange
+
+    the sums of attention and MLP     two all-reduces a layer, and one for the embedding
+    the logits                        one all-to-all by rows: a device gets whole rows and samples them
+    the sampled tokens                one all-gather
+
+Everything else has a copy on each device: norms, the batch, token ids, a drafter's parameters and pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pagedjax.config import MeshConfig
+from pagedjax.device.cache import KVCache
+from pagedjax.device.models import split
+from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.models.split import AXES, PADDING
+
+Function = Callable[[jax.Array, Any], Any]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which device has what of a model.
+
+    mesh: of the axes `expert` and `tensor`.
+    sizes: of the mesh.
+    model: the shape of the whole model.
+    part: the shape of one device's part.
+    """
+
+    mesh: Mesh
+    sizes: MeshConfig
+    model: DecoderConfig
+    part: DecoderConfig
+
+    def __str__(self) -> str:
+        """What each device has, for people."""
+        one, kinds = self.part, sorted({device.device_kind for device in self.mesh.devices.flat})
+        has = f"{one.heads} heads, {one.kv_heads} key heads, MLP width {one.intermediate}, {one.vocab_size} tokens"
+        if one.experts:
+            has += f", {one.experts.count // one.experts.devices} experts of width {one.experts.intermediate}"
+        notes = "".join(f"; {note}" for note in split.padding(self.model, self.sizes))
+        return f"{self.sizes.size} devices ({', '.join(kinds)}), each with {has}{notes}"
+
+    @property
+    def devices(self) -> list[Any]:
+        return list(self.mesh.devices.flat)
+
+    def sharding(self, *axes: Any) -> NamedSharding:
+        """By the axes of the mesh that split each dimension; without any, a copy on each device."""
+        return NamedSharding(self.mesh, P(*axes))
+
+    # arrays ---------------------------------------------------------------------------------------------------------
+
+    def put(self, path: Sequence[str], stored: np.ndarray) -> jax.Array:
+        """A stored parameter on its devices, in their order of rows and columns."""
+        splits = self._splits(path, stored.ndim)
+
+        def part(where: tuple[slice, ...]) -> np.ndarray:
+            found = stored
+            for axis, (one, index) in enumerate(zip(splits, where, strict=True)):
+                found = _taken(found, one.order, index, axis)
+            return np.ascontiguousarray(found)
+
+        shape, place = self.layout(path, stored.shape)
+        return jax.make_array_from_callback(shape, place, part)
+
+    def layout(self, path: Sequence[str], stored: Sequence[int]) -> tuple[tuple[int, ...], NamedSharding]:
+        """The shape of a parameter with its padding, and its sharding.
+
+        Args:
+            stored: its shape without a mesh.
+        """
+        splits = self._splits(path, len(stored))
+        shape = (size if one.order is None else len(one.order) for one, size in zip(splits, stored, strict=True))
+        return tuple(shape), self.sharding(*(one.axes or None for one in splits))
+
+    def _splits(self, path: Sequence[str], ndim: int) -> tuple[split.Split, ...]:
+        found = split.split(self.model, self.sizes, path)
+        return (*found, *(split.WHOLE,) * (ndim - len(found)))
+
+    def cache_shardings(self, draft: bool) -> KVCache:
+        """Of the arrays of a cache, as a prefix of its tree. draft: whether it has a drafter's pages."""
+        heads, copy = self.sharding(None, AXES), self.sharding()
+        return KVCache(heads, heads, copy, copy if draft else None)
+
+    # programs -------------------------------------------------------------------------------------------------------
+
+    def mapped(self, program: Callable[..., Any], leaves: Sequence[jax.Array], draft: bool) -> Callable[..., Any]:
+        """program(leaves, cache, batch) -> (cache, output) as what each device does with its part.
+
+        Args:
+            leaves: the parameters, or their shapes with shardings.
+            draft: as in `cache_shardings`.
+        """
+        cache = jax.tree.map(lambda sharding: sharding.spec, self.cache_shardings(draft))
+        specs = tuple(leaf.sharding.spec for leaf in leaves), cache, P()
+        # check_vma: loops of attention carry values of both kinds, equal on all devices and not
+        return jax.shard_map(program, mesh=self.mesh, in_specs=specs, out_specs=(cache, P()), check_vma=False)
+
+    def by_rows(self, function: Function, logits: jax.Array, rows: Any) -> Any:
+        """function([V, b], arrays [b, ...]) -> arrays [b, ...]: each device computes its share b of all R rows.
+
+        Called inside of `mapped`. A device never has more than its rows' logits.
+
+        Args:
+            logits: [V / devices, R] of this device's part of the vocabulary.
+            rows: arrays [R, ...], the same on each device.
+
+        Returns:
+            arrays [R, ...] of 32-bit numbers, the same on each device.
+        """
+        count = logits.shape[1]
+        share = -(-count // self.sizes.size)
+        more = share * self.sizes.size - count
+
+        def mine(x: jax.Array) -> jax.Array:
+            x = jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)), mode="edge")
+            return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXES) * share, share)
+
+        logits = jax.lax.all_to_all(jnp.pad(logits, ((0, 0), (0, more))), AXES, 1, 0, tiled=True)
+        found, tree = jax.tree.flatten(function(logits[: self.model.vocab_size], jax.tree.map(mine, rows)))
+        # as one array of bits: one exchange, and no compiler has to combine several
+        bits = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(share, -1) for x in found]
+        each = jax.lax.all_gather(jnp.concatenate(bits, axis=1), AXES, tiled=True)[:count]
+        parts = jnp.split(each, np.cumsum([x.shape[1] for x in bits])[:-1], axis=1)
+        whole = [
+            jax.lax.bitcast_convert_type(part, x.dtype).reshape(count, *x.shape[1:])
+            for part, x in zip(parts, found, strict=True)
+        ]
+        return tree.unflatten(whole)
+
+
+def whole_rows(function: Function, logits: jax.Array, rows: Any) -> Any:
+    """`Placement.by_rows` of one device."""
+    return function(logits, rows)
+
+
+def place(
+    config: DecoderConfig, sizes: MeshConfig, positions: Sequence[int] | None, devices: Sequence[Any]
+) -> Placement:
+    """The placement of a model on a mesh of these sizes.
+
+    Args:
+        positions: of the devices to use, in `devices`; None is the first ones.
+
+    Raises:
+        ValueError: there are not so many devices, or the model cannot be split over them.
+    """
+    split.check(config, sizes)
+    positions = range(sizes.size) if positions is None else positions
+    if max(positions) >= len(devices):
+        platform = devices[0].platform
+        remedy = "; for a test, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N of a CPU"
+        raise ValueError(
+            f"the mesh needs {sizes.size} devices ({_positions(positions)}), and there are {len(devices)} of "
+            f"{platform!r}; use a smaller mesh{remedy if platform == 'cpu' else ''}"
+        )
+    shape = sizes.expert, sizes.tensor
+    mesh = Mesh(np.array([devices[i] for i in positions], object).reshape(shape), AXES)
+    return Placement(mesh, sizes, config, split.device_config(config, sizes))
+
+
+def _positions(positions: Sequence[int]) -> str:
+    return f"positions {positions[0]} to {positions[-1]}" if isinstance(positions, range) else f"positions {positions}"
+
+
+def _taken(x: np.ndarray, order: np.ndarray | None, index: slice, axis: int) -> np.ndarray:
+    """The places `index` of an axis whose stored places are `order`."""
+    if order is None:
+        return x[(slice(None),) * axis + (index,)]
+    places = order[index]
+    first, count = places[0], len(places)
+    if first != PADDING and np.array_equal(places, np.arange(first, first + count)):
+        return x[(slice(None),) * axis + (slice(first, first + count),)]
+    found = np.take(x, np.maximum(places, 0), axis=axis)
+    found[(slice(None),) * axis + (places == PADDING,)] = 0
+    return found
+
+
+def nbytes(array: Any) -> int:
+    """Bytes of an array, or of its shape, on one device."""
+    place = getattr(array, "sharding", None)
+    shape = place.shard_shape(array.shape) if place is not None else array.shape
+    return prod(shape) * array.dtype.itemsize
