@@ -33,13 +33,13 @@ def advance_searches(
         if not set(search.names).isdisjoint(plan.preempted):  # its beams will offer again what they offered
             after[group] = search._replace(offers=())
     rows = [i for i, seq in enumerate(plan.seqs) if seq.request.beams] if searches else []
-    host = jax.device_get(output.sampled) if rows else None
+    host, first = jax.device_get(output.sampled) if rows else None, _first_samples(plan)
     for i in rows:
         group = plan.seqs[i].group
         if group is None or plan.starts[i] + plan.counts[i] < plan.lengths[i]:
             continue
         search = after[group]
-        _, _, ids, logprobs = _pick(host, i, beams.candidates(search.params, len(search.stops)))
+        _, _, ids, logprobs = _pick(host, first[i], beams.candidates(search.params, len(search.stops)))
         search = beams.offer(search, plan.seqs[i].request_id, ids, logprobs)
         if search.complete:
             search, choice = beams.advance(search)
@@ -76,7 +76,7 @@ def logprobs(
                 found.append(TokenLogprobs(name, True, j + 1, token, *_pick(host, at, top)))
     if any(data.params.logprobs is not None for _, _, data in wanted):
         host = jax.device_get(output.sampled)
-        first = np.cumsum([0, *(k + 1 for k in plan.drafts)]).tolist() if plan.drafts else rows  # sample of each row
+        first = _first_samples(plan) if plan.drafts else rows
         for i, name, data in wanted:
             top, tokens = data.params.logprobs, sampled[i]
             if top is not None and plan.starts[i] + plan.counts[i] >= plan.lengths[i]:
@@ -84,6 +84,11 @@ def logprobs(
                 for j, token in enumerate(tokens if isinstance(tokens, tuple) else (tokens,)):
                     found.append(TokenLogprobs(name, False, at + j, token, *_pick(host, first[i] + j, top)))
     return tuple(found)
+
+
+def _first_samples(plan: Plan) -> Sequence[int]:
+    """Of each row, the place of its first sample in the step's samples: a row with k drafts has k + 1 of them."""
+    return np.cumsum([0, *(k + 1 for k in plan.drafts)]).tolist() if plan.drafts else range(len(plan.seqs))
 
 
 def _pick(host: Any, i: int, top: int) -> tuple[float, int, tuple[int, ...], tuple[float, ...]]:

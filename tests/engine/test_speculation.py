@@ -10,7 +10,7 @@ import chex
 import numpy as np
 import pytest
 
-from pagedjax import LLM, EngineConfig, SamplingParams
+from pagedjax import LLM, BeamSearchParams, EngineConfig, SamplingParams
 from pagedjax.config import Speculative
 from pagedjax.engine import runtime
 from pagedjax.engine.drafters import Drafter
@@ -372,10 +372,24 @@ def test_a_draft_outside_the_vocabulary_is_refused_and_nothing_is_lost(tiny, mon
     assert tuple(output) == plain.generate([tokens(5, 1)], params, use_tqdm=False)[0].outputs[0].token_ids
 
 
-def test_beams_get_no_drafts(tiny, monkeypatch):
-    from pagedjax import BeamSearchParams
-
-    engine = speculating(tiny, 3, Drafter("always", lambda memory, name, known, k: [5] * k), monkeypatch)
-    engine.add("a", tokens(5, 1), BeamSearchParams(beam_width=2, max_tokens=6), forks=["b"])
-    while engine.has_work:
-        assert not any(engine.step().plan.drafts)
+def test_a_beam_search_beside_drafts_finds_what_it_finds_alone(tiny, monkeypatch):
+    """Beams have no drafts themselves. A row with drafts before them has several samples: theirs come later."""
+    beam, params = BeamSearchParams(beam_width=2, max_tokens=6), SamplingParams(temperature=0, max_tokens=30)
+    drafter = Drafter("always", lambda memory, name, known, k: [5] * k)
+    engines = LLM(tiny, progress=False, **CONFIG).engine, speculating(tiny, 3, drafter, monkeypatch)
+    found, beside = [], 0
+    for engine in engines:
+        engine.add("plain", tokens(7, 2), params)
+        engine.step()
+        engine.add("a", tokens(5, 1), beam, forks=["b"])
+        results = []
+        while engine.has_work:
+            step = engine.step()
+            results += step.beams
+            drafts = dict(zip([seq.request_id for seq in step.plan.seqs], step.plan.drafts, strict=False))
+            assert not drafts.get("a")
+            assert not drafts.get("b")
+            beside += bool("a" in drafts and drafts.get("plain"))
+        found.append(results)
+    assert beside > 2, "no step had drafts and beams"
+    assert found[0] == found[1]
