@@ -78,7 +78,8 @@ class LLM:
             kept = engine_config.kv_cache_dtype or engine_config.dtype or "float32"
             attention.prepare(engine_config.attention_impl, kept)
             dtypes = {"dtype": engine_config.dtype, "weight_dtype": engine_config.weight_dtype}
-            model = load_model(model, **dtypes, progress=progress)
+            places = {"mesh": engine_config.mesh, "devices": engine_config.devices}
+            model = load_model(model, **dtypes, **places, progress=progress)
         self.model = model
         self.tokenizer = model.tokenizer
         draft_model = load_draft_model(engine_config.speculative, model, progress=progress)

@@ -10,6 +10,8 @@ import pytest
 # Read when jax is first imported, here and in the processes that tests start. Without it the suite takes minutes more.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Engines on a mesh need several devices. The first one is the default, as before.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ by converting the whole array to a wider type and back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +56,18 @@ class DraftSizes(NamedTuple):
     row: int | None = None
 
 
+class Place(NamedTuple):
+    """Where a cache is.
+
+    heads: the sharding of keys and values, by heads; None is the default device.
+    copies: the sharding of what each device has whole.
+    """
+
+    heads: jax.sharding.Sharding | None = None
+    copies: jax.sharding.Sharding | None = None
+    devices: int = 1
+
+
 def init(
     *,
     layers: int,
@@ -65,12 +78,16 @@ def init(
     dtype: str,
     row: int | None = None,
     draft: DraftSizes | None = None,
+    place: Place | None = None,
+    zeros: Callable[..., Any] = jnp.zeros,
 ) -> KVCache:
     """Zeros for `blocks` blocks that sequences can own and the trash block: P = blocks + 1.
 
     Args:
         row: numbers in a row of a page, a multiple of head_dim; None is head_dim, a token a row.
         draft: of a drafter's pages, whose keys and values are of `dtype` too.
+        place: the devices of a mesh, with kv_heads each; None is the default device.
+        zeros: (shape, dtype, device=sharding) -> array.
 
     Raises:
         ValueError: a block does not consist of whole rows of whole tokens.
@@ -78,17 +95,28 @@ def init(
     row = row or head_dim
     if row % head_dim or block_size * head_dim % row:
         raise ValueError(f"a row of {row} numbers does not divide a block of {block_size} tokens of {head_dim} numbers")
-    shape = (blocks + 1, kv_heads, block_size * head_dim // row, row)
+    place = place or Place()
+    shape = (blocks + 1, kv_heads * place.devices, block_size * head_dim // row, row)
     stored = "uint8" if jnp.dtype(dtype).itemsize == 1 else dtype
-    k, v = (tuple(jnp.zeros(shape, stored) for _ in range(layers)) for _ in "kv")
-    cache = KVCache(k, v, jnp.zeros((blocks + 1, block_size), jnp.int32))
+    k, v = (tuple(zeros(shape, stored, device=place.heads) for _ in range(layers)) for _ in "kv")
+    cache = KVCache(k, v, zeros((blocks + 1, block_size), jnp.int32, device=place.copies))
     if draft is None:
         return cache
     own: dict[str, Any] = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
-    pages = init(blocks=blocks, block_size=block_size, dtype=dtype, row=draft.row, **own)
+    every = Place(heads=place.copies)  # each device has all of a drafter's heads
+    pages = init(blocks=blocks, block_size=block_size, dtype=dtype, row=draft.row, place=every, zeros=zeros, **own)
     shape = blocks + 1, block_size, draft.features
-    features = jnp.zeros(shape, draft.feature_dtype) if draft.features else None
+    features = zeros(shape, draft.feature_dtype, device=place.copies) if draft.features else None
     return cache._replace(draft=DraftPages(pages.k, pages.v, features))
+
+
+def shapes(**sizes: Any) -> KVCache:
+    """The shapes and shardings of what `init` returns for these sizes."""
+
+    def shape(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=device)
+
+    return init(**sizes, zeros=shape)
 
 
 def kv_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: str, row: int | None = None) -> int:

@@ -43,10 +43,10 @@ class SwapPrograms:
             kinds = [memory.kind for memory in device.addressable_memories()]
             pinned = device.platform != "cpu" and "pinned_host" in kinds
         self._batch = batch
-        self._near = SingleDeviceSharding(device)
-        self._far = SingleDeviceSharding(device, memory_kind="pinned_host") if pinned else None
+        self._near = jax.tree.map(lambda a: a.sharding or SingleDeviceSharding(device), cache)
+        self._far = jax.tree.map(lambda near: near.with_memory_kind("pinned_host"), self._near) if pinned else None
         ids = np.zeros(batch, np.int32)
-        pages = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype), cache)
+        pages = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype, sharding=a.sharding), cache)
         self._read = out_of_cache.lower(cache, ids).compile()
         self._write = into_cache.lower(cache, ids, pages).compile()
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ class MemoryReport(NamedTuple):
     block_bytes: int
     device_blocks: int  # that sequences can own
     host_blocks: int  # of the swap space
+    swap_space: int  # bytes of it in host memory
     tokens: int  # slots of the device's blocks
     max_model_len: int
     sequences: int  # of max_model_len that fit into the device's blocks at once; max_num_seqs may allow fewer
@@ -65,7 +67,7 @@ class MemoryReport(NamedTuple):
     def __str__(self) -> str:
         """A table to print."""
         blocks = f"of {self.block_size} tokens, {self.block_bytes / MIB:.5g} MiB each"
-        swap = f"{size(self.host_blocks * self.block_bytes)} of swap space"
+        swap = f"{size(self.swap_space)} of swap space"
         peak = ("unknown", "until the largest step is compiled")
         if self.activations is not None:
             peak = (size(self.activations), "of the largest step, as compiled")
@@ -94,10 +96,16 @@ def size(nbytes: int) -> str:
     return f"{nbytes / unit:.2f} {name}"
 
 
-def read(device: Any) -> DeviceMemory:
-    """A jax device's memory now: what the device reports, or for a CPU the system's memory."""
+def read(device: Any, devices: int = 1) -> DeviceMemory:
+    """A jax device's memory now: what the device reports, or for a CPU the system's memory.
+
+    Args:
+        devices: of an engine, which share the system's memory on a CPU.
+    """
     if device.platform == "cpu":
-        return DeviceMemory("the system", *_system(), CPU_LIMIT)
+        name = f"the system's share of each of {devices} devices" if devices > 1 else "the system"
+        total, free = _system()
+        return DeviceMemory(name, total // devices, free // devices, CPU_LIMIT // devices)
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit", 0)
     return DeviceMemory(str(device), limit, max(limit - stats.get("bytes_in_use", 0), 0))
@@ -150,8 +158,13 @@ def activations_peak(compiled: Any) -> int:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of all arrays."""
-    return sum(array.nbytes for array in jax.tree.leaves(tree))
+    """Bytes of all arrays on one device."""
+    return sum(_on_one_device(array) for array in jax.tree.leaves(tree))
+
+
+def _on_one_device(array: Any) -> int:
+    place = getattr(array, "sharding", None)
+    return prod(place.shard_shape(array.shape) if place else array.shape) * array.dtype.itemsize
 
 
 def whole_blocks(nbytes: float, block_bytes: int) -> int:
@@ -211,8 +224,15 @@ def report(
     block_bytes: int,
     max_model_len: int,
     swap_space_gib: float,
+    host_block_bytes: int | None = None,
 ) -> MemoryReport:
-    """The report of `device` as it was before the cache. Measures nothing."""
+    """The report of `device` as it was before the cache. Measures nothing.
+
+    Args:
+        host_block_bytes: of a block with the heads of all devices; None is block_bytes, of one device.
+    """
+    host_block_bytes = block_bytes if host_block_bytes is None else host_block_bytes
+    swapped = host_blocks(swap_space_gib, host_block_bytes)
     # weights in a mapped file count as free memory; `other` is then 0 and not negative
     other = max(device.total - device.free - weights, 0) if device.total else 0
     return MemoryReport(
@@ -226,7 +246,8 @@ def report(
         block_size=block_size,
         block_bytes=block_bytes,
         device_blocks=num_blocks,
-        host_blocks=host_blocks(swap_space_gib, block_bytes),
+        host_blocks=swapped,
+        swap_space=swapped * host_block_bytes,
         tokens=num_blocks * block_size,
         max_model_len=max_model_len,
         sequences=num_blocks // -(-max_model_len // block_size),

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pagedjax.config import MeshConfig
-from pagedjax.device.cache import KVCache
+from pagedjax.device.cache import KVCache, Place
 from pagedjax.device.models import split
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.split import AXES, PADDING
@@ -70,7 +69,7 @@ class Placement:
         """A stored parameter on its devices, in their order of rows and columns."""
         splits = self._splits(path, stored.ndim)
 
-        def part(where: tuple[slice, ...]) -> np.ndarray:
+        def part(where: Any) -> np.ndarray:  # a slice of each dimension
             found = stored
             for axis, (one, index) in enumerate(zip(splits, where, strict=True)):
                 found = _taken(found, one.order, index, axis)
@@ -93,24 +92,25 @@ class Placement:
         found = split.split(self.model, self.sizes, path)
         return (*found, *(split.WHOLE,) * (ndim - len(found)))
 
-    def cache_shardings(self, draft: bool) -> KVCache:
-        """Of the arrays of a cache, as a prefix of its tree. draft: whether it has a drafter's pages."""
-        heads, copy = self.sharding(None, AXES), self.sharding()
-        return KVCache(heads, heads, copy, copy if draft else None)
+    @property
+    def cache(self) -> Place:
+        """Where a cache is: each device has the pages of its heads, and a copy of everything else."""
+        return Place(self.sharding(None, AXES), self.sharding(), self.sizes.size)
 
     # programs -------------------------------------------------------------------------------------------------------
 
-    def mapped(self, program: Callable[..., Any], leaves: Sequence[jax.Array], draft: bool) -> Callable[..., Any]:
+    def mapped(self, program: Callable[..., Any], leaves: Sequence[jax.Array]) -> Callable[..., Any]:
         """program(leaves, cache, batch) -> (cache, output) as what each device does with its part.
 
         Args:
             leaves: the parameters, or their shapes with shardings.
-            draft: as in `cache_shardings`.
         """
-        cache = jax.tree.map(lambda sharding: sharding.spec, self.cache_shardings(draft))
-        specs = tuple(leaf.sharding.spec for leaf in leaves), cache, P()
+        heads: Any = P(None, AXES)
+        copies: Any = P()
+        cache, each = KVCache(heads, heads, copies, copies), cast("list[NamedSharding]", [x.sharding for x in leaves])
+        specs = tuple(sharding.spec for sharding in each), cache, copies
         # check_vma: loops of attention carry values of both kinds, equal on all devices and not
-        return jax.shard_map(program, mesh=self.mesh, in_specs=specs, out_specs=(cache, P()), check_vma=False)
+        return jax.shard_map(program, mesh=self.mesh, in_specs=specs, out_specs=(cache, copies), check_vma=False)
 
     def by_rows(self, function: Function, logits: jax.Array, rows: Any) -> Any:
         """function([V, b], arrays [b, ...]) -> arrays [b, ...]: each device computes its share b of all R rows.
@@ -190,10 +190,3 @@ def _taken(x: np.ndarray, order: np.ndarray | None, index: slice, axis: int) -> 
     found = np.take(x, np.maximum(places, 0), axis=axis)
     found[(slice(None),) * axis + (places == PADDING,)] = 0
     return found
-
-
-def nbytes(array: Any) -> int:
-    """Bytes of an array, or of its shape, on one device."""
-    place = getattr(array, "sharding", None)
-    shape = place.shard_shape(array.shape) if place is not None else array.shape
-    return prod(shape) * array.dtype.itemsize

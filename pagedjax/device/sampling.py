@@ -16,6 +16,7 @@ from pagedjax.device import rejection
 from pagedjax.device.batch import MAX_TOP, Drafted, SamplingBatch
 from pagedjax.device.checks import check_shape
 from pagedjax.device.draws import best_tokens, columns_as_rows, draw, weights
+from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext
 
@@ -140,13 +141,18 @@ def _choose(
 
 
 def prompt_logprobs(
-    project: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array, tile: int | None = None
+    project: Callable[[jax.Array], jax.Array],
+    hidden: jax.Array,
+    targets: jax.Array,
+    tile: int | None = None,
+    by_rows: Callable[..., Any] = whole_rows,
 ) -> PromptLogprobs:
     """Log-probabilities of `targets` [T] from hidden [H, T], some at a time, and only if some target is wanted.
 
     Args:
-        project: [H, R] -> logits [V, R].
+        project: [H, R] -> logits [V, R], or those of a device's part of the vocabulary.
         tile: as in `sample`, of the logits that exist at the same time.
+        by_rows: how a device gets whole rows of them (placement.py).
     """
     t = targets.shape[0]
     some = min(PROMPT_TILE, t)
@@ -157,7 +163,8 @@ def prompt_logprobs(
         logits = project(jax.lax.dynamic_slice_in_dim(padded, i * some, some, axis=1))
         ids = jnp.maximum(jax.lax.dynamic_slice_in_dim(wanted, i * some, some), 0)
         update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * some, 0)  # noqa: E731
-        return jax.tree.map(update, out, PromptLogprobs(*_tiled(_logprobs, tile, logits, ids)))
+        found = by_rows(lambda x, ids: PromptLogprobs(*_tiled(_logprobs, tile, x, ids)), logits, ids)
+        return jax.tree.map(update, out, found)
 
     # A loop of zero trips is not enough: XLA moves work (a transposed head, 113 MB) out of loops, not out of branches.
     zeros = PromptLogprobs(*_no_logprobs(len(wanted)))

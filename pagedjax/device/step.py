@@ -19,6 +19,7 @@ from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, writ
 from pagedjax.device.checks import check_shape
 from pagedjax.device.draft_model import DraftModel, features_before
 from pagedjax.device.models import Model
+from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.sampling import History, PromptLogprobs, SampledTokens, prompt_logprobs, sample
@@ -64,6 +65,12 @@ def _modules(model: Model, bound: BoundDraftModel | None) -> Callable[[Sequence[
     return modules
 
 
+def _mapped(program: Callable[..., Any], model: Model, bound: BoundDraftModel | None) -> Callable[..., Any]:
+    """The program on the devices of the model's mesh, if it has one."""
+    leaves = (*model.leaves, *bound.model.leaves) if bound else model.leaves
+    return model.placement.mapped(program, leaves) if model.placement else program
+
+
 def make_step(
     model: Model,
     attend: Attend,
@@ -82,7 +89,7 @@ def make_step(
     Raises:
         ValueError: arrays of a batch do not fit together, when the step is traced.
     """
-    modules = _modules(model, bound)
+    modules, by_rows = _modules(model, bound), model.placement.by_rows if model.placement else whole_rows
 
     def step(leaves: Sequence[Any], cache: KVCache, batch: Batch) -> tuple[KVCache, StepOutput]:
         _check(batch)
@@ -98,13 +105,18 @@ def make_step(
             pages = observe(drafter, model, cache.draft, batch, outputs, bound.attend)
             cache = cache._replace(draft=pages)
         # a sample sees the tokens of its row up to the one that it follows
-        history = History(cache.tokens, batch.block_tables[batch.sampled_row], batch.positions[batch.last] + 1)
-        logits = model.logits(hidden[:, batch.last])
-        sampled = sample(logits, batch.sampling, history, jnp.uint32(seed), tile, chain, batch.drafted)
-        fed = None if feed is None else jnp.zeros_like(feed.tokens).at[: len(sampled.tokens)].set(sampled.tokens)
-        return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets, tile), fed)
+        rows = batch.sampling, batch.block_tables[batch.sampled_row], batch.positions[batch.last] + 1, batch.drafted
 
-    return jax.jit(step, donate_argnums=1)
+        def sampled_rows(logits: jax.Array, rows: Any) -> SampledTokens:
+            sampling, tables, lens, drafted = rows
+            history = History(cache.tokens, tables, lens)
+            return sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
+
+        sampled = by_rows(sampled_rows, model.logits(hidden[:, batch.last]), rows)
+        fed = None if feed is None else jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
+        return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows), fed)
+
+    return jax.jit(_mapped(step, model, bound), donate_argnums=1)
 
 
 def make_draft(
@@ -158,14 +170,14 @@ def make_draft(
         assert cache.draft is not None
         before = features_before(cache.draft, batch.block_tables, jnp.arange(rows), batch.positions)
         blank = jnp.zeros((most, rows), jnp.int32)
-        kept_probs = jnp.zeros((most, rows, model.config.vocab_size)) if probs else None
+        kept_probs = jnp.zeros((most, rows, bound.model.layers.vocab_size)) if probs else None
         carry = cache.draft, cache.tokens, batch.tokens, before, blank, kept_probs
         pages, known, _, _, drafts, kept_probs = jax.lax.fori_loop(0, batch.counts.max(), one, carry)
         if kept_probs is not None:
             kept_probs = kept_probs.reshape(most * rows, -1)[batch.samples]
         return cache._replace(draft=pages, tokens=known), DraftOutput(drafts, kept_probs)
 
-    return jax.jit(draft, donate_argnums=1)
+    return jax.jit(_mapped(draft, model, bound), donate_argnums=1)
 
 
 def _check(batch: Batch) -> None:

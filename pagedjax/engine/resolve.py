@@ -34,8 +34,8 @@ def resolve(
             cache that does not fit, an attention_impl that cannot serve here, or a draft model that does not fit the
             model.
     """
-    m, device = model.config, jax.devices()[0]
-    found = found or memory.read(device)
+    m, part, device = model.config, model.part, devices_of(model)[0]
+    found = found or free_memory(model)
     dtype = model.dtype
     if config.dtype not in (None, dtype):
         raise ValueError(f"dtype is {config.dtype!r}, but the model was loaded with {dtype!r}; load it again")
@@ -58,7 +58,7 @@ def resolve(
         raise ValueError(
             f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is {smallest} tokens"
         )
-    sizes = {"block_size": config.block_size, "head_dim": m.head_dim, "kv_heads": m.kv_heads, "heads": m.heads}
+    sizes = {"block_size": config.block_size, "head_dim": m.head_dim, "kv_heads": part.kv_heads, "heads": part.heads}
     impl = attention.choose(config.attention_impl, device, dtype=kept, query_dtype=dtype, **sizes)
     check_draft(config, model, draft, length)
     if draft is not None:
@@ -80,8 +80,20 @@ def resolve(
         "num_blocks": blocks,
         "attention_impl": impl,
         "token_buckets": buckets,
+        "mesh": model.placement and model.placement.sizes,
     }
     return Resolved(**values)
+
+
+def devices_of(model: Model) -> list[Any]:
+    """The devices that a model is on."""
+    return model.placement.devices if model.placement else jax.devices()[:1]
+
+
+def free_memory(model: Model) -> memory.DeviceMemory:
+    """The memory of that device of the model which has the least free."""
+    devices = devices_of(model)
+    return min((memory.read(device, len(devices)) for device in devices), key=lambda found: found.free)
 
 
 def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, length: int) -> None:
@@ -123,19 +135,25 @@ def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, le
 def block_shape(
     block_size: int, model: Model, dtype: str, impl: str | None = None, draft: DraftModel | None = None
 ) -> dict[str, Any]:
-    """What a cache's blocks look like, for `cache`; dtype is that of the keys and values in them.
+    """What a cache's blocks look like on one device, for `cache`; dtype is that of the keys and values in them.
 
     Args:
         impl: what reads them; None gives what has as many bytes.
         draft: whose pages are in them too.
     """
-    m, sizes = model.config, None
+    m, sizes = model.part, None
     heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim, "row": attention.page_row(impl, m.head_dim)}
     if draft is not None:
         d = draft.layers
         row = attention.page_row(impl, d.head_dim)
         sizes = cache.DraftSizes(d.layers, d.kv_heads, d.head_dim, draft.features, draft.dtype, row)
     return {"layers": m.layers, "block_size": block_size, **heads, "dtype": dtype, "draft": sizes}
+
+
+def host_block_bytes(c: Resolved, model: Model, draft: DraftModel | None = None) -> int:
+    """Bytes of a block in the swap space, with the heads of all devices."""
+    shape = block_shape(c.block_size, model, c.kv_cache_dtype, draft=draft)
+    return cache.block_bytes(**shape | {"kv_heads": shape["kv_heads"] * len(devices_of(model))})
 
 
 def host_blocks(c: Resolved, model: Model, draft: DraftModel | None = None) -> int:
@@ -146,7 +164,7 @@ def host_blocks(c: Resolved, model: Model, draft: DraftModel | None = None) -> i
     """
     if c.preemption != "swap":
         return 0
-    size = cache.block_bytes(**block_shape(c.block_size, model, c.kv_cache_dtype, draft=draft))
+    size = host_block_bytes(c, model, draft)
     blocks = memory.host_blocks(c.swap_space_gib, size)
     if blocks < 1:
         raise ValueError(

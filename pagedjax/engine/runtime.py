@@ -34,12 +34,12 @@ from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_
 from pagedjax.engine import compilations, drafters, programs
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.pack import pack
-from pagedjax.engine.resolve import block_shape, host_blocks, resolve, shapes
+from pagedjax.engine.resolve import block_shape, free_memory, host_block_bytes, host_blocks, resolve, shapes
 from pagedjax.host import policies
 from pagedjax.host.policies import Policy
 from pagedjax.host.state import SchedulerConfig, limits
 from pagedjax.host.types import EMPTY_PLAN
-from pagedjax.weights.trained import replaced
+from pagedjax.weights.trained import on_mesh, replaced
 
 # Programs that move blocks move a fixed number, with the trash block as padding. A branch copies one block now and
 # then; a swapped sequence moves all of its blocks.
@@ -88,7 +88,8 @@ class Runtime:
         return limits(self.config, host_blocks(self.config, self.model, self.draft_model))
 
     def new_cache(self) -> cache.KVCache:
-        return cache.init(blocks=self.config.num_blocks, **_block(self.config, self.model, self.draft_model))
+        sizes = _block(self.config, self.model, self.draft_model)
+        return cache.init(blocks=self.config.num_blocks, place=_place(self.model), **sizes)
 
     def with_params(self, tree: Any) -> Runtime:
         """The runtime of the same model with other parameters, which are copied.
@@ -96,7 +97,7 @@ class Runtime:
         Raises:
             ValueError: a parameter differs in name, shape or dtype; all of them are named.
         """
-        model = self.model._replace(params=replaced(self.model.params, tree))
+        model = self.model._replace(params=replaced(self.model, tree))
         return replace(self, model=model, leaves=_leaves(model, self.draft_model))
 
 
@@ -121,15 +122,21 @@ def build(
     Raises:
         ValueError: see `resolve`, and two sampling options of one name.
     """
-    options = chain(row_features)
-    found = memory.read(jax.devices()[0])  # before the cache takes its share
+    options, model = chain(row_features), on_mesh(model, config)
+    everywhere = model.placement.sharding() if model.placement else None
+    if everywhere and draft_model:
+        draft_model = draft_model._replace(params=jax.device_put(draft_model.params, everywhere))
+    found = free_memory(model)  # before the cache takes its share
     resolved = resolve(config, model, found, draft=draft_model)
     sizes, policy, leaves = shapes(resolved, model), policies.find(resolved.policy), _leaves(model, draft_model)
     draft_shapes = sizes.draft_shapes if draft_model else ()
     samples = {shape.samples for shape in sizes.steps}
-    blanks = {r: jax.device_put(blank_sampling(r, options)) for r in samples | {shape.rows for shape in draft_shapes}}
+    blanks = {
+        r: jax.device_put(blank_sampling(r, options), everywhere)
+        for r in samples | {shape.rows for shape in draft_shapes}
+    }
     rejection = resolved.speculative is not None and resolved.speculative.rule == "rejection"
-    undrafted = {r: _undrafted(sizes, r) for r in samples} if rejection else {}
+    undrafted = {r: _undrafted(sizes, r, everywhere) for r in samples} if rejection else {}
     ahead = resolved.lookahead > 0
     blank = {shape: _blank_batch(sizes, shape, blanks, ahead, options, undrafted) for shape in sizes.steps}
     # a step may replace the blanks by arrays
@@ -178,9 +185,11 @@ def build(
         block_bytes=block_bytes,
         max_model_len=resolved.max_model_len,
         swap_space_gib=resolved.swap_space_gib if resolved.preemption == "swap" else 0,
+        host_block_bytes=host_block_bytes(resolved, model, draft_model),
     )
     if progress:
-        tqdm.write(f"attention {resolved.attention_impl!r}\n{report}", file=sys.stderr)
+        placed = f"{model.placement}\n" if model.placement else ""
+        tqdm.write(f"{placed}attention {resolved.attention_impl!r}\n{report}", file=sys.stderr)
     startup = {"compile": time.perf_counter() - started, "warmup": 0.0}
     made = compilations.counts() - before
     parts = (
@@ -240,14 +249,18 @@ def _block(c: Resolved, model: Model, draft: DraftModel | None) -> dict[str, Any
 
 
 def _cache_shapes(c: Resolved, model: Model, draft: DraftModel | None) -> cache.KVCache:
-    return jax.eval_shape(lambda: cache.init(blocks=c.num_blocks, **_block(c, model, draft)))
+    return cache.shapes(blocks=c.num_blocks, place=_place(model), **_block(c, model, draft))
 
 
-def _undrafted(sizes: Shapes, samples: int) -> Drafted:
+def _place(model: Model) -> cache.Place | None:
+    return model.placement.cache if model.placement else None
+
+
+def _undrafted(sizes: Shapes, samples: int, place: Any) -> Drafted:
     """No drafts. On the device, except for a step with more samples than rows: it has drafts, so only shapes matter."""
     tokens, shape = np.full(samples, -1, np.int32), (samples, sizes.vocab_size)
     probs = np.broadcast_to(np.float32(0), shape) if sizes.keeps_probs else None
-    return Drafted(tokens, probs) if samples > sizes.max_seqs else jax.device_put(Drafted(tokens, probs))
+    return Drafted(tokens, probs) if samples > sizes.max_seqs else jax.device_put(Drafted(tokens, probs), place)
 
 
 def _blank_drafts(sizes: Shapes, shape: DraftShape, blanks: Mapping[int, SamplingBatch]) -> DraftBatch:

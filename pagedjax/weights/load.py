@@ -21,6 +21,8 @@ from pagedjax.weights.tree import is_float, named, nested
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from pagedjax.device.placement import Placement
+
 READERS = 2  # threads; most of the time is the first access to new memory, which is slow on one core
 BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoints contain it
 OWN_BUFFERS = ("angles",)  # the same in our own trees: stored by a trainer that saves its whole state
@@ -34,10 +36,13 @@ def load_params(
     int8: bool = False,
     progress: bool = False,
     ignore: Sequence[str] = (),
+    placement: Placement | None = None,
 ) -> dict[str, Any]:
     """A nested dict of jax arrays of `dtype`, keyed by `path`. The host needs memory for `READERS` parameters at once.
 
     An Orbax checkpoint contains the finished parameters: only the paths and shapes of the table are used.
+
+    placement: of the mesh on which the parameters go, each straight to the devices that have a part of it.
 
     int8: round matrices from the stored values to int8, and add their scales (int8.py). Matrices of an Orbax checkpoint
         are restored in `dtype` first.
@@ -49,9 +54,12 @@ def load_params(
     import jax
 
     one_of("dtype", dtype, get_args(DType))
-    if checkpoint.format == "orbax":
+    put = placement.put if placement else lambda path, values: jax.device_put(values)
+    if checkpoint.format == "orbax" and not placement:
         params = restore_params(checkpoint, table, dtype)
         return nested(jax.device_put(dict(with_scales(named(params))))) if int8 else params
+    if checkpoint.format == "orbax":
+        table, ignore = own_table(table), OWN_BUFFERS
     check_table(checkpoint, table, ignore)
     present = [entry for entry in table if entry.sources[0] in checkpoint.tensors]
 
@@ -59,7 +67,8 @@ def load_params(
         name, small = ".".join(entry.path), int8 and has_scales(entry.path, entry.shape)
         values = {name: assemble(checkpoint.tensors, entry, np_dtype("float32" if small else dtype))}
         # device_put copies once, jnp.asarray twice. Without the wait, many arrays would be in memory before their copy.
-        values = jax.block_until_ready(jax.device_put(dict(with_scales(values)) if small else values))
+        values = dict(with_scales(values)) if small else values
+        values = jax.block_until_ready({name: put(name.split("."), x) for name, x in values.items()})
         gc.collect(0)  # JAX releases copied arrays at its next call or at a collection
         return values
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from pagedjax.config import one_of
+from pagedjax.config import MeshConfig, one_of
 from pagedjax.device import models
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.placement import place
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 from pagedjax.weights.architectures import normalised
 from pagedjax.weights.checkpoint import Checkpoint
@@ -42,6 +43,8 @@ def load_model(
     *,
     dtype: str | None = None,
     weight_dtype: str | None = None,
+    mesh: MeshConfig | None = None,
+    devices: Sequence[int] | None = None,
     progress: bool = False,
 ) -> LoadedModel:
     """Open a directory, a .gguf file, a hub id or an embedded model by name.
@@ -49,6 +52,7 @@ def load_model(
     Args:
         dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
         weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None or dtype leaves them in dtype.
+        mesh, devices: where the parameters go, as in `EngineConfig`.
 
     Raises:
         ValueError, FileNotFoundError: names the file, the error and the remedy.
@@ -59,14 +63,23 @@ def load_model(
     one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
     one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
     checkpoint = open_checkpoint(model)
-    loaded = read_model(checkpoint, dtype, int8=weight_dtype == "int8", progress=progress)
+    options = {"mesh": mesh, "devices": devices, "progress": progress}
+    loaded = read_model(checkpoint, dtype, int8=weight_dtype == "int8", **options)
     tokenizer = load_tokenizer(checkpoint)
     eos = tuple(sorted({*checkpoint.eos_token_ids, *tokenizer.eos_token_ids}))
     return LoadedModel(str(model), loaded, tokenizer, eos, time.perf_counter() - started)
 
 
-def read_model(checkpoint: Checkpoint, dtype: str, *, int8: bool = False, progress: bool = False) -> Model:
-    """Read a checkpoint's parameters in `dtype`. int8: matrices in int8.
+def read_model(
+    checkpoint: Checkpoint,
+    dtype: str,
+    *,
+    int8: bool = False,
+    mesh: MeshConfig | None = None,
+    devices: Sequence[int] | None = None,
+    progress: bool = False,
+) -> Model:
+    """Read a checkpoint's parameters in `dtype`. int8: matrices in int8. mesh, devices: as in `load_model`.
 
     Raises:
         ValueError: the architecture is not in FAMILIES, or tensors do not fit (lists all of them).
@@ -76,8 +89,10 @@ def read_model(checkpoint: Checkpoint, dtype: str, *, int8: bool = False, progre
         raise ValueError(f"model_type is {kind!r}; supported are {', '.join(sorted(models.FAMILIES))}")
     family = models.FAMILIES[kind]
     config = replace(family.from_hf(checkpoint.config), int8=int8)
-    options = {"int8": int8, "progress": progress, "ignore": family.IGNORED}
-    return models.assemble(config, load_params(checkpoint, family.param_table(config), dtype, **options), dtype)
+    placement = place(config, mesh or MeshConfig(), devices, jax.devices()) if mesh or devices else None
+    options = {"int8": int8, "progress": progress, "ignore": family.IGNORED, "placement": placement}
+    params = load_params(checkpoint, family.param_table(config), dtype, **options)
+    return models.assemble(config, params, dtype, placement)
 
 
 def from_params(

@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from pagedjax.config import DType, one_of
+from pagedjax.config import DType, EngineConfig, MeshConfig, one_of
 from pagedjax.device.models import Model, assemble
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
+from pagedjax.device.placement import place
 from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.int8 import SCALES, with_scales
 from pagedjax.weights.tree import buffers, differences, is_float, name_of, named, nested
@@ -39,22 +40,53 @@ def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8
     return assemble(config, nested(copies), dtype)
 
 
-def replaced(params: nnx.State, tree: Any) -> nnx.State:
-    """The same state with copies of the tree's parameters, each with the sharding of the old one. Compiles nothing.
+def on_mesh(model: Model, config: EngineConfig) -> Model:
+    """The model on the devices of the configuration's mesh. Without one it stays where it is.
+
+    Raises:
+        ValueError: the model cannot be split so, or it is on another mesh already.
+    """
+    if config.mesh is None and config.devices is None:
+        return model
+    wanted = place(model.config, config.mesh or MeshConfig(), config.devices, jax.devices())
+    if model.placement not in (None, wanted):
+        raise ValueError(
+            f"the engine's mesh is {config.mesh} with devices {config.devices}, but the model was loaded onto "
+            f"{model.placement}; load it again, or leave mesh and devices out"
+        )
+    if model.placement:
+        return model
+    params = {name: wanted.put(name.split("."), np.asarray(x)) for name, x in named(model.params).items()}
+    return assemble(model.config, nested(params), model.dtype, wanted)
+
+
+def replaced(model: Model, tree: Any) -> nnx.State:
+    """The model's state with copies of the tree's parameters, each where the old one is. Compiles nothing.
 
     If the state has a matrix in int8, the tree's matrix is rounded, unless it is already int8 and has scales.
 
+    Args:
+        tree: of whole parameters, also if the model is split over a mesh.
+
     Raises:
-        ValueError: lists all differences in names, shapes and dtypes. `params` is never changed.
+        ValueError: lists all differences in names, shapes and dtypes. The model is never changed.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    old = {name_of(keys): leaf for keys, leaf in leaves}
-    computed = buffers(params)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(model.params)
+    used = {name_of(keys): leaf for keys, leaf in leaves}
+    computed, placement, old = buffers(model.params), model.placement, used
+    if placement:
+        whole = nnx.state(nnx.eval_shape(lambda: Decoder(model.config, model.dtype)))
+        old = {name_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(whole)[0]}
     found = {name: x for name, x in named(tree).items() if name not in computed}
     found |= dict(with_scales({name: x for name, x in found.items() if name + SCALES in old and _can_be_rounded(x)}))
     _check(differences({n: x for n, x in old.items() if n not in computed}, found, cast=False), "the model in use")
-    new = (x if name in computed else _copied(found[name], x.dtype, x.sharding) for name, x in old.items())
-    return structure.unflatten(new)
+
+    def copied(name: str, x: jax.Array) -> jax.Array:
+        if placement:
+            return placement.put(name.split("."), np.array(found[name]))
+        return _copied(found[name], x.dtype, x.sharding)
+
+    return structure.unflatten(x if name in computed else copied(name, x) for name, x in used.items())
 
 
 def _can_be_rounded(x: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,9 @@ from flax import nnx
 
 from pagedjax.device.models import gemma, gpt2, llama
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, angle_tables
+
+if TYPE_CHECKING:
+    from pagedjax.device.placement import Placement
 
 # Hugging Face model_type -> module with from_hf, param_table and IGNORED
 FAMILIES = {
@@ -20,12 +23,24 @@ FAMILIES = {
 
 
 class Model(NamedTuple):
-    """A model after `nnx.split`; the step merges it inside the jit."""
+    """A model after `nnx.split`; the step merges it inside the jit.
+
+    config: of the whole model.
+    graphdef: of what one device runs: the whole model, or its part.
+    dtype: of the activations, and of parameters that are not int8.
+    placement: on which devices the parameters are, in parts; None: they are whole, on one device.
+    """
 
     config: DecoderConfig
     graphdef: nnx.GraphDef
     params: Any
-    dtype: str  # of the activations, and of parameters that are not int8
+    dtype: str
+    placement: Placement | None = None
+
+    @property
+    def part(self) -> DecoderConfig:
+        """The shape of what one device has."""
+        return self.placement.part if self.placement else self.config
 
     @property
     def weight_dtype(self) -> str:
@@ -37,11 +52,17 @@ class Model(NamedTuple):
         return tuple(jax.tree.leaves(self.params))
 
 
-def assemble(config: DecoderConfig, params: dict[str, Any], dtype: str) -> Model:
-    """A model from parameters nested by `ParamSource.path`. Arrays that the configuration determines are added."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))
-    nnx.replace_by_pure_dict(state, _numbered({**params, "angles": jnp.asarray(angle_tables(config))}))
-    return Model(config, graphdef, state, dtype)
+def assemble(config: DecoderConfig, params: dict[str, Any], dtype: str, placement: Placement | None = None) -> Model:
+    """A model from parameters nested by `ParamSource.path`. Arrays that the configuration determines are added.
+
+    Args:
+        placement: where the parameters are, if it is a mesh.
+    """
+    part, angles = placement.part if placement else config, angle_tables(config)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(part, dtype)))
+    angles = placement.put(("angles",), angles) if placement else jnp.asarray(angles)
+    nnx.replace_by_pure_dict(state, _numbered({**params, "angles": angles}))
+    return Model(config, graphdef, state, dtype, placement)
 
 
 def _numbered(tree: Any) -> Any:

@@ -1,0 +1,150 @@
+"""Arrays and programs on the devices of a mesh: the parts, the exchanges, and what must not happen."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from pagedjax import LLM, load_model
+from pagedjax.config import MeshConfig
+from pagedjax.device import memory
+from pagedjax.device.batch import StepShape
+from pagedjax.device.placement import place
+from pagedjax.weights.tree import named
+
+CONFIG = {"max_num_seqs": 24, "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 4, "num_blocks": 50}
+V, R = 320, 24  # no tile of sampling has so many rows
+
+
+def engine(tiny, **config):
+    return LLM(tiny, progress=False, **{**CONFIG, **config}).engine
+
+
+def exchanges(text: str) -> Counter[str]:
+    """How often each collective is in an optimised program, by its name and the shape of what it returns."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    return Counter(re.findall(rf" (\w+\[[\d,]*\])\S* ({kinds})(?:-start)?\(", text))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_step_exchanges_what_it_must_and_no_more(tiny, n):
+    on_mesh = engine(tiny, mesh={"tensor": n})
+    text = on_mesh.runtime.programs[StepShape(64, R)].as_text()
+    layers, hidden = tiny.model.config.layers, tiny.model.config.hidden
+    found = Counter()
+    for (shape, kind), count in exchanges(text).items():
+        found[kind] += count
+        if kind == "all-reduce":
+            assert shape == f"f32[{hidden},64]" or shape == f"f32[64,{hidden}]"
+    # attention and MLP of each layer, and the embedding; logits of samples, and of prompt tokens; what was sampled
+    assert found["all-reduce"] == 2 * layers + 1
+    assert found["all-to-all"] == 2
+    assert found["all-gather"] == 2
+    assert set(found) == {"all-reduce", "all-to-all", "all-gather"}
+
+
+def test_no_device_has_all_logits_and_the_cache_is_not_copied(tiny):
+    whole, on_mesh = engine(tiny), engine(tiny, mesh={"tensor": 4})
+    shape = StepShape(64, R)
+    texts = [one.runtime.programs[shape].as_text() for one in (whole, on_mesh)]
+    every = rf"f32\[({V},{R}|{R},{V}|{V},64|64,{V})\]"
+    assert re.search(every, texts[0]), "the search finds nothing: it is blind"
+    assert not re.search(every, texts[1])
+    pages = on_mesh._state.cache.k[0]
+    part = pages.sharding.shard_shape(pages.shape)
+    stats = on_mesh.runtime.programs[shape].memory_analysis()
+    assert stats.alias_size_in_bytes == memory.nbytes(on_mesh._state.cache), "the cache is not updated in place"
+    copies = re.findall(rf"= f32\[{','.join(map(str, part))}\]\S* copy\(", texts[1])
+    assert len(copies) <= len(re.findall(rf"= f32\[{','.join(map(str, pages.shape))}\]\S* copy\(", texts[0]))
+
+
+def test_each_device_has_its_part_and_reports_it(tiny):
+    whole, on_mesh = engine(tiny), engine(tiny, mesh={"tensor": 4})
+    for name, x in named(on_mesh.model.params).items():
+        assert len(x.sharding.device_set) == 4, name
+        split = [i for i, size in enumerate(x.shape) if x.sharding.shard_shape(x.shape)[i] < size]
+        assert bool(split) != ("norm" in name), name
+    assert on_mesh.memory.weights < 0.4 * whole.memory.weights  # norms and rotations are on each device
+    tokens = 4 * CONFIG["block_size"]
+    # two key heads on four devices: each device has one of them
+    assert on_mesh.memory.block_bytes - tokens == (whole.memory.block_bytes - tokens) // 2
+    assert on_mesh.memory.cache == memory.nbytes(on_mesh._state.cache)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 13])
+@pytest.mark.parametrize("mesh", [{"tensor": 4}, {"tensor": 3}, {"tensor": 2, "expert": 2}])
+def test_rows_on_their_devices_give_what_one_device_gives(tiny, rows, mesh):
+    """For any number of rows, where the vocabulary and the rows do not divide too."""
+    sizes, model = MeshConfig(**mesh), tiny.model.config
+    placement = place(model, MeshConfig(tensor=sizes.size), None, jax.devices())
+    if sizes.expert > 1:  # the exchange itself does not depend on experts
+        grid = np.array(jax.devices()[: sizes.size]).reshape(sizes.expert, sizes.tensor)
+        placement = replace(placement, mesh=jax.sharding.Mesh(grid, placement.mesh.axis_names), sizes=sizes)
+    vocab = -(-V // sizes.size) * sizes.size
+    logits = np.zeros((vocab, rows), np.float32)
+    logits[:V] = np.random.default_rng(rows).normal(size=(V, rows))
+    logits[V:] = 100.0  # padding of the vocabulary must not be read
+    weights = {"scale": np.arange(1, rows + 1, dtype=np.float32), "add": np.ones((rows, 2), np.int32)}
+
+    def function(x, weights):
+        chex.assert_shape(x, (V, len(weights["scale"])))
+        best = jnp.argmax(x * weights["scale"], axis=0).astype(jnp.int32)
+        return {"best": best, "sum": (x.sum(0)[:, None] * weights["add"]), "most": x.max(0)}
+
+    spread = jax.shard_map(
+        lambda x, w: placement.by_rows(function, x, w),
+        mesh=placement.mesh,
+        in_specs=(P(("expert", "tensor")), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    found, wanted = jax.jit(spread)(logits, weights), function(jnp.asarray(logits[:V]), weights)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, wanted)
+    chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_an_engine_on_given_devices_uses_those(tiny):
+    one = engine(tiny, mesh={"tensor": 2}, devices=[5, 3])
+    assert [device.id for device in one.model.placement.devices] == [5, 3]
+    assert one._state.cache.k[0].sharding.device_set == {jax.devices()[5], jax.devices()[3]}
+    assert engine(tiny, devices=[6])._state.cache.tokens.sharding.device_set == {jax.devices()[6]}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"mesh": {"tensor": 0}}, r"mesh\.tensor is 0; it must be an integer of at least 1"),
+        ({"mesh": {"tnsor": 2}}, r"unknown key mesh\.'tnsor'; did you mean 'tensor'"),
+        (
+            {"mesh": {"data": 2}},
+            r"mesh has the axis 'data', and an engine has one cache.*start an engine for each slice",
+        ),
+        ({"mesh": 4}, r"mesh is 4; it must be None, or sizes by axis, such as \{'tensor': 4\}"),
+        ({"mesh": {"tensor": 2}, "devices": [1]}, r"devices has 1 positions, and the mesh 2 devices; make them equal"),
+        ({"devices": [1, 1]}, r"devices is \(1, 1\); it must be different positions in jax\.devices\(\)"),
+        ({"devices": [0, 1]}, r"devices has 2 positions, and the mesh 1 devices"),
+        ({"devices": [99]}, r"the mesh needs 1 devices \(positions \(99,\)\), and there are 8 of 'cpu'; use a smaller"),
+        ({"mesh": {"tensor": 16}}, r"the mesh has 16 devices, and the model 4 heads; use at most 4 devices"),
+        ({"mesh": {"expert": 2}}, r"mesh\.expert is 2, and the model has no experts"),
+    ],
+)
+def test_a_wrong_mesh_is_refused(tiny, config, message):
+    with pytest.raises(ValueError, match=message):
+        engine(tiny, **config)
+
+
+def test_a_model_on_a_mesh_is_used_where_it_is(tiny_folder):
+    loaded = load_model(tiny_folder, mesh=MeshConfig(tensor=2))
+    one = engine(loaded)
+    assert one.config.mesh == MeshConfig(tensor=2)
+    assert one.model.leaves == loaded.model.leaves, "the parameters were copied"
+    with pytest.raises(ValueError, match=r"mesh is MeshConfig\(tensor=4.*was loaded onto 2 devices.*load it again"):
+        engine(loaded, mesh={"tensor": 4})

@@ -1,0 +1,167 @@
+"""An engine on a mesh makes the recordings of an engine on one device, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from pagedjax import LLM, SamplingParams, from_params, load_model
+from pagedjax.config import MeshConfig
+from pagedjax.device.models import Decoder, llama
+from pagedjax.weights.convert import convert
+from pagedjax.weights.pretrained import LoadedModel
+from pagedjax.weights.tree import named, nested
+from tests.device.test_model_families import BODY
+from tests.engine.test_lookahead import CONFIG, play, tokens
+from tests.weights.tiny import tiny_llama
+
+# 8 query heads with 4 or 2 key heads, and SmolLM2's 9 with 3
+HEADS = {"8/4": (8, 4), "8/2": (8, 2), "9/3": (9, 3)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("models")
+    # a vocabulary and a width that some meshes do not divide
+    return {name: saved(root / name.replace("/", "-"), name) for name in HEADS}
+
+
+def saved(folder: Path, name: str, seed: int = 0) -> Path:
+    heads, kv_heads = HEADS[name]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": 8, "intermediate": 90}
+    return tiny_llama(folder, **sizes, tied=False, seed=seed)
+
+
+def compared(folder, tmp_path, seeds=(0, 1), *, mesh: dict[str, int] | None = None, **config: Any) -> list[Any]:
+    """Recordings of one device and of the mesh are equal; returns the results of both."""
+    runs, logs = [], []
+    for name, more in (("one", {}), ("mesh", {"mesh": mesh})):
+        engine = LLM(folder, progress=False, **{**CONFIG, **config}, **more).engine
+        assert (engine.model.placement is not None) == (name == "mesh")
+        runs.append([play(engine, seed, tmp_path / f"{name}{seed}.jsonl") for seed in seeds])
+        logs.append([(tmp_path / f"{name}{seed}.jsonl").read_bytes() for seed in seeds])
+    assert logs[0] == logs[1]
+    for one, other in zip(*runs, strict=True):
+        compare_logprobs(one.results, other.results)
+    return runs
+
+
+def compare_logprobs(one: list[Any], other: list[Any]) -> None:
+    """Sums are added in another order, so log-probabilities differ in their last bits."""
+    found = [[entry for result in results if len(result) == 5 for entry in result[2]] for results in (one, other)]
+    assert found[0], "no log-probability was asked for"
+    for a, b in zip(*found, strict=True):
+        assert (a.request_id, a.position, a.token_id, a.rank) == (b.request_id, b.position, b.token_id, b.rank)
+        if a.logprob is not None:
+            chex.assert_trees_all_close(a.logprob, b.logprob, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("name", HEADS)
+def test_recordings_are_byte_identical(folders, tmp_path, name, n):
+    compared(folders[name], tmp_path, mesh={"tensor": n})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64},
+        {"num_blocks": 20, "enable_prefix_caching": False, "max_model_len": 64},
+        {"lookahead": 2},
+        {"weight_dtype": "int8"},
+        {"kv_cache_dtype": "float8_e4m3fn"},
+        {"attention_impl": "xla", "compilation": "lazy"},
+    ],
+    ids=["swapped", "recomputed", "lookahead", "int8", "float8", "xla"],
+)
+def test_recordings_are_byte_identical_in_every_mode(folders, tmp_path, config):
+    one, _ = compared(folders["8/4"], tmp_path, mesh={"tensor": 4}, **config)
+    if "num_blocks" in config:
+        assert sum(run.preempted for run in one) > 5
+
+
+@pytest.fixture(scope="module")
+def experts() -> Callable[[str | None], LoadedModel]:
+    """Mixtral's shape with six experts and random weights, in a dtype of weights."""
+    body = {name: value for name, value in BODY.items() if name != "num_hidden_layers"}
+    config = {"model_type": "mixtral", **body, "num_hidden_layers": 2, "num_local_experts": 6, "num_experts_per_tok": 2}
+    rng, shapes = np.random.default_rng(0), named(nnx.eval_shape(lambda: Decoder(llama.from_hf(config), "float32")))
+    params = {
+        name: rng.normal(0, x.shape[-1] ** -0.5, x.shape).astype(np.float32) if len(x.shape) > 1 else np.ones(x.shape)
+        for name, x in shapes.items()
+    }
+    return lambda dtype: from_params(nested(params), config, dtype="float32", weight_dtype=dtype)
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"expert": 2}, {"expert": 3}, {"tensor": 2, "expert": 2}], ids=str)
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_experts_are_split_by_number_and_by_width(experts, tmp_path, mesh, dtype):
+    compared(experts(dtype), tmp_path, seeds=(0,), mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "ngram", "num_tokens": 3, "adaptive": False},
+        {"method": "draft", "num_tokens": 2, "adaptive": False},
+        {"method": "draft", "num_tokens": 2, "adaptive": False, "rule": "rejection"},
+    ],
+    ids=["ngram", "draft", "rejection"],
+)
+def test_drafts_are_verified_on_a_mesh(folders, tmp_path, options):
+    """A draft model has a copy on each device. With itself as its draft model, an engine accepts every draft."""
+    if options["method"] == "draft":
+        options = options | {"model": str(folders["8/2"])}
+    one, mesh = compared(folders["8/2"], tmp_path, mesh={"tensor": 4}, speculative=options)
+    assert sum(run.steps for run in mesh) == sum(run.steps for run in one)
+    assert any(result[0].drafts for run in mesh for result in run.results if len(result) == 5)
+
+
+@pytest.mark.parametrize("name", ["8/2", "9/3"])
+def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
+    """An engine with the parameters of another model says what that model says."""
+    other = saved(tmp_path / "other", name, seed=5)
+    prompts, params = [tokens(9, 1), tokens(30, 2)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def said(llm: LLM) -> list[tuple[int, ...]]:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    mesh, wanted = (
+        LLM(folders[name], progress=False, mesh={"tensor": 4}, **CONFIG),
+        LLM(other, progress=False, **CONFIG),
+    )
+    before, old = said(mesh), mesh.engine.model.leaves
+    mesh.update_params(load_model(other).model.params)
+    assert said(mesh) == said(wanted) != before
+    chex.assert_trees_all_equal_shapes_and_dtypes(old, mesh.engine.model.leaves)
+    assert [x.sharding for x in old] == [x.sharding for x in mesh.engine.model.leaves]
+    with pytest.raises(ValueError, match=r"shape of embed: expected \(320, 64\), found \(3, 64\)"):
+        mesh.update_params(named(mesh.engine.model.params) | {"embed": np.zeros((3, 64), np.float32)})
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_an_orbax_checkpoint_goes_to_the_same_parts(folders, tmp_path, dtype):
+    convert(folders["9/3"], tmp_path / "orbax", "orbax")
+    mesh = MeshConfig(tensor=4)
+    one, other = (load_model(x, mesh=mesh, weight_dtype=dtype) for x in (folders["9/3"], tmp_path / "orbax"))
+    chex.assert_trees_all_equal(one.model.leaves, other.model.leaves)
+    assert [x.sharding for x in one.model.leaves] == [x.sharding for x in other.model.leaves]
+
+
+def test_in_16_bits_log_probabilities_are_close(folders):
+    """Partial sums are added in float32 before they are rounded, so a mesh differs by roundings of sums alone."""
+    prompt, params = tokens(40, 3), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for mesh in (None, {"tensor": 4}):
+        llm = LLM(folders["8/4"], progress=False, dtype="bfloat16", mesh=mesh, **CONFIG)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        found.append([next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]])
+    chex.assert_trees_all_close(np.array(found[0]), np.array(found[1]), atol=0.05)
+    assert len(jax.devices()) >= 4
