@@ -36,6 +36,7 @@ PUBLISHED: dict[tuple[int, int], dict[str, tuple[float, float, float, float]]] =
 }
 REQUESTS = {(1000, 1000): 3000, (5000, 500): 1500}
 FEW_REQUESTS = 60  # of --quick
+ALSO_FREE = (5000, 500)  # lengths that are run without exchanges too
 
 LONG = Work(tokens=32, sequences=32, sampled=32, context=32 * 8192, pairs=32 * 8192)  # the book's step
 WHY_MEMORY = (
@@ -85,6 +86,7 @@ def decodes(model: str, chip: str, n: int) -> list[Decode]:
     return found
 
 
+Rates = Mapping[tuple[tuple[int, int], str], Sequence[float]]  # tokens/s by lengths and chip
 Grid = Mapping[tuple[str, str, int], Sequence[Decode]]  # by model, chip and number of chips
 
 
@@ -139,13 +141,15 @@ def book_claims() -> list[Claim]:
     ]
 
 
-def rates(folder: Path, lengths: tuple[int, int], chip: str, count: int) -> list[float]:
-    """Output tokens/s of the whole run, by number of chips."""
+def rates(folder: Path, lengths: tuple[int, int], chip: str, count: int, *, exchanges: bool = True) -> list[float]:
+    """Output tokens/s of the whole run, by number of chips. Without exchanges, chips share the model without a cost."""
     prompt, output = lengths
+    meshes = f"sweep.grid.simulate.mesh=[{', '.join(f'{{tensor: {n}}}' for n in SIZES)}]"
+    shared = ("simulate.mesh=null", f"sweep.grid.simulate.chips={list(SIZES)}")
     found = simulated(
         folder / "config.yaml",
         f"simulate.chip={chip}",
-        f"sweep.grid.simulate.mesh=[{', '.join(f'{{tensor: {n}}}' for n in SIZES)}]",
+        *((meshes,) if exchanges else shared),
         f"workload={{kind: synthetic, count: {count}, prompt: {{dist: fixed, value: {prompt}}}, "
         f"output: {{dist: fixed, value: {output}}}}}",
     )
@@ -158,7 +162,7 @@ def of_base(several: Sequence[float], n: int) -> float:
     return (at[n] / n) / (at[BASE] / BASE)
 
 
-def table_claims(found: Mapping[tuple[tuple[int, int], str], Sequence[float]]) -> list[Claim]:
+def table_claims(found: Rates) -> list[Claim]:
     claims = []
     for (lengths, chip), ours in found.items():
         published = PUBLISHED[lengths][chip]
@@ -181,6 +185,12 @@ def run(folder: Path, quick: bool) -> Findings:
         for lengths, chips in PUBLISHED.items()
         for chip in chips
     }
+    free = {
+        (ALSO_FREE, chip): rates(
+            folder, ALSO_FREE, chip, FEW_REQUESTS if quick else REQUESTS[ALSO_FREE], exchanges=False
+        )
+        for chip in PUBLISHED[ALSO_FREE]
+    }
     panels = {
         f"{model}, {chip}": {
             f"{n} chip" + "s" * (n > 1): [(1e3 * step.latency, step.per_chip) for step in steps[model, chip, n]]
@@ -192,25 +202,31 @@ def run(folder: Path, quick: bool) -> Findings:
     }
     figure = figures.curves(panels, "ms a token", "tokens/s of a chip", log_x=10, log_y=10)
     claims = [*table_claims(found), *book_claims()]
-    return Findings(claims, answer(steps), {"pays.svg": figure}, [decode_table(steps), rate_table(found)])
+    return Findings(claims, answer(steps, free), {"pays.svg": figure}, [decode_table(steps), rate_table(found, free)])
 
 
-def answer(steps: Grid) -> list[str]:
+def answer(steps: Grid, free: Rates) -> list[str]:
     sentences = []
     for model, chip in (("llama-3-8b", "h100"), ("llama-3-70b", "h100"), ("llama-3-8b", "tpu-v5e")):
         one, eight = steps[model, chip, 1], steps[model, chip, 8]
+        faster = rounded(one[0].latency / eight[0].latency)
+        share = rounded(eight[-1].per_chip / one[-1].per_chip)
         sentences.append(
-            f"{model} on {chip}: eight chips decode one sequence {rounded(one[0].latency / eight[0].latency)} times as "
-            f"fast as one, and at the largest batch that fits ({eight[-1].batch} sequences; one chip: {one[-1].batch}) "
-            f"a chip gives {rounded(eight[-1].per_chip / one[-1].per_chip)} times the tokens/s."
+            f"{model} on {chip}: eight chips decode one sequence {faster} times as fast as one. At the largest batch "
+            f"that fits, of up to {BATCHES[-1]} sequences (eight chips: {eight[-1].batch}, one chip: "
+            f"{one[-1].batch}), a chip of eight gives {share} times the tokens/s of one alone."
         )
+    ideal = " and ".join(f"{rounded(of_base(several, 8))} ({chip})" for (_, chip), several in free.items())
     return [
         "It pays where the weights leave a chip little memory, or where a token must come sooner than one chip can "
         "give it. Where neither holds, an engine for each chip gives more tokens/s.",
         *sentences,
+        f"If exchanges took no time, the throughput of a chip on 8, over that on {BASE}, would be {ideal} with "
+        f"{ALSO_FREE[0]} tokens in and {ALSO_FREE[1]} out; the claims have it with exchanges.",
         "Two differences from TensorRT-LLM have opposite signs: its products are of 8 bits and twice as fast, which "
         "ours are not, and its kernels and links reach less than their data sheets, which a roofline does. Ratios of "
         "numbers of chips are claims for that reason, and tokens/s are not.",
+        "Hops of NVLink take no time here, because no data sheet gives it: times on GPUs are lower bounds.",
         "No source that we could verify gives latency against throughput for both models on 1 to 8 chips, so the "
         "figure and the first table are results without a claim.",
     ]
@@ -233,10 +249,18 @@ def of_step(step: Decode) -> tuple[str, str]:
     return rounded(step.per_chip), rounded(100 * step.exchanged, 2)
 
 
-def rate_table(found: Mapping[tuple[tuple[int, int], str], Sequence[float]]) -> str:
+def rate_table(found: Rates, free: Rates) -> str:
     rows = [
-        (chip, f"{lengths[0]} / {lengths[1]}", n, rounded(PUBLISHED[lengths][chip][i]), rounded(ours[i]))
+        (
+            chip,
+            f"{lengths[0]} / {lengths[1]}",
+            n,
+            rounded(PUBLISHED[lengths][chip][i]),
+            rounded(ours[i]),
+            rounded(free[lengths, chip][i]) if (lengths, chip) in free else "",
+        )
         for (lengths, chip), ours in found.items()
         for i, n in enumerate(SIZES)
     ]
-    return markdown(("chip", "tokens in / out", "chips", "TensorRT-LLM, tokens/s", "ours, tokens/s"), rows)
+    head = ("chip", "tokens in / out", "chips", "TensorRT-LLM, tokens/s", "ours, tokens/s", "without exchanges")
+    return markdown(head, rows)
