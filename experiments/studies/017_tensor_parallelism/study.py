@@ -36,7 +36,7 @@ PUBLISHED: dict[tuple[int, int], dict[str, tuple[float, float, float, float]]] =
 }
 REQUESTS = {(1000, 1000): 3000, (5000, 500): 1500}
 FEW_REQUESTS = 60  # of --quick
-ALSO_FREE = (5000, 500)  # lengths that are run without exchanges too
+ALSO_FREE: tuple[int, int] = (5000, 500)  # lengths that are run without exchanges too
 
 LONG = Work(tokens=32, sequences=32, sampled=32, context=32 * 8192, pairs=32 * 8192)  # the book's step
 WHY_MEMORY = (
@@ -180,12 +180,12 @@ def table_claims(found: Rates) -> list[Claim]:
 
 def run(folder: Path, quick: bool) -> Findings:
     steps = grid()
-    found = {
+    found: Rates = {
         (lengths, chip): rates(folder, lengths, chip, FEW_REQUESTS if quick else REQUESTS[lengths])
         for lengths, chips in PUBLISHED.items()
         for chip in chips
     }
-    free = {
+    free: Rates = {
         (ALSO_FREE, chip): rates(
             folder, ALSO_FREE, chip, FEW_REQUESTS if quick else REQUESTS[ALSO_FREE], exchanges=False
         )
