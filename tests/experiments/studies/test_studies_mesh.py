@@ -50,6 +50,12 @@ def test_best_is_the_most_throughput_within_the_limit():
     assert parallel.best(found, "m", "c", 0.001) is None
 
 
+def test_panels_have_a_line_for_each_size_with_room():
+    steps = {("m", "c", n): [parallel.Decode(1, 0.002, 5.0, 0.0)] for n in (1, 4)} | {("m", "d", 8): []}
+    assert parallel.lines(steps, "m", "c") == {"1 chip": [(2.0, 5.0)], "4 chips": [(2.0, 5.0)]}
+    assert [parallel.panel(steps, "m", chip) for chip in "cd"] == ["m, c", "m, d, 8 chips"]
+
+
 def test_crossing_is_where_both_times_are_equal():
     """By hand for n chips: 6 H F / (n rate) = 2 (n - 1) / n * 4 H / (2 link)."""
     chip, shape = CHIPS["tpu-v5p"], SHAPES["llama-3-70b"]
