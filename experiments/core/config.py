@@ -38,6 +38,8 @@ from pagedjax.params import SamplingParams
 
 # Keys without influence on the measurement; they are not in a point's hash.
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")
+# Fields that a point's key has only if they are set, so that other keys are those of versions before these fields.
+LATER = {"engine": ("speculative", "mesh", "devices"), "simulate": ("mesh", "hop_s")}
 OWN_VALUES = ("policy", "attention_impl")  # fields of EngineConfig that may name a value of one's own, file.py:NAME
 
 
@@ -294,8 +296,6 @@ def point_key(experiment: Experiment, content: str) -> str:
     if speculative := experiment.engine.speculative:
         drafter = {"method": _own_source(speculative.method), "model": _model_source(speculative.model)}
         values["engine"]["speculative"] |= drafter
-    else:  # so that keys of points without speculation are those of versions before it
-        del values["engine"]["speculative"]
     values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}
     values["model"] = _model_source(experiment.model)
     del values["cache_tokens"]
@@ -304,6 +304,10 @@ def point_key(experiment: Experiment, content: str) -> str:
     elif experiment.simulate.fit is not None:
         steps = (Path(experiment.simulate.fit) / STEPS).read_bytes()
         values["simulate"]["fit"] = hashlib.sha256(steps).hexdigest()
+    for section, names in LATER.items():
+        for name in names:
+            if section in values and values[section][name] is None:
+                del values[section][name]
     if "file" in values["workload"]:  # a file counts by content, not by path
         values["workload"]["file"] = hashlib.sha256(content.encode()).hexdigest()
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)

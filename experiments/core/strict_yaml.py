@@ -105,8 +105,10 @@ def _dataclass(cls: Any, value: Any, where: str) -> Any:
     try:
         return from_dict(cls, known, where=prefix)
     except ValueError as error:
-        message = str(error)  # from_dict reports the path; a check inside the dataclass reports its field only
-        raise ValueError(message if message.startswith("unknown key") else prefix + message) from None
+        # from_dict reports the path; a check inside the dataclass its field, some with the last name of the path
+        message, last = str(error), f"{where.rpartition('.')[2]}."
+        known_path = message.startswith("unknown key")
+        raise ValueError(message if known_path else prefix + message.removeprefix(last)) from None
 
 
 def _union(members: tuple[Any, ...], value: Any, where: str) -> Any:

@@ -13,8 +13,11 @@ In a mixture of experts, the step reads the experts that at least one token chos
 evenly and independently (Shape.experts_read), and multiplies with the experts of each token. A layer with a window
 counts as a layer that sees the whole context: for contexts beyond a window, attention is too slow here.
 
+A mesh of devices takes the time of one device's part of the model (`part`), and that of what the devices exchange
+(collectives.py).
+
 Two shares say what kernels reach of the chip's bandwidth and arithmetic. With the default of 1, a time is a lower
-bound. Imports no jax, except for the shape of a checkpoint.
+bound. Imports no jax, except for the shape of a checkpoint or of a mesh's part.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pagedjax.config import one_of
+from experiments.simulation import collectives
+from experiments.simulation.collectives import Exchanged, Network
+from pagedjax.config import MeshConfig, from_dict, one_of
 from pagedjax.host.types import Plan
 
 STEPS = "steps.jsonl"  # a file of a run folder
@@ -64,7 +69,7 @@ def work_of(plan: Plan, padded: int, *, cached: bool = True) -> Work:
 
 
 class Shape(NamedTuple):
-    """The sizes of a decoder that its costs depend on."""
+    """The sizes of a decoder that its costs depend on, or of one device's part of it (`part`)."""
 
     layers: int
     hidden: int
@@ -82,12 +87,13 @@ class Shape(NamedTuple):
     experts: int = 0  # experts of such a layer
     chosen: int = 0  # experts that each token chooses
     expert: int = 0  # intermediate size of an expert
+    dealt: int = 1  # devices that the experts are dealt over; one has an equal part of `experts` and of the chosen ones
 
     def layer_numbers(self, experts: float) -> float:
-        """Numbers in the matrices of all layers, with `experts` experts in each layer of a mixture."""
+        """Numbers in the matrices of all layers, with `experts` experts of all devices in each layer of a mixture."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         row = (3 if self.gated else 2) * self.hidden  # numbers of an MLP for each intermediate channel
-        mixture = self.hidden * self.experts + experts * row * self.expert
+        mixture = self.hidden * self.experts + experts / self.dealt * row * self.expert
         return self.layers * attention + (self.layers - self.sparse) * row * self.intermediate + self.sparse * mixture
 
     def experts_read(self, tokens: int) -> float:
@@ -148,6 +154,45 @@ def shape_of(config: Mapping[str, Any], weight_bytes: float = 2, kv_bytes: float
     return shape._replace(sparse=sum(kind.sparse for kind in c.kinds), **mixed)
 
 
+def part(shape: Shape, mesh: MeshConfig) -> Shape:
+    """The shape of one device's part of a model: heads, widths and vocabulary with padding (models/split.py).
+
+    With experts on several devices, it is the part of a device whose experts get an equal share of the tokens.
+
+    Raises:
+        ValueError: the model cannot be split over the mesh.
+    """
+    from pagedjax.device.models import split  # imports jax, but starts no backend
+    from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind
+
+    s = shape
+    whole = DecoderConfig(
+        vocab_size=s.vocabulary,
+        hidden=s.hidden,
+        intermediate=s.intermediate,
+        heads=s.heads,
+        kv_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        max_len=s.longest,
+        tied=s.tied,
+        eps=0.0,
+        kinds=tuple(LayerKind(sparse=i < s.sparse) for i in range(s.layers)),
+        ropes=(),
+        gated=s.gated,
+        experts=Experts(s.experts, s.chosen, s.expert, normalised=True) if s.experts else None,
+    )
+    split.check(whole, mesh)
+    one = split.device_config(whole, mesh)
+    return s._replace(
+        heads=one.heads,
+        kv_heads=one.kv_heads,
+        intermediate=one.intermediate,
+        vocabulary=one.vocab_size,
+        expert=one.experts.intermediate if one.experts else 0,
+        dealt=mesh.expert,
+    )
+
+
 # Published shapes that the papers' experiments used, from the models' own config.json.
 SHAPES = {
     "opt-13b": Shape(40, 5120, 40, 40, 128, 20480, 50272, 2048, gated=False, tied=True),
@@ -176,23 +221,47 @@ class Chip(NamedTuple):
     tile: int = 1  # tokens that a matrix product computes at a time
     link: float = 25e9  # bytes/s between its memory and the host's
     transfer: float = 5e-6  # seconds of each copy over the link, in addition to its bytes
+    network: Network | None = None  # to other chips; None: not known
 
 
-# NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v5e, v5p and v6e; 128 rows is the tile of cuBLAS,
-# of Hopper's kernels and of the MXU.
+# NVIDIA's data sheets give NVLink's bandwidth of both directions together: 600 GB/s of an A100, 900 GB/s of an H100 and
+# an H200, in nodes of 8. They give no latency.
+NVLINK_3 = Network(300e9, neighbours=False, devices=8)
+NVLINK_4 = Network(450e9, neighbours=False, devices=8)
+# Google Cloud's pages of each TPU give the bandwidth of all links of a chip, both directions together: v5e 400 and v6e
+# 800 GB/s over 4 links, v5p and TPU7x 1,200 GB/s over 6. TPU v4 has 6 links of 50 GB/s in each direction (Jouppi et al.
+# 2023, arXiv 2304.01433, table 4). "How to Scale Your Model" (Austin et al. 2025, parts 2 and 3) uses 90 % of these,
+# and about 1 us a hop. A TPU7x is two devices of JAX, and one here.
+HOP = 1e-6
+ICI = {
+    "tpu-v4": Network(50e9, neighbours=True, devices=4096, hop=HOP),
+    "tpu-v5e": Network(50e9, neighbours=True, devices=256, hop=HOP),
+    "tpu-v5p": Network(100e9, neighbours=True, devices=8960, hop=HOP),
+    "tpu-v6e": Network(100e9, neighbours=True, devices=256, hop=HOP),
+    "tpu7x": Network(100e9, neighbours=True, devices=9216, hop=HOP),
+}
+
+# NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v4, v5e, v5p, v6e and TPU7x; 128 rows is the tile
+# of cuBLAS, of Hopper's kernels and of the MXU.
 CHIPS = {
-    "a100-40g": Chip(1.555e12, 312e12, 40e9, tile=128),
-    "a100-80g": Chip(2.039e12, 312e12, 80e9, tile=128),
-    "h100": Chip(3.35e12, 989e12, 80e9, tile=128, link=50e9),
-    "h200": Chip(4.8e12, 989e12, 141e9, tile=128, link=50e9),
-    "tpu-v5e": Chip(0.819e12, 197e12, 16e9, tile=128),
-    "tpu-v5p": Chip(2.765e12, 459e12, 95e9, tile=128),
-    "tpu-v6e": Chip(1.64e12, 918e12, 32e9, tile=128),
+    "a100-40g": Chip(1.555e12, 312e12, 40e9, tile=128, network=NVLINK_3),
+    "a100-80g": Chip(2.039e12, 312e12, 80e9, tile=128, network=NVLINK_3),
+    "h100": Chip(3.35e12, 989e12, 80e9, tile=128, link=50e9, network=NVLINK_4),
+    "h200": Chip(4.8e12, 989e12, 141e9, tile=128, link=50e9, network=NVLINK_4),
+    "tpu-v4": Chip(1.2e12, 275e12, 32e9, tile=128, network=ICI["tpu-v4"]),
+    "tpu-v5e": Chip(0.819e12, 197e12, 16e9, tile=128, network=ICI["tpu-v5e"]),
+    "tpu-v5p": Chip(2.765e12, 459e12, 95e9, tile=128, network=ICI["tpu-v5p"]),
+    "tpu-v6e": Chip(1.64e12, 918e12, 32e9, tile=128, network=ICI["tpu-v6e"]),
+    "tpu7x": Chip(7.37e12, 2307e12, 192e9, tile=128, network=ICI["tpu7x"]),
 }
 
 
 class Roofline(NamedTuple):
-    """Seconds of a step on `chips` chips that share weights and heads without a cost (ideal tensor parallelism)."""
+    """Seconds of a step on `chips` chips that share weights and heads without a cost (ideal tensor parallelism).
+
+    With `devices` above 1, `shape` is one device's part of the model, and what devices exchange takes its time; see
+    `of_mesh`.
+    """
 
     shape: Shape
     chip: Chip
@@ -201,6 +270,8 @@ class Roofline(NamedTuple):
     rate_share: float = 1.0  # share of the arithmetic
     block_size: int = 16
     batched_moves: bool = True  # one copy for all moved blocks, not one for each block, layer, keys and values
+    devices: int = 1  # that exchange, one part of the model each
+    activation_bytes: float = 2
 
     def __call__(self, work: Work) -> float:
         s, chip = self.shape, self.chip
@@ -214,7 +285,18 @@ class Roofline(NamedTuple):
             + weights
             + max(s.token_bytes * work.context / bandwidth, attention / rate)
             + self.move(work.moved_blocks)
+            + self.exchange(work)
         )
+
+    def exchange(self, work: Work) -> float:
+        """Seconds of the step's exchanges between devices."""
+        if self.devices == 1:
+            return 0.0
+        s, network = self.shape, self.chip.network
+        assert network is not None, "`of_mesh` refuses a chip without one"
+        sizes = Exchanged(s.layers, s.hidden, s.vocabulary, self.activation_bytes)
+        each = collectives.exchanges(sizes, self.devices, work.tokens, work.sampled)
+        return sum(collectives.seconds(one, self.devices, network) for one in each)
 
     def move(self, blocks: int) -> float:
         """Seconds to move blocks between device and host."""
@@ -223,6 +305,36 @@ class Roofline(NamedTuple):
         copies = 1 if self.batched_moves else 2 * self.shape.layers * blocks
         bytes_ = blocks * self.block_size * self.shape.token_bytes / self.chips
         return copies * self.chip.transfer + bytes_ / self.chip.link
+
+
+def of_mesh(roofline: Roofline, mesh: MeshConfig, hop: float | None = None) -> Roofline:
+    """The roofline of a mesh, from that of the whole model on one chip. hop: seconds; None is the chip's.
+
+    Raises:
+        ValueError: the model cannot be split so, or the chip's links are not known or connect fewer devices.
+    """
+    network = roofline.chip.network
+    if mesh.size > 1:
+        check_network(network, mesh.size, "the chip")
+    if network is not None and hop is not None:
+        network = network._replace(hop=hop)
+    chip = roofline.chip._replace(network=network)
+    return roofline._replace(shape=part(roofline.shape, mesh), chip=chip, devices=mesh.size)
+
+
+def check_network(network: Network | None, n: int, chip: str) -> None:
+    """Raises ValueError unless the network connects n devices. chip: its name, for the message."""
+    if network is None:
+        known = ", ".join(name for name, one in CHIPS.items() if one.network)
+        raise ValueError(
+            f"mesh has {n} devices, and the bandwidth between chips of {chip} is not known; use one of {known}, "
+            f"or chips={n}, which share the model without a cost"
+        )
+    if n > network.devices:
+        raise ValueError(
+            f"mesh has {n} devices, and the links of {chip} connect at most {network.devices} chips; use at most "
+            f"{network.devices} devices"
+        )
 
 
 class Fitted(NamedTuple):
@@ -270,11 +382,21 @@ def read_steps(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line]
 
 
+def _said(value: object) -> str:
+    """A value of a config as text; a mesh by its axes."""
+    if not isinstance(value, MeshConfig):
+        return str(value)
+    return f"tensor {value.tensor}" + f", expert {value.expert}" * (value.expert > 1)
+
+
 @dataclass(frozen=True)
 class Simulate:
     """The model of the device.
 
     chip: a name of cost.CHIPS. chips: the number of chips that share the model, without a cost.
+    mesh: the devices that share the model, in place of chips: each computes its part, and they exchange sums. A
+        `MeshConfig` or a mapping such as {"tensor": 8}.
+    hop_s: with a mesh, seconds of each hop of an exchange, in addition to its bytes; None is the chip's.
     fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl.
     step_s: seconds of every step, in place of a chip: its time does not depend on what it computes.
     model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its config.json.
@@ -303,8 +425,13 @@ class Simulate:
     host_s: float = 0.0
     acceptance: float | None = None
     draft_s: float = 0.0
+    mesh: MeshConfig | None = None
+    hop_s: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.mesh, Mapping):
+            sizes: dict[str, Any] = {str(name): size for name, size in self.mesh.items()}
+            object.__setattr__(self, "mesh", from_dict(MeshConfig, sizes, where="simulate.mesh."))
         if [self.chip, self.fit, self.step_s].count(None) != 2:
             raise ValueError(
                 "needs one of chip (a name), fit (a folder of a measured run) and step_s (seconds of every step)"
@@ -319,12 +446,12 @@ class Simulate:
             raise ValueError(f"step_s is {self.step_s}; it must be above 0 seconds")
         if self.chip is None:
             given = "measured steps (fit) do" if self.fit is not None else "a constant step (step_s) does"
-            for name in ("chips", "bandwidth_share", "rate_share", "batched_moves"):
+            for name in ("chips", "bandwidth_share", "rate_share", "batched_moves", "mesh", "hop_s"):
                 value = getattr(self, name)
                 if value != getattr(Simulate, name):
-                    raise ValueError(
-                        f"{name} is {value}, and {given} not depend on it; leave it out, or give a chip in its place"
-                    )
+                    said = f"{name} is {_said(value)}, and {given} not depend on it"
+                    raise ValueError(f"{said}; leave it out, or give a chip in its place")
+        self._check_mesh()
         if self.acceptance is not None and not 0.0 <= self.acceptance <= 1.0:
             raise ValueError(f"acceptance is {self.acceptance}; it must be a probability, from 0 to 1")
         if self.draft_s < 0:
@@ -335,9 +462,26 @@ class Simulate:
         if self.host_s < 0:
             raise ValueError(f"host_s is {self.host_s}; it must be at least 0 seconds")
 
+    def _check_mesh(self) -> None:
+        if self.mesh is None:
+            if self.hop_s is not None:
+                raise ValueError(
+                    f"hop_s is {self.hop_s}, and without a mesh nothing is exchanged; set mesh, or leave it out"
+                )
+            return
+        if self.hop_s is not None and self.hop_s < 0:
+            raise ValueError(f"hop_s is {self.hop_s}; it must be at least 0 seconds")
+        if self.chips != 1:
+            raise ValueError(f"chips is {self.chips} and mesh is {_said(self.mesh)}; leave chips out")
+        if self.mesh.size > 1:
+            assert self.chip is not None, "checked before"
+            check_network(CHIPS[self.chip].network, self.mesh.size, self.chip)
+
     @property
     def name(self) -> str:
         """The name of the device in a summary."""
         if self.chip is None:
             return f"{SIMULATED}, {'fitted' if self.fit is not None else 'constant step'}"
+        if self.mesh is not None:
+            return f"{SIMULATED} {self.chip}, {_said(self.mesh)}"
         return f"{SIMULATED} {self.chip}" + (f" x {self.chips}" if self.chips > 1 else "")

@@ -1,6 +1,7 @@
 """An engine without a device: the same scheduler, policies and requests, with a clock that a cost model advances.
 
     simulate: {chip: h200, model: llama-3-8b}      # a roofline, see cost.py
+    simulate: {chip: tpu-v5e, mesh: {tensor: 8}, model: llama-3-8b}   # that of eight devices, which exchange sums
     simulate: {fit: runs/w1/0123456789ab/0}        # the measured steps of a run
     simulate: {step_s: 1.0}                        # every step takes the same time
 
@@ -227,6 +228,12 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, guesses: Guesses | N
             f"engine.lookahead is {config.lookahead}, and a simulated step hides no host time behind the "
             "device; set it to 0, and simulate.host_s to the host time that is not hidden"
         )
+    given = [f"engine.{name}" for name in ("mesh", "devices") if getattr(config, name) is not None]
+    if given:
+        raise ValueError(
+            f"{' and '.join(given)} is set, and a simulated step takes the time of simulate.mesh; set that one, and "
+            "leave this out"
+        )
     if (config.speculative is None) != (simulate.acceptance is None and guesses is None):
         has, lacks = ("engine.speculative", "simulate.acceptance")
         if config.speculative is None:
@@ -241,6 +248,8 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, guesses: Guesses | N
 
 def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> EngineConfig:
     """The configuration with lengths, blocks and buckets chosen as for a device with `memory` bytes.
+
+    `shape` is what this device has of the model: on a mesh, its part.
 
     Raises:
         ValueError: max_model_len is beyond the model's, or the blocks do not fit.
@@ -271,7 +280,8 @@ class SimulatedLLM:
 
     def __init__(self, simulate: Simulate, config: EngineConfig, model: str) -> None:
         """`model` gives the shape if the simulation names none, and the tokenizer if a workload has text."""
-        shape, memory = _shape(simulate, config, model), None
+        shape, memory, devices = _shape(simulate, config, model), None, 1
+        vocabulary = shape.vocabulary
         if simulate.fit is not None:
             steps = cost.read_steps((Path(simulate.fit) / cost.STEPS).read_text(encoding="utf-8"))
             self.step_time: StepTime = cost.fit(steps)
@@ -281,18 +291,23 @@ class SimulatedLLM:
             assert simulate.chip is not None, "`Simulate` has a chip, a fit or step_s"
             chip, memory = CHIPS[simulate.chip], simulate.chips * CHIPS[simulate.chip].memory
             shares = (simulate.bandwidth_share, simulate.rate_share)
-            self.step_time = Roofline(shape, chip, simulate.chips, *shares, config.block_size, simulate.batched_moves)
+            roofline = Roofline(shape, chip, simulate.chips, *shares, config.block_size, simulate.batched_moves)
+            if (mesh := simulate.mesh) is not None:
+                numbers = NUMBER_BYTES[config.dtype or "bfloat16"]
+                roofline = cost.of_mesh(roofline._replace(activation_bytes=numbers), mesh, simulate.hop_s)
+                shape, devices = roofline.shape, mesh.size  # of one device, whose memory decides
+            self.step_time = roofline
         host_blocks = 0
         if config.preemption == "swap":
-            host_blocks = int(config.swap_space_gib * 2**30 / (config.block_size * shape.token_bytes))
+            host_blocks = int(config.swap_space_gib * 2**30 / (config.block_size * devices * shape.token_bytes))
         self.engine = SimulatedEngine(
             resolved(config, shape, memory),
             self.step_time,
-            vocab_size=shape.vocabulary,
+            vocab_size=vocabulary,
             host_blocks=host_blocks,
             simulate=simulate,
         )
-        self.tokenizer = _Tokenizer(model, shape.vocabulary)
+        self.tokenizer = _Tokenizer(model, vocabulary)
         self.startup: dict[str, float] = {}
 
 

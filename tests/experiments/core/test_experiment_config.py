@@ -44,6 +44,11 @@ def points(tmp_path: Path, *overrides: str, **sections: Any) -> list[config.Poin
         ({"engine": {"block_size": 0}}, r"engine\.block_size is 0; it must be an integer of at least 1"),
         ({"engine": {"memory_fraction": "1e-1"}}, r"engine\.memory_fraction is '1e-1'.*unless it has a point"),
         ({"engine": {"dtype": "bfloat"}}, r"engine\.dtype is 'bfloat'; it must be one of .*did you mean 'bfloat16'"),
+        ({"engine": {"mesh": {"tensor": 0}}}, r"^engine\.mesh\.tensor is 0; it must be an integer of at least 1"),
+        (
+            {"engine": {"speculative": {"num_tokens": 0}}},
+            r"^engine\.speculative\.num_tokens is 0; it must be an integer",
+        ),
         ({"engine": 3}, r"engine is 3; it must be a mapping with keys from: block_size"),
         ({"sampling": {"temperature": 3.0}}, r"sampling\.temperature is 3\.0; it must be between 0 \(greedy\) and 2"),
         ({"sampling": {"max_tokens": 3}}, r"sampling\.max_tokens: output lengths belong to the workload"),
@@ -207,6 +212,40 @@ def test_point_key_covers_exactly_measured_values(tmp_path: Path) -> None:
         key(workload={**BASE["workload"], "count": 5}),
     ]
     assert len({same, *others}) == len(others) + 1
+
+
+EARLIER_KEYS = {  # of the version before engine.mesh, engine.devices and simulate.mesh
+    "a8d6b235305f884fa77d0707fcf159c321ed2d0a066a2db5c09ea44059b097a6": {},
+    "5f636962a2f155e5eec98fcea169f2282db3d89ad273bdf5d426a0d129439684": {
+        "engine": {"block_size": 8, "speculative": {"method": "ngram"}}
+    },
+    "94f94df0a4912fe72ac6cd51e196547cf1d5c9e920bfb4f0dde3d187e6832004": {
+        "simulate": {"chip": "h200", "model": "llama-3-8b"}
+    },
+    "9bdc7aad2e4663107dc45cac5da570ace77ac233948b6af33532e5f77ba123d3": {
+        "simulate": {"step_s": 1.0, "model": "llama-3-8b"}
+    },
+    "bd0a7d5c1e0b2570b1e4588a0eb00c2c6e93c700e055e66f75450278cffcf22b": {
+        "simulate": {"chip": "a100-80g", "chips": 2, "model": "opt-13b"}
+    },
+}
+
+
+def test_point_key_without_a_mesh_is_that_of_earlier_versions(tmp_path: Path) -> None:
+    for key, sections in EARLIER_KEYS.items():
+        ends = {"sampling": {"ignore_eos": True}} if "simulate" in sections else {}
+        assert points(tmp_path, **sections, **ends)[0].key == key
+
+
+def test_point_key_depends_on_the_mesh(tmp_path: Path) -> None:
+    def key(simulate: dict[str, Any]) -> str:
+        return points(tmp_path, simulate={"chip": "h200", **simulate}, sampling={"ignore_eos": True})[0].key
+
+    meshes = [{}, {"mesh": {"tensor": 2}}, {"mesh": {"tensor": 4}}, {"mesh": {"tensor": 2}, "hop_s": 1e-6}]
+    assert len({key(mesh) for mesh in meshes}) == len(meshes)
+    assert key({"mesh": {"tensor": 2, "expert": 1}}) == key({"mesh": {"tensor": 2}})
+    engines = [{}, {"mesh": {"tensor": 2}}, {"devices": [1]}]
+    assert len({points(tmp_path, engine=engine)[0].key for engine in engines}) == len(engines)
 
 
 def test_point_key_depends_on_file_content_not_path(tmp_path: Path) -> None:

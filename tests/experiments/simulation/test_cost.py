@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.simulation import cost
+from experiments.simulation.collectives import Network
 from experiments.simulation.cost import (
     CHIPS,
     SHAPES,
@@ -21,10 +22,13 @@ from experiments.simulation.cost import (
     Simulate,
     Work,
     fit,
+    of_mesh,
+    part,
     read_steps,
     shape_of,
     work_of,
 )
+from pagedjax.config import MeshConfig
 from pagedjax.host.types import EMPTY_PLAN, Request, Seq
 from pagedjax.weights.locate import open_checkpoint
 
@@ -184,6 +188,124 @@ def test_block_moves_cost_one_or_many_copies():
     assert many == pytest.approx(2 * 2 * 10 * 1e-3 + content)
 
 
+# --- a mesh -----------------------------------------------------------------------------------------------------------
+
+TORUS = Network(1e5, neighbours=True, devices=8, hop=1e-3)
+
+
+def test_part_of_a_small_model_is_counted_by_hand():
+    """SMALL on two devices: one query head and a copy of the key head each, half the MLP and of the vocabulary."""
+    one = part(SMALL, MeshConfig(tensor=2))
+    assert one == SMALL._replace(heads=1, kv_heads=1, intermediate=8, vocabulary=50)
+    layer = 8 * 4 + 2 * 8 * 4 + 4 * 8 + 3 * 8 * 8  # q, k and v, out, three matrices
+    assert one.total_bytes == 2 * (2 * layer + 2 * 8 * 50)
+    assert one.token_bytes == SMALL.token_bytes, "the key head is on both"
+
+
+def test_part_has_padded_heads_and_widths():
+    """SmolLM2's 9 heads, 3 key heads and vocabulary on 2 devices: 2 key heads each, with their groups of 3."""
+    one = part(SHAPES["smollm2-135m"], MeshConfig(tensor=2))
+    assert (one.heads, one.kv_heads, one.intermediate, one.vocabulary) == (6, 2, 768, 24576)
+
+
+def test_part_of_llama_70b_is_an_eighth():
+    whole, one = SHAPES["llama-3-70b"], part(SHAPES["llama-3-70b"], MeshConfig(tensor=8))
+    assert 8 * one.total_bytes == whole.total_bytes
+    assert 8 * one.token_bytes == whole.token_bytes
+    assert part(whole, MeshConfig(tensor=16)).token_bytes == one.token_bytes, "8 key heads, each twice"
+
+
+def test_experts_are_dealt_over_the_axis_expert():
+    """Mixtral on 4 x 2: two of eight experts on a device, half of their width; the router is whole."""
+    whole, one = shape_of(MIXTRAL), part(shape_of(MIXTRAL), MeshConfig(tensor=2, expert=4))
+    assert (one.heads, one.kv_heads, one.expert, one.dealt, one.experts) == (4, 1, 7168, 4, 8)
+    attention, router, expert = 4096 * 128 * 2 * (4 + 1), 4096 * 8, 3 * 4096 * 7168
+    assert one.layer_numbers(8) == 32 * (attention + router + 2 * expert)
+    assert one.experts_read(5) == whole.experts_read(5)
+    assert one.products(1, 0) == 2 * 32 * (attention + router + 2 / 4 * expert), "an equal share of the tokens"
+
+
+works = st.builds(
+    Work,
+    tokens=st.integers(1, 300),
+    sequences=st.just(1),
+    sampled=st.integers(0, 64),
+    context=st.integers(0, 10_000),
+    pairs=st.integers(0, 100_000),
+    moved_blocks=st.integers(0, 3),
+)
+
+
+@given(work=works, name=st.sampled_from(sorted(SHAPES)), chip=st.sampled_from(sorted(CHIPS)))
+def test_mesh_of_one_device_is_no_mesh(work, name, chip):
+    whole = Roofline(SHAPES[name], CHIPS[chip])
+    assert part(SHAPES[name], MeshConfig()) == SHAPES[name]
+    assert of_mesh(whole, MeshConfig())(work) == whole(work)
+
+
+@given(work=works, n=st.sampled_from([2, 4, 8]))
+def test_mesh_without_exchanges_is_ideal_where_all_divides(work, n):
+    whole, free = SHAPES["llama-3-8b"], CHIPS["h100"]._replace(network=Network(1e30, False, 8))
+    mesh, ideal = of_mesh(Roofline(whole, free), MeshConfig(tensor=n)), Roofline(whole, free, chips=n)
+    work = work._replace(moved_blocks=0)  # the link to the host is each device's own
+    assert mesh(work) == pytest.approx(ideal(work), rel=1e-12)
+
+
+@given(work=works, n=st.sampled_from([2, 3, 4, 8, 16]), more=st.integers(1, 100))
+def test_mesh_of_more_work_or_slower_links_is_never_faster(work, n, more):
+    mesh = of_mesh(Roofline(SHAPES["llama-3-70b"], CHIPS["tpu-v5e"]), MeshConfig(tensor=n))
+    slow = mesh.chip._replace(network=mesh.chip.network._replace(bandwidth=mesh.chip.network.bandwidth / more))
+    assert mesh(work) <= mesh._replace(chip=slow)(work)
+    assert mesh(work) >= mesh._replace(devices=1)(work), "exchanges take time"
+    for name in ("tokens", "sampled", "context", "pairs"):
+        assert mesh(work) <= mesh(work._replace(**{name: getattr(work, name) + more}))
+
+
+def test_exchanges_of_a_small_model_are_counted_by_hand():
+    """2 devices, 3 tokens, 2 samples: five sums of [8, 3], logits [50, 2] and 2 tokens; a link of 1e5 bytes/s."""
+    mesh = of_mesh(Roofline(SMALL, CHIP._replace(network=TORUS)), MeshConfig(tensor=2))
+    work = Work(tokens=3, sequences=2, sampled=2, context=0, pairs=0)
+    sums = 4 * 8 * 3 * 4 + 8 * 3 * 2  # two a layer in float32, and the embedding's in 16 bits
+    moved = sums * 2 / 2 + 50 * 2 * 4 / 2 + 2 * 4 / 2
+    hops = 5 * 2 + 1 + 1
+    assert mesh.exchange(work) == pytest.approx(moved / 1e5 + hops * 1e-3)
+    assert mesh(work) == pytest.approx(mesh._replace(devices=1)(work) + mesh.exchange(work))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "message"),
+    [
+        (MeshConfig(expert=2), "llama-3-8b", r"mesh.expert is 2, and the model has no experts; use mesh.tensor"),
+        (MeshConfig(tensor=16), "smollm2-135m", r"mesh has 16 devices, and the model 9 heads; use at most 9 devices"),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused(mesh, model, message):
+    with pytest.raises(ValueError, match=message):
+        of_mesh(Roofline(SHAPES[model], CHIPS["tpu-v5e"]), mesh)
+
+
+def test_chip_without_known_links_has_no_mesh(monkeypatch):
+    message = r"mesh has 2 devices, and the bandwidth between chips of {} is not known; use one of .*h100.*chips=2"
+    with pytest.raises(ValueError, match=message.format("the chip")):
+        of_mesh(Roofline(SMALL, CHIP), MeshConfig(tensor=2))
+    monkeypatch.setitem(CHIPS, "lonely", CHIP)
+    with pytest.raises(ValueError, match=message.format("lonely")):
+        Simulate(chip="lonely", mesh={"tensor": 2})
+    assert Simulate(chip="lonely", mesh={"tensor": 1}).mesh == MeshConfig()
+
+
+def test_links_of_a_chip_are_those_of_its_data_sheet():
+    """Bytes/s of all links of a chip in both directions: NVIDIA's data sheets, Google Cloud's pages, Jouppi et al."""
+    links = {"tpu-v4": 6, "tpu-v5e": 4, "tpu-v5p": 6, "tpu-v6e": 4, "tpu7x": 6}
+    sheets = {"a100-40g": 600e9, "a100-80g": 600e9, "h100": 900e9, "h200": 900e9}
+    sheets |= {"tpu-v4": 600e9, "tpu-v5e": 400e9, "tpu-v5p": 1200e9, "tpu-v6e": 800e9, "tpu7x": 1200e9}
+    assert sheets.keys() == CHIPS.keys()
+    for name, both in sheets.items():
+        network = CHIPS[name].network
+        assert 2 * network.bandwidth * links.get(name, 1) == both, name
+        assert network.neighbours == (name in links)
+
+
 def measured(count=60, noise=0.0, seed=0):
     """Steps of a device whose times are known: by bucket, and so much a token of context and a pair."""
     draw, base, steps = random.Random(seed), {8: 0.010, 32: 0.012, 128: 0.030}, []
@@ -240,6 +362,21 @@ def test_steps_are_read_line_by_line():
         ({"fit": "runs/x", "rate_share": 0.8}, "rate_share is 0.8, and measured steps"),
         ({"fit": "runs/x", "batched_moves": False}, "batched_moves is False, and measured steps"),
         ({"chip": "h200", "host_s": -1.0}, "host_s is -1.0; it must be at least 0 seconds"),
+        ({"chip": "h200", "mesh": {"tensr": 2}}, r"unknown key simulate.mesh.'tensr'; did you mean 'tensor'"),
+        ({"chip": "h200", "mesh": {"data": 2}}, r"unknown key simulate.mesh.'data'; known keys are tensor, expert"),
+        ({"chip": "h200", "mesh": {"tensor": 0}}, r"mesh.tensor is 0; it must be an integer of at least 1"),
+        (
+            {"chip": "h200", "mesh": {"tensor": 16}},
+            "mesh has 16 devices, and the links of h200 connect at most 8 chips",
+        ),
+        ({"chip": "h200", "chips": 2, "mesh": {"tensor": 2}}, "chips is 2 and mesh is tensor 2; leave chips out"),
+        (
+            {"fit": "runs/x", "mesh": {"tensor": 2}},
+            "mesh is tensor 2, and measured steps .* leave it out, or give a chip",
+        ),
+        ({"step_s": 1.0, "mesh": {"tensor": 2}}, "mesh is tensor 2, and a constant step"),
+        ({"chip": "h200", "hop_s": 1e-6}, "hop_s is 1e-06, and without a mesh nothing is exchanged; set mesh"),
+        ({"chip": "h200", "mesh": {"tensor": 2}, "hop_s": -1.0}, "hop_s is -1.0; it must be at least 0 seconds"),
     ],
 )
 def test_simulate_section_is_checked(wrong, message):
@@ -250,6 +387,8 @@ def test_simulate_section_is_checked(wrong, message):
 def test_simulated_device_names():
     assert Simulate(chip="h200").name == "simulated h200"
     assert Simulate(chip="a100-80g", chips=2).name == "simulated a100-80g x 2"
+    assert Simulate(chip="tpu-v5e", mesh={"tensor": 8}).name == "simulated tpu-v5e, tensor 8"
+    assert Simulate(chip="h100", mesh={"tensor": 2, "expert": 4}).name == "simulated h100, tensor 2, expert 4"
     assert Simulate(fit="somewhere").name == "simulated, fitted"
     assert dataclasses.replace(Simulate(chip="h200"), model="llama-3-8b").model in SHAPES
     assert set(cost.CHIPS) == set(CHIPS)

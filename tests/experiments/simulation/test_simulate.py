@@ -13,7 +13,7 @@ from experiments.core.config import expand
 from experiments.core.drive import drive, measure
 from experiments.core.metrics import request_records, step_records
 from experiments.core.workloads import WorkItem
-from experiments.simulation.cost import SHAPES, Simulate
+from experiments.simulation.cost import CHIPS, SHAPES, Simulate
 from experiments.simulation.simulate import Guess, SimulatedEngine, SimulatedLLM, resolved
 from pagedjax import LLM, SamplingParams
 from pagedjax.config import EngineConfig
@@ -140,6 +140,8 @@ def test_whole_batches_need_static_policy():
     ("options", "simulate", "message"),
     [
         ({"lookahead": 2}, {"chip": "h200"}, r"engine.lookahead is 2, .*set it to 0"),
+        ({"mesh": {"tensor": 2}}, {"chip": "h200"}, r"engine.mesh is set, and .* simulate.mesh; set that one"),
+        ({"devices": [1]}, {"chip": "h200"}, r"engine.devices is set, .* simulate.mesh; set that one, and leave this"),
         ({"preemption": "swap"}, {"fit": "runs/x"}, r"preemption is 'swap', .*set engine.preemption: recompute"),
     ],
     ids=str,
@@ -203,6 +205,13 @@ def test_simulation_fitted_to_measured_run(tmp_path):
         ({"simulate": {"chip": "h2000"}}, "simulate.chip is 'h2000'.*did you mean 'h200'"),
         ({"simulate": {"fit": "nowhere"}}, r"simulate.fit: there is no steps.jsonl in .*nowhere"),
         ({"simulate": {"chip": "h200", "speed": 2}}, "unknown key simulate.'speed'"),
+        ({"simulate": {"chip": "v5e"}}, "simulate.chip is 'v5e'.*did you mean 'tpu-v5e'"),
+        ({"simulate": {"chip": "h200", "mesh": {"tensors": 2}}}, "unknown key simulate.mesh.'tensors'; did you mean"),
+        (
+            {"simulate": {"chip": "h200", "mesh": {"tensor": 0}}},
+            r"simulate\.mesh\.tensor is 0; it must be an integer of",
+        ),
+        ({"simulate": {"chip": "h200", "mesh": 2}}, r"simulate\.mesh is 2; it must be a mapping"),
     ],
 )
 def test_wrong_simulate_section_is_reported(tmp_path, change, message):
@@ -235,6 +244,50 @@ def test_simulated_cache_fills_memory_beside_weights():
     with pytest.raises(ValueError, match=r"set cache_tokens or engine.num_blocks"):
         resolved(EngineConfig(), shape, None)
     assert experiment_config.Experiment.__dataclass_fields__["simulate"].default is None
+
+
+def meshed(model, n, chip="tpu-v5e", **engine):
+    config = EngineConfig(memory_fraction=0.9, weight_dtype="int8", kv_cache_dtype="float8_e4m3fn", **engine)
+    return SimulatedLLM(Simulate(chip=chip, mesh={"tensor": n}, model=model), config, "none")
+
+
+def test_mesh_has_the_blocks_of_one_devices_part():
+    """Llama-3-70B in 8 bits on eight TPU v5e: an eighth of the weights, and one of eight key heads, on each."""
+    weights = (70_553_706_496 - 80 * 2 * 8192 - 8192) / 8  # Meta's number of parameters, without norms
+    free = CHIPS["tpu-v5e"].memory - weights
+    llm = meshed("llama-3-70b", 8, max_num_seqs=64)
+    assert llm.engine.config.num_blocks == int(0.9 * free / (16 * 2 * 80 * 1 * 128))
+    assert llm.tokenizer.vocab_size == 128256, "not that of a part"
+    with pytest.raises(ValueError, match=r"weights of 17.6 GB leave 0.0 of 16.0 GB.*use more or larger chips"):
+        meshed("llama-3-70b", 4)
+    with pytest.raises(ValueError, match=r"the mesh has 64 devices, and the model 32 heads; use at most 32"):
+        meshed("llama-3-8b", 64)
+
+
+def test_swap_space_is_shared_by_the_devices():
+    one, eight = (meshed("llama-3-8b", n, "h100", preemption="swap", max_num_seqs=4) for n in (1, 8))
+    assert one.engine.scheduler_state.config.host_blocks == eight.engine.scheduler_state.config.host_blocks > 0
+
+
+def test_run_on_a_mesh_of_one_device_is_that_without_a_mesh():
+    plain, meshes = (
+        expand({**RAW, "simulate": {**RAW["simulate"], **more}}, folder=None)[0]
+        for more in ({}, {"mesh": {"tensor": 1}})
+    )
+    first, second = (measure(SimulatedLLM(*made_of(point)), point, 0) for point in (plain, meshes))
+    assert first.summary == second.summary
+    assert first.steps == second.steps
+
+
+def test_run_on_a_mesh_is_faster_and_exchanges():
+    found = {}
+    for name, more in {"one": {}, "ideal": {"chips": 8}, "mesh": {"mesh": {"tensor": 8}}}.items():
+        (point,) = expand({**RAW, "simulate": {**RAW["simulate"], **more}}, folder=None)
+        found[name] = measure(SimulatedLLM(*made_of(point)), point, 0).summary["duration_s"]
+    (slow,) = expand({**RAW, "simulate": {**RAW["simulate"], "mesh": {"tensor": 8}, "hop_s": 1e-6}}, folder=None)
+    found["hops"] = measure(SimulatedLLM(*made_of(slow)), slow, 0).summary["duration_s"]
+    assert found["ideal"] < found["mesh"] < found["hops"]
+    assert found["mesh"] < found["one"]
 
 
 def speculating(k: int, acceptance: float, **options):

@@ -1,0 +1,104 @@
+"""The seconds that the devices of a mesh need to exchange what a step exchanges (docs/design/simulation.md).
+
+    Network      the links between chips, from data sheets
+    exchanges    what a step exchanges: a layer's two sums, the embedding's, logits by rows, sampled tokens
+    seconds      of one exchange: its bytes over the links that it uses, and its hops
+
+The devices form one ring. On a torus of TPUs, a ring needs two links of each chip, and both send in both directions at
+once; any slice of 2 x k chips has such a ring, without links around the torus. Two chips have one link. An algorithm
+that uses the other axes of a torus too would be faster. On a switch of GPUs, one port reaches every other chip; sums
+inside the switch (NVLink SHARP), which halve the bytes of an all-reduce, are not counted. Nothing is hidden behind
+arithmetic, because a step's program needs each sum at once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+SUM_BYTES = 4  # partial sums are added in float32 and rounded afterwards
+LOGIT_BYTES = 4
+TOKEN_BYTES = 4
+
+Kind = Literal["all-reduce", "all-to-all", "all-gather"]
+
+
+class Network(NamedTuple):
+    """The links between the chips of a mesh.
+
+    bandwidth: bytes/s of one link in one direction.
+    neighbours: links reach neighbours only, and a ring uses two of a chip; False: a switch, one port reaches all.
+    devices: chips that it connects, at most.
+    hop: seconds that each hop takes in addition to its bytes. 0 where no source gives it: then times are lower bounds.
+    """
+
+    bandwidth: float
+    neighbours: bool
+    devices: int
+    hop: float = 0.0
+
+    def sending(self, n: int) -> float:
+        """Bytes/s that each of n devices sends in their ring."""
+        return self.bandwidth * (min(2, n - 1) if self.neighbours else 1)
+
+
+class Exchange(NamedTuple):
+    """A collective of all devices.
+
+    bytes: all-reduce: of the array that each device has and that is summed. all-to-all: of a device's array, of which
+        each device gets an equal part. all-gather: of the gathered array, of which each device has an equal part.
+    times: how often a step does it.
+    """
+
+    kind: Kind
+    bytes: float
+    times: int = 1
+
+
+class Exchanged(NamedTuple):
+    """The sizes of a model that decide what its devices exchange. vocabulary: rows of the head on one device."""
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    activation_bytes: float
+
+
+def exchanges(sizes: Exchanged, n: int, tokens: int, sampled: int) -> tuple[Exchange, ...]:
+    """What n devices exchange in a step of T = `tokens` tokens with R = `sampled` rows of logits; () for one device.
+
+    Two sums of [H, T] a layer, after attention and after the MLP; one of the embedding's [H, T]; logits [V/n, R], of
+    which each device gets the columns of R/n samples; and the sampled tokens [R].
+    """
+    if n == 1:
+        return ()
+    numbers, rows = sizes.hidden * tokens, -(-sampled // n) * n
+    return (
+        Exchange("all-reduce", SUM_BYTES * numbers, 2 * sizes.layers),
+        Exchange("all-reduce", sizes.activation_bytes * numbers),
+        Exchange("all-to-all", LOGIT_BYTES * sizes.vocabulary * rows),
+        Exchange("all-gather", TOKEN_BYTES * rows),
+    )
+
+
+def sent(exchange: Exchange, n: int) -> float:
+    """Bytes that each device sends, once: an all-reduce is a reduce-scatter and an all-gather."""
+    return (2 if exchange.kind == "all-reduce" else 1) * (n - 1) / n * exchange.bytes
+
+
+def hops(exchange: Exchange, n: int, network: Network) -> int:
+    """Links that the exchange waits for, one after the other.
+
+    In a ring that sends in both directions, content from the farthest device takes n / 2 hops. On a switch, a ring has
+    one direction, and an all-to-all is direct.
+    """
+    if exchange.kind == "all-to-all":
+        return n // 2 if network.neighbours else 1
+    return (2 if exchange.kind == "all-reduce" else 1) * (n // 2 if network.neighbours else n - 1)
+
+
+def seconds(exchange: Exchange, n: int, network: Network) -> float:
+    """The time of the exchange, all its repetitions in a step together."""
+    carried = sent(exchange, n)
+    if exchange.kind == "all-to-all" and network.neighbours:  # others carry what goes to devices farther away
+        carried = exchange.bytes / n * sum(min(apart, n - apart) for apart in range(1, n))
+    return exchange.times * (carried / network.sending(n) + hops(exchange, n, network) * network.hop)
