@@ -66,6 +66,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "weight_dtype": args.weight_dtype,
         "kv_cache_dtype": args.kv_cache_dtype,
+        "mesh": args.mesh,
         "block_size": args.block_size,
         "max_num_seqs": 1,
         "max_num_batched_tokens": args.budget,
@@ -191,7 +192,7 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
         if kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
         elif dataclasses.is_dataclass(kind):
-            what = f"a JSON object of the fields of {getattr(kind, '__name__', hint)}"
+            what = f"NAME=VALUE,... or a JSON object of the fields of {getattr(kind, '__name__', hint)}"
             group.add_argument(flag, f"{flag}-config", type=_mapping, metavar="JSON", help=what)
         elif get_origin(kind) is tuple:
             group.add_argument(flag, type=_sizes, metavar="T,T,...", help=default)
@@ -206,13 +207,17 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _mapping(text: str) -> dict[str, Any]:
+    """Of a JSON object, or of NAME=VALUE,... with integers or words."""
+    pairs = [part.split("=") for part in text.split(",")]
+    if all(len(pair) == 2 and all(pair) for pair in pairs):
+        return {name: int(value) if value.isdecimal() else value for name, value in pairs}
     try:
         value = json.loads(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        example = '{"method": "ngram", "num_tokens": 4}'
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; write one, as in '{example}'")
+        example = 'method=ngram,num_tokens=4 or \'{"method": "ngram"}\''
+        raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=VALUE,... nor a JSON object; write {example}")
     return value
 
 
@@ -334,6 +339,7 @@ def _engine_arguments(words: argparse.ArgumentParser) -> None:
     words.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     words.add_argument("--weight-dtype", choices=("int8",), help="matrices in 8 bits, with a scale a row")
     words.add_argument("--kv-cache-dtype", help="of keys and values: that of --dtype (the default), or float8_e4m3fn")
+    words.add_argument("--mesh", type=_mapping, metavar="AXIS=N,...", help="devices that share the model: tensor=4")
     words.add_argument("--block-size", type=int, default=16)
     words.add_argument("--budget", type=int, default=512, help="tokens of a step at most")
     words.add_argument("--max-model-len", type=int, default=2048)

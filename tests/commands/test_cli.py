@@ -127,6 +127,20 @@ def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("tensor=4", {"tensor": 4}),
+        ("tensor=2,expert=3", {"tensor": 2, "expert": 3}),
+        ('{"tensor": 4}', {"tensor": 4}),
+        ("method=ngram,num_tokens=4", {"method": "ngram", "num_tokens": 4}),
+        ('{"method": "draft", "model": "a=b"}', {"method": "draft", "model": "a=b"}),
+    ],
+)
+def test_a_mapping_is_written_as_pairs_or_as_json(text, wanted):
+    assert cli.parser().parse_args(["generate", "x", "--mesh", text]).mesh == wanted
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["serve-nothing"], "argument command: invalid choice: 'serve-nothing'"),
@@ -135,7 +149,7 @@ def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypa
         (["serve", "--preemption", "stop"], "argument --preemption: invalid choice: 'stop' (choose from 'recompute', "),
         (
             ["serve", "--speculative", "ngram"],
-            "argument --speculative/--speculative-config: 'ngram' is no JSON object; ",
+            "argument --speculative/--speculative-config: 'ngram' is neither NAME=VALUE,... ",
         ),
         (["serve", "--no-such-option"], "unrecognized arguments: --no-such-option"),
         (["generate"], "the following arguments are required: prompt"),

@@ -144,7 +144,7 @@ embed, norm = params["embed"], params["norm"]["weight"]
 print([s.data.shape for s in embed.addressable_shards], [s.data.shape for s in norm.addressable_shards], embed.dtype)
 print(float(embed.astype("float32").sum()))
 """
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    environment = {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment, check=True
     )
