@@ -25,9 +25,10 @@ def engine_key(experiment: Experiment) -> Hashable:
     return experiment.model, experiment.simulate, dataclasses.astuple(experiment.engine_config)
 
 
-def weights_key(experiment: Experiment) -> tuple[str, str | None, str | None]:
+def weights_key(experiment: Experiment) -> tuple[Any, ...]:
     """Points with equal keys share one copy of the weights."""
-    return experiment.model, experiment.engine.dtype, experiment.engine.weight_dtype
+    engine = experiment.engine
+    return experiment.model, engine.dtype, engine.weight_dtype, engine.mesh, engine.devices
 
 
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
@@ -70,7 +71,7 @@ class Engines:
     """The engines that are alive. Dropping one frees its cache; weights stay while an engine uses them."""
 
     def __init__(self, alive: int, load_model: Callable[..., Any], make: Callable[..., Any]) -> None:
-        """`make(model=..., **fields)` takes the result of `load_model(model, dtype=..., weight_dtype=...)`."""
+        """`make(model=..., **fields)` takes the result of `load_model(model, dtype=..., weight_dtype=..., ...)`."""
         self._alive, self._load_model, self._make = alive, load_model, make
         self._weights: tuple[Any, Any] | None = None  # key and result of load_model
         self._engines: OrderedDict[Hashable, Any] = OrderedDict()
@@ -108,7 +109,7 @@ class Engines:
         if len(self._engines) < before:
             gc.collect()  # before the new cache is made: memory may not suffice for both
         if self._weights is None:
-            _, dtype, weight_dtype = key
-            self._weights = (key, self._load_model(experiment.model, dtype=dtype, weight_dtype=weight_dtype))
+            names = ("dtype", "weight_dtype", "mesh", "devices")
+            self._weights = (key, self._load_model(experiment.model, **dict(zip(names, key[1:], strict=True))))
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         return self._make(model=self._weights[1], **fields)

@@ -67,6 +67,8 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str
         facts = {"attention_impl": resolved["attention_impl"], "engine": resolved, "startup": startup}
         if simulate:
             facts["simulate"] = dataclasses.asdict(simulate)
+        elif resolved["mesh"]:
+            facts["placement"] = str(llm.engine.model.placement)
         files["env.json"] = store.json_text({**where, **facts, **noise(*before)})
     return {**files, "summary.json": store.json_text(summary)}, summary
 

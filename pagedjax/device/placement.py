@@ -53,7 +53,8 @@ class Placement:
         if one.experts:
             has += f", {one.experts.count // one.experts.devices} experts of width {one.experts.intermediate}"
         notes = "".join(f"; {note}" for note in split.padding(self.model, self.sizes))
-        return f"{self.sizes.size} devices ({', '.join(kinds)}), each with {has}{notes}"
+        plural = "s" * (self.sizes.size > 1)
+        return f"{self.sizes.size} device{plural} ({', '.join(kinds)}), each with {has}{notes}"
 
     @property
     def devices(self) -> list[Any]:
@@ -165,7 +166,7 @@ def place(
     positions = range(sizes.size) if positions is None else positions
     if max(positions) >= len(devices):
         platform = devices[0].platform
-        remedy = "; for a test, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N of a CPU"
+        remedy = "; for a test, JAX_NUM_CPU_DEVICES=N makes N of a CPU"
         raise ValueError(
             f"the mesh needs {sizes.size} devices ({_positions(positions)}), and there are {len(devices)} of "
             f"{platform!r}; use a smaller mesh{remedy if platform == 'cpu' else ''}"

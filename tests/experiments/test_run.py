@@ -135,6 +135,19 @@ def test_runs_with_speculation_report_their_drafts(tmp_path: Path) -> None:
     assert drafted["metrics"]["output_tokens"] - prompts == sum(step["decodes"] + step["accepted"] for step in steps[1])
 
 
+def test_a_mesh_is_swept_and_written_into_results(tmp_path: Path, model: str) -> None:
+    path = write_config(tmp_path, model, sweep={"grid": {"engine.mesh": [None, {"tensor": 2}]}})
+    assert run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    found = {}
+    for folder in (tmp_path / "runs/unit").rglob("env.json"):
+        facts, resolved = json.loads(folder.read_text()), yaml.safe_load((folder.parent / "config.yaml").read_text())
+        assert facts["engine"]["mesh"] == resolved["engine"]["mesh"]
+        found[facts.get("placement")] = facts["engine"]["mesh"]
+        assert json.loads((folder.parent / "summary.json").read_text())["failed"] is None
+    placement = "2 devices (cpu), each with 2 heads, 1 key heads, MLP width 48, 160 tokens"
+    assert found == {None: None, placement: {"tensor": 2, "expert": 1}}
+
+
 def test_branch_i_uses_seed_plus_i(tmp_path: Path) -> None:
     model = str(tiny_llama(tmp_path / "tiny", layers=1, max_len=64, tied=False))  # a tied one repeats its last token
     drawn = {"temperature": 0.9, "ignore_eos": True}
