@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -123,59 +123,30 @@ def build(
         ValueError: see `resolve`, and two sampling options of one name.
     """
     options, model = chain(row_features), on_mesh(model, config)
-    everywhere = model.placement.sharding() if model.placement else None
-    if everywhere and draft_model:
-        draft_model = draft_model._replace(params=jax.device_put(draft_model.params, everywhere))
+    if draft_model:
+        draft_model = draft_model._replace(params=_copied(draft_model.params, model))
     found = free_memory(model)  # before the cache takes its share
     resolved = resolve(config, model, found, draft=draft_model)
-    sizes, policy, leaves = shapes(resolved, model), policies.find(resolved.policy), _leaves(model, draft_model)
-    draft_shapes = sizes.draft_shapes if draft_model else ()
-    samples = {shape.samples for shape in sizes.steps}
-    blanks = {
-        r: jax.device_put(blank_sampling(r, options), everywhere)
-        for r in samples | {shape.rows for shape in draft_shapes}
-    }
-    rejection = resolved.speculative is not None and resolved.speculative.rule == "rejection"
-    undrafted = {r: _undrafted(sizes, r, everywhere) for r in samples} if rejection else {}
-    ahead = resolved.lookahead > 0
-    blank = {shape: _blank_batch(sizes, shape, blanks, ahead, options, undrafted) for shape in sizes.steps}
-    # a step may replace the blanks by arrays
-    on_device = [one for r, one in undrafted.items() if r <= sizes.max_seqs]
-    inputs = memory.nbytes((blanks, on_device)) + memory.nbytes(blank[sizes.steps[-1]])
-    if sizes.keeps_probs:  # the draft model's program keeps those of every draft
-        inputs += 4 * sizes.drafts * max(shape.rows for shape in draft_shapes) * sizes.vocab_size
-    found = found._replace(free=max(found.free - inputs, 0))
+    sizes, leaves = shapes(resolved, model), _leaves(model, draft_model)
+    inputs = _blank_inputs(sizes, resolved, model, options, sizes.draft_shapes if draft_model else ())
+    found = found._replace(free=max(found.free - inputs.nbytes, 0))
     before, started = compilations.counts(), time.perf_counter()
-    attend = attention.attend(resolved.attention_impl, model.config.attn_scale)
-    bound = None
-    if draft_model:
-        bound = BoundDraftModel(draft_model, attention.attend(resolved.attention_impl, draft_model.layers.attn_scale))
-    common = resolved.seed, device_tile(), options
-    step = make_step(model, attend, *common, bound)
-    draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
-
-    def compile_step(shape: StepShape | DraftShape, c: Resolved) -> Any:
-        pages = _cache_shapes(c, model, draft_model)
-        if isinstance(shape, DraftShape):
-            assert draft is not None
-            return draft.lower(leaves, pages, _blank_drafts(sizes, shape, blanks)).compile()
-        return step.lower(leaves, pages, blank[shape]).compile()
+    compile_one = _compiler(model, draft_model, resolved, sizes, options, inputs, leaves)
 
     def settle(program: Any) -> Resolved:
         return resolve(config, model, found, memory.activations_peak(program), draft_model)
 
     lazy = resolved.compilation == "lazy"
     if lazy:
-        steps = programs.LazyPrograms(compile_step, resolved)
+        steps = programs.LazyPrograms(compile_one, resolved)
     else:
-        every = (*draft_shapes, *sizes.steps)
-        steps, resolved = programs.compile_all(compile_step, every, resolved, settle, progress=progress)
-    pages, block = _cache_shapes(resolved, model, draft_model), _block(resolved, model, draft_model)
-    copy = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile()
-    swap, block_bytes = None, cache.block_bytes(**block)
+        every = (*inputs.drafts, *sizes.steps)
+        steps, resolved = programs.compile_all(compile_one, every, resolved, settle, progress=progress)
+    pages = _cache_shapes(resolved, model, draft_model)
+    block_bytes = cache.block_bytes(**_block(resolved, model, draft_model))
+    copy, swap = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile(), None
     if resolved.preemption == "swap":
-        several = max(1, min(SWAPPED_BYTES // block_bytes, sizes.table_width))
-        swap = SwapPrograms(pages, several)
+        swap = SwapPrograms(pages, max(1, min(SWAPPED_BYTES // block_bytes, sizes.table_width)))
     report = memory.report(
         found,
         weights=memory.nbytes(leaves),
@@ -190,27 +161,86 @@ def build(
     if progress:
         placed = f"{model.placement}\n" if model.placement else ""
         tqdm.write(f"{placed}attention {resolved.attention_impl!r}\n{report}", file=sys.stderr)
-    startup = {"compile": time.perf_counter() - started, "warmup": 0.0}
-    made = compilations.counts() - before
-    parts = (
-        model,
-        resolved,
-        tuple(eos_token_ids),
-        policy,
-        leaves,
-        sizes,
-        options,
-        blanks,
-        steps,
-        copy,
-        swap,
-        report,
-        drafters.find(resolved.speculative) if resolved.speculative else None,
-        draft_model,
-        undrafted,
-        max(resolved.lookahead, sizes.drafts),
+    made, seconds = compilations.counts() - before, time.perf_counter() - started
+    return Runtime(
+        model=model,
+        config=resolved,
+        eos_token_ids=tuple(eos_token_ids),
+        policy=policies.find(resolved.policy),
+        leaves=leaves,
+        shapes=sizes,
+        options=options,
+        blanks=inputs.sampling,
+        programs=steps,
+        copy=copy,
+        swap=swap,
+        memory=report,
+        drafter=drafters.find(resolved.speculative) if resolved.speculative else None,
+        draft_model=draft_model,
+        undrafted=inputs.drafted,
+        spare=max(resolved.lookahead, sizes.drafts),
+        startup={"compile": seconds, "warmup": 0.0, **made._asdict()},
     )
-    return Runtime(*parts, startup={**startup, **made._asdict()})
+
+
+class BlankInputs(NamedTuple):
+    """What programs get where a step has nothing to give.
+
+    sampling, drafted: by the number of samples, as `blanks` and `undrafted` of a runtime.
+    steps, drafts: whole batches that compute nothing, by the shape of their program.
+    nbytes: of the device's memory that inputs take: all blanks, a largest batch, and the probabilities of drafts.
+    """
+
+    sampling: Mapping[int, SamplingBatch]
+    drafted: Mapping[int, Drafted]
+    steps: Mapping[StepShape, Batch]
+    drafts: Mapping[DraftShape, DraftBatch]
+    nbytes: int
+
+
+def _blank_inputs(
+    sizes: Shapes, c: Resolved, model: Model, options: RowChain, draft_shapes: Sequence[DraftShape]
+) -> BlankInputs:
+    samples = {shape.samples for shape in sizes.steps}
+    several = samples | {shape.rows for shape in draft_shapes}
+    sampling = {r: _copied(blank_sampling(r, options), model) for r in several}
+    rejection = c.speculative is not None and c.speculative.rule == "rejection"
+    drafted = {r: _undrafted(sizes, r, model) for r in samples} if rejection else {}
+    fixed = sampling, c.lookahead > 0, options, drafted
+    steps = {shape: _blank_batch(sizes, shape, *fixed) for shape in sizes.steps}
+    drafts = {shape: _blank_drafts(sizes, shape, sampling) for shape in draft_shapes}
+    kept = [one for r, one in drafted.items() if r <= sizes.max_seqs]
+    nbytes = memory.nbytes((sampling, kept)) + memory.nbytes(steps[sizes.steps[-1]])  # a step may replace the blanks
+    if sizes.keeps_probs:  # the draft model's program keeps those of every draft
+        nbytes += 4 * sizes.drafts * max(shape.rows for shape in draft_shapes) * sizes.vocab_size
+    return BlankInputs(sampling, drafted, steps, drafts, nbytes)
+
+
+def _compiler(
+    model: Model,
+    draft_model: DraftModel | None,
+    c: Resolved,
+    sizes: Shapes,
+    options: RowChain,
+    inputs: BlankInputs,
+    leaves: Sequence[Any],
+) -> Callable[[StepShape | DraftShape, Resolved], Any]:
+    """(shape of a program, configuration with the number of blocks) -> the compiled program."""
+    attend, bound = attention.attend(c.attention_impl, model.config.attn_scale), None
+    if draft_model:
+        bound = BoundDraftModel(draft_model, attention.attend(c.attention_impl, draft_model.layers.attn_scale))
+    common = c.seed, device_tile(), options
+    step = make_step(model, attend, *common, bound)
+    draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
+
+    def compile_one(shape: StepShape | DraftShape, c: Resolved) -> Any:
+        pages = _cache_shapes(c, model, draft_model)
+        if isinstance(shape, DraftShape):
+            assert draft is not None
+            return draft.lower(leaves, pages, inputs.drafts[shape]).compile()
+        return step.lower(leaves, pages, inputs.steps[shape]).compile()
+
+    return compile_one
 
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:
@@ -256,11 +286,16 @@ def _place(model: Model) -> cache.Place | None:
     return model.placement.cache if model.placement else None
 
 
-def _undrafted(sizes: Shapes, samples: int, place: Any) -> Drafted:
+def _copied(tree: Any, model: Model) -> Any:
+    """The arrays on the model's devices, whole on each."""
+    return jax.device_put(tree, model.placement.sharding() if model.placement else None)
+
+
+def _undrafted(sizes: Shapes, samples: int, model: Model) -> Drafted:
     """No drafts. On the device, except for a step with more samples than rows: it has drafts, so only shapes matter."""
     tokens, shape = np.full(samples, -1, np.int32), (samples, sizes.vocab_size)
     probs = np.broadcast_to(np.float32(0), shape) if sizes.keeps_probs else None
-    return Drafted(tokens, probs) if samples > sizes.max_seqs else jax.device_put(Drafted(tokens, probs), place)
+    return Drafted(tokens, probs) if samples > sizes.max_seqs else _copied(Drafted(tokens, probs), model)
 
 
 def _blank_drafts(sizes: Shapes, shape: DraftShape, blanks: Mapping[int, SamplingBatch]) -> DraftBatch:

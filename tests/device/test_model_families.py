@@ -133,6 +133,25 @@ def test_ragged_chunks_give_the_logits_of_transformers(saved):
 
 
 @pytest.mark.oracle
+def test_log_probabilities_on_a_mesh_are_those_of_transformers(saved):
+    """Four devices: of some models two of them have the same key head, and widths and vocabularies do not divide."""
+    import torch
+
+    folder, theirs = saved
+    heads = load_model(folder).model.config.heads
+    engine = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "token_buckets": (32,), "block_size": 8}
+    llm = LLM(folder, progress=False, mesh={"tensor": min(4, heads)}, **engine)
+    prompts = [np.asarray(prompt).tolist() for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    for output, prompt in zip(llm.generate(prompts, params, use_tqdm=False), prompts, strict=True):
+        wanted = torch.log_softmax(torch.from_numpy(their_logits(theirs, np.asarray(prompt))), -1).numpy()
+        assert output.prompt_logprobs is not None
+        for i, (entry, token) in enumerate(zip(output.prompt_logprobs[1:], prompt[1:], strict=True)):
+            assert entry is not None
+            chex.assert_trees_all_close(np.float32(entry[token].logprob), wanted[i, token], atol=1e-4)
+
+
+@pytest.mark.oracle
 @pytest.mark.parametrize("saved", GREEDY, indirect=True)
 def test_greedy_tokens_are_those_of_transformers(saved):
     """64 tokens of 8 prompts, in small steps with small blocks; an architecture once."""

@@ -165,3 +165,10 @@ def test_in_16_bits_log_probabilities_are_close(folders):
         found.append([next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]])
     chex.assert_trees_all_close(np.array(found[0]), np.array(found[1]), atol=0.05)
     assert len(jax.devices()) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])
+def test_smollm2_on_two_and_three_devices(smollm2, tmp_path, n):
+    """Its 3 key heads divide by 3, and on 2 devices a fourth one of zeros is added."""
+    compared(smollm2, tmp_path, seeds=(0,), mesh={"tensor": n})
