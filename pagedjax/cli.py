@@ -207,10 +207,11 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """Of a JSON object, or of NAME=VALUE,... with integers or words."""
-    pairs = [part.split("=") for part in text.split(",")]
-    if all(len(pair) == 2 and all(pair) for pair in pairs):
-        return {name: int(value) if value.isdecimal() else value for name, value in pairs}
+    """Of a JSON object, or of NAME=VALUE,... with integers, true, false or words."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not text.startswith("{") and all(name and value for name, _, value in pairs):
+        words = {"true": True, "false": False}
+        return {name: int(value) if value.isdecimal() else words.get(value, value) for name, _, value in pairs}
     try:
         value = json.loads(text)
     except ValueError:

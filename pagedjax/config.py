@@ -120,6 +120,24 @@ class MeshConfig:
         """Number of devices."""
         return self.tensor * self.expert
 
+    @staticmethod
+    def read(value: Any) -> MeshConfig | None:
+        """From None, a `MeshConfig`, or sizes by axis, as YAML and the command line give them.
+
+        Raises:
+            ValueError: an axis that does not exist, or a size below 1.
+        """
+        if value is None or isinstance(value, MeshConfig):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"mesh is {value!r}; it must be None, or sizes by axis, such as {{'tensor': 4}}")
+        if "data" in value:
+            raise ValueError(
+                "mesh has the axis 'data', and an engine has one cache and one queue; start an engine for each slice "
+                "of the devices (devices=...), with a mesh of its own"
+            )
+        return from_dict(MeshConfig, {str(name): size for name, size in value.items()}, where="mesh.")
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -213,7 +231,8 @@ class EngineConfig:
                 f"lookahead is {self.lookahead} and speculative is {self.speculative.method!r}: a draft follows known "
                 "tokens, and lookahead sends a step before they are known; set lookahead=0, or speculative=None"
             )
-        self._check_mesh()
+        object.__setattr__(self, "mesh", MeshConfig.read(self.mesh))
+        object.__setattr__(self, "devices", checked_devices(self.devices, self.mesh))
         share = self.memory_fraction
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 < share <= 1.0:
             raise ValueError(f"memory_fraction is {share!r}; it must be above 0 and at most 1")
@@ -261,31 +280,6 @@ class EngineConfig:
                     f"{self.max_num_batched_tokens}; add it, or a step could be too large for every bucket"
                 )
 
-    def _check_mesh(self) -> None:
-        if isinstance(self.mesh, Mapping):  # as YAML and the command line spell it
-            if "data" in self.mesh:
-                raise ValueError(
-                    "mesh has the axis 'data', and an engine has one cache and one queue; start an engine for each "
-                    "slice of the devices (devices=...), with a mesh of its own"
-                )
-            names: dict[str, Any] = {str(name): size for name, size in self.mesh.items()}
-            object.__setattr__(self, "mesh", from_dict(MeshConfig, names, where="mesh."))
-        if self.mesh is not None and not isinstance(self.mesh, MeshConfig):
-            raise ValueError(f"mesh is {self.mesh!r}; it must be None, or sizes by axis, such as {{'tensor': 4}}")
-        if self.devices is None:
-            return
-        if isinstance(self.devices, list):
-            object.__setattr__(self, "devices", tuple(self.devices))
-        found, size = self.devices, self.mesh.size if self.mesh else 1
-        if (
-            not isinstance(found, tuple)
-            or any(type(i) is not int or i < 0 for i in found)
-            or len({*found}) < len(found)
-        ):
-            raise ValueError(f"devices is {found!r}; it must be different positions in jax.devices(), from 0 on")
-        if len(found) != size:
-            raise ValueError(f"devices has {len(found)} positions, and the mesh {size} devices; make them equal")
-
 
 @dataclass(frozen=True)
 class Resolved(EngineConfig):
@@ -308,6 +302,23 @@ class Resolved(EngineConfig):
         for field in dataclasses.fields(self):
             if getattr(self, field.name) is None and field.name not in ("speculative", "mesh", "devices"):
                 raise ValueError(f"{field.name} is not resolved")
+
+
+def checked_devices(devices: Any, mesh: MeshConfig | None) -> tuple[int, ...] | None:
+    """Positions of devices as a tuple; None stays None.
+
+    Raises:
+        ValueError: they are no different positions, or not as many as the mesh has devices.
+    """
+    if devices is None:
+        return None
+    found, size = tuple(devices) if isinstance(devices, (list, tuple)) else devices, mesh.size if mesh else 1
+    right = isinstance(found, tuple) and all(type(i) is int and i >= 0 for i in found)
+    if not right or len(set(found)) < len(found):
+        raise ValueError(f"devices is {found!r}; it must be different positions in jax.devices(), from 0 on")
+    if len(found) != size:
+        raise ValueError(f"devices has {len(found)} positions, and the mesh {size} devices; make them equal")
+    return found
 
 
 def one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:

@@ -80,11 +80,11 @@ class LLM:
             dtypes = {"dtype": engine_config.dtype, "weight_dtype": engine_config.weight_dtype}
             places = {"mesh": engine_config.mesh, "devices": engine_config.devices}
             model = load_model(model, **dtypes, **places, progress=progress)
-        self.model = model
         self.tokenizer = model.tokenizer
         draft_model = load_draft_model(engine_config.speculative, model, progress=progress)
         options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
         self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, **options)
+        self.model = replace(model, model=self.engine.model)  # on the engine's devices
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
         # one for all calls: a step serves all of them

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from pagedjax.device.batch import MAX_TOP
+
 SUM_BYTES = 4  # partial sums are added in float32 and rounded afterwards
 LOGIT_BYTES = 4
-TOKEN_BYTES = 4
+SAMPLE_BYTES = 4 * (3 + 2 * MAX_TOP)  # token, log-probability, rank; the likeliest tokens and theirs
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather"]
 
@@ -67,7 +69,7 @@ def exchanges(sizes: Exchanged, n: int, tokens: int, sampled: int) -> tuple[Exch
     """What n devices exchange in a step of T = `tokens` tokens with R = `sampled` rows of logits; () for one device.
 
     Two sums of [H, T] a layer, after attention and after the MLP; one of the embedding's [H, T]; logits [V/n, R], of
-    which each device gets the columns of R/n samples; and the sampled tokens [R].
+    which each device gets the columns of R/n samples; and what was sampled [R, 3 + 2 * MAX_TOP].
     """
     if n == 1:
         return ()
@@ -76,7 +78,7 @@ def exchanges(sizes: Exchanged, n: int, tokens: int, sampled: int) -> tuple[Exch
         Exchange("all-reduce", SUM_BYTES * numbers, 2 * sizes.layers),
         Exchange("all-reduce", sizes.activation_bytes * numbers),
         Exchange("all-to-all", LOGIT_BYTES * sizes.vocabulary * rows),
-        Exchange("all-gather", TOKEN_BYTES * rows),
+        Exchange("all-gather", SAMPLE_BYTES * rows),
     )
 
 

@@ -103,7 +103,7 @@ def init(
     if draft is None:
         return cache
     own: dict[str, Any] = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
-    every = Place(heads=place.copies)  # each device has all of a drafter's heads
+    every = Place(place.copies, place.copies)  # each device has all of a drafter's heads
     pages = init(blocks=blocks, block_size=block_size, dtype=dtype, row=draft.row, place=every, zeros=zeros, **own)
     shape = blocks + 1, block_size, draft.features
     features = zeros(shape, draft.feature_dtype, device=place.copies) if draft.features else None

@@ -79,7 +79,13 @@ def features_before(
 
 
 def of_decoder(model: Model) -> DraftModel:
-    """A model of the same vocabulary as the one that it drafts for."""
+    """A model of the same vocabulary as the one that it drafts for.
+
+    Raises:
+        ValueError: it is on a mesh; a drafter has a copy on each device.
+    """
+    if model.placement:
+        raise ValueError(f"the draft model is on {model.placement}; load it without mesh and devices")
     return DraftModel(model.config, model.graphdef, model.params, model.dtype, (), 0, _observe, _next_logits)
 
 

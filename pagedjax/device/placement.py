@@ -54,7 +54,8 @@ class Placement:
             has += f", {one.experts.count // one.experts.devices} experts of width {one.experts.intermediate}"
         notes = "".join(f"; {note}" for note in split.padding(self.model, self.sizes))
         plural = "s" * (self.sizes.size > 1)
-        return f"{self.sizes.size} device{plural} ({', '.join(kinds)}), each with {has}{notes}"
+        where = f"{', '.join(kinds)}; {', '.join(str(device.id) for device in self.devices)}"
+        return f"{self.sizes.size} device{plural} ({where}), each with {has}{notes}"
 
     @property
     def devices(self) -> list[Any]:
@@ -78,6 +79,17 @@ class Placement:
 
         shape, place = self.layout(path, stored.shape)
         return jax.make_array_from_callback(shape, place, part)
+
+    def whole(self, path: Sequence[str], placed: jax.Array) -> np.ndarray:
+        """The inverse of `put`: the stored parameter, on the host."""
+        found = np.asarray(placed)
+        for axis, one in enumerate(self._splits(path, placed.ndim)):
+            if one.order is not None:
+                own = np.flatnonzero(one.order != PADDING)
+                places = np.empty(one.order.max() + 1, np.intp)
+                places[one.order[own]] = own  # of a key head that several devices have, the last one
+                found = np.take(found, places, axis=axis)
+        return found
 
     def layout(self, path: Sequence[str], stored: Sequence[int]) -> tuple[tuple[int, ...], NamedSharding]:
         """The shape of a parameter with its padding, and its sharding.

@@ -34,6 +34,14 @@ out_of_cache = jax.jit(read_blocks)  # (cache, ids) -> pages
 into_cache = jax.jit(write_blocks, donate_argnums=0)  # (cache, ids, pages) -> cache
 
 
+# (shape, dtype, sharding) -> zeros, made on their own devices. `jnp.zeros` makes each part of a mesh on the default
+# device first, whose memory may be full.
+zeros = jax.jit(
+    lambda shape, dtype, device: jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), device),
+    static_argnames=("shape", "dtype", "device"),
+)
+
+
 class StepOutput(NamedTuple):
     sampled: SampledTokens
     prompt: PromptLogprobs

@@ -81,6 +81,7 @@ def resolve(
         "attention_impl": impl,
         "token_buckets": buckets,
         "mesh": model.placement and model.placement.sizes,
+        "devices": model.placement and tuple(jax.devices().index(one) for one in model.placement.devices),
     }
     return Resolved(**values)
 

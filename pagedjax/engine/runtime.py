@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -30,7 +31,7 @@ from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowChain, RowFeature, chain
 from pagedjax.device.sampling import device_tile
-from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step
+from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
 from pagedjax.engine import compilations, drafters, programs
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.pack import pack
@@ -89,7 +90,8 @@ class Runtime:
 
     def new_cache(self) -> cache.KVCache:
         sizes = _block(self.config, self.model, self.draft_model)
-        return cache.init(blocks=self.config.num_blocks, place=_place(self.model), **sizes)
+        place = _place(self.model)
+        return cache.init(blocks=self.config.num_blocks, place=place, zeros=zeros if place else jnp.zeros, **sizes)
 
     def with_params(self, tree: Any) -> Runtime:
         """The runtime of the same model with other parameters, which are copied.
@@ -124,7 +126,7 @@ def build(
     """
     options, model = chain(row_features), on_mesh(model, config)
     if draft_model:
-        draft_model = draft_model._replace(params=_copied(draft_model.params, model))
+        draft_model = draft_model._replace(params=_on_devices(draft_model.params, model))
     found = free_memory(model)  # before the cache takes its share
     resolved = resolve(config, model, found, draft=draft_model)
     sizes, leaves = shapes(resolved, model), _leaves(model, draft_model)
@@ -146,7 +148,8 @@ def build(
     block_bytes = cache.block_bytes(**_block(resolved, model, draft_model))
     copy, swap = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile(), None
     if resolved.preemption == "swap":
-        swap = SwapPrograms(pages, max(1, min(SWAPPED_BYTES // block_bytes, sizes.table_width)))
+        several = SWAPPED_BYTES // host_block_bytes(resolved, model, draft_model)
+        swap = SwapPrograms(pages, max(1, min(several, sizes.table_width)))
     report = memory.report(
         found,
         weights=memory.nbytes(leaves),
@@ -203,7 +206,7 @@ def _blank_inputs(
 ) -> BlankInputs:
     samples = {shape.samples for shape in sizes.steps}
     several = samples | {shape.rows for shape in draft_shapes}
-    sampling = {r: _copied(blank_sampling(r, options), model) for r in several}
+    sampling = {r: _on_devices(blank_sampling(r, options), model) for r in several}
     rejection = c.speculative is not None and c.speculative.rule == "rejection"
     drafted = {r: _undrafted(sizes, r, model) for r in samples} if rejection else {}
     fixed = sampling, c.lookahead > 0, options, drafted
@@ -286,7 +289,7 @@ def _place(model: Model) -> cache.Place | None:
     return model.placement.cache if model.placement else None
 
 
-def _copied(tree: Any, model: Model) -> Any:
+def _on_devices(tree: Any, model: Model) -> Any:
     """The arrays on the model's devices, whole on each."""
     return jax.device_put(tree, model.placement.sharding() if model.placement else None)
 
@@ -295,7 +298,7 @@ def _undrafted(sizes: Shapes, samples: int, model: Model) -> Drafted:
     """No drafts. On the device, except for a step with more samples than rows: it has drafts, so only shapes matter."""
     tokens, shape = np.full(samples, -1, np.int32), (samples, sizes.vocab_size)
     probs = np.broadcast_to(np.float32(0), shape) if sizes.keeps_probs else None
-    return Drafted(tokens, probs) if samples > sizes.max_seqs else _copied(Drafted(tokens, probs), model)
+    return Drafted(tokens, probs) if samples > sizes.max_seqs else _on_devices(Drafted(tokens, probs), model)
 
 
 def _blank_drafts(sizes: Shapes, shape: DraftShape, blanks: Mapping[int, SamplingBatch]) -> DraftBatch:

@@ -65,7 +65,9 @@ def load_params(
 
     def read(entry: ParamSource) -> dict[str, Any]:
         name, small = ".".join(entry.path), int8 and has_scales(entry.path, entry.shape)
-        values = {name: assemble(checkpoint.tensors, entry, np_dtype("float32" if small else dtype))}
+        # an Orbax checkpoint is restored in `dtype` and then rounded, on a mesh as without one
+        stored = dtype if checkpoint.format == "orbax" or not small else "float32"
+        values = {name: assemble(checkpoint.tensors, entry, np_dtype(stored))}
         # device_put copies once, jnp.asarray twice. Without the wait, many arrays would be in memory before their copy.
         values = dict(with_scales(values)) if small else values
         values = jax.block_until_ready({name: put(name.split("."), x) for name, x in values.items()})
@@ -73,7 +75,8 @@ def load_params(
         return values
 
     params: dict[str, Any] = {}
-    with ThreadPoolExecutor(READERS) as pool:
+    readers = 1 if checkpoint.format == "orbax" else READERS  # Orbax's reads are not independent
+    with ThreadPoolExecutor(readers) as pool:
         values = pool.map(read, present)
         for _ in _bar(present) if progress else present:
             params |= next(values)

@@ -234,7 +234,12 @@ def _read(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype) -> n
     """One parameter on the host."""
     import jax
 
-    wanted = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=jax.device_put(np.zeros(())).sharding)}
+    try:  # not through an accelerator's memory
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS excludes the CPU
+        device = jax.local_devices()[0]
+    here = jax.sharding.SingleDeviceSharding(device)
+    wanted = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=here)}
     return np.array(_restored(folder, wanted)[name])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from pagedjax.config import MeshConfig, one_of
+from pagedjax.config import MeshConfig, checked_devices, one_of
 from pagedjax.device import models
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
@@ -43,7 +43,7 @@ def load_model(
     *,
     dtype: str | None = None,
     weight_dtype: str | None = None,
-    mesh: MeshConfig | None = None,
+    mesh: MeshConfig | Mapping[str, int] | None = None,
     devices: Sequence[int] | None = None,
     progress: bool = False,
 ) -> LoadedModel:
@@ -63,7 +63,8 @@ def load_model(
     one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
     one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
     checkpoint = open_checkpoint(model)
-    options = {"mesh": mesh, "devices": devices, "progress": progress}
+    sizes = MeshConfig.read(mesh)
+    options = {"mesh": sizes, "devices": checked_devices(devices, sizes), "progress": progress}
     loaded = read_model(checkpoint, dtype, int8=weight_dtype == "int8", **options)
     tokenizer = load_tokenizer(checkpoint)
     eos = tuple(sorted({*checkpoint.eos_token_ids, *tokenizer.eos_token_ids}))

@@ -13,6 +13,7 @@ from flax import nnx
 from pagedjax.config import DType, EngineConfig, MeshConfig, one_of
 from pagedjax.device.models import Model, assemble
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
+from pagedjax.device.models.split import AXES
 from pagedjax.device.placement import place
 from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.int8 import SCALES, with_scales
@@ -26,6 +27,7 @@ def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8
         ValueError: the tree does not fit the configuration; lists all differences.
     """
     one_of("dtype", dtype, (None, *get_args(DType)))
+    _check_whole(tree)
     int8, config = int8 or config.int8, replace(config, int8=False)
     blank = nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32")))
     found, wanted = named(tree), named(blank)
@@ -49,15 +51,23 @@ def on_mesh(model: Model, config: EngineConfig) -> Model:
     if config.mesh is None and config.devices is None:
         return model
     wanted = place(model.config, config.mesh or MeshConfig(), config.devices, jax.devices())
-    if model.placement not in (None, wanted):
+    if model.placement is None:
+        params = {name: wanted.put(name.split("."), np.asarray(x)) for name, x in named(model.params).items()}
+        return assemble(model.config, nested(params), model.dtype, wanted)
+    same = model.placement.devices == wanted.devices or config.devices is None
+    if model.placement.sizes != wanted.sizes or not same:
         raise ValueError(
-            f"the engine's mesh is {config.mesh} with devices {config.devices}, but the model was loaded onto "
-            f"{model.placement}; load it again, or leave mesh and devices out"
+            f"the engine's mesh is {wanted}, but the model was loaded onto {model.placement}; load it again, or leave "
+            "mesh and devices out"
         )
-    if model.placement:
-        return model
-    params = {name: wanted.put(name.split("."), np.asarray(x)) for name, x in named(model.params).items()}
-    return assemble(model.config, nested(params), model.dtype, wanted)
+    return model
+
+
+def whole(model: Model) -> dict[str, Any]:
+    """A model's parameters as arrays on the host, nested by name; those of a mesh in one piece, in the stored order."""
+    found = named(model.params)
+    put_together = model.placement.whole if model.placement else lambda path, x: np.asarray(x)
+    return nested({name: put_together(name.split("."), x) for name, x in found.items()})
 
 
 def replaced(model: Model, tree: Any) -> nnx.State:
@@ -71,6 +81,7 @@ def replaced(model: Model, tree: Any) -> nnx.State:
     Raises:
         ValueError: lists all differences in names, shapes and dtypes. The model is never changed.
     """
+    _check_whole(tree)
     leaves, structure = jax.tree_util.tree_flatten_with_path(model.params)
     used = {name_of(keys): leaf for keys, leaf in leaves}
     computed, placement, old = buffers(model.params), model.placement, used
@@ -87,6 +98,17 @@ def replaced(model: Model, tree: Any) -> nnx.State:
         return _copied(found[name], x.dtype, x.sharding)
 
     return structure.unflatten(x if name in computed else copied(name, x) for name, x in used.items())
+
+
+def _check_whole(tree: Any) -> None:
+    """Raises ValueError for parameters of a model on a mesh: their rows are in the order of the devices."""
+    for name, x in named(tree).items():
+        axes = getattr(getattr(x, "sharding", None), "mesh", None)
+        if axes is not None and axes.axis_names == AXES:
+            raise ValueError(
+                f"{name} is from a model on a mesh, in the order of its devices; give whole parameters, as "
+                "pagedjax.weights.trained.whole(model) returns them"
+            )
 
 
 def _can_be_rounded(x: Any) -> bool:

@@ -133,7 +133,11 @@ def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypa
         ("tensor=2,expert=3", {"tensor": 2, "expert": 3}),
         ('{"tensor": 4}', {"tensor": 4}),
         ("method=ngram,num_tokens=4", {"method": "ngram", "num_tokens": 4}),
-        ('{"method": "draft", "model": "a=b"}', {"method": "draft", "model": "a=b"}),
+        ('{"model": "a=b"}', {"model": "a=b"}),
+        (
+            "method=draft,model=runs/rate=0.1,adaptive=false",
+            {"method": "draft", "model": "runs/rate=0.1", "adaptive": False},
+        ),
     ],
 )
 def test_a_mapping_is_written_as_pairs_or_as_json(text, wanted):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,13 @@ from flax import nnx
 
 from pagedjax import LLM, SamplingParams, from_params, load_model
 from pagedjax.config import MeshConfig
-from pagedjax.device.models import Decoder, llama
+from pagedjax.device.models import FAMILIES, Decoder
+from pagedjax.weights.architectures import normalised
 from pagedjax.weights.convert import convert
 from pagedjax.weights.pretrained import LoadedModel
+from pagedjax.weights.trained import whole
 from pagedjax.weights.tree import named, nested
-from tests.device.test_model_families import BODY
+from tests.device.test_model_families import CASES
 from tests.engine.test_lookahead import CONFIG, play, tokens
 from tests.weights.tiny import tiny_llama
 
@@ -39,10 +40,15 @@ def saved(folder: Path, name: str, seed: int = 0) -> Path:
     return tiny_llama(folder, **sizes, tied=False, seed=seed)
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def compared(folder, tmp_path, seeds=(0, 1), *, mesh: dict[str, int] | None = None, **config: Any) -> list[Any]:
     """Recordings of one device and of the mesh are equal; returns the results of both."""
     runs, logs = [], []
-    for name, more in (("one", {}), ("mesh", {"mesh": mesh})):
+    devices = config.pop("devices", None)
+    for name, more in (("one", {}), ("mesh", {"mesh": mesh, "devices": devices})):
         engine = LLM(folder, progress=False, **{**CONFIG, **config}, **more).engine
         assert (engine.model.placement is not None) == (name == "mesh")
         runs.append([play(engine, seed, tmp_path / f"{name}{seed}.jsonl") for seed in seeds])
@@ -63,8 +69,13 @@ def compare_logprobs(one: list[Any], other: list[Any]) -> None:
             chex.assert_trees_all_close(a.logprob, b.logprob, atol=1e-5)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        *(("8/4", 2), ("8/2", 8), ("9/3", 4)),
+        *(slow(name, n) for name, n in [("8/4", 4), ("8/4", 8), ("8/2", 2), ("8/2", 4), ("9/3", 2), ("9/3", 8)]),
+    ],
+)
 def test_recordings_are_byte_identical(folders, tmp_path, name, n):
     compared(folders[name], tmp_path, mesh={"tensor": n})
 
@@ -73,11 +84,11 @@ def test_recordings_are_byte_identical(folders, tmp_path, name, n):
     "config",
     [
         {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64},
-        {"num_blocks": 20, "enable_prefix_caching": False, "max_model_len": 64},
+        slow({"num_blocks": 20, "enable_prefix_caching": False, "max_model_len": 64}),
         {"lookahead": 2},
         {"weight_dtype": "int8"},
-        {"kv_cache_dtype": "float8_e4m3fn"},
-        {"attention_impl": "xla", "compilation": "lazy"},
+        slow({"kv_cache_dtype": "float8_e4m3fn"}),
+        slow({"attention_impl": "xla", "compilation": "lazy"}),
     ],
     ids=["swapped", "recomputed", "lookahead", "int8", "float8", "xla"],
 )
@@ -87,31 +98,47 @@ def test_recordings_are_byte_identical_in_every_mode(folders, tmp_path, config):
         assert sum(run.preempted for run in one) > 5
 
 
-@pytest.fixture(scope="module")
-def experts() -> Callable[[str | None], LoadedModel]:
-    """Mixtral's shape with six experts and random weights, in a dtype of weights."""
-    body = {name: value for name, value in BODY.items() if name != "num_hidden_layers"}
-    config = {"model_type": "mixtral", **body, "num_hidden_layers": 2, "num_local_experts": 6, "num_experts_per_tok": 2}
-    rng, shapes = np.random.default_rng(0), named(nnx.eval_shape(lambda: Decoder(llama.from_hf(config), "float32")))
+def random_model(name: str, dtype: str | None = None, weight_dtype: str | None = None) -> LoadedModel:
+    """A model of test_model_families with random weights, without torch."""
+    kind, settings = CASES[name]
+    config = normalised({"model_type": kind, **settings}, name)
+    family, rng = FAMILIES[kind], np.random.default_rng(0)
+    shapes = named(nnx.eval_shape(lambda: Decoder(family.from_hf(config), "float32")))
     params = {
-        name: rng.normal(0, x.shape[-1] ** -0.5, x.shape).astype(np.float32) if len(x.shape) > 1 else np.ones(x.shape)
+        name: rng.normal(0, x.shape[-1] ** -0.5 if len(x.shape) > 1 else 0.3, x.shape).astype(np.float32)
         for name, x in shapes.items()
     }
-    return lambda dtype: from_params(nested(params), config, dtype="float32", weight_dtype=dtype)
+    return from_params(nested(params), config, dtype=dtype or "float32", weight_dtype=weight_dtype)
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"expert": 2}, {"expert": 3}, {"tensor": 2, "expert": 2}], ids=str)
-@pytest.mark.parametrize("dtype", [None, "int8"])
-def test_experts_are_split_by_number_and_by_width(experts, tmp_path, mesh, dtype):
-    compared(experts(dtype), tmp_path, seeds=(0,), mesh=mesh)
+@pytest.mark.parametrize(
+    "name", [slow("GPT-2, untied, exact GELU, a narrow MLP"), "Gemma 2, caps that bind", slow("Qwen2")]
+)
+def test_families_with_biases_caps_and_norms_behind_a_sum(tmp_path, name):
+    compared(random_model(name), tmp_path, seeds=(0,), mesh={"tensor": 4}, max_model_len=128)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [
+        ({"tensor": 3}, None),
+        ({"tensor": 2, "expert": 2}, "int8"),
+        *(slow(*case) for case in [({"expert": 2}, None), ({"expert": 3}, "int8"), ({"tensor": 2, "expert": 2}, None)]),
+    ],
+    ids=str,
+)
+def test_experts_are_split_by_number_and_by_width(tmp_path, mesh, dtype):
+    """The second of three layers has no experts; three devices do not divide the width."""
+    model = random_model("Qwen3-MoE", weight_dtype=dtype)
+    compared(model, tmp_path, seeds=(0,), mesh=mesh, max_model_len=128)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"method": "ngram", "num_tokens": 3, "adaptive": False},
+        slow({"method": "ngram", "num_tokens": 3, "adaptive": False}),
         {"method": "draft", "num_tokens": 2, "adaptive": False},
-        {"method": "draft", "num_tokens": 2, "adaptive": False, "rule": "rejection"},
+        slow({"method": "draft", "num_tokens": 2, "adaptive": False, "rule": "rejection"}),
     ],
     ids=["ngram", "draft", "rejection"],
 )
@@ -143,7 +170,7 @@ def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
     chex.assert_trees_all_equal_shapes_and_dtypes(old, mesh.engine.model.leaves)
     assert [x.sharding for x in old] == [x.sharding for x in mesh.engine.model.leaves]
     with pytest.raises(ValueError, match=r"shape of embed: expected \(320, 64\), found \(3, 64\)"):
-        mesh.update_params(named(mesh.engine.model.params) | {"embed": np.zeros((3, 64), np.float32)})
+        mesh.update_params(named(whole(mesh.engine.model)) | {"embed": np.zeros((3, 64), np.float32)})
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
@@ -152,19 +179,51 @@ def test_an_orbax_checkpoint_goes_to_the_same_parts(folders, tmp_path, dtype):
     mesh = MeshConfig(tensor=4)
     one, other = (load_model(x, mesh=mesh, weight_dtype=dtype) for x in (folders["9/3"], tmp_path / "orbax"))
     chex.assert_trees_all_equal(one.model.leaves, other.model.leaves)
+    sixteen = {"dtype": "bfloat16", "weight_dtype": dtype}
+    alone, placed = (load_model(tmp_path / "orbax", mesh=mesh, **sixteen).model for mesh in (None, mesh))
+    chex.assert_trees_all_equal(whole(alone), whole(placed))
     assert [x.sharding for x in one.model.leaves] == [x.sharding for x in other.model.leaves]
 
 
-def test_in_16_bits_log_probabilities_are_close(folders):
+@pytest.mark.parametrize("name", ["Llama 2", "Mixtral"])
+def test_in_16_bits_log_probabilities_are_close(name):
     """Partial sums are added in float32 before they are rounded, so a mesh differs by roundings of sums alone."""
     prompt, params = tokens(40, 3), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    found = []
+    model, found = random_model(name, "bfloat16"), []
     for mesh in (None, {"tensor": 4}):
-        llm = LLM(folders["8/4"], progress=False, dtype="bfloat16", mesh=mesh, **CONFIG)
+        llm = LLM(model, progress=False, mesh=mesh, **CONFIG)
         (output,) = llm.generate([prompt], params, use_tqdm=False)
-        found.append([next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]])
+        assert output.prompt_logprobs is not None
+        found.append([next(iter(one.values())).logprob for one in output.prompt_logprobs[1:] if one])
     chex.assert_trees_all_close(np.array(found[0]), np.array(found[1]), atol=0.05)
-    assert len(jax.devices()) >= 4
+
+
+def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folders, tmp_path):
+    """8 and 4 heads on 2 devices: nothing is padded, so shapes cannot tell. They would be permuted twice."""
+    one = load_model(folders["8/4"])
+    llm = LLM(folders["8/4"], progress=False, mesh={"tensor": 2}, **CONFIG)
+    placed = llm.engine.model
+    for refused in (lambda: llm.update_params(placed.params), lambda: from_params(placed.params, placed.config)):
+        with pytest.raises(ValueError, match=r"is from a model on a mesh, in the order of its devices; give whole"):
+            refused()
+    chex.assert_trees_all_equal(whole(placed), whole(one.model))
+    for name in HEADS:  # heads of zeros, and heads that several devices have
+        placed = load_model(folders[name], mesh={"tensor": 8}).model
+        chex.assert_trees_all_equal(whole(placed), whole(load_model(folders[name]).model))
+    prompts, params = [tokens(9, 1)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    before = llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids
+    llm.update_params(whole(llm.engine.model))
+    assert llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids == before
+
+
+def test_an_engine_on_a_slice_of_devices_leaves_the_others_alone(folders, tmp_path):
+    """Swapping, copies of branches, and an engine that is reset."""
+    config = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
+    one, other = compared(folders["8/4"], tmp_path, mesh={"tensor": 4}, devices=[6, 3, 5, 2], **config)
+    assert sum(run.preempted for run in other) == sum(run.preempted for run in one) > 5
+    used = {device for x in jax.tree.leaves(other[0].engine._state.cache) for device in x.sharding.device_set}
+    assert used == {jax.devices()[i] for i in (6, 3, 5, 2)}
+    assert other[0].engine.config.devices == (6, 3, 5, 2)
 
 
 @pytest.mark.slow

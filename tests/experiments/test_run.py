@@ -77,7 +77,7 @@ def test_sweep_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixt
     assert sorted(entry.name for entry in folder.iterdir()) == names
     env = json.loads((folder / "env.json").read_text())
     assert env["engine"]["block_size"] == 4
-    assert [name for name, value in env["engine"].items() if value is None] == ["speculative"]
+    assert [name for name, value in env["engine"].items() if value is None] == ["speculative", "mesh", "devices"]
     assert env["startup"]["total"] > 0
     assert env["load_average"] is None or env["load_average"] >= 0
     assert env["stolen_share"] is None or 0 <= env["stolen_share"] <= 1
@@ -144,7 +144,7 @@ def test_a_mesh_is_swept_and_written_into_results(tmp_path: Path, model: str) ->
         assert facts["engine"]["mesh"] == resolved["engine"]["mesh"]
         found[facts.get("placement")] = facts["engine"]["mesh"]
         assert json.loads((folder.parent / "summary.json").read_text())["failed"] is None
-    placement = "2 devices (cpu), each with 2 heads, 1 key heads, MLP width 48, 160 tokens"
+    placement = "2 devices (cpu; 0, 1), each with 2 heads, 1 key heads, MLP width 48, 160 tokens"
     assert found == {None: None, placement: {"tensor": 2, "expert": 1}}
 
 

@@ -218,14 +218,16 @@ class SparseMLP(nnx.Module):
         rows = x.T[order // e.chosen]
         expert = expert[order]
 
-        def through(weight: nnx.Param, scales: nnx.Param | None, rows: jax.Array) -> jax.Array:
-            """Each row times the matrix of its expert."""
+        def through(weight: nnx.Param, scales: nnx.Param | None, rows: jax.Array, dtype: Any) -> jax.Array:
+            """Each row times the matrix of its expert, in a dtype."""
             each = weight[...].astype(rows.dtype).reshape(own, -1, rows.shape[1]).swapaxes(1, 2)
-            y = jax.lax.ragged_dot(rows, each, sizes)
+            y = jax.lax.ragged_dot(rows, each, sizes, preferred_element_type=dtype)
             return y if scales is None else (y * scales[...].reshape(own, -1)[expert]).astype(y.dtype)
 
-        rows = through(self.up, self.up_scales, rows)
-        rows = through(self.down, self.down_scales, _activated(rows, c.activation, True, axis=1))
+        rows = through(self.up, self.up_scales, rows, x.dtype)
+        rows = _activated(rows, c.activation, True, axis=1)
+        # parts of a width are added before they are rounded
+        rows = through(self.down, self.down_scales, rows, jnp.float32 if c.axes else x.dtype)
         if e.devices > 1:
             rows = jnp.where((expert < own)[:, None], rows, 0)
         pairs = jnp.zeros_like(rows).at[order].set(rows).reshape(t, e.chosen, c.hidden)

@@ -262,11 +262,11 @@ def test_mesh_of_more_work_or_slower_links_is_never_faster(work, n, more):
 
 
 def test_exchanges_of_a_small_model_are_counted_by_hand():
-    """2 devices, 3 tokens, 2 samples: five sums of [8, 3], logits [50, 2] and 2 tokens; a link of 1e5 bytes/s."""
+    """2 devices, 3 tokens, 2 samples: five sums of [8, 3], logits [50, 2], sampled [2, 43]; a link of 1e5 bytes/s."""
     mesh = of_mesh(Roofline(SMALL, CHIP._replace(network=TORUS)), MeshConfig(tensor=2))
     work = Work(tokens=3, sequences=2, sampled=2, context=0, pairs=0)
     sums = 4 * 8 * 3 * 4 + 8 * 3 * 2  # two a layer in float32, and the embedding's in 16 bits
-    moved = sums * 2 / 2 + 50 * 2 * 4 / 2 + 2 * 4 / 2
+    moved = sums * 2 / 2 + 50 * 2 * 4 / 2 + 2 * 43 * 4 / 2
     hops = 5 * 2 + 1 + 1
     assert mesh.exchange(work) == pytest.approx(moved / 1e5 + hops * 1e-3)
     assert mesh(work) == pytest.approx(mesh._replace(devices=1)(work) + mesh.exchange(work))
