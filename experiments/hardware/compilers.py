@@ -105,9 +105,10 @@ def what_is_missing(target: Target) -> str:
 
 def prepare(target: Target) -> None:
     """Set what the compiler reads when it is loaded. Call it before JAX starts a device."""
-    aot_tpu.keep_to_the_cpu()
     if target.platform == "tpu":
         aot_tpu.prepare()
+    else:
+        aot_tpu.keep_to_the_cpu()
 
 
 def devices(target: Target, topology: str) -> list[Any]:
