@@ -7,6 +7,7 @@ fitted(model, ...)   the compiled step of the largest bucket, and the number of 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ from pagedjax.host.types import EMPTY_PLAN
 from pagedjax.weights.tree import name_of
 
 DTYPE = "bfloat16"  # of activations and of the cache
+NO_MEMORY = re.compile("ran out of memory (on|in memory space) hbm", re.IGNORECASE)
 FEW = 8  # blocks to measure a step with, if more leave it no room
 
 
@@ -155,7 +157,7 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
             lowered = step.trace(leaves, pages, batch).lower(lowering_platforms=(target.platform,))  # pyright: ignore
             compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if "Ran out of memory" not in str(error):
+        if not NO_MEMORY.search(str(error)):
             raise
         return None
     return _read(compiled, lowered.out_info[1], model, plan, pages, time.perf_counter() - started)

@@ -181,9 +181,8 @@ def no_compiler(monkeypatch):
 def test_a_model_that_does_not_fit_is_an_error_with_its_name(capsys, no_compiler, mesh):
     assert compile_step.main(["--target", "v5e", "--model", "llama-3-8b", "--fraction", "0.001", *mesh]) == 1
     where = "2 x v5e" if mesh else "a v5e"
-    assert f"llama-3-8b in bfloat16, 512 tokens a step, on {where}: it does not fit" in (
-        said := capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert f"llama-3-8b in bfloat16, 512 tokens a step, on {where}: it does not fit" in said
     assert "smaller: --weights int8, or a larger --mesh" in said
 
 
