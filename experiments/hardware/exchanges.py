@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple, get_args
 
 from experiments.hardware import hlo
@@ -27,12 +28,14 @@ KNOWN = get_args(Kind)
 OTHERS = ("reduce-scatter", "collective-permute", "collective-broadcast", "ragged-all-to-all", "send", "recv")
 OPCODES = {f"{kind}{form}": kind for kind in (*KNOWN, *OTHERS) for form in ("", "-start")}
 GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
+AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
 class Found(NamedTuple):
     """A collective instruction.
 
-    arrays: its operands, as text.
+    kind: with the number of devices, if it is not of all.
+    arrays: its operands, as text, and the dtype that the exchange itself rounds its result to.
     numbers, bytes: of one run, counted as `Exchange.bytes` is: an all-gather by its result, others by their operands.
     times: runs of it in one run of the program.
     branch: only in a branch of a conditional.
@@ -63,16 +66,26 @@ def found(program: hlo.Program, n: int) -> Counter[Found]:
         kind = OPCODES.get(one.opcode)
         if kind is None:
             continue
-        operands = [array for name in one.operands for array in results[name]]
-        copies = group_size(one.attributes, n) if kind == "all-gather" else 1
+        operands, group = [array for name in one.operands for array in results[name]], group_size(one.attributes, n)
+        copies, kind = group if kind == "all-gather" else 1, kind if group == n else f"{kind} of {group} devices"
         numbers, nbytes = sum(x.numbers for x in operands), sum(x.nbytes for x in operands)
         sizes = copies * numbers, copies * nbytes
-        counted[Found(kind, _said(operands), *sizes, site.times, site.branch)] += 1
+        counted[Found(kind, _said(operands) + _rounded(one, operands), *sizes, site.times, site.branch)] += 1
     return counted
 
 
+def _rounded(one: hlo.Instruction, operands: Sequence[hlo.Array]) -> str:
+    """The dtype of the result where it is another one: a compiler may round in the exchange itself."""
+    given = {array.dtype for array in operands}
+    others = {array.dtype for array in one.results if array.dims} - given  # a scalar is a part of the mechanism
+    return "".join(f", rounded to {dtype}" for dtype in sorted(others))
+
+
 def group_size(attributes: str, n: int) -> int:
-    """The devices of one exchange; all n unless the groups are written as lists or as [groups, devices]."""
+    """The devices of one exchange. XLA writes groups as lists, as [groups, devices] or by axes; or not, for all n."""
+    if axes := AXES.search(attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes[1]))
+        return prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", axes[2]))
     match = GROUPS.search(attributes)
     if match is None:
         return n
@@ -143,13 +156,13 @@ def _difference(name: str, program: Mapping[Found, int], must: Sequence[Wanted])
     return None
 
 
-def seconds(program: Mapping[Found, int], n: int, network: Network, *, branch: bool = False) -> float:
-    """The time of the exchanges of every step, or of those in branches, on the links. Kinds that no step must have
-    count as nothing: `differences` names them."""
+def seconds(program: Mapping[Found, int], n: int, network: Network) -> float:
+    """The time of the exchanges of every step on the links. Kinds that no step must have count as nothing:
+    `differences` names them."""
     return sum(
-        collectives.seconds(_exchange(one, count), n, network)
+        collectives.seconds(_exchange(one, runs(one, count)), n, network)
         for one, count in program.items()
-        if one.kind in KNOWN and one.branch == branch
+        if one.kind in KNOWN and not one.branch
     )
 
 
@@ -159,18 +172,22 @@ def seconds_of_layers(model: DecoderConfig, layers: int, n: int, tokens: int, ne
     return collectives.seconds(Exchange("all-reduce", size, 2 * layers), n, network)
 
 
-def _exchange(one: Found, count: int) -> Exchange:
-    return Exchange(one.kind, one.bytes, count * one.times)  # pyright: ignore[reportArgumentType]  (callers check it)
+def _exchange(one: Found, times: int) -> Exchange:
+    return Exchange(one.kind, one.bytes, times)  # pyright: ignore[reportArgumentType]  (callers check it)
+
+
+def runs(one: Found, count: int) -> int:
+    """Runs of so many equal collectives in a step; in a branch, in one turn of its loop."""
+    return count if one.branch else count * one.times
 
 
 def table(program: Mapping[Found, int], n: int, network: Network) -> str:
     """The exchanges as lines to print: how often, what, the bytes of all of them, and their time."""
     lines = []
     for one, count in sorted(program.items(), key=lambda item: (item[0].branch, item[0].kind, item[0].arrays)):
-        runs = count * one.times
-        time = "no estimate"
+        times, time = runs(one, count), "no estimate"
         if one.kind in KNOWN:
-            time = f"{1e3 * collectives.seconds(_exchange(one, count), n, network):.3f} ms"
-        where = ", only for prompt log-probabilities" * one.branch
-        lines.append(f"  {runs:4} x {one.kind:10}  {one.arrays}: {runs * one.bytes / 2**20:,.3f} MiB, {time}{where}")
+            time = f"{1e3 * collectives.seconds(_exchange(one, times), n, network):.3f} ms"
+        where = f", for each {PROMPT_TILE} prompt tokens with log-probabilities" * one.branch
+        lines.append(f"  {times:4} x {one.kind:10}  {one.arrays}: {times * one.bytes / 2**20:,.3f} MiB, {time}{where}")
     return "\n".join(lines)
