@@ -93,6 +93,7 @@ def exchange_lines(step: Step, model: DecoderConfig, target: Target, plan: Plan,
     lines = [f"exchanges of {n} devices:", exchanges.table(step.found, n, network)]
     combined = [one.text for one in exchanges.differences(step.found, step.must) if not one.wrong]
     lines += [f"  combined or split by the compiler: {text}" for text in combined]
+    lines += [f"  {count} of them by the compiler's {ring}" for ring, count in sorted(step.rings.items())]
     time = exchanges.seconds(step.found, n, network)
     said = f"  {1e3 * time:.2f} ms in every step on the links of {target.chip}, by a roofline"
     if more:

@@ -77,7 +77,7 @@ class Step(NamedTuple):
     activations: bytes that it needs beside its arguments. arguments: bytes as the compiler lays them out.
     code: bytes of the program. cache: bytes of the cache. aliased: bytes that are updated in place.
     copies: instructions that make an array of the size of a layer's keys, by kind.
-    found: the exchanges. must: those that it must have.
+    found: the exchanges. must: those that it must have. rings: how the compiler does them, if it says so.
     """
 
     activations: int
@@ -88,6 +88,7 @@ class Step(NamedTuple):
     copies: Counter[str]
     found: Counter[Found]
     must: tuple[exchanges.Wanted, ...]
+    rings: Counter[str]
     seconds: float
 
 
@@ -182,6 +183,7 @@ def _read(compiled: Any, output: StepOutput, model: Model, plan: Plan, pages: ca
         copies=whole_arrays(program, memory.nbytes(layer)),
         found=exchanges.found(program, n),
         must=exchanges.wanted(model.config, model.part, n, plan.tokens, samples, columns),
+        rings=exchanges.rings(program),
         seconds=seconds,
     )
 

@@ -28,6 +28,7 @@ KNOWN = get_args(Kind)
 OTHERS = ("reduce-scatter", "collective-permute", "collective-broadcast", "ragged-all-to-all", "send", "recv")
 OPCODES = {f"{kind}{form}": kind for kind in (*KNOWN, *OTHERS) for form in ("", "-start")}
 GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\])")
+RINGS = re.compile(r'"strategy":"(\w+)".*?\bcolors:(\d+) phases:(\d+)')
 AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
@@ -47,6 +48,18 @@ class Found(NamedTuple):
     bytes: int
     times: int = 1
     branch: bool = False
+
+
+def rings(program: hlo.Program) -> Counter[str]:
+    """How a TPU's compiler says that it exchanges, by collectives; empty for a GPU, where it is chosen at run time.
+
+    A color is a part of the array with a ring of its own: two in one dimension are the two directions of a ring.
+    """
+    return Counter(
+        f"{found[1]}, {found[2]} colors, {found[3]} phases"
+        for site in hlo.sites(program)
+        if site.instruction.opcode in OPCODES and (found := RINGS.search(site.instruction.attributes))
+    )
 
 
 class Wanted(NamedTuple):

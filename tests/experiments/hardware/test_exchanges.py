@@ -45,7 +45,9 @@ replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true
 ENTRY %main.108_spmd (x: bf16[4096,64]) -> s32[64,43] {
   %x = bf16[4096,64]{0,1:T(8,128)(2,1)S(1)} parameter(0)
   %psum.23 = bf16[4096,64]{0,1:T(8,128)(2,1)S(1)} all-reduce(%x), channel_id=1, \
-replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%region_2.3
+replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%region_2.3, \
+backend_config={"collective_algorithm_config":{"emitter":"RotatedPincerEmitter", \
+"strategy":"UniDirection1DRingStrategy","debug":"\\nUniDirection1DRingStrategy{colors:2 phases:1 cores:{8},{8}}"}}
   %fusion.63 = f32[4096,64]{0,1:T(8,128)S(1)} fusion(%psum.23), kind=kOutput, calls=%other
   %psum.24 = bf16[4096,64]{0,1:T(8,128)(2,1)S(1)} all-reduce(%fusion.63), channel_id=1, \
 replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true, to_apply=%region_23.24
@@ -95,6 +97,7 @@ def test_the_program_of_a_tpu_is_read():
             Found("all-gather", "s32[8,42]", 64 * 42, 4 * 64 * 42, branch=True): 1,
         }
     )
+    assert exchanges.rings(hlo.parse(V5E)) == {"UniDirection1DRingStrategy, 2 colors, 1 phases": 1}
     model = compile_step.config_of("llama-3-8b", "bfloat16", 1)
     part = split.device_config(model, MeshConfig(tensor=8))
     assert differences(found, wanted(model, part, 8, 64, 64, COLUMNS)) == []
