@@ -80,7 +80,7 @@ def memory_lines(has: Room, step: Step, fit: int, plan: Plan, layers: tuple[int,
     if layers[0] < layers[1]:
         lines.append(
             f"extrapolated from {layers[0]} compiled layers to {layers[1]}: weights and cache grow linearly with the "
-            f"layers; activations are those of {layers[0]} layers"
+            f"layers; activations are those of {layers[0]} layers, and a TPU's grow a little with them"
         )
     return "\n".join(lines)
 

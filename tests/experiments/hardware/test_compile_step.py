@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -151,7 +152,7 @@ def test_layers_that_are_left_out_count_in_the_memory(step):
     assert few.weights - one.weights == each
     lines = compile_step.memory_lines(has, step, has.blocks(step.activations), PLAN, (2, 22))
     assert "extrapolated from 2 compiled layers to 22: weights and cache grow linearly" in lines
-    assert f"weights           {memory.size(has.weights):>10}" in lines
+    assert re.search(rf"weights +{memory.size(has.weights)}", lines)
     assert "extrapolated" not in compile_step.memory_lines(has, step, 9, PLAN, (22, 22))
 
 
@@ -179,7 +180,7 @@ def no_compiler(monkeypatch):
 
 @pytest.mark.parametrize("mesh", [(), ("--mesh", "tensor=2")])
 def test_a_model_that_does_not_fit_is_an_error_with_its_name(capsys, no_compiler, mesh):
-    assert compile_step.main(["--target", "v5e", "--model", "llama-3-8b", "--fraction", "0.001", *mesh]) == 1
+    assert compile_step.main(["--target", "v5e", "--model", "llama-3-8b", "--fraction", "0.0001", *mesh]) == 1
     where = "2 x v5e" if mesh else "a v5e"
     said = capsys.readouterr().err
     assert f"llama-3-8b in bfloat16, 512 tokens a step, on {where}: it does not fit" in said
