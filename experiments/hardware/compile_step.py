@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {missing}", file=sys.stderr)
         return 2
     compilers.prepare(target)
-    where = f"{n} x {args.target}" if args.mesh else f"a {args.target}"
+    where = f"{n} x {args.target}" if args.mesh else f"one {args.target}"
     name = f"{args.model} in {args.weights}, {plan.tokens} tokens a step"
     if left_out := whole.layers - config.layers:
         name += f", {config.layers} of {whole.layers} layers"

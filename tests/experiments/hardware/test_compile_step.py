@@ -181,7 +181,7 @@ def no_compiler(monkeypatch):
 @pytest.mark.parametrize("mesh", [(), ("--mesh", "tensor=2")])
 def test_a_model_that_does_not_fit_is_an_error_with_its_name(capsys, no_compiler, mesh):
     assert compile_step.main(["--target", "v5e", "--model", "llama-3-8b", "--fraction", "0.0001", *mesh]) == 1
-    where = "2 x v5e" if mesh else "a v5e"
+    where = "2 x v5e" if mesh else "one v5e"
     said = capsys.readouterr().err
     assert f"llama-3-8b in bfloat16, 512 tokens a step, on {where}: it does not fit" in said
     assert "smaller: --weights int8, or a larger --mesh" in said
