@@ -20,7 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.shared.tpu import device_kind, pinned
+from pallas_kernels.shared.device import device_kind
+from pallas_kernels.shared.tpu import pinned
 from pallas_kernels.tiles import TpuTiles
 
 ROWS = 8  # of a piece; smaller pages are moved whole

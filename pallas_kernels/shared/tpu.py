@@ -20,9 +20,3 @@ def pinned(*pages: jax.Array, interpret: Any) -> list[jax.Array]:
     if interpret:
         return list(pages)
     return [pltpu.with_memory_space_constraint(a, pltpu.HBM) for a in pages]
-
-
-def device_kind() -> str:
-    """Returns JAX's name of the device that is compiled for: the mesh's device if a mesh is set, else the first one."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.device_kind if device is not None else jax.devices()[0].device_kind

@@ -18,6 +18,7 @@ from pallas_kernels import aot, aot_tpu, bundles, timing, tune
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
+from pallas_kernels.shared.device import device_kind
 from pallas_kernels.tiles import TPUS, Tiles, TpuTiles
 
 needs_kernels = pytest.mark.skipif(jax.__version_info__ < pallas_gpu.JAX_NEEDED, reason="the kernels need JAX 0.11")
@@ -29,12 +30,28 @@ needs_libtpu = pytest.mark.skipif(
     bool(aot_tpu.what_is_missing()), reason="libtpu is not installed; CI installs it for the command"
 )
 
+
 REPORT = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'body_mosaic_gpu_kernel' for 'sm_90a'
 ptxas info    : Function properties for body_mosaic_gpu_kernel
     0 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
 ptxas info    : Used 93 registers, used 16 barriers, 1 bytes smem
 """
+
+
+def test_a_kernel_on_a_mesh_finds_the_kind_of_its_device():
+    """Tiles are chosen by it, also where the chip is not here and the first device is a CPU."""
+    h200 = jax.sharding.AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh, found = jax.sharding.AbstractMesh((2,), ("x",), abstract_device=h200), []
+    spec = jax.sharding.PartitionSpec("x")
+
+    def body(x):
+        found.append(device_kind())
+        return x
+
+    jax.eval_shape(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec), jnp.zeros(2))
+    assert found == ["NVIDIA H200"]
+    assert device_kind() == jax.devices()[0].device_kind
 
 
 def test_registers_and_spills_are_read_from_the_report_of_ptxas():

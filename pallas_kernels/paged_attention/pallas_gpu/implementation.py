@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.paged_attention.rows import gathered, scattered, sizes_of_short_rows, slots_of
+from pallas_kernels.shared.device import device_kind
 from pallas_kernels.tiles import Tiles
 
 JAX_NEEDED = (0, 11)  # older versions cannot transpose a swizzled tile
@@ -60,7 +61,7 @@ def paged_attention(
 
     from pallas_kernels.paged_attention.pallas_gpu import chunks, decode  # they import Mosaic GPU
 
-    tiles = tiles or Tiles.of(jax.devices()[0].device_kind)
+    tiles = tiles or Tiles.of(device_kind())
     pages, options = (k_pages, v_pages, block_tables), {"scale": scale, "window": window, "soft_cap": soft_cap}
     first, q_lens = cu_q_lens[:-1], jnp.diff(cu_q_lens)
     single = q_lens == 1

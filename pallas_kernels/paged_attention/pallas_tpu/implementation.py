@@ -27,7 +27,8 @@ from pallas_kernels.kv_write import pallas_tpu as kv_write_tpu
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.paged_attention.pallas_tpu.kernel import Scores, Sizes, Work, attend, vmem_bytes
 from pallas_kernels.paged_attention.rows import SHORT, gathered, scattered, sizes_of_short_rows, slots_of
-from pallas_kernels.shared.tpu import LANES, device_kind, row_size
+from pallas_kernels.shared.device import device_kind
+from pallas_kernels.shared.tpu import LANES, row_size
 from pallas_kernels.tiles import TpuTiles
 
 DTYPES = ("bfloat16", "float32")

@@ -1,0 +1,189 @@
+"""Does an engine's whole step compile for chips that are not here, and how many cache blocks fit in their memory?
+
+    python -m experiments.hardware.compile_step --target v5e                             # Llama 3.2 1B's shape
+    python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --weights int8
+    python -m experiments.hardware.compile_step --target v5e --model llama-3-8b --mesh tensor=8 --layers 2
+    python -m experiments.hardware.compile_step --target h200 --model llama-3-70b --mesh tensor=8
+
+A TPU needs libtpu, which contains the compiler; a GPU needs JAX 0.11 with its CUDA plugin, and ptxas. Model, attention
+through the chip's kernel, and sampling are one program, as in an engine; parameters and cache are shapes and take no
+memory here. Nothing is executed.
+
+The command prints the memory report of one device of such an engine, the collectives of the compiled program, and the
+time that they take on the chip's links, by a roofline (experiments/simulation/collectives.py). It fails if the compiler
+refuses the step, if the cache is not updated in place, if a cache array is copied whole, or if the devices exchange
+anything but what a step must (exchanges.py).
+
+`--layers` compiles a step of fewer layers. Weights and cache are then those of all layers: they grow linearly with the
+layers. The step's own memory is that of the compiled one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+import jax
+
+from experiments.bench.random_llama import SHAPES
+from experiments.hardware import compilers, exchanges
+from experiments.hardware.compiled import Plan, Room, Step, fitted, on_mesh, on_one_device, room
+from experiments.hardware.compilers import TARGETS, Target
+from pagedjax.config import MeshConfig, from_dict
+from pagedjax.device import memory
+from pagedjax.device.models import llama, split
+from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.placement import place
+
+LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+MODELS = SHAPES | {
+    "llama-3-8b": LLAMA_3
+    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "llama-3-70b": LLAMA_3
+    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+# instructions that may have a cache array as result: an in-place kernel or scatter, and what moves nothing
+HARMLESS = {"parameter", "get-tuple-element", "bitcast", "tuple", "custom-call", "scatter"}
+
+
+def faults(step: Step) -> list[str]:
+    """What must not be in a step, as sentences."""
+    wrong = [f"whole cache arrays are made by {count} x {kind}" for kind, count in bad_copies(step).items()]
+    if step.aliased < step.cache:
+        wrong.append(f"only {step.aliased:,} of {step.cache:,} bytes of the cache are updated in place")
+    return wrong + [one.text for one in exchanges.differences(step.found, step.must) if one.wrong]
+
+
+def bad_copies(step: Step) -> dict[str, int]:
+    return {kind: count for kind, count in sorted(step.copies.items()) if kind not in HARMLESS}
+
+
+def memory_lines(has: Room, step: Step, fit: int, plan: Plan, layers: tuple[int, int]) -> str:
+    """The memory of one device, as lines. layers: of the compiled step, and of the model."""
+    report = memory.report(
+        has.device,
+        weights=has.weights,
+        activations=step.activations,
+        num_blocks=min(fit, has.useful),
+        block_size=plan.block_size,
+        block_bytes=has.block,
+        max_model_len=plan.length,
+        swap_space_gib=0,
+    )
+    lines = [
+        str(report),
+        f"{fit:,} blocks fit, and {plan.rows} sequences of {plan.length:,} tokens can use {has.useful:,}",
+        f"the compiled step has {memory.size(step.arguments)} of arguments as the compiler lays them out, and "
+        f"{memory.size(step.code)} of code, which the report leaves out",
+    ]
+    if layers[0] < layers[1]:
+        lines.append(
+            f"extrapolated from {layers[0]} compiled layers to {layers[1]}: weights and cache grow linearly with the "
+            f"layers; activations are those of {layers[0]} layers, and a TPU's grow a little with them"
+        )
+    return "\n".join(lines)
+
+
+def exchange_lines(step: Step, model: DecoderConfig, target: Target, plan: Plan, n: int, more: int) -> str:
+    """The exchanges of a step, as lines; "" for one device. more: layers of the model that were not compiled."""
+    network = target.network(n)
+    if network is None:
+        return ""
+    lines = [f"exchanges of {n} devices:", exchanges.table(step.found, n, network)]
+    combined = [one.text for one in exchanges.differences(step.found, step.must) if not one.wrong]
+    lines += [f"  combined or split by the compiler: {text}" for text in combined]
+    lines += [f"  {count} of them by the compiler's {ring}" for ring, count in sorted(step.rings.items())]
+    time = exchanges.seconds(step.found, n, network)
+    said = f"  {1e3 * time:.2f} ms in every step on the links of {target.chip}, by a roofline"
+    if more:
+        rest = exchanges.seconds_of_layers(model, more, n, plan.tokens, network)
+        said += f"; {1e3 * (time + rest):.2f} ms with {more} more layers"
+    return "\n".join([*lines, said + ("" if network.hop else "; a lower bound, hops take no time")])
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=TARGETS, required=True)
+    parser.add_argument("--mesh", type=sizes_of, metavar="tensor=8[,expert=N]", help="devices that share the model")
+    parser.add_argument("--topology", help="such as v5e:2x4, or 1x1x8 for GPUs (default: the smallest that is enough)")
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.2-1b")
+    parser.add_argument("--weights", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=512, help="of the largest step (default 512)")
+    parser.add_argument("--rows", type=int, default=64, help="sequences of a step (default 64)")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence at most (default 8192)")
+    parser.add_argument("--fraction", type=float, default=0.9, help="of the memory beside the weights (default 0.9)")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has, to compile faster")
+    return parser.parse_args(argv)
+
+
+def sizes_of(text: str) -> MeshConfig:
+    """The sizes of a mesh, from its axes: "tensor=8" or "tensor=4,expert=2"."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and value.isdecimal() for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write tensor=8, or tensor=4,expert=2")
+    try:
+        return from_dict(MeshConfig, {name: int(value) for name, _, value in pairs}, where="mesh.")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def config_of(model: str, weights: str, layers: int | None = None) -> DecoderConfig:
+    """Raises ValueError for more layers than the model has, or less than one."""
+    shape = MODELS[model]
+    if layers is not None and not 1 <= layers <= shape["num_hidden_layers"]:
+        raise ValueError(f"--layers is {layers}; {model} has {shape['num_hidden_layers']}, and one is the least")
+    shape = shape | ({"num_hidden_layers": layers} if layers else {})
+    return dataclasses.replace(llama.from_hf(shape), int8=weights == "int8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    target, sizes = compilers.target(args.target), args.mesh or MeshConfig()
+    n, plan = sizes.size, Plan(args.tokens, args.rows, args.block_size, args.length, args.fraction)
+    try:
+        config, whole = (config_of(args.model, args.weights, layers) for layers in (args.layers, None))
+        topology = compilers.topology_of(target, n, args.topology)
+        target.network(n)
+        part = split.device_config(whole, sizes) if checked(whole, args.mesh) else whole
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if missing := compilers.what_is_missing(target):
+        print(f"error: {missing}", file=sys.stderr)
+        return 2
+    compilers.prepare(target)
+    where = f"{n} x {args.target}" if args.mesh else f"one {args.target}"
+    name = f"{args.model} in {args.weights}, {plan.tokens} tokens a step"
+    if left_out := whole.layers - config.layers:
+        name += f", {config.layers} of {whole.layers} layers"
+    try:
+        has = room(part, target, plan, f"one of {where}" if args.mesh else where)
+        has.blocks(0)  # refuses a model that is too large before anything is compiled
+        devices = compilers.devices(target, topology)
+        placement = place(config, sizes, None, devices) if args.mesh else None
+        model = on_mesh(placement) if placement else on_one_device(config)
+        step, fit = fitted(model, target, plan, has, devices[0], all_layers=not left_out)
+    except ValueError as error:
+        print(f"error: {name}, on {where}: {error}", file=sys.stderr)
+        return 1
+    lines = [str(placement) if placement else "", memory_lines(has, step, fit, plan, (config.layers, whole.layers))]
+    lines.append(exchange_lines(step, config, target, plan, n, left_out))
+    lines.append(f"{name}: compiled for {where} ({topology}) in {step.seconds:.0f} s, JAX {jax.__version__}")
+    wrong = faults(step)
+    print("\n".join(line for line in [*lines, "the cache is updated in place" * (not wrong)] if line))
+    for one in wrong:
+        print(f"error: {name}, on {where}: {one}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def checked(model: DecoderConfig, mesh: MeshConfig | None) -> bool:
+    """Whether there is a mesh. Raises ValueError if the model cannot be split over it."""
+    if mesh is not None:
+        split.check(model, mesh)
+    return mesh is not None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

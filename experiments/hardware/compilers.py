@@ -1,0 +1,131 @@
+"""The compilers of chips that need not be present: what they need, their topologies, and how a step is lowered for one.
+
+A topology is a set of chips and the links between them, by the compiler's own name for it: v5e:2x4 are eight chips in
+two rows, 1x1x8 are eight GPUs of one process. The compiler makes devices of it that programs can be compiled for.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from experiments.simulation.collectives import Network
+from experiments.simulation.cost import CHIPS, check_network
+from pallas_kernels import aot, aot_tpu
+from pallas_kernels.tiles import TPUS, TpuTiles
+
+FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
+SHAPES = {"v4": CUBES, "v5e": FLAT, "v5p": CUBES, "v6e": FLAT, "tpu7x": CUBES}  # of topologies, ascending
+CORES = {"v4": 2, "tpu7x": 2}  # devices of a chip; others have one
+
+
+class Target(NamedTuple):
+    """A kind of chip to compile for.
+
+    platform: as `lower` calls it.
+    memory: bytes that a program may use.
+    impl: of attention.
+    chip: its name among the simulator's.
+    """
+
+    name: str
+    platform: str
+    memory: int
+    impl: str
+    chip: str
+
+    def network(self, n: int) -> Network | None:
+        """The links between n devices; None for one device.
+
+        Raises:
+            ValueError: they connect fewer devices, or are not known.
+        """
+        network = CHIPS[self.chip].network
+        if n == 1:
+            return None
+        check_network(network, n, self.chip)
+        return network
+
+
+def target(name: str) -> Target:
+    if name in TPUS:
+        chip = name if name in CHIPS else f"tpu-{name}"
+        return Target(name, "tpu", TpuTiles.read(name).hbm, "pallas_tpu", chip)
+    return Target(name, "cuda", aot.TARGETS[name].memory, "pallas_gpu", name)
+
+
+TARGETS = (*TPUS, *sorted(aot.TARGETS))
+
+
+def topology_of(target: Target, n: int, wanted: str | None = None) -> str:
+    """The topology to compile for: the wanted one, or the smallest one with n devices.
+
+    Raises:
+        ValueError: the wanted one is of another chip or has fewer devices, or none is known that has as many.
+    """
+    if wanted is None:
+        return _smallest(target, n)
+    pattern, example = (r"\d+x\d+x\d+", "1x1x8") if target.platform == "cuda" else (rf"{target.name}:\d+(x\d+)+", "")
+    if not re.fullmatch(pattern, wanted):
+        raise ValueError(f"--topology is {wanted!r}; for {target.name} write {example or _smallest(target, 4)}")
+    if (has := size(target, wanted)) < n:
+        raise ValueError(
+            f"the mesh has {n} devices, and the topology {wanted} {has}; use a smaller --mesh, or --topology "
+            f"{_smallest(target, n)}"
+        )
+    return wanted
+
+
+def _smallest(target: Target, n: int) -> str:
+    if target.platform == "cuda":
+        return f"1x1x{n}"
+    for shape in SHAPES[target.name]:
+        if size(target, name := f"{target.name}:{shape}") >= n:
+            return name
+    raise ValueError(f"the mesh has {n} devices, and no default topology of {target.name} has so many; give --topology")
+
+
+def size(target: Target, topology: str) -> int:
+    """Devices of a topology."""
+    return CORES.get(target.name, 1) * prod(map(int, topology.split(":")[-1].split("x")))
+
+
+def what_is_missing(target: Target) -> str:
+    """What is missing to compile here, as a sentence; empty if nothing is."""
+    return aot.what_is_missing() if target.platform == "cuda" else aot_tpu.what_is_missing()
+
+
+def prepare(target: Target) -> None:
+    """Set what the compiler reads when it is loaded. Call it before JAX starts a device."""
+    if target.platform == "tpu":
+        aot_tpu.prepare()
+    else:
+        aot_tpu.keep_to_the_cpu()
+
+
+def devices(target: Target, topology: str) -> list[Any]:
+    """The devices of a topology. Programs can be compiled for them, and nothing else.
+
+    Raises:
+        ValueError: the compiler does not know the topology.
+    """
+    try:
+        if target.platform == "cuda":
+            text = aot.HOPPER.format(**aot.TARGETS[target.name]._asdict())
+            return topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology).devices
+        return topologies.get_topology_desc(topology, platform="tpu").devices
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"the compiler has no topology {topology}: {error}") from None
+
+
+def of_device(device: Any) -> AbstractContextManager[Any]:
+    """Tracing for one device: kernels find the kind of the chip in the mesh, and a program for one has no mesh."""
+    return jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("x",)).abstract_mesh)

@@ -1,0 +1,182 @@
+"""Reads the text of a compiled program (HLO, as XLA prints it): its instructions, how often each runs, and where.
+
+    %fused (p: f32[8]) -> f32[8] {
+      ROOT %twice = f32[8]{0:T(128)} add(%p, %p)
+    }
+    ENTRY %main (x: f32[8]) -> f32[8] {
+      ROOT %fusion.1 = f32[8]{0:T(128)} fusion(%x), kind=kLoop, calls=%fused
+    }
+
+The program is a list of computations, and one of them is the entry. An instruction runs as often as its computation is
+called: a loop calls its body several times, and a conditional calls one of its branches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+HEADER = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
+INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = (.+)")
+ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
+OPCODE = re.compile(r"\s*([\w-]+)\(")
+CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)")
+BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+CALLERS = (
+    "fusion",
+    "call",
+    "while",
+    "conditional",
+    "async-start",
+)  # others call scalar functions, such as that of a sum
+
+
+class Array(NamedTuple):
+    dtype: str
+    dims: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+    @property
+    def numbers(self) -> int:
+        return prod(self.dims)
+
+    @property
+    def nbytes(self) -> int:
+        """Without the padding of its layout. Types of less than 8 bits are rounded up."""
+        bits = re.search(r"\d+", self.dtype)  # "pred" has none, and a byte
+        return self.numbers * (-(-int(bits[0]) // 8) if bits else 1)
+
+
+class Instruction(NamedTuple):
+    """One line of a computation.
+
+    results: the arrays of its result, which may be a tuple.
+    operands: the names of the instructions whose results it takes.
+    attributes: the rest of the line.
+    root: its result is that of the computation.
+    """
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    root: bool
+
+
+class Program(NamedTuple):
+    computations: dict[str, tuple[Instruction, ...]]
+    entry: str
+
+    @property
+    def results(self) -> dict[str, tuple[Array, ...]]:
+        """The arrays of each instruction's result, by its name, which is unique in a program."""
+        return {one.name: one.results for body in self.computations.values() for one in body}
+
+
+class Site(NamedTuple):
+    """An instruction where it runs.
+
+    times: runs in one run of the program. A loop whose length the compiler does not print counts as one.
+    branch: it is in a branch of a conditional, so it may not run.
+    fused: it is a part of a fusion, and its result is no array in memory.
+    """
+
+    instruction: Instruction
+    times: int = 1
+    branch: bool = False
+    fused: bool = False
+
+
+def parse(text: str) -> Program:
+    """Raises ValueError if the text has no entry: it is not that of a compiled program."""
+    found: dict[str, tuple[Instruction, ...]] = {}
+    entry, name, body = "", "", []
+    for line in text.splitlines():
+        if name and line.startswith("}"):
+            found[name], name = tuple(body), ""
+        elif name:
+            if (match := INSTRUCTION.match(line)) and (one := _instruction(match)):
+                body.append(one)
+        elif header := HEADER.match(line):
+            name, body = header[2], []
+            entry = name if header[1] else entry
+    if not entry:
+        raise ValueError(f"this is no text of a compiled program: it has no ENTRY; it begins with {text[:60]!r}")
+    return Program(found, entry)
+
+
+def _instruction(match: re.Match[str]) -> Instruction | None:
+    rest = match[3]
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    opcode = OPCODE.match(rest, end)
+    if opcode is None:
+        return None
+    close = _closing(rest, opcode.end() - 1)
+    operands = tuple(re.findall(r"%([\w.-]+)", rest[opcode.end() : close]))
+    return Instruction(match[2], opcode[1], arrays(rest[:end]), operands, rest[close + 1 :], bool(match[1]))
+
+
+def _closing(text: str, start: int) -> int:
+    """The place of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] == "(") - (text[place] == ")")
+        if depth == 0:
+            return place
+    raise ValueError(f"a parenthesis is not closed in {text[start : start + 60]!r}")
+
+
+def arrays(shape: str) -> tuple[Array, ...]:
+    """The arrays of a shape as XLA prints it, which may be a tuple of tuples."""
+    return tuple(
+        Array(dtype, tuple(map(int, re.findall(r"\d+", dims))))
+        for dtype, dims in ARRAY.findall(shape)
+        if dtype != "token"
+    )
+
+
+def sites(program: Program) -> Iterator[Site]:
+    """Every instruction that one run of the program may execute."""
+    yield from _sites(program, program.entry, Site(program.computations[program.entry][0]))
+
+
+def _sites(program: Program, computation: str, where: Site) -> Iterator[Site]:
+    for one in program.computations[computation]:
+        yield where._replace(instruction=one)
+        if one.opcode not in CALLERS:
+            continue
+        inner = where._replace(
+            times=where.times * trips(one),
+            branch=where.branch or one.opcode == "conditional",
+            fused=where.fused or one.opcode == "fusion",
+        )
+        for name in called(one):
+            yield from _sites(program, name, inner)
+
+
+def called(instruction: Instruction) -> tuple[str, ...]:
+    """The names of the computations that an instruction calls."""
+    branches = BRANCHES.search(instruction.attributes)
+    listed = re.findall(r"%?([\w.-]+)", branches[1]) if branches else []
+    return (*CALLED.findall(instruction.attributes), *listed)
+
+
+def trips(instruction: Instruction) -> int:
+    """How often a loop runs its body; 1 if it is not printed, and for what is no loop."""
+    found = TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
+    return int(found[1]) if found else 1
+
+
+def root(program: Program, computation: str) -> Instruction:
+    """The instruction whose result is that of the computation; bitcasts, which copy nothing, are looked through."""
+    body = program.computations[computation]
+    by_name, last = {one.name: one for one in body}, next(one for one in body if one.root)
+    while last.opcode == "bitcast" and last.operands[0] in by_name:
+        last = by_name[last.operands[0]]
+    return last

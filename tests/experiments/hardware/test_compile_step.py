@@ -1,0 +1,247 @@
+"""Steps compiled for chips that are not here: sizes, errors and checks without a compiler, and with one where it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import pytest
+
+from experiments.hardware import compile_step, compiled, compilers, exchanges, hlo
+from experiments.hardware.compiled import Plan
+from experiments.hardware.compilers import TARGETS, Target
+from pagedjax.config import MeshConfig
+from pagedjax.device import memory
+from pagedjax.device.placement import place
+from pallas_kernels import aot_tpu
+
+needs_compiler = pytest.mark.skipif(
+    bool(aot_tpu.what_is_missing()), reason="libtpu is not installed; CI installs it for the commands"
+)
+CPU = Target("cpu", "cpu", 4 * memory.GIB, "xla", "tpu-v5e")
+PLAN = Plan(tokens=64, rows=24, block_size=4, length=64, fraction=0.5)
+
+
+# --- topologies ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "n", "topology"),
+    [
+        ("v5e", 1, "v5e:2x2"),
+        ("v5e", 8, "v5e:2x4"),
+        ("v5e", 9, "v5e:4x4"),
+        ("v6e", 16, "v6e:4x4"),
+        ("v4", 8, "v4:2x2x1"),
+        ("v5p", 8, "v5p:2x2x2"),
+        ("tpu7x", 8, "tpu7x:2x2x1"),
+        ("tpu7x", 16, "tpu7x:2x2x2"),
+        ("h100", 8, "1x1x8"),
+        ("h200", 1, "1x1x1"),
+    ],
+)
+def test_the_default_topology_is_the_smallest_that_is_enough(target, n, topology):
+    assert compilers.topology_of(compilers.target(target), n) == topology
+    assert compilers.size(compilers.target(target), topology) >= n
+
+
+@pytest.mark.parametrize(
+    ("target", "n", "wanted", "message"),
+    [
+        (
+            "v5e",
+            16,
+            "v5e:2x4",
+            r"the mesh has 16 devices, and the topology v5e:2x4 8; use a smaller --mesh, .* v5e:4x4",
+        ),
+        ("h100", 8, "1x1x4", r"the mesh has 8 devices, and the topology 1x1x4 4; .* --topology 1x1x8"),
+        ("v5e", 8, "v6e:2x4", r"--topology is 'v6e:2x4'; for v5e write v5e:2x2"),
+        ("h200", 8, "v5e:2x4", r"--topology is 'v5e:2x4'; for h200 write 1x1x8"),
+        ("v6e", 1000, None, r"no default topology of v6e has so many; give --topology"),
+    ],
+)
+def test_a_wrong_topology_is_refused(target, n, wanted, message):
+    with pytest.raises(ValueError, match=message):
+        compilers.topology_of(compilers.target(target), n, wanted)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_has_memory_and_links(name):
+    target = compilers.target(name)
+    assert target.memory > 10e9
+    assert target.network(1) is None
+    assert target.network(8) is not None
+
+
+def test_more_gpus_than_their_switch_connects_are_refused(capsys):
+    assert compile_step.main(["--target", "h100", "--mesh", "tensor=16"]) == 2
+    assert "the links of h100 connect at most 8 chips" in capsys.readouterr().err
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("n", [2, 4, 3])
+def test_a_model_of_shapes_has_the_bytes_of_one_devices_part(weights, n):
+    config = compile_step.config_of("small", weights)
+    placement = place(config, MeshConfig(tensor=n), None, jax.devices())
+    model = compiled.on_mesh(placement)
+    assert memory.nbytes(model.leaves) == compiled.room(placement.part, CPU, PLAN, "a device").weights
+    assert all(isinstance(x, jax.ShapeDtypeStruct) and len(x.sharding.device_set) == n for x in model.leaves)
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A step of a small model on four virtual devices, from shapes alone."""
+    placement = place(compile_step.config_of("small", "bfloat16"), MeshConfig(tensor=4), None, jax.devices())
+    return compiled.compile_step(compiled.on_mesh(placement), CPU, PLAN, 50, jax.devices()[0])
+
+
+def test_a_step_from_shapes_exchanges_what_it_must(step):
+    assert [one.text for one in exchanges.differences(step.found, step.must) if one.wrong] == []
+    assert sum(one.times for one in step.must if one.kind == "all-reduce") == 5
+    assert step.aliased == step.cache
+
+
+def test_what_must_not_be_in_a_step_is_named(step):
+    clean = step._replace(copies=Counter({"parameter": 4, "scatter": 4}))
+    assert compile_step.faults(clean) == []
+    assert compile_step.faults(clean._replace(copies=Counter({"copy": 2, "tuple": 1}))) == [
+        "whole cache arrays are made by 2 x copy"
+    ]
+    (text,) = compile_step.faults(clean._replace(aliased=step.cache - 1))
+    assert text == f"only {step.cache - 1:,} of {step.cache:,} bytes of the cache are updated in place"
+    (text,) = compile_step.faults(clean._replace(must=step.must[1:]))
+    assert text.startswith("all-reduce: ")
+
+
+def test_instructions_that_make_a_whole_cache_array_are_counted():
+    program = hlo.parse(
+        """
+%put (a: bf16[9,2,8,128], b: bf16[1]) -> bf16[9,2,8,128] {
+  %a = bf16[9,2,8,128]{3,2,1,0} parameter(0)
+  %b = bf16[1]{0} parameter(1)
+  ROOT %s = bf16[9,2,8,128]{3,2,1,0} scatter(%a, %b)
+}
+ENTRY %main (p: bf16[9,2,8,128], q: bf16[4,2,8,128]) -> bf16[9,2,8,128] {
+  %p = bf16[9,2,8,128]{3,2,1,0} parameter(0)
+  %q = bf16[4,2,8,128]{3,2,1,0} parameter(1)
+  %c = bf16[9,2,8,128]{3,1,2,0:T(8,128)} copy(%p)
+  %d = (bf16[18,8,128]{2,1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%c)
+  %e = bf16[4,2,8,128]{3,2,1,0} copy(%q)
+  ROOT %f = bf16[9,2,8,128]{3,2,1,0} fusion(%p, %q), kind=kInput, calls=%put
+}
+"""
+    )
+    found = compiled.whole_arrays(program, 2 * 9 * 2 * 8 * 128)
+    assert found == Counter({"parameter": 1, "copy": 1, "copy-start": 1, "scatter": 1})
+
+
+def test_layers_that_are_left_out_count_in_the_memory(step):
+    whole = compile_step.config_of("tinyllama-1.1b", "bfloat16")
+    has = compiled.room(whole, CPU, PLAN, "a device")
+    few = compiled.room(compile_step.config_of("tinyllama-1.1b", "bfloat16", 2), CPU, PLAN, "a device")
+    each = (has.weights - few.weights) / 20
+    one = compiled.room(compile_step.config_of("tinyllama-1.1b", "bfloat16", 1), CPU, PLAN, "a device")
+    assert few.weights - one.weights == each
+    lines = compile_step.memory_lines(has, step, has.blocks(step.activations), PLAN, (2, 22))
+    assert "extrapolated from 2 compiled layers to 22: weights and cache grow linearly" in lines
+    assert re.search(rf"weights +{memory.size(has.weights)}", lines)
+    assert "extrapolated" not in compile_step.memory_lines(has, step, 9, PLAN, (22, 22))
+
+
+def test_exchanges_are_printed_with_their_time_and_that_of_layers_left_out(step):
+    model, target = compile_step.config_of("small", "bfloat16"), compilers.target("v5e")
+    lines = compile_step.exchange_lines(step, model, target, PLAN, 4, 0).splitlines()
+    assert lines[0] == "exchanges of 4 devices:"
+    time = exchanges.seconds(step.found, 4, target.network(4))
+    assert lines[-1] == f"  {1e3 * time:.2f} ms in every step on the links of tpu-v5e, by a roofline"
+    more = time + exchanges.seconds_of_layers(model, 7, 4, PLAN.tokens, target.network(4))
+    assert f"; {1e3 * more:.2f} ms with 7 more layers" in compile_step.exchange_lines(step, model, target, PLAN, 4, 7)
+    assert "a lower bound" in compile_step.exchange_lines(step, model, compilers.target("h100"), PLAN, 4, 0)
+    assert compile_step.exchange_lines(step, model, target, PLAN, 1, 0) == ""
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """The command believes that a compiler is there; what it refuses before it compiles needs none."""
+    monkeypatch.setattr(aot_tpu, "what_is_missing", lambda: "")
+    monkeypatch.setattr(aot_tpu, "prepare", lambda: None)
+
+
+@pytest.mark.parametrize("mesh", [(), ("--mesh", "tensor=2")])
+def test_a_model_that_does_not_fit_is_an_error_with_its_name(capsys, no_compiler, mesh):
+    assert compile_step.main(["--target", "v5e", "--model", "llama-3-8b", "--fraction", "0.0001", *mesh]) == 1
+    where = "2 x v5e" if mesh else "one v5e"
+    said = capsys.readouterr().err
+    assert f"llama-3-8b in bfloat16, 512 tokens a step, on {where}: it does not fit" in said
+    assert "smaller: --weights int8, or a larger --mesh" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "tensor"], "'tensor' is no mesh; write tensor=8"),
+        (["--mesh", "tnsor=8"], "unknown key mesh.'tnsor'; did you mean 'tensor'?"),
+        (["--mesh", "tensor=0"], "mesh.tensor is 0; it must be an integer of at least 1"),
+    ],
+)
+def test_a_wrong_mesh_is_an_error(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        compile_step.main(["--target", "v5e", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "17"], "--layers is 17; llama-3.2-1b has 16, and one is the least"),
+        (["--mesh", "tensor=8", "--topology", "v5e:2x2"], "the mesh has 8 devices, and the topology v5e:2x2 4"),
+        (["--mesh", "tensor=64"], "the mesh has 64 devices, and the model 32 heads"),
+        (["--mesh", "expert=2"], "mesh.expert is 2, and the model has no experts"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(capsys, arguments, message):
+    assert compile_step.main(["--target", "v5e", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_compiler_is_an_error_with_the_command_that_installs_it(capsys, monkeypatch):
+    monkeypatch.setattr(aot_tpu.importlib.util, "find_spec", lambda name: None)
+    assert compile_step.main(["--target", "v5e", "--mesh", "tensor=8"]) == 2
+    assert "libtpu is missing; pip install --no-deps --target DIR 'libtpu==0.0." in capsys.readouterr().err
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    root = Path(__file__).parents[3]
+    line = [sys.executable, "-m", "experiments.hardware.compile_step", *arguments]
+    return subprocess.run(line, cwd=root, capture_output=True, text=True, env=environment, timeout=900)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e", "v6e"])
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "llama-3-8b"])
+def test_a_step_of_two_layers_compiles_in_place(target, model):
+    done = command("--target", target, "--model", model, "--layers", "2", "--tokens", "64")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the cache is updated in place" in done.stdout
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_step_on_eight_chips_compiles_in_place_with_its_exchanges():
+    done = command("--target", "v5e", "--model", "llama-3-8b", "--layers", "1", "--tokens", "64", "--mesh", "tensor=8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the cache is updated in place" in done.stdout
+    assert "exchanges of 8 devices" in done.stdout
