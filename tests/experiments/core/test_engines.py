@@ -79,9 +79,13 @@ def test_every_run_happens_once_and_each_engine_is_built_once(
 
 def test_weights_are_loaded_once_per_dtype() -> None:
     loaded = []
-    engines = Engines(
-        4, lambda model, **dtypes: loaded.append(tuple(dtypes.values())) or model, lambda **fields: fields
-    )
+
+    def load(model: str, *, dtype: Any, weight_dtype: Any, **places: Any) -> str:
+        loaded.append((dtype, weight_dtype))
+        assert places == {"mesh": None, "devices": None}
+        return model
+
+    engines = Engines(4, load, lambda **fields: fields)
     grid = {"engine__dtype": ["float32", "bfloat16"], "engine__weight_dtype": [None, "int8"]}
     for run in plan_runs(points(engine__block_size=[8, 16], **grid), alive=4):
         wanted, made = run.point.experiment.engine, engines.get(run.point.experiment)
