@@ -34,9 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def generate(args: argparse.Namespace) -> int:
     """Print a completion as it is generated."""
     params = sampling(args, stop=tuple(args.stop))
+    join(args)
     from pagedjax import LLM
 
     llm = LLM(args.model, **start_options(args), **engine_options(args))
+    if llm.follows:
+        llm.follow()
+        return 0
     prompt = args.prompt if args.prompt != "-" else sys.stdin.read()
     ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if args.chat else prompt
     if not args.chat and not args.only_new:
@@ -53,6 +57,29 @@ def sampling(args: argparse.Namespace, **more: Any) -> Any:
 
     names = ("temperature", "top_p", "top_k", "seed", "max_tokens")
     return SamplingParams(**{name: getattr(args, name) for name in names}, **more)
+
+
+def join(args: argparse.Namespace) -> None:
+    """Connect this process with the others of its engine, if there are several."""
+    from pagedjax.processes import config
+
+    typed = args.coordinator, args.processes, args.process, args.process_timeout
+    if config.read(*typed) is not None:
+        from pagedjax.processes.join import join as connect
+
+        connect(*typed)
+
+
+def process_options(words: argparse.ArgumentParser) -> None:
+    """The options that `join` reads."""
+    group = words.add_argument_group(
+        "several processes", "Start the same command in each. Under Slurm, Open MPI or a JobSet none is needed."
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, that all can reach")
+    group.add_argument("--processes", type=int, metavar="N", help="how many there are; 1 ignores a launcher")
+    group.add_argument("--process", type=int, metavar="I", help="which one this is; 0 takes the requests")
+    what = "without progress, after which all processes end; default 120"
+    group.add_argument("--process-timeout", type=float, metavar="SECONDS", help=what)
 
 
 def start_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -79,10 +106,14 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def chat(args: argparse.Namespace) -> int:
     """Talk with a chat model in the terminal. /help lists its commands."""
     params = sampling(args)
+    join(args)
     from pagedjax import LLM
     from pagedjax.commands import chat as loop
 
     llm = LLM(args.model, **start_options(args), enable_prefix_caching=True, **engine_options(args))
+    if llm.follows:
+        llm.follow()
+        return 0
     loop.chat(llm, params, system=args.system)
     return 0
 
@@ -158,6 +189,7 @@ def serve(args: argparse.Namespace) -> int:
     from pagedjax.config import EngineConfig
 
     needs("serve", "fastapi", "uvicorn", "prometheus_client")
+    join(args)
     from pagedjax.server import serve as command
 
     names = [field.name for field in dataclasses.fields(EngineConfig)]
@@ -301,6 +333,7 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     _cache_argument(server)
     add_engine_options(server)
+    process_options(server)
     server.set_defaults(run=serve)
 
     two = commands.add_parser("replay", help="verify a recorded run", description="Replay a recorded run.")
@@ -344,6 +377,7 @@ def _engine_arguments(words: argparse.ArgumentParser) -> None:
     words.add_argument("--block-size", type=int, default=16)
     words.add_argument("--budget", type=int, default=512, help="tokens of a step at most")
     words.add_argument("--max-model-len", type=int, default=2048)
+    process_options(words)
 
 
 if __name__ == "__main__":

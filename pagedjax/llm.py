@@ -19,8 +19,8 @@ from pagedjax.device import attention
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, programs
-from pagedjax.engine.engine import Engine
 from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
 from pagedjax.session import GenerationRequest, Params, Session, output_of
 from pagedjax.text.outputs import OutputBuilder, RequestOutput
 from pagedjax.text.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
@@ -83,7 +83,7 @@ class LLM:
         self.tokenizer = model.tokenizer
         draft_model = load_draft_model(engine_config.speculative, model, progress=progress)
         options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
-        self.engine = Engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, **options)
+        self.engine = make_engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, **options)
         self.model = replace(model, model=self.engine.model)  # on the engine's devices
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
@@ -108,6 +108,31 @@ class LLM:
         """
         self.engine.update_params(tree)
         self.model = replace(self.model, model=self.engine.model)
+
+    # several processes (docs/design/processes.md) ---------------------------------------------------------------------
+
+    @property
+    def follows(self) -> bool:
+        """Whether requests come from process 0, which is another one."""
+        return isinstance(self.engine, FollowerEngine)
+
+    def follow(self, **options: Any) -> None:
+        """Compute this process's part of what process 0 is asked for, until it calls `release` or ends.
+
+        Args:
+            options: as in `FollowerEngine.follow`.
+
+        Raises:
+            ValueError: this is process 0, or the only one.
+        """
+        if not isinstance(self.engine, FollowerEngine):
+            raise ValueError("this process takes the requests; follow() is for processes from 1 on")
+        self.engine.follow(**options)
+
+    def release(self) -> None:
+        """Let `follow` return in the other processes. In a single process it does nothing."""
+        if isinstance(self.engine, LeaderEngine):
+            self.engine.release()
 
     @property
     def startup(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 The swap space is made of plain arrays beside the device's, also on a CPU. The operating system allocates their memory
 when it is first written, so unused swap space costs nothing. Where the device can copy from and to pinned memory, a
-batch of blocks passes through it.
+batch of blocks passes through it. On a mesh there is an array for each part that a device of this process has, so no
+process needs the heads of others.
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ from pagedjax.device.cache import KVCache
 from pagedjax.device.step import into_cache, out_of_cache
 
 Pairs = Sequence[tuple[int, int]]
+Part = tuple[tuple[int, int], ...]  # which part of an array: start and end of each axis behind the blocks
+HostCache = tuple[dict[Part, np.ndarray], ...]  # of each array of a cache, in the order of its leaves: the host arrays
 
 
-def host_cache(cache: KVCache, blocks: int) -> KVCache:
+def host_cache(cache: KVCache, blocks: int) -> HostCache:
     """Host arrays for `blocks` blocks; ids run from 1, as on the device.
 
     Args:
         cache: the device's cache, or its shapes.
     """
-    return jax.tree.map(lambda a: np.zeros((blocks + 1, *a.shape[1:]), a.dtype), cache)
+
+    def arrays(pages: Any) -> dict[Part, np.ndarray]:
+        where = _near(pages).addressable_devices_indices_map(pages.shape)
+        parts = {_part(index, pages.shape) for index in where.values()}
+        return {part: np.zeros((blocks + 1, *(end - start for start, end in part)), pages.dtype) for part in parts}
+
+    return tuple(arrays(pages) for pages in jax.tree.leaves(cache))
 
 
 class SwapPrograms:
@@ -38,36 +47,56 @@ class SwapPrograms:
     """
 
     def __init__(self, cache: KVCache, batch: int, *, pinned: bool | None = None) -> None:
-        device = jax.devices()[0]
+        device = jax.local_devices()[0]
         if pinned is None:
             kinds = [memory.kind for memory in device.addressable_memories()]
             pinned = device.platform != "cpu" and "pinned_host" in kinds
         self._batch = batch
-        self._near = jax.tree.map(lambda a: a.sharding or SingleDeviceSharding(device), cache)
+        self._near = jax.tree.map(_near, cache)
         self._far = jax.tree.map(lambda near: near.with_memory_kind("pinned_host"), self._near) if pinned else None
+        self._shapes = [(batch, *a.shape[1:]) for a in jax.tree.leaves(cache)]
         ids = np.zeros(batch, np.int32)
         pages = jax.tree.map(lambda a: jax.ShapeDtypeStruct((batch, *a.shape[1:]), a.dtype, sharding=a.sharding), cache)
         self._read = out_of_cache.lower(cache, ids).compile()
         self._write = into_cache.lower(cache, ids, pages).compile()
 
-    def out(self, cache: KVCache, host: KVCache, pairs: Pairs) -> None:
+    def out(self, cache: KVCache, host: HostCache, pairs: Pairs) -> None:
         """Copy (device block, host block) pairs into the host arrays, in place; then the device blocks are free."""
         for part in _parts(pairs, self._batch):
             near, far = np.array(part, np.int32).T
             pages = self._read(cache, _padded(near, self._batch))
             pages = jax.device_put(pages, self._far) if self._far else pages
-            for mine, page in zip(jax.tree.leaves(host), jax.tree.leaves(pages), strict=True):
-                mine[far] = np.asarray(page)[: len(part)]
+            for arrays, page in zip(host, jax.tree.leaves(pages), strict=True):
+                shards = {_part(shard.index, page.shape): shard.data for shard in page.addressable_shards}
+                for where, found in shards.items():  # of copies, one
+                    arrays[where][far] = np.asarray(found)[: len(part)]
 
-    def back(self, cache: KVCache, host: KVCache, pairs: Pairs) -> KVCache:
+    def back(self, cache: KVCache, host: HostCache, pairs: Pairs) -> KVCache:
         """Copy (host block, device block) pairs to the device. Returns the cache; the old one is donated."""
         for part in _parts(pairs, self._batch):
             far, near = np.array(part, np.int32).T
             ids = _padded(far, self._batch)
-            pages = jax.tree.map(lambda a, i=ids: a[i], host)
-            pages = jax.device_put(jax.device_put(pages, self._far), self._near) if self._far else pages
+            places = jax.tree.leaves(self._far or self._near)
+            found = [_read(*one, ids) for one in zip(host, self._shapes, places, strict=True)]
+            pages = jax.tree.unflatten(jax.tree.structure(cache), found)
+            pages = jax.device_put(pages, self._near) if self._far else pages
             cache = self._write(cache, _padded(near, self._batch), pages)
         return cache
+
+
+def _read(arrays: dict[Part, np.ndarray], shape: tuple[int, ...], place: jax.sharding.Sharding, ids: np.ndarray) -> Any:
+    """Blocks of one array, from the host arrays of its parts."""
+    return jax.make_array_from_callback(shape, place, lambda index: arrays[_part(index, shape)][ids])
+
+
+def _near(pages: Any) -> jax.sharding.Sharding:
+    """Where pages are on the devices."""
+    return pages.sharding or SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _part(index: Any, shape: Sequence[int]) -> Part:
+    """The part that an index of a sharding means."""
+    return tuple(one.indices(size)[:2] for one, size in zip(index[1:], shape[1:], strict=True))
 
 
 def _parts(pairs: Pairs, size: int) -> list[Any]:

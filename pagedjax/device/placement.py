@@ -80,6 +80,14 @@ class Placement:
         shape, place = self.layout(path, stored.shape)
         return jax.make_array_from_callback(shape, place, part)
 
+    def copies(self, tree: Any) -> Any:
+        """Arrays, whole on each device; every process has the same ones."""
+
+        def put(x: Any) -> jax.Array:
+            return jax.make_array_from_callback(x.shape, self.sharding(), np.asarray(x).__getitem__)
+
+        return jax.tree.map(put, tree)
+
     def whole(self, path: Sequence[str], placed: jax.Array) -> np.ndarray:
         """The inverse of `put`: the stored parameter, on the host."""
         found = np.asarray(placed)
@@ -182,6 +190,13 @@ def place(
         raise ValueError(
             f"the mesh needs {sizes.size} devices ({_positions(positions)}), and there are {len(devices)} of "
             f"{platform!r}; use a smaller mesh{remedy if platform == 'cpu' else ''}"
+        )
+    without = {device.process_index for device in devices}
+    without -= {devices[i].process_index for i in positions}
+    if without:
+        raise ValueError(
+            f"the mesh has {sizes.size} of {len(devices)} devices, and process {min(without)} has none of them; use a "
+            "mesh with devices of every process"
         )
     shape = sizes.expert, sizes.tensor
     mesh = Mesh(np.array([devices[i] for i in positions], object).reshape(shape), AXES)

@@ -6,9 +6,10 @@ random number of (seed, position) as without speculation. So tokens are the same
 (drafter-invariant speculation, arXiv 2408.07978); a drafter only decides how many of them a step gives. With the rule
 "rejection" a sample depends on its draft (device/rejection.py).
 
-    offer(...)        before `schedule`: ask the drafter, write its drafts, count them
+    wanted(...)       before `schedule`: which sequences should have drafts, and how many
+    offer(...)        then ask the drafter, write its drafts, count them
     verified(...)     after the step: of each row the accepted drafts, and one more token
-    learned(...)      after `commit`: acceptance and times, from which `offer` chooses how many drafts pay
+    learned(...)      after `commit`: acceptance and times, from which `wanted` chooses how many drafts pay
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pagedjax.config import Speculative
-from pagedjax.device.batch import Shapes
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.drafts import Sample, kept
@@ -63,16 +63,22 @@ def start(drafter: Drafter, options: Speculative) -> Drafting:
 
 
 def offer(
-    drafting: Drafting, running: Running, sequences: Mapping[str, SequenceData], shapes: Shapes
+    drafting: Drafting,
+    decodes: Sequence[tuple[str, int]],
+    k: int,
+    sequences: Mapping[str, SequenceData],
+    vocab_size: int,
 ) -> Mapping[str, int]:
     """By sequence id, how many drafts there are for the next step. They are written behind the known tokens.
 
     A drafter on the device offers as many as it may. It makes them after `schedule`, when they have slots (`send`).
 
+    Args:
+        decodes, k: as `wanted` returns them.
+
     Raises:
         ValueError: the drafter gave what is no token of the model's vocabulary.
     """
-    decodes, k = wanted(drafting, running, shapes.tokens)
     propose = drafting.drafter.propose
     if propose is None:
         return {name: k for name, _ in decodes} if k else NO_DRAFTS
@@ -81,10 +87,10 @@ def offer(
         data = sequences[name]
         drafts = np.asarray(propose(drafting.memory, name, data.tokens[:length], k)[:k])
         if len(drafts):
-            if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= shapes.vocab_size:
+            if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= vocab_size:
                 raise ValueError(
                     f"drafter {drafting.drafter.name!r} drafted {drafts.tolist()} for {name!r}; the vocabulary is 0 to "
-                    f"{shapes.vocab_size - 1}, in integers; use a drafter with the model's own tokenizer"
+                    f"{vocab_size - 1}, in integers; use a drafter with the model's own tokenizer"
                 )
             data.tokens[length : length + len(drafts)] = drafts
             offered[name] = len(drafts)

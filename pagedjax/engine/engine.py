@@ -22,7 +22,7 @@ from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import interrupts, runtime, state
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.state import EngineState
-from pagedjax.engine.step import step
+from pagedjax.engine.step import ScheduledStep, schedule, step
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Recorder
 from pagedjax.host.types import Event, FinishReason, StepResult
@@ -163,7 +163,7 @@ class Engine:
             return None
         if self._state.result is None:
             try:
-                after, result = step(self.runtime, self._state)
+                after, result = step(self.runtime, self._state, self._schedule())
             except BaseException:
                 self._set(state.roll_back(self._state))
                 raise
@@ -171,6 +171,10 @@ class Engine:
         result = self._state.result
         self._state = self._state._replace(result=None)
         return result
+
+    def _schedule(self) -> ScheduledStep:
+        """What the next step will compute. Processes that share an engine agree on it here (processes/engines.py)."""
+        return schedule(self.runtime, self._state)
 
     @interrupts.deferred()
     def _set(self, after: EngineState) -> None:
@@ -209,9 +213,12 @@ class Engine:
             self._recorder.close()
             self._recorder = None
         if path is not None:
-            # A replay counts arrivals from zero, and predicted steps know sequences by their arrival.
-            empty = scheduler.init(self.scheduler_state.config)
-            self._state = self._state._replace(scheduler=empty, ahead=Lookahead())
+            self._forget_arrivals()
             clock = time.perf_counter if times else None
             self._records_prompts = prompts
-            self._recorder = Recorder(path, empty.config, self.runtime.policy.name, clock=clock)
+            self._recorder = Recorder(path, self.scheduler_state.config, self.runtime.policy.name, clock=clock)
+
+    def _forget_arrivals(self) -> None:
+        """A replay counts arrivals from zero, and predicted steps know sequences by their arrival."""
+        empty = scheduler.init(self.scheduler_state.config)
+        self._state = self._state._replace(scheduler=empty, ahead=Lookahead())

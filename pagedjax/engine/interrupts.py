@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the end of a short block of code."""
+"""Ctrl-C that waits for the end of a short block of code, or that another process handles."""
 
 from __future__ import annotations
 
@@ -34,3 +34,16 @@ def deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if len(pressed) == 1:
             signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Ctrl-C does nothing in the block."""
+    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if before is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)

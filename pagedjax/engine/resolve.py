@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from pagedjax.config import ON_DEVICE, EngineConfig, Resolved
 from pagedjax.device import attention, cache, memory
@@ -88,13 +91,19 @@ def resolve(
 
 def devices_of(model: Model) -> list[Any]:
     """The devices that a model is on."""
-    return model.placement.devices if model.placement else jax.devices()[:1]
+    return model.placement.devices if model.placement else jax.local_devices()[:1]
 
 
 def free_memory(model: Model) -> memory.DeviceMemory:
-    """The memory of that device of the model which has the least free."""
-    devices = devices_of(model)
-    return min((memory.read(device, len(devices)) for device in devices), key=lambda found: found.free)
+    """The memory of that device of the model which has the least free, in all processes."""
+    devices = [device for device in devices_of(model) if device.process_index == jax.process_index()]
+    found = min((memory.read(device, len(devices)) for device in devices), key=lambda found: found.free)
+    if jax.process_count() == 1:
+        return found
+    limit = found.free if found.cache_limit is None else found.cache_limit
+    every = multihost_utils.process_allgather(np.array([found.total, found.free, limit], np.float64))
+    total, free, limit = (int(least) for least in every.min(axis=0))
+    return found._replace(total=total, free=free, cache_limit=None if found.cache_limit is None else limit)
 
 
 def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, length: int) -> None:
@@ -152,9 +161,10 @@ def block_shape(
 
 
 def host_block_bytes(c: Resolved, model: Model, draft: DraftModel | None = None) -> int:
-    """Bytes of a block in the swap space, with the heads of all devices."""
+    """Bytes of a block in the swap space, with the heads of all devices of the process that has most of them."""
     shape = block_shape(c.block_size, model, c.kv_cache_dtype, draft=draft)
-    return cache.block_bytes(**shape | {"kv_heads": shape["kv_heads"] * len(devices_of(model))})
+    devices = max(Counter(device.process_index for device in devices_of(model)).values())
+    return cache.block_bytes(**shape | {"kv_heads": shape["kv_heads"] * devices})
 
 
 def host_blocks(c: Resolved, model: Model, draft: DraftModel | None = None) -> int:

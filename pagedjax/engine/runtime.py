@@ -291,7 +291,7 @@ def _place(model: Model) -> cache.Place | None:
 
 def _on_devices(tree: Any, model: Model) -> Any:
     """The arrays on the model's devices, whole on each."""
-    return jax.device_put(tree, model.placement.sharding() if model.placement else None)
+    return model.placement.copies(tree) if model.placement else jax.device_put(tree)
 
 
 def _undrafted(sizes: Shapes, samples: int, model: Model) -> Drafted:

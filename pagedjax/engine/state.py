@@ -19,7 +19,7 @@ import jax
 from immutables import Map
 
 from pagedjax.device.cache import KVCache
-from pagedjax.device.host_swap import host_cache
+from pagedjax.device.host_swap import HostCache, host_cache
 from pagedjax.engine import drafting
 from pagedjax.engine.drafting import Drafting
 from pagedjax.engine.lookahead import Lookahead
@@ -50,7 +50,7 @@ class EngineState(NamedTuple):
     searches: Mapping[int, beams.Search]
     ahead: Lookahead
     cache: KVCache | None
-    host_cache: KVCache | None
+    host_cache: HostCache | None
     drafting: Drafting | None
     result: StepResult | None = None
     log: tuple[LogEntry, ...] = ()

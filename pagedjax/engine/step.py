@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,16 +18,51 @@ from pagedjax.engine.requests import Sequences
 from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.state import EngineState, cancel, with_events
 from pagedjax.host import scheduler
+from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import Plan, StepResult
 
 
-def step(runtime: Runtime, state: EngineState) -> tuple[EngineState, StepResult]:
-    """Run one step. The old state must not be used again: its cache is donated."""
-    config, sequences = runtime.config, state.sequences
-    started, compiled = time.perf_counter(), compilations.compilations()
-    running, learned = state.scheduler.running, state.drafting
-    offered = drafting.offer(learned, running, sequences, runtime.shapes) if learned else scheduler.NO_DRAFTS
-    before, plan = scheduler.schedule(state.scheduler, runtime.policy, offered)
+class ScheduledStep(NamedTuple):
+    """What a step will compute. Nothing was sent to the device yet.
+
+    scheduler: the scheduler's state after `schedule`.
+    drafts: how many drafts each decode was to offer.
+    offered: how many it offered, by sequence id.
+    started: seconds of time.perf_counter.
+    """
+
+    scheduler: SchedulerState
+    plan: Plan
+    drafts: int
+    offered: Mapping[str, int]
+    started: float
+
+
+def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) -> ScheduledStep:
+    """Ask for drafts, and schedule the next step.
+
+    Args:
+        drafts: of each decode; None: as many as pay by the times of past steps. Nothing else depends on a clock.
+    """
+    started, learned, offered = time.perf_counter(), state.drafting, scheduler.NO_DRAFTS
+    if learned:
+        decodes, paying = drafting.wanted(learned, state.scheduler.running, runtime.shapes.tokens)
+        drafts = paying if drafts is None else drafts
+        offered = drafting.offer(learned, decodes, drafts, state.sequences, runtime.shapes.vocab_size)
+    return ScheduledStep(*scheduler.schedule(state.scheduler, runtime.policy, offered), drafts or 0, offered, started)
+
+
+def step(
+    runtime: Runtime, state: EngineState, scheduled: ScheduledStep | None = None
+) -> tuple[EngineState, StepResult]:
+    """Run one step. The old state must not be used again: its cache is donated.
+
+    Args:
+        scheduled: what `schedule` returned for this state; None calls it.
+    """
+    config, sequences, learned = runtime.config, state.sequences, state.drafting
+    compiled = compilations.compilations()
+    before, plan, _, offered, started = scheduled or schedule(runtime, state)
     cache = runtime.new_cache() if state.cache is None else state.cache
 
     ahead, sent, rows = lookahead.take_predicted(state.ahead, plan) if config.lookahead else (Lookahead(), None, ())

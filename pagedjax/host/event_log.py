@@ -52,45 +52,16 @@ NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
 Written = dict[str, tuple[int, ...]]  # sequence id -> its blocks, as earlier lines gave them
 
 
-class Recorder:
-    """Writes the log of one engine as it runs. A line has left the process when the call returns.
+class Lines:
+    """The lines of one engine's transitions. The engine calls it after each one, with the arguments and the outcome."""
 
-    The engine calls it after each transition of its scheduler, with the arguments and the outcome. An existing file is
-    overwritten.
-
-    Args:
-        clock: seconds since any moment, for the times of lines; None leaves times out.
-    """
-
-    def __init__(
-        self,
-        path: str | PathLike[str],
-        config: SchedulerConfig,
-        policy: str = "fcfs",
-        *,
-        clock: Callable[[], float] | None = None,
-    ) -> None:
-        self._file: IO[str] | None = open(path, "w", encoding="ascii", newline="\n", buffering=1)  # noqa: SIM115
-        self._clock = clock
-        self._began = clock() if clock else 0.0
+    def __init__(self) -> None:
         self._plan: Plan | None = None
         self._written: Written = {}
-        self._file.write(header_line(config, policy, __version__) + "\n")
 
     def _write(self, line: str, at: float | None = None, prompt: Sequence[int] | None = None) -> None:
-        notes: dict[str, Any] = {}
-        if self._clock:
-            notes["at"] = round((self._clock() if at is None else at) - self._began, 6)
-        if prompt is not None:
-            notes["prompt"] = list(prompt)
-        if self._file is None:
-            return
-        try:
-            self._file.write(noted(line, notes) + "\n")
-        except OSError as error:  # a full disk must not stop the engine
-            what = f"{self._file.name} is not written any further: {error}; the lines in it can be replayed"
-            self.close()
-            warnings.warn(what, RuntimeWarning, stacklevel=2)
+        """Take the next line, and what may be noted beside it."""
+        raise NotImplementedError
 
     def submit(self, request: Request, prompt: Sequence[int] | None = None) -> None:
         """`prompt`: token ids for readers of the log; None leaves them out."""
@@ -114,6 +85,45 @@ class Recorder:
 
     def restart(self) -> None:
         self._write(restart_line(self._written))
+
+
+class Recorder(Lines):
+    """Writes the log of one engine as it runs. A line has left the process when the call returns.
+
+    An existing file is overwritten.
+
+    Args:
+        clock: seconds since any moment, for the times of lines; None leaves times out.
+    """
+
+    def __init__(
+        self,
+        path: str | PathLike[str],
+        config: SchedulerConfig,
+        policy: str = "fcfs",
+        *,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        super().__init__()
+        self._file: IO[str] | None = open(path, "w", encoding="ascii", newline="\n", buffering=1)  # noqa: SIM115
+        self._clock = clock
+        self._began = clock() if clock else 0.0
+        self._file.write(header_line(config, policy, __version__) + "\n")
+
+    def _write(self, line: str, at: float | None = None, prompt: Sequence[int] | None = None) -> None:
+        notes: dict[str, Any] = {}
+        if self._clock:
+            notes["at"] = round((self._clock() if at is None else at) - self._began, 6)
+        if prompt is not None:
+            notes["prompt"] = list(prompt)
+        if self._file is None:
+            return
+        try:
+            self._file.write(noted(line, notes) + "\n")
+        except OSError as error:  # a full disk must not stop the engine
+            what = f"{self._file.name} is not written any further: {error}; the lines in it can be replayed"
+            self.close()
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
         file, self._file = self._file, None

@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from pagedjax.llm import LLM
+from pagedjax.processes.join import joined
 from pagedjax.server.app import Options, create_app
 from pagedjax.server.worker import Worker
 
@@ -62,6 +63,8 @@ def serve(
     host, port = listener.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     line = f"serving {options.name} at http://{where}:{port}/v1"
+    if group := joined():
+        group.on_failure.append(app.state.worker.fail)
     _Server(config, app.state.worker, drain_seconds, line).run(sockets=[listener])
 
 
@@ -99,6 +102,23 @@ class _Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
 
+def follow(llm: LLM, group: Any, record: str | None) -> int:
+    """Serve as a process that takes no requests. SIGTERM here stops process 0, which drains and then ends all.
+
+    Args:
+        record: the recording of process 0; this process writes one beside it.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        group.ask_to_stop()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends this process, and so all
+
+    signal.signal(signal.SIGTERM, stop)
+    beside = Path(record).with_suffix(f".process-{group.process}.jsonl") if record else None
+    llm.follow(record=beside)
+    return 0
+
+
 def name_of(model: str) -> str:
     """The name of a model's folder or file, also for ".". Symbolic links are not resolved."""
     return Path(os.path.abspath(model)).name
@@ -123,9 +143,12 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     )
     if engine.get("policy") == "fair" and not options.allow_user:
         log.warning("the policy is fair, but the field user of requests is ignored; add --allow-user to share by it")
+    start = {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache, **engine}
+    group = joined()
+    if group is not None and group.process:
+        return follow(LLM(args.model, **start), group, args.record)
     with bound_socket(args.host, args.port) as listener:
-        cache = args.compilation_cache
-        llm = LLM(args.model, progress=sys.stderr.isatty(), compilation_cache=cache, **engine)
+        llm = LLM(args.model, **start)
         if args.record:
             llm.engine.record(args.record, times=True)
         try:

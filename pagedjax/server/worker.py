@@ -143,6 +143,7 @@ class Worker:
         self._seconds_per_request = 0.1  # of steps between two requests that end, as a moving average
         self._busy_seconds = 0.0  # of steps since a request ended
         self._stopped = True  # before the start and after the end
+        self._finishing, self._finished = threading.Lock(), False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="pagedjax-engine", daemon=True)
 
@@ -304,8 +305,19 @@ class Worker:
                     self._logged.add(id(observer))
                     log.exception("%s failed as an observer; further errors of it are not logged", type(observer))
 
+    def fail(self, reason: str) -> None:
+        """Answer every client with the reason, while the engine's thread may wait for a device that never answers."""
+        self.error = RuntimeError(reason)
+        self._finish(self._reason())
+
     def _finish(self, error: Exception) -> None:
         """Answer every client with the error. A working engine also cancels what is unfinished."""
+        with self._finishing:
+            if not self._finished:
+                self._finished = True
+                self._answer(error)
+
+    def _answer(self, error: Exception) -> None:
         self._stopped = True
         submissions = {id(owner.submission): owner.submission for owner in self._owners.values()}
         if self.error is None:

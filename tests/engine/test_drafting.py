@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import chex
 import numpy as np
@@ -75,6 +76,10 @@ def test_the_average_acceptance_approaches_the_true_one():
     assert learned.seconds == {8: 1.0}
 
 
+def offered(learned: Drafting, running: Running, known: dict[str, SequenceData]) -> Any:
+    return drafting.offer(learned, *drafting.wanted(learned, running, SHAPES.tokens), known, SHAPES.vocab_size)
+
+
 def test_only_decodes_with_a_generated_token_are_offered_drafts():
     """Others have no tokens of their own yet, tokens of the prompt to compute, or are beams."""
     options = Speculative(num_tokens=2, adaptive=False)
@@ -88,9 +93,9 @@ def test_only_decodes_with_a_generated_token_are_offered_drafts():
     known = {name: SequenceData(SamplingParams(), 0, 6, np.full(16, 9, np.int32)) for name in kinds}
     running = Running(seqs, lengths, computed)
     on_device = drafting.start(Drafter("draft", None), options)  # its drafts are made when they have slots
-    assert drafting.offer(on_device, running, known, SHAPES) == {"decode": 2}
+    assert offered(on_device, running, known) == {"decode": 2}
     chex.assert_trees_all_equal(*(data.tokens for data in known.values()))
-    assert drafting.offer(always, running, known, SHAPES) == {"decode": 2}
+    assert offered(always, running, known) == {"decode": 2}
     chex.assert_trees_all_equal(known["decode"].tokens, np.array([9] * 7 + [5] * 2 + [9] * 7, np.int32))
     chex.assert_trees_all_equal(*(known[name].tokens for name in kinds if name != "decode"))
 

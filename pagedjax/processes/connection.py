@@ -1,0 +1,57 @@
+"""Messages between processes: JSON with its length before it, over two TCP connections for each follower.
+
+One connection has the leader's inputs, in order. The other has all the rest, in both directions: signs of life,
+failures. So a process that reads no inputs can still be told to end. JSON, because a peer's bytes must not run code.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+Message = dict[str, Any]
+MOST = 2**28  # bytes of a message; a prompt of a million tokens has 7 MB
+
+
+class Connection:
+    """One connection. Any thread may send; one thread receives."""
+
+    def __init__(self, made: socket.socket) -> None:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._file, self._lock = made, made.makefile("rb"), threading.Lock()
+
+    def send(self, data: bytes) -> None:
+        """Send what `encoded` returned. A closed connection is not an error: who receives from it finds out."""
+        with self._lock, suppress(OSError):
+            self._socket.sendall(data)
+
+    def receive(self) -> Message | None:
+        """The next message; None at the end of the connection."""
+        with suppress(OSError, ValueError):
+            head = self._file.read(4)
+            size = int.from_bytes(head, "big")
+            if len(head) == 4 and size <= MOST:
+                body = self._file.read(size)
+                return json.loads(body) if len(body) == size else None
+        return None
+
+    def messages(self) -> Iterator[Message]:
+        """Until the end of the connection."""
+        while (message := self.receive()) is not None:
+            yield message
+
+    def close(self) -> None:
+        """Both directions; a thread that receives gets the end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def encoded(message: Message) -> bytes:
+    """The bytes of a message; once for all connections that it is sent over."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return len(body).to_bytes(4, "big") + body

@@ -1,0 +1,336 @@
+"""The processes of one engine, as each of them sees the others: `Leader` in process 0, `Follower` in every other one.
+
+The leader orders inputs and sends them; followers receive them. Beside that, everyone says once in a while how far it
+has come. A process that ends, is stopped or makes no progress ends all of them, within the timeout, with a sentence
+that names it and the exit status EXIT_STATUS: their devices wait for each other, so none of them can go on.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from pagedjax.processes.connection import Connection, Message, encoded
+from pagedjax.processes.watch import Progress, Stage, late
+
+EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
+GRACE = 3.0  # seconds for the answers to clients, before the process ends
+CAUSE_SECONDS = 1.0  # an error of a device may come before the news of the process that caused it
+BEATS = 10  # signs of life within the timeout
+
+
+class ProcessFailed(SystemExit):
+    """A process of the engine has failed. It is no `Exception`, because nobody can go on after it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_STATUS)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Group:
+    """What both sides share: how far this process has come, and how all of them end.
+
+    Attributes:
+        failure: why they end; None while they do not.
+        on_failure: called with the reason, in any thread, before this process ends.
+    """
+
+    def __init__(self, process: int, processes: int, timeout: float, exit: Callable[[int], Any] = os._exit) -> None:
+        """`exit`: ends the process, also while its main thread waits for a device."""
+        self.process, self.processes, self.timeout = process, processes, timeout
+        self.failure: str | None = None
+        self.on_failure: list[Callable[[str], None]] = []
+        self._exit = exit
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._closing = False
+        self._step, self._stage, self._since = -1, "starting", time.monotonic()
+
+    # progress of this process -----------------------------------------------------------------------------------------
+
+    def enter(self, stage: Stage, step: int | None = None) -> None:
+        """Say how far this process has come."""
+        self._step, self._stage, self._since = self._step if step is None else step, stage, time.monotonic()
+
+    @property
+    def progress(self) -> Progress:
+        stage: Any = self._stage
+        return Progress(self._step, stage, time.monotonic() - self._since)
+
+    def _beat(self) -> bytes:
+        step, stage, seconds, _ = self.progress
+        return encoded({"beat": [step, stage, seconds]})
+
+    def _in_thread(self, function: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=function, args=args, name=f"pagedjax-{function.__name__}", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not (self._over.wait(self.timeout / BEATS) or self._closing):
+            self._check()
+
+    def _check(self) -> None:
+        raise NotImplementedError
+
+    # the end ----------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises ProcessFailed if a process has failed."""
+        if self.failure is not None:
+            raise ProcessFailed(self.failure)
+
+    def fail(self, reason: str, *, tell: Callable[[str], None] | None = None) -> None:
+        """End this process, and tell others why. Only the first reason counts."""
+        with self._lock:
+            if self.failure is not None or self._closing:
+                return
+            self.failure = reason
+        if tell:
+            tell(reason)
+        print(f"pagedjax: {reason}; process {self.process} ends", file=sys.stderr, flush=True)
+        for function in self.on_failure:
+            with suppress(Exception):
+                function(reason)
+        if self.on_failure:
+            time.sleep(GRACE)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._over.set()
+        with suppress(Exception):
+            sys.stdout.flush()
+        self._exit(EXIT_STATUS)
+
+    def wait_for_the_end(self) -> None:
+        """If a process has failed, wait until this one ends."""
+        if self.failure is not None:
+            self._over.wait(GRACE + 1)
+            self._exit(EXIT_STATUS)
+
+
+class Leader(Group):
+    """Process 0. It sends inputs to all others, and decides who is late."""
+
+    def __init__(self, peers: Mapping[int, tuple[Connection, Connection]], *args: Any, **options: Any) -> None:
+        """
+        Args:
+            peers: by process, the connection of inputs and that of all else.
+        """
+        super().__init__(0, len(peers) + 1, *args, **options)
+        self._inputs = {i: inputs for i, (inputs, _) in peers.items()}
+        self._control = {i: control for i, (_, control) in peers.items()}
+        self._heard = {i: (Progress(), time.monotonic()) for i in peers}
+        self._gone: set[int] = set()
+        self._pending: list[Message] = []
+        self.explain: Callable[[int, Message], str] = lambda i, message: (
+            f"process {i} differs from process 0: {message}"
+        )
+        for i in peers:
+            self._in_thread(self._listen, i)
+        self._in_thread(self._watch)
+
+    def order(self, name: str, **body: Any) -> None:
+        """The next input of every process; it is sent with the next `flush`."""
+        self._pending.append({"input": name, **body})
+
+    def flush(self) -> None:
+        """Send the inputs so far.
+
+        Raises:
+            ProcessFailed: a process has failed.
+        """
+        self.check()
+        pending, self._pending = self._pending, []
+        data = b"".join(encoded(message) for message in pending)
+        for connection in self._inputs.values() if data else ():
+            connection.send(data)
+
+    def close(self) -> None:
+        """Let the others end, and wait for them. A process that does not end is named, and this one ends."""
+        error = getattr(sys, "last_value", None)  # what nobody caught
+        if error is not None:
+            self.fail(f"process 0 ended: {type(error).__name__}: {error}")
+        if self.failure is not None:
+            self.wait_for_the_end()
+            return
+        self.order("end")
+        with suppress(ProcessFailed):
+            self.flush()
+        until = time.monotonic() + self.timeout
+        while len(self._gone) < len(self._control) and self.failure is None and time.monotonic() < until:
+            time.sleep(0.005)
+        missing = [i for i in self._control if i not in self._gone]
+        if missing and self.failure is None:
+            self.fail(f"process {missing[0]} did not end for {self.timeout:g} s", tell=self._tell)
+        self.wait_for_the_end()
+        self._closing = True
+        for connection in (*self._inputs.values(), *self._control.values()):
+            connection.close()
+
+    def fail(self, reason: str, **options: Any) -> None:
+        super().fail(reason, **({"tell": self._tell} | options))
+
+    def fail_if_nobody_else(self, reason: str) -> None:
+        """End all processes: for this reason, unless it turns out to be the consequence of another process's end."""
+        self._over.wait(CAUSE_SECONDS)
+        self.fail(reason)
+
+    def _tell(self, reason: str) -> None:
+        for connection in self._control.values():
+            connection.send(encoded({"failure": reason}))
+
+    def _listen(self, i: int) -> None:
+        for message in self._control[i].messages():
+            if "beat" in message:
+                self._heard[i] = Progress(*message["beat"]), time.monotonic()
+            elif "differs" in message:
+                self._in_thread(self.fail, self.explain(i, message["differs"]))
+            elif "failed" in message:
+                self._in_thread(self.fail_if_nobody_else, message["failed"])
+            elif "stop" in message:
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif "bye" in message:
+                self._gone.add(i)
+        if i not in self._gone and not self._closing:
+            step = self._heard[i][0].step
+            when = f"in step {step}" if step >= 0 else "before its first step"
+            self.fail(f"process {i} ended {when}: its connection is closed")
+
+    def _check(self) -> None:
+        data, now = self._beat(), time.monotonic()
+        for connection in self._control.values():
+            connection.send(data)
+        heard = {i: one._replace(silent=now - at) for i, (one, at) in self._heard.items() if i not in self._gone}
+        reason = late({0: self.progress, **heard}, self.timeout)
+        if reason:
+            self.fail(reason)
+
+
+class Follower(Group):
+    """Every other process. It receives inputs, and tells the leader what goes wrong."""
+
+    def __init__(self, inputs: Connection, control: Connection, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._control, self._heard = control, time.monotonic()
+        self._inputs: queue.Queue[Message | None] = queue.Queue()
+        self._ended = False
+        self._in_thread(self._read, inputs)
+        self._in_thread(self._listen)
+        self._in_thread(self._watch)
+
+    def receive(self) -> Message:
+        """The next input. After "end" there is none.
+
+        Raises:
+            ProcessFailed: a process has failed.
+        """
+        message = None if self.failure is not None else self._inputs.get()
+        if message is None:  # the connection has ended, and the reason comes over the other one
+            self._over.wait(self.timeout)
+            raise ProcessFailed(self.failure or "process 0 has ended")
+        if message["input"] == "end":
+            self._ended = True
+        return message
+
+    def report(self, kind: str, body: Any) -> None:
+        """Tell the leader what goes wrong, and wait for the end, which it sends to all.
+
+        Raises:
+            ProcessFailed: always.
+        """
+        self._control.send(encoded({kind: body}))
+        if not self._over.wait(CAUSE_SECONDS + GRACE):
+            self.fail(str(body))
+        raise ProcessFailed(self.failure or str(body))
+
+    def ask_to_stop(self) -> None:
+        """Ask process 0 to stop as on SIGTERM."""
+        self._control.send(encoded({"stop": True}))
+
+    def close(self) -> None:
+        """After the last input. A process that ends earlier ends all."""
+        self.wait_for_the_end()
+        if not self._ended:
+            self._exit(1)
+        self._control.send(encoded({"bye": True}))
+        self._closing = True
+
+    def _read(self, inputs: Connection) -> None:
+        for message in inputs.messages():
+            self._inputs.put(message)
+        self._inputs.put(None)
+
+    def _listen(self) -> None:
+        for message in self._control.messages():
+            self._heard = time.monotonic()
+            if "failure" in message:
+                self.fail(message["failure"])
+        if not (self._ended or self._closing):
+            self.fail("process 0 ended: its connection is closed")
+
+    def _check(self) -> None:
+        self._control.send(self._beat())
+        silent = time.monotonic() - self._heard
+        if silent > self.timeout:
+            self.fail(f"process 0 has not been heard of for {silent:.0f} s: it is stopped, or cannot be reached")
+
+
+# how they find each other ---------------------------------------------------------------------------------------------
+
+
+def lead(
+    listener: socket.socket, processes: int, token: str, patience: float, timeout: float, **options: Any
+) -> Leader:
+    """Accept the connections of all other processes.
+
+    Args:
+        token: that they must send; other connections are closed.
+        patience: seconds until all must have connected.
+
+    Raises:
+        TimeoutError: one has not connected; the message names it.
+    """
+    found: dict[int, dict[str, Connection]] = {i: {} for i in range(1, processes)}
+    until = time.monotonic() + patience
+    while missing := [i for i, kinds in found.items() if len(kinds) < 2]:
+        listener.settimeout(max(until - time.monotonic(), 0.001))
+        try:
+            made, _ = listener.accept()
+        except TimeoutError:
+            raise TimeoutError(f"process {missing[0]} has not connected to process 0 for {patience:g} s") from None
+        made.settimeout(5)  # a stranger that says nothing must not hold up the others
+        connection = Connection(made)
+        hello = connection.receive() or {}
+        kind, i = hello.get("kind"), hello.get("process")
+        if hello.get("token") != token or i not in found or kind not in ("inputs", "control"):
+            connection.close()
+            continue
+        made.settimeout(None)
+        found[i][kind] = connection
+    return Leader({i: (kinds["inputs"], kinds["control"]) for i, kinds in found.items()}, timeout, **options)
+
+
+def follow(
+    address: tuple[str, int], process: int, processes: int, token: str, timeout: float, **options: Any
+) -> Follower:
+    """Connect to the leader.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    made = []
+    for kind in ("inputs", "control"):
+        connected = socket.create_connection(address, timeout=timeout)
+        connected.settimeout(None)
+        made.append(Connection(connected))
+        made[-1].send(encoded({"kind": kind, "process": process, "token": token}))
+    return Follower(*made, process, processes, timeout, **options)

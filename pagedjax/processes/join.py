@@ -1,0 +1,116 @@
+"""`join`: start JAX in all processes, and connect them. Call it before anything else uses JAX."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import secrets
+import socket
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from pagedjax.processes import config, group
+from pagedjax.processes.config import ProcessConfig
+from pagedjax.processes.group import Follower, Leader
+
+HELLO_BYTES = 512  # of the leader's address
+_joined: list[Leader | Follower] = []
+
+
+def joined() -> Leader | Follower | None:
+    """The group of this process; None if it is alone."""
+    return _joined[0] if _joined else None
+
+
+def join(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    timeout: float | None = None,
+) -> Leader | Follower | None:
+    """Start JAX in all processes of a job and connect them. Every process must call it, with the same `processes`.
+
+    Without arguments it reads a launcher's variables (Slurm, Open MPI, JobSet, JAX_NUM_PROCESSES); without those there
+    is one process, and nothing happens. If JAX was started in several processes already, they are connected only.
+
+    Args:
+        coordinator, processes, process, timeout: as in `ProcessConfig`.
+
+    Returns:
+        what this process is; None if it is alone.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+        RuntimeError: JAX was used before.
+        TimeoutError: a process has not connected.
+    """
+    if _joined:
+        return _joined[0]
+    found = config.read(coordinator, processes, process, timeout)
+    if found is not None and not jax.distributed.is_initialized():
+        _start_jax(found)
+    if jax.process_count() == 1:
+        return None
+    found = found or ProcessConfig(None, jax.process_count(), jax.process_index(), timeout or ProcessConfig.timeout)
+    if (found.processes, found.process) != (jax.process_count(), jax.process_index()):
+        raise ValueError(
+            f"this is process {found.process} of {found.processes}, but JAX runs as process {jax.process_index()} of "
+            f"{jax.process_count()}; give both the same numbers"
+        )
+    _joined.append(_connected(found))
+    atexit.register(_joined[0].close)  # before JAX's own, which waits for all processes
+    return _joined[0]
+
+
+def _start_jax(found: ProcessConfig) -> None:
+    address: dict[str, Any] = {}
+    if found.coordinator is not None:
+        address = {
+            "coordinator_address": found.coordinator,
+            "num_processes": found.processes,
+            "process_id": found.process,
+        }
+    if found.loopback:
+        address["coordinator_bind_address"] = found.coordinator
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # of CPUs; accelerators have their own
+    seconds = max(10, int(found.timeout))
+    jax.distributed.initialize(
+        **address,
+        initialization_timeout=max(60, seconds),
+        heartbeat_timeout_seconds=2 * seconds,  # the group notices earlier, and knows more
+        shutdown_timeout_seconds=seconds,
+    )
+
+
+def _connected(found: ProcessConfig) -> Leader | Follower:
+    """Process 0 listens at a free port, and tells the others by one broadcast of JAX."""
+    if found.process == 0:
+        host = found.coordinator.rpartition(":")[0].strip("[]") if found.coordinator else _own_address()
+        with socket.create_server((host, 0), family=_family(host), backlog=2 * found.processes) as listener:
+            token = secrets.token_hex(16)
+            _broadcast({"host": host, "port": listener.getsockname()[1], "token": token})
+            return group.lead(listener, found.processes, token, max(60, found.timeout), found.timeout)
+    leader = _broadcast({})
+    address = leader["host"], leader["port"]
+    return group.follow(address, found.process, found.processes, leader["token"], found.timeout)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+
+
+def _own_address() -> str:
+    """An address of this host that others can reach."""
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _broadcast(message: dict[str, Any]) -> dict[str, Any]:
+    """What process 0 gave."""
+    text = json.dumps(message).encode()
+    if len(text) > HELLO_BYTES:
+        raise ValueError(f"the address of process 0 has {len(text)} bytes; it may have {HELLO_BYTES}: {text!r:.200}")
+    given = np.frombuffer(text.ljust(HELLO_BYTES), np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(given), np.uint8).tobytes())
