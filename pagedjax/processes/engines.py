@@ -214,10 +214,11 @@ class LeaderEngine(Engine):
 
 
 def _around(line: str, other: str) -> str:
-    """The part of a line where it begins to differ from another one."""
+    """The start of a line, which names the transition, and where it begins to differ from another one."""
     first = next((i for i, (a, b) in enumerate(zip(line, other, strict=False)) if a != b), min(len(line), len(other)))
-    start = max(0, first - SHOWN // 2)
-    return f"{'...' * (start > 0)}{line[start : start + SHOWN]}{'...' * (start + SHOWN < len(line))}"
+    start = first - SHOWN // 4
+    shown = f"{line[: SHOWN // 4]}...{line[start : start + SHOWN]}" if start > SHOWN // 4 else line[:SHOWN]
+    return shown if line.endswith(shown[-9:]) else f"{shown}..."
 
 
 class FollowerEngine(Engine):

@@ -201,8 +201,7 @@ class Leader(Group):
             elif "bye" in message:
                 self._gone.add(i)
         if i not in self._gone and not self._closing:
-            step = self._heard[i][0].step
-            when = f"in step {step}" if step >= 0 else "before its first step"
+            when = f"while process 0 was at step {self._step}" if self._step >= 0 else "before the first step"
             self.fail(f"process {i} ended {when}: its connection is closed")
 
     def _check(self) -> None:
@@ -257,10 +256,14 @@ class Follower(Group):
         self._control.send(encoded({"stop": True}))
 
     def close(self) -> None:
-        """After the last input. A process that ends earlier ends all."""
-        self.wait_for_the_end()
-        if not self._ended:
+        """At the end of this process's program. It waits for that of process 0; after an exception it ends all."""
+        if self.failure is None and getattr(sys, "last_value", None) is not None:
             self._exit(1)
+        self.enter("waiting")
+        while not (self._ended or self.failure):
+            if self.receive()["input"] == "step":
+                self.report("failed", f"process {self.process} does not follow: its program has ended")
+        self.wait_for_the_end()
         self._control.send(encoded({"bye": True}))
         self._closing = True
 

@@ -61,8 +61,16 @@ def join(
             f"{jax.process_count()}; give both the same numbers"
         )
     _joined.append(_connected(found))
-    atexit.register(_joined[0].close)  # before JAX's own, which waits for all processes
+    atexit.register(leave)
     return _joined[0]
+
+
+def leave() -> None:
+    """End what processes share: in process 0 after the last input, in the others after `follow`. It is called at the
+    end of Python; a process that a signal will end must call it."""
+    if _joined:
+        _joined.pop().close()
+        jax.distributed.shutdown()  # waits for all processes
 
 
 def _start_jax(found: ProcessConfig) -> None:

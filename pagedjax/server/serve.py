@@ -17,7 +17,7 @@ from typing import Any
 import uvicorn
 
 from pagedjax.llm import LLM
-from pagedjax.processes.join import joined
+from pagedjax.processes.join import joined, leave
 from pagedjax.server.app import Options, create_app
 from pagedjax.server.worker import Worker
 
@@ -84,6 +84,7 @@ class _Server(uvicorn.Server):
         ending = asyncio.create_task(self._end_after_drain())
         await super().shutdown(sockets)
         ending.cancel()
+        await asyncio.to_thread(leave)  # now, because uvicorn raises the signal again, which ends this process
 
     async def _end_after_drain(self) -> None:
         """Answer unfinished requests when the time is over, and then close the connections that do not read."""

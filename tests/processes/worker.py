@@ -22,7 +22,7 @@ from tests.engine.test_lookahead import play
 
 
 def main(processes: int, process: int, port: int, job: dict[str, Any]) -> None:
-    group = join(f"127.0.0.1:{port}", processes, process, timeout=job.get("timeout", 60.0))
+    join(f"127.0.0.1:{port}", processes, process, timeout=job.get("timeout", 60.0))
     fault = job.get("faults", {}).get(str(process))
     if fault:
         break_at(job.get("step", 5), FAULTS[fault])
@@ -34,8 +34,6 @@ def main(processes: int, process: int, port: int, job: dict[str, Any]) -> None:
         results = play(llm.engine, run["seed"], Path(run["log"])).results
         Path(f"{run['log']}.results").write_text(repr(results))
         llm.release()
-    assert group is not None
-    group.close()
 
 
 def break_at(step: int, fault: Callable[[], None]) -> None:

@@ -1,0 +1,67 @@
+"""A leader and followers in one process, connected by sockets, for tests. Nobody exits: exit statuses are collected."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pagedjax.processes.connection import Connection
+from pagedjax.processes.group import Follower, Leader
+
+
+def tcp_pair() -> list[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return [one, listener.accept()[0]]
+
+
+class Connected:
+    """leader, followers: of one group. exits: (process, exit status), in the order in which they ended."""
+
+    def __init__(self, followers: int, timeout: float) -> None:
+        self.exits: list[tuple[int, int]] = []
+        self.sockets: list[socket.socket] = []
+        self.threads: list[threading.Thread] = []
+        ends = {i: [self._pair() for _ in range(2)] for i in range(1, followers + 1)}
+        peers = {i: (pair[0][0], pair[1][0]) for i, pair in ends.items()}
+        self.leader = Leader(peers, timeout, exit=self._exit_of(0))
+        self.followers = [
+            Follower(inputs, control, i, followers + 1, timeout, exit=self._exit_of(i))
+            for i, ((_, inputs), (_, control)) in ends.items()
+        ]
+
+    def _pair(self) -> list[Connection]:
+        two = tcp_pair()
+        self.sockets += two
+        return [Connection(one) for one in two]
+
+    def _exit_of(self, process: int) -> Any:
+        return lambda status: self.exits.append((process, status))
+
+    def start(self, function: Any, *args: Any, **options: Any) -> None:
+        thread = threading.Thread(target=function, args=args, kwargs=options, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def close(self, process: int) -> None:
+        """As if a follower ended."""
+        for one in self.sockets[4 * (process - 1) : 4 * process]:
+            one.close() if one.fileno() < 0 else one.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def connected(followers: int = 1, timeout: float = 30.0) -> Iterator[Connected]:
+    made = Connected(followers, timeout)
+    try:
+        yield made
+    finally:
+        for group in (made.leader, *made.followers):
+            group._closing = True
+            group._over.set()
+        for one in made.sockets:
+            one.close()
+        for thread in made.threads:
+            thread.join(10)

@@ -1,0 +1,233 @@
+"""Real processes that share one engine on virtual devices: recordings, the server, and what ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.host.replay import verify
+from pagedjax.processes.group import EXIT_STATUS
+from pagedjax.weights.convert import convert
+from tests.engine.test_lookahead import CONFIG, play
+from tests.weights.tiny import tiny_llama
+
+ROOT = Path(__file__).parents[2]
+SWAPPED = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
+LIMIT = 240  # seconds for one job, on a machine that does other things too
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    sizes = {"heads": 8, "kv_heads": 4, "head_dim": 8, "intermediate": 90}
+    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny", **sizes, tied=False)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def started(commands: list[list[str]], folder: Path, devices: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes with outputs in files `0`, `1`, ... of a folder. Whatever still runs is killed by its pid."""
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONUNBUFFERED": "1"}
+    made = []
+    try:
+        for i, command in enumerate(commands):
+            with open(folder / str(i), "w") as output:
+                streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "text": True}
+                made.append(subprocess.Popen(command, cwd=ROOT, env=environment, **streams))
+        yield made
+    finally:
+        for process in made:
+            if process.poll() is None:
+                process.kill()
+                process.wait(30)
+
+
+def run(job: dict[str, Any], tmp_path: Path, processes: int, devices: int = 1) -> tuple[list[int | None], list[str]]:
+    """Exit statuses (None: it did not end) and outputs of the processes of a job (worker.py)."""
+    port = free_port()
+    words = [sys.executable, "-m", "tests.processes.worker", str(processes)]
+    commands = [[*words, str(i), str(port), json.dumps(job)] for i in range(processes)]
+    with started(commands, tmp_path, devices) as made:
+        until = time.monotonic() + LIMIT
+        waited = [i for i in range(processes) if job.get("faults", {}).get(str(i)) != "stopped"]
+        while any(made[i].poll() is None for i in waited) and time.monotonic() < until:
+            time.sleep(0.05)
+        statuses = [process.poll() for process in made]
+    return statuses, [(tmp_path / str(i)).read_text() for i in range(processes)]
+
+
+def compared(folder: Path, tmp_path: Path, processes: int, devices: int, modes: list[dict[str, Any]]) -> None:
+    """Recordings of processes and of one device are equal, in several modes, with those of each process."""
+    mesh = {"mesh": {"tensor": processes * devices}}
+    runs = [{"seed": i, "log": str(tmp_path / f"{i}.jsonl"), "engine": mode} for i, mode in enumerate(modes)]
+    job = {"model": str(folder), "engine": {**CONFIG, **mesh}, "runs": runs}
+    statuses, outputs = run(job, tmp_path, processes, devices)
+    assert statuses == [0] * processes, "\n".join(outputs)
+    for i, mode in enumerate(modes):
+        alone = play(LLM(folder, progress=False, **{**CONFIG, **mode}).engine, i, tmp_path / "alone.jsonl")
+        if "num_blocks" in mode:
+            assert alone.preempted
+        for name in (f"{i}.jsonl", *(f"{i}.jsonl.{j}" for j in range(1, processes))):
+            assert (tmp_path / name).read_bytes() == (tmp_path / "alone.jsonl").read_bytes(), (name, mode)
+        assert verify(tmp_path / f"{i}.jsonl").identical
+
+
+def test_recordings_of_two_processes_are_those_of_one_device(folder, tmp_path):
+    compared(folder, tmp_path, 2, 2, [{}, SWAPPED | {"weight_dtype": "int8"}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(4, 1), (2, 2)])
+def test_recordings_are_byte_identical_in_every_mode(folder, tmp_path, processes, devices):
+    drafts = {"method": "draft", "model": str(folder), "num_tokens": 2, "adaptive": True}
+    modes = [
+        SWAPPED,
+        {"lookahead": 2},
+        {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": True}},
+        {"speculative": drafts, **SWAPPED},
+        {"speculative": drafts | {"rule": "rejection", "adaptive": False}},
+        {"kv_cache_dtype": "float8_e4m3fn", "compilation": "lazy"},
+        {"attention_impl": "xla"},
+    ]
+    compared(folder, tmp_path, processes, devices, modes)
+
+
+@pytest.mark.slow
+def test_an_orbax_checkpoint_is_read_by_each_process(folder, tmp_path):
+    compared(convert(folder, tmp_path / "orbax", "orbax"), tmp_path, 2, 1, [{}])
+
+
+def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int = 2, timeout: float = 4.0) -> str:
+    """Let processes have a fault after their 5th step -> the sentence that all others end with."""
+    log = tmp_path / "run.jsonl"
+    job = {
+        "model": str(folder),
+        "engine": {**CONFIG, "mesh": {"tensor": processes}},
+        "runs": [{"seed": 0, "log": str(log)}],
+        "faults": {str(i): fault for i, fault in faults.items()},
+        "timeout": timeout,
+    }
+    began = time.monotonic()
+    statuses, outputs = run(job, tmp_path, processes)
+    assert time.monotonic() - began < LIMIT - 10, "it had to be killed"
+    reasons = set()
+    for i, (status, output) in enumerate(zip(statuses, outputs, strict=True)):
+        if faults.get(i) == "stopped":
+            assert status is None
+        elif faults.get(i) == "killed":
+            assert status == -signal.SIGKILL
+        else:
+            assert status == EXIT_STATUS, output
+            reasons |= {line[10:].rpartition("; process ")[0] for line in output.splitlines() if "pagedjax: " in line}
+    found = verify(log)
+    assert found.identical
+    assert found.steps in (4, 5), "the recording has all steps that ended"
+    assert len(reasons) == 1, outputs
+    return reasons.pop()
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ({1: "killed"}, "process 1 ended while process 0 was at step 5: its connection is closed"),
+        ({1: "stopped"}, "process 1 has not been heard of for 4 s: it is stopped, or cannot be reached"),
+        ({1: "stalled"}, "process 1 did not begin step 6 for 4 s"),
+        pytest.param({0: "killed"}, "process 0 ended: its connection is closed", marks=pytest.mark.slow),
+        pytest.param({0: "stalled"}, "step 5 has not ended for 4 s in process 0", marks=pytest.mark.slow),
+        pytest.param({1: "raises"}, "process 1 failed in step 5: RuntimeError: no more memory", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: " ".join(f"{fault} {i}" for i, fault in value.items()) if isinstance(value, dict) else "",
+)
+def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults, reason):
+    found = failed(folder, tmp_path, faults)
+    assert found.replace("step 6:", "step 5:") == reason  # process 0 may have begun the next step
+
+
+def serve_commands(folder: Path, *words: str) -> list[list[str]]:
+    port = free_port()
+    shape = ["--mesh", "tensor=2", "--max-num-seqs", "4", "--num-blocks", "256", "--token-buckets", "8,64"]
+    shape += ["--max-num-batched-tokens", "64"]
+    group = ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-timeout", "5", *words]
+    start = [sys.executable, "-m", "pagedjax", "serve", str(folder), "--port", "0", "--log-level", "warning"]
+    return [[*start, *shape, *group, "--process", str(i)] for i in range(2)]
+
+
+def url_of(process: subprocess.Popen[str], output: Path) -> str:
+    until = time.monotonic() + LIMIT
+    while "serving " not in output.read_text():
+        assert process.poll() is None, output.read_text()
+        assert time.monotonic() < until, output.read_text()
+        time.sleep(0.05)
+    line = next(line for line in output.read_text().splitlines() if line.startswith("serving "))
+    return line.split(" at ")[1].removesuffix("/v1")
+
+
+def test_two_processes_serve_until_one_is_asked_to_stop(folder, tmp_path):
+    log = tmp_path / "run.jsonl"
+    with started(serve_commands(folder, "--record", str(log)), tmp_path) as made:
+        url = url_of(made[0], tmp_path / "0")
+        body = {"model": "tiny", "prompt": "abc", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        made[1].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in made] == [-signal.SIGTERM, 0], (tmp_path / "0").read_text()
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (alone,) = LLM(folder, progress=False, num_blocks=256, max_num_seqs=4).generate("abc", params, use_tqdm=False)
+    assert answer.json()["choices"][0]["text"] == alone.outputs[0].text
+    other = log.with_suffix(".process-1.jsonl")
+    assert verify(other).steps == verify(log).steps == 8
+    assert verify(other).identical
+
+
+def test_clients_get_503_when_a_process_is_killed(folder, tmp_path):
+    log = tmp_path / "run.jsonl"
+    answers = []
+    with started(serve_commands(folder, "--record", str(log)), tmp_path) as made:
+        url = url_of(made[0], tmp_path / "0")
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 500, "ignore_eos": True}
+
+        def ask() -> None:
+            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+
+        clients = [threading.Thread(target=ask) for _ in range(6)]  # 4 run and 2 wait
+        for client in clients:
+            client.start()
+        until = time.monotonic() + 60
+        while log.read_text().count('{"commit"') < 20 and time.monotonic() < until:
+            time.sleep(0.01)
+        made[1].kill()
+        for client in clients:
+            client.join(30)
+        assert made[0].wait(30) == EXIT_STATUS
+    assert [answer.status_code for answer in answers] == [503] * 6
+    assert all("process 1 ended" in answer.json()["error"]["message"] for answer in answers)
+    assert verify(log).identical
+    assert verify(log).steps >= 20
+
+
+@pytest.mark.slow
+def test_generate_in_two_processes_prints_what_one_prints(folder, tmp_path):
+    words = [sys.executable, "-m", "pagedjax", "generate", "abc", "--model", str(folder), "--max-model-len", "64"]
+    words += ["--max-tokens", "8", "--budget", "32"]
+    alone = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True)
+    group = ["--mesh", "tensor=2", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
+    with started([[*words, *group, str(i)] for i in range(2)], tmp_path) as made:
+        assert [process.wait(LIMIT) for process in made] == [0, 0]
+    assert (tmp_path / "0").read_text().endswith(alone.stdout)
+    assert alone.stdout.strip() not in (tmp_path / "1").read_text()

@@ -1,0 +1,328 @@
+"""A leader's engine and a follower's make the same transitions; what differs is named in the step in which it matters.
+
+Here both are whole engines on one device each, in two threads. tests/processes/test_processes.py has real processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from pagedjax import BeamSearchParams, EngineConfig, SamplingParams
+from pagedjax.engine.drafters import Drafter
+from pagedjax.host.policies import FCFS
+from pagedjax.processes import engines
+from pagedjax.processes import group as group_module
+from pagedjax.processes.connection import Message
+from pagedjax.processes.engines import FollowerEngine, LeaderEngine, decoded_params, encoded_params, make_engine
+from pagedjax.processes.group import ProcessFailed
+from tests.engine.test_lookahead import CONFIG, make, play, tokens
+from tests.processes.pairs import Connected, connected
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SWAPPED = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}
+SPECULATIVE = {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": True}}
+
+
+class Pair:
+    """leader, follower: engines. outcome: how `follow` returned, or what it raised."""
+
+    def __init__(self, tiny, group: Connected, log, **config: Any) -> None:
+        self.group, made = group, EngineConfig(**{**CONFIG, **config})
+        options = {"eos_token_ids": tiny.eos_token_ids}
+        self.leader = LeaderEngine(group.leader, tiny.model, made, **options)
+        self.follower = FollowerEngine(group.followers[0], tiny.model, made, **options)
+        self.log, self.outcome = log, None
+
+    def follow(self, **options: Any) -> None:
+        self.group.start(self._follow, **options)
+
+    def _follow(self, **options: Any) -> None:
+        try:
+            self.outcome = self.follower.follow(record=self.log, **options)
+        except BaseException as error:
+            self.outcome = error
+
+    def distort(self, change: Callable[[Iterator[Message]], Iterator[Message]]) -> None:
+        """Have the follower receive other inputs than the leader sent."""
+        follower = self.group.followers[0]
+        follower.receive = change(iter(follower.receive, None)).__next__
+
+    def released(self) -> None:
+        self.leader.release()
+        self.group.threads[-1].join(60)
+        assert self.outcome is True, self.outcome
+
+    def failed(self) -> str:
+        """Step until both ends know what is wrong -> the reason."""
+        with suppress(ProcessFailed):
+            for _ in range(200):
+                self.leader.step()
+        self.group.leader._over.wait(20)
+        self.group.threads[-1].join(20)
+        assert isinstance(self.outcome, ProcessFailed), self.outcome
+        assert {i for i, _ in self.group.exits} == {0, 1}
+        assert self.group.leader.failure == self.outcome.reason
+        return self.outcome.reason
+
+
+@pytest.fixture
+def pair(tiny, tmp_path):
+    with connected() as group:
+        yield Pair(tiny, group, tmp_path / "follower.jsonl", compilation="lazy")
+
+
+@pytest.mark.parametrize(
+    "config", [{}, SWAPPED, {"lookahead": 2}, SPECULATIVE], ids=["", "swapped", "lookahead", "adaptive drafts"]
+)
+def test_a_follower_makes_the_recording_of_the_leader(tiny, tmp_path, config):
+    """Also with drafts whose number depends on times, which differ between processes."""
+    with connected() as group:
+        both = Pair(tiny, group, tmp_path / "follower.jsonl", **config)
+        both.follow()
+        for seed in range(3):
+            play(both.leader, seed, tmp_path / "leader.jsonl")
+        if config is SWAPPED:
+            alone = make(tiny, 0, **config).engine
+            assert play(alone, 2, tmp_path / "alone.jsonl").preempted > 3
+            assert (tmp_path / "alone.jsonl").read_bytes() == (tmp_path / "leader.jsonl").read_bytes()
+        both.released()
+        assert (tmp_path / "follower.jsonl").read_bytes() == (tmp_path / "leader.jsonl").read_bytes()
+        states = [engine._state for engine in (both.leader, both.follower)]
+        assert states[0].scheduler == states[1].scheduler
+        chex.assert_trees_all_equal(states[0].cache, states[1].cache)
+        assert group.exits == []
+        if config is SPECULATIVE:
+            assert both.follower._state.drafting.acceptance == both.leader._state.drafting.acceptance
+
+
+def test_without_a_fault_nothing_differs(pair):
+    pair.follow()
+    add(pair.leader)
+    while pair.leader.has_work:
+        pair.leader.step()
+    pair.released()
+
+
+def add(engine, count: int = 4) -> None:
+    for i in range(count):
+        engine.add(f"r{i}", tokens(5 + i, i), dataclasses.replace(GREEDY, seed=i))
+
+
+def lost(messages: Iterator[Message]) -> Iterator[Message]:
+    """The second request does not arrive."""
+    return (message for message in messages if message.get("request_id") != "r1")
+
+
+def reordered(messages: Iterator[Message]) -> Iterator[Message]:
+    """The second request comes after the third."""
+    for message in messages:
+        if message.get("request_id") == "r1":
+            yield next(messages)
+        yield message
+
+
+def changed(messages: Iterator[Message]) -> Iterator[Message]:
+    """The third request has another token in its prompt."""
+    for message in messages:
+        yield message | {"prompt": [9, *message["prompt"][1:]]} if message.get("request_id") == "r2" else message
+
+
+def twice(messages: Iterator[Message]) -> Iterator[Message]:
+    """The second request comes twice, which an engine refuses."""
+    for message in messages:
+        yield message
+        if message.get("request_id") == "r1":
+            yield message
+
+
+def without_a_step(messages: Iterator[Message]) -> Iterator[Message]:
+    return (message for message in messages if message.get("number") != 3)
+
+
+def without_requests(messages: Iterator[Message]) -> Iterator[Message]:
+    return (message for message in messages if message["input"] != "add")
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "ours", "theirs"),
+    [
+        (lost, 1, '{"submit":{"request_id":"r1"', '{"submit":{"request_id":"r2"'),
+        (reordered, 1, '{"submit":{"request_id":"r1"', '{"submit":{"request_id":"r2"'),
+        (changed, 1, '{"submit":{"request_id":"r2"', '"hashes":["'),
+        (twice, 1, '{"submit":{"request_id":"r2"', '{"refused":"request id'),
+        (without_requests, 1, '{"submit":{"request_id":"r0"', ""),
+        (without_a_step, 3, "it did not get the input of step 3", ""),
+    ],
+)
+def test_a_fault_of_inputs_is_named_in_the_next_step(pair, fault, step, ours, theirs):
+    pair.distort(fault)
+    pair.follow()
+    add(pair.leader)
+    reason = pair.failed()
+    assert reason.startswith(f"process 1 differs from process 0 in step {step}: "), reason
+    first, _, second = reason.partition(", and process 1 ")
+    assert ours in first
+    assert theirs in second
+
+
+def test_a_policy_that_reads_a_clock_is_named_in_its_first_plan_that_differs(tiny, tmp_path):
+    """The clocks of the processes differ. With three of four admitted, plans differ before anything is computed."""
+    clock = threading.local()
+
+    def order(waiting: Any, running: Any, cached: Any) -> Any:
+        return waiting[::-1] if getattr(clock, "skewed", False) else waiting
+
+    with connected() as group:
+        both = Pair(tiny, group, tmp_path / "follower.jsonl", max_num_seqs=3, compilation="lazy")
+        for engine in (both.leader, both.follower):
+            policy = FCFS._replace(order=order)
+            engine.runtime = dataclasses.replace(engine.runtime, policy=policy)
+        follow = both.follower.follow
+
+        def skewed(**options: Any) -> bool:
+            clock.skewed = True
+            return follow(**options)
+
+        both.follower.follow = skewed
+        both.follow()
+        add(both.leader)
+        reason = both.failed()
+    assert reason.startswith("process 1 differs from process 0 in step 1: ")
+    assert '{"schedule":{"step":0,"ids":["r0","r1","r2"]' in reason
+    assert '{"schedule":{"step":0,"ids":["r3","r2","r1"]' in reason
+
+
+def test_drafts_that_differ_are_named_before_they_are_computed(tiny, tmp_path, monkeypatch):
+    """A drafter that draws random numbers: as many drafts, and others."""
+    here = threading.local()
+    propose = Drafter("random", lambda memory, name, known, k: [7 if getattr(here, "follows", False) else 8] * k)
+    with connected() as group:
+        options = {"speculative": {"method": "ngram", "adaptive": False}, "compilation": "lazy"}
+        both = Pair(tiny, group, tmp_path / "follower.jsonl", **options)
+        for engine in (both.leader, both.follower):
+            engine._state = engine._state._replace(drafting=engine._state.drafting._replace(drafter=propose))
+        follow = both.follower.follow
+
+        def marked(**options: Any) -> bool:
+            here.follows = True
+            return follow(**options)
+
+        both.follower.follow = marked
+        both.follow()
+        add(both.leader, 1)
+        assert both.failed() == "process 1 differs from process 0 in step 2: its drafts, or what was before this step"
+
+
+def test_an_exception_in_a_follower_ends_both(pair, monkeypatch, capsys):
+    scheduled = FollowerEngine._schedule
+    numbers = itertools.count(1)
+
+    def fails(self):
+        if next(numbers) == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED: no memory\nmore")
+        return scheduled(self)
+
+    monkeypatch.setattr(FollowerEngine, "_schedule", fails)
+    pair.follow()
+    add(pair.leader)
+    assert pair.failed() == "process 1 failed in step 3: RuntimeError: RESOURCE_EXHAUSTED: no memory"
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_an_exception_in_a_step_of_the_leader_ends_both(pair, monkeypatch, error):
+    """It cannot be rolled back: others may have computed the step. Ctrl-C is deferred, unless it is pressed twice."""
+    monkeypatch.setattr(group_module, "CAUSE_SECONDS", 0.1)
+    pair.follow()
+    add(pair.leader)
+    pair.leader.step()
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(pair.leader.group, "enter", lambda stage, step=None: fails() if stage == "running" else None)
+    assert pair.failed() == f"process 0 failed in step 2: {type(error).__name__}: {error}"
+
+
+def test_requests_that_are_refused_reach_nobody(pair):
+    pair.follow()
+    with pytest.raises(ValueError, match=r"request .bad. has token id 999; the vocabulary"):
+        pair.leader.add("bad", [999], GREEDY)
+    with pytest.raises(ValueError, match="process 1 follows process 0, which takes the requests"):
+        pair.follower.add("other", [5], GREEDY)
+    add(pair.leader)
+    pair.leader.cancel("nobody")
+    pair.leader.cancel("r2", "stop")
+    while pair.leader.has_work:
+        pair.leader.step()
+    pair.leader.reset()
+    pair.leader.reset_prefix_cache()
+    add(pair.leader)
+    pair.leader.step()
+    pair.released()
+
+
+def test_new_parameters_come_from_each_process_itself(pair, tiny):
+    """An engine whose parameters become others says what they say."""
+    other = jax.tree.map(lambda x: x * 1.5, tiny.model.params)
+    pair.follow(new_params=lambda: other)
+    pair.leader.update_params(other)
+    add(pair.leader)
+    while pair.leader.has_work:
+        pair.leader.step()
+    pair.released()
+    chex.assert_trees_all_equal(pair.leader.model.leaves, pair.follower.model.leaves)
+    assert np.abs(pair.follower.model.params["embed"][...] - tiny.model.params["embed"][...]).max() > 0
+
+
+def test_new_parameters_of_one_process_alone_are_refused(pair, tiny):
+    pair.follow()
+    pair.leader.update_params(tiny.model.params)
+    reason = pair.failed()
+    assert reason.startswith("process 1 failed at the input 'update_params': ValueError: process 0 has new parameters")
+
+
+def test_other_options_in_one_process_are_named(tiny, tmp_path):
+    with connected() as group:
+        both = Pair(tiny, group, tmp_path / "follower.jsonl", compilation="lazy")
+        config = EngineConfig(**{**CONFIG, "block_size": 8, "compilation": "lazy"})
+        both.follower = FollowerEngine(group.followers[0], tiny.model, config, eos_token_ids=tiny.eos_token_ids)
+        both.follow()
+        add(both.leader)
+        reason = both.failed()
+    assert "engine.block_size is 8 here and 4 in process 0; start all processes with the same options" in reason
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(n=3, best_of=4, temperature=0.1 + 0.2, top_k=-1, stop=["a", "b"], logit_bias={5: -0.1, 7: 3.0}),
+        SamplingParams(allowed_token_ids=[3, 1], extra_args={"x": (1, ("y", None)), "z": True}, cache_salt="\u00e9"),
+        SamplingParams(seed=2**32 - 1, prompt_logprobs=0, enable_prefix_caching=False, min_tokens=2),
+        BeamSearchParams(beam_width=3, early_stopping="never", length_penalty=-0.5, stop_token_ids={4, 2}),
+    ],
+)
+def test_parameters_survive_the_wire(params):
+    assert decoded_params(json.loads(json.dumps(encoded_params(params)))) == params
+
+
+def test_several_processes_without_a_connection_or_a_mesh_are_refused(tiny, monkeypatch):
+    config = EngineConfig(**CONFIG)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"JAX runs in 2 processes, and they are not connected; call pagedjax\.proc"):
+        make_engine(tiny.model, config)
+    monkeypatch.setattr(engines, "joined", lambda: object())
+    with pytest.raises(ValueError, match=r"2 processes have \d+ devices, and mesh is None; set mesh=\{'tensor': \d+\}"):
+        make_engine(tiny.model, config)
