@@ -5,6 +5,8 @@ stopped, even by SIGKILL: it measures only runs that are missing or failed. Runs
 are named and kept; if a repeat of their point is missing, the whole point is measured again. --no-resume measures
 everything again. Simulated points can run in several processes (--jobs, see parallel.py), with the same results.
 
+With --processes, start the same command in each process (core/processes.py); process 0 measures and writes.
+
 Exit status: 0 all runs are good, 1 a run failed (the table gives the reason), 2 the config is wrong or --out is not
 writable.
 """
@@ -21,11 +23,12 @@ from typing import Any
 
 from experiments import report
 from experiments.analysis import sweep_points
-from experiments.core import config, parallel, store, sweep
+from experiments.core import config, parallel, processes, store, sweep
 from experiments.core.config import Experiment
 from experiments.core.engines import Run, engine_key, plan_runs
 from experiments.core.optional_imports import require
 from experiments.core.workloads import Prompts
+from pagedjax import cli
 from pagedjax.weights.locate import HUB_ID, open_checkpoint
 
 
@@ -38,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--engines is {options.engines}; it must be at least 1")
         parallel.check(points, options.jobs, options.backend)
         plan = plan_runs(points, options.engines)
+        group = None if options.dry_run else cli.join(options)
+        if group is not None and group.process:
+            processes.follow(group, plan, sweep.make_engines(options.engines, quiet=True))
+            return 0
         folder = Path(options.out) / points[0].experiment.name
         store.clean(folder)
         done = {} if options.no_resume else sweep.finished_runs(plan, folder)
@@ -90,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     parser.add_argument("--no-resume", action="store_true", help="measure everything again")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no table")
+    cli.process_options(parser)
     return parser
 
 

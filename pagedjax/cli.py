@@ -59,15 +59,16 @@ def sampling(args: argparse.Namespace, **more: Any) -> Any:
     return SamplingParams(**{name: getattr(args, name) for name in names}, **more)
 
 
-def join(args: argparse.Namespace) -> None:
-    """Connect this process with the others of its engine, if there are several."""
+def join(args: argparse.Namespace) -> Any:
+    """Connect this process with the others of its engine -> its group; None if there are no others."""
     from pagedjax.processes import config
 
     typed = args.coordinator, args.processes, args.process, args.process_timeout
-    if config.read(*typed) is not None:
-        from pagedjax.processes.join import join as connect
+    if config.read(*typed) is None:
+        return None
+    from pagedjax.processes.join import join as connect
 
-        connect(*typed)
+    return connect(*typed)
 
 
 def process_options(words: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ def environment(*, device: bool = True) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "device": _device() if device else {"platform": None, "kind": None, "count": 0},
+        "device": _device() if device else {"platform": None, "kind": None, "count": 0, "processes": 1},
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
         "flags": {
             name: value
@@ -74,7 +74,12 @@ def _device() -> dict[str, Any]:
     import jax
 
     first = jax.devices()[0]
-    return {"platform": first.platform, "kind": first.device_kind, "count": jax.device_count()}
+    return {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "count": jax.device_count(),
+        "processes": jax.process_count(),
+    }
 
 
 def git_state(folder: Path) -> dict[str, Any]:

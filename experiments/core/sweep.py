@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.core import store
+from experiments.core import processes, store
 from experiments.core.config import Point
 from experiments.core.engines import Engines, Run
 from experiments.core.environment import code, environment
@@ -81,7 +81,9 @@ def make_engines(alive: int, *, quiet: bool) -> Engines:
 def in_turn(runs: Iterable[Run], where: dict[str, Any], engines: Engines) -> Generator[Result, None, None]:
     """`one_run` of each of `runs`, in order, in this process."""
     for run in runs:
-        yield one_run(run, engines, where)
+        with processes.announced(run):
+            result = one_run(run, engines, where)
+        yield result
 
 
 def measure_missing(

@@ -175,7 +175,7 @@ class LeaderEngine(Engine):
 
     def release(self) -> None:
         """Let the other processes return from `FollowerEngine.follow`."""
-        self._order("release")
+        self.group.order("release")
         self.group.flush()
 
     def _order(self, name: str, **body: Any) -> None:
@@ -268,6 +268,8 @@ class FollowerEngine(Engine):
         match message["input"]:
             case "step":
                 self._follow_step(message)
+                return
+            case "release":
                 return
             case "engine":
                 self._compare(message["facts"])

@@ -113,7 +113,7 @@ class Group:
     def wait_for_the_end(self) -> None:
         """If a process has failed, wait until this one ends."""
         if self.failure is not None:
-            self._over.wait(GRACE + 1)
+            self._over.wait(2 * GRACE)
             self._exit(EXIT_STATUS)
 
 
@@ -129,7 +129,8 @@ class Leader(Group):
         self._inputs = {i: inputs for i, (inputs, _) in peers.items()}
         self._control = {i: control for i, (_, control) in peers.items()}
         self._heard = {i: (Progress(), time.monotonic()) for i in peers}
-        self._gone: set[int] = set()
+        self._gone: set[int] = set()  # said that they end
+        self._closed: set[int] = set()  # closed their connection
         self._pending: list[Message] = []
         self.explain: Callable[[int, Message], str] = lambda i, message: (
             f"process {i} differs from process 0: {message}"
@@ -184,6 +185,13 @@ class Leader(Group):
         self._over.wait(CAUSE_SECONDS)
         self.fail(reason)
 
+    def _leave(self) -> None:
+        """JAX ends the others by an abort if this process, its coordinator, ends before they have read the reason."""
+        until = time.monotonic() + CAUSE_SECONDS
+        while len(self._closed) < len(self._control) and time.monotonic() < until:
+            time.sleep(0.005)
+        super()._leave()
+
     def _tell(self, reason: str) -> None:
         for connection in self._control.values():
             connection.send(encoded({"failure": reason}))
@@ -200,6 +208,7 @@ class Leader(Group):
                 os.kill(os.getpid(), signal.SIGTERM)
             elif "bye" in message:
                 self._gone.add(i)
+        self._closed.add(i)
         if i not in self._gone and not self._closing:
             when = f"while process 0 was at step {self._step}" if self._step >= 0 else "before the first step"
             self.fail(f"process {i} ended {when}: its connection is closed")

@@ -63,4 +63,5 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), json.loads(sys.argv[4]))
+    _, n, i, at, text = sys.argv
+    main(int(n), int(i), int(at), json.loads(text))

@@ -1,0 +1,110 @@
+"""What do several processes cost the host in a step? python -m experiments.bench.processes [--sequences 1 64 256]
+
+Two processes of this machine, without a device: the scheduler decodes, process 0 adds each step's lines to its digest
+and sends its input, and process 1 does the same and compares. The columns are medians of microseconds a step, measured
+in turn: `schedule` is schedule + commit; `digest` is the lines of both and their hash; `send` is what process 0 needs
+to send the input; `arrive` is the time from then until process 1 has it, over a socket on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter, sleep
+from typing import Any, NamedTuple
+
+from experiments.core.environment import environment
+from pagedjax.host import scheduler
+from pagedjax.host.policies import FCFS
+from pagedjax.host.scheduler import SchedulerConfig
+from pagedjax.host.types import Request
+from pagedjax.processes.connection import Connection, encoded
+from pagedjax.processes.engines import Digest
+
+PROMPT = 32  # tokens
+
+
+class Costs(NamedTuple):
+    """Microseconds a step."""
+
+    sequences: int
+    schedule: float
+    digest: float
+    send: float
+    arrive: float
+
+
+def measure(sequences: int, steps: int, connection: Connection) -> Costs:
+    """Decode `sequences` sequences for `steps` steps."""
+    blocks = sequences * (1 + (PROMPT + steps) // 16)
+    state = scheduler.init(SchedulerConfig(16, blocks, sequences * PROMPT, sequences, PROMPT + steps + 2))
+    for i in range(sequences):
+        state = scheduler.submit(state, Request(f"r{i}", PROMPT, steps + 1))
+    digest, found = Digest(), []
+    for number in range(steps):
+        began = perf_counter()
+        state, plan = scheduler.schedule(state, FCFS)
+        scheduled = perf_counter()
+        digest.schedule(plan)
+        text, digest.lines = digest._hash.hexdigest(), []
+        counted = perf_counter()
+        connection.send(encoded({"input": "step", "number": number, "drafts": 0, "digest": text, "at": perf_counter()}))
+        sent = perf_counter()
+        sampled = [7] * len(plan.seqs)
+        state, events = scheduler.commit(state, plan, sampled)
+        committed = perf_counter()
+        digest.commit(sampled, {}, {}, events)
+        done = perf_counter()
+        found.append((scheduled - began + committed - sent, counted - scheduled + done - committed, sent - counted))
+        sleep(0.002)  # the device's part, in which the other process reads
+    connection.send(encoded({"input": "end"}))
+    arrivals = (connection.receive() or {})["arrivals"]
+    columns = [1e6 * median(column) for column in zip(*found[1:], strict=True)]  # the first step computes the prompts
+    return Costs(sequences, *(round(value, 1) for value in (*columns, 1e6 * median(arrivals[1:]))))
+
+
+def receive(address: tuple[str, int], runs: int) -> None:
+    """Process 1: how long each message was on its way."""
+    with socket.create_connection(address) as made:
+        connection = Connection(made)
+        for _ in range(runs):
+            arrivals = []
+            for message in connection.messages():
+                if message["input"] == "end":
+                    break
+                arrivals.append(perf_counter() - message["at"])  # one clock for all processes of a machine
+            connection.send(encoded({"arrivals": arrivals}))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", help="a file for the numbers and the environment")
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        context = multiprocessing.get_context("spawn")
+        words = listener.getsockname(), len(options.sequences)
+        process = context.Process(target=receive, args=words, daemon=True)
+        process.start()
+        made, _ = listener.accept()
+        connection = Connection(made)
+        print("sequences  schedule  digest    send  arrive   (us a step)")
+        for sequences in options.sequences:
+            costs = measure(sequences, options.steps, connection)
+            rows.append(costs._asdict())
+            print(f"{costs.sequences:9}" + "".join(f"{value:9.1f}" for value in costs[1:]))
+        connection.close()
+        process.join(30)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"rows": rows, "environment": environment(device=False)}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
