@@ -34,7 +34,7 @@ from pagedjax.config import MeshConfig, from_dict
 from pagedjax.device import memory
 from pagedjax.device.models import llama, split
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.placement import place
+from pagedjax.device.placement import make_placement
 
 LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 MODELS = SHAPES | {
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         has = room(part, target, plan, f"one of {where}" if args.mesh else where)
         has.blocks(0)  # refuses a model that is too large before anything is compiled
         devices = compilers.devices(target, topology)
-        placement = place(config, sizes, None, devices) if args.mesh else None
+        placement = make_placement(config, sizes, None, devices) if args.mesh else None
         model = on_mesh(placement) if placement else on_one_device(config)
         step, fit = fitted(model, target, plan, has, devices[0], all_layers=not left_out)
     except ValueError as error:

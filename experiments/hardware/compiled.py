@@ -146,9 +146,9 @@ def compile_step(model: Model, target: Target, plan: Plan, blocks: int, device: 
         device: to compile for, if the model has no mesh.
     """
     placement, here = model.placement, SingleDeviceSharding(device)
-    where = placement.cache if placement else cache.Place(here, here)
+    where = placement.cache_sharding if placement else cache.CacheSharding(here, here)
     shape = block_shape(plan.block_size, model, model.dtype, target.impl)
-    pages = cache.shapes(blocks=blocks, place=where, **shape)
+    pages = cache.shapes(blocks=blocks, sharding=where, **shape)
     step = make_step(model, attention.attend(target.impl, model.config.attn_scale), seed=0)
     batch = _placed(blank_batch(model, plan), where.copies)
     leaves = model.leaves if placement else _placed(model.leaves, here)

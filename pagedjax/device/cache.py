@@ -56,7 +56,7 @@ class DraftSizes(NamedTuple):
     row: int | None = None
 
 
-class Place(NamedTuple):
+class CacheSharding(NamedTuple):
     """Where a cache is.
 
     heads: the sharding of keys and values, by heads; None is the default device.
@@ -78,7 +78,7 @@ def init(
     dtype: str,
     row: int | None = None,
     draft: DraftSizes | None = None,
-    place: Place | None = None,
+    sharding: CacheSharding | None = None,
     zeros: Callable[..., Any] = jnp.zeros,
 ) -> KVCache:
     """Zeros for `blocks` blocks that sequences can own and the trash block: P = blocks + 1.
@@ -86,7 +86,7 @@ def init(
     Args:
         row: numbers in a row of a page, a multiple of head_dim; None is head_dim, a token a row.
         draft: of a drafter's pages, whose keys and values are of `dtype` too.
-        place: the devices of a mesh, with kv_heads each; None is the default device.
+        sharding: over the devices of a mesh, with kv_heads each; None is the default device.
         zeros: (shape, dtype, device=sharding) -> array.
 
     Raises:
@@ -95,18 +95,18 @@ def init(
     row = row or head_dim
     if row % head_dim or block_size * head_dim % row:
         raise ValueError(f"a row of {row} numbers does not divide a block of {block_size} tokens of {head_dim} numbers")
-    place = place or Place()
-    shape = (blocks + 1, kv_heads * place.devices, block_size * head_dim // row, row)
+    sharding = sharding or CacheSharding()
+    shape = (blocks + 1, kv_heads * sharding.devices, block_size * head_dim // row, row)
     stored = "uint8" if jnp.dtype(dtype).itemsize == 1 else dtype
-    k, v = (tuple(zeros(shape, stored, device=place.heads) for _ in range(layers)) for _ in "kv")
-    cache = KVCache(k, v, zeros((blocks + 1, block_size), jnp.int32, device=place.copies))
+    k, v = (tuple(zeros(shape, stored, device=sharding.heads) for _ in range(layers)) for _ in "kv")
+    cache = KVCache(k, v, zeros((blocks + 1, block_size), jnp.int32, device=sharding.copies))
     if draft is None:
         return cache
     own: dict[str, Any] = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
-    every = Place(place.copies, place.copies)  # each device has all of a drafter's heads
-    pages = init(blocks=blocks, block_size=block_size, dtype=dtype, row=draft.row, place=every, zeros=zeros, **own)
+    every = CacheSharding(sharding.copies, sharding.copies)  # each device has all of a drafter's heads
+    pages = init(blocks=blocks, block_size=block_size, dtype=dtype, row=draft.row, sharding=every, zeros=zeros, **own)
     shape = blocks + 1, block_size, draft.features
-    features = zeros(shape, draft.feature_dtype, device=place.copies) if draft.features else None
+    features = zeros(shape, draft.feature_dtype, device=sharding.copies) if draft.features else None
     return cache._replace(draft=DraftPages(pages.k, pages.v, features))
 
 

@@ -23,12 +23,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pagedjax.config import MeshConfig
-from pagedjax.device.cache import KVCache, Place
+from pagedjax.device.cache import CacheSharding, KVCache
 from pagedjax.device.models import split
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.split import AXES, PADDING
 
-Function = Callable[[jax.Array, Any], Any]
+RowFunction = Callable[[jax.Array, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class Placement:
         return (*found, *(split.WHOLE,) * (ndim - len(found)))
 
     @property
-    def cache(self) -> Place:
+    def cache_sharding(self) -> CacheSharding:
         """Where a cache is: each device has the pages of its heads, and a copy of everything else."""
-        return Place(self.sharding(None, AXES), self.sharding(), self.sizes.size)
+        return CacheSharding(self.sharding(None, AXES), self.sharding(), self.sizes.size)
 
     # programs -------------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Placement:
         # check_vma: loops of attention carry values of both kinds, equal on all devices and not
         return jax.shard_map(program, mesh=self.mesh, in_specs=specs, out_specs=(cache, copies), check_vma=False)
 
-    def by_rows(self, function: Function, logits: jax.Array, rows: Any) -> Any:
+    def by_rows(self, function: RowFunction, logits: jax.Array, rows: Any) -> Any:
         """function([V, b], arrays [b, ...]) -> arrays [b, ...]: each device computes its share b of all R rows.
 
         Called inside of `mapped`. A device never has more than its rows' logits.
@@ -166,12 +166,12 @@ class Placement:
         return tree.unflatten(whole)
 
 
-def whole_rows(function: Function, logits: jax.Array, rows: Any) -> Any:
+def whole_rows(function: RowFunction, logits: jax.Array, rows: Any) -> Any:
     """`Placement.by_rows` of one device."""
     return function(logits, rows)
 
 
-def place(
+def make_placement(
     config: DecoderConfig, sizes: MeshConfig, positions: Sequence[int] | None, devices: Sequence[Any]
 ) -> Placement:
     """The placement of a model on a mesh of these sizes.

@@ -90,8 +90,10 @@ class Runtime:
 
     def new_cache(self) -> cache.KVCache:
         sizes = _block(self.config, self.model, self.draft_model)
-        place = _place(self.model)
-        return cache.init(blocks=self.config.num_blocks, place=place, zeros=zeros if place else jnp.zeros, **sizes)
+        sharding = _cache_sharding(self.model)
+        return cache.init(
+            blocks=self.config.num_blocks, sharding=sharding, zeros=zeros if sharding else jnp.zeros, **sizes
+        )
 
     def with_params(self, tree: Any) -> Runtime:
         """The runtime of the same model with other parameters, which are copied.
@@ -282,11 +284,11 @@ def _block(c: Resolved, model: Model, draft: DraftModel | None) -> dict[str, Any
 
 
 def _cache_shapes(c: Resolved, model: Model, draft: DraftModel | None) -> cache.KVCache:
-    return cache.shapes(blocks=c.num_blocks, place=_place(model), **_block(c, model, draft))
+    return cache.shapes(blocks=c.num_blocks, sharding=_cache_sharding(model), **_block(c, model, draft))
 
 
-def _place(model: Model) -> cache.Place | None:
-    return model.placement.cache if model.placement else None
+def _cache_sharding(model: Model) -> cache.CacheSharding | None:
+    return model.placement.cache_sharding if model.placement else None
 
 
 def _on_devices(tree: Any, model: Model) -> Any:

@@ -15,7 +15,7 @@ from pagedjax.config import MeshConfig, checked_devices, one_of
 from pagedjax.device import models
 from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
-from pagedjax.device.placement import place
+from pagedjax.device.placement import make_placement
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 from pagedjax.weights.architectures import normalised
 from pagedjax.weights.checkpoint import Checkpoint
@@ -90,7 +90,7 @@ def read_model(
         raise ValueError(f"model_type is {kind!r}; supported are {', '.join(sorted(models.FAMILIES))}")
     family = models.FAMILIES[kind]
     config = replace(family.from_hf(checkpoint.config), int8=int8)
-    placement = place(config, mesh or MeshConfig(), devices, jax.devices()) if mesh or devices else None
+    placement = make_placement(config, mesh or MeshConfig(), devices, jax.devices()) if mesh or devices else None
     options = {"int8": int8, "progress": progress, "ignore": family.IGNORED, "placement": placement}
     params = load_params(checkpoint, family.param_table(config), dtype, **options)
     return models.assemble(config, params, dtype, placement)

@@ -14,7 +14,7 @@ from pagedjax.config import DType, EngineConfig, MeshConfig, one_of
 from pagedjax.device.models import Model, assemble
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.models.split import AXES
-from pagedjax.device.placement import place
+from pagedjax.device.placement import make_placement
 from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.int8 import SCALES, with_scales
 from pagedjax.weights.tree import buffers, differences, is_float, name_of, named, nested
@@ -50,7 +50,7 @@ def on_mesh(model: Model, config: EngineConfig) -> Model:
     """
     if config.mesh is None and config.devices is None:
         return model
-    wanted = place(model.config, config.mesh or MeshConfig(), config.devices, jax.devices())
+    wanted = make_placement(model.config, config.mesh or MeshConfig(), config.devices, jax.devices())
     if model.placement is None:
         params = {name: wanted.put(name.split("."), np.asarray(x)) for name, x in named(model.params).items()}
         return assemble(model.config, nested(params), model.dtype, wanted)

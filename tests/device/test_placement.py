@@ -17,7 +17,7 @@ from pagedjax import LLM, load_model
 from pagedjax.config import MeshConfig
 from pagedjax.device import memory
 from pagedjax.device.batch import StepShape
-from pagedjax.device.placement import place
+from pagedjax.device.placement import make_placement
 from pagedjax.weights.tree import named
 
 CONFIG = {"max_num_seqs": 24, "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 4, "num_blocks": 50}
@@ -84,7 +84,7 @@ def test_each_device_has_its_part_and_reports_it(tiny):
 def test_rows_on_their_devices_give_what_one_device_gives(tiny, rows, mesh):
     """For any number of rows, where the vocabulary and the rows do not divide too."""
     sizes, model = MeshConfig(**mesh), tiny.model.config
-    placement = place(model, MeshConfig(tensor=sizes.size), None, jax.devices())
+    placement = make_placement(model, MeshConfig(tensor=sizes.size), None, jax.devices())
     if sizes.expert > 1:  # the exchange itself does not depend on experts
         grid = np.array(jax.devices()[: sizes.size]).reshape(sizes.expert, sizes.tensor)
         placement = replace(placement, mesh=jax.sharding.Mesh(grid, placement.mesh.axis_names), sizes=sizes)

@@ -22,7 +22,8 @@ import numpy as np
 from pagedjax.config import MeshConfig
 from pagedjax.device.models.decoder import DecoderConfig
 
-EXPERT, TENSOR = AXES = "expert", "tensor"  # the order of the mesh
+EXPERT, TENSOR = "expert", "tensor"
+AXES = EXPERT, TENSOR  # in the order of the mesh
 PADDING = -1  # in an order of rows or columns: zeros
 
 

@@ -17,7 +17,7 @@ from experiments.hardware.compiled import Plan
 from experiments.hardware.compilers import TARGETS, Target
 from pagedjax.config import MeshConfig
 from pagedjax.device import memory
-from pagedjax.device.placement import place
+from pagedjax.device.placement import make_placement
 from pallas_kernels import aot_tpu
 
 needs_compiler = pytest.mark.skipif(
@@ -90,7 +90,7 @@ def test_more_gpus_than_their_switch_connects_are_refused(capsys):
 @pytest.mark.parametrize("n", [2, 4, 3])
 def test_a_model_of_shapes_has_the_bytes_of_one_devices_part(weights, n):
     config = compile_step.config_of("small", weights)
-    placement = place(config, MeshConfig(tensor=n), None, jax.devices())
+    placement = make_placement(config, MeshConfig(tensor=n), None, jax.devices())
     model = compiled.on_mesh(placement)
     assert memory.nbytes(model.leaves) == compiled.room(placement.part, CPU, PLAN, "a device").weights
     assert all(isinstance(x, jax.ShapeDtypeStruct) and len(x.sharding.device_set) == n for x in model.leaves)
@@ -99,7 +99,7 @@ def test_a_model_of_shapes_has_the_bytes_of_one_devices_part(weights, n):
 @pytest.fixture(scope="module")
 def step():
     """A step of a small model on four virtual devices, from shapes alone."""
-    placement = place(compile_step.config_of("small", "bfloat16"), MeshConfig(tensor=4), None, jax.devices())
+    placement = make_placement(compile_step.config_of("small", "bfloat16"), MeshConfig(tensor=4), None, jax.devices())
     return compiled.compile_step(compiled.on_mesh(placement), CPU, PLAN, 50, jax.devices()[0])
 
 
