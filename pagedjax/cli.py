@@ -39,8 +39,7 @@ def generate(args: argparse.Namespace) -> int:
 
     llm = LLM(args.model, **start_options(args), **engine_options(args))
     if llm.follows:
-        llm.follow()
-        return 0
+        return follow(llm)
     prompt = args.prompt if args.prompt != "-" else sys.stdin.read()
     ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if args.chat else prompt
     if not args.chat and not args.only_new:
@@ -69,6 +68,13 @@ def join(args: argparse.Namespace) -> Any:
     from pagedjax.processes.join import join as connect
 
     return connect(*typed)
+
+
+def follow(llm: Any) -> int:
+    """Compute this process's part of what process 0 is asked for."""
+    print(llm.engine.group, file=sys.stderr, flush=True)
+    llm.follow()
+    return 0
 
 
 def process_options(words: argparse.ArgumentParser) -> None:
@@ -113,8 +119,7 @@ def chat(args: argparse.Namespace) -> int:
 
     llm = LLM(args.model, **start_options(args), enable_prefix_caching=True, **engine_options(args))
     if llm.follows:
-        llm.follow()
-        return 0
+        return follow(llm)
     loop.chat(llm, params, system=args.system)
     return 0
 

@@ -56,6 +56,11 @@ class Group:
         self._closing = False
         self._step, self._stage, self._since = -1, "starting", time.monotonic()
 
+    def __str__(self) -> str:
+        """What this process does, for people."""
+        what = "takes the requests" if self.process == 0 else "follows process 0"
+        return f"process {self.process} of {self.processes} {what}"
+
     # progress of this process -----------------------------------------------------------------------------------------
 
     def enter(self, stage: Stage, step: int | None = None) -> None:

@@ -115,6 +115,7 @@ def follow(llm: LLM, group: Any, record: str | None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends this process, and so all
 
     signal.signal(signal.SIGTERM, stop)
+    print(group, flush=True)
     beside = Path(record).with_suffix(f".process-{group.process}.jsonl") if record else None
     llm.follow(record=beside)
     return 0

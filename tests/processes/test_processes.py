@@ -242,6 +242,7 @@ def test_generate_in_two_processes_prints_what_one_prints(folder, tmp_path):
     with started([[*words, *group, str(i)] for i in range(2)], tmp_path) as made:
         assert [process.wait(LIMIT) for process in made] == [0, 0]
     assert (tmp_path / "0").read_text().endswith(alone.stdout)
+    assert "process 1 of 2 follows process 0" in (tmp_path / "1").read_text()
     assert alone.stdout.strip() not in (tmp_path / "1").read_text()
 
 
