@@ -84,7 +84,7 @@ class LLM:
         draft_model = load_draft_model(engine_config.speculative, model, progress=progress)
         options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
         self.engine = make_engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, **options)
-        self.model = replace(model, model=self.engine.model)  # on the engine's devices
+        self._loaded = model
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
         # one for all calls: a step serves all of them
@@ -107,7 +107,11 @@ class LLM:
             ValueError: requests are unfinished, or a parameter differs (all are named). The model is unchanged.
         """
         self.engine.update_params(tree)
-        self.model = replace(self.model, model=self.engine.model)
+
+    @property
+    def model(self) -> LoadedModel:
+        """What was loaded, with the parameters that the engine uses, on its devices."""
+        return replace(self._loaded, model=self.engine.model)
 
     # several processes (docs/design/processes.md) ---------------------------------------------------------------------
 

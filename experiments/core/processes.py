@@ -16,7 +16,7 @@ from pagedjax.processes.join import joined
 
 
 @contextmanager
-def announced(run: Run) -> Generator[None, None, None]:
+def followed(run: Run) -> Generator[None, None, None]:
     """Have the other processes compute their part of a run. Without others, and in a simulated run, it does nothing."""
     group = joined()
     if not isinstance(group, Leader) or run.point.experiment.simulate is not None:
@@ -50,7 +50,7 @@ def follow(group: Follower, plan: Sequence[Run], engines: Engines) -> None:
 
 
 def _skip(group: Follower, error: Exception) -> None:
-    """Wait for the end of a run whose engine cannot be built here. If process 0 could build it, all end."""
+    """Wait for the end of a run whose engine cannot be built here. If process 0 can build it, all end."""
     while (message := group.receive())["input"] != "release":
-        if message["input"] == "step":
+        if message["input"] in ("open", "step"):
             group.report("failed", f"process {group.process} cannot build the engine: {type(error).__name__}: {error}")

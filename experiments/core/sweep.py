@@ -81,7 +81,7 @@ def make_engines(alive: int, *, quiet: bool) -> Engines:
 def in_turn(runs: Iterable[Run], where: dict[str, Any], engines: Engines) -> Generator[Result, None, None]:
     """`one_run` of each of `runs`, in order, in this process."""
     for run in runs:
-        with processes.announced(run):
+        with processes.followed(run):
             result = one_run(run, engines, where)
         yield result
 

@@ -13,7 +13,8 @@ Everything else has a copy on each device: norms, the batch, token ids, a drafte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, cast
 
 import jax
@@ -28,6 +29,7 @@ from pagedjax.device.models import split
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.split import AXES, PADDING
 
+SAMPLED = 64  # values of a row
 RowFunction = Callable[[jax.Array, Any], Any]
 
 
@@ -39,12 +41,14 @@ class Placement:
     sizes: of the mesh.
     model: the shape of the whole model.
     part: the shape of one device's part.
+    samples: by name, some bytes of each stored parameter that was put: equal ones mean equal files.
     """
 
     mesh: Mesh
     sizes: MeshConfig
     model: DecoderConfig
     part: DecoderConfig
+    samples: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
         """What each device has, for people."""
@@ -70,6 +74,7 @@ class Placement:
     def put(self, path: Sequence[str], stored: np.ndarray) -> jax.Array:
         """A stored parameter on its devices, in their order of rows and columns."""
         splits = self._splits(path, stored.ndim)
+        self.samples[".".join(path)] = _sample(stored)
 
         def part(where: Any) -> np.ndarray:  # a slice of each dimension
             found = stored
@@ -193,7 +198,7 @@ def make_placement(
         )
     without = {device.process_index for device in devices}
     without -= {devices[i].process_index for i in positions}
-    if without:
+    if without and jax.process_count() > 1:  # else these are the devices of a topology that is not here
         raise ValueError(
             f"the mesh has {sizes.size} of {len(devices)} devices, and process {min(without)} has none of them; use a "
             "mesh with devices of every process"
@@ -201,6 +206,27 @@ def make_placement(
     shape = sizes.expert, sizes.tensor
     mesh = Mesh(np.array([devices[i] for i in positions], object).reshape(shape), AXES)
     return Placement(mesh, sizes, config, split.device_config(config, sizes))
+
+
+def fingerprint(model: Any) -> str:
+    """A short text that differs if the parameters do, by some values of each; the same in all processes."""
+    return _hash(model.placement.samples) if model.placement else fingerprint_of(model.params)
+
+
+def fingerprint_of(params: Any) -> str:
+    """`fingerprint` of whole parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return _hash({jax.tree_util.keystr(path): _sample(np.asarray(x)) for path, x in leaves})
+
+
+def _hash(samples: dict[str, bytes]) -> str:
+    return blake2b(repr(sorted(samples.items())).encode(), digest_size=16).hexdigest()
+
+
+def _sample(x: np.ndarray) -> bytes:
+    """The first values of the first row and of the last one."""
+    rows = x.reshape(1, -1) if x.ndim < 2 else x.reshape(-1, x.shape[-1]) if x.flags.c_contiguous else x[..., 0]
+    return b"".join(np.ascontiguousarray(rows[i].reshape(-1)[:SAMPLED]).tobytes() for i in (0, -1))
 
 
 def _positions(positions: Sequence[int]) -> str:

@@ -213,10 +213,10 @@ class Engine:
             self._recorder.close()
             self._recorder = None
         if path is not None:
-            self._forget_arrivals()
             clock = time.perf_counter if times else None
-            self._records_prompts = prompts
             self._recorder = Recorder(path, self.scheduler_state.config, self.runtime.policy.name, clock=clock)
+            self._records_prompts = prompts
+            self._forget_arrivals()
 
     def _forget_arrivals(self) -> None:
         """A replay counts arrivals from zero, and predicted steps know sequences by their arrival."""

@@ -51,7 +51,16 @@ class Connection:
         self._socket.close()
 
 
-def encoded(message: Message) -> bytes:
-    """The bytes of a message; once for all connections that it is sent over."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+def text_of(message: Message) -> str:
+    """A message as JSON: the same text on both sides."""
+    return json.dumps(message, separators=(",", ":"))
+
+
+def framed(text: str) -> bytes:
+    """The bytes of a message's text; once for all connections that it is sent over."""
+    body = text.encode()
     return len(body).to_bytes(4, "big") + body
+
+
+def encoded(message: Message) -> bytes:
+    return framed(text_of(message))

@@ -14,17 +14,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from pagedjax.processes.connection import Connection, Message, encoded
+from pagedjax.processes.connection import Connection, Message, encoded, framed, text_of
+from pagedjax.processes.difference import difference
 from pagedjax.processes.watch import Progress, Stage, late
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
 GRACE = 3.0  # seconds for the answers to clients, before the process ends
 CAUSE_SECONDS = 1.0  # an error of a device may come before the news of the process that caused it
 BEATS = 10  # signs of life within the timeout
+KEPT_STEPS = 16  # whose lines process 0 keeps; a follower is behind by the depth of lookahead at most
 
 
 class ProcessFailed(SystemExit):
@@ -44,6 +47,7 @@ class Group:
     Attributes:
         failure: why they end; None while they do not.
         on_failure: called with the reason, in any thread, before this process ends.
+        steps: begun so far, of all engines.
     """
 
     def __init__(self, process: int, processes: int, timeout: float, exit: Callable[[int], Any] = os._exit) -> None:
@@ -54,6 +58,7 @@ class Group:
         self._exit = exit
         self._lock, self._over = threading.Lock(), threading.Event()
         self._closing = False
+        self.steps = self.engines = 0
         self._step, self._stage, self._since = -1, "starting", time.monotonic()
 
     def __str__(self) -> str:
@@ -62,6 +67,10 @@ class Group:
         return f"process {self.process} of {self.processes} {what}"
 
     # progress of this process -----------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        self.steps += 1
+        self.enter("scheduling", self.steps)
 
     def enter(self, stage: Stage, step: int | None = None) -> None:
         """Say how far this process has come."""
@@ -111,8 +120,6 @@ class Group:
 
     def _leave(self) -> None:
         self._over.set()
-        with suppress(Exception):
-            sys.stdout.flush()
         self._exit(EXIT_STATUS)
 
     def wait_for_the_end(self) -> None:
@@ -136,17 +143,53 @@ class Leader(Group):
         self._heard = {i: (Progress(), time.monotonic()) for i in peers}
         self._gone: set[int] = set()  # said that they end
         self._closed: set[int] = set()  # closed their connection
-        self._pending: list[Message] = []
-        self.explain: Callable[[int, Message], str] = lambda i, message: (
-            f"process {i} differs from process 0: {message}"
-        )
+        self._pending: list[str] = []
+        self._lines: dict[int, list[str]] = {}
+        self._opened: Counter[int] = Counter()
+        self._not_built: Counter[int] = Counter()  # by process, the last engine that it could not build
         for i in peers:
             self._in_thread(self._listen, i)
         self._in_thread(self._watch)
 
     def order(self, name: str, **body: Any) -> None:
         """The next input of every process; it is sent with the next `flush`."""
-        self._pending.append({"input": name, **body})
+        self.order_text(text_of({"input": name, **body}))
+
+    def order_text(self, text: str) -> None:
+        """`order`, of an input's JSON."""
+        self._pending.append(text)
+
+    def order_step(self, lines: list[str], **body: Any) -> None:
+        """The next step, and the lines that name a difference if there is one. It is sent at once."""
+        self._lines[self.steps] = lines
+        self._lines.pop(self.steps - KEPT_STEPS, None)
+        self.order("step", number=self.steps, **body)
+        self.flush()
+
+    def open(self, facts: dict[str, Any]) -> None:
+        """Begin a new engine in all processes: wait until each of them is there. They load as long as it takes.
+
+        Raises:
+            ProcessFailed: one has other options, or has failed.
+        """
+        self.engines += 1
+        self.order("open", number=self.engines, facts=facts)
+        self.flush()
+        while any(self._opened[i] < self.engines for i in self._control):
+            self._over.wait(0.005)
+            self.check()
+
+    def not_built(self, reason: str) -> None:
+        """This process cannot build the engine. Neither can the others, or all end."""
+        self._not_built[0] = self.engines
+        self._wait_for_not_built(f"process 0 cannot build the engine: {reason}", list(self._control))
+
+    def _wait_for_not_built(self, reason: str, processes: Sequence[int]) -> None:
+        until = time.monotonic() + self.timeout
+        while any(self._not_built[i] < self.engines for i in processes) and self.failure is None:
+            if time.monotonic() > until:
+                self.fail(reason)
+            self._over.wait(0.01)
 
     def flush(self) -> None:
         """Send the inputs so far.
@@ -156,7 +199,7 @@ class Leader(Group):
         """
         self.check()
         pending, self._pending = self._pending, []
-        data = b"".join(encoded(message) for message in pending)
+        data = b"".join(framed(text) for text in pending)
         for connection in self._inputs.values() if data else ():
             connection.send(data)
 
@@ -165,6 +208,8 @@ class Leader(Group):
         error = getattr(sys, "last_value", None)  # what nobody caught
         if error is not None:
             self.fail(f"process 0 ended: {type(error).__name__}: {error}")
+        if not self.engines:
+            self.fail("process 0 ended before it had an engine")
         if self.failure is not None:
             self.wait_for_the_end()
             return
@@ -206,7 +251,15 @@ class Leader(Group):
             if "beat" in message:
                 self._heard[i] = Progress(*message["beat"]), time.monotonic()
             elif "differs" in message:
-                self._in_thread(self.fail, self.explain(i, message["differs"]))
+                report = message["differs"]
+                what = report.get("what") or difference(i, self._lines.get(report["step"], []), report["lines"])
+                self._in_thread(self.fail, f"process {i} differs from process 0 in step {report['step']}: {what}")
+            elif "not_built" in message:
+                self._not_built[i] = self.engines
+                reason = f"process {i} cannot build the engine: {message['not_built']}"
+                self._in_thread(self._wait_for_not_built, reason, [0])
+            elif "opened" in message:
+                self._opened[i] = message["opened"]
             elif "failed" in message:
                 self._in_thread(self.fail_if_nobody_else, message["failed"])
             elif "stop" in message:
@@ -254,6 +307,29 @@ class Follower(Group):
             self._ended = True
         return message
 
+    def open(self, unequal: Callable[[dict[str, Any]], str | None]) -> None:
+        """Wait until process 0 begins a new engine, and say that this process is ready to build it.
+
+        Args:
+            unequal: what process 0 says of the engine -> why it is another one than here; None: it is the same.
+
+        Raises:
+            ProcessFailed: it is another one, or a process has failed.
+        """
+        self.enter("starting")
+        while (message := self.receive())["input"] != "open":
+            if message["input"] in ("end", "step"):
+                what = "ended" if message["input"] == "end" else "went on"
+                self.report("failed", f"process {self.process} builds an engine, and process 0 {what} without it")
+        if reason := unequal(message["facts"]):
+            self.report("failed", f"process {self.process} differs from process 0: {reason}")
+        self.engines = message["number"]
+        self._control.send(encoded({"opened": self.engines}))
+
+    def not_built(self, reason: str) -> None:
+        """This process cannot build the engine. Neither can the others, or process 0 ends all."""
+        self._control.send(encoded({"not_built": reason}))
+
     def report(self, kind: str, body: Any) -> None:
         """Tell the leader what goes wrong, and wait for the end, which it sends to all.
 
@@ -275,8 +351,9 @@ class Follower(Group):
             self._exit(1)
         self.enter("waiting")
         while not (self._ended or self.failure):
-            if self.receive()["input"] == "step":
-                self.report("failed", f"process {self.process} does not follow: its program has ended")
+            if self.receive()["input"] in ("open", "step"):
+                what = "does not follow: its program has ended, and its output says why"
+                self.report("failed", f"process {self.process} {what}")
         self.wait_for_the_end()
         self._control.send(encoded({"bye": True}))
         self._closing = True
@@ -304,7 +381,7 @@ class Follower(Group):
 # how they find each other ---------------------------------------------------------------------------------------------
 
 
-def lead(
+def accept(
     listener: socket.socket, processes: int, token: str, patience: float, timeout: float, **options: Any
 ) -> Leader:
     """Accept the connections of all other processes.
@@ -326,7 +403,8 @@ def lead(
             raise TimeoutError(f"process {missing[0]} has not connected to process 0 for {patience:g} s") from None
         made.settimeout(5)  # a stranger that says nothing must not hold up the others
         connection = Connection(made)
-        hello = connection.receive() or {}
+        hello = connection.receive()
+        hello = hello if isinstance(hello, dict) else {}
         kind, i = hello.get("kind"), hello.get("process")
         if hello.get("token") != token or i not in found or kind not in ("inputs", "control"):
             connection.close()
@@ -336,7 +414,7 @@ def lead(
     return Leader({i: (kinds["inputs"], kinds["control"]) for i, kinds in found.items()}, timeout, **options)
 
 
-def follow(
+def connect(
     address: tuple[str, int], process: int, processes: int, token: str, timeout: float, **options: Any
 ) -> Follower:
     """Connect to the leader.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import secrets
 import socket
 from typing import Any
@@ -96,14 +97,16 @@ def _start_jax(found: ProcessConfig) -> None:
 def _connected(found: ProcessConfig) -> Leader | Follower:
     """Process 0 listens at a free port, and tells the others by one broadcast of JAX."""
     if found.process == 0:
-        host = found.coordinator.rpartition(":")[0].strip("[]") if found.coordinator else _own_address()
-        with socket.create_server((host, 0), family=_family(host), backlog=2 * found.processes) as listener:
+        given = found.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+        host = given.rpartition(":")[0].strip("[]") or _own_address()
+        bind = host if found.loopback else ""  # a name may mean another address here than elsewhere
+        with socket.create_server((bind, 0), family=_family(host), backlog=2 * found.processes) as listener:
             token = secrets.token_hex(16)
             _broadcast({"host": host, "port": listener.getsockname()[1], "token": token})
-            return group.lead(listener, found.processes, token, max(60, found.timeout), found.timeout)
+            return group.accept(listener, found.processes, token, max(60, found.timeout), found.timeout)
     leader = _broadcast({})
     address = leader["host"], leader["port"]
-    return group.follow(address, found.process, found.processes, leader["token"], found.timeout)
+    return group.connect(address, found.process, found.processes, leader["token"], found.timeout)
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -111,8 +114,13 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _own_address() -> str:
-    """An address of this host that others can reach."""
-    return socket.gethostbyname(socket.gethostname())
+    """An address of this host that others can reach: that of the interface which leads elsewhere. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
+        try:
+            found.connect(("10.255.255.255", 1))
+            return found.getsockname()[0]
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
 
 
 def _broadcast(message: dict[str, Any]) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class Worker:
         self._seconds_per_request = 0.1  # of steps between two requests that end, as a moving average
         self._busy_seconds = 0.0  # of steps since a request ended
         self._stopped = True  # before the start and after the end
-        self._finishing, self._finished = threading.Lock(), False
+        self._finishing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="pagedjax-engine", daemon=True)
 
@@ -312,14 +312,12 @@ class Worker:
 
     def _finish(self, error: Exception) -> None:
         """Answer every client with the error. A working engine also cancels what is unfinished."""
-        with self._finishing:
-            if not self._finished:
-                self._finished = True
-                self._answer(error)
+        with self._finishing:  # `fail` may answer first, and the engine's thread what it was just taking
+            self._answer(error)
 
     def _answer(self, error: Exception) -> None:
         self._stopped = True
-        submissions = {id(owner.submission): owner.submission for owner in self._owners.values()}
+        submissions = {id(owner.submission): owner.submission for owner in list(self._owners.values())}
         if self.error is None:
             for submission in submissions.values():
                 self._cancel(submission)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedjax.config import MeshConfig
@@ -45,6 +45,7 @@ def stored(order: np.ndarray) -> np.ndarray:
     return order[order != PADDING]
 
 
+@settings(deadline=None)
 @given(models())
 def test_each_query_head_is_once_beside_its_own_key_head(model):
     c, mesh = model
@@ -60,6 +61,7 @@ def test_each_query_head_is_once_beside_its_own_key_head(model):
                 assert keys[device, i // own] == head // group, "attention would read another head's keys"
 
 
+@settings(deadline=None)
 @given(models())
 def test_parts_have_the_shapes_that_a_device_expects(model):
     c, mesh = model
@@ -77,6 +79,7 @@ def test_parts_have_the_shapes_that_a_device_expects(model):
                 assert {*stored(one.order)} == {*range(size)}, f"{name} lost a row or column"
 
 
+@settings(deadline=None)
 @given(models())
 def test_gate_up_and_down_of_a_device_are_the_same_columns_of_the_mlp(model):
     c, mesh = model

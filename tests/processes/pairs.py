@@ -28,10 +28,13 @@ class Connected:
         ends = {i: [self._pair() for _ in range(2)] for i in range(1, followers + 1)}
         peers = {i: (pair[0][0], pair[1][0]) for i, pair in ends.items()}
         self.leader = Leader(peers, timeout, exit=self._exit_of(0))
+        self.leader.engines = 1  # as if one had been built
         self.followers = [
             Follower(inputs, control, i, followers + 1, timeout, exit=self._exit_of(i))
             for i, ((_, inputs), (_, control)) in ends.items()
         ]
+        for follower in self.followers:
+            follower.engines = 1
 
     def _pair(self) -> list[Connection]:
         two = tcp_pair()

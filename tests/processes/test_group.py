@@ -11,7 +11,7 @@ import pytest
 
 from pagedjax.processes import group
 from pagedjax.processes.connection import Connection, encoded
-from pagedjax.processes.group import EXIT_STATUS, ProcessFailed, follow, lead
+from pagedjax.processes.group import EXIT_STATUS, ProcessFailed, accept, connect
 from tests.processes.pairs import Connected, connected, tcp_pair
 
 
@@ -154,7 +154,7 @@ def test_a_follower_waits_for_process_0_at_its_end_and_does_not_after_an_excepti
         pair.leader.order("step")
         pair.leader.flush()
         ended(pair, 0, 1)
-        assert pair.leader.failure == "process 1 does not follow: its program has ended"
+        assert pair.leader.failure == "process 1 does not follow: its program has ended, and its output says why"
     monkeypatch.setattr(group.sys, "last_value", ValueError("wrong"), raising=False)
     with connected() as pair:
         pair.followers[0]._ended = True
@@ -170,24 +170,89 @@ def test_an_exception_that_ends_process_0_is_told_to_all(monkeypatch):
         assert pair.followers[0].failure == "process 0 ended: ValueError: wrong"
 
 
+def test_an_engine_is_built_when_all_processes_are_ready():
+    with connected(2) as pair:
+        pair.start(pair.leader.open, {"block_size": 4})
+        pair.followers[0].open(lambda facts: None if facts == {"block_size": 4} else "wrong")
+        time.sleep(0.05)
+        assert pair.threads[0].is_alive()
+        pair.followers[1].open(lambda facts: None)
+        pair.threads[0].join(10)
+        assert not pair.threads[0].is_alive()
+        assert {one.engines for one in (pair.leader, *pair.followers)} == {2}
+        assert pair.exits == []
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (
+            lambda one: one.open(lambda facts: "block_size is 8 here"),
+            "process 1 differs from process 0: block_size is 8 here",
+        ),
+        (lambda one: one.close(), "process 1 does not follow: its program has ended, and its output says why"),
+    ],
+    ids=["other options", "an error while loading"],
+)
+def test_an_engine_that_one_process_cannot_begin_ends_all(act, reason):
+    """Nobody waits: process 0 is not yet in a program that waits for the others' devices."""
+    with connected(2) as pair:
+        pair.start(_swallow, pair.leader.open, {})
+        pair.start(_swallow, pair.followers[1].open, lambda facts: None)
+        pair.start(_swallow, act, pair.followers[0])
+        ended(pair, 0, 1, 2)
+        assert pair.leader.failure == reason
+
+
+def test_an_error_in_process_0_before_its_first_engine_ends_all():
+    with connected(1) as pair:
+        pair.leader.engines = 0
+        pair.start(_swallow, pair.followers[0].open, lambda facts: None)
+        pair.leader.close()
+        ended(pair, 0, 1)
+        assert pair.followers[0].failure == "process 0 ended before it had an engine"
+
+
+def test_an_engine_that_nobody_can_build_ends_nobody_and_one_that_some_cannot_ends_all():
+    with connected(2, timeout=0.6) as pair:
+        for follower in pair.followers:
+            follower.not_built("ValueError: num_blocks is 0")
+        pair.leader.not_built("ValueError: num_blocks is 0")
+        time.sleep(0.8)
+        assert pair.exits == []
+    with connected(2, timeout=0.6) as pair:
+        pair.followers[1].not_built("RESOURCE_EXHAUSTED")
+        ended(pair, 0, 1, 2)
+        assert pair.leader.failure == "process 2 cannot build the engine: RESOURCE_EXHAUSTED"
+    with connected(2, timeout=0.6) as pair:
+        pair.followers[1].not_built("no memory")
+        pair.leader.not_built("no memory here")
+        ended(pair, 0, 1, 2)
+        assert pair.leader.failure == "process 0 cannot build the engine: no memory here"
+
+
 def test_strangers_are_not_let_in():
     """Other bytes, another token, a process that does not exist: each is closed, and nobody waits for it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address, made = listener.getsockname(), []
-        for hello in (b"GET / HTTP/1.1\r\n\r\n", encoded({"token": "x", "process": 1, "kind": "inputs"})):
+        for hello in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            encoded({"token": "x", "process": 1, "kind": "inputs"}),
+            b"\0\0\0\3[1]",
+        ):
             made.append(socket.create_connection(address))
             made[-1].sendall(hello)
         made.append(socket.create_connection(address))
         made[-1].sendall(encoded({"token": "secret", "process": 5, "kind": "inputs"}))
-        follower = follow(address, 1, 2, "secret", 30.0, exit=lambda status: None)
-        leader = lead(listener, 2, "secret", 10.0, 30.0, exit=lambda status: None)
+        follower = connect(address, 1, 2, "secret", 30.0, exit=lambda status: None)
+        leader = accept(listener, 2, "secret", 10.0, 30.0, exit=lambda status: None)
         leader.order("add", text="\u00e9\n")
         leader.flush()
         assert follower.receive() == {"input": "add", "text": "\u00e9\n"}
-        assert [one.recv(1) for one in made[:2]] == [b"", b""]
+        assert [one.recv(1) for one in made[:3]] == [b"", b"", b""]
         follower._closing = leader._closing = True
         with pytest.raises(TimeoutError, match=r"process 1 has not connected to process 0 for 0.1 s"):
-            lead(listener, 2, "secret", 0.1, 30.0)
+            accept(listener, 2, "secret", 0.1, 30.0)
         for one in made:
             one.close()
 

@@ -126,6 +126,10 @@ def test_an_orbax_checkpoint_is_read_by_each_process(folder, tmp_path):
     compared(convert(folder, tmp_path / "orbax", "orbax"), tmp_path, 2, 1, [{}])
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int = 2, timeout: float = 4.0) -> str:
     """Let processes have a fault after their 5th step -> the sentence that all others end with."""
     log = tmp_path / "run.jsonl"
@@ -158,18 +162,36 @@ def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int 
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [
-        ({1: "killed"}, "process 1 ended while process 0 was at step 5: its connection is closed"),
+        slow({1: "killed"}, "process 1 ended while process 0 was at step 5: its connection is closed"),
         ({1: "stopped"}, "process 1 has not been heard of for 4 s: it is stopped, or cannot be reached"),
-        ({1: "stalled"}, "process 1 did not begin step 6 for 4 s"),
-        pytest.param({0: "killed"}, "process 0 ended: its connection is closed", marks=pytest.mark.slow),
-        pytest.param({0: "stalled"}, "step 5 has not ended for 4 s in process 0", marks=pytest.mark.slow),
-        pytest.param({1: "raises"}, "process 1 failed in step 5: RuntimeError: no more memory", marks=pytest.mark.slow),
+        slow({1: "stalled"}, "process 1 did not begin step 6 for 4 s"),
+        slow({0: "killed"}, "process 0 ended: its connection is closed"),
+        slow({0: "stalled"}, "step 5 has not ended for 4 s in process 0"),
+        slow({1: "raises"}, "process 1 failed in step 5: RuntimeError: no more memory"),
     ],
     ids=lambda value: " ".join(f"{fault} {i}" for i, fault in value.items()) if isinstance(value, dict) else "",
 )
 def test_a_process_that_fails_ends_all_with_a_sentence(folder, tmp_path, faults, reason):
     found = failed(folder, tmp_path, faults)
     assert found.replace("step 6:", "step 5:") == reason  # process 0 may have begun the next step
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--model", "/nowhere"], "process 1 does not follow: its program has ended, and its output says why"),
+        (["--budget", "64"], "process 1 differs from process 0: engine.max_num_batched_tokens is 64 here and 32 in"),
+    ],
+    ids=["no model", "other options"],
+)
+def test_a_process_that_cannot_start_ends_all(folder, tmp_path, words, reason):
+    """Before any program waits for the devices of all."""
+    start = [sys.executable, "-m", "pagedjax", "generate", "abc", "--model", str(folder), "--max-model-len", "64"]
+    group = ["--budget", "32", "--mesh", "tensor=2", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2"]
+    commands = [[*start, *group, "--process", str(i), *(words if i else [])] for i in range(2)]
+    with started(commands, tmp_path) as made:
+        assert [process.wait(LIMIT) for process in made] == [EXIT_STATUS] * 2
+    assert reason in (tmp_path / "0").read_text()
 
 
 def serve_commands(folder: Path, *words: str) -> list[list[str]]:
@@ -191,6 +213,7 @@ def url_of(process: subprocess.Popen[str], output: Path) -> str:
     return line.split(" at ")[1].removesuffix("/v1")
 
 
+@pytest.mark.slow
 def test_two_processes_serve_until_one_is_asked_to_stop(folder, tmp_path):
     log = tmp_path / "run.jsonl"
     with started(serve_commands(folder, "--record", str(log)), tmp_path) as made:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from pagedjax import BeamSearchParams, EngineConfig, SamplingParams
+from pagedjax.device.row_features.truncation import MIN_P
 from pagedjax.engine.drafters import Drafter
 from pagedjax.host.policies import FCFS
 from pagedjax.processes import engines
@@ -163,7 +164,7 @@ def without_requests(messages: Iterator[Message]) -> Iterator[Message]:
         (changed, 1, '{"submit":{"request_id":"r2"', '"hashes":["'),
         (twice, 1, '{"submit":{"request_id":"r2"', '{"refused":"request id'),
         (without_requests, 1, '{"submit":{"request_id":"r0"', ""),
-        (without_a_step, 3, "it did not get the input of step 3", ""),
+        (without_a_step, 3, "it did not get the input of this step", ""),
     ],
 )
 def test_a_fault_of_inputs_is_named_in_the_next_step(pair, fault, step, ours, theirs):
@@ -223,7 +224,10 @@ def test_drafts_that_differ_are_named_before_they_are_computed(tiny, tmp_path, m
         both.follower.follow = marked
         both.follow()
         add(both.leader, 1)
-        assert both.failed() == "process 1 differs from process 0 in step 2: its drafts, or what was before this step"
+        assert (
+            both.failed()
+            == "process 1 differs from process 0 in step 2: drafts or predicted plans, or what was before this step"
+        )
 
 
 def test_an_exception_in_a_follower_ends_both(pair, monkeypatch, capsys):
@@ -288,6 +292,75 @@ def test_new_parameters_come_from_each_process_itself(pair, tiny):
     assert np.abs(pair.follower.model.params["embed"][...] - tiny.model.params["embed"][...]).max() > 0
 
 
+def test_new_parameters_that_differ_are_named(pair, tiny):
+    other = jax.tree.map(lambda x: x * 1.5, tiny.model.params)
+    pair.follow(new_params=lambda: tiny.model.params)
+    pair.leader.update_params(other)
+    assert "ValueError: the new parameters are others than in process 0; give all" in pair.failed()
+
+
+def test_blocks_of_an_id_that_comes_again_after_a_reset_are_in_the_digest(pair):
+    pair.follow()
+    for _ in range(2):
+        add(pair.leader)
+        pair.leader.step()
+        pair.leader.step()
+        (line,) = (one for one in pair.group.leader._lines[pair.group.leader.steps - 1] if one.startswith('{"schedule'))
+        assert len(json.loads(line)["schedule"]["blocks"]) == 4
+        pair.leader.reset()
+    pair.released()
+
+
+def test_what_cannot_be_sent_is_refused_before_it_is_taken(pair, tmp_path):
+    """The leader's state would have it, and the others' would not."""
+    pair.follow()
+    with pytest.raises(TypeError):
+        pair.leader.add("a", tokens(5, 1), GREEDY, user=object())
+    with pytest.raises(FileNotFoundError):
+        pair.leader.record(tmp_path / "nowhere" / "run.jsonl")
+    pair.leader.add("a", np.array(tokens(5, 1)), GREEDY, priority=np.int64(3))
+    while pair.leader.has_work:
+        pair.leader.step()
+    pair.leader.record(tmp_path / "leader.jsonl")
+    add(pair.leader)
+    while pair.leader.has_work:
+        pair.leader.step()
+    pair.leader.record(None)
+    pair.released()
+    assert pair.log.read_bytes() == (tmp_path / "leader.jsonl").read_bytes()
+
+
+def test_steps_of_another_engine_are_named(pair):
+    pair.follower.number = 7
+    pair.follow()
+    add(pair.leader)
+    assert pair.failed().endswith("in step 1: it follows engine 7, and process 0 uses engine 1")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"config": {"token_buckets": (16, 24)}}, "engine.token_buckets is [16, 24] here and [8, 24] in process 0"),
+        ({"eos_token_ids": (5,)}, "eos_token_ids is [5] here and "),
+        ({"row_features": (MIN_P,)}, "row_features is ['min_p'] here and [] in process 0"),
+        ({"params": 1.5}, "weights is "),
+        ({}, None),
+    ],
+    ids=["options", "stop tokens", "sampling options", "weights", "equal"],
+)
+def test_what_engines_are_built_from_is_compared_before_they_are_built(tiny, change, named):
+    """Other programs would wait for each other on the devices."""
+    options = {"eos_token_ids": tiny.eos_token_ids}
+    expected = engines.given(tiny.model, EngineConfig(**CONFIG), options)
+    model = tiny.model
+    if "params" in change:
+        model = model._replace(params=jax.tree.map(lambda x: x * change["params"], model.params))
+    own = engines.given(model, EngineConfig(**CONFIG | change.pop("config", {})), options | change)
+    reason = engines.unequal(own, expected)
+    assert (reason is None) == (named is None)
+    assert reason is None or reason.startswith(str(named))
+
+
 def test_new_parameters_of_one_process_alone_are_refused(pair, tiny):
     pair.follow()
     pair.leader.update_params(tiny.model.params)
@@ -303,7 +376,9 @@ def test_other_options_in_one_process_are_named(tiny, tmp_path):
         both.follow()
         add(both.leader)
         reason = both.failed()
-    assert "engine.block_size is 8 here and 4 in process 0; start all processes with the same options" in reason
+    assert (
+        "engine.block_size is 8 here and 4 in process 0; start all processes with the same options, versions" in reason
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""`Digest`: a hash of all inputs and transitions of one engine, and the lines that name a difference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from pagedjax.engine.lookahead import Lookahead
+from pagedjax.engine.requests import Sequences
+from pagedjax.engine.state import EngineState
+from pagedjax.engine.step import ScheduledStep
+from pagedjax.host.event_log import Lines
+
+
+class Digest(Lines):
+    """
+    Attributes:
+        lines: since the last step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hash = blake2b(digest_size=16)
+        self.lines: list[str] = []
+
+    def _write(self, line: str, at: float | None = None, prompt: Sequence[int] | None = None) -> None:
+        self._hash.update(line.encode())
+        self.lines.append(line)
+
+    def input(self, name: str, text: str) -> None:
+        """An input, after the transitions that it made.
+
+        Args:
+            text: the JSON that was sent.
+        """
+        if name == "reset":  # no sequence is left, and ids may come again
+            self._written.clear()
+            self._plan = None
+        self._write(text)
+
+    def transitions(self, state: EngineState) -> None:
+        """The transitions that a state's log has; of a step, those after `scheduled`."""
+        for name, arguments in state.log:
+            if name != "schedule":
+                getattr(self, name)(*arguments)
+
+    def scheduled(self, step: ScheduledStep, sequences: Sequences, ahead: Lookahead) -> str:
+        """The digest with the plan of a step, the drafts that the host wrote for it, and the predicted plans that the
+        devices compute already."""
+        self.schedule(step.plan, offered=step.offered)
+        at = {seq.request.request_id: length for seq, length in zip(step.plan.seqs, step.plan.lengths, strict=True)}
+        for name, k in step.offered.items():
+            if name in at:
+                self._hash.update(sequences[name].tokens[at[name] : at[name] + k].tobytes())
+        for sent in ahead.sent:
+            rows = [(seq.arrival, seq.blocks) for seq in sent.plan.seqs]
+            self._hash.update(json.dumps((rows, sent.plan.starts, sent.plan.counts)).encode())
+        return self._hash.hexdigest()
