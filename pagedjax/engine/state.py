@@ -30,7 +30,7 @@ from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, Finished, FinishReason, StepResult
 from pagedjax.params import BeamSearchParams, SamplingParams
 
-LogEntry = tuple[str, tuple[Any, ...]]  # a method of `host.event_log.Recorder` and its arguments
+LogEntry = tuple[str, tuple[Any, ...]]  # a method of `host.event_log.Lines` and its arguments
 
 
 class EngineState(NamedTuple):
