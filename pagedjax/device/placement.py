@@ -225,8 +225,9 @@ def _hash(samples: dict[str, bytes]) -> str:
 
 def _sample(x: np.ndarray) -> bytes:
     """The first values of the first row and of the last one."""
-    rows = x.reshape(1, -1) if x.ndim < 2 else x.reshape(-1, x.shape[-1]) if x.flags.c_contiguous else x[..., 0]
-    return b"".join(np.ascontiguousarray(rows[i].reshape(-1)[:SAMPLED]).tobytes() for i in (0, -1))
+    if x.ndim == 0 or not x.size:
+        return x.tobytes()
+    return b"".join(np.ascontiguousarray(x[(row,) * (x.ndim - 1)][:SAMPLED]).tobytes() for row in (0, -1))
 
 
 def _positions(positions: Sequence[int]) -> str:

@@ -17,8 +17,9 @@ from pagedjax import LLM, load_model
 from pagedjax.config import MeshConfig
 from pagedjax.device import memory
 from pagedjax.device.batch import StepShape
-from pagedjax.device.placement import make_placement
+from pagedjax.device.placement import fingerprint, fingerprint_of, make_placement
 from pagedjax.weights.tree import named
+from tests.weights.tiny import tiny_llama
 
 CONFIG = {"max_num_seqs": 24, "max_num_batched_tokens": 64, "token_buckets": (64,), "block_size": 4, "num_blocks": 50}
 V, R = 320, 24  # no tile of sampling has so many rows
@@ -148,3 +149,21 @@ def test_a_model_on_a_mesh_is_used_where_it_is(tiny_folder):
     assert one.model.leaves == loaded.model.leaves, "the parameters were copied"
     with pytest.raises(ValueError, match=r"mesh is 4 devices.*was loaded onto 2 devices.*load it again"):
         engine(loaded, mesh={"tensor": 4})
+
+
+def test_a_fingerprint_differs_if_a_parameter_does_and_is_that_of_the_stored_values(tiny_folder, tmp_path):
+    one, whole, same = (load_model(tiny_folder, mesh=mesh).model for mesh in ({"tensor": 2}, None, {"tensor": 4}))
+    assert fingerprint(one) == fingerprint(same), "on any mesh"
+    other = tiny_llama(tmp_path / "other", tied=False, seed=5)
+    assert fingerprint(one) != fingerprint(load_model(other, mesh={"tensor": 2}).model)
+    assert fingerprint(whole) == fingerprint(load_model(tiny_folder).model) != fingerprint(load_model(other).model)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 0), (4, 100), (2, 3, 70)])
+def test_a_sample_of_an_array_depends_on_its_values_and_not_on_its_layout(shape):
+    x = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    chex.assert_equal(fingerprint_of({"x": x}), fingerprint_of({"x": jnp.asarray(x)}))
+    if x.size:
+        assert fingerprint_of({"x": x}) != fingerprint_of({"x": x + 1})
+    if x.ndim == 2 and x.size:
+        fingerprint_of({"x": x.T})  # a view that is not contiguous
