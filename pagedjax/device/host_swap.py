@@ -62,19 +62,19 @@ class SwapPrograms:
 
     def out(self, cache: KVCache, host: HostCache, pairs: Pairs) -> None:
         """Copy (device block, host block) pairs into the host arrays, in place; then the device blocks are free."""
-        for part in _parts(pairs, self._batch):
-            near, far = np.array(part, np.int32).T
+        for batch in _batches(pairs, self._batch):
+            near, far = np.array(batch, np.int32).T
             pages = self._read(cache, _padded(near, self._batch))
             pages = jax.device_put(pages, self._far) if self._far else pages
             for arrays, page in zip(host, jax.tree.leaves(pages), strict=True):
                 shards = {_part(shard.index, page.shape): shard.data for shard in page.addressable_shards}
                 for where, found in shards.items():  # of copies, one
-                    arrays[where][far] = np.asarray(found)[: len(part)]
+                    arrays[where][far] = np.asarray(found)[: len(batch)]
 
     def back(self, cache: KVCache, host: HostCache, pairs: Pairs) -> KVCache:
         """Copy (host block, device block) pairs to the device. Returns the cache; the old one is donated."""
-        for part in _parts(pairs, self._batch):
-            far, near = np.array(part, np.int32).T
+        for batch in _batches(pairs, self._batch):
+            far, near = np.array(batch, np.int32).T
             ids = _padded(far, self._batch)
             places = jax.tree.leaves(self._far or self._near)
             found = [_read(*one, ids) for one in zip(host, self._shapes, places, strict=True)]
@@ -101,7 +101,7 @@ def _part(index: Any, shape: Sequence[int]) -> Part:
     return tuple(one.indices(size)[:2] for one, size in zip(index[1:], shape[1:], strict=True))
 
 
-def _parts(pairs: Pairs, size: int) -> list[Any]:
+def _batches(pairs: Pairs, size: int) -> list[Any]:
     return [pairs[i : i + size] for i in range(0, len(pairs), size)]
 
 

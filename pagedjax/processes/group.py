@@ -47,7 +47,7 @@ class Group:
     Attributes:
         failure: why they end; None while they do not.
         on_failure: called with the reason, in any thread, before this process ends.
-        steps: begun so far, of all engines.
+        steps, engines: begun so far; steps of all engines.
     """
 
     def __init__(self, process: int, processes: int, timeout: float, exit: Callable[[int], Any] = os._exit) -> None:
@@ -59,7 +59,7 @@ class Group:
         self._lock, self._over = threading.Lock(), threading.Event()
         self._closing = False
         self.steps = self.engines = 0
-        self._step, self._stage, self._since = -1, "starting", time.monotonic()
+        self._stage, self._since = "starting", time.monotonic()
 
     def __str__(self) -> str:
         """What this process does, for people."""
@@ -70,16 +70,16 @@ class Group:
 
     def begin_step(self) -> None:
         self.steps += 1
-        self.enter("scheduling", self.steps)
+        self.enter("scheduling")
 
-    def enter(self, stage: Stage, step: int | None = None) -> None:
+    def enter(self, stage: Stage) -> None:
         """Say how far this process has come."""
-        self._step, self._stage, self._since = self._step if step is None else step, stage, time.monotonic()
+        self._stage, self._since = stage, time.monotonic()
 
     @property
     def progress(self) -> Progress:
         stage: Any = self._stage
-        return Progress(self._step, stage, time.monotonic() - self._since)
+        return Progress(self.steps, stage, time.monotonic() - self._since)
 
     def _beat(self) -> bytes:
         step, stage, seconds, _ = self.progress
@@ -268,7 +268,7 @@ class Leader(Group):
                 self._gone.add(i)
         self._closed.add(i)
         if i not in self._gone and not self._closing:
-            when = f"while process 0 was at step {self._step}" if self._step >= 0 else "before the first step"
+            when = f"while process 0 was at step {self.steps}" if self.steps else "before the first step"
             self.fail(f"process {i} ended {when}: its connection is closed")
 
     def _check(self) -> None:

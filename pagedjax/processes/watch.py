@@ -13,12 +13,12 @@ Stage = Literal["starting", "waiting", "scheduling", "running"]
 class Progress(NamedTuple):
     """What a process said last.
 
-    step: the last step that it began; -1 before the first.
+    step: the last step that it began; 0 before the first.
     seconds: in this stage.
     silent: seconds since it said so.
     """
 
-    step: int = -1
+    step: int = 0
     stage: Stage = "starting"
     seconds: float = 0.0
     silent: float = 0.0

@@ -44,7 +44,7 @@ def test_inputs_arrive_in_order_and_everybody_ends():
 
 def test_a_process_that_ends_ends_all(capsys):
     with connected(3) as pair:
-        pair.leader.enter("running", 7)
+        pair.leader.steps = 7
         pair.close(2)
         ended(pair, 0, 1, 2, 3)
         reason = "process 2 ended while process 0 was at step 7: its connection is closed"
@@ -78,9 +78,11 @@ def test_silence_is_noticed_on_both_sides(monkeypatch):
 def test_a_late_process_is_named_while_all_are_alive():
     with connected(2, timeout=0.6) as pair:
         for one in (pair.leader, *pair.followers):
-            one.enter("waiting", 3)
+            one.steps = 3
+            one.enter("waiting")
         for one in (pair.leader, pair.followers[1]):
-            one.enter("running", 4)
+            one.begin_step()
+            one.enter("running")
         ended(pair, 0, 1, 2)
         assert str(pair.leader.failure).startswith("process 1 did not begin step 4 for")
 
@@ -88,7 +90,7 @@ def test_a_late_process_is_named_while_all_are_alive():
 def test_nobody_ends_who_waits():
     with connected(1, timeout=0.3) as pair:
         for one in (pair.leader, *pair.followers):
-            one.enter("waiting", 3)
+            one.enter("waiting")
         time.sleep(1)
         assert pair.exits == []
 

@@ -257,7 +257,7 @@ def test_an_exception_in_a_step_of_the_leader_ends_both(pair, monkeypatch, error
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(pair.leader.group, "enter", lambda stage, step=None: fails() if stage == "running" else None)
+    monkeypatch.setattr(pair.leader.group, "enter", lambda stage: fails() if stage == "running" else None)
     assert pair.failed() == f"process 0 failed in step 2: {type(error).__name__}: {error}"
 
 

@@ -10,7 +10,7 @@ from pagedjax.processes.watch import Progress, late
 
 CASES = {
     "all wait": ({0: Progress(3, "waiting", 900), 1: Progress(3, "waiting", 900)}, None),
-    "one loads for long": ({0: Progress(-1, "starting", 900), 1: Progress(-1, "starting", 900)}, None),
+    "one loads for long": ({0: Progress(0, "starting", 900), 1: Progress(0, "starting", 900)}, None),
     "a step takes long": ({0: Progress(3, "running", 9), 1: Progress(3, "running", 9)}, None),
     "silence": (
         {0: Progress(3, "running", 11), 1: Progress(3, "running", 1, 10.5), 2: Progress(3, "running", 11)},
@@ -50,7 +50,7 @@ def test_the_cause_is_named(case):
 
 
 STAGES = st.sampled_from(["starting", "waiting", "scheduling", "running"])
-PROGRESS = st.builds(Progress, st.integers(-1, 3), STAGES, st.floats(0, 30), st.floats(0, 30))
+PROGRESS = st.builds(Progress, st.integers(0, 3), STAGES, st.floats(0, 30), st.floats(0, 30))
 
 
 @settings(deadline=None)
