@@ -57,8 +57,14 @@ def tokens(n: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 320, n).tolist()
 
 
-def play(engine, seed: int, path, *, kinds=("plain", "stops", "forks", "beams", "penalties")) -> Observed:
-    """Requests of many kinds that come, and are cancelled, between any two steps; recorded to `path`."""
+KINDS = ("plain", "stops", "forks", "beams", "penalties")
+
+
+def play(engine, seed: int, path, *, kinds=KINDS, hottest: float = 1.0) -> Observed:
+    """Requests of many kinds that come, and are cancelled, between any two steps; recorded to `path`.
+
+    hottest: temperature of the requests that are not greedy.
+    """
     draw = random.Random(seed)
     engine.reset()
     engine.record(path)
@@ -68,7 +74,7 @@ def play(engine, seed: int, path, *, kinds=("plain", "stops", "forks", "beams", 
             kind, name, n = draw.choice(kinds), f"r{number}", draw.randint(1, 40)
             number += 1
             forks, params = [], {"max_tokens": draw.randint(1, 24), "ignore_eos": True, "seed": number}
-            params |= {"temperature": draw.choice([0.0, 1.0])}
+            params |= {"temperature": draw.choice([0.0, hottest])}
             if kind == "beams":
                 beam = BeamSearchParams(beam_width=2, max_tokens=6)
                 engine.add(name, tokens(n, number), beam, forks=[f"{name}b"])
@@ -77,7 +83,7 @@ def play(engine, seed: int, path, *, kinds=("plain", "stops", "forks", "beams", 
                 params |= {"stop_token_ids": list(OFTEN), "min_tokens": draw.randint(0, 4)}
                 params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
             if kind == "forks":
-                forks, params["temperature"] = [f"{name}b", f"{name}c"], 1.0
+                forks, params["temperature"] = [f"{name}b", f"{name}c"], hottest
             if kind == "penalties":
                 params |= {"frequency_penalty": 0.7, "repetition_penalty": 1.2}
             if draw.random() < 0.3:

@@ -47,26 +47,26 @@ def slow(*values: Any) -> Any:
 def compared(folder, tmp_path, seeds=(0, 1), *, mesh: dict[str, int] | None = None, **config: Any) -> list[Any]:
     """Recordings of one device and of the mesh are equal; returns the results of both."""
     runs, logs = [], []
-    devices = config.pop("devices", None)
+    devices, hottest, atol = config.pop("devices", None), config.pop("hottest", 1.0), config.pop("atol", 1e-5)
     for name, more in (("one", {}), ("mesh", {"mesh": mesh, "devices": devices})):
         engine = LLM(folder, progress=False, **{**CONFIG, **config}, **more).engine
         assert (engine.model.placement is not None) == (name == "mesh")
-        runs.append([play(engine, seed, tmp_path / f"{name}{seed}.jsonl") for seed in seeds])
+        runs.append([play(engine, seed, tmp_path / f"{name}{seed}.jsonl", hottest=hottest) for seed in seeds])
         logs.append([(tmp_path / f"{name}{seed}.jsonl").read_bytes() for seed in seeds])
     assert logs[0] == logs[1]
     for one, other in zip(*runs, strict=True):
-        compare_logprobs(one.results, other.results)
+        compare_logprobs(one.results, other.results, atol)
     return runs
 
 
-def compare_logprobs(one: list[Any], other: list[Any]) -> None:
+def compare_logprobs(one: list[Any], other: list[Any], atol: float) -> None:
     """Sums are added in another order, so log-probabilities differ in their last bits."""
     found = [[entry for result in results if len(result) == 5 for entry in result[2]] for results in (one, other)]
     assert found[0], "no log-probability was asked for"
     for a, b in zip(*found, strict=True):
         assert (a.request_id, a.position, a.token_id, a.rank) == (b.request_id, b.position, b.token_id, b.rank)
         if a.logprob is not None:
-            chex.assert_trees_all_close(a.logprob, b.logprob, atol=1e-5)
+            chex.assert_trees_all_close(a.logprob, b.logprob, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -229,5 +229,9 @@ def test_an_engine_on_a_slice_of_devices_leaves_the_others_alone(folders, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 def test_smollm2_on_two_and_three_devices(smollm2, tmp_path, n):
-    """Its 3 key heads divide by 3, and on 2 devices a fourth one of zeros is added."""
-    compared(smollm2, tmp_path, seeds=(0,), mesh={"tensor": n})
+    """Its 3 key heads divide by 3, and on 2 devices a fourth one of zeros is added.
+
+    Greedy: a draw takes the token where the sum of probabilities passes a random number, and with 49,152 tokens a sum
+    that is rounded in another order often passes it one token earlier or later.
+    """
+    compared(smollm2, tmp_path, seeds=(0,), mesh={"tensor": n}, hottest=0.0, atol=1e-4)
