@@ -29,6 +29,7 @@ class ScheduledStep(NamedTuple):
     drafts: how many drafts each decode was to offer.
     offered: how many it offered, by sequence id.
     started: seconds of time.perf_counter.
+    compiled: how many programs this process had compiled by then; a policy may compile some.
     """
 
     scheduler: SchedulerState
@@ -36,6 +37,7 @@ class ScheduledStep(NamedTuple):
     drafts: int
     offered: Mapping[str, int]
     started: float
+    compiled: int
 
 
 def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) -> ScheduledStep:
@@ -44,12 +46,13 @@ def schedule(runtime: Runtime, state: EngineState, drafts: int | None = None) ->
     Args:
         drafts: of each decode; None: as many as pay by the times of past steps. Nothing else depends on a clock.
     """
-    started, learned, offered = time.perf_counter(), state.drafting, scheduler.NO_DRAFTS
+    began = time.perf_counter(), compilations.compilations()
+    learned, offered = state.drafting, scheduler.NO_DRAFTS
     if learned:
         decodes, paying = drafting.wanted(learned, state.scheduler.running, runtime.shapes.tokens)
         drafts = paying if drafts is None else drafts
         offered = drafting.offer(learned, decodes, drafts, state.sequences, runtime.shapes.vocab_size)
-    return ScheduledStep(*scheduler.schedule(state.scheduler, runtime.policy, offered), drafts or 0, offered, started)
+    return ScheduledStep(*scheduler.schedule(state.scheduler, runtime.policy, offered), drafts or 0, offered, *began)
 
 
 def step(
@@ -61,8 +64,7 @@ def step(
         scheduled: what `schedule` returned for this state; None calls it.
     """
     config, sequences, learned = runtime.config, state.sequences, state.drafting
-    compiled = compilations.compilations()
-    before, plan, _, offered, started = scheduled or schedule(runtime, state)
+    before, plan, _, offered, started, compiled = scheduled or schedule(runtime, state)
     cache = runtime.new_cache() if state.cache is None else state.cache
 
     ahead, sent, rows = lookahead.take_predicted(state.ahead, plan) if config.lookahead else (Lookahead(), None, ())
