@@ -1,31 +1,24 @@
-"""Paged attention on a CPU by a compiled kernel that reads the pages in place, for decodes and prompt chunks.
-
-numba (the `cpu` extra) compiles the kernel when it is first used on a machine. The object code is stored on disk, and a
-process that finds it does not import numba.
-"""
+"""Paged attention on a CPU by a compiled kernel that reads the pages in place, for decodes and prompt chunks."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import importlib.util
 import sys
-import threading
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
+from pallas_kernels.shared.cpu.handler import Handler
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of keys and values; pages of the last one are uint8
 HEAD_SIZES = 8  # and its multiples
 
-# The handler's name. Programs on disk contain it: a handler that takes other arguments needs another number.
+# Programs on disk contain the target: a handler that takes other arguments needs another number.
 TARGET = "pallas_kernels.paged_attention.cpu.4"
-
-_registered: list[str] = []
-_lock = threading.Lock()
+HANDLER = Handler("paged_attention", TARGET, __package__ or "", Path(__file__).parent)
 
 
 def paged_attention(
@@ -42,7 +35,7 @@ def paged_attention(
         wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
     if wrong:
         raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
-    _register()
+    HANDLER.register()
     t, n, d = q.shape
     k = k_pages.shape[1]
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
@@ -75,48 +68,9 @@ def obstacle(
 
 
 def prepare(dtype: str) -> None:
-    """Loads or compiles the handler in a thread, if it can serve such keys and values here. Tracing waits for it.
-
-    Compiling takes seconds and runs Python code most of the time, so other Python code beside it slows down; reading
-    weights does not. If it fails, tracing fails with the same error.
-    """
-    if unsupported(jax.default_backend(), dtype, HEAD_SIZES):
-        return
-
-    def quietly() -> None:
-        with contextlib.suppress(Exception):
-            _register()
-
-    threading.Thread(target=quietly, name="attention").start()
-
-
-def _register() -> None:
-    """Loads or compiles the handler, once a process.
-
-    Tracing calls this. Programs from the compilation cache on disk are also traced before they are looked up, so the
-    handler is registered for them as well.
-    """
-    with _lock:
-        if not _registered:
-            capsule = jax.ffi.pycapsule(ctypes.c_void_p(_handler()))
-            jax.ffi.register_ffi_target(TARGET, capsule, platform="cpu")
-            _registered.append(TARGET)
-
-
-def _handler() -> int:
-    """Returns the handler's address."""
-    from pallas_kernels.paged_attention.cpu import object_files  # imports llvmlite
-
-    file = object_files.place()
-    objects = object_files.read(file) if file else None
-    address = object_files.load(objects) if objects else None
-    if address is None:
-        from pallas_kernels.paged_attention.cpu import kernel  # imports numba
-
-        address, objects = kernel.compile_handler()
-        if file and objects:
-            object_files.keep(file, objects)
-    return address
+    """Loads or compiles the handler in a thread, if it can serve such keys and values here."""
+    if not unsupported(jax.default_backend(), dtype, HEAD_SIZES):
+        HANDLER.start()
 
 
 IMPLEMENTATION = Implementation("cpu", paged_attention, obstacle, prepare=prepare)

@@ -14,18 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.paged_attention.cpu.memory import (
-    compiled,
-    linked,
-    load_float,
-    load_int,
-    load_word,
-    store_float,
-    store_int,
-    store_word,
-)
 from pallas_kernels.paged_attention.cpu.vectors import (
-    FULL,
     KEYS_AT_ONCE,
     LANES,
     QUERIES_AT_ONCE,
@@ -51,13 +40,24 @@ from pallas_kernels.paged_attention.cpu.vectors import (
     scores_together,
     transpose,
 )
+from pallas_kernels.shared.cpu.memory import (
+    compiled,
+    linked,
+    load_float,
+    load_int,
+    load_word,
+    store_float,
+    store_int,
+    store_word,
+)
+from pallas_kernels.shared.cpu.vectors import FULL
 
 SPAN = 256  # context tokens of a short row's item, counted from the first visible one
 SHORT = 8  # query tokens of a short row at most
 CONTEXT_TILE = 64  # context tokens of a step of a chunk's item; above LANES, so that windows begin in the first step
 
-attend, _define_attend = linked("attend", 20)
-attend_tile, _define_attend_tile = linked("attend_tile", 17)
+attend, _define_attend = linked("paged_attention_attend", 20)
+attend_tile, _define_attend_tile = linked("paged_attention_attend_tile", 17)
 
 # --- a short row ------------------------------------------------------------------------------------------------------
 

@@ -21,18 +21,15 @@ finds it does not import this module.
 from __future__ import annotations
 
 import math
-import re
-from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from pallas_kernels.paged_attention.cpu import items as work_items
 from pallas_kernels.paged_attention.cpu.items import LANES, SHORT, SPAN, attend, attend_tile, scratch_bytes
-from pallas_kernels.paged_attention.cpu.memory import (
-    OPTIONS,
+from pallas_kernels.paged_attention.cpu.vectors import add_weighted_values_one, clear, scale
+from pallas_kernels.shared.cpu.memory import (
     address_of,
-    call,
     compiled,
     fetch_add,
     free,
@@ -43,20 +40,32 @@ from pallas_kernels.paged_attention.cpu.memory import (
     malloc,
     sched_yield,
     store_float,
-    store_int,
     store_word,
 )
-from pallas_kernels.paged_attention.cpu.object_files import SYMBOLS
-from pallas_kernels.paged_attention.cpu.vectors import add_weighted_values_one, clear, scale
+from pallas_kernels.shared.cpu.xla_call import (
+    HOLDERS,
+    IS_BFLOAT16,
+    IS_FLOAT32,
+    argument,
+    ask_for_help,
+    compile_parts,
+    data,
+    dim,
+    dtype,
+    is_query,
+    release,
+    result,
+    threads,
+)
 
-work, _define_work = linked("work", 1)
-handler, _define_handler = linked("handler", 1, types.intp)
+work, _define_work = linked("paged_attention_work", 1)
+handler, _define_handler = linked("paged_attention_handler", 1, types.intp)
 _address_of_work = address_of(work)
 
 # --- a job: all items of a call, shared by the threads ----------------------------------------------------------------
 
 # Words of a job, a block of memory: counters that the threads share, then constants that the handler wrote.
-HOLDERS, NEXT, DONE, ITEMS = 0, 8, 16, 24
+NEXT, DONE, ITEMS = 8, 16, 24  # behind HOLDERS
 Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = 32, 40, 48, 56, 64, 72, 80  # addresses of arguments and result
 ROWS, WIDTH, HEADS, GROUP, DIM, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
 SIZE = 136  # of a number in the pages
@@ -120,12 +129,6 @@ def _merge(job):
                 scale(out, np.float32(1) / norm, d)
 
 
-@compiled
-def _release(job):
-    if fetch_add(job + HOLDERS, -1) == 1:
-        free(job)
-
-
 def _work(job):
     """Computes items until none is left, then releases the job."""
     _define_work()
@@ -177,96 +180,17 @@ def _work(job):
         fetch_add(job + DONE, 1)
     if room != 0:
         free(room)
-    _release(job)
-
-
-# --- XLA's side (xla/ffi/api/c_api.h, version 0.3): byte offsets in its structs on machines of 64 bits ----------------
-
-FFI_MAJOR, FFI_MINOR = 0, 3
-FRAME_EXTENSION, FRAME_API, FRAME_CONTEXT, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 16, 24, 72, 112
-EXTENSION_TYPE, EXTENSION_METADATA, METADATA = 8, 1, 24  # the type's offset, its value for metadata, and theirs
-METADATA_MAJOR, METADATA_MINOR, METADATA_TRAITS, METADATA_STATE = 24, 28, 32, 40
-BUFFER_TYPE, BUFFER_DATA, BUFFER_DIMS = 16, 24, 40
-BUFFER_IS_FLOAT32, BUFFER_IS_BFLOAT16 = 11, 16
-API_ERROR_DESTROY, API_SCHEDULE, API_NUM_THREADS = 64, 136, 144
-ARGUMENT_BYTES = 40  # the longest of the argument structs below
-
-
-@compiled
-def _describe(extension):
-    """Answers XLA's query for the version of its interface that this code implements."""
-    metadata = load_word(extension + METADATA)
-    store_int(metadata + METADATA_MAJOR, np.int32(FFI_MAJOR))
-    store_int(metadata + METADATA_MINOR, np.int32(FFI_MINOR))
-    store_int(metadata + METADATA_TRAITS, np.int32(0))
-    store_word(metadata + METADATA_STATE, 0)
-
-
-@compiled
-def _argument(frame, index):
-    return load_word(load_word(frame + FRAME_ARGUMENTS) + 8 * index)
-
-
-@compiled
-def _dim(buffer, axis):
-    return load_word(load_word(buffer + BUFFER_DIMS) + 8 * axis)
-
-
-@compiled
-def _threads(frame):
-    """Returns the number of threads of XLA's pool; 1 if there is none."""
-    api = load_word(frame + FRAME_API)
-    request, answer = malloc(ARGUMENT_BYTES), malloc(8)
-    store_word(request, 32)  # the struct's size; then: extensions, context, where the answer goes
-    store_word(request + 8, 0)
-    store_word(request + 16, load_word(frame + FRAME_CONTEXT))
-    store_word(request + 24, answer)
-    store_word(answer, 1)
-    error = call(load_word(api + API_NUM_THREADS), request)
-    threads = 1 if error != 0 else load_word(answer)
-    if error != 0:
-        _destroy(api, error)
-    free(request)
-    free(answer)
-    return threads
-
-
-@compiled
-def _destroy(api, error):
-    request = malloc(ARGUMENT_BYTES)
-    store_word(request, 24)
-    store_word(request + 8, 0)
-    store_word(request + 16, error)
-    call(load_word(api + API_ERROR_DESTROY), request)
-    free(request)
-
-
-@compiled
-def _ask_for_help(frame, job, helpers):
-    api = load_word(frame + FRAME_API)
-    request = malloc(ARGUMENT_BYTES)
-    store_word(request, 40)  # the struct's size; then: extensions, context, task, its argument
-    store_word(request + 8, 0)
-    store_word(request + 16, load_word(frame + FRAME_CONTEXT))
-    store_word(request + 24, _address_of_work())
-    store_word(request + 32, job)
-    for _ in range(helpers):
-        fetch_add(job + HOLDERS, 1)
-        error = call(load_word(api + API_SCHEDULE), request)
-        if error != 0:
-            _destroy(api, error)
-            _release(job)
-    free(request)
+    release(job)
 
 
 @compiled
 def _job(frame):
     """Lists the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1]."""
-    q, keys, tables = _argument(frame, 0), _argument(frame, 1), _argument(frame, 3)
-    lengths, offsets = _argument(frame, 4), _argument(frame, 5)
-    rows, heads, group, d = _dim(lengths, 0), _dim(q, 1), _dim(q, 2), _dim(q, 3)
-    length, offset = load_word(lengths + BUFFER_DATA), load_word(offsets + BUFFER_DATA)
-    window = load_int(load_word(_argument(frame, 6) + BUFFER_DATA))
+    q, keys, tables = argument(frame, 0), argument(frame, 1), argument(frame, 3)
+    lengths, offsets = argument(frame, 4), argument(frame, 5)
+    rows, heads, group, d = dim(lengths, 0), dim(q, 1), dim(q, 2), dim(q, 3)
+    length, offset = data(lengths), data(offsets)
+    window = load_int(data(argument(frame, 6)))
     window = window if window > 0 else NO_WINDOW
     units, all_slots, several = 0, 0, False
     for row in range(rows):
@@ -285,18 +209,18 @@ def _job(frame):
     store_word(job + DONE, 0)
     store_word(job + ITEMS, units * heads)
     for index in range(6):
-        store_word(job + Q + 8 * index, load_word(_argument(frame, index) + BUFFER_DATA))
-    store_word(job + OUT, load_word(load_word(load_word(frame + FRAME_RESULTS)) + BUFFER_DATA))
+        store_word(job + Q + 8 * index, data(argument(frame, index)))
+    store_word(job + OUT, data(result(frame, 0)))
     store_word(job + ROWS, rows)
-    store_word(job + WIDTH, _dim(tables, 1))
+    store_word(job + WIDTH, dim(tables, 1))
     store_word(job + HEADS, heads)
     store_word(job + GROUP, group)
     store_word(job + DIM, d)
-    store_word(job + BLOCK, _dim(keys, 2))
-    kind = load_int(keys + BUFFER_TYPE)
-    store_word(job + SIZE, 4 if kind == BUFFER_IS_FLOAT32 else 2 if kind == BUFFER_IS_BFLOAT16 else 1)
+    store_word(job + BLOCK, dim(keys, 2))
+    kind = dtype(keys)
+    store_word(job + SIZE, 4 if kind == IS_FLOAT32 else 2 if kind == IS_BFLOAT16 else 1)
     store_word(job + WINDOW, window)
-    store_float(job + CAP, load_float(load_word(_argument(frame, 7) + BUFFER_DATA)))
+    store_float(job + CAP, load_float(data(argument(frame, 7))))
     store_word(job + STATS, job + stats)
     store_word(job + PARTS, job + parts)
     store_word(job + SLOTS, job + slots_at)
@@ -317,56 +241,26 @@ def _clear_padding(frame, job):
     """Sets the results of padding tokens to zero. XLA does not clear the result's memory."""
     used = load_int(load_word(job + OFFSETS) + 4 * load_word(job + ROWS))
     size = load_word(job + HEADS) * load_word(job + GROUP) * load_word(job + DIM)
-    clear(load_word(job + OUT) + 4 * size * used, size * (_dim(_argument(frame, 0), 0) - used))
+    clear(load_word(job + OUT) + 4 * size * used, size * (dim(argument(frame, 0), 0) - used))
 
 
 def _handle(frame):
     _define_handler()
-    extension = load_word(frame + FRAME_EXTENSION)
-    if extension != 0 and load_int(extension + EXTENSION_TYPE) == EXTENSION_METADATA:
-        _describe(extension)
+    if is_query(frame):
         return 0
     job = _job(frame)
     items = load_word(job + ITEMS)
-    _ask_for_help(frame, job, min(_threads(frame), items) - 1)
+    ask_for_help(frame, _address_of_work(), job, min(threads(frame), items) - 1)
     _clear_padding(frame, job)
     work(job)
     while fetch_add(job + DONE, 0) < items:
         sched_yield()
     _merge(job)
-    _release(job)
+    release(job)
     return 0
-
-
-# --- compilation ------------------------------------------------------------------------------------------------------
-
-DECLARED = re.compile(r"^declare .*?@\"?([^\s\"(]+)", re.MULTILINE)  # names, in LLVM's text
 
 
 def compile_handler() -> tuple[int, list[bytes]]:
     """Returns the address of XLA's handler, and its object code: empty if other processes cannot use it."""
-    parts = (
-        (attend, work_items.attend_item),
-        (attend_tile, work_items.attend_tile_item),
-        (work, _work),
-        (handler, _handle),
-    )
-    for part, function in parts:
-        (made,) = njit(part.sig, **OPTIONS)(function).overloads.values()
-        _kept.append(made.library)
-    known = {*SYMBOLS, *(part.symbol for part, _ in parts)}
-    return _kept[-1].get_pointer_to_function(handler.symbol), _objects(_kept, known)
-
-
-def _objects(libraries, known) -> list[bytes]:
-    """Returns the object code of libraries; empty if they need unknown symbols, or if this numba has no such method."""
-    declared = (name for library in libraries for name in DECLARED.findall(library.get_llvm_str()))
-    if any(name not in known and not name.startswith("llvm.") for name in declared):
-        return []
-    try:
-        return [library.serialize_using_object_code()[2][0] for library in libraries]
-    except AttributeError:
-        return []
-
-
-_kept: list[Any] = []  # keeps the code in memory: XLA has only its addresses
+    items = (attend, work_items.attend_item), (attend_tile, work_items.attend_tile_item)
+    return compile_parts((*items, (work, _work), (handler, _handle)))

@@ -1,4 +1,4 @@
-"""Primitives of the CPU kernel: loads and stores at addresses, atomics, C functions, links between its parts.
+"""Primitives of CPU kernels: loads and stores at addresses, atomics, C functions, links between its parts.
 
 Addresses are plain integers. numba's arrays check each index for a negative one, and loops with this check are not
 vectorised.
@@ -13,7 +13,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pallas_kernels.paged_attention.cpu.object_files import symbol
+from pallas_kernels.shared.cpu.object_files import symbol
 
 # Only compiled code calls these functions. Wrappers for Python double the time to compile them. Wrappers, and errors
 # such as a division by zero, also refer to functions that only a process with numba has.
@@ -55,6 +55,15 @@ def _access(numba_type, llvm_type):
 load_float, store_float = _access(types.float32, FLOAT)
 load_int, store_int = _access(types.int32, INT32)
 load_word, store_word = _access(types.intp, WORD)
+
+
+load_byte, store_byte = _access(types.int8, ir.IntType(8))
+
+
+@compiled
+def copy_bytes(source, out, count):
+    for i in range(count):
+        store_byte(out + i, load_byte(source + i))
 
 
 @instruction

@@ -1,4 +1,4 @@
-"""Object code of the CPU kernel on disk, so that a process that finds it does not import numba.
+"""Object code of CPU kernels on disk, so that a process that finds it does not import numba.
 
 The file's name is a hash of everything the code depends on: the kernel's source, the compiler, the CPU. The versions of
 Python and JAX are not in it: the code refers to no symbol of theirs, only to `SYMBOLS`.
@@ -21,21 +21,22 @@ import jax
 from llvmlite import binding
 
 SYMBOLS = ("malloc", "free", "sched_yield", "expf")  # the symbols that object code needs in its process
-NAME = "paged_attention_cpu"  # files begin with it
-MOST = 8  # files in a folder at most: machines that share it and versions have one each
+MOST = 8  # files of a kernel in a folder at most: machines that share it and versions have one each
 
 
 def symbol(part: str) -> str:
-    """Returns the name of a function of the kernel in its object code."""
-    return f"pallas_kernels_paged_attention_{part}"
+    """Returns the name of a kernel's function in its object code. Names of parts begin with that of the kernel."""
+    return f"pallas_kernels_{part}"
 
 
-HANDLER = symbol("handler")
+def place(name: str, folder: Path) -> Path | None:
+    """Returns the file of a kernel on this machine; None if it is unknown.
 
-
-def place(kernel: Path = Path(__file__).parent) -> Path | None:
-    """Returns the file of the kernel whose source is in a folder, on this machine; None if either is unknown."""
-    sources = sorted(kernel.glob("*.py"))
+    Args:
+        name: files begin with it.
+        folder: of the kernel's own source; this folder's is also a part of it.
+    """
+    sources = [source for each in (folder, Path(__file__).parent) for source in sorted(each.glob("*.py"))]
     try:
         versions = [version("numba"), version("llvmlite")]
     except PackageNotFoundError:
@@ -44,7 +45,7 @@ def place(kernel: Path = Path(__file__).parent) -> Path | None:
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))  # such as NUMBA_OPT
     facts = [versions, machine, settings, [source.read_text("utf-8") for source in sources]]
     key = blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-    return _folder() / f"{NAME}-{key}" if sources else None
+    return _folder() / f"{name}-{key}" if folder.is_dir() else None
 
 
 def _folder() -> Path:
@@ -69,16 +70,17 @@ def read(file: Path) -> list[bytes] | None:
 def keep(file: Path, objects: Sequence[bytes]) -> None:
     """Writes object code for other processes, atomically. An error of the file system is ignored."""
     content = json.dumps([base64.b64encode(code).decode() for code in objects]).encode()
+    kind = file.name.rpartition("-")[0]
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f"{NAME}-", dir=file.parent)
+        handle, name = tempfile.mkstemp(prefix=f"{kind}-", dir=file.parent)
         try:
             with open(handle, "wb") as written:
                 written.write(_digest(file, content) + b"\n" + content)
             os.replace(name, file)
         finally:
             Path(name).unlink(missing_ok=True)
-        by_age = sorted(file.parent.glob(f"{NAME}-*"), key=lambda path: path.stat().st_mtime)
+        by_age = sorted(file.parent.glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime)
         for old in by_age[:-MOST]:
             old.unlink(missing_ok=True)
 
@@ -87,8 +89,8 @@ def _digest(file: Path, content: bytes) -> bytes:
     return blake2b(file.name.encode() + content).hexdigest().encode()
 
 
-def load(objects: Sequence[bytes]) -> int | None:
-    """Returns the address of XLA's handler; None if the process lacks one of `SYMBOLS`, for LLVM would abort."""
+def load(objects: Sequence[bytes], handler: str) -> int | None:
+    """Returns the address of the function `handler`; None if the process lacks one of `SYMBOLS`: LLVM would abort."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_triple(binding.get_process_triple()).create_target_machine(jit=True)
@@ -99,7 +101,7 @@ def load(objects: Sequence[bytes]) -> int | None:
         engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     _loaded.append(engine)
-    return engine.get_function_address(HANDLER)
+    return engine.get_function_address(handler)
 
 
 _loaded: list[Any] = []  # keeps the code in memory: XLA has only its addresses

@@ -1,0 +1,447 @@
+"""Products of activations with packed weights: numba code behind XLA's FFI.
+
+    handler   XLA calls it with a call frame. It cuts the rows of x into tiles of at most COLUMNS, asks XLA's thread
+              pool for helpers, works, and waits for what helpers have begun.
+    work      packs tiles of x, one an item: normalises the rows, and stores them input by input. When all are packed, it
+              computes items of the product, each some panels of the weight by some tiles.
+
+A helper that begins too late finds no item. Everything is read from the call frame, so one program serves every shape
+and dtype.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+
+from pallas_kernels.linear.cpu.vectors import (
+    BFLOAT16,
+    COLUMNS,
+    FLOAT32,
+    INT8,
+    PAIRS,
+    PANEL,
+    add_16,
+    gate,
+    multiply,
+    narrow,
+    scale_and_add,
+    scale_by,
+    sum_of_squares,
+    transpose,
+    widen,
+    write_16,
+)
+from pallas_kernels.shared.cpu.memory import (
+    address_of,
+    compiled,
+    copy_bytes,
+    fetch_add,
+    free,
+    linked,
+    load_float,
+    load_int,
+    load_word,
+    malloc,
+    sched_yield,
+    store_float,
+    store_word,
+)
+from pallas_kernels.shared.cpu.vectors import FULL
+from pallas_kernels.shared.cpu.xla_call import (
+    HOLDERS,
+    IS_FLOAT32,
+    IS_INT8,
+    argument,
+    ask_for_help,
+    compile_parts,
+    data,
+    dim,
+    dtype,
+    is_query,
+    release,
+    result,
+    threads,
+)
+
+multiply_tile, _define_multiply_tile = linked("linear_multiply_tile", 8)
+work, _define_work = linked("linear_work", 1)
+handler, _define_handler = linked("linear_handler", 1, types.intp)
+_address_of_work = address_of(work)
+
+# --- a job: all items of a call, shared by the threads ----------------------------------------------------------------
+
+# Words of a job: counters that the threads share, each in a cache line of its own, then constants that the handler
+# wrote.
+NEXT_TILE, TILES_DONE, NEXT, DONE = 64, 128, 192, 256
+TILES, ITEMS = 320, 328  # numbers of items
+X, X_SIZE, K, NORM, NORM_WEIGHT, EPS = 336, 344, 352, 360, 368, 376  # NORM: 0, RMS or RMS_PLUS_ONE; EPS: float32
+WEIGHT, KIND, PANELS, PANEL_BYTES = 384, 392, 400, 408  # panels of one matrix
+FIRST, LAST = 416, 424  # the outputs that are wanted, of one matrix
+SCALES, BIAS, ACTIVATION, RESIDUAL = 432, 440, 448, 456  # addresses, or 0; ACTIVATION: 0, SILU or GELU_TANH
+OUTPUTS, OUT, OUT_SIZE, WIDTH = 464, 472, 480, 488  # outputs of one matrix; of the result: address, bytes, row length
+PACKED, TILE_BYTES, STEPS = 496, 504, 512  # of packed tiles; STEPS: of a panel, an input each or a pair of them
+CHUNKS, FIRST_PANEL, GROUPS, GROUP = 520, 528, 536, 544  # items: chunks of tiles by groups of panels
+TABLE, CHUNK_TABLE = 552, 560
+WORDS = 568  # of a packed token for a step: 2 if the CPU has no instruction for pairs
+JOB_BYTES = 576
+TILE_WORDS, CHUNK_WORDS = 3, 2  # a tile: first row, rows, matrix; a chunk: first tile, tiles
+
+RMS, RMS_PLUS_ONE = 1, 2
+DEEP = 1024  # steps of a tile that are computed while its sums stay in registers
+CHUNK_TILES = 8  # tiles that share the sums' memory, if an input is deeper than that
+
+
+@compiled
+def _up(size, multiple):
+    return -(-size // multiple) * multiple
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def _row(job, row, norm, out):
+    """out = one row of x in the dtype of the factors, normalised, padded with zeros to whole vectors."""
+    k, size = load_word(job + K), load_word(job + X_SIZE)
+    whole, source = k - k % FULL, load_word(job + X) + row * k * size
+    widen(size, source, out, whole)
+    if whole < k:
+        end = out + 4 * whole
+        rest = end + 4 * FULL  # the tail's own numbers, padded; then widened to its place
+        for i in range(FULL):
+            store_float(rest + 4 * i, np.float32(0))
+        copy_bytes(source + size * whole, rest, size * (k - whole))
+        widen(size, rest, end, FULL)
+    padded = _up(k, FULL)
+    if load_word(job + NORM) != 0:
+        mean = sum_of_squares(out, padded) / np.float32(k)
+        factor = np.float32(1) / np.sqrt(mean + load_float(job + EPS))
+        scale_by(out, factor, norm, padded)
+    if size == BFLOAT16:
+        narrow(out, out, padded)
+        if not (PAIRS and load_word(job + KIND) == BFLOAT16):
+            for start in range(padded - FULL, -1, -FULL):  # from the end, for it is in place
+                widen(BFLOAT16, out + 2 * start, out + 4 * start, FULL)
+
+
+@compiled
+def _norm_weights(job, out):
+    """out [K, padded] = the weights of the norm as float32."""
+    k, size, kind = load_word(job + K), load_word(job + X_SIZE), load_word(job + NORM)
+    if kind == 0:
+        return
+    copy_bytes(load_word(job + NORM_WEIGHT), out, k * size)
+    if size == BFLOAT16:
+        for start in range(_up(k, FULL) - FULL, -1, -FULL):
+            widen(BFLOAT16, out + 2 * start, out + 4 * start, FULL)
+    for i in range(k if kind == RMS_PLUS_ONE else 0):
+        store_float(out + 4 * i, np.float32(1) + load_float(out + 4 * i))
+    for i in range(k, _up(k, FULL)):
+        store_float(out + 4 * i, np.float32(0))
+
+
+@compiled
+def _pack(job, tile, norm, rows):
+    """Packs one tile of x. rows: scratch of 16 rows."""
+    entry = load_word(job + TABLE) + 8 * TILE_WORDS * tile
+    first, columns, words = load_word(entry), load_word(entry + 8), load_word(job + STEPS) * load_word(job + WORDS)
+    row_bytes, out = _row_bytes(load_word(job + K)), load_word(job + PACKED) + tile * load_word(job + TILE_BYTES)
+    for i in range(columns):
+        _row(job, first + i, norm, rows + i * row_bytes)
+    if columns == 1:
+        copy_bytes(rows, out, 4 * _up(words, FULL))
+        return
+    for word in range(0, words, FULL):
+        transpose(rows + 4 * word, row_bytes, out + 4 * columns * word, columns)
+
+
+@compiled
+def _row_bytes(k):
+    return 4 * (_up(k, FULL) + 2 * FULL)
+
+
+# --- the product ------------------------------------------------------------------------------------------------------
+
+
+def _multiply_tile(kind, columns, w, x, count, sums, ahead, stride):
+    _define_multiply_tile()
+    multiply(kind, columns, w, x, count, sums, ahead, stride)
+
+
+@compiled
+def _vector_of(address, size, first, last, out):
+    """out [16] float32 = numbers first : last of a vector, and zeros."""
+    for i in range(FULL):
+        store_float(out + 4 * i, np.float32(0))
+    rest = out + 4 * FULL
+    for i in range(FULL):
+        store_float(rest + 4 * i, np.float32(0))
+    if last > first:
+        copy_bytes(address + size * first, rest, size * (last - first))
+    widen(size, rest, out, FULL)
+
+
+@compiled
+def _halves(job, panel, half):
+    """Returns (first, last) outputs of one matrix in a half of a panel; none if they are not wanted."""
+    if load_word(job + ACTIVATION) != 0:
+        first, end = FULL * panel, load_word(job + OUTPUTS) // 2
+    else:
+        first, end = PANEL * panel + FULL * half, min(load_word(job + OUTPUTS), load_word(job + LAST))
+        if first < load_word(job + FIRST):
+            return first, first
+    return first, max(first, min(first + FULL, end))
+
+
+@compiled
+def _edges(job, panel, matrix, out):
+    """out [2, 32] float32 = scales and biases of a panel; behind them, scratch of 32 numbers."""
+    gated, outputs = load_word(job + ACTIVATION) != 0, load_word(job + OUTPUTS)
+    for half in range(2):
+        first, last = _halves(job, panel, half)
+        at = (outputs // 2 if gated and half == 1 else 0) + outputs * matrix
+        scales, bias = load_word(job + SCALES), load_word(job + BIAS)
+        if scales == 0:
+            for i in range(FULL):
+                store_float(out + 4 * (FULL * half + i), np.float32(1))
+        else:
+            _vector_of(scales, 4, at + first, at + last, out + 4 * (2 * PANEL))
+            copy_bytes(out + 4 * (2 * PANEL), out + 4 * FULL * half, 4 * FULL)
+        if bias == 0:
+            for i in range(FULL):
+                store_float(out + 4 * (PANEL + FULL * half + i), np.float32(0))
+        else:
+            _vector_of(bias, load_word(job + X_SIZE), at + first, at + last, out + 4 * (2 * PANEL))
+            copy_bytes(out + 4 * (2 * PANEL), out + 4 * (PANEL + FULL * half), 4 * FULL)
+
+
+@compiled
+def _finish(job, panel, entry, sums, edges):
+    """Scales, biases, activation and residual of a tile's sums, and their way to the result."""
+    row, columns = load_word(entry), load_word(entry + 8)
+    size, width, kind = load_word(job + OUT_SIZE), load_word(job + WIDTH), load_word(job + ACTIVATION)
+    residual, x_size = load_word(job + RESIDUAL), load_word(job + X_SIZE)
+    if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
+        scale_and_add(sums, edges, edges + 4 * PANEL, columns)
+    if kind != 0:
+        gate(kind, sums, columns)
+    spare = edges + 4 * 2 * PANEL
+    for half in range(2 if kind == 0 else 1):
+        first, last = _halves(job, panel, half)
+        count, at = last - first, first - load_word(job + FIRST)
+        if count <= 0:
+            continue
+        for i in range(columns):
+            here, place = sums + 4 * (PANEL * i + FULL * half), (row + i) * width + at
+            if count == FULL:
+                if residual != 0:
+                    add_16(x_size, here, residual + x_size * place)
+                write_16(size, here, load_word(job + OUT) + size * place)
+            else:
+                if residual != 0:
+                    copy_bytes(residual + x_size * place, spare, x_size * count)
+                    add_16(x_size, here, spare)
+                write_16(size, here, spare)
+                copy_bytes(spare, load_word(job + OUT) + size * place, size * count)
+
+
+@compiled
+def _item(job, item, sums):
+    """Computes a group of panels by a chunk of tiles."""
+    chunks, group, kind = load_word(job + CHUNKS), load_word(job + GROUP), load_word(job + KIND)
+    chunk = load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * (item % chunks)
+    first_tile, tiles = load_word(chunk), load_word(chunk + 8)
+    first = load_word(job + FIRST_PANEL) + group * (item // chunks)
+    last = min(first + group, load_word(job + FIRST_PANEL) + load_word(job + GROUPS))
+    table, packed = load_word(job + TABLE), load_word(job + PACKED)
+    tile_bytes, panel_bytes = load_word(job + TILE_BYTES), load_word(job + PANEL_BYTES)
+    steps, words = load_word(job + STEPS), load_word(job + WORDS)
+    step_bytes = PANEL if kind == INT8 else 4 * PANEL
+    matrix = load_word(table + 8 * TILE_WORDS * first_tile + 16)
+    weight = load_word(job + WEIGHT) + matrix * load_word(job + PANELS) * panel_bytes
+    edges = sums + 4 * PANEL * COLUMNS * CHUNK_TILES
+    for panel in range(first, last):
+        w = weight + panel * panel_bytes
+        if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
+            _edges(job, panel, matrix, edges)
+        for start in range(first_tile, first_tile + tiles, CHUNK_TILES):
+            stop = min(start + CHUNK_TILES, first_tile + tiles)
+            for i in range(4 * PANEL * COLUMNS * (stop - start) // 64):
+                for j in range(16):
+                    store_float(sums + 64 * i + 4 * j, np.float32(0))
+            for deep in range(0, steps, DEEP):
+                count = min(DEEP, steps - deep)
+                for tile in range(start, stop):
+                    entry = table + 8 * TILE_WORDS * tile
+                    columns = load_word(entry + 8)
+                    x = packed + tile * tile_bytes + 4 * columns * words * deep
+                    # the next panel is fetched while this one is used, a part of it by each tile
+                    each = step_bytes // tiles
+                    ahead = w + panel_bytes + step_bytes * deep + (tile - first_tile) * each * count
+                    here = sums + 4 * PANEL * COLUMNS * (tile - start)
+                    multiply_tile(kind, columns, w + step_bytes * deep, x, count, here, ahead, each)
+            for tile in range(start, stop):
+                here = sums + 4 * PANEL * COLUMNS * (tile - start)
+                _finish(job, panel, table + 8 * TILE_WORDS * tile, here, edges)
+
+
+@compiled
+def _scratch_bytes(k):
+    """Returns the bytes of scratch memory of a thread: rows of x, and weights of the norm; or sums of a chunk."""
+    return max((FULL + 1) * _row_bytes(k), 4 * PANEL * (COLUMNS * CHUNK_TILES + 4)) + 128
+
+
+@compiled
+def _share(job):
+    """Computes items until none is left, then waits for those that other threads have begun."""
+    room = malloc(_scratch_bytes(load_word(job + K)))
+    scratch = _up(room, 64)
+    tiles, items = load_word(job + TILES), load_word(job + ITEMS)
+    norm = scratch + FULL * _row_bytes(load_word(job + K))
+    ready = False
+    while True:
+        tile = fetch_add(job + NEXT_TILE, 1)
+        if tile >= tiles:
+            break
+        if not ready:
+            _norm_weights(job, norm)
+            ready = True
+        _pack(job, tile, norm, scratch)
+        fetch_add(job + TILES_DONE, 1)
+    while load_word(job + NEXT) < items and fetch_add(job + TILES_DONE, 0) < tiles:
+        sched_yield()
+    while True:
+        item = fetch_add(job + NEXT, 1)
+        if item >= items:
+            break
+        _item(job, item, scratch)
+        fetch_add(job + DONE, 1)
+    free(room)
+
+
+def _work(job):
+    _define_work()
+    if fetch_add(job + NEXT, 0) < load_word(job + ITEMS):
+        _share(job)
+    release(job)
+
+
+# --- the handler ------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def _size(buffer):
+    """Returns the bytes of a float32 or bfloat16 number."""
+    return 4 if dtype(buffer) == IS_FLOAT32 else 2
+
+
+@compiled
+def _optional(buffer):
+    """Returns the address of an operand; 0 if it has no numbers."""
+    return 0 if dim(buffer, 0) == 0 else data(buffer)
+
+
+@compiled
+def _tiles(rows):
+    return -(-rows // COLUMNS)
+
+
+@compiled
+def _job(frame, workers):
+    """Lists the work of a call. Operands: see `implementation.py`."""
+    x, weight, sizes, options = argument(frame, 0), argument(frame, 1), argument(frame, 6), data(argument(frame, 7))
+    rows, k = dim(x, 0), dim(x, 1)
+    matrices = max(dim(sizes, 0), 1)
+    kind = 1 if dtype(weight) == IS_INT8 else _size(weight)
+    steps = dim(weight, 1)
+    panels = dim(weight, 0) // matrices
+    outputs, first, last = load_int(options), load_int(options + 4), load_int(options + 8)
+    tiles, chunks = 0, 0
+    for matrix in range(matrices):
+        count = rows if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
+        tiles += _tiles(count)
+    gated = load_int(options + 12) != 0
+    first_panel = 0 if gated else first // PANEL
+    wanted = (panels if gated else -(-last // PANEL)) - first_panel
+    # enough items for all workers, in as few chunks of tiles as that allows: each reads the weights
+    several = max(1, min(tiles, -(-4 * workers // wanted))) if workers > 1 else 1
+    most = -(-tiles // several)
+    table_at = JOB_BYTES
+    chunks_at = table_at + 8 * TILE_WORDS * tiles
+    job = malloc(chunks_at + 8 * CHUNK_WORDS * tiles)
+    at, tile = 0, 0
+    for matrix in range(matrices):
+        count = rows if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
+        number = _tiles(count)
+        for i in range(number):
+            columns = count // number + (1 if i < count % number else 0)
+            entry = job + table_at + 8 * TILE_WORDS * tile
+            store_word(entry, at)
+            store_word(entry + 8, columns)
+            store_word(entry + 16, matrix)
+            if i % most == 0:
+                chunk = job + chunks_at + 8 * CHUNK_WORDS * chunks
+                store_word(chunk, tile)
+                store_word(chunk + 8, min(most, number - i))
+                chunks += 1
+            at += columns
+            tile += 1
+    group = max(1, wanted // (8 * workers))
+    store_word(job + HOLDERS, 1)
+    for counter in (NEXT_TILE, TILES_DONE, NEXT, DONE):
+        store_word(job + counter, 0)
+    store_word(job + TILES, tiles)
+    store_word(job + ITEMS, chunks * (-(-wanted // group)))
+    store_word(job + X, data(x))
+    store_word(job + X_SIZE, _size(x))
+    store_word(job + K, k)
+    store_word(job + NORM, load_int(options + 16))
+    store_word(job + NORM_WEIGHT, data(argument(frame, 4)))
+    store_float(job + EPS, load_float(data(argument(frame, 8))))
+    store_word(job + WEIGHT, data(weight))
+    store_word(job + KIND, kind)
+    store_word(job + PANELS, panels)
+    store_word(job + PANEL_BYTES, steps * (PANEL if kind == INT8 else 4 * PANEL))
+    store_word(job + FIRST, first)
+    store_word(job + LAST, last)
+    store_word(job + SCALES, _optional(argument(frame, 2)))
+    store_word(job + BIAS, _optional(argument(frame, 3)))
+    store_word(job + ACTIVATION, load_int(options + 12))
+    store_word(job + RESIDUAL, _optional(argument(frame, 5)))
+    store_word(job + OUTPUTS, outputs)
+    out = result(frame, 0)
+    store_word(job + OUT, data(out))
+    store_word(job + OUT_SIZE, _size(out))
+    store_word(job + WIDTH, dim(out, 1))
+    store_word(job + PACKED, data(result(frame, 1)))
+    store_word(job + TILE_BYTES, 4 * (COLUMNS * _up(k, FULL) + 2 * FULL))
+    store_word(job + WORDS, 1 if PAIRS or kind != BFLOAT16 else 2)
+    store_word(job + STEPS, steps)
+    store_word(job + CHUNKS, chunks)
+    store_word(job + FIRST_PANEL, first_panel)
+    store_word(job + GROUPS, wanted)
+    store_word(job + GROUP, group)
+    store_word(job + TABLE, job + table_at)
+    store_word(job + CHUNK_TABLE, job + chunks_at)
+    return job
+
+
+def _handle(frame):
+    _define_handler()
+    if is_query(frame):
+        return 0
+    workers = threads(frame)
+    job = _job(frame, workers)
+    items = load_word(job + ITEMS)
+    ask_for_help(frame, _address_of_work(), job, min(workers, items) - 1)
+    _share(job)
+    while fetch_add(job + DONE, 0) < items:
+        sched_yield()
+    release(job)
+    return 0
+
+
+def compile_handler() -> tuple[int, list[bytes]]:
+    """Returns the address of XLA's handler, and its object code: empty if other processes cannot use it."""
+    return compile_parts(((multiply_tile, _multiply_tile), (work, _work), (handler, _handle)))

@@ -1,0 +1,335 @@
+"""Arithmetic of the products on arrays at addresses.
+
+A tile is `columns` tokens, at most COLUMNS, by the 32 outputs of a panel. Its sums stay in registers while the inputs
+are added one after the other, so an output has the same bits in a tile of any width.
+"""
+
+from __future__ import annotations
+
+import math
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from pallas_kernels.shared.cpu.memory import FLOAT, INT32, WORD, instruction, pointer
+from pallas_kernels.shared.cpu.vectors import (
+    FULL,
+    constant,
+    every,
+    exponential,
+    floats,
+    fold,
+    has,
+    load,
+    load_one,
+    multiply_add,
+    shuffle,
+    splat,
+    store,
+    transposed,
+)
+
+PANEL = 32  # outputs of a panel
+# The sums of a tile fill the registers: 24 of 32 with AVX-512, 12 of 16 (half as long) without.
+WIDE_CPU = has("avx512f")
+COLUMNS = 12 if WIDE_CPU else 6
+VECTORS = 2 if WIDE_CPU else 1  # of 16 outputs that are summed together
+PAIRS = has("avx512bf16") and WIDE_CPU  # the CPU multiplies pairs of bfloat16 numbers
+FLOAT32, BFLOAT16, INT8 = 4, 2, 1  # a weight's dtype, as the bytes of a number
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, _BFloat)
+
+    def __hash__(self):
+        return hash(_BFloat)
+
+
+def _at(builder, address, index, size):
+    return builder.add(address, builder.mul(index, ir.Constant(WORD, size)))
+
+
+def _float_weights(builder, w, index, vector):
+    address = builder.add(w, ir.Constant(WORD, 64 * vector))
+    return [load(builder, _at(builder, address, index, 4 * PANEL), ir.Constant(WORD, 0), FULL)]
+
+
+def _int8_weights(builder, w, index, vector):
+    address = _at(builder, builder.add(w, ir.Constant(WORD, FULL * vector)), index, PANEL)
+    bits = builder.load(pointer(builder, address, ir.VectorType(ir.IntType(8), FULL)), align=1)
+    return [builder.sitofp(builder.sext(bits, ir.VectorType(INT32, FULL)), floats(FULL))]
+
+
+def _pairs(builder, w, index, vector):
+    """16 pairs of bfloat16 numbers, of inputs 2i and 2i + 1, as 32-bit integers."""
+    address = _at(builder, builder.add(w, ir.Constant(WORD, 64 * vector)), index, 4 * PANEL)
+    return builder.load(pointer(builder, address, ir.VectorType(INT32, FULL)), align=4)
+
+
+def _widened_pairs(builder, w, index, vector):
+    bits = _pairs(builder, w, index, vector)
+    even = builder.shl(bits, every(bits.type, 16))
+    odd = builder.and_(bits, every(bits.type, 0xFFFF0000))
+    return [builder.bitcast(x, floats(FULL)) for x in (even, odd)]
+
+
+def _dot_pairs(builder, x, w, total):
+    pairs = ir.VectorType(_BFloat(), 2 * FULL)
+    kind = ir.FunctionType(total.type, [total.type, pairs, pairs])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    dot = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(dot, [total, builder.bitcast(x, pairs), builder.bitcast(w, pairs)])
+
+
+def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
+    """Generates the sums of a tile, see `multiply`."""
+    native = kind == BFLOAT16 and PAIRS
+    each = 2 if kind == BFLOAT16 and not PAIRS else 1  # inputs of a step of the loop
+    weights = {FLOAT32: _float_weights, INT8: _int8_weights, BFLOAT16: _widened_pairs}[kind]
+    zero, byte = ir.Constant(WORD, 0), ir.IntType(8).as_pointer()
+    prefetch = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+    prefetch = cgutils.get_or_insert_function(builder.module, prefetch, "llvm.prefetch.p0")
+    for first in range(0, 2, VECTORS):
+        vectors = range(first, first + VECTORS)
+        places = [
+            [builder.add(sums, ir.Constant(WORD, 4 * (PANEL * c + FULL * v))) for v in vectors] for c in range(columns)
+        ]
+        totals = [[cgutils.alloca_once(builder, floats(FULL)) for _ in vectors] for _ in range(columns)]
+        for row, at in zip(totals, places, strict=True):
+            for total, place in zip(row, at, strict=True):
+                builder.store(load(builder, place, zero, FULL), total)
+        with cgutils.for_range(builder, count) as loop:
+            index = loop.index
+            line = builder.inttoptr(builder.add(ahead, builder.mul(index, stride)), byte)
+            builder.call(prefetch, [line, *(ir.Constant(INT32, i) for i in (0, 2, 1))])  # to read, into the L2 cache
+            rows = [(_pairs if native else weights)(builder, w, index, v) for v in vectors]
+            at = builder.mul(index, ir.Constant(WORD, columns * each))
+            for part in range(each):
+                for c in range(columns):
+                    number = splat(builder, load_one(builder, x, builder.add(at, ir.Constant(WORD, part * columns + c))), FULL)
+                    for row, total in zip(rows, totals[c], strict=True):
+                        old = builder.load(total)
+                        new = _dot_pairs(builder, number, row, old) if native else multiply_add(builder, number, row[part], old)
+                        builder.store(new, total)
+        for row, at in zip(totals, places, strict=True):
+            for total, place in zip(row, at, strict=True):
+                store(builder, builder.load(total), place, zero)
+
+
+@instruction
+def multiply(typing, kind, columns, w, x, count, sums, ahead, stride):
+    """sums [columns, 32] += x [count, columns] . w [count, 32], as float32.
+
+    kind: of the weight. x: float32, or pairs of bfloat16 if the CPU multiplies those.
+    count: of inputs; of pairs of them if the weight is bfloat16.
+    ahead: memory that is needed next; every step fetches a line `stride` bytes further.
+    """
+
+    def generate(context, builder, signature, args):
+        kind, columns, *rest = args
+        for one in (FLOAT32, BFLOAT16, INT8):
+            for width in range(1, COLUMNS + 1):
+                same = [builder.icmp_signed("==", x, ir.Constant(WORD, y)) for x, y in ((kind, one), (columns, width))]
+                with builder.if_then(builder.and_(*same)):
+                    _add_tile(builder, one, width, *rest)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 8), generate
+
+
+# --- before the products: rows of inputs ------------------------------------------------------------------------------
+
+
+def _each(builder, size, piece):
+    """Calls piece(index) for every 16 of `size` numbers; the last ones may be past `size`."""
+    with cgutils.for_range_slice(builder, ir.Constant(WORD, 0), size, ir.Constant(WORD, FULL)) as (index, _):
+        piece(index)
+
+
+@instruction
+def widen(typing, size, source, out, count):
+    """out [count] = source [count] as float32, for a multiple of 16 numbers. size: 4 or 2 bytes."""
+
+    def generate(context, builder, signature, args):
+        size, source, out, count = args
+        for one in (4, 2):
+            with builder.if_then(builder.icmp_signed("==", size, ir.Constant(WORD, one))):
+                _each(builder, count, lambda i, one=one: store(builder, load(builder, source, i, FULL, one), out, i))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), generate
+
+
+@instruction
+def sum_of_squares(typing, x, count):
+    """Returns the sum of the squares of x [count], padded with zeros to a multiple of 16."""
+
+    def generate(context, builder, signature, args):
+        x, count = args
+        total = cgutils.alloca_once_value(builder, constant(0))
+
+        def piece(i):
+            y = load(builder, x, i, FULL)
+            builder.store(multiply_add(builder, y, y, builder.load(total)), total)
+
+        _each(builder, count, piece)
+        return fold(builder, builder.load(total), builder.fadd)
+
+    return types.float32(types.intp, types.intp), generate
+
+
+@instruction
+def scale_by(typing, x, factor, weights, count):
+    """x [count] = x * factor * weights, in place, for a multiple of 16 numbers."""
+
+    def generate(context, builder, signature, args):
+        x, factor, weights, count = args
+        factor = splat(builder, factor, FULL)
+
+        def piece(i):
+            y = builder.fmul(load(builder, x, i, FULL), factor)
+            store(builder, builder.fmul(y, load(builder, weights, i, FULL)), x, i)
+
+        _each(builder, count, piece)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.float32, types.intp, types.intp), generate
+
+
+def _rounded(builder, x):
+    """16 float32 numbers -> the bits of the nearest bfloat16 numbers, ties to even; a NaN stays one."""
+    integers = ir.VectorType(INT32, FULL)
+    bits = builder.bitcast(x, integers)
+    odd = builder.and_(builder.lshr(bits, every(integers, 16)), every(integers, 1))
+    nearest = builder.add(bits, builder.add(odd, every(integers, 0x7FFF)))
+    nearest = builder.select(builder.fcmp_unordered("uno", x, x), every(integers, 0x7FC00000), nearest)
+    return builder.trunc(builder.lshr(nearest, every(integers, 16)), ir.VectorType(ir.IntType(16), FULL))
+
+
+@instruction
+def narrow(typing, x, out, count):
+    """out [count] bfloat16 = x [count], for a multiple of 16 numbers; may be in place."""
+
+    def generate(context, builder, signature, args):
+        x, out, count = args
+
+        def piece(i):
+            narrow = _rounded(builder, load(builder, x, i, FULL))
+            address = builder.add(out, builder.mul(i, ir.Constant(WORD, 2)))
+            builder.store(narrow, pointer(builder, address, narrow.type), align=2)
+
+        _each(builder, count, piece)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), generate
+
+
+@instruction
+def transpose(typing, rows, row_bytes, out, columns):
+    """16 rows of 16 words, `row_bytes` apart -> 16 rows of `columns` words of which each is followed by the next.
+
+    Every row is written whole and the next one over its end, so up to 16 words behind the last one are changed.
+    """
+
+    def generate(context, builder, signature, args):
+        rows, row_bytes, out, columns = args
+        starts = [builder.add(rows, builder.mul(row_bytes, ir.Constant(WORD, i))) for i in range(FULL)]
+        vectors = [load(builder, start, ir.Constant(WORD, 0), FULL) for start in starts]
+        for i, vector in enumerate(transposed(builder, vectors)):
+            store(builder, vector, out, builder.mul(columns, ir.Constant(WORD, i)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), generate
+
+
+# --- after the products: sums of a tile -------------------------------------------------------------------------------
+
+
+@instruction
+def scale_and_add(typing, sums, scales, bias, columns):
+    """sums [columns, 32] = sums * scales [32] + bias [32], in place."""
+
+    def generate(context, builder, signature, args):
+        sums, scales, bias, columns = args
+        starts = [ir.Constant(WORD, 0), ir.Constant(WORD, FULL)]
+        factors, added = ([load(builder, each, start, FULL) for start in starts] for each in (scales, bias))
+        with cgutils.for_range(builder, columns) as loop:
+            row = builder.add(sums, builder.mul(loop.index, ir.Constant(WORD, 4 * PANEL)))
+            for start, factor, more in zip(starts, factors, added, strict=True):
+                y = builder.fadd(builder.fmul(load(builder, row, start, FULL), factor), more)
+                store(builder, y, row, start)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), generate
+
+
+SILU, GELU_TANH = 1, 2
+GELU = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu_tanh(x) = x * sigmoid(GELU[0] * (x + GELU[1] * x**3))
+
+
+def _sigmoid(builder, x):
+    """1 / (1 + exp(-x)), from exp(-|x|): the other half is its mirror image."""
+    positive = builder.fcmp_ordered(">=", x, constant(0))
+    e = exponential(builder, builder.select(positive, builder.fsub(constant(0), x), x))
+    over = builder.fdiv(constant(1), builder.fadd(constant(1), e))
+    return builder.select(positive, over, builder.fmul(e, over))
+
+
+@instruction
+def gate(typing, kind, sums, columns):
+    """sums [columns, 0 : 16] = activation(sums[:, 0 : 16]) * sums[:, 16 : 32], in place. kind: SILU or GELU_TANH."""
+
+    def generate(context, builder, signature, args):
+        kind, sums, columns = args
+        curved = builder.icmp_signed("==", kind, ir.Constant(WORD, GELU_TANH))
+        with cgutils.for_range(builder, columns) as loop:
+            row = builder.add(sums, builder.mul(loop.index, ir.Constant(WORD, 4 * PANEL)))
+            x, y = (load(builder, row, ir.Constant(WORD, at), FULL) for at in (0, FULL))
+            cubic = builder.fmul(builder.fmul(x, x), x)
+            inner = builder.fmul(constant(GELU[0]), multiply_add(builder, cubic, constant(GELU[1]), x))
+            share = _sigmoid(builder, builder.select(curved, inner, x))
+            store(builder, builder.fmul(builder.fmul(x, share), y), row, ir.Constant(WORD, 0))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), generate
+
+
+@instruction
+def add_16(typing, size, sums, more):
+    """sums [16] += more [16], which has numbers of 4 or 2 bytes."""
+
+    def generate(context, builder, signature, args):
+        size, sums, more = args
+        start = ir.Constant(WORD, 0)
+        for one in (4, 2):
+            with builder.if_then(builder.icmp_signed("==", size, ir.Constant(WORD, one))):
+                y = builder.fadd(load(builder, sums, start, FULL), load(builder, more, start, FULL, one))
+                store(builder, y, sums, start)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), generate
+
+
+@instruction
+def write_16(typing, size, sums, out):
+    """out [16] = sums [16], as float32 or bfloat16 by the size of a number."""
+
+    def generate(context, builder, signature, args):
+        size, sums, out = args
+        x = load(builder, sums, ir.Constant(WORD, 0), FULL)
+        with builder.if_else(builder.icmp_signed("==", size, ir.Constant(WORD, 4))) as (whole, half):
+            with whole:
+                store(builder, x, out, ir.Constant(WORD, 0))
+            with half:
+                narrow = _rounded(builder, x)
+                builder.store(narrow, pointer(builder, out, narrow.type), align=2)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3), generate

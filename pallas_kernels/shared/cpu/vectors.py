@@ -1,0 +1,166 @@
+"""Vector code for CPU kernels: float32 numbers in vectors of 8 or 16, whatever the CPU's own vectors are.
+
+It is generated as vector code and does not depend on a vectoriser. `size` is the bytes of a stored number: 4 of
+float32, 2 of bfloat16, which is the upper half of a float32 number, 1 of float8_e4m3fn. The bits of the last, moved to
+their places in a float16, are a number 2^8 times too small, also for subnormal numbers. (In a float32 those are
+subnormal as well, and XLA's threads treat them as zeros.)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import numpy as np
+from llvmlite import binding, ir
+from numba.core import cgutils
+
+from pallas_kernels.shared.cpu.memory import FLOAT, INT32, WORD, pointer
+
+SIZES = 4, 2, 1
+HALF, FULL = 8, 16  # lanes of a vector
+
+
+def has(feature):
+    """Returns whether code is compiled for CPUs with a feature of LLVM: this CPU's, or NUMBA_CPU_FEATURES."""
+    chosen = os.environ.get("NUMBA_CPU_FEATURES")
+    if chosen is not None:
+        return f"+{feature}" in chosen.split(",")
+    return binding.get_host_cpu_features().get(feature, False)
+
+
+def floats(count):
+    return ir.VectorType(FLOAT, count)
+
+
+def shuffle(builder, a, b, lanes):
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes)))
+
+
+def splat(builder, value, lanes):
+    undefined = ir.Constant(floats(lanes), ir.Undefined)
+    return shuffle(builder, builder.insert_element(undefined, value, ir.Constant(INT32, 0)), undefined, [0] * lanes)
+
+
+def every(kind, value):
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def constant(value):
+    return ir.Constant(floats(FULL), [float(np.float32(value))] * FULL)
+
+
+def load(builder, base, index, lanes, size=4):
+    """`lanes` numbers from index `index` of an array at address `base`, as float32."""
+    address = builder.add(base, builder.mul(index, ir.Constant(WORD, size)))
+    if size == 4:
+        return builder.load(pointer(builder, address, floats(lanes)), align=4)
+    stored = ir.VectorType(ir.IntType(8 * size), lanes)
+    bits = builder.load(pointer(builder, address, stored), align=size)
+    if size == 2:
+        wide = ir.VectorType(INT32, lanes)
+        return builder.bitcast(builder.shl(builder.zext(bits, wide), every(wide, 16)), floats(lanes))
+    wide = ir.VectorType(ir.IntType(16), lanes)
+    bits = builder.zext(bits, wide)
+    sign = builder.shl(builder.and_(bits, every(wide, 0x80)), every(wide, 8))
+    rest = builder.shl(builder.and_(bits, every(wide, 0x7F)), every(wide, 7))
+    half = builder.bitcast(builder.or_(sign, rest), ir.VectorType(ir.HalfType(), lanes))
+    return builder.fmul(builder.fpext(half, floats(lanes)), every(floats(lanes), 256.0))
+
+
+def load_one(builder, base, index):
+    """One float32."""
+    address = builder.add(base, builder.mul(index, ir.Constant(WORD, 4)))
+    return builder.load(pointer(builder, address, FLOAT))
+
+
+def store(builder, value, base, index):
+    address = builder.add(base, builder.mul(index, ir.Constant(WORD, 4)))
+    builder.store(value, pointer(builder, address, value.type), align=4)
+
+
+def either(builder, size, generate):
+    """Generates code that runs generate(4), generate(2) or generate(1), by the value of `size` at run time."""
+
+    def branch(sizes):
+        if len(sizes) == 1:
+            generate(sizes[0])
+            return
+        with builder.if_else(builder.icmp_signed("==", size, ir.Constant(WORD, sizes[0]))) as (then, otherwise):
+            with then:
+                generate(sizes[0])
+            with otherwise:
+                branch(sizes[1:])
+
+    branch(SIZES)
+
+
+def pieces(builder, size, piece, longest=FULL):
+    """Calls piece(index, lanes) over `size` elements, a multiple of 8: `longest` at a time, then 16, then 8."""
+    start = ir.Constant(WORD, 0)
+    for lanes in sorted({longest, FULL, HALF}, reverse=True):
+        end = builder.and_(size, ir.Constant(WORD, -lanes))
+        with cgutils.for_range_slice(builder, start, end, ir.Constant(WORD, lanes)) as (index, _):
+            piece(index, lanes)
+        start = end
+
+
+def transposed(builder, vectors):
+    """16 vectors of 16 numbers, as the rows of a matrix -> its columns."""
+    vectors = list(vectors)
+    for step in (1, 2, 4, 8):  # swap the blocks of `step` numbers beside the diagonal
+        lower = [i + (FULL - step if i & step else 0) for i in range(FULL)]
+        upper = [i + (FULL if i & step else step) for i in range(FULL)]
+        for i, j in [(i, i + step) for i in range(FULL) if not i & step]:
+            a, b = vectors[i], vectors[j]
+            vectors[i], vectors[j] = shuffle(builder, a, b, lower), shuffle(builder, a, b, upper)
+    return vectors
+
+
+def fold(builder, value, combine):
+    """Combines the numbers of a vector into one, by halves."""
+    lanes = value.type.count
+    while lanes > 1:
+        lanes //= 2
+        value = combine(*(shuffle(builder, value, value, range(first, first + lanes)) for first in (0, lanes)))
+    return builder.extract_element(value, ir.Constant(INT32, 0))
+
+
+def multiply_add(builder, a, b, c):
+    return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
+# 2**f for f in [-0.5, 0.5], by powers of f from the seventh down: Taylor's, whose error is below float32's there
+POWERS = [math.log(2) ** i / math.factorial(i) for i in range(7, -1, -1)]
+
+
+def polynomial(builder, x, coefficients):
+    result = constant(coefficients[0])
+    for coefficient in coefficients[1:]:
+        result = multiply_add(builder, result, x, constant(coefficient))
+    return result
+
+
+def whole_and_part(builder, power):
+    """(whole, part): they add up to `power`, 16 float32 numbers; part is in [-0.5, 0.5]."""
+    vector = floats(FULL)
+    floor = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector]), "llvm.floor.v16f32")
+    whole = builder.call(floor, [builder.fadd(power, constant(0.5))])
+    return whole, builder.fsub(power, whole)
+
+
+def two_to(builder, whole):
+    """2**whole: a whole number in the place of the exponent."""
+    integers = ir.VectorType(INT32, FULL)
+    exponent = builder.add(builder.fptosi(whole, integers), ir.Constant(integers, [127] * FULL))
+    return builder.bitcast(builder.shl(exponent, ir.Constant(integers, [23] * FULL)), floats(FULL))
+
+
+def exponential(builder, x):
+    """exp(x) of 16 float32 numbers of at most 0; 0 where they are below -87: 2**whole and a polynomial of the part."""
+    power = builder.fmul(x, constant(1 / math.log(2)))
+    whole, part = whole_and_part(builder, power)
+    result = polynomial(builder, part, POWERS)
+    tiny = builder.fcmp_ordered("<", power, constant(-126))
+    scaled = builder.fmul(result, two_to(builder, builder.select(tiny, constant(0), whole)))
+    return builder.select(tiny, constant(0), scaled)
