@@ -186,7 +186,7 @@ def test_pages_are_written_in_place_before_they_are_read():
 def test_one_handler_serves_every_shape_and_dtype():
     for d, s, k, dtype in ((16, 4, 1, np.float32), (24, 16, 2, jnp.bfloat16), (64, 5, 3, np.float32)):
         run(make([(1, 9)], t=1, b=1, d=d, s=s, k=k, dtype=dtype)._replace(window=k, soft_cap=5.0), "cpu")
-    assert cpu._registered == [cpu.TARGET]
+    assert cpu.HANDLER.registered
 
 
 @pytest.mark.slow

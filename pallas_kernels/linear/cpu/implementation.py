@@ -9,28 +9,107 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.linear.cpu import panels
+from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
 from pallas_kernels.shared.cpu.handler import Handler
 
+# Programs on disk contain the target: a handler that takes other arguments needs another number.
 TARGET = "pallas_kernels.linear.cpu.1"
 HANDLER = Handler("linear", TARGET, __package__ or "", Path(__file__).parent)
+DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
-TILE, LANES = 12, 16
+LANES, COLUMNS = 16, (6, 12)  # of a vector; of a tile at most, without and with AVX-512
 
-def linear(x, weight, *, rows, shape, scales=None, bias=None, norm=None, activation=None, residual=None, sizes=None, dtype=None):
+
+def multiply(
+    x: jax.Array,
+    weight: jax.Array,
+    matrix: Matrix,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    rows: tuple[int, int] | None,
+    sizes: jax.Array | None,
+    dtype: str,
+) -> jax.Array:
+    """See `api.linear`.
+
+    Raises:
+        ValueError: `unsupported` gives a reason.
+    """
+    wrong = unsupported(jax.default_backend(), x.dtype.name, weight.dtype.name, epilogue.activation)
+    if wrong:
+        raise ValueError(f"impl 'cpu' {wrong}; impl 'xla' has no such limit")
     HANDLER.register()
-    t, k = x.shape
-    first, last = rows
-    none = jnp.zeros(0, jnp.float32)
-    width = last - first if activation is None else shape[0] // 2
-    options = jnp.array([shape[0], first, last, ACTIVATIONS[activation], 0 if norm is None else 1 + norm[2]], jnp.int32)
-    eps = jnp.full(1, 0 if norm is None else norm[1], jnp.float32)
-    matrices = 1 if sizes is None else len(sizes)
-    tile = 4 * (TILE * (-(-k // LANES) * LANES) + 2 * LANES)
-    tiles = -(-t // 6) + matrices
-    out = jax.ShapeDtypeStruct((t, width), dtype or x.dtype), jax.ShapeDtypeStruct((tiles * tile,), jnp.uint8)
-    operands = [x, weight, scales, bias, None if norm is None else norm[0], residual]
+    each = matrix.outputs // matrix.count
+    first, last = rows or (0, each)
+    start = first - first % (panels.PANEL // 2)  # of half a panel
+    none = jnp.zeros(0, x.dtype)
+    scales, bias, activation, residual = epilogue
+    if residual is not None and start < first:
+        residual = jnp.pad(residual, ((0, 0), (first - start, 0)))
+    kind = 0 if norm is None else 1 + norm.plus_one
+    options = np.array([each, start, last, ACTIVATIONS[activation], kind], np.int32)
+    operands = x, weight, scales, bias, norm and norm.weight, residual, sizes
     operands = [none if a is None else a for a in operands]
-    operands += [jnp.zeros(0, jnp.int32) if sizes is None else sizes, options, eps]
-    return jax.ffi.ffi_call(TARGET, out)(*operands)[0]
+    width = matrix.width if rows is None else last - start
+    out = jax.ShapeDtypeStruct((len(x), width), dtype), _scratch(len(x), matrix)
+    eps = np.full(1, norm.eps if norm else 0, np.float32)
+    return jax.ffi.ffi_call(TARGET, out)(*operands, options, eps)[0][:, first - start :]
+
+
+def _scratch(tokens: int, matrix: Matrix) -> Any:
+    """The memory of the packed tokens, in tiles. One tile of each matrix may have fewer tokens than there is room for."""
+    least, most = COLUMNS
+    columns = tokens + most * matrix.count
+    words = columns * -(-matrix.inputs // LANES) * LANES + 2 * LANES * (tokens // least + matrix.count + 1)
+    return jax.ShapeDtypeStruct((4 * words,), jnp.uint8)
+
+
+def unsupported(platform: str, dtype: str, weight_dtype: str, activation: str | None) -> str:
+    """Returns why this implementation cannot compute such products, as the rest of a sentence; empty if it can."""
+    if platform != "cpu":
+        return f"runs on platform 'cpu' and not on {platform!r}"
+    if sys.platform == "win32":
+        return "calls POSIX functions, which Windows does not have"
+    if dtype not in DTYPES:
+        return f"multiplies {' and '.join(DTYPES)} and not {dtype}"
+    if weight_dtype not in (dtype, "int8"):
+        return f"needs weights of int8 or of the activations' dtype {dtype}, and they are {weight_dtype}"
+    if activation not in ACTIVATIONS:
+        return f"has the gates {', '.join(filter(None, ACTIVATIONS))} and not {activation!r}"
+    if importlib.util.find_spec("numba") is None:
+        return "needs numba, which is not installed (pip install 'pagedjax[cpu]')"
+    return ""
+
+
+def obstacle(device: Any, *, dtype: str, weight_dtype: str, devices: int, activation: str | None) -> str:
+    """See `Implementation`."""
+    if devices > 1:
+        return f"is for one device, and the mesh has {devices}"
+    return unsupported(device.platform, dtype, weight_dtype, activation)
+
+
+def prepare() -> None:
+    """Loads or compiles the handler in a thread, if it can serve here."""
+    if not unsupported(jax.default_backend(), "float32", "float32", None):
+        HANDLER.start()
+
+
+def gather(packed: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
+    """[T, K] rows of a matrix. They are not beside each other in memory: 64 rows of 576 numbers take 0.2 ms."""
+    found = packed.at[ids // panels.PANEL, :, ids % panels.PANEL].get(mode="promise_in_bounds")
+    return found.reshape(len(ids), -1)[:, : matrix.inputs]
+
+
+def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
+    return panels.pack(weight, gated=matrix.gated, matrices=matrix.count)
+
+
+def unpack(packed: np.ndarray, matrix: Matrix) -> np.ndarray:
+    shape = matrix.outputs, matrix.inputs
+    return panels.unpack(packed, shape, gated=matrix.gated, matrices=matrix.count)
+
+
+IMPLEMENTATION = Implementation("cpu", multiply, obstacle, pack, unpack, gather, prepare)

@@ -2,8 +2,8 @@
 
     handler   XLA calls it with a call frame. It cuts the rows of x into tiles of at most COLUMNS, asks XLA's thread
               pool for helpers, works, and waits for what helpers have begun.
-    work      packs tiles of x, one an item: normalises the rows, and stores them input by input. When all are packed, it
-              computes items of the product, each some panels of the weight by some tiles.
+    work      packs tiles of x, one an item: normalises the rows, and stores them input by input. When all are packed,
+              it computes items of the product, each some panels of the weight by some tiles.
 
 A helper that begins too late finds no item. Everything is read from the call frame, so one program serves every shape
 and dtype.
@@ -17,20 +17,23 @@ from numba import types
 from pallas_kernels.linear.cpu.vectors import (
     BFLOAT16,
     COLUMNS,
-    FLOAT32,
     INT8,
     PAIRS,
     PANEL,
     add_16,
+    clear,
     gate,
     multiply,
     narrow,
+    prefetch,
+    prefetch_written,
     scale_and_add,
     scale_by,
     sum_of_squares,
     transpose,
     widen,
     write_16,
+    write_columns,
 )
 from pallas_kernels.shared.cpu.memory import (
     address_of,
@@ -81,15 +84,17 @@ FIRST, LAST = 416, 424  # the outputs that are wanted, of one matrix
 SCALES, BIAS, ACTIVATION, RESIDUAL = 432, 440, 448, 456  # addresses, or 0; ACTIVATION: 0, SILU or GELU_TANH
 OUTPUTS, OUT, OUT_SIZE, WIDTH = 464, 472, 480, 488  # outputs of one matrix; of the result: address, bytes, row length
 PACKED, TILE_BYTES, STEPS = 496, 504, 512  # of packed tiles; STEPS: of a panel, an input each or a pair of them
-CHUNKS, FIRST_PANEL, GROUPS, GROUP = 520, 528, 536, 544  # items: chunks of tiles by groups of panels
+CHUNKS, FIRST_PANEL, WANTED, GROUP = 520, 528, 536, 544  # items: chunks of tiles by groups of panels
 TABLE, CHUNK_TABLE = 552, 560
 WORDS = 568  # of a packed token for a step: 2 if the CPU has no instruction for pairs
 JOB_BYTES = 576
 TILE_WORDS, CHUNK_WORDS = 3, 2  # a tile: first row, rows, matrix; a chunk: first tile, tiles
 
 RMS, RMS_PLUS_ONE = 1, 2
-DEEP = 1024  # steps of a tile that are computed while its sums stay in registers
-CHUNK_TILES = 8  # tiles that share the sums' memory, if an input is deeper than that
+DEEP = 2048  # steps of a tile at most that are computed while its sums stay in registers
+GROUP_BYTES, GROUP_PANELS = 400 << 10, 16  # of panels that an item reads: they stay in a core's cache
+CHUNK_TILES = 16  # tiles of an item at most, if their sums wait for the rest of their steps
+SUMS, EDGES = 4 * PANEL * COLUMNS, 4 * 4 * PANEL  # bytes of a tile's sums, and of a panel's scales and biases
 
 
 @compiled
@@ -232,6 +237,10 @@ def _finish(job, panel, entry, sums, edges):
         count, at = last - first, first - load_word(job + FIRST)
         if count <= 0:
             continue
+        if count == FULL and residual == 0:
+            out = load_word(job + OUT) + size * (row * width + at)
+            write_columns(size, sums + 4 * FULL * half, out, size * width, columns)
+            continue
         for i in range(columns):
             here, place = sums + 4 * (PANEL * i + FULL * half), (row + i) * width + at
             if count == FULL:
@@ -247,55 +256,87 @@ def _finish(job, panel, entry, sums, edges):
 
 
 @compiled
+def _expect(job, panel, entry):
+    """Fetches the lines of the result, and of the residual, into which a tile's sums go."""
+    size, width, residual = load_word(job + OUT_SIZE), load_word(job + WIDTH), load_word(job + RESIDUAL)
+    row, columns = load_word(entry), load_word(entry + 8)
+    first, _ = _halves(job, panel, 0)
+    at = row * width + first - load_word(job + FIRST)
+    for i in range(columns):
+        place = at + i * width
+        prefetch_written(load_word(job + OUT) + size * place)
+        prefetch_written(load_word(job + OUT) + size * (place + FULL))
+        if residual != 0:
+            prefetch(residual + load_word(job + X_SIZE) * place)
+            prefetch(residual + load_word(job + X_SIZE) * (place + FULL))
+
+
+@compiled
+def _depth(steps):
+    """Returns the steps of a tile that are computed while its sums stay in registers: equal parts of all steps."""
+    return -(-steps // -(-steps // DEEP))
+
+
+@compiled
 def _item(job, item, sums):
-    """Computes a group of panels by a chunk of tiles."""
+    """Computes a group of panels by a chunk of tiles.
+
+    A tile is multiplied with all panels of the group, which stay in a core's cache, before the next one. So
+    neighbouring numbers of the result are written one after the other.
+    """
     chunks, group, kind = load_word(job + CHUNKS), load_word(job + GROUP), load_word(job + KIND)
     chunk = load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * (item % chunks)
     first_tile, tiles = load_word(chunk), load_word(chunk + 8)
     first = load_word(job + FIRST_PANEL) + group * (item // chunks)
-    last = min(first + group, load_word(job + FIRST_PANEL) + load_word(job + GROUPS))
+    last = min(first + group, load_word(job + FIRST_PANEL) + load_word(job + WANTED))
     table, packed = load_word(job + TABLE), load_word(job + PACKED)
     tile_bytes, panel_bytes = load_word(job + TILE_BYTES), load_word(job + PANEL_BYTES)
     steps, words = load_word(job + STEPS), load_word(job + WORDS)
     step_bytes = PANEL if kind == INT8 else 4 * PANEL
     matrix = load_word(table + 8 * TILE_WORDS * first_tile + 16)
     weight = load_word(job + WEIGHT) + matrix * load_word(job + PANELS) * panel_bytes
-    edges = sums + 4 * PANEL * COLUMNS * CHUNK_TILES
-    for panel in range(first, last):
-        w = weight + panel * panel_bytes
-        if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
-            _edges(job, panel, matrix, edges)
-        for start in range(first_tile, first_tile + tiles, CHUNK_TILES):
-            stop = min(start + CHUNK_TILES, first_tile + tiles)
-            for i in range(4 * PANEL * COLUMNS * (stop - start) // 64):
-                for j in range(16):
-                    store_float(sums + 64 * i + 4 * j, np.float32(0))
-            for deep in range(0, steps, DEEP):
-                count = min(DEEP, steps - deep)
-                for tile in range(start, stop):
-                    entry = table + 8 * TILE_WORDS * tile
-                    columns = load_word(entry + 8)
-                    x = packed + tile * tile_bytes + 4 * columns * words * deep
-                    # the next panel is fetched while this one is used, a part of it by each tile
-                    each = step_bytes // tiles
-                    ahead = w + panel_bytes + step_bytes * deep + (tile - first_tile) * each * count
-                    here = sums + 4 * PANEL * COLUMNS * (tile - start)
-                    multiply_tile(kind, columns, w + step_bytes * deep, x, count, here, ahead, each)
-            for tile in range(start, stop):
-                here = sums + 4 * PANEL * COLUMNS * (tile - start)
-                _finish(job, panel, table + 8 * TILE_WORDS * tile, here, edges)
+    depth = _depth(steps)
+    apart = SUMS if depth < steps else 0  # sums that wait for the rest of their steps
+    edges = sums + SUMS * (CHUNK_TILES * GROUP_PANELS if apart > 0 else 1)
+    finishes = load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0
+    if finishes:
+        for panel in range(first, last):
+            _edges(job, panel, matrix, edges + EDGES * (panel - first))
+    for start in range(0, steps, depth):
+        count = min(depth, steps - start)
+        for tile in range(first_tile, first_tile + tiles):
+            entry = table + 8 * TILE_WORDS * tile
+            columns = load_word(entry + 8)
+            x = packed + tile * tile_bytes + 4 * columns * words * start
+            for panel in range(first, last):
+                here = sums + apart * ((tile - first_tile) * group + panel - first)
+                w = weight + panel * panel_bytes + step_bytes * start
+                # the next panel is fetched when this one is read for the first time, and at the end the next item's
+                ahead, stride = w, 0
+                if tile == first_tile:
+                    ahead, stride = w + panel_bytes, step_bytes
+                elif tile + 1 == first_tile + tiles and panel == first:
+                    ahead, stride = w + (load_word(job + NEXT) - item) // chunks * group * panel_bytes, step_bytes
+                if start == 0:
+                    clear(here, columns)
+                if start + count == steps:
+                    _expect(job, panel, entry)
+                multiply_tile(kind, columns, w, x, count, here, ahead, stride)
+                if start + count == steps:
+                    _finish(job, panel, entry, here, edges + EDGES * (panel - first))
 
 
 @compiled
-def _scratch_bytes(k):
-    """Returns the bytes of scratch memory of a thread: rows of x, and weights of the norm; or sums of a chunk."""
-    return max((FULL + 1) * _row_bytes(k), 4 * PANEL * (COLUMNS * CHUNK_TILES + 4)) + 128
+def _scratch_bytes(k, steps):
+    """Returns the bytes of scratch memory of a thread: rows of x, and weights of the norm; or sums of an item."""
+    sums = SUMS * (1 if steps <= DEEP else CHUNK_TILES * GROUP_PANELS)
+    return max((FULL + 1) * _row_bytes(k), sums + EDGES * GROUP_PANELS) + 128
 
 
 @compiled
 def _share(job):
     """Computes items until none is left, then waits for those that other threads have begun."""
-    room = malloc(_scratch_bytes(load_word(job + K)))
+    room = malloc(_scratch_bytes(load_word(job + K), load_word(job + STEPS)))
     scratch = _up(room, 64)
     tiles, items = load_word(job + TILES), load_word(job + ITEMS)
     norm = scratch + FULL * _row_bytes(load_word(job + K))
@@ -366,7 +407,12 @@ def _job(frame, workers):
     wanted = (panels if gated else -(-last // PANEL)) - first_panel
     # enough items for all workers, in as few chunks of tiles as that allows: each reads the weights
     several = max(1, min(tiles, -(-4 * workers // wanted))) if workers > 1 else 1
-    most = -(-tiles // several)
+    if steps > DEEP:
+        several = max(several, -(-tiles // CHUNK_TILES))
+    most = max(1, -(-tiles // several))
+    panel_bytes = steps * (PANEL if kind == INT8 else 4 * PANEL)
+    group = min(GROUP_PANELS, max(1, GROUP_BYTES // min(panel_bytes, DEEP * 4 * PANEL)))
+    group = max(1, min(group, wanted // (4 * workers)))
     table_at = JOB_BYTES
     chunks_at = table_at + 8 * TILE_WORDS * tiles
     job = malloc(chunks_at + 8 * CHUNK_WORDS * tiles)
@@ -387,7 +433,6 @@ def _job(frame, workers):
                 chunks += 1
             at += columns
             tile += 1
-    group = max(1, wanted // (8 * workers))
     store_word(job + HOLDERS, 1)
     for counter in (NEXT_TILE, TILES_DONE, NEXT, DONE):
         store_word(job + counter, 0)
@@ -402,7 +447,7 @@ def _job(frame, workers):
     store_word(job + WEIGHT, data(weight))
     store_word(job + KIND, kind)
     store_word(job + PANELS, panels)
-    store_word(job + PANEL_BYTES, steps * (PANEL if kind == INT8 else 4 * PANEL))
+    store_word(job + PANEL_BYTES, panel_bytes)
     store_word(job + FIRST, first)
     store_word(job + LAST, last)
     store_word(job + SCALES, _optional(argument(frame, 2)))
@@ -420,7 +465,7 @@ def _job(frame, workers):
     store_word(job + STEPS, steps)
     store_word(job + CHUNKS, chunks)
     store_word(job + FIRST_PANEL, first_panel)
-    store_word(job + GROUPS, wanted)
+    store_word(job + WANTED, wanted)
     store_word(job + GROUP, group)
     store_word(job + TABLE, job + table_at)
     store_word(job + CHUNK_TABLE, job + chunks_at)

@@ -6,13 +6,14 @@ are added one after the other, so an output has the same bits in a tile of any w
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from pallas_kernels.shared.cpu.memory import FLOAT, INT32, WORD, instruction, pointer
+from pallas_kernels.shared.cpu.memory import INT32, WORD, instruction, pointer
 from pallas_kernels.shared.cpu.vectors import (
     FULL,
     constant,
@@ -24,7 +25,6 @@ from pallas_kernels.shared.cpu.vectors import (
     load,
     load_one,
     multiply_add,
-    shuffle,
     splat,
     store,
     transposed,
@@ -88,14 +88,20 @@ def _dot_pairs(builder, x, w, total):
     return builder.call(dot, [total, builder.bitcast(x, pairs), builder.bitcast(w, pairs)])
 
 
+def _fetch(builder, address, written, level):
+    """Fetches a line; written: for a store. level: 3 is the nearest cache, 2 the one behind it."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fetch, [builder.inttoptr(address, byte), *(ir.Constant(INT32, i) for i in (written, level, 1))])
+
+
 def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
     """Generates the sums of a tile, see `multiply`."""
     native = kind == BFLOAT16 and PAIRS
     each = 2 if kind == BFLOAT16 and not PAIRS else 1  # inputs of a step of the loop
     weights = {FLOAT32: _float_weights, INT8: _int8_weights, BFLOAT16: _widened_pairs}[kind]
-    zero, byte = ir.Constant(WORD, 0), ir.IntType(8).as_pointer()
-    prefetch = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
-    prefetch = cgutils.get_or_insert_function(builder.module, prefetch, "llvm.prefetch.p0")
+    zero = ir.Constant(WORD, 0)
     for first in range(0, 2, VECTORS):
         vectors = range(first, first + VECTORS)
         places = [
@@ -107,17 +113,20 @@ def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
                 builder.store(load(builder, place, zero, FULL), total)
         with cgutils.for_range(builder, count) as loop:
             index = loop.index
-            line = builder.inttoptr(builder.add(ahead, builder.mul(index, stride)), byte)
-            builder.call(prefetch, [line, *(ir.Constant(INT32, i) for i in (0, 2, 1))])  # to read, into the L2 cache
+            line = builder.add(ahead, builder.mul(index, stride))
+            for more in (0, 64):
+                _fetch(builder, builder.add(line, ir.Constant(WORD, more)), 0, 2)
             rows = [(_pairs if native else weights)(builder, w, index, v) for v in vectors]
             at = builder.mul(index, ir.Constant(WORD, columns * each))
-            for part in range(each):
-                for c in range(columns):
-                    number = splat(builder, load_one(builder, x, builder.add(at, ir.Constant(WORD, part * columns + c))), FULL)
-                    for row, total in zip(rows, totals[c], strict=True):
-                        old = builder.load(total)
-                        new = _dot_pairs(builder, number, row, old) if native else multiply_add(builder, number, row[part], old)
-                        builder.store(new, total)
+            for part, c in itertools.product(range(each), range(columns)):
+                number = load_one(builder, x, builder.add(at, ir.Constant(WORD, part * columns + c)))
+                number = splat(builder, number, FULL)
+                for row, total in zip(rows, totals[c], strict=True):
+                    old = builder.load(total)
+                    if native:
+                        builder.store(_dot_pairs(builder, number, row, old), total)
+                    else:
+                        builder.store(multiply_add(builder, number, row[part], old), total)
         for row, at in zip(totals, places, strict=True):
             for total, place in zip(row, at, strict=True):
                 store(builder, builder.load(total), place, zero)
@@ -129,7 +138,7 @@ def multiply(typing, kind, columns, w, x, count, sums, ahead, stride):
 
     kind: of the weight. x: float32, or pairs of bfloat16 if the CPU multiplies those.
     count: of inputs; of pairs of them if the weight is bfloat16.
-    ahead: memory that is needed next; every step fetches a line `stride` bytes further.
+    ahead: memory that is needed next; every step fetches two lines, `stride` bytes further.
     """
 
     def generate(context, builder, signature, args):
@@ -142,6 +151,23 @@ def multiply(typing, kind, columns, w, x, count, sums, ahead, stride):
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 8), generate
+
+
+def _prefetch(written):
+    @instruction
+    def fetch(typing, address):
+        """Fetches a line into the nearest cache."""
+
+        def generate(context, builder, signature, args):
+            _fetch(builder, args[0], written, 3)
+            return context.get_dummy_value()
+
+        return types.void(types.intp), generate
+
+    return fetch
+
+
+prefetch, prefetch_written = _prefetch(0), _prefetch(1)
 
 
 # --- before the products: rows of inputs ------------------------------------------------------------------------------
@@ -317,19 +343,52 @@ def add_16(typing, size, sums, more):
     return types.void(*[types.intp] * 3), generate
 
 
+def _write(builder, size, x, out):
+    """Stores 16 float32 numbers at an address, as float32 or bfloat16 by the size of a number."""
+    with builder.if_else(builder.icmp_signed("==", size, ir.Constant(WORD, 4))) as (whole, half):
+        with whole:
+            store(builder, x, out, ir.Constant(WORD, 0))
+        with half:
+            narrow = _rounded(builder, x)
+            builder.store(narrow, pointer(builder, out, narrow.type), align=2)
+
+
 @instruction
 def write_16(typing, size, sums, out):
     """out [16] = sums [16], as float32 or bfloat16 by the size of a number."""
 
     def generate(context, builder, signature, args):
         size, sums, out = args
-        x = load(builder, sums, ir.Constant(WORD, 0), FULL)
-        with builder.if_else(builder.icmp_signed("==", size, ir.Constant(WORD, 4))) as (whole, half):
-            with whole:
-                store(builder, x, out, ir.Constant(WORD, 0))
-            with half:
-                narrow = _rounded(builder, x)
-                builder.store(narrow, pointer(builder, out, narrow.type), align=2)
+        _write(builder, size, load(builder, sums, ir.Constant(WORD, 0), FULL), out)
         return context.get_dummy_value()
 
     return types.void(*[types.intp] * 3), generate
+
+
+@instruction
+def write_columns(typing, size, sums, out, stride, columns):
+    """out [columns, 16] = sums [columns, 32][:, :16], whose rows are `stride` bytes apart in the result."""
+
+    def generate(context, builder, signature, args):
+        size, sums, out, stride, columns = args
+        with cgutils.for_range(builder, columns) as loop:
+            x = load(builder, sums, builder.mul(loop.index, ir.Constant(WORD, PANEL)), FULL)
+            _write(builder, size, x, builder.add(out, builder.mul(loop.index, stride)))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 5), generate
+
+
+@instruction
+def clear(typing, sums, columns):
+    """sums [columns, 32] = 0."""
+
+    def generate(context, builder, signature, args):
+        sums, columns = args
+        with cgutils.for_range(builder, columns) as loop:
+            row = builder.mul(loop.index, ir.Constant(WORD, PANEL))
+            for start in (0, FULL):
+                store(builder, constant(0), sums, builder.add(row, ir.Constant(WORD, start)))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), generate

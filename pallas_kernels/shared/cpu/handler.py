@@ -27,7 +27,7 @@ class Handler:
             folder: of the package.
         """
         self.name, self.target, self.package, self.folder = name, target, package, folder
-        self._registered = False
+        self.registered = False
         self._lock = threading.Lock()
 
     def register(self) -> None:
@@ -37,10 +37,10 @@ class Handler:
         the handler is registered for them as well.
         """
         with self._lock:
-            if not self._registered:
+            if not self.registered:
                 capsule = jax.ffi.pycapsule(ctypes.c_void_p(self._address()))
                 jax.ffi.register_ffi_target(self.target, capsule, platform="cpu")
-                self._registered = True
+                self.registered = True
 
     def start(self) -> None:
         """Begins to load or compile in a thread. Tracing waits for it, and fails with the same error if it fails.

@@ -1,4 +1,4 @@
-"""Object code of the CPU kernel on disk: other processes find it, and ignore a file that has changed."""
+"""Object code of CPU kernels on disk: other processes find it, and ignore a file that has changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if importlib.util.find_spec("numba") is None:
     pytest.skip("the cpu extra is not installed", allow_module_level=True)
 
 from pallas_kernels.paged_attention.cpu import implementation as cpu
-from pallas_kernels.paged_attention.cpu import object_files
+from pallas_kernels.shared.cpu import object_files
 from tests.pallas_kernels.test_paged_attention import make, run
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ print("numba" in sys.modules)
 def kept() -> Path:
     """The file of this machine, from the cache that tests share."""
     run(make([(1, 9)], t=1, b=1), "cpu")
-    file = object_files.place()
+    file = object_files.place(cpu.HANDLER.name, cpu.HANDLER.folder)
     assert file
     return file
 
@@ -73,7 +73,7 @@ def test_object_code_needs_no_symbol_of_numba_or_python(kept):
     assert objects
     if not objects[0].startswith(b"\x7fELF"):
         pytest.skip("another format than ELF")
-    own = {object_files.symbol(part) for part in ("attend", "attend_tile", "work")}
+    own = {object_files.symbol(f"paged_attention_{part}") for part in ("attend", "attend_tile", "work")}
     assert {name for code in objects for name in undefined(code)} <= own | set(object_files.SYMBOLS)
 
 
@@ -109,11 +109,11 @@ def test_old_files_are_deleted(tmp_path):
     others = tmp_path / "jit_step-0123-cache"
     others.write_text("XLA's")
     for i in range(object_files.MOST + 3):
-        file = tmp_path / f"{object_files.NAME}-{i}"
+        file = tmp_path / f"{cpu.HANDLER.name}-{i}"
         object_files.keep(file, [b"code"])
         os.utime(file, (i, i))
-    object_files.keep(tmp_path / f"{object_files.NAME}-last", [b"code"])
-    names = {path.name.removeprefix(f"{object_files.NAME}-") for path in tmp_path.iterdir()}
+    object_files.keep(tmp_path / f"{cpu.HANDLER.name}-last", [b"code"])
+    names = {path.name.removeprefix(f"{cpu.HANDLER.name}-") for path in tmp_path.iterdir()}
     newest = range(4, object_files.MOST + 3)
     assert names == {others.name, "last", *map(str, newest)}
 
@@ -121,16 +121,21 @@ def test_old_files_are_deleted(tmp_path):
 def test_file_name_depends_on_source_and_settings(tmp_path, monkeypatch):
     for source in Path(cpu.__file__).parent.glob("*.py"):
         shutil.copy(source, tmp_path)
-    same = object_files.place(tmp_path)
-    assert same == object_files.place()
-    found = [same]
-    for name in ("kernel.py", "memory.py", "vectors.py", "items.py"):
+    same = object_files.place("kernel", tmp_path)
+    assert same == object_files.place("kernel", cpu.HANDLER.folder)
+    found = [same, object_files.place("another", tmp_path)]
+    for name in ("kernel.py", "vectors.py", "items.py"):
         (tmp_path / name).write_text((tmp_path / name).read_text("utf-8") + "\n", "utf-8")
-        found.append(object_files.place(tmp_path))
+        found.append(object_files.place("kernel", tmp_path))
     monkeypatch.setenv("NUMBA_OPT", "1")
-    found.append(object_files.place(tmp_path))
+    found.append(object_files.place("kernel", tmp_path))
+    shared = tmp_path / "shared"
+    shutil.copytree(Path(object_files.__file__).parent, shared)
+    (shared / "memory.py").write_text("changed")
+    monkeypatch.setattr(object_files, "__file__", str(shared / "object_files.py"))
+    found.append(object_files.place("kernel", tmp_path))
     assert len(set(found)) == len(found)
-    assert object_files.place(tmp_path / "nowhere") is None
+    assert object_files.place("kernel", tmp_path / "nowhere") is None
 
 
 @pytest.mark.slow
@@ -140,4 +145,4 @@ def test_concurrent_processes_replace_a_broken_file(kept, tmp_path):
     nowhere.write_text("no folder")
     assert all([imported_numba(process) for process in [started(tmp_path), started(tmp_path), started(nowhere)]])
     assert not imported_numba(started(tmp_path))
-    assert [path.name for path in tmp_path.glob(f"{object_files.NAME}*")] == [kept.name]
+    assert [path.name for path in tmp_path.glob(f"{cpu.HANDLER.name}*")] == [kept.name]

@@ -1,0 +1,105 @@
+"""The contract of every implementation of products with weights, and the list of implementations."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.linear import reference, xla
+from pallas_kernels.linear.cpu import implementation as cpu
+from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
+
+MODULES = reference, xla, cpu
+IMPLS: dict[str, Implementation] = {module.IMPLEMENTATION.name: module.IMPLEMENTATION for module in MODULES}
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+# traced once for all layers that call it
+@partial(jax.jit, static_argnames=("matrix", "impl", "eps", "plus_one", "activation", "rows", "dtype"))
+def _linear(x, weight, sizes, norm, scales, bias, residual, *, matrix, impl, eps, plus_one, activation, rows, dtype):
+    normalised = None if norm is None else Norm(norm, eps, plus_one)
+    epilogue = Epilogue(scales, bias, activation, residual)
+    return impl.multiply(x, weight, matrix, normalised, epilogue, rows, sizes, dtype)
+
+
+def linear(
+    x: jax.Array,
+    weight: jax.Array,
+    matrix: Matrix,
+    *,
+    impl: str | Implementation,
+    norm: Norm | None = None,
+    scales: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+    rows: tuple[int, int] | None = None,
+    sizes: jax.Array | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """Computes y = x W^T, and what comes directly before and after it.
+
+    x is normalised in float32 and rounded to its dtype. Sums are in float32, over the inputs in one order that depends
+    on the shape of the weight alone. Scales, bias, activation and residual follow in float32, in this order; then the
+    result is rounded, once.
+
+    Args:
+        x: [T, K] float32, bfloat16 or float16.
+        weight: W [M, K] of x's dtype or int8, as `Implementation.pack` of the implementation made it.
+        matrix: W's shape.
+        impl: one of IMPLS, by name, or a record of your own. It has no default, because a fallback gives no error.
+        norm: of x, before the product.
+        scales: [M] float32, of an int8 weight.
+        bias: [M] of x's dtype.
+        activation: one of ACTIVATIONS, of the gates of a gated weight: y = activation(gate) * up.
+        residual: [T, width] of x's dtype.
+        rows: (first, last) of W: only these outputs are computed. Not of a gated weight or of several matrices.
+        sizes: [count] int32, for several matrices: so many tokens belong to the first, then to the next. Together T.
+        dtype: of the result; None is x's. float32 leaves it unrounded.
+
+    Returns:
+        [T, width], or [T, last - first] for `rows`.
+
+    Raises:
+        ValueError: an unknown impl or activation, shapes that do not match, and options that exclude each other; the
+            message names the values.
+    """
+    if isinstance(impl, str) and impl not in IMPLS:
+        raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
+    chosen = IMPLS[impl] if isinstance(impl, str) else impl
+    _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes)
+    eps, plus_one = (norm.eps, norm.plus_one) if norm else (0.0, False)
+    return _linear(
+        *(x, weight, sizes, norm.weight if norm else None, scales, bias, residual),
+        matrix=matrix,
+        impl=chosen,
+        eps=eps,
+        plus_one=plus_one,
+        activation=activation,
+        rows=rows,
+        dtype=jnp.dtype(dtype or x.dtype).name,
+    )
+
+
+def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> None:
+    m, k, gated, count = matrix
+    if x.ndim != 2 or x.shape[1] != k:
+        raise ValueError(f"x is {x.shape}; the weight [{m}, {k}] needs [T, {k}]")
+    if m % (count * (2 if gated else 1)):
+        raise ValueError(f"{m} outputs cannot be {count} matrices{' with gates' * gated} of equal size")
+    if activation not in (None, *ACTIVATIONS):
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
+    if gated != (activation is not None):
+        raise ValueError(f"the weight is {'' if gated else 'not '}gated and the activation {activation!r}; need both")
+    if (count > 1) != (sizes is not None):
+        raise ValueError(f"sizes is {'missing' if sizes is None else sizes.shape}; the weight has {count} matrices")
+    width = matrix.width if rows is None else rows[1] - rows[0]
+    shapes = {"norm": (norm and norm.weight, (k,)), "scales": (scales, (m,)), "bias": (bias, (m,))}
+    shapes |= {"residual": (residual, (x.shape[0], width)), "sizes": (sizes, (count,))}
+    for name, (array, shape) in shapes.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} is {array.shape}; x {x.shape} and the weight [{m}, {k}] need {shape}")
+    if rows is not None and (gated or count > 1 or not 0 <= rows[0] < rows[1] <= m):
+        raise ValueError(f"rows is {rows}; it must be within [0, {m}], of one matrix without gates")

@@ -1,0 +1,90 @@
+"""What a product is given, and the record that describes an implementation of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+
+class Matrix(NamedTuple):
+    """The shape of a weight [M, K] and what its rows are. Implementations store the numbers in layouts of their own.
+
+    outputs: M, of all matrices.
+    inputs: K.
+    gated: the first half of each matrix's rows are the gates of the second half.
+    count: of matrices of equal size, one behind the other in M: the experts of a mixture.
+    """
+
+    outputs: int
+    inputs: int
+    gated: bool = False
+    count: int = 1
+
+    @property
+    def width(self) -> int:
+        """Outputs of a token: of one matrix, after its gates."""
+        return self.outputs // self.count // (2 if self.gated else 1)
+
+
+class Norm(NamedTuple):
+    """An RMS norm of x (Zhang & Sennrich 2019): x / sqrt(mean(x^2) + eps) * weight, or * (1 + weight)."""
+
+    weight: jax.Array  # [K]
+    eps: float
+    plus_one: bool = False
+
+
+class Epilogue(NamedTuple):
+    """What is done with the sums of a product, in this order. All of it in float32.
+
+    scales: [M] float32: sums are multiplied by them (of int8 weights).
+    bias: [M] is added.
+    activation: of the gates, which then multiply the other half; None for a weight that is not gated.
+    residual: [T, width] is added.
+    """
+
+    scales: jax.Array | None = None
+    bias: jax.Array | None = None
+    activation: str | None = None
+    residual: jax.Array | None = None
+
+
+def _no_obstacle(device: Any, **facts: Any) -> str:
+    return ""
+
+
+def _nothing() -> None:
+    pass
+
+
+def as_it_is(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
+    return weight
+
+
+def rows_of(weight: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
+    return weight[ids]
+
+
+class Implementation(NamedTuple):
+    """An implementation of products.
+
+    name: its name in error messages and in `api.IMPLS`.
+    multiply: (x, weight, matrix, norm, epilogue, rows, sizes, dtype) -> [T, width], as in `api.linear`.
+    obstacle: (device, *, dtype, weight_dtype, devices, activation) -> the reason why it cannot serve a model on the
+        device, as the rest of a sentence; empty if it can. `activation` is that of gates.
+    pack: (weight [M, K] on the host, matrix) -> the same numbers in its own layout, on the host.
+    unpack: (packed, matrix) -> [M, K]: the inverse.
+    gather: (packed weight on the device, matrix, ids [T]) -> [T, K]: rows of a matrix, as an embedding needs them.
+    prepare: () -> None. Starts work that is needed once a process, before any tracing.
+    """
+
+    name: str
+    multiply: Callable[..., jax.Array]
+    obstacle: Callable[..., str] = _no_obstacle
+    pack: Callable[[np.ndarray, Matrix], np.ndarray] = as_it_is
+    unpack: Callable[[np.ndarray, Matrix], np.ndarray] = as_it_is
+    gather: Callable[[jax.Array, Matrix, jax.Array], jax.Array] = rows_of
+    prepare: Callable[[], None] = _nothing

@@ -1,0 +1,260 @@
+"""Every implementation of `linear` against a product in float64, and the bits of the CPU kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.linear import IMPLS, Matrix, Norm, linear
+
+ROOT = Path(__file__).parents[2]
+HERE = [name for name in IMPLS if name != "cpu" or importlib.util.find_spec("numba")]
+ERROR = {"float32": 3e-6, "bfloat16": 2**-8}  # of the largest number of a result
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
+
+
+def numbers(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> np.ndarray:
+    return rng.standard_normal(shape).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def case(
+    t: int,
+    k: int,
+    m: int,
+    *,
+    dtype: str = "float32",
+    int8: bool = False,
+    activation: str | None = None,
+    norm: bool | None = None,
+    bias: bool = False,
+    residual: bool = False,
+    sizes: tuple[int, ...] | None = None,
+    rows: tuple[int, int] | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments of `linear`, with the weight as it is stored. norm: its `plus_one`."""
+    rng = np.random.default_rng(seed)
+    matrix = Matrix(m, k, activation is not None, len(sizes or (t,)))
+    weight = numbers(rng, m, k, dtype=dtype)
+    width = matrix.width if rows is None else rows[1] - rows[0]
+    return {
+        "x": numbers(rng, t, k, dtype=dtype),
+        "weight": rng.integers(-127, 128, (m, k), np.int8) if int8 else weight,
+        "matrix": matrix,
+        "norm": None if norm is None else Norm(numbers(rng, k, dtype=dtype), 1e-5, norm),
+        "scales": rng.random(m, np.float32) / 100 if int8 else None,
+        "bias": numbers(rng, m, dtype=dtype) if bias else None,
+        "activation": activation,
+        "residual": numbers(rng, t, width, dtype=dtype) if residual else None,
+        "rows": rows,
+        "sizes": None if sizes is None else np.array(sizes, np.int32),
+    }
+
+
+def run(arguments: dict[str, Any], impl: str) -> np.ndarray:
+    own = dict(arguments)
+    x, weight, matrix = own.pop("x"), own.pop("weight"), own.pop("matrix")
+    packed = IMPLS[impl].pack(weight, matrix)
+    return np.asarray(linear(jnp.asarray(x), jnp.asarray(packed), matrix, impl=impl, **own))
+
+
+def expected(arguments: dict[str, Any]) -> np.ndarray:
+    """In float64, with x rounded after its norm."""
+    x, weight, matrix, norm, scales, bias, activation, residual, rows, sizes = arguments.values()
+    if norm is not None:
+        wide = x.astype(np.float32)
+        root = np.sqrt((wide**2).mean(-1, keepdims=True) + np.float32(norm.eps))
+        x = (wide / root * (np.asarray(norm.weight, np.float32) + norm.plus_one)).astype(x.dtype)
+    y = x.astype(np.float64) @ weight.astype(np.float64).T
+    y = y * (1 if scales is None else scales) + (0 if bias is None else bias.astype(np.float64))
+    if sizes is not None:
+        own = np.repeat(np.arange(len(sizes)), sizes)
+        y = y.reshape(len(x), len(sizes), -1)[np.arange(len(x)), own]
+    if activation:
+        gate, up = np.split(y, 2, axis=1)
+        y = ACTIVATIONS[activation](gate) * up
+    y = y if rows is None else y[:, slice(*rows)]
+    return y if residual is None else y + residual.astype(np.float64)
+
+
+def assert_contract(arguments: dict[str, Any], impl: str) -> None:
+    found, wanted = run(arguments, impl), expected(arguments)
+    chex.assert_shape(found, wanted.shape)
+    chex.assert_type(found, arguments["x"].dtype)
+    limit = ERROR[arguments["x"].dtype.name] * max(np.abs(wanted).max(), 1e-30)
+    chex.assert_trees_all_close(found.astype(np.float64), wanted, rtol=0, atol=limit)
+
+
+CASES = {
+    "one token": {"t": 1, "k": 64, "m": 96},
+    "a decode": {"t": 13, "k": 80, "m": 70},
+    "a chunk": {"t": 64, "k": 96, "m": 160},
+    "odd sizes": {"t": 7, "k": 33, "m": 37},
+    "deep": {"t": 29, "k": 4200, "m": 64},
+    "norm": {"t": 25, "k": 72, "m": 64, "norm": False},
+    "norm plus one": {"t": 1, "k": 50, "m": 64, "norm": True},
+    "bias and residual": {"t": 14, "k": 48, "m": 45, "bias": True, "residual": True},
+    "gates": {"t": 12, "k": 48, "m": 128, "activation": "silu"},
+    "gates of odd width": {"t": 5, "k": 40, "m": 2 * 37, "activation": "gelu_tanh", "norm": True},
+    "rows": {"t": 9, "k": 64, "m": 192, "rows": (64, 160)},
+    "rows within a panel": {"t": 9, "k": 64, "m": 100, "rows": (7, 99), "residual": True, "bias": True},
+    "experts": {"t": 40, "k": 32, "m": 4 * 64, "sizes": (3, 0, 30, 7), "activation": "silu"},
+    "experts without gates": {"t": 5, "k": 64, "m": 8 * 40, "sizes": (0, 0, 1, 0, 2, 1, 1, 0), "residual": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("impl", HERE)
+def test_every_implementation_fulfils_the_contract(impl, name, int8, dtype):
+    assert_contract(case(**CASES[name], dtype=dtype, int8=int8), impl)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    *(st.integers(1, 70) for _ in range(3)),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.booleans(),
+    st.sampled_from([None, "silu", "gelu_tanh"]),
+    st.sampled_from([None, False, True]),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+def test_the_cpu_kernel_on_any_shape(t, k, m, dtype, int8, activation, norm, more, seed):
+    m = 2 * m if activation else m
+    options: dict[str, Any] = {"activation": activation, "norm": norm, "bias": more, "residual": more, "seed": seed}
+    assert_contract(case(t, k, m, dtype=dtype, int8=int8, **options), "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "matrix",
+    [Matrix(96, 40), Matrix(37, 33), Matrix(74, 21, True), Matrix(3 * 50, 7, False, 3), Matrix(4 * 34, 64, True, 4)],
+    ids=str,
+)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_packed_weight_is_unpacked_exactly_and_its_rows_are_found(impl, matrix, dtype):
+    rng, own = np.random.default_rng(1), IMPLS[impl]
+    shape = matrix.outputs, matrix.inputs
+    weight = rng.integers(-127, 128, shape, np.int8) if dtype == "int8" else numbers(rng, *shape, dtype=dtype)
+    packed = own.pack(weight, matrix)
+    chex.assert_trees_all_equal(own.unpack(packed, matrix), weight)
+    if not matrix.gated and matrix.count == 1:
+        ids = rng.integers(0, matrix.outputs, 11)
+        chex.assert_trees_all_equal(np.asarray(own.gather(jnp.asarray(packed), matrix, ids)), weight[ids])
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("k", "m"), [(576, 960), (1536, 576), (5000, 64)])
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it(k, m, dtype, int8):
+    """Of sums, norm and gates, whichever tile and thread computes a token."""
+    every = case(512, k, m, dtype=dtype, int8=int8, activation="silu", norm=False)
+    found = run(every, "cpu")
+    for first, last in ((0, 1), (100, 107), (3, 67), (511, 512), (200, 256)):
+        alone = run({**every, "x": every["x"][first:last]}, "cpu")
+        chex.assert_trees_all_equal(alone, found[first:last])
+
+
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+def test_numbers_that_are_not_finite_stay_in_their_rows():
+    arguments = case(9, 64, 64, norm=False, activation="silu")
+    found = run(arguments, "cpu")
+    arguments["x"][4, 5] = np.nan
+    wrong = run(arguments, "cpu")
+    assert np.isnan(wrong[4]).all()
+    chex.assert_trees_all_equal(np.delete(wrong, 4, 0), np.delete(found, 4, 0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"impl": "gpu"}, "impl is 'gpu'; it must be one of 'reference', 'xla', 'cpu'"),
+        ({"x": jnp.zeros((3, 9))}, r"x is \(3, 9\); the weight \[64, 8\] needs \[T, 8\]"),
+        ({"bias": jnp.zeros(63)}, r"bias is \(63,\); x \(3, 8\) and the weight \[64, 8\] need \(64,\)"),
+        ({"residual": jnp.zeros((2, 64))}, r"residual is \(2, 64\)"),
+        ({"rows": (60, 65)}, r"rows is \(60, 65\); it must be within \[0, 64\]"),
+        ({"activation": "silu"}, "the weight is not gated and the activation 'silu'; need both"),
+        ({"activation": "relu"}, "activation is 'relu'; it must be one of 'silu', 'gelu', 'gelu_tanh'"),
+        ({"sizes": jnp.zeros(2, jnp.int32)}, r"sizes is \(2,\); the weight has 1 matrices"),
+        ({"matrix": Matrix(64, 8, False, 3)}, "64 outputs cannot be 3 matrices"),
+    ],
+)
+def test_wrong_arguments_are_named(changed, message):
+    arguments = {"x": jnp.zeros((3, 8)), "weight": jnp.zeros((64, 8)), "matrix": Matrix(64, 8), "impl": "xla"} | changed
+    with pytest.raises(ValueError, match=message):
+        linear(arguments.pop("x"), arguments.pop("weight"), arguments.pop("matrix"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "activation", "message"),
+    [
+        ("float16", "float16", None, "impl 'cpu' multiplies float32 and bfloat16 and not float16; impl 'xla' has no"),
+        (
+            "float32",
+            "bfloat16",
+            None,
+            "needs weights of int8 or of the activations' dtype float32, and they are bfloat",
+        ),
+        ("float32", "float32", "gelu", "has the gates silu, gelu_tanh and not 'gelu'"),
+    ],
+)
+def test_what_the_cpu_kernel_cannot_do_is_named(dtype, weight, activation, message):
+    matrix = Matrix(64, 8, activation is not None)
+    with pytest.raises(ValueError, match=message):
+        linear(jnp.zeros((3, 8), dtype), jnp.zeros((2, 8, 32), weight), matrix, impl="cpu", activation=activation)
+
+
+PROGRAM = """
+from tests.pallas_kernels.test_linear import CASES, assert_contract, case
+from pallas_kernels.linear.cpu import vectors
+print(vectors.COLUMNS, vectors.PAIRS)
+for options in CASES.values():
+    for dtype in ("float32", "bfloat16"):
+        for int8 in (False, True):
+            assert_contract(case(**options, dtype=dtype, int8=int8), "cpu")
+"""
+NARROWER = {
+    "AVX2": ("haswell", "+avx2,+fma,+avx,+sse4.2,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe", "6 False"),
+    "AVX-512 without pairs": ("skylake-avx512", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx2,+fma,+avx", "12 False"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NARROWER)
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+def test_the_cpu_kernel_without_the_newest_instructions(name, tmp_path):
+    from pallas_kernels.shared.cpu.vectors import has
+
+    cpu, features, printed = NARROWER[name]
+    if not all(has(feature[1:]) for feature in features.split(",")):
+        pytest.skip(f"this CPU has no {name}")
+    settings = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=os.environ | settings,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split("\n")[0] == printed
