@@ -41,10 +41,10 @@ def read_weights(model: Model) -> Run:
 
 
 def weight_products(model: Model, batch: int) -> Run:
-    """The step's products with weights, [out, in] @ [in, batch] as in the step, independent of each other."""
+    """The step's products of [batch, in] with weights [out, in], independent of each other."""
     matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
-    columns = {n: jnp.ones((n, batch), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
-    return _ready(lambda ws, xs: [w @ xs[w.shape[1]] for w in ws], matrices, columns)
+    rows = {n: jnp.ones((batch, n), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
+    return _ready(lambda ws, xs: [xs[w.shape[1]] @ w.T for w in ws], matrices, rows)
 
 
 def attention_products(model: Model, batch: int, context: int) -> Run:

@@ -57,7 +57,7 @@ from pagedjax.host.types import EMPTY_PLAN
 WARM = 2  # steps before the timed ones
 MOST_STEPS = 40  # ROOM limits the steps
 ATTEMPTS = 3  # at a point, if processor time is stolen
-PROBE_TOKENS = 512  # columns of the products that measure the rate of multiplying
+PROBE_TOKENS = 512  # rows of the products that measure the rate of multiplying
 
 Compute = Callable[[Batch], np.ndarray]
 

@@ -44,7 +44,7 @@ def paper(c: Any, sequences: int, context: int) -> Paper:
     embedding = 0 if c.tied else head  # of one that is not the head, a row a sequence is read
     norms = (2 * c.layers + 1) * c.hidden
     biases = c.layers * (c.qkv_bias * (queries + 2 * keys) + c.out_bias * c.hidden)
-    angles = c.head_dim * c.max_len  # the rotary table, of which a column a sequence is read
+    angles = c.head_dim * c.max_len  # the rotary table, of which a row a sequence is read
     read = c.layers * layer + head + norms + biases
     longest = context + ROOM
     blocks = 1 + sequences * -(-longest // BLOCK)

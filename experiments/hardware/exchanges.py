@@ -2,8 +2,8 @@
 
 A step of T tokens and R samples over n devices exchanges (docs/design/devices.md):
 
-    all-reduce   H T numbers   2 L + 1 times: after attention and after the MLP of each layer, and the embedding
-    all-to-all   V/n R         once, and once in the branch for prompt log-probabilities, of PROMPT_TILE tokens
+    all-reduce   T H numbers   2 L + 1 times: after attention and after the MLP of each layer, and the embedding
+    all-to-all   R V/n         once, and once in the branch for prompt log-probabilities, of PROMPT_TILE tokens
     all-gather   R C           the same: C numbers of each sample
 
 A compiler may combine several exchanges into one instruction, or split one. Such a program is right, so numbers are
@@ -180,7 +180,7 @@ def seconds(program: Mapping[Found, int], n: int, network: Network) -> float:
 
 
 def seconds_of_layers(model: DecoderConfig, layers: int, n: int, tokens: int, network: Network) -> float:
-    """The time of two sums of [H, T] in each of so many layers."""
+    """The time of two sums of [T, H] in each of so many layers."""
     size = collectives.SUM_BYTES * model.hidden * tokens
     return collectives.seconds(Exchange("all-reduce", size, 2 * layers), n, network)
 

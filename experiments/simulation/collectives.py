@@ -68,8 +68,8 @@ class Exchanged(NamedTuple):
 def exchanges(sizes: Exchanged, n: int, tokens: int, sampled: int) -> tuple[Exchange, ...]:
     """What n devices exchange in a step of T = `tokens` tokens with R = `sampled` rows of logits; () for one device.
 
-    Two sums of [H, T] a layer, after attention and after the MLP; one of the embedding's [H, T]; logits [V/n, R], of
-    which each device gets the columns of R/n samples; and what was sampled [R, 3 + 2 * MAX_TOP].
+    Two sums of [T, H] a layer, after attention and after the MLP; one of the embedding's [T, H]; logits [R, V/n], of
+    which each device gets the rows of R/n samples; and what was sampled [R, 3 + 2 * MAX_TOP].
     """
     if n == 1:
         return ()

@@ -79,8 +79,8 @@ def read(model: Model, taps: Sequence[int], windows: np.ndarray, at_a_time: int 
             layers=c.layers, blocks=b - 1, block_size=s, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=model.dtype
         )
         _, hidden, found = module.hidden(pages, packed(tokens), partial(dense, scale=c.attn_scale), taps)
-        shares, ids = jax.lax.top_k(jax.nn.softmax(module.logits(hidden), axis=0).T, top)
-        return jnp.concatenate(found).T.astype(dtype), ids, shares
+        shares, ids = jax.lax.top_k(jax.nn.softmax(module.logits(hidden), axis=-1), top)
+        return jnp.concatenate(found, axis=-1).astype(dtype), ids, shares
 
     parts = []
     for i in tqdm(range(0, n, at_a_time), desc="features", unit="batch", leave=False, disable=None):

@@ -59,19 +59,19 @@ def drafts(head: Eagle, embedded: jax.Array, windows: Windows, passes: int) -> l
     """The logits of each pass, [B, S, V'].
 
     Args:
-        embedded: [H, B * S] of the model.
+        embedded: [B * S, H] of the model.
     """
     c, (b, s) = head.config.layer, windows.tokens.shape
     batch, found, earlier = packed(windows.tokens), [], []
-    outputs = windows.features.reshape(b * s, -1).T.astype(embedded.dtype)
+    outputs = windows.features.reshape(b * s, -1).astype(embedded.dtype)
     feature = head.fuse(outputs)
     for _ in range(passes):
-        before = jnp.pad(feature.reshape(-1, b, s), ((0, 0), (0, 0), (1, 0)))[:, :, :s].reshape(-1, b * s)
+        before = jnp.pad(feature.reshape(b, s, -1), ((0, 0), (1, 0), (0, 0)))[:, :s].reshape(b * s, -1)
         sizes = {"layers": 1, "blocks": b - 1, "block_size": s, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
         pages = cache.init(**sizes, dtype=str(embedded.dtype))
         u, k, v = head.layer(embedded, before, pages.k[0], pages.v[0], batch, attend_over(earlier, c.attn_scale))
         earlier.append((k, v))
-        found.append(head.drafted_logits(u).T.reshape(b, s, -1))
+        found.append(head.drafted_logits(u).reshape(b, s, -1))
         feature = u
     return found
 

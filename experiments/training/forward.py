@@ -68,7 +68,7 @@ def logits(module: Decoder, tokens: jax.Array) -> jax.Array:
         layers=c.layers, blocks=b - 1, block_size=s, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype="float32"
     )
     _, hidden, _ = module.hidden(pages, packed(tokens), partial(dense, scale=c.attn_scale))
-    return module.logits(hidden).T.reshape(b, s, -1)
+    return module.logits(hidden).reshape(b, s, -1)
 
 
 def loss(module: Decoder, tokens: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ class DraftModel(NamedTuple):
         features: how many numbers it keeps of each slot beside keys and values (F), of `dtype`.
         observe: (module, model, pages, batch, outputs of the taps, attend) -> pages.
         next_logits: (module, model, pages, batch of one token a row, feature of the token before each, attend) ->
-            (pages, feature of each token, logits [V, B]).
+            (pages, feature of each token, logits [B, V]).
     """
 
     layers: DecoderConfig
@@ -61,7 +61,7 @@ class DraftModel(NamedTuple):
 def features_before(
     pages: DraftPages, block_tables: jax.Array, rows: jax.Array, positions: jax.Array
 ) -> jax.Array | None:
-    """[F, n] the kept features of the tokens before some tokens, zeros at position 0; None if none are kept.
+    """[n, F] the kept features of the tokens before some tokens, zeros at position 0; None if none are kept.
 
     Args:
         block_tables: [B, M].
@@ -72,7 +72,7 @@ def features_before(
     before, size = jnp.maximum(positions - 1, 0), pages.features.shape[1]
     blocks = block_tables.at[rows, before // size].get(mode="promise_in_bounds")
     found = pages.features.at[blocks, before % size].get(mode="promise_in_bounds")
-    return jnp.where(positions > 0, found.T, 0)
+    return jnp.where((positions > 0)[:, None], found, 0)
 
 
 # --- a smaller model --------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def _observe_eagle(
 ) -> DraftPages:
     assert pages.features is not None
     size, t = pages.features.shape[1], len(batch.tokens)
-    found = head.features(outputs).T.astype(pages.features.dtype)
+    found = head.features(outputs).astype(pages.features.dtype)
     at = batch.slots // size, batch.slots % size
     pages = pages._replace(features=pages.features.at[at].set(found, mode="promise_in_bounds"))
     row = jnp.minimum(jnp.searchsorted(batch.cu_q_lens, jnp.arange(t), side="right") - 1, len(batch.seq_lens) - 1)

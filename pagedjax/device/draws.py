@@ -18,30 +18,23 @@ LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over 
 
 
 def best_tokens(logits: jax.Array) -> jax.Array:
-    """[B] argmax of each column of [V, B], the first of equals: of pieces of the vocabulary, then within the best one.
+    """[B] argmax of each row of [B, V], the first of equals: of pieces of the vocabulary, then within the best one.
 
-    XLA's CPU argmax is a scalar loop (64 requests, 49,152 tokens: 27 ms). A maximum over pieces runs over neighbouring
-    columns at once (2 ms).
+    On a CPU an argmax is a scalar loop, and a maximum is not (64 requests, 49,152 tokens: 7.4 and 0.4 ms).
     """
-    v, rows = logits.shape
-    pieces = jnp.pad(logits, ((0, -v % LANES), (0, 0)), constant_values=-jnp.inf).reshape(-1, LANES, rows)
-    piece = jnp.argmax(pieces.max(1), axis=0)
-    within = pieces[piece, :, jnp.arange(rows)]
+    b, v = logits.shape
+    pieces = jnp.pad(logits, ((0, 0), (0, -v % LANES)), constant_values=-jnp.inf).reshape(b, -1, LANES)
+    piece = jnp.argmax(pieces.max(-1), axis=-1)
+    within = jnp.take_along_axis(pieces, piece[:, None, None], axis=1)[:, 0]
     return (piece * LANES + jnp.argmax(within, axis=-1)).astype(jnp.int32)
-
-
-def columns_as_rows(logits: jax.Array) -> jax.Array:
-    """[V, B] -> [B, V]. Without the barrier XLA folds this into the product before it and packs the whole head."""
-    return jax.lax.optimization_barrier(logits).T
 
 
 def weights(logits: jax.Array, s: SamplingBatch, context: RowContext, chain: RowChain) -> jax.Array:
     """[B, V] unnormalised probabilities, after temperature and the options of the stage "probs".
 
     Args:
-        logits: [V, B], after the options of the stage "logits".
+        logits: [B, V], after the options of the stage "logits".
     """
-    logits = columns_as_rows(logits)
     # The best logit is subtracted before the division. After it, a low temperature would multiply the rounding error.
     below = logits - logits.max(-1, keepdims=True)
     found = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])

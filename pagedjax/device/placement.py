@@ -139,18 +139,18 @@ class Placement:
         return jax.shard_map(program, mesh=self.mesh, in_specs=specs, out_specs=(cache, copies), check_vma=False)
 
     def by_rows(self, function: RowFunction, logits: jax.Array, rows: Any) -> Any:
-        """function([V, b], arrays [b, ...]) -> arrays [b, ...]: each device computes its share b of all R rows.
+        """function([b, V], arrays [b, ...]) -> arrays [b, ...]: each device computes its share b of all R rows.
 
         Called inside of `mapped`. A device never has more than its rows' logits.
 
         Args:
-            logits: [V / devices, R] of this device's part of the vocabulary.
+            logits: [R, V / devices] of this device's part of the vocabulary.
             rows: arrays [R, ...], the same on each device.
 
         Returns:
             arrays [R, ...] of 32-bit numbers, the same on each device.
         """
-        count = logits.shape[1]
+        count = len(logits)
         share = -(-count // self.sizes.size)
         more = share * self.sizes.size - count
 
@@ -158,8 +158,8 @@ class Placement:
             x = jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)), mode="edge")
             return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXES) * share, share)
 
-        logits = jax.lax.all_to_all(jnp.pad(logits, ((0, 0), (0, more))), AXES, 1, 0, tiled=True)
-        found, tree = jax.tree.flatten(function(logits[: self.model.vocab_size], jax.tree.map(mine, rows)))
+        logits = jax.lax.all_to_all(jnp.pad(logits, ((0, more), (0, 0))), AXES, 0, 1, tiled=True)
+        found, tree = jax.tree.flatten(function(logits[:, : self.model.vocab_size], jax.tree.map(mine, rows)))
         # as one array of bits: one exchange, and no compiler has to combine several
         bits = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(share, -1) for x in found]
         each = jax.lax.all_gather(jnp.concatenate(bits, axis=1), AXES, tiled=True)[:count]

@@ -26,7 +26,7 @@ DRAFT, ACCEPT, REPLACE = 1, 2, 3  # streams of `uniform`; a row without a draft 
 def draw_drafts(
     logits: jax.Array, s: SamplingBatch, context: RowContext, seed: jax.Array, chain: RowChain
 ) -> tuple[jax.Array, jax.Array]:
-    """[B] drafts from a drafter's logits [V, B], and the weights [B, V] that they were drawn from.
+    """[B] drafts from a drafter's logits [B, V], and the weights [B, V] that they were drawn from.
 
     A greedy batch has zeros for weights: nothing is drawn, and its samples do not read them.
     """
@@ -38,7 +38,7 @@ def draw_drafts(
         return jnp.where(s.temperature > 0, draw(found, s, seed, DRAFT), best), found
 
     def greedy(logits: jax.Array, s: SamplingBatch, context: RowContext) -> tuple[jax.Array, jax.Array]:
-        return best, jnp.zeros(logits.shape[::-1])
+        return best, jnp.zeros(logits.shape)
 
     return jax.lax.cond(jnp.any(s.temperature > 0), drawn, greedy, logits, s, context)
 

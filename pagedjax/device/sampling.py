@@ -7,6 +7,7 @@ speculative decoding rejection.py. Here is the order of all, and log-probabiliti
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from pagedjax.device import rejection
 from pagedjax.device.batch import MAX_TOP, Drafted, SamplingBatch
 from pagedjax.device.checks import check_shape
-from pagedjax.device.draws import best_tokens, columns_as_rows, draw, weights
+from pagedjax.device.draws import best_tokens, draw, weights
 from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext
@@ -68,7 +69,7 @@ def sample(
     """One token for each row.
 
     Args:
-        logits: [V, B] float32, in the layout that the model computes. Greedy rows are never transposed.
+        logits: [B, V] float32.
         history: read only by options that some row uses.
         seed: [] uint32, the engine's.
         tile: number of rows that are sampled, or have their log-probabilities computed, at a time; None is all.
@@ -76,22 +77,20 @@ def sample(
         drafted: the drafts, if they are accepted by rejection sampling. A row draws its draft's token if it accepts it.
 
     Raises:
-        ValueError: an array has not one row (or column) for each row of the step, or `s.features` is of another chain.
+        ValueError: an array has not one row for each row of the step, or `s.features` is of another chain.
     """
     _check(logits, s, history, chain)
-    context = lambda s, tables, lens: RowContext(history.tokens, tables, lens, s.prompt_len, s.position)  # noqa: E731
 
-    def choose(x: jax.Array, *rows: Any) -> jax.Array:
-        def choose_tile(x: jax.Array, rows: Any) -> jax.Array:
-            s, tables, lens, drafted = rows
-            return _choose(x, s, context(s, tables, lens), seed, chain, drafted)
-
-        return _tiled(choose_tile, tile, x, rows)
+    def choose(
+        x: jax.Array, s: SamplingBatch, tables: jax.Array, lens: jax.Array, drafted: Drafted | None
+    ) -> jax.Array:
+        context = RowContext(history.tokens, tables, lens, s.prompt_len, s.position)
+        return _choose(x, s, context, seed, chain, drafted)
 
     # Two whole branches: XLA copies logits that a branch returns unchanged.
     plain = ~(jnp.any(s.temperature > 0) | chain.uses("logits", s.features))
     rows = s, history.block_tables, history.seq_lens, drafted
-    tokens = jax.lax.cond(plain, lambda x, *_: best_tokens(x), choose, logits, *rows)
+    tokens = jax.lax.cond(plain, lambda x, *_: best_tokens(x), partial(_tiled, choose, tile), logits, *rows)
     zeros = SampledTokens(tokens, *_no_logprobs(len(tokens)))
     with_logprobs = lambda: SampledTokens(tokens, *_tiled(_logprobs, tile, logits, tokens))  # noqa: E731
     return jax.lax.cond(jnp.any(s.num_top >= 0), with_logprobs, lambda: zeros)
@@ -99,7 +98,7 @@ def sample(
 
 def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChain) -> None:
     b = len(s.temperature)
-    check_shape("logits", logits, (None, b))
+    check_shape("logits", logits, (b, None))
     check_shape("tokens", history.tokens, (None, None))
     check_shape("block_tables", history.block_tables, (b, None))
     check_shape("seq_lens", history.seq_lens, (b,))
@@ -109,19 +108,19 @@ def _check(logits: jax.Array, s: SamplingBatch, history: History, chain: RowChai
         check_shape(jax.tree_util.keystr(path), array, (b, *array.shape[1:]))
 
 
-def _tiled(function: Callable[[jax.Array, Any], Any], tile: int | None, logits: jax.Array, rows: Any) -> Any:
-    """function([V, B], arrays [B, ...]) -> arrays [B, ...], computed for `tile` rows at a time."""
-    b = logits.shape[1]
+def _tiled(function: Callable[..., Any], tile: int | None, logits: jax.Array, *rows: Any) -> Any:
+    """function(logits [B, V], arrays [B, ...]) -> arrays [B, ...], computed for `tile` rows at a time."""
+    b = len(logits)
     if tile is None or b <= tile:
-        return function(logits, rows)
+        return function(logits, *rows)
 
     def body(i: jax.Array, out: Any) -> Any:
         start = jnp.minimum(i * tile, b - tile)  # the last tile computes rows of the one before again
-        cut = lambda x, axis=0: jax.lax.dynamic_slice_in_dim(x, start, tile, axis)  # noqa: E731
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile)  # noqa: E731
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0)  # noqa: E731
-        return jax.tree.map(put, out, function(cut(logits, 1), jax.tree.map(cut, rows)))
+        return jax.tree.map(put, out, function(*jax.tree.map(cut, (logits, *rows))))
 
-    like = jax.eval_shape(function, logits, rows)
+    like = jax.eval_shape(function, logits, *rows)
     return jax.lax.fori_loop(0, -(-b // tile), body, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like))
 
 
@@ -147,26 +146,26 @@ def prompt_logprobs(
     tile: int | None = None,
     by_rows: Callable[..., Any] = whole_rows,
 ) -> PromptLogprobs:
-    """Log-probabilities of `targets` [T] from hidden [H, T], some at a time, and only if some target is wanted.
+    """Log-probabilities of `targets` [T] from hidden [T, H], some at a time, and only if some target is wanted.
 
     Args:
-        project: [H, R] -> logits [V, R], or those of a device's part of the vocabulary.
+        project: [R, H] -> logits [R, V], or those of a device's part of the vocabulary.
         tile: as in `sample`, of the logits that exist at the same time.
         by_rows: how a device gets whole rows of them (placement.py).
     """
     t = targets.shape[0]
     some = min(PROMPT_TILE, t)
-    padded = jnp.pad(hidden, ((0, 0), (0, -t % some)))
+    padded = jnp.pad(hidden, ((0, -t % some), (0, 0)))
     wanted = jnp.pad(targets, (0, -t % some), constant_values=-1)
 
     def body(i, out):
-        logits = project(jax.lax.dynamic_slice_in_dim(padded, i * some, some, axis=1))
+        logits = project(jax.lax.dynamic_slice_in_dim(padded, i * some, some))
         ids = jnp.maximum(jax.lax.dynamic_slice_in_dim(wanted, i * some, some), 0)
         update = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, i * some, 0)  # noqa: E731
         found = by_rows(lambda x, ids: PromptLogprobs(*_tiled(_logprobs, tile, x, ids)), logits, ids)
         return jax.tree.map(update, out, found)
 
-    # A loop of zero trips is not enough: XLA moves work (a transposed head, 113 MB) out of loops, not out of branches.
+    # A loop of zero trips is not enough: XLA moves work (a converted head) out of loops, not out of branches.
     zeros = PromptLogprobs(*_no_logprobs(len(wanted)))
     walk = lambda: jax.lax.fori_loop(0, len(wanted) // some, body, zeros)  # noqa: E731
     out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)
@@ -179,7 +178,7 @@ def _no_logprobs(rows: int) -> tuple[jax.Array, ...]:
 
 
 def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
-    logp = jax.nn.log_softmax(columns_as_rows(logits), axis=-1)
+    logp = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logp, tokens[:, None], axis=-1)
     width = min(MAX_TOP, logp.shape[-1])
     top, ids = jax.lax.top_k(logp, width)

@@ -120,7 +120,7 @@ def make_step(
             history = History(cache.tokens, tables, lens)
             return sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
 
-        sampled = by_rows(sampled_rows, model.logits(hidden[:, batch.last]), rows)
+        sampled = by_rows(sampled_rows, model.logits(hidden[batch.last]), rows)
         fed = None if feed is None else jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
         return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows), fed)
 

@@ -27,16 +27,16 @@ def filled(values: np.ndarray, dtype: str = "float32") -> nnx.Param:
 
 class Layers(chex.TestCase):
     @chex.variants(with_jit=True, without_jit=True)
-    @parameterized.product(dtype=["float32", "bfloat16"], bias=[False, True], rows=[False, True])
-    def test_linear_is_a_product_and_a_bias(self, dtype: str, bias: bool, rows: bool):
+    @parameterized.product(dtype=["float32", "bfloat16"], bias=[False, True])
+    def test_linear_is_a_product_and_a_bias(self, dtype: str, bias: bool):
         layer = Linear(H, OUT, bias=bias, dtype=dtype)
-        weight, added, x = (jnp.asarray(draws(i, *s), dtype) for i, s in enumerate([(OUT, H), (OUT,), (H, T)]))
+        weight, added, x = (jnp.asarray(draws(i, *s), dtype) for i, s in enumerate([(OUT, H), (OUT,), (T, H)]))
         layer.weight = nnx.Param(weight)
         layer.bias = nnx.Param(added) if bias else None
-        y = self.variant(lambda x: layer(x, rows=rows))(x.T if rows else x)
-        exact = np.asarray(weight, np.float64) @ np.asarray(x, np.float64)
-        exact = exact + np.asarray(added, np.float64)[:, None] if bias else exact
-        chex.assert_shape(y, (OUT, T))
+        y = self.variant(layer)(x)
+        exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+        exact = exact + np.asarray(added, np.float64) if bias else exact
+        chex.assert_shape(y, (T, OUT))
         chex.assert_type(y, dtype)
         tolerance = {"float32": 1e-5, "bfloat16": 0.05}[dtype]
         chex.assert_trees_all_close(np.asarray(y, np.float64), exact, atol=tolerance, rtol=tolerance)
@@ -45,28 +45,28 @@ class Layers(chex.TestCase):
     def test_the_sum_of_a_16_bit_product_is_rounded_once(self):
         """A sum in bfloat16 would stop at 256: 256 + 1 is 256."""
         ones = filled(np.ones((1, 1024)), "bfloat16")
-        y = self.variant(lambda x: product(ones, None, x))(jnp.ones((1024, 1), jnp.bfloat16))
+        y = self.variant(lambda x: product(ones, None, x))(jnp.ones((1, 1024), jnp.bfloat16))
         chex.assert_trees_all_equal(y, jnp.full((1, 1), 1024, jnp.bfloat16))
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_an_int8_product_is_off_by_half_a_scale_for_each_weight(self):
-        weight, x = draws(0, OUT, H).astype(np.float32), draws(1, H, T).astype(np.float32)
+        weight, x = draws(0, OUT, H).astype(np.float32), draws(1, T, H).astype(np.float32)
         numbers, scales = rounded(weight)
         chex.assert_type(matrix(OUT, H, "float32", True)[0][...], jnp.int8)
         y = self.variant(lambda x: product(nnx.Param(jnp.asarray(numbers)), filled(scales), x))(x)
-        bound = scales[:, None] / 2 * np.abs(x).sum(0) + 1e-5
-        assert (np.abs(np.asarray(y) - weight @ x) <= bound).all()
-        chex.assert_shape(y, (OUT, T))
+        bound = np.abs(x).sum(-1, keepdims=True) * scales / 2 + 1e-5
+        assert (np.abs(np.asarray(y) - x @ weight.T) <= bound).all()
+        chex.assert_shape(y, (T, OUT))
 
     @chex.variants(with_jit=True, without_jit=True)
     @parameterized.product(plus_one=[False, True], dtype=["float32", "bfloat16"])
     def test_rms_norm_is_its_formula(self, plus_one: bool, dtype: str):
         layer, weight = RMSNorm(H, eps=1e-5, dtype=dtype, plus_one=plus_one), jnp.asarray(draws(0, H), dtype)
-        layer.weight, x = nnx.Param(weight), jnp.asarray(draws(1, N, H, T) * 100, dtype)
+        layer.weight, x = nnx.Param(weight), jnp.asarray(draws(1, T, N, H) * 100, dtype)
         y, wide = self.variant(layer)(x), np.asarray(x, np.float64)
-        factor = np.asarray(weight, np.float64)[:, None] + plus_one
-        exact = wide / np.sqrt((wide**2).mean(-2, keepdims=True) + 1e-5) * factor
-        chex.assert_shape(y, (N, H, T))
+        factor = np.asarray(weight, np.float64) + plus_one
+        exact = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * factor
+        chex.assert_shape(y, (T, N, H))
         chex.assert_type(y, dtype)
         tolerance = {"float32": 1e-5, "bfloat16": 0.01}[dtype]
         chex.assert_trees_all_close(np.asarray(y, np.float64), exact, atol=tolerance, rtol=tolerance)
@@ -75,36 +75,36 @@ class Layers(chex.TestCase):
     def test_layer_norm_has_mean_and_variance_of_its_parameters(self):
         layer = LayerNorm(H, eps=0.0, dtype="float32")
         layer.weight, layer.bias = filled(np.full(H, 3.0)), filled(np.full(H, 5.0))
-        y = self.variant(layer)(jnp.asarray(draws(0, H, T) * 7 + 11))
-        chex.assert_trees_all_close(y.mean(0), jnp.full(T, 5.0), atol=1e-5)
-        chex.assert_trees_all_close(y.std(0), jnp.full(T, 3.0), atol=1e-4)
+        y = self.variant(layer)(jnp.asarray(draws(0, T, H) * 7 + 11))
+        chex.assert_trees_all_close(y.mean(-1), jnp.full(T, 5.0), atol=1e-5)
+        chex.assert_trees_all_close(y.std(-1), jnp.full(T, 3.0), atol=1e-4)
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_rope_is_a_rotation_of_complex_numbers(self):
         """Su et al. 2021, equation 14: pair i of position m is multiplied by exp(i m theta_i)."""
         positions, freqs = np.array([0, 1, 2, 5, 60, 61, 127]), rope_frequencies(D, 10000.0, None)
-        angles, x = jnp.asarray(rope_table(freqs, 128)[:, :, positions]), draws(0, N, D, T)
+        angles, x = jnp.asarray(rope_table(freqs, 128)[:, positions]), draws(0, T, N, D)
         y = self.variant(rope)(jnp.asarray(x, jnp.float32), angles)
-        turned = (x[:, : D // 2] + 1j * x[:, D // 2 :]) * np.exp(1j * np.outer(freqs, positions))
-        chex.assert_trees_all_close(y, np.concatenate([turned.real, turned.imag], 1).astype(np.float32), atol=1e-4)
+        turned = (x[..., : D // 2] + 1j * x[..., D // 2 :]) * np.exp(1j * np.outer(positions, freqs))[:, None]
+        chex.assert_trees_all_close(y, np.concatenate([turned.real, turned.imag], -1).astype(np.float32), atol=1e-4)
 
     @chex.variants(with_jit=True, without_jit=True)
     def test_scores_of_rotated_vectors_depend_on_their_distance_alone(self):
-        table, x = rope_table(rope_frequencies(D, 10000.0, None), 128), jnp.asarray(draws(0, 2, D, 1), jnp.float32)
+        table, x = rope_table(rope_frequencies(D, 10000.0, None), 128), jnp.asarray(draws(0, 1, 2, D), jnp.float32)
 
         def score(m: int, n: int) -> jax.Array:
             turned = self.variant(rope)
-            q, k = (turned(a, jnp.asarray(table[:, :, [at]])) for a, at in ((x[:1], m), (x[1:], n)))
+            q, k = (turned(a, jnp.asarray(table[:, [at]])) for a, at in ((x[:, :1], m), (x[:, 1:], n)))
             return (q * k).sum()
 
         chex.assert_trees_all_close(score(10, 3), score(107, 100), atol=1e-4)
 
     def test_arrays_that_do_not_fit_are_named_when_a_layer_is_traced(self):
-        layer, x = Linear(H, OUT, dtype="float32"), jax.ShapeDtypeStruct((H + 1, T), jnp.float32)
-        with pytest.raises(ValueError, match=rf"x has shape \[{H + 1}, {T}\]; it must be \[{H}, any\]"):
+        layer, x = Linear(H, OUT, dtype="float32"), jax.ShapeDtypeStruct((T, H + 1), jnp.float32)
+        with pytest.raises(ValueError, match=rf"x has shape \[{T}, {H + 1}\]; it must be \[any, {H}\]"):
             jax.eval_shape(layer, x)
-        with pytest.raises(ValueError, match=rf"angles has shape .* it must be \[2, {D // 2}, {T}\]"):
-            jax.eval_shape(rope, jax.ShapeDtypeStruct((N, D, T), jnp.float32), jnp.zeros((2, D // 2, T + 1)))
+        with pytest.raises(ValueError, match=rf"angles has shape .* it must be \[2, {T}, {D // 2}\]"):
+            jax.eval_shape(rope, jax.ShapeDtypeStruct((T, N, D), jnp.float32), jnp.zeros((2, T + 1, D // 2)))
 
 
 def sparse(dtype: str) -> SparseMLP:
@@ -122,7 +122,7 @@ def test_the_router_is_exact_on_every_device():
 
     A CPU is exact in any case, so the test reads the program and not its result.
     """
-    traced = jax.make_jaxpr(sparse("float32"))(jnp.zeros((H, T)))
+    traced = jax.make_jaxpr(sparse("float32"))(jnp.zeros((T, H)))
     products = [equation for equation in traced.eqns if equation.primitive.name == "dot_general"]
     assert len(products) == 1, "the router's; experts are ragged products, and their sum is no product"
     highest = jax.lax.Precision.HIGHEST
@@ -131,20 +131,20 @@ def test_the_router_is_exact_on_every_device():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_mixture_is_the_weighted_sum_of_its_experts(dtype: str):
-    mlp, x = sparse(dtype), jnp.asarray(draws(9, H, T), dtype)
+    mlp, x = sparse(dtype), jnp.asarray(draws(9, T, H), dtype)
     y = mlp(x)
     wide = np.asarray(x, np.float64)
     router, up, down = (np.asarray(w[...], np.float64) for w in (mlp.router.weight, mlp.up, mlp.down))
     up, down = up.reshape(6, 32, H), down.reshape(6, H, 16)
-    logits = router @ wide
-    exact = np.zeros((H, T))
+    logits = wide @ router.T
+    exact = np.zeros((T, H))
     for t in range(T):
-        best = np.argsort(-logits[:, t])[:2]
-        shares = np.exp(logits[best, t])
+        best = np.argsort(-logits[t])[:2]
+        shares = np.exp(logits[t, best])
         for expert, share in zip(best, shares / shares.sum(), strict=True):
-            gate, value = np.split(up[expert] @ wide[:, t], 2)
-            exact[:, t] += share * (down[expert] @ (gate / (1 + np.exp(-gate)) * value))
-    chex.assert_shape(y, (H, T))
+            gate, value = np.split(up[expert] @ wide[t], 2)
+            exact[t] += share * (down[expert] @ (gate / (1 + np.exp(-gate)) * value))
+    chex.assert_shape(y, (T, H))
     chex.assert_type(y, dtype)
     tolerance = {"float32": 1e-4, "bfloat16": 0.06}[dtype]
     chex.assert_trees_all_close(np.asarray(y, np.float64), exact, atol=tolerance, rtol=tolerance)

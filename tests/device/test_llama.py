@@ -74,7 +74,7 @@ def all_logits(
 def _run(graphdef, params, kv, batch):
     model = nnx.merge(graphdef, params)
     kv, hidden, _ = model.hidden(kv, batch, attention.attend("xla", model.config.attn_scale))
-    return kv, model.logits(hidden).T
+    return kv, model.logits(hidden)
 
 
 def lay_out(step, done, prompts, tables, t: int) -> Batch:

@@ -90,24 +90,24 @@ def test_rows_on_their_devices_give_what_one_device_gives(tiny, rows, mesh):
         grid = np.array(jax.devices()[: sizes.size]).reshape(sizes.expert, sizes.tensor)
         placement = replace(placement, mesh=jax.sharding.Mesh(grid, placement.mesh.axis_names), sizes=sizes)
     vocab = -(-V // sizes.size) * sizes.size
-    logits = np.zeros((vocab, rows), np.float32)
-    logits[:V] = np.random.default_rng(rows).normal(size=(V, rows))
-    logits[V:] = 100.0  # padding of the vocabulary must not be read
+    logits = np.zeros((rows, vocab), np.float32)
+    logits[:, :V] = np.random.default_rng(rows).normal(size=(rows, V))
+    logits[:, V:] = 100.0  # padding of the vocabulary must not be read
     weights = {"scale": np.arange(1, rows + 1, dtype=np.float32), "add": np.ones((rows, 2), np.int32)}
 
     def function(x, weights):
-        chex.assert_shape(x, (V, len(weights["scale"])))
-        best = jnp.argmax(x * weights["scale"], axis=0).astype(jnp.int32)
-        return {"best": best, "sum": (x.sum(0)[:, None] * weights["add"]), "most": x.max(0)}
+        chex.assert_shape(x, (len(weights["scale"]), V))
+        best = jnp.argmax(x * weights["scale"][:, None], axis=-1).astype(jnp.int32)
+        return {"best": best, "sum": (x.sum(-1)[:, None] * weights["add"]), "most": x.max(-1)}
 
     spread = jax.shard_map(
         lambda x, w: placement.by_rows(function, x, w),
         mesh=placement.mesh,
-        in_specs=(P(("expert", "tensor")), P()),
+        in_specs=(P(None, ("expert", "tensor")), P()),
         out_specs=P(),
         check_vma=False,
     )
-    found, wanted = jax.jit(spread)(logits, weights), function(jnp.asarray(logits[:V]), weights)
+    found, wanted = jax.jit(spread)(logits, weights), function(jnp.asarray(logits[:, :V]), weights)
     chex.assert_trees_all_equal_shapes_and_dtypes(found, wanted)
     chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-5)
 

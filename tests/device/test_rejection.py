@@ -67,9 +67,9 @@ def same(row: Row, rows: int) -> Rows:
     return s._replace(seed=np.arange(rows, dtype=np.uint32)), History(history.tokens, tables, lens)
 
 
-def columns(logits: jax.Array, s: SamplingBatch) -> jax.Array:
-    """[V, B] from [V]."""
-    return jnp.repeat(logits[:, None], len(s.temperature), axis=1)
+def each_row(logits: jax.Array, s: SamplingBatch) -> jax.Array:
+    """[B, V] from [V]."""
+    return jnp.broadcast_to(logits, (len(s.temperature), *logits.shape))
 
 
 def at(position: jax.Array, s: SamplingBatch) -> SamplingBatch:
@@ -83,7 +83,7 @@ def draft(logits: jax.Array, s: SamplingBatch, history: History, first: int) -> 
     def one(position: jax.Array) -> tuple[jax.Array, jax.Array]:
         here = at(position, s)
         context = RowContext(*history, here.prompt_len, here.position)
-        return rejection.draw_drafts(columns(logits, s), here, context, SEED, DEFAULT)
+        return rejection.draw_drafts(each_row(logits, s), here, context, SEED, DEFAULT)
 
     return jax.lax.map(one, first + jnp.arange(POSITIONS))
 
@@ -92,7 +92,7 @@ def _verify(logits: jax.Array, s: SamplingBatch, history: History, first: int, d
     """[P, B] tokens of the positions from `first`."""
 
     def one(here: tuple[jax.Array, Drafted | None]) -> jax.Array:
-        return sample(columns(logits, s), at(here[0], s), history, SEED, drafted=here[1]).tokens
+        return sample(each_row(logits, s), at(here[0], s), history, SEED, drafted=here[1]).tokens
 
     return jax.lax.map(one, (first + jnp.arange(POSITIONS), drafted))
 
@@ -321,7 +321,7 @@ def test_a_few_rows_at_a_time_are_as_all_rows_at_once():
     s, history = same(RULES["penalties and bias"], 13)
     drafted = Drafted(jnp.arange(13, dtype=jnp.int32) % V - 1, jnp.repeat(jnp.exp(DRAFTER)[None], 13, axis=0))
     tiled = jax.jit(
-        lambda tile: sample(columns(MODEL, s), s, history, SEED, tile, drafted=drafted).tokens, static_argnums=0
+        lambda tile: sample(each_row(MODEL, s), s, history, SEED, tile, drafted=drafted).tokens, static_argnums=0
     )
     chex.assert_trees_all_equal(tiled(5), tiled(None))
 

@@ -29,8 +29,8 @@ from pagedjax.params import SamplingParams
 B, V, ROOM = 16, 300, 24  # rows; tokens, no multiple of anything; known tokens at most
 ENGINE_SEED = 11
 TILE = 5  # no divisor of B
-sampled = jax.jit(lambda rows, s, history, seed: sample(rows.T, s, history, seed, TILE))  # the tests think in rows
-at_once = jax.jit(lambda rows, s, history, seed: sample(rows.T, s, history, seed))
+sampled = jax.jit(lambda logits, s, history, seed: sample(logits, s, history, seed, TILE))
+at_once = jax.jit(sample)
 Row = dict[
     str, Any
 ]  # options of a row by their names in SamplingParams; "history", "prompt_len", "position", "suppressed"
@@ -158,7 +158,7 @@ def test_the_best_of_any_vocabulary_is_numpys_argmax(v):
     rng = np.random.default_rng(v)
     logits = rng.integers(-3, 3, (5, v)).astype(np.float32)  # many equals
     logits[3], logits[4, : v // 2] = -np.inf, -np.inf
-    chex.assert_trees_all_equal(draws.best_tokens(jnp.asarray(logits.T)), logits.argmax(-1).astype(np.int32))
+    chex.assert_trees_all_equal(draws.best_tokens(jnp.asarray(logits)), logits.argmax(-1).astype(np.int32))
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def products(jaxpr: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("tile", [None, TILE])
 def test_all_sums_of_sampling_are_in_exact_float32(tile):
     """At the default precision a TPU rounds the arguments of a product to bfloat16 and a GPU to TF32."""
-    arguments = jnp.zeros((V, B)), *batch([{}] * B), jnp.uint32(0)
+    arguments = jnp.zeros((B, V)), *batch([{}] * B), jnp.uint32(0)
     found = list(products(jax.make_jaxpr(lambda *a: sample(*a, tile))(*arguments)))
     assert len(found) >= 3, "sums of pieces, of a row, and of what stays above a threshold"
     assert set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
@@ -320,7 +320,7 @@ def test_products_in_bfloat16_do_not_favour_unlikely_tokens(monkeypatch):
     logits = np.full(v, -15.0, np.float32)
     logits[0], logits[128] = 0.0, np.log(0.9982)
     rows = batch([{"temperature": 1.0, "position": i} for i in range(draws)], v)
-    out = jax.jit(lambda *a: sample(*a, jnp.uint32(3)))(jnp.tile(jnp.asarray(logits)[:, None], draws), *rows)
+    out = jax.jit(lambda *a: sample(*a, jnp.uint32(3)))(jnp.tile(jnp.asarray(logits), (draws, 1)), *rows)
     assert set(np.asarray(out.tokens).tolist()) == {0, 128}
 
 
@@ -528,7 +528,7 @@ def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
 def test_a_few_rows_at_a_time_take_a_few_rows_of_memory():
     """And no copy of the logits on the way: what one hands on as it came, XLA copies."""
     b, v = 64, 4096
-    arguments = jax.ShapeDtypeStruct((v, b), jnp.float32), *batch([{}] * b, v), jnp.uint32(0)
+    arguments = jax.ShapeDtypeStruct((b, v), jnp.float32), *batch([{}] * b, v), jnp.uint32(0)
     taken = [
         jax.jit(sample, static_argnums=4).lower(*arguments, tile).compile().memory_analysis().temp_size_in_bytes
         for tile in (None, 8)
@@ -540,19 +540,19 @@ def test_a_few_rows_at_a_time_take_a_few_rows_of_memory():
 @pytest.mark.parametrize("t", [1, 5, 63, 64, 65, 130])
 def test_prompt_log_probabilities_of_any_number_of_tokens(t):
     rng = np.random.default_rng(t)
-    head, hidden = rng.standard_normal((V, 8), np.float32), rng.standard_normal((8, t), np.float32)
+    head, hidden = rng.standard_normal((V, 8), np.float32), rng.standard_normal((t, 8), np.float32)
     targets = rng.integers(0, V, t).astype(np.int32)
     targets[rng.random(t) < 0.3] = -1
     targets[-1] = 7
-    out = jax.jit(lambda h, x: prompt_logprobs(lambda y: head @ y, h, x, TILE))(hidden, targets)
-    logits = (head @ hidden).T
+    out = jax.jit(lambda h, x: prompt_logprobs(lambda y: y @ head.T, h, x, TILE))(hidden, targets)
+    logits = hidden @ head.T
     wanted = targets >= 0
     assert_logprobs(logits[wanted], targets[wanted], *(np.asarray(a)[wanted] for a in out))
     chex.assert_shape(list(out), [(t,), (t,), (t, MAX_TOP), (t, MAX_TOP)])
 
 
 def test_prompt_log_probabilities_cost_nothing_where_no_token_wants_them():
-    out = prompt_logprobs(lambda h: jnp.full((V, h.shape[1]), jnp.nan), jnp.ones((8, 70)), jnp.full(70, -1))
+    out = prompt_logprobs(lambda h: jnp.full((len(h), V), jnp.nan), jnp.ones((70, 8)), jnp.full(70, -1))
     chex.assert_trees_all_equal(out, jax.tree.map(jnp.zeros_like, out))
 
 
@@ -596,7 +596,7 @@ NEAR = RowFeature(  # an option of one file: favour the tokens beside the newest
     stage="logits",
     off={"near": np.float32(0)},
     read=lambda params, stop_ids: {"near": params.extra_args["near"]},
-    apply=lambda x, rows, context: x + rows["near"] * (jnp.abs(jnp.arange(len(x))[:, None] - newest(context)) == 1),
+    apply=lambda x, rows, context: x + rows["near"][:, None] * beside(newest(context), x.shape[1]),
     params=("near",),
 )
 ODD = RowFeature(
@@ -616,6 +616,11 @@ def newest(context: RowContext) -> jax.Array:
     return context.tokens[context.block_tables[jnp.arange(len(at)), at // size], at % size]
 
 
+def beside(tokens: jax.Array, v: int) -> jax.Array:
+    """[B, V] whether it is a neighbour of the row's token."""
+    return jnp.abs(jnp.arange(v) - tokens[:, None]) == 1
+
+
 @pytest.mark.parametrize("tile", [None, TILE])
 def test_a_feature_of_a_user_changes_the_rows_that_use_it_and_no_other(tile):
     options, logits = chain((NEAR, ODD)), random_logits(30)
@@ -626,7 +631,7 @@ def test_a_feature_of_a_user_changes_the_rows_that_use_it_and_no_other(tile):
     rows[5] |= {"extra_args": {"near": 100.0, "odd": True}, "logit_bias": {101: 10.0}}
     rows[6]["extra_args"] = {"odd": False}
     run = jax.jit(lambda *a: sample(*a, jnp.uint32(ENGINE_SEED), tile, options))
-    tokens = np.asarray(run(jnp.asarray(logits.T), *batch(rows, options=options)).tokens)
+    tokens = np.asarray(run(jnp.asarray(logits), *batch(rows, options=options)).tokens)
     without = draw(logits, [{key: row[key] for key in row if key not in ("extra_args", "logit_bias")} for row in rows])
     others = np.r_[0:3, 6:B]
     chex.assert_trees_all_equal(tokens[others], without[others])
@@ -636,7 +641,7 @@ def test_a_feature_of_a_user_changes_the_rows_that_use_it_and_no_other(tile):
 
 
 def test_a_batch_of_another_chain_is_refused_when_traced():
-    arguments = jnp.zeros((V, 2)), *batch([{}] * 2), jnp.uint32(0)
+    arguments = jnp.zeros((2, V)), *batch([{}] * 2), jnp.uint32(0)
     with pytest.raises(ValueError, match=r"the batch has the row features \[.*\]; the step has \[.*'near'"):
         jax.jit(lambda *a: sample(*a, None, chain((NEAR,))))(*arguments)
 
@@ -644,12 +649,12 @@ def test_a_batch_of_another_chain_is_refused_when_traced():
 def test_arrays_that_do_not_fit_are_refused_when_traced():
     s, history = batch([{}] * 3)
     seed = jnp.uint32(0)
-    with pytest.raises(ValueError, match=r"logits has shape \[300, 2\]; it must be \[any, 3\]"):
-        jax.jit(sample)(jnp.zeros((V, 2)), s, history, seed)
+    with pytest.raises(ValueError, match=r"logits has shape \[2, 300\]; it must be \[3, any\]"):
+        jax.jit(sample)(jnp.zeros((2, V)), s, history, seed)
     with pytest.raises(ValueError, match=r"seq_lens has shape \[2\]; it must be \[3\]"):
-        jax.jit(sample)(jnp.zeros((V, 3)), s, history._replace(seq_lens=jnp.zeros(2, jnp.int32)), seed)
+        jax.jit(sample)(jnp.zeros((3, V)), s, history._replace(seq_lens=jnp.zeros(2, jnp.int32)), seed)
     with pytest.raises(ValueError, match=r"\.seed has shape \[1\]; it must be \[3\]"):
-        jax.jit(sample)(jnp.zeros((V, 3)), s._replace(seed=np.zeros(1, np.uint32)), history, seed)
+        jax.jit(sample)(jnp.zeros((3, V)), s._replace(seed=np.zeros(1, np.uint32)), history, seed)
 
 
 # --- shapes, types and traces -----------------------------------------------------------------------------------------
@@ -678,7 +683,7 @@ class Sampling(chex.TestCase):
     def test_shapes_types_and_values_are_those_of_a_step(self, tile):
         logits = jnp.asarray(random_logits(31))
         arguments = *batch(mixed_rows()), jnp.uint32(ENGINE_SEED)
-        out = self.variant(lambda x, *a: sample(x.T, *a, tile))(logits, *arguments)
+        out = self.variant(lambda x, *a: sample(x, *a, tile))(logits, *arguments)
         chex.assert_shape([out.tokens, out.logprobs, out.ranks], DIMS["B"])
         chex.assert_shape([out.top_ids, out.top_logprobs], DIMS["BO"])
         chex.assert_type(list(out), [jnp.int32, jnp.float32, jnp.int32, jnp.int32, jnp.float32])
@@ -694,16 +699,16 @@ class Sampling(chex.TestCase):
         rows[0]["history"], rows[1]["history"] = [], rng.integers(0, 12, ROOM).tolist()
         s, history = batch(rows)
         context = RowContext(*history, s.prompt_len, s.position)
-        found = self.variant(PENALTIES.apply)(jnp.asarray(logits.T), s.features["penalties"].fields, context)
+        found = self.variant(PENALTIES.apply)(jnp.asarray(logits), s.features["penalties"].fields, context)
         expected = np.array([adjusted(x, row) for x, row in zip(logits, rows, strict=True)], np.float32)
-        chex.assert_trees_all_close(found.T, expected, rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
 
     @chex.variants(with_jit=True, without_jit=True)  # type: ignore[attr-defined]
     def test_spans_of_any_length_read_the_same_history(self):
         rng = np.random.default_rng(33)
         rows = [{"frequency_penalty": 0.5} | random_history(rng) for _ in range(B)]
         s, history = batch(rows)
-        context, logits = RowContext(*history, s.prompt_len, s.position), jnp.zeros((40, B))
+        context, logits = RowContext(*history, s.prompt_len, s.position), jnp.zeros((B, 40))
         found = []
         for span in (4, 12, 20, 512):  # 1, 3 and 5 blocks of 6, and the whole table
             with mock.patch.object(penalties, "SPAN", span):
@@ -716,7 +721,7 @@ class Sampling(chex.TestCase):
     def test_options_of_the_rows_are_arguments_of_one_program(self):
         chex.clear_trace_counter()
         run = jax.jit(chex.assert_max_traces(lambda *a: sample(*a, jnp.uint32(0), TILE), n=1))
-        logits = jnp.asarray(random_logits(34).T)
+        logits = jnp.asarray(random_logits(34))
         tokens = {run(logits, *batch(rows)).tokens.tobytes() for rows in ([{}] * B, mixed_rows())}
         assert len(tokens) == 2
 
@@ -727,6 +732,6 @@ def test_histories_of_any_length_take_no_memory():
     s = batch([{}] * b, v)[0]
     int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     history = History(int32(1000, size), int32(b, width), int32(b))
-    logits = jax.ShapeDtypeStruct((v, b), jnp.float32)
+    logits = jax.ShapeDtypeStruct((b, v), jnp.float32)
     compiled = jax.jit(sample).lower(logits, s, history, jnp.uint32(0)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20

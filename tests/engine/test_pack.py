@@ -222,7 +222,7 @@ WIDE = RowFeature(
     stage="logits",
     off={"numbers": np.zeros(50, np.float32), "count": np.int32(-1)},
     read=lambda params, stop_ids: {"numbers": np.arange(50), "count": params.extra_args["wide"]},
-    apply=lambda x, rows, context: x + rows["numbers"].T,
+    apply=lambda x, rows, context: x + rows["numbers"],
     params=("wide",),
 )
 

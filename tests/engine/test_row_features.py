@@ -17,7 +17,7 @@ FAVOUR = RowFeature(
     stage="logits",
     off={"token": np.int32(0), "bonus": np.float32(0)},
     read=lambda params, stop_ids: dict(zip(("token", "bonus"), params.extra_args["favour"], strict=True)),
-    apply=lambda x, rows, context: x.at[rows["token"], np.arange(x.shape[1])].add(rows["bonus"]),
+    apply=lambda x, rows, context: x.at[np.arange(len(x)), rows["token"]].add(rows["bonus"]),
     params=("favour",),
 )
 

@@ -60,14 +60,14 @@ def test_a_written_head_is_read_again_to_the_same_bits(head, dtype):
 
 def test_a_read_head_gives_the_same_logits_and_none_to_tokens_that_it_does_not_know(head):
     found = read_eagle(str(head.folder), head.target, "float32")
-    u = jnp.asarray(np.random.default_rng(1).standard_normal((head.target.hidden, 5), np.float32))
+    u = jnp.asarray(np.random.default_rng(1).standard_normal((5, head.target.hidden), np.float32))
     logits = nnx.merge(found.graphdef, found.params).logits(u)
-    chex.assert_shape(logits, (head.target.vocab_size, 5))
+    chex.assert_shape(logits, (5, head.target.vocab_size))
     chex.assert_type(logits, jnp.float32)
     chex.assert_trees_all_equal(logits, head.module.logits(u))
     known = np.isin(np.arange(head.target.vocab_size), IDS)
-    assert jnp.isneginf(logits[~known]).all()
-    chex.assert_tree_all_finite(logits[known])
+    assert jnp.isneginf(logits[:, ~known]).all()
+    chex.assert_tree_all_finite(logits[:, known])
 
 
 def test_the_folder_has_no_computed_arrays_and_says_what_it_is_for(head):

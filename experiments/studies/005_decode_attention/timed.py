@@ -38,7 +38,7 @@ from pallas_kernels.paged_attention import IMPLS
 
 SIZES = (16, 128)  # tokens a block
 TOGETHER = 10  # layers in a program of attention alone, which share the cost of its call
-WIDE = 256  # columns of the products that measure the rate of arithmetic
+WIDE = 256  # rows of the products that measure the rate of arithmetic
 AGAIN, CACHED = "no cache", "paged cache"
 BEST, ONE_BLOCK = "contiguous, XLA", "contiguous, the paged kernel"
 
@@ -68,10 +68,10 @@ class Device:
 
     def __init__(self, model: Model) -> None:
         matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
-        columns = {n: jnp.ones((n, WIDE), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
+        rows = {n: jnp.ones((WIDE, n), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
         # summed, as in `read_weights`; else allocating the results would dominate the time
-        multiply = jax.jit(lambda ws, xs: [(w @ xs[w.shape[1]]).sum() for w in ws])
-        self._read, self._multiply = lower_bounds.read_weights(model), partial(multiply, matrices, columns)
+        multiply = jax.jit(lambda ws, xs: [(xs[w.shape[1]] @ w.T).sum() for w in ws])
+        self._read, self._multiply = lower_bounds.read_weights(model), partial(multiply, matrices, rows)
         self._bytes, self._numbers = sum(w.nbytes for w in matrices), sum(w.size for w in matrices)
         self._seconds: list[tuple[float, float]] = []
         jax.block_until_ready(self._multiply())

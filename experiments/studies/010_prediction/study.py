@@ -39,7 +39,7 @@ METRICS = {
     "between tokens, p99, s": "itl_s.p99",
     "duration, s": "duration_s",
 }
-PRODUCT_COLUMNS = 256  # columns of the products that measure the rate of arithmetic: the budget of a step
+PRODUCT_ROWS = 256  # rows of the products that measure the rate of arithmetic: the budget of a step
 FITTED, ROOFLINE = "fitted", "roofline"
 FIT = "all at once"  # the run whose steps are fitted
 
@@ -104,15 +104,15 @@ def predicted(
 def roofline(model: Model, name: str) -> Roofline:
     """The roofline of this device now: bytes/s of reading all weights once, operations/s of products with them."""
     matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
-    columns = {n: jnp.ones((n, PRODUCT_COLUMNS), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
+    rows = {n: jnp.ones((PRODUCT_ROWS, n), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
     # summed, as in `read_weights`; else allocating the results would dominate the time
-    multiply = jax.jit(lambda ws, xs: [(w @ xs[w.shape[1]]).sum() for w in ws])
+    multiply = jax.jit(lambda ws, xs: [(xs[w.shape[1]] @ w.T).sum() for w in ws])
     reading = seconds(lower_bounds.read_weights(model))
-    multiplying = seconds(lambda: jax.block_until_ready(multiply(matrices, columns)))
+    multiplying = seconds(lambda: jax.block_until_ready(multiply(matrices, rows)))
     number = jnp.dtype(model.dtype).itemsize
     shape = cost.shape_of(open_checkpoint(name).config, number, number)
     bandwidth = sum(w.nbytes for w in matrices) / reading
-    rate = 2 * PRODUCT_COLUMNS * sum(w.size for w in matrices) / multiplying
+    rate = 2 * PRODUCT_ROWS * sum(w.size for w in matrices) / multiplying
     return Roofline(shape, Chip(bandwidth, rate, 0.0, launch=0.0))
 
 

@@ -6,7 +6,7 @@
     logits = cap(head(norm(x)))
 
 A family's file (llama.py, gpt2.py, gemma.py) turns a config.json into a `DecoderConfig` and says which tensors make
-which parameter. Activations are feature-major, see layers.py.
+which parameter.
 """
 
 from __future__ import annotations
@@ -155,21 +155,18 @@ class Attention(nnx.Module):
         self.config, self.kind = c, kind
 
     def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
-        """x [H, T], angles [R, 2, D / 2, T] -> (y [H, T], k_pages, v_pages)."""
-        c, t = self.config, x.shape[1]
-        heads = self.qkv(x).reshape(c.heads + 2 * c.kv_heads, c.head_dim, t)
-        q, k, v = heads[: c.heads], heads[c.heads : c.heads + c.kv_heads], heads[c.heads + c.kv_heads :]
+        """x [T, H], angles [R, 2, T, D / 2] -> (y [T, H], k_pages, v_pages)."""
+        c, t = self.config, len(x)
+        heads = self.qkv(x).reshape(t, c.heads + 2 * c.kv_heads, c.head_dim)
+        q, k, v = jnp.split(heads, (c.heads, c.heads + c.kv_heads), axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if c.ropes:
             q, k = (rope(a, angles[self.kind.rope]) for a in (q, k))
-        q, k, v = (a.transpose(2, 0, 1) for a in (q, k, v))
         k_pages, v_pages = write(attend, k_pages, v_pages, k, v, batch)
         where = batch.block_tables, batch.seq_lens, batch.cu_q_lens
-        y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=c.attn_cap).reshape(t, -1)
-        wide = y.dtype == jnp.float32  # with a transposed 16-bit operand, XLA on a CPU widens the weight
-        y = self.out(jax.lax.optimization_barrier(y.T)) if wide else self.out(y, rows=True)
-        return y, k_pages, v_pages
+        y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=c.attn_cap)
+        return self.out(y.reshape(t, -1)), k_pages, v_pages
 
 
 class MLP(nnx.Module):
@@ -181,7 +178,7 @@ class MLP(nnx.Module):
         self.activation, self.gated = c.activation, c.gated
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(_activated(self.up(x), self.activation, self.gated, axis=0))
+        return self.down(_activated(self.up(x), self.activation, self.gated))
 
 
 class SparseMLP(nnx.Module):
@@ -202,12 +199,12 @@ class SparseMLP(nnx.Module):
         self.config = c
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [H, T] -> [H, T]."""
-        c, t = self.config, x.shape[1]
+        """x [T, H] -> [T, H]."""
+        c = self.config
         assert c.experts is not None
         e = c.experts
-        shares = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=0)
-        weights, chosen = jax.lax.top_k(shares.T, e.chosen)  # [T, chosen]
+        shares = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(shares, e.chosen)  # [T, chosen]
         if e.normalised:
             weights = weights / weights.sum(-1, keepdims=True)
         own, expert = e.count // e.devices, chosen.reshape(-1)  # of the T * chosen pairs
@@ -215,7 +212,7 @@ class SparseMLP(nnx.Module):
             expert = (expert - own * jax.lax.axis_index("expert")) % e.count
         order = jnp.argsort(expert, stable=True)
         sizes = (expert[:, None] == jnp.arange(own)).sum(0)
-        rows = x.T[order // e.chosen]
+        rows = x[order // e.chosen]
         expert = expert[order]
 
         def through(weight: nnx.Param, scales: nnx.Param | None, rows: jax.Array, dtype: Any) -> jax.Array:
@@ -225,21 +222,21 @@ class SparseMLP(nnx.Module):
             return y if scales is None else (y * scales[...].reshape(own, -1)[expert]).astype(y.dtype)
 
         rows = through(self.up, self.up_scales, rows, x.dtype)
-        rows = _activated(rows, c.activation, True, axis=1)
+        rows = _activated(rows, c.activation, True)
         # parts of a width are added before they are rounded
         rows = through(self.down, self.down_scales, rows, jnp.float32 if c.axes else x.dtype)
         if e.devices > 1:
             rows = jnp.where((expert < own)[:, None], rows, 0)
-        pairs = jnp.zeros_like(rows).at[order].set(rows).reshape(t, e.chosen, c.hidden)
-        return summed((pairs.astype(jnp.float32) * weights[:, :, None]).sum(1).T, c.axes).astype(x.dtype)
+        pairs = jnp.zeros_like(rows).at[order].set(rows).reshape(len(x), e.chosen, c.hidden)
+        return summed((pairs.astype(jnp.float32) * weights[:, :, None]).sum(1), c.axes).astype(x.dtype)
 
 
-def _activated(y: jax.Array, activation: str, gated: bool, *, axis: int) -> jax.Array:
-    """In float32, rounded once. In 16 bits every operation would round, which is slow on a CPU."""
+def _activated(y: jax.Array, activation: str, gated: bool) -> jax.Array:
+    """[T, F] from [T, 2 F] of a gated MLP or [T, F], in float32, rounded once."""
     dtype, y = y.dtype, y.astype(jnp.float32)
     if not gated:
         return ACTIVATIONS[activation](y).astype(dtype)
-    gate, up = jnp.split(y, 2, axis=axis)
+    gate, up = jnp.split(y, 2, axis=-1)
     return (ACTIVATIONS[activation](gate) * up).astype(dtype)
 
 
@@ -253,7 +250,7 @@ class Block(nnx.Module):
         self.mlp_post = _norm(c, dtype) if c.post_norms else None
 
     def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
-        """x [H, T] -> (x [H, T], k_pages, v_pages)."""
+        """x [T, H] -> (x [T, H], k_pages, v_pages)."""
         y, k_pages, v_pages = self.attn(self.attn_norm(x), k_pages, v_pages, batch, angles, attend)
         x = x + (y if self.attn_post is None else self.attn_post(y))
         y = self.mlp(self.mlp_norm(x))
@@ -274,12 +271,12 @@ class Decoder(nnx.Module):
         self.positions = None if c.ropes else nnx.Param(jnp.zeros((c.max_len, c.hidden), dtype))
         self.blocks = nnx.List([Block(c, kind, dtype) for kind in c.kinds])
         self.norm = _norm(c, dtype)
-        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.head_dim // 2, c.max_len)))  # `angle_tables`
+        self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.head_dim // 2)))  # `angle_tables`
         self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype, int8=c.int8)
         self.config, self.dtype = c, dtype
 
     def embedded(self, batch: Batch) -> jax.Array:
-        """[H, T] what the first layer gets."""
+        """[T, H] what the first layer gets."""
         tokens, axes = batch.tokens, self.config.axes
         if axes:  # a device has some rows of the table; of other tokens it adds zeros
             tokens = tokens - jax.lax.axis_index(axes) * self.embed.shape[0]
@@ -293,7 +290,7 @@ class Decoder(nnx.Module):
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)
         if self.positions is not None:
             x = x + self.positions[...][batch.positions]
-        return x.T
+        return x
 
     def hidden(
         self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = ()
@@ -304,7 +301,7 @@ class Decoder(nnx.Module):
             taps: layers whose outputs are wanted too.
 
         Returns:
-            (cache, [H, T] after the final norm, [H, T] after each of the layers `taps`)
+            (cache, [T, H] after the final norm, [T, H] after each of the layers `taps`)
         """
         x = self.embedded(batch)
         angles = angles_at(self.angles, batch.positions)
@@ -318,18 +315,18 @@ class Decoder(nnx.Module):
         return cache, self.norm(x), tuple(outputs[layer] for layer in taps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[H, R] -> [V, R] float32; of this device's part of the vocabulary."""
+        """[R, H] -> [R, V] float32; of this device's part of the vocabulary."""
         y = product(self.embed, self.embed_scales, hidden) if self.head is None else self.head(hidden)
         y, cap = y.astype(jnp.float32), self.config.logit_cap
         return y if cap is None else cap * jnp.tanh(y / cap)
 
 
 def angles_at(table: Buffer, positions: jax.Array) -> jax.Array:
-    """[R, 2, D / 2, T] of the positions [T], from `angle_tables`."""
-    return table[...].at[:, :, :, positions].get(mode="promise_in_bounds")
+    """[R, 2, T, D / 2] of the positions [T], from `angle_tables`."""
+    return table[...].at[:, :, positions].get(mode="promise_in_bounds")
 
 
 def angle_tables(c: DecoderConfig) -> np.ndarray:
-    """[R, 2, D / 2, max_len] float32: the `rope_table` of each rotation."""
+    """[R, 2, max_len, D / 2] float32: the `rope_table` of each rotation."""
     tables = [rope_table(one.frequencies(c.head_dim), c.max_len) for one in c.ropes]
-    return np.stack(tables) if tables else np.zeros((0, 2, c.head_dim // 2, c.max_len), np.float32)
+    return np.stack(tables) if tables else np.zeros((0, 2, c.max_len, c.head_dim // 2), np.float32)

@@ -52,29 +52,29 @@ class Eagle(nnx.Module):
         self.norm = RMSNorm(hidden, **norm)
         self.head = Linear(hidden, c.vocabulary, dtype=dtype)
         self.ids = Buffer(jnp.zeros(c.vocabulary, jnp.int32))  # the tokens that can be drafted
-        self.angles = Buffer(jnp.zeros((len(one.ropes), 2, one.head_dim // 2, one.max_len)))  # `angle_tables`
+        self.angles = Buffer(jnp.zeros((len(one.ropes), 2, one.max_len, one.head_dim // 2)))  # `angle_tables`
         self.config = c
 
     def features(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
-        """[H, T] from the outputs [H, T] of the layers `taps`."""
-        return self.fuse(jnp.concatenate(outputs, axis=0))
+        """[T, H] from the outputs [T, H] of the layers `taps`."""
+        return self.fuse(jnp.concatenate(outputs, axis=-1))
 
     def layer(
         self, embedded: jax.Array, before: jax.Array, k_pages, v_pages, batch: Batch, attend: Attend
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(u [H, T], k_pages, v_pages) from embeddings [H, T], and the features [H, T] of the tokens before."""
-        x = self.join(jnp.concatenate([self.embed_norm(embedded), self.feature_norm(before)], axis=0))
+        """(u [T, H], k_pages, v_pages) from embeddings [T, H], and the features [T, H] of the tokens before."""
+        x = self.join(jnp.concatenate([self.embed_norm(embedded), self.feature_norm(before)], axis=-1))
         return self.block(x, k_pages, v_pages, batch, angles_at(self.angles, batch.positions), attend)
 
     def drafted_logits(self, u: jax.Array) -> jax.Array:
-        """[H, B] -> [V', B] float32."""
+        """[B, H] -> [B, V'] float32."""
         return self.head(self.norm(u)).astype(jnp.float32)
 
     def logits(self, u: jax.Array) -> jax.Array:
-        """[H, B] -> [V, B] float32, -inf for tokens that it does not know."""
+        """[B, H] -> [B, V] float32, -inf for tokens that it does not know."""
         found = self.drafted_logits(u)
-        everywhere = jnp.full((self.config.layer.vocab_size, found.shape[1]), -jnp.inf)
-        return everywhere.at[self.ids[...]].set(found, mode="promise_in_bounds")
+        everywhere = jnp.full((len(found), self.config.layer.vocab_size), -jnp.inf)
+        return everywhere.at[:, self.ids[...]].set(found, mode="promise_in_bounds")
 
 
 def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -> EagleConfig:

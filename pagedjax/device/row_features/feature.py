@@ -32,13 +32,13 @@ class RowFeature(NamedTuple):
             stage="logits",
             off={"boost": np.float32(0)},
             read=lambda params, stop_ids: {"boost": params.extra_args["boost_eos"]},
-            apply=lambda x, rows, context: x.at[EOS].add(rows["boost"]),
+            apply=lambda x, rows, context: x.at[:, EOS].add(rows["boost"]),
             params=("boost_eos",),
         )
 
     Attributes:
         name: unique in a chain.
-        stage: "logits" changes [V, B] logits, also of greedy rows; "probs" changes [B, V] unnormalised
+        stage: "logits" changes [B, V] logits, also of greedy rows; "probs" changes [B, V] unnormalised
             probabilities, after the temperature.
         off: by field, the value that changes nothing, a numpy scalar or array. It fixes dtype and shape.
         read: (params, stop_ids) -> the value of each field for one request, or None if it does not use the feature.

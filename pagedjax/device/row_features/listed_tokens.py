@@ -38,14 +38,14 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
 
 
 def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
-    v, b = logits.shape
+    b, v = logits.shape
     row, entry = jnp.arange(b)[:, None], jnp.arange(MAX_LISTED)
     stops = entry >= rows["always"][:, None]  # they count until min_tokens are out
     counts = (rows["ids"] >= 0) & (~stops | (context.position < rows["min_tokens"])[:, None])
     ids = jnp.where(counts, rows["ids"], v)  # past the end: dropped
-    is_listed = jnp.zeros((v, b), bool).at[ids, row].set(True, mode="drop")
-    logits = jnp.where(rows["only"] & ~is_listed, -jnp.inf, logits)
-    return logits.at[ids, row].add(rows["bias"], mode="drop")
+    is_listed = jnp.zeros((b, v), bool).at[row, ids].set(True, mode="drop")
+    logits = jnp.where(rows["only"][:, None] & ~is_listed, -jnp.inf, logits)
+    return logits.at[row, ids].add(rows["bias"], mode="drop")
 
 
 LISTED_TOKENS = RowFeature(

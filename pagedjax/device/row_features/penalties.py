@@ -26,15 +26,15 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, float]
 
 def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
     """Repetition (Keskar et al. 2019) over prompt and output; presence and frequency (OpenAI) over the output."""
-    presence, frequency, repetition = rows["presence"], rows["frequency"], rows["repetition"]
+    presence, frequency, repetition = (rows[name][:, None] for name in ("presence", "frequency", "repetition"))
     used = (presence != 0) | (frequency != 0) | (repetition != 1)
-    seen, counts = _counted(logits.shape[0], jnp.where(used, context.seq_lens, 0), context)
+    seen, counts = _counted(logits.shape[1], jnp.where(used[:, 0], context.seq_lens, 0), context)
     logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
     return logits - frequency * counts - presence * (counts > 0)
 
 
 def _counted(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Array, jax.Array]:
-    """[V, B] whether each of the first `lens` tokens of the rows has the id, and how many outputs have it.
+    """[B, V] whether each of the first `lens` tokens of the rows has the id, and how many outputs have it.
 
     Blocks are read some at a time, as far as the longest row, so no array of [B, max_model_len] exists.
     """
@@ -50,11 +50,11 @@ def _counted(v: int, lens: jax.Array, context: RowContext) -> tuple[jax.Array, j
         position = i * span * size + jnp.arange(span * size)
         known = position < lens[:, None]
         output = known & (position >= context.prompt_len[:, None])
-        seen = seen.at[jnp.where(known, ids, v), row].set(True, mode="drop")  # v is past the end: dropped
-        return seen, counts.at[jnp.where(output, ids, v), row].add(1.0, mode="drop")
+        seen = seen.at[row, jnp.where(known, ids, v)].set(True, mode="drop")  # v is past the end: dropped
+        return seen, counts.at[row, jnp.where(output, ids, v)].add(1.0, mode="drop")
 
     trips = -(-lens.max() // (span * size))
-    return jax.lax.fori_loop(0, trips, body, (jnp.zeros((v, b), bool), jnp.zeros((v, b))))
+    return jax.lax.fori_loop(0, trips, body, (jnp.zeros((b, v), bool), jnp.zeros((b, v))))
 
 
 PENALTIES = RowFeature(

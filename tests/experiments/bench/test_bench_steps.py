@@ -18,7 +18,7 @@ def test_floor_products_have_the_shapes_of_the_step(tiny):
     c = model.config
     rows = [w.shape[0] for w in jax.tree.leaves(model.params) if w.ndim == 2]
     products = lower_bounds.weight_products(model, batch)()
-    chex.assert_shape(products, [(n, batch) for n in rows])
+    chex.assert_shape(products, [(batch, n) for n in rows])
     chex.assert_type(products, model.dtype)
     sums = lower_bounds.read_weights(model)()
     chex.assert_shape(sums, [()] * len(rows))
