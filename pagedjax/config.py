@@ -25,6 +25,7 @@ Compilation = Literal["eager", "lazy"]
 DraftMethod = Literal["ngram", "suffix", "draft", "eagle"]
 AcceptanceRule = Literal["strict", "rejection"]
 AttentionImpl = Literal["xla", "cpu", "pallas_tpu", "pallas_gpu", "reference"]
+LinearImpl = Literal["reference", "xla", "cpu"]
 
 Config = TypeVar("Config")
 Value = TypeVar("Value")
@@ -159,6 +160,8 @@ class EngineConfig:
         each. A user's own policy is "module:NAME" or "folder/file.py:NAME".
     attention_impl: an implementation of pallas_kernels.paged_attention; None chooses by platform, once. One of your own
         is "module:NAME" or "folder/file.py:NAME".
+    linear_impl: an implementation of pallas_kernels.linear, in whose layout matrices are stored; None chooses by
+        platform, once. One of your own is named in the same way.
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
     compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when a step first needs
         it, so that the first token comes sooner. Then no step is measured when the number of blocks is chosen.
@@ -192,6 +195,7 @@ class EngineConfig:
     kv_cache_dtype: CacheDType | None = None
     policy: str = "fcfs"  # a PolicyName, or where one of your own is
     attention_impl: str | None = None  # an AttentionImpl, or where one of your own is
+    linear_impl: str | None = None  # a LinearImpl, or where one of your own is
     token_buckets: tuple[int, ...] | None = None
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
@@ -260,9 +264,10 @@ class EngineConfig:
             one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(CacheDType))
         if not (isinstance(self.policy, str) and ":" in self.policy):
             one_of("policy", self.policy, get_args(PolicyName))
-        own = isinstance(self.attention_impl, str) and ":" in self.attention_impl
-        if self.attention_impl is not None and not own:
-            one_of("attention_impl", self.attention_impl, get_args(AttentionImpl))
+        for name, known in (("attention_impl", AttentionImpl), ("linear_impl", LinearImpl)):
+            impl = getattr(self, name)
+            if impl is not None and not (isinstance(impl, str) and ":" in impl):
+                one_of(name, impl, get_args(known))
         if self.token_buckets is not None:
             sizes = self.token_buckets
             if isinstance(sizes, list):  # as YAML spells a tuple
@@ -295,6 +300,7 @@ class Resolved(EngineConfig):
     weight_dtype: WeightDType = "float32"
     kv_cache_dtype: CacheDType = "float32"
     attention_impl: str = "xla"
+    linear_impl: str = "xla"
     token_buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import pagedjax
 from pagedjax.config import EngineConfig, from_dict
-from pagedjax.device import attention
+from pagedjax.device import attention, linear
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, programs
@@ -65,11 +65,11 @@ class LLM:
         self, model, params, config, tokenizer, progress: bool, engine_config: EngineConfig, row_features
     ) -> None:
         """Load the model and make its engine."""
+        formats = {name: getattr(engine_config, name) for name in ("dtype", "weight_dtype", "linear_impl")}
         if params is not None:
             if model is not None or config is None:
                 raise ValueError("params come with config, what the model's config.json says, and in place of model")
-            dtypes = {"dtype": engine_config.dtype, "weight_dtype": engine_config.weight_dtype}
-            model = from_params(params, config, tokenizer=tokenizer, **dtypes)
+            model = from_params(params, config, tokenizer=tokenizer, **formats)
         elif config is not None or tokenizer is not None:
             raise ValueError("config and tokenizer go with params; a folder, file or loaded model has its own")
         if model is None:
@@ -77,9 +77,9 @@ class LLM:
         if not isinstance(model, LoadedModel):
             kept = engine_config.kv_cache_dtype or engine_config.dtype or "float32"
             attention.prepare(engine_config.attention_impl, kept)
-            dtypes = {"dtype": engine_config.dtype, "weight_dtype": engine_config.weight_dtype}
+            linear.prepare(engine_config.linear_impl)
             places = {"mesh": engine_config.mesh, "devices": engine_config.devices}
-            model = load_model(model, **dtypes, **places, progress=progress)
+            model = load_model(model, **formats, **places, progress=progress)
         self.tokenizer = model.tokenizer
         draft_model = load_draft_model(engine_config.speculative, model, progress=progress)
         options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +10,23 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.device.checks import check_shape
+from pagedjax.device.linear import Matrix, Norm, find, linear
 
 
 class Buffer(nnx.Variable):
     """An array that is computed from the model's configuration: it is not in checkpoints and is not trained."""
 
 
-def matrix(rows: int, columns: int, dtype: str, int8: bool) -> tuple[nnx.Param, nnx.Param | None]:
-    """A parameter of [rows, columns] and, for int8, the scales of its rows (weights/int8.py)."""
-    weight = nnx.Param(jnp.zeros((rows, columns), "int8" if int8 else dtype))
-    return weight, nnx.Param(jnp.zeros((rows,), jnp.float32)) if int8 else None
+class Weight(nnx.Param):
+    """A matrix of products. Its numbers are in the layout of an implementation of `linear`; `matrix` is its shape."""
+
+    matrix: Matrix
+
+
+def weight(shape: Matrix, dtype: str, int8: bool) -> tuple[Weight, nnx.Param | None]:
+    """A matrix and, for int8, the scales of its rows (weights/int8.py)."""
+    found = Weight(jnp.zeros((shape.outputs, shape.inputs), "int8" if int8 else dtype), matrix=shape)
+    return found, nnx.Param(jnp.zeros((shape.outputs,), jnp.float32)) if int8 else None
 
 
 def summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -28,29 +34,13 @@ def summed(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.psum(x, axes) if axes else x
 
 
-def product(
-    weight: nnx.Param,
-    scales: nnx.Param | None,
-    x: jax.Array,
-    *,
-    precision: Any = None,
-    axes: tuple[str, ...] = (),
-) -> jax.Array:
-    """x [T, in], weight [out, in] -> [T, out] of x's dtype. The sum is computed in float32 and rounded once.
-
-    Args:
-        scales: [out] of an int8 weight.
-        precision: as in `jax.lax.dot_general`.
-        axes: of a mesh, whose devices each have a part of `in`: their products are added, before they are rounded.
-    """
-    over = (((1,), (1,)), ((), ()))
-    factor = weight[...].astype(x.dtype)
-    y = jax.lax.dot_general(x, factor, over, precision=precision, preferred_element_type=jnp.float32)
-    return summed(y if scales is None else y * scales[...], axes).astype(x.dtype)
-
-
 class Linear(nnx.Module):
-    """x [T, in] -> [T, out], by a weight [out, in] (+ bias). axes: as in `product`; the bias is added once."""
+    """x [T, in] -> [T, out], by a weight [out, in] (+ bias).
+
+    gated: the weight has 2 out rows, and the first half are the gates of the second.
+    impl: a name of `device.linear`.
+    axes: of a mesh, whose devices each have a part of `in`: their products are added, before they are rounded.
+    """
 
     def __init__(
         self,
@@ -58,19 +48,46 @@ class Linear(nnx.Module):
         size_out: int,
         *,
         bias: bool = False,
+        gated: bool = False,
         dtype: str,
         int8: bool = False,
-        precision: Any = None,
+        impl: str = "xla",
         axes: tuple[str, ...] = (),
     ):
-        self.weight, self.weight_scales = matrix(size_out, size_in, dtype, int8)
-        self.bias = nnx.Param(jnp.zeros((size_out,), dtype)) if bias else None
-        self.precision, self.axes = precision, axes
+        rows = size_out * (1 + gated)
+        self.weight, self.weight_scales = weight(Matrix(rows, size_in, gated), dtype, int8)
+        self.bias = nnx.Param(jnp.zeros((rows,), dtype)) if bias else None
+        self.impl, self.axes = impl, axes
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        check_shape("x", x, (None, self.weight.shape[1]))
-        y = product(self.weight, self.weight_scales, x, precision=self.precision, axes=self.axes)
-        return y if self.bias is None else y + self.bias[...]
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm: RMSNorm | LayerNorm | None = None,
+        activation: str | None = None,
+        residual: jax.Array | None = None,
+        rows: tuple[int, int] | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
+    ) -> jax.Array:
+        """As `linear`: norm(x), the product, then the activation of gates, then the residual is added."""
+        fused = None
+        if isinstance(norm, RMSNorm):
+            fused = Norm(norm.weight[...], norm.eps, norm.plus_one)
+        elif norm is not None:
+            x = norm(x)
+        options = {"impl": find(self.impl), "norm": fused, "scales": values(self.weight_scales), "rows": rows}
+        matrix, bias, dtype = self.weight.matrix, values(self.bias), dtype or x.dtype
+        if not self.axes:
+            options |= {"bias": bias, "activation": activation, "residual": residual, "dtype": dtype}
+            return linear(x, self.weight[...], matrix, **options)
+        y = summed(linear(x, self.weight[...], matrix, **options, dtype=jnp.float32), self.axes)
+        for more in (bias, residual):
+            y = y if more is None else y + more
+        return y.astype(dtype)
+
+
+def values(param: nnx.Param | None) -> jax.Array | None:
+    return None if param is None else param[...]
 
 
 class RMSNorm(nnx.Module):

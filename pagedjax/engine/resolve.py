@@ -55,7 +55,7 @@ def resolve(
         useful = config.max_num_seqs * table_width(config, length)
         blocks = min(useful, memory.blocks_that_fit(size, config.memory_fraction, found, activations))
     memory.check_fit(blocks, size, found, activations)
-    smallest = smallest_step(device.platform, dtype)
+    smallest = smallest_step(device.platform, dtype, m.linear)
     buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens, smallest=smallest)
     if buckets[0] < smallest:
         raise ValueError(
@@ -82,6 +82,7 @@ def resolve(
         "max_model_len": length,
         "num_blocks": blocks,
         "attention_impl": impl,
+        "linear_impl": m.linear,
         "token_buckets": buckets,
         "mesh": model.placement and model.placement.sizes,
         "devices": model.placement and tuple(jax.devices().index(one) for one in model.placement.devices),
@@ -185,13 +186,13 @@ def host_blocks(c: Resolved, model: Model, draft: DraftModel | None = None) -> i
     return blocks
 
 
-def smallest_step(platform: str, dtype: str) -> int:
-    """2 where a one-row product would convert the whole weight, every step: in 16 bit on a CPU. Else 1."""
-    return 2 if platform == "cpu" and dtype != "float32" else 1
+def smallest_step(platform: str, dtype: str, linear: str) -> int:
+    """2 where a product of one row would convert the whole weight in every step: XLA's in 16 bits on a CPU. Else 1."""
+    return 2 if platform == "cpu" and dtype != "float32" and linear == "xla" else 1
 
 
 def shapes(c: Resolved, model: Model) -> Shapes:
-    rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype))
+    rows = max(c.max_num_seqs, smallest_step(jax.default_backend(), c.dtype, c.linear_impl))
     width = table_width(c, c.max_model_len)
     s = c.speculative
     drafts, probs = (s.num_tokens, s.rule == "rejection" and s.method in ON_DEVICE) if s else (0, False)

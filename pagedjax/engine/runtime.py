@@ -40,7 +40,7 @@ from pagedjax.host import policies
 from pagedjax.host.policies import Policy
 from pagedjax.host.state import SchedulerConfig, limits
 from pagedjax.host.types import EMPTY_PLAN
-from pagedjax.weights.trained import on_mesh, replaced
+from pagedjax.weights.trained import on_mesh, replaced, with_linear
 
 # Programs that move blocks move a fixed number, with the trash block as padding. A branch copies one block now and
 # then; a swapped sequence moves all of its blocks.
@@ -126,7 +126,7 @@ def build(
     Raises:
         ValueError: see `resolve`, and two sampling options of one name.
     """
-    options, model = chain(row_features), on_mesh(model, config)
+    options, model = chain(row_features), with_linear(on_mesh(model, config), config.linear_impl)
     if draft_model:
         draft_model = draft_model._replace(params=_on_devices(draft_model.params, model))
     found = free_memory(model)  # before the cache takes its share
@@ -165,7 +165,8 @@ def build(
     )
     if progress:
         placed = f"{model.placement}\n" if model.placement else ""
-        tqdm.write(f"{placed}attention {resolved.attention_impl!r}\n{report}", file=sys.stderr)
+        impls = f"attention {resolved.attention_impl!r}, products {resolved.linear_impl!r}"
+        tqdm.write(f"{placed}{impls}\n{report}", file=sys.stderr)
     made, seconds = compilations.counts() - before, time.perf_counter() - started
     return Runtime(
         model=model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from math import prod
@@ -28,6 +28,13 @@ BUFFERS = ("*.rotary_emb.inv_freq",)  # computed from the config; older checkpoi
 OWN_BUFFERS = ("angles",)  # the same in our own trees: stored by a trainer that saves its whole state
 
 
+Pack = Callable[[str, np.ndarray], np.ndarray]  # (name, as it is stored) -> as the model has it
+
+
+def as_stored(name: str, stored: np.ndarray) -> np.ndarray:
+    return stored
+
+
 def load_params(
     checkpoint: Checkpoint,
     table: Sequence[ParamSource],
@@ -37,11 +44,13 @@ def load_params(
     progress: bool = False,
     ignore: Sequence[str] = (),
     placement: Placement | None = None,
+    pack: Pack = as_stored,
 ) -> dict[str, Any]:
     """A nested dict of jax arrays of `dtype`, keyed by `path`. The host needs memory for `READERS` parameters at once.
 
     An Orbax checkpoint contains the finished parameters: only the paths and shapes of the table are used.
 
+    pack: puts a parameter into the layout of the model's products.
     placement: of the mesh on which the parameters go, each straight to the devices that have a part of it.
 
     int8: round matrices from the stored values to int8, and add their scales (int8.py). Matrices of an Orbax checkpoint
@@ -54,10 +63,14 @@ def load_params(
     import jax
 
     one_of("dtype", dtype, get_args(DType))
-    put = placement.put if placement else lambda path, values: jax.device_put(values)
+    put = placement.put if placement else lambda path, values: jax.device_put(pack(".".join(path), values))
     if checkpoint.format == "orbax" and not placement:
-        params = restore_params(checkpoint, table, dtype)
-        return nested(jax.device_put(dict(with_scales(named(params))))) if int8 else params
+        restored = named(restore_params(checkpoint, table, dtype))
+        params = {}
+        for name in list(restored):  # one at a time, so that there is no second copy of the model
+            one = {name: np.asarray(restored.pop(name))}
+            params |= {name: put(name.split("."), x) for name, x in (with_scales(one) if int8 else one.items())}
+        return nested(params)
     if checkpoint.format == "orbax":
         table, ignore = own_table(table), OWN_BUFFERS
     check_table(checkpoint, table, ignore)

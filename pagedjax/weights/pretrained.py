@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.load import load_params
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
-from pagedjax.weights.trained import model_of
+from pagedjax.weights.trained import linear_of, model_of
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -43,6 +44,7 @@ def load_model(
     *,
     dtype: str | None = None,
     weight_dtype: str | None = None,
+    linear_impl: str | None = None,
     mesh: MeshConfig | Mapping[str, int] | None = None,
     devices: Sequence[int] | None = None,
     progress: bool = False,
@@ -52,6 +54,8 @@ def load_model(
     Args:
         dtype: "float32", "bfloat16" or "float16"; None is float32 on a CPU and bfloat16 elsewhere.
         weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None or dtype leaves them in dtype.
+        linear_impl: what computes products, in whose layout the matrices are stored, as in `EngineConfig`. "xla" leaves
+            them as they are in a checkpoint.
         mesh, devices: where the parameters go, as in `EngineConfig`.
 
     Raises:
@@ -64,8 +68,8 @@ def load_model(
     one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
     checkpoint = open_checkpoint(model)
     sizes = MeshConfig.read(mesh)
-    options = {"mesh": sizes, "devices": checked_devices(devices, sizes), "progress": progress}
-    loaded = read_model(checkpoint, dtype, int8=weight_dtype == "int8", **options)
+    options = {"mesh": sizes, "devices": checked_devices(devices, sizes), "linear_impl": linear_impl}
+    loaded = read_model(checkpoint, dtype, int8=weight_dtype == "int8", **options, progress=progress)
     tokenizer = load_tokenizer(checkpoint)
     eos = tuple(sorted({*checkpoint.eos_token_ids, *tokenizer.eos_token_ids}))
     return LoadedModel(str(model), loaded, tokenizer, eos, time.perf_counter() - started)
@@ -76,11 +80,12 @@ def read_model(
     dtype: str,
     *,
     int8: bool = False,
+    linear_impl: str | None = None,
     mesh: MeshConfig | None = None,
     devices: Sequence[int] | None = None,
     progress: bool = False,
 ) -> Model:
-    """Read a checkpoint's parameters in `dtype`. int8: matrices in int8. mesh, devices: as in `load_model`.
+    """Read a checkpoint's parameters in `dtype`. int8: matrices in int8. The others: as in `load_model`.
 
     Raises:
         ValueError: the architecture is not in FAMILIES, or tensors do not fit (lists all of them).
@@ -90,8 +95,10 @@ def read_model(
         raise ValueError(f"model_type is {kind!r}; supported are {', '.join(sorted(models.FAMILIES))}")
     family = models.FAMILIES[kind]
     config = replace(family.from_hf(checkpoint.config), int8=int8)
+    config = replace(config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices)))
     placement = make_placement(config, mesh or MeshConfig(), devices, jax.devices()) if mesh or devices else None
     options = {"int8": int8, "progress": progress, "ignore": family.IGNORED, "placement": placement}
+    options |= {"pack": partial(models.packed, config)}
     params = load_params(checkpoint, family.param_table(config), dtype, **options)
     return models.assemble(config, params, dtype, placement)
 
@@ -103,6 +110,7 @@ def from_params(
     tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
     dtype: str | None = None,
     weight_dtype: str | None = None,
+    linear_impl: str | None = None,
 ) -> LoadedModel:
     """A model of parameters in memory, e.g. from a trainer. They are copied, so they may be donated afterwards.
 
@@ -113,7 +121,7 @@ def from_params(
         tokenizer: a folder with a tokenizer.json, any model that `load_model` opens, or a loaded tokenizer. Without
             one, inputs and outputs are token ids.
         dtype: None keeps that of the parameters.
-        weight_dtype: as in `load_model`.
+        weight_dtype, linear_impl: as in `load_model`.
 
     Raises:
         ValueError: parameters do not fit the configuration (lists all of them), or, as in `load_model`, the config or
@@ -122,7 +130,7 @@ def from_params(
     started = time.perf_counter()
     hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config")
     own = config if isinstance(config, DecoderConfig) else models.FAMILIES[hf["model_type"]].from_hf(hf)
-    model = model_of(params, own, dtype, int8=weight_dtype == "int8")
+    model = model_of(params, own, dtype, int8=weight_dtype == "int8", linear_impl=linear_impl)
     one_of("weight_dtype", weight_dtype, (None, "int8", model.dtype))
     found = _tokenizer(tokenizer)
     eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *found.eos_token_ids}

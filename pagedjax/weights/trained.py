@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.config import DType, EngineConfig, MeshConfig, one_of
-from pagedjax.device.models import Model, assemble
+from pagedjax.device import linear
+from pagedjax.device.models import Model, assemble, matrices, packed, unpacked
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.models.split import AXES
 from pagedjax.device.placement import make_placement
@@ -20,7 +21,9 @@ from pagedjax.weights.int8 import SCALES, with_scales
 from pagedjax.weights.tree import buffers, differences, is_float, name_of, named, nested
 
 
-def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8: bool = False) -> Model:
+def model_of(
+    tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8: bool = False, linear_impl: str | None = None
+) -> Model:
     """A model of copies of the parameters, on the default device; see `pagedjax.from_params`.
 
     Raises:
@@ -28,7 +31,7 @@ def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8
     """
     one_of("dtype", dtype, (None, *get_args(DType)))
     _check_whole(tree)
-    int8, config = int8 or config.int8, replace(config, int8=False)
+    int8, config = int8 or config.int8, replace(config, int8=False, linear="xla")
     blank = nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32")))
     found, wanted = named(tree), named(blank)
     found = {name: x for name, x in found.items() if name not in buffers(blank)}
@@ -38,8 +41,37 @@ def model_of(tree: Any, config: DecoderConfig, dtype: str | None = None, *, int8
     params = {name: found[name] for name in wanted}
     if int8:
         config, params = replace(config, int8=True), dict(with_scales(params))
-    copies = {name: _copied(x, _kept(name, x, params, np_dtype(dtype)), place) for name, x in params.items()}
-    return assemble(config, nested(copies), dtype)
+    config = replace(config, linear=linear_of(linear_impl, config, dtype))
+
+    def copied(name: str, x: Any) -> jax.Array:
+        return _copied(config, name, x, _kept(name, x, params, np_dtype(dtype)), place)
+
+    return assemble(config, nested({name: copied(name, x) for name, x in params.items()}), dtype)
+
+
+def linear_of(wanted: str | None, config: DecoderConfig, dtype: str, *, mesh: bool = False) -> str:
+    """The implementation of a model's products: the wanted one, or the default.
+
+    Raises:
+        ValueError: the wanted one cannot serve the model.
+    """
+    facts = {"dtype": dtype, "weight_dtype": "int8" if config.int8 else dtype, "mesh": mesh}
+    gates = config.activation if config.gated else None
+    return linear.choose(wanted, jax.local_devices()[0], **facts, activation=gates)
+
+
+def with_linear(model: Model, wanted: str | None) -> Model:
+    """The model with its matrices in the layout of another implementation of products. The arrays are copies.
+
+    Args:
+        wanted: None is the default.
+    """
+    chosen = linear_of(wanted, model.config, model.dtype, mesh=model.placement is not None)
+    if chosen == model.config.linear:
+        return model
+    config = replace(model.config, linear=chosen)
+    params = {name: jax.device_put(packed(config, name, x)) for name, x in named(whole(model)).items()}
+    return assemble(config, nested(params), model.dtype)
 
 
 def on_mesh(model: Model, config: EngineConfig) -> Model:
@@ -52,8 +84,10 @@ def on_mesh(model: Model, config: EngineConfig) -> Model:
         return model
     wanted = make_placement(model.config, config.mesh or MeshConfig(), config.devices, jax.devices())
     if model.placement is None:
-        params = {name: wanted.put(name.split("."), np.asarray(x)) for name, x in named(model.params).items()}
-        return assemble(model.config, nested(params), model.dtype, wanted)
+        c = replace(model.config, linear=linear_of(config.linear_impl, model.config, model.dtype, mesh=True))
+        wanted = replace(wanted, model=c, part=replace(wanted.part, linear=c.linear))
+        params = {name: wanted.put(name.split("."), x) for name, x in named(whole(model)).items()}
+        return assemble(c, nested(params), model.dtype, wanted)
     same = model.placement.devices == wanted.devices or config.devices is None
     if model.placement.sizes != wanted.sizes or not same:
         raise ValueError(
@@ -65,9 +99,13 @@ def on_mesh(model: Model, config: EngineConfig) -> Model:
 
 def whole(model: Model) -> dict[str, Any]:
     """A model's parameters as arrays on the host, nested by name; those of a mesh in one piece, in the stored order."""
-    found = named(model.params)
-    put_together = model.placement.whole if model.placement else lambda path, x: np.asarray(x)
-    return nested({name: put_together(name.split("."), x) for name, x in found.items()})
+
+    def one(name: str, x: jax.Array) -> np.ndarray:
+        if model.placement:
+            return model.placement.whole(name.split("."), x)
+        return unpacked(model.config, name, np.asarray(x))
+
+    return nested({name: one(name, x) for name, x in named(model.params).items()})
 
 
 def replaced(model: Model, tree: Any) -> nnx.State:
@@ -84,10 +122,9 @@ def replaced(model: Model, tree: Any) -> nnx.State:
     _check_whole(tree)
     leaves, structure = jax.tree_util.tree_flatten_with_path(model.params)
     used = {name_of(keys): leaf for keys, leaf in leaves}
-    computed, placement, old = buffers(model.params), model.placement, used
-    if placement:
-        whole = nnx.state(nnx.eval_shape(lambda: Decoder(model.config, model.dtype)))
-        old = {name_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(whole)[0]}
+    computed, placement = buffers(model.params), model.placement
+    stored = nnx.state(nnx.eval_shape(lambda: Decoder(model.config, model.dtype)))
+    old = {name_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(stored)[0]}
     found = {name: x for name, x in named(tree).items() if name not in computed}
     found |= dict(with_scales({name: x for name, x in found.items() if name + SCALES in old and _can_be_rounded(x)}))
     _check(differences({n: x for n, x in old.items() if n not in computed}, found, cast=False), "the model in use")
@@ -95,7 +132,7 @@ def replaced(model: Model, tree: Any) -> nnx.State:
     def copied(name: str, x: jax.Array) -> jax.Array:
         if placement:
             return placement.put(name.split("."), np.array(found[name]))
-        return _copied(found[name], x.dtype, x.sharding)
+        return _copied(model.config, name, found[name], x.dtype, x.sharding)
 
     return structure.unflatten(x if name in computed else copied(name, x) for name, x in used.items())
 
@@ -122,8 +159,10 @@ def _kept(name: str, x: Any, params: Mapping[str, Any], dtype: np.dtype) -> np.d
     return x.dtype if name + SCALES in params or name.endswith(SCALES) else dtype
 
 
-def _copied(values: Any, dtype: np.dtype, place: jax.sharding.Sharding) -> jax.Array:
-    """A copy: a trainer donates its arrays to its next step, or writes into them."""
+def _copied(config: DecoderConfig, name: str, values: Any, dtype: np.dtype, place: jax.sharding.Sharding) -> jax.Array:
+    """A copy in the model's layout: a trainer donates its arrays to its next step, or writes into them."""
+    if config.linear != "xla" and name in matrices(config):
+        return jax.device_put(packed(config, name, np.array(values, dtype)), place)
     if not isinstance(values, jax.Array):  # JAX may use a numpy array without a copy, if it is aligned
         return jax.device_put(np.array(values, dtype), place)
     if values.dtype != dtype:

@@ -73,8 +73,8 @@ class Implementation(NamedTuple):
 
     name: its name in error messages and in `api.IMPLS`.
     multiply: (x, weight, matrix, norm, epilogue, rows, sizes, dtype) -> [T, width], as in `api.linear`.
-    obstacle: (device, *, dtype, weight_dtype, devices, activation) -> the reason why it cannot serve a model on the
-        device, as the rest of a sentence; empty if it can. `activation` is that of gates.
+    obstacle: (device, *, dtype, weight_dtype, mesh, activation) -> the reason why it cannot serve a model on the
+        device, as the rest of a sentence; empty if it can. mesh: it is split over devices. activation: of gates.
     pack: (weight [M, K] on the host, matrix) -> the same numbers in its own layout, on the host.
     unpack: (packed, matrix) -> [M, K]: the inverse.
     gather: (packed weight on the device, matrix, ids [T]) -> [T, K]: rows of a matrix, as an embedding needs them.

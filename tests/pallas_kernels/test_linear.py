@@ -75,7 +75,7 @@ def run(arguments: dict[str, Any], impl: str) -> np.ndarray:
 
 def expected(arguments: dict[str, Any]) -> np.ndarray:
     """In float64, with x rounded after its norm."""
-    x, weight, matrix, norm, scales, bias, activation, residual, rows, sizes = arguments.values()
+    x, weight, _, norm, scales, bias, activation, residual, rows, sizes = arguments.values()
     if norm is not None:
         wide = x.astype(np.float32)
         root = np.sqrt((wide**2).mean(-1, keepdims=True) + np.float32(norm.eps))

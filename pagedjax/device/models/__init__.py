@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from pagedjax.device.layers import Weight
+from pagedjax.device.linear import Matrix, find
 from pagedjax.device.models import gemma, gpt2, llama
 from pagedjax.device.models.decoder import Decoder, DecoderConfig, angle_tables
 
@@ -63,6 +67,26 @@ def assemble(config: DecoderConfig, params: dict[str, Any], dtype: str, placemen
     angles = placement.put(("angles",), angles) if placement else jnp.asarray(angles)
     nnx.replace_by_pure_dict(state, _numbered({**params, "angles": angles}))
     return Model(config, graphdef, state, dtype, placement)
+
+
+@cache
+def matrices(config: DecoderConfig) -> dict[str, Matrix]:
+    """The matrices of a model's products, by the names of their parameters."""
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, "float32")))
+    leaves = nnx.to_flat_state(state)
+    return {".".join(map(str, path)): leaf.matrix for path, leaf in leaves if isinstance(leaf, Weight)}
+
+
+def packed(config: DecoderConfig, name: str, stored: np.ndarray) -> np.ndarray:
+    """A parameter in the layout in which `config.linear` has it; `stored` is how checkpoints and trainers have it."""
+    matrix = matrices(config).get(name)
+    return stored if matrix is None else find(config.linear).pack(stored, matrix)
+
+
+def unpacked(config: DecoderConfig, name: str, packed: np.ndarray) -> np.ndarray:
+    """The inverse of `packed`."""
+    matrix = matrices(config).get(name)
+    return packed if matrix is None else find(config.linear).unpack(packed, matrix)
 
 
 def _numbered(tree: Any) -> Any:

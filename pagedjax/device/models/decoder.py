@@ -29,13 +29,14 @@ from pagedjax.device.layers import (
     LayerNorm,
     Linear,
     RMSNorm,
-    matrix,
-    product,
     rope,
     rope_frequencies,
     rope_table,
     summed,
+    values,
+    weight,
 )
+from pagedjax.device.linear import Matrix, find, linear
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -93,6 +94,7 @@ class DecoderConfig:
     norm: "rms"; "rms_plus_one", which multiplies by 1 + weight (Gemma); or "layer", with a bias (GPT-2).
     gated: the MLP is activation(gate) * up, else activation(up).
     int8: matrices are stored in 8 bits, see weights/int8.py.
+    linear: the implementation of products, a name of `device.linear`. Matrices are stored in its layout.
     axes: of a mesh, whose devices have a part of the model each (split.py): partial sums are added over them. () for a
         whole model.
     attn_scale: factor on q k^T. attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
@@ -123,6 +125,7 @@ class DecoderConfig:
     logit_cap: float | None = None
     experts: Experts | None = None
     int8: bool = False
+    linear: str = "xla"
     axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -147,17 +150,17 @@ def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
 
 class Attention(nnx.Module):
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
-        self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, dtype=dtype, int8=c.int8)
-        wide = c.heads * c.head_dim
-        self.out = Linear(wide, c.hidden, bias=c.out_bias, dtype=dtype, int8=c.int8, axes=c.axes)
+        wide, options = c.heads * c.head_dim, {"dtype": dtype, "int8": c.int8, "impl": c.linear}
+        self.qkv = Linear(c.hidden, c.qkv_rows, bias=c.qkv_bias, **options)
+        self.out = Linear(wide, c.hidden, bias=c.out_bias, axes=c.axes, **options)
         self.q_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.k_norm = _norm(c, dtype, c.head_dim) if c.qk_norm else None
         self.config, self.kind = c, kind
 
-    def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
-        """x [T, H], angles [R, 2, T, D / 2] -> (y [T, H], k_pages, v_pages)."""
+    def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+        """norm(x) [T, H], angles [R, 2, T, D / 2] -> (y + residual [T, H], k_pages, v_pages)."""
         c, t = self.config, len(x)
-        heads = self.qkv(x).reshape(t, c.heads + 2 * c.kv_heads, c.head_dim)
+        heads = self.qkv(x, norm=norm).reshape(t, c.heads + 2 * c.kv_heads, c.head_dim)
         q, k, v = jnp.split(heads, (c.heads, c.heads + c.kv_heads), axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -166,19 +169,42 @@ class Attention(nnx.Module):
         k_pages, v_pages = write(attend, k_pages, v_pages, k, v, batch)
         where = batch.block_tables, batch.seq_lens, batch.cu_q_lens
         y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=c.attn_cap)
-        return self.out(y.reshape(t, -1)), k_pages, v_pages
+        return self.out(y.reshape(t, -1), residual=residual), k_pages, v_pages
 
 
 class MLP(nnx.Module):
     """down(activation(gate) * up) or down(activation(up)); gate and up are one product."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
-        self.up = Linear(c.hidden, (1 + c.gated) * c.intermediate, bias=c.mlp_bias, dtype=dtype, int8=c.int8)
-        self.down = Linear(c.intermediate, c.hidden, bias=c.mlp_bias, dtype=dtype, int8=c.int8, axes=c.axes)
+        options = {"bias": c.mlp_bias, "dtype": dtype, "int8": c.int8, "impl": c.linear}
+        self.up = Linear(c.hidden, c.intermediate, gated=c.gated, **options)
+        self.down = Linear(c.intermediate, c.hidden, axes=c.axes, **options)
         self.activation, self.gated = c.activation, c.gated
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(_activated(self.up(x), self.activation, self.gated))
+    def __call__(self, x: jax.Array, *, norm, residual=None) -> jax.Array:
+        """norm(x) [T, H] -> y + residual [T, H]."""
+        if self.gated:
+            y = self.up(x, norm=norm, activation=self.activation)
+        else:  # rounded once, after the activation
+            y = ACTIVATIONS[self.activation](self.up(x, norm=norm, dtype=jnp.float32)).astype(x.dtype)
+        return self.down(y, residual=residual)
+
+
+class Router(nnx.Module):
+    """Which experts compute a token. Exact: a TPU rounds the factors of a product to bfloat16 by default, and another
+    expert would be chosen."""
+
+    def __init__(self, c: DecoderConfig, experts: Experts, dtype: str):
+        self.weight = nnx.Param(jnp.zeros((experts.count, c.hidden), dtype))
+        self.experts = experts
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [T, H] -> (weights, experts), each [T, chosen]."""
+        exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+        y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())), **exact).astype(x.dtype)
+        shares = jax.nn.softmax(y.astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(shares, self.experts.chosen)
+        return weights / weights.sum(-1, keepdims=True) if self.experts.normalised else weights, chosen
 
 
 class SparseMLP(nnx.Module):
@@ -190,54 +216,34 @@ class SparseMLP(nnx.Module):
     def __init__(self, c: DecoderConfig, dtype: str):
         assert c.experts is not None
         e = c.experts
-        # exact: a TPU rounds the factors of a product to bfloat16 by default, and another expert would be chosen
-        self.router = Linear(c.hidden, e.count, dtype=dtype, precision=jax.lax.Precision.HIGHEST)
+        self.router = Router(c, e, dtype)
         own = e.count // e.devices
-        # of each expert: gate, up
-        self.up, self.up_scales = matrix(own * 2 * e.intermediate, c.hidden, dtype, c.int8)
-        self.down, self.down_scales = matrix(own * c.hidden, e.intermediate, dtype, c.int8)
+        up = Matrix(own * 2 * e.intermediate, c.hidden, gated=True, count=own)
+        self.up, self.up_scales = weight(up, dtype, c.int8)
+        self.down, self.down_scales = weight(Matrix(own * c.hidden, e.intermediate, count=own), dtype, c.int8)
         self.config = c
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [T, H] -> [T, H]."""
-        c = self.config
+    def __call__(self, x: jax.Array, *, norm, residual=None) -> jax.Array:
+        """norm(x) [T, H] -> y + residual [T, H]."""
+        c, x = self.config, norm(x)
         assert c.experts is not None
         e = c.experts
-        shares = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
-        weights, chosen = jax.lax.top_k(shares, e.chosen)  # [T, chosen]
-        if e.normalised:
-            weights = weights / weights.sum(-1, keepdims=True)
+        weights, chosen = self.router(x)
         own, expert = e.count // e.devices, chosen.reshape(-1)  # of the T * chosen pairs
         if e.devices > 1:  # this device's experts are counted from 0, so their pairs are sorted first
             expert = (expert - own * jax.lax.axis_index("expert")) % e.count
         order = jnp.argsort(expert, stable=True)
-        sizes = (expert[:, None] == jnp.arange(own)).sum(0)
-        rows = x[order // e.chosen]
-        expert = expert[order]
-
-        def through(weight: nnx.Param, scales: nnx.Param | None, rows: jax.Array, dtype: Any) -> jax.Array:
-            """Each row times the matrix of its expert, in a dtype."""
-            each = weight[...].astype(rows.dtype).reshape(own, -1, rows.shape[1]).swapaxes(1, 2)
-            y = jax.lax.ragged_dot(rows, each, sizes, preferred_element_type=dtype)
-            return y if scales is None else (y * scales[...].reshape(own, -1)[expert]).astype(y.dtype)
-
-        rows = through(self.up, self.up_scales, rows, x.dtype)
-        rows = _activated(rows, c.activation, True)
-        # parts of a width are added before they are rounded
-        rows = through(self.down, self.down_scales, rows, jnp.float32 if c.axes else x.dtype)
+        sizes = (expert[:, None] == jnp.arange(own)).sum(0, dtype=jnp.int32)
+        options = {"impl": find(c.linear), "sizes": sizes}
+        up, down = self.up, self.down
+        pairs = x[order // e.chosen]
+        pairs = linear(pairs, up[...], up.matrix, scales=values(self.up_scales), activation=c.activation, **options)
+        pairs = linear(pairs, down[...], down.matrix, scales=values(self.down_scales), dtype=jnp.float32, **options)
         if e.devices > 1:
-            rows = jnp.where((expert < own)[:, None], rows, 0)
-        pairs = jnp.zeros_like(rows).at[order].set(rows).reshape(len(x), e.chosen, c.hidden)
-        return summed((pairs.astype(jnp.float32) * weights[:, :, None]).sum(1), c.axes).astype(x.dtype)
-
-
-def _activated(y: jax.Array, activation: str, gated: bool) -> jax.Array:
-    """[T, F] from [T, 2 F] of a gated MLP or [T, F], in float32, rounded once."""
-    dtype, y = y.dtype, y.astype(jnp.float32)
-    if not gated:
-        return ACTIVATIONS[activation](y).astype(dtype)
-    gate, up = jnp.split(y, 2, axis=-1)
-    return (ACTIVATIONS[activation](gate) * up).astype(dtype)
+            pairs = jnp.where((expert[order] < own)[:, None], pairs, 0)
+        pairs = jnp.zeros_like(pairs).at[order].set(pairs).reshape(len(x), e.chosen, c.hidden)
+        y = summed((pairs * weights[:, :, None]).sum(1), c.axes)
+        return (y if residual is None else y + residual).astype(x.dtype)
 
 
 class Block(nnx.Module):
@@ -251,10 +257,13 @@ class Block(nnx.Module):
 
     def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
         """x [T, H] -> (x [T, H], k_pages, v_pages)."""
-        y, k_pages, v_pages = self.attn(self.attn_norm(x), k_pages, v_pages, batch, angles, attend)
-        x = x + (y if self.attn_post is None else self.attn_post(y))
-        y = self.mlp(self.mlp_norm(x))
-        return x + (y if self.mlp_post is None else self.mlp_post(y)), k_pages, v_pages
+        attn = partial(self.attn, x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm)
+        if self.attn_post is None or self.mlp_post is None:
+            x, k_pages, v_pages = attn(residual=x)
+            return self.mlp(x, norm=self.mlp_norm, residual=x), k_pages, v_pages
+        y, k_pages, v_pages = attn()
+        x = x + self.attn_post(y)
+        return x + self.mlp_post(self.mlp(x, norm=self.mlp_norm)), k_pages, v_pages
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -267,12 +276,14 @@ class Decoder(nnx.Module):
     """hidden(batch) and logits(hidden) are two calls, because only rows that sample need logits."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
-        self.embed, self.embed_scales = matrix(c.vocab_size, c.hidden, dtype, c.int8)
+        self.embed, self.embed_scales = weight(Matrix(c.vocab_size, c.hidden), dtype, c.int8)
+        if not c.tied:  # a table of rows, and not a matrix of products
+            self.embed = nnx.Param(self.embed[...])
         self.positions = None if c.ropes else nnx.Param(jnp.zeros((c.max_len, c.hidden), dtype))
         self.blocks = nnx.List([Block(c, kind, dtype) for kind in c.kinds])
         self.norm = _norm(c, dtype)
         self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.head_dim // 2)))  # `angle_tables`
-        self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype, int8=c.int8)
+        self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype, int8=c.int8, impl=c.linear)
         self.config, self.dtype = c, dtype
 
     def embedded(self, batch: Batch) -> jax.Array:
@@ -280,7 +291,9 @@ class Decoder(nnx.Module):
         tokens, axes = batch.tokens, self.config.axes
         if axes:  # a device has some rows of the table; of other tokens it adds zeros
             tokens = tokens - jax.lax.axis_index(axes) * self.embed.shape[0]
-        x = self.embed[...][tokens].astype(self.dtype)
+        table = self.embed[...]
+        x = find(self.config.linear).gather(table, self.embed.matrix, tokens) if self.head is None else table[tokens]
+        x = x.astype(self.dtype)
         if self.embed_scales is not None:
             x = (x * self.embed_scales[...][tokens][:, None]).astype(self.dtype)
         if axes:
@@ -316,8 +329,12 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, H] -> [R, V] float32; of this device's part of the vocabulary."""
-        y = product(self.embed, self.embed_scales, hidden) if self.head is None else self.head(hidden)
-        y, cap = y.astype(jnp.float32), self.config.logit_cap
+        if self.head is None:
+            options = {"impl": find(self.config.linear), "scales": values(self.embed_scales), "dtype": jnp.float32}
+            y = linear(hidden, self.embed[...], self.embed.matrix, **options)
+        else:
+            y = self.head(hidden, dtype=jnp.float32)
+        cap = self.config.logit_cap
         return y if cap is None else cap * jnp.tanh(y / cap)
 
 

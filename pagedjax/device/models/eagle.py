@@ -68,7 +68,7 @@ class Eagle(nnx.Module):
 
     def drafted_logits(self, u: jax.Array) -> jax.Array:
         """[B, H] -> [B, V'] float32."""
-        return self.head(self.norm(u)).astype(jnp.float32)
+        return self.head(u, norm=self.norm, dtype=jnp.float32)
 
     def logits(self, u: jax.Array) -> jax.Array:
         """[B, H] -> [B, V] float32, -inf for tokens that it does not know."""
@@ -87,7 +87,9 @@ def eagle_config(target: DecoderConfig, vocabulary: int, window: int = WINDOW) -
         raise ValueError(
             f"a draft head has a vocabulary of {vocabulary} tokens; the model has {target.vocab_size}; choose 1 to that"
         )
-    layer = replace(target, kinds=(LayerKind(window=window),), ropes=target.ropes[:1], experts=None, int8=False)
+    layer = replace(
+        target, kinds=(LayerKind(window=window),), ropes=target.ropes[:1], experts=None, int8=False, linear="xla"
+    )
     layers = target.layers
     return EagleConfig(layer, (min(2, layers // 4), layers // 2, layers - 1), vocabulary)
 

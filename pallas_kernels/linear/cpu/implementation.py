@@ -60,7 +60,7 @@ def multiply(
 
 
 def _scratch(tokens: int, matrix: Matrix) -> Any:
-    """The memory of the packed tokens, in tiles. One tile of each matrix may have fewer tokens than there is room for."""
+    """The memory of the packed tokens, in tiles. A tile of each matrix may have fewer tokens than there is room for."""
     least, most = COLUMNS
     columns = tokens + most * matrix.count
     words = columns * -(-matrix.inputs // LANES) * LANES + 2 * LANES * (tokens // least + matrix.count + 1)
@@ -84,10 +84,10 @@ def unsupported(platform: str, dtype: str, weight_dtype: str, activation: str | 
     return ""
 
 
-def obstacle(device: Any, *, dtype: str, weight_dtype: str, devices: int, activation: str | None) -> str:
+def obstacle(device: Any, *, dtype: str, weight_dtype: str, mesh: bool, activation: str | None) -> str:
     """See `Implementation`."""
-    if devices > 1:
-        return f"is for one device, and the mesh has {devices}"
+    if mesh:
+        return "is for a device without a mesh"
     return unsupported(device.platform, dtype, weight_dtype, activation)
 
 

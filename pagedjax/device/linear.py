@@ -1,0 +1,57 @@
+"""Binds a model's products to one implementation, in whose layout its matrices are stored.
+
+An implementation is one record, `Implementation`. Its name is one of `IMPLS`; the name of your own is
+"folder/file.py:NAME" or "module:NAME".
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+from pagedjax.config import own_value
+from pallas_kernels.linear import IMPLS, Implementation, Matrix, Norm, linear
+
+__all__ = ["Matrix", "Norm", "choose", "find", "linear", "prepare"]
+
+DEFAULTS = "cpu", "xla"  # the first one that can serve is the default; "xla" runs everywhere
+
+
+def find(name: str) -> Implementation:
+    """Returns the implementation of that name: one of IMPLS, or your own.
+
+    Raises:
+        ValueError: there is no such implementation, module, file or value.
+    """
+    if name in IMPLS:
+        return IMPLS[name]
+    file = name.rpartition(":")[0]
+    return _own(name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0)
+
+
+@cache  # one record for all callers; a new one if the file changes
+def _own(name: str, file: str, changed: int) -> Implementation:
+    return own_value("linear_impl", name, Implementation, IMPLS)
+
+
+def choose(wanted: str | None, device: Any, **facts: Any) -> str:
+    """Returns the name of a model's implementation: the wanted one, or the default.
+
+    Args:
+        facts: the keyword arguments of `Implementation.obstacle`.
+
+    Raises:
+        ValueError: the wanted one cannot serve this model on this device; the message gives the reason. There is no
+            fallback.
+    """
+    if wanted is None:
+        return next(name for name in DEFAULTS if not find(name).obstacle(device, **facts))
+    if wrong := find(wanted).obstacle(device, **facts):
+        raise ValueError(f"linear_impl {wanted!r} {wrong}; 'xla' has no such limit")
+    return wanted
+
+
+def prepare(wanted: str | None) -> None:
+    """Starts an implementation's work of once a process, before there is a model to trace."""
+    find(wanted or DEFAULTS[0]).prepare()
