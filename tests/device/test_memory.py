@@ -286,19 +286,22 @@ def test_resolve_refuses_more_tokens_than_the_model_was_made_for(tiny):
         resolve(EngineConfig(max_model_len=513), tiny.model)
 
 
-def test_no_product_of_one_row_in_16_bit_on_a_cpu(tiny_folder):
+def test_xla_has_no_product_of_one_row_in_16_bit_on_a_cpu(tiny_folder):
     from pagedjax import load_model
 
-    model = load_model(tiny_folder, dtype="bfloat16").model
+    packed = load_model(tiny_folder, dtype="bfloat16", linear_impl="cpu").model
+    assert resolve(EngineConfig(max_num_batched_tokens=8), packed).token_buckets == (1, 2, 4, 8)
+    model = load_model(tiny_folder, dtype="bfloat16", linear_impl="xla").model
     assert resolve(EngineConfig(max_num_batched_tokens=8), model).token_buckets == (2, 4, 8)
     assert resolve(EngineConfig(max_num_batched_tokens=1, max_num_seqs=1), model).token_buckets == (2,)
     with pytest.raises(ValueError, match="the smallest step is 2 tokens"):
         resolve(EngineConfig(max_num_batched_tokens=8, token_buckets=(1, 8)), model)
 
 
-def test_a_lone_sequence_in_16_bit_gets_a_second_row_of_logits_on_a_cpu(tiny_folder):
+def test_a_lone_sequence_in_16_bit_gets_a_second_row_of_xlas_logits_on_a_cpu(tiny_folder):
     from pagedjax import LLM
 
-    llm = LLM(tiny_folder, dtype="bfloat16", max_num_seqs=1, max_num_batched_tokens=4, num_blocks=8, progress=False)
+    options = {"linear_impl": "xla", "max_num_seqs": 1, "max_num_batched_tokens": 4, "num_blocks": 8}
+    llm = LLM(tiny_folder, dtype="bfloat16", **options, progress=False)
     assert [llm.engine.runtime.shapes.rows(t) for t in llm.engine.config.token_buckets] == [2, 2]
     assert len(llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids) > 0

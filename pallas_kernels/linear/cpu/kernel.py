@@ -412,7 +412,7 @@ def _job(frame, workers):
     most = max(1, -(-tiles // several))
     panel_bytes = steps * (PANEL if kind == INT8 else 4 * PANEL)
     group = min(GROUP_PANELS, max(1, GROUP_BYTES // min(panel_bytes, DEEP * 4 * PANEL)))
-    group = max(1, min(group, wanted // (4 * workers)))
+    group = max(1, min(group, wanted // (64 * workers)))
     table_at = JOB_BYTES
     chunks_at = table_at + 8 * TILE_WORDS * tiles
     job = malloc(chunks_at + 8 * CHUNK_WORDS * tiles)
