@@ -258,6 +258,7 @@ def facts(environments: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         ("Python", values("python")),
         ("Libraries", ", ".join(versions)),
         ("Attention", values("attention_impl")),
+        ("Products", values("linear_impl")),
         ("Code", values("source")),
         ("Commit", values("commit") + (", with uncommitted changes" if "True" in values("dirty") else "")),
         ("Flags", ", ".join(flags) or "none"),

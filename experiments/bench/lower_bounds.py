@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax import LLM, SamplingParams
-from pagedjax.device.models import Model
+from pagedjax.config import DType
+from pagedjax.device import linear
+from pagedjax.device.linear import Matrix
+from pagedjax.device.models import Model, matrices
 from pagedjax.weights.pretrained import DEFAULT_MODEL
+from pagedjax.weights.tree import named
 
+MOST = 2048  # numbers of a row that `read_weights` reads
 Run = Callable[[], Any]  # runs to the end, without timing
 
 
@@ -33,18 +39,37 @@ def _ready(function: Callable[..., Any], *args: Any) -> Run:
     return lambda: jax.block_until_ready(compiled(*args))
 
 
+def weights_of(model: Model) -> list[tuple[jax.Array, Matrix]]:
+    """The matrices of all products of a step, and their shapes."""
+    params = named(model.params)
+    return [(params[name], matrix) for name, matrix in matrices(model.config).items()]
+
+
 def read_weights(model: Model) -> Run:
-    """Read every weight once, by one matrix-vector product for each matrix."""
-    matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
-    vectors = [jnp.ones(w.shape[1], w.dtype) for w in matrices]
-    return _ready(lambda ws, xs: [(w @ x).sum() for w, x in zip(ws, xs, strict=True)], matrices, vectors)
+    """Read every weight once, as 32-bit numbers: one matrix-vector product for each matrix, whatever its layout is."""
+
+    def read(weights: Sequence[jax.Array]) -> list[jax.Array]:
+        found = [w.reshape(-1, 4 // w.dtype.itemsize) if w.dtype.itemsize < 4 else w for w in weights]
+        found = [jax.lax.bitcast_convert_type(w, jnp.float32) for w in found]
+        rows = [w.reshape(-1, math.gcd(w.size, MOST)) for w in found]
+        return [(w @ jnp.ones(w.shape[1])).sum() for w in rows]
+
+    return _ready(read, [w for w, _ in weights_of(model)])
 
 
 def weight_products(model: Model, batch: int) -> Run:
-    """The step's products of [batch, in] with weights [out, in], independent of each other."""
-    matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
-    rows = {n: jnp.ones((batch, n), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
-    return _ready(lambda ws, xs: [xs[w.shape[1]] @ w.T for w in ws], matrices, rows)
+    """The step's products of [batch, in] with weights, by the model's own implementation, independent of each other."""
+    weights, impl = [w for w, _ in weights_of(model)], linear.find(model.config.linear)
+    shapes = [matrix._replace(gated=False) for _, matrix in weights_of(model)]
+    rows = {m.inputs: jnp.ones((batch, m.inputs), model.dtype) for m in shapes}
+
+    def multiply(weights: Sequence[jax.Array], rows: dict[int, jax.Array]) -> list[jax.Array]:
+        pairs = zip(weights, shapes, strict=True)
+        found = [linear.linear(rows[m.inputs], w, m, impl=impl, dtype=jnp.float32) for w, m in pairs]
+        # one number of each: to allocate whole results would take most of the time
+        return [y[0, 0] for y in jax.lax.optimization_barrier(found)]
+
+    return _ready(multiply, weights, rows)
 
 
 def attention_products(model: Model, batch: int, context: int) -> Run:
@@ -64,12 +89,14 @@ def attention_products(model: Model, batch: int, context: int) -> Run:
     return _ready(products, q, p, keys, values)
 
 
-def beside_lower_bounds(batches: Sequence[int], context: int, repeats: int, name: str) -> list[dict[str, Any]]:
+def beside_lower_bounds(
+    batches: Sequence[int], context: int, repeats: int, name: str, dtype: DType = "float32", weights: str | None = None
+) -> list[dict[str, Any]]:
     """The median decode step of each batch size and its lower bounds, in milliseconds."""
     length = context + repeats + 2
     buckets = sorted({*batches, 2048})
     sizes: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": max(batches), "max_model_len": length}
-    llm = LLM(name, **sizes, token_buckets=buckets, dtype="float32")
+    llm = LLM(name, **sizes, token_buckets=buckets, dtype=dtype, weight_dtype=weights)
     model, rows = llm.engine.model, []
     for batch in batches:
         parts = {
@@ -120,13 +147,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=253)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--weight-dtype")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     for name, value in (("batches", min(args.batches)), ("context", args.context), ("repeats", args.repeats)):
         if value < 1:
             parser.error(f"--{name} is {value}; it must be at least 1")
     try:
-        rows = beside_lower_bounds(args.batches, args.context, args.repeats, args.model)
+        rows = beside_lower_bounds(args.batches, args.context, args.repeats, args.model, args.dtype, args.weight_dtype)
     except (OSError, ValueError) as error:  # the model is missing, or a length is beyond it
         parser.error(str(error))
     show(rows)

@@ -35,7 +35,7 @@ import jax
 import numpy as np
 from immutables import Map
 
-from experiments.bench.lower_bounds import read_weights, weight_products
+from experiments.bench.lower_bounds import read_weights, weight_products, weights_of
 from experiments.bench.peers import STOLEN
 from experiments.bench.random_llama import random_model
 from experiments.bench.scale_calculated import BLOCK, DTYPE, ROOM, Shape, needed_bytes, paper
@@ -226,10 +226,10 @@ class Probe(NamedTuple):
 
 def probes(model: Model) -> dict[str, Probe]:
     """The probes, by the fields of `Rates`."""
-    matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
-    operations = sum(2 * PROBE_TOKENS * w.size for w in matrices)
+    weights = weights_of(model)
+    operations = sum(2 * PROBE_TOKENS * m.outputs * m.inputs for _, m in weights)
     return {
-        "read": Probe(read_weights(model), sum(w.nbytes for w in matrices)),
+        "read": Probe(read_weights(model), sum(w.nbytes for w, _ in weights)),
         "multiply": Probe(weight_products(model, PROBE_TOKENS), operations),
     }
 

@@ -39,8 +39,13 @@ from pagedjax.params import SamplingParams
 # Keys without influence on the measurement; they are not in a point's hash.
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")
 # Fields that a point's key has only if they are set, so that other keys are those of versions before these fields.
-LATER = {"engine": ("speculative", "mesh", "devices"), "simulate": ("mesh", "hop_s")}
-OWN_VALUES = ("policy", "attention_impl")  # fields of EngineConfig that may name a value of one's own, file.py:NAME
+LATER = {"engine": ("speculative", "mesh", "devices", "linear_impl"), "simulate": ("mesh", "hop_s")}
+# Fields of EngineConfig that may name a value of one's own, file.py:NAME.
+OWN_VALUES = ("policy", "attention_impl", "linear_impl")
+    "policy",
+    "attention_impl",
+    "linear_impl",
+)  # fields of EngineConfig that may name a value of one's own, file.py:NAME
 
 
 @dataclass(frozen=True)

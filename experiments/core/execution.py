@@ -64,7 +64,8 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str
         files = run_files(run, llm, measured)
         startup = {**llm.startup, "total": engines.startup_seconds[engine_key(run.point.experiment)]}
         resolved = dataclasses.asdict(llm.engine.config)
-        facts = {"attention_impl": resolved["attention_impl"], "engine": resolved, "startup": startup}
+        impls = {name: resolved[name] for name in ("attention_impl", "linear_impl")}
+        facts = {**impls, "engine": resolved, "startup": startup}
         if simulate:
             facts["simulate"] = dataclasses.asdict(simulate)
         elif resolved["mesh"]:

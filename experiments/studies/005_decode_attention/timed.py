@@ -67,20 +67,16 @@ class Device:
     """The rates of this device, measured in turn with the steps, because machines drift."""
 
     def __init__(self, model: Model) -> None:
-        matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
-        rows = {n: jnp.ones((WIDE, n), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
-        # summed, as in `read_weights`; else allocating the results would dominate the time
-        multiply = jax.jit(lambda ws, xs: [(xs[w.shape[1]] @ w.T).sum() for w in ws])
-        self._read, self._multiply = lower_bounds.read_weights(model), partial(multiply, matrices, rows)
-        self._bytes, self._numbers = sum(w.nbytes for w in matrices), sum(w.size for w in matrices)
+        weights = lower_bounds.weights_of(model)
+        self._read, self._multiply = lower_bounds.read_weights(model), lower_bounds.weight_products(model, WIDE)
+        self._bytes, self._numbers = sum(w.nbytes for w, _ in weights), sum(m.outputs * m.inputs for _, m in weights)
         self._seconds: list[tuple[float, float]] = []
-        jax.block_until_ready(self._multiply())
 
     def measure(self) -> None:
         began = time.perf_counter()
         self._read()
         read = time.perf_counter()
-        jax.block_until_ready(self._multiply())
+        self._multiply()
         self._seconds.append((read - began, time.perf_counter() - read))
 
     def chip(self) -> Chip:

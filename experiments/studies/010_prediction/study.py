@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from experiments.bench import lower_bounds
@@ -103,16 +102,13 @@ def predicted(
 
 def roofline(model: Model, name: str) -> Roofline:
     """The roofline of this device now: bytes/s of reading all weights once, operations/s of products with them."""
-    matrices = [w for w in jax.tree.leaves(model.params) if w.ndim == 2]
-    rows = {n: jnp.ones((PRODUCT_ROWS, n), matrices[0].dtype) for n in {w.shape[1] for w in matrices}}
-    # summed, as in `read_weights`; else allocating the results would dominate the time
-    multiply = jax.jit(lambda ws, xs: [(xs[w.shape[1]] @ w.T).sum() for w in ws])
+    weights = lower_bounds.weights_of(model)
     reading = seconds(lower_bounds.read_weights(model))
-    multiplying = seconds(lambda: jax.block_until_ready(multiply(matrices, rows)))
+    multiplying = seconds(lower_bounds.weight_products(model, PRODUCT_ROWS))
     number = jnp.dtype(model.dtype).itemsize
     shape = cost.shape_of(open_checkpoint(name).config, number, number)
-    bandwidth = sum(w.nbytes for w in matrices) / reading
-    rate = 2 * PRODUCT_ROWS * sum(w.size for w in matrices) / multiplying
+    bandwidth = sum(w.nbytes for w, _ in weights) / reading
+    rate = 2 * PRODUCT_ROWS * sum(m.outputs * m.inputs for _, m in weights) / multiplying
     return Roofline(shape, Chip(bandwidth, rate, 0.0, launch=0.0))
 
 
