@@ -27,7 +27,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pagedjax.params": (),
     "pagedjax.host": LEAVES,
     "pagedjax.policies": ("pagedjax.host",),
-    "pagedjax.device": ("pagedjax.config", "pallas_kernels.paged_attention", "pallas_kernels.kv_write"),
+    "pagedjax.device": (
+        *("pagedjax.config", "pallas_kernels.paged_attention", "pallas_kernels.kv_write", "pallas_kernels.linear"),
+    ),
     "pagedjax.text": ("pagedjax.params", "pagedjax.host.types"),
     "pagedjax.weights": ("pagedjax.config", "pagedjax.device", "pagedjax.text"),
     "pagedjax.engine": (*LEAVES, "pagedjax.host", "pagedjax.device", "pagedjax.weights"),
@@ -56,7 +58,10 @@ LIBRARIES: dict[str, set[str]] = {
     "pagedjax.viewer": {"immutables"},
     "pallas_kernels": {"jax"},
     # compiled code for CPUs, loaded when it is first used
-    "pallas_kernels.paged_attention.cpu": {"jax", "numpy", "numba", "llvmlite"},
+    **{
+        f"pallas_kernels.{folder}.cpu": {"jax", "numpy", "numba", "llvmlite"}
+        for folder in ("paged_attention", "linear", "shared")
+    },
 }
 KERNELS_ARE_IMPORTED_BY = "pagedjax.device"
 JITTED_IN = "pagedjax.device.step"

@@ -42,10 +42,6 @@ _NOT_MEASURED = ("name", "question", "repeats", "sweep")
 LATER = {"engine": ("speculative", "mesh", "devices", "linear_impl"), "simulate": ("mesh", "hop_s")}
 # Fields of EngineConfig that may name a value of one's own, file.py:NAME.
 OWN_VALUES = ("policy", "attention_impl", "linear_impl")
-    "policy",
-    "attention_impl",
-    "linear_impl",
-)  # fields of EngineConfig that may name a value of one's own, file.py:NAME
 
 
 @dataclass(frozen=True)

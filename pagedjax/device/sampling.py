@@ -166,10 +166,15 @@ def prompt_logprobs(
         return jax.tree.map(update, out, found)
 
     # A loop of zero trips is not enough: XLA moves work (a converted head) out of loops, not out of branches.
-    zeros = PromptLogprobs(*_no_logprobs(len(wanted)))
+    zeros = no_prompt_logprobs(len(wanted))
     walk = lambda: jax.lax.fori_loop(0, len(wanted) // some, body, zeros)  # noqa: E731
     out = jax.lax.cond(jnp.any(targets >= 0), walk, lambda: zeros)
     return jax.tree.map(lambda x: x[:t], out)
+
+
+def no_prompt_logprobs(tokens: int) -> PromptLogprobs:
+    """Of T tokens of which nobody wants any."""
+    return PromptLogprobs(*_no_logprobs(tokens))
 
 
 def _no_logprobs(rows: int) -> tuple[jax.Array, ...]:

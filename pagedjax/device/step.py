@@ -19,10 +19,11 @@ from pagedjax.device.cache import KVCache, copy, read_blocks, write_blocks, writ
 from pagedjax.device.checks import check_shape
 from pagedjax.device.draft_model import DraftModel, features_before
 from pagedjax.device.models import Model
+from pagedjax.device.models.decoder import samples_of
 from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext
-from pagedjax.device.sampling import History, PromptLogprobs, SampledTokens, prompt_logprobs, sample
+from pagedjax.device.sampling import History, PromptLogprobs, SampledTokens, no_prompt_logprobs, prompt_logprobs, sample
 
 Step = Callable[[Any, KVCache, Batch], tuple[KVCache, "StepOutput"]]
 Draft = Callable[[Any, KVCache, DraftBatch], tuple[KVCache, "DraftOutput"]]
@@ -106,7 +107,7 @@ def make_step(
             batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
         taps = bound.model.taps if bound else ()
-        cache, hidden, outputs = model.hidden(cache, batch, attend, taps)
+        cache, finish, outputs = model.layers(cache, batch, attend, taps)
         if bound is not None:
             observe = bound.model.observe
             assert cache.draft is not None
@@ -120,9 +121,19 @@ def make_step(
             history = History(cache.tokens, tables, lens)
             return sample(logits, sampling, history, jnp.uint32(seed), tile, chain, drafted)
 
-        sampled = by_rows(sampled_rows, model.logits(hidden[batch.last]), rows)
+        def every() -> tuple[jax.Array, PromptLogprobs]:
+            hidden = finish(None)
+            return hidden[batch.last], prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows)
+
+        def samples() -> tuple[jax.Array, PromptLogprobs]:
+            return finish(samples_of(batch)), no_prompt_logprobs(len(batch.tokens))
+
+        # the last layer of tokens that nobody samples after is needed for their log-probabilities alone
+        fewer = len(batch.last) < len(batch.tokens)
+        hidden, prompt = jax.lax.cond(jnp.any(batch.targets >= 0), every, samples) if fewer else every()
+        sampled = by_rows(sampled_rows, model.logits(hidden), rows)
         fed = None if feed is None else jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
-        return cache, StepOutput(sampled, prompt_logprobs(model.logits, hidden, batch.targets, tile, by_rows), fed)
+        return cache, StepOutput(sampled, prompt, fed)
 
     return jax.jit(_mapped(step, model, bound), donate_argnums=1)
 

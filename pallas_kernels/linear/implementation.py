@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import numpy as np
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Matrix(NamedTuple):

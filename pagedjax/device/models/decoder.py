@@ -39,6 +39,7 @@ from pagedjax.device.layers import (
 from pagedjax.device.linear import Matrix, find, linear
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+Finish = Callable[[Batch | None], jax.Array]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -159,17 +160,39 @@ class Attention(nnx.Module):
 
     def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """norm(x) [T, H], angles [R, 2, T, D / 2] -> (y + residual [T, H], k_pages, v_pages)."""
-        c, t = self.config, len(x)
-        heads = self.qkv(x, norm=norm).reshape(t, c.heads + 2 * c.kv_heads, c.head_dim)
-        q, k, v = jnp.split(heads, (c.heads, c.heads + c.kv_heads), axis=1)
+        c = self.config
+        q, k, v = self._heads(x, angles, norm, (0, c.heads + 2 * c.kv_heads))
+        k_pages, v_pages = write(attend, k_pages, v_pages, k, v, batch)
+        return self._output(q, k_pages, v_pages, batch, attend, residual), k_pages, v_pages
+
+    def write(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm):
+        """The keys and values alone -> (k_pages, v_pages)."""
+        c = self.config
+        _, k, v = self._heads(x, angles, norm, (c.heads, c.heads + 2 * c.kv_heads))
+        return write(attend, k_pages, v_pages, k, v, batch)
+
+    def read(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
+        """The queries alone, whose keys and values are in the pages -> y + residual [T, H]."""
+        q, _, _ = self._heads(x, angles, norm, (0, self.config.heads))
+        return self._output(q, k_pages, v_pages, batch, attend, residual)
+
+    def _heads(self, x, angles, norm, wanted: tuple[int, int]) -> list[jax.Array]:
+        """Queries [T, N, D], keys and values [T, K, D] of the wanted ones among all heads: first, last."""
+        c, (first, last) = self.config, wanted
+        rows = None if last - first == c.heads + 2 * c.kv_heads else (first * c.head_dim, last * c.head_dim)
+        found = self.qkv(x, norm=norm, rows=rows).reshape(len(x), last - first, c.head_dim)
+        bounds = [min(max(end - first, 0), last - first) for end in (c.heads, c.heads + c.kv_heads)]
+        q, k, v = jnp.split(found, bounds, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if c.ropes:
             q, k = (rope(a, angles[self.kind.rope]) for a in (q, k))
-        k_pages, v_pages = write(attend, k_pages, v_pages, k, v, batch)
+        return [q, k, v]
+
+    def _output(self, q, k_pages, v_pages, batch: Batch, attend: Attend, residual) -> jax.Array:
         where = batch.block_tables, batch.seq_lens, batch.cu_q_lens
-        y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=c.attn_cap)
-        return self.out(y.reshape(t, -1), residual=residual), k_pages, v_pages
+        y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=self.config.attn_cap)
+        return self.out(y.reshape(len(q), -1), residual=residual)
 
 
 class MLP(nnx.Module):
@@ -257,19 +280,34 @@ class Block(nnx.Module):
 
     def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
         """x [T, H] -> (x [T, H], k_pages, v_pages)."""
-        attn = partial(self.attn, x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm)
-        if self.attn_post is None or self.mlp_post is None:
-            x, k_pages, v_pages = attn(residual=x)
-            return self.mlp(x, norm=self.mlp_norm, residual=x), k_pages, v_pages
-        y, k_pages, v_pages = attn()
-        x = x + self.attn_post(y)
-        return x + self.mlp_post(self.mlp(x, norm=self.mlp_norm)), k_pages, v_pages
+        before = None if self.attn_post else x
+        options = {"norm": self.attn_norm, "residual": before}
+        y, k_pages, v_pages = self.attn(x, k_pages, v_pages, batch, angles, attend, **options)
+        return self._rest(x, y), k_pages, v_pages
+
+    def write(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
+        """The keys and values alone -> (k_pages, v_pages)."""
+        return self.attn.write(x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm)
+
+    def read(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
+        """What follows `write`, for tokens of whose rows the batch tells: x [T, H] -> [T, H]."""
+        before = None if self.attn_post else x
+        y = self.attn.read(x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm, residual=before)
+        return self._rest(x, y)
+
+    def _rest(self, x, y) -> jax.Array:
+        """After the attention y, to which x was added unless a norm follows it."""
+        x = x + self.attn_post(y) if self.attn_post else y
+        if self.mlp_post is None:
+            return self.mlp(x, norm=self.mlp_norm, residual=x)
+        return x + self.mlp_post(self.mlp(x, norm=self.mlp_norm))
 
 
-@partial(jax.jit, static_argnums=(0, 2))
-def _run_block(graphdef: nnx.GraphDef, state, attend: Attend, *args):
-    """A block as a function of arrays. JAX traces and lowers only one block of each kind; XLA inlines all of them."""
-    return nnx.merge(graphdef, state)(*args, attend)
+@partial(jax.jit, static_argnums=(0, 2, 3))
+def _run_block(graphdef: nnx.GraphDef, state, attend: Attend, part: str, *args):
+    """A method of a block as a function of arrays. JAX traces and lowers only one block of each kind; XLA inlines all
+    of them."""
+    return getattr(nnx.merge(graphdef, state), part)(*args, attend)
 
 
 class Decoder(nnx.Module):
@@ -308,24 +346,48 @@ class Decoder(nnx.Module):
     def hidden(
         self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = ()
     ) -> tuple[kv.KVCache, jax.Array, tuple[jax.Array, ...]]:
-        """Run the T tokens of the batch.
+        """(cache, [T, H] after the final norm, outputs of the taps): `layers`, for all tokens of the batch."""
+        cache, finish, outputs = self.layers(cache, batch, attend, taps)
+        return cache, finish(None), outputs
+
+    def layers(
+        self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = ()
+    ) -> tuple[kv.KVCache, Finish, tuple[jax.Array, ...]]:
+        """Run the T tokens of the batch through all layers, but of the last one only keys and values.
 
         Args:
             taps: layers whose outputs are wanted too.
 
         Returns:
-            (cache, [T, H] after the final norm, [T, H] after each of the layers `taps`)
+            (cache, a function that gives hidden states after the final norm, [T, H] after each of the layers `taps`).
+            The function takes what `samples_of` returns, for [R, H], or None, for those of all tokens, [T, H].
         """
         x = self.embedded(batch)
         angles = angles_at(self.angles, batch.positions)
         k_all, v_all, outputs = [], [], []
-        for block, k_pages, v_pages in zip(self.blocks, cache.k, cache.v, strict=True):
-            x, k_pages, v_pages = _run_block(*nnx.split(block), attend, x, k_pages, v_pages, batch, angles)
+        *first, last = zip(self.blocks, cache.k, cache.v, strict=True)
+        if self.config.layers - 1 in taps:
+            first, last = [*first, last], None
+        for block, *pages in first:
+            x, k_pages, v_pages = _run_block(*nnx.split(block), attend, "__call__", x, *pages, batch, angles)
             k_all.append(k_pages)
             v_all.append(v_pages)
             outputs.append(x)
+        if last:
+            parts = nnx.split(last[0])
+            pages = _run_block(*parts, attend, "write", x, *last[1:], batch, angles)
+            k_all.append(pages[0])
+            v_all.append(pages[1])
+
+        def finish(only: Batch | None) -> jax.Array:
+            found, rows = (x, batch) if only is None else (x[only.last], only)
+            if last:
+                turns = angles if only is None else angles_at(self.angles, only.positions)
+                found = _run_block(*parts, attend, "read", found, *pages, rows, turns)
+            return self.norm(found)
+
         cache = cache._replace(k=tuple(k_all), v=tuple(v_all))
-        return cache, self.norm(x), tuple(outputs[layer] for layer in taps)
+        return cache, finish, tuple(outputs[layer] for layer in taps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, H] -> [R, V] float32; of this device's part of the vocabulary."""
@@ -336,6 +398,24 @@ class Decoder(nnx.Module):
             y = self.head(hidden, dtype=jnp.float32)
         cap = self.config.logit_cap
         return y if cap is None else cap * jnp.tanh(y / cap)
+
+
+def samples_of(batch: Batch) -> Batch:
+    """The tokens that samples follow as rows of one token each, for the last layer; `last` says which tokens they are.
+
+    Samples of padding have no tokens: their `last` is 0, as that of the first sample may be.
+    """
+    count = 1 + (batch.last[1:] > 0).sum(dtype=jnp.int32)
+    each = jnp.arange(len(batch.last) + 1, dtype=jnp.int32)
+    positions = batch.positions[batch.last]
+    return batch._replace(
+        tokens=batch.tokens[batch.last],
+        positions=positions,
+        slots=batch.slots[batch.last],
+        block_tables=batch.block_tables[batch.sampled_row],
+        seq_lens=jnp.where(each[:-1] < count, positions + 1, 0),
+        cu_q_lens=jnp.minimum(each, count),
+    )
 
 
 def angles_at(table: Buffer, positions: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pallas_kernels.shared.cpu import huge_pages
+
 PANEL = 32
 DTYPES = ("float32", "bfloat16", "int8")
 
@@ -23,9 +25,11 @@ def pack(weight: np.ndarray, *, gated: bool = False, matrices: int = 1) -> np.nd
     if gated:
         found = found.reshape(e, 2, m // PANEL, PANEL // 2, k).swapaxes(1, 2)
     panels = found.reshape(e * m // PANEL, PANEL, k)
-    if weight.dtype.name == "bfloat16":
-        return np.ascontiguousarray(panels.reshape(-1, PANEL, k // 2, 2).swapaxes(1, 2))
-    return np.ascontiguousarray(panels.swapaxes(1, 2))
+    pairs = panels.reshape(-1, PANEL, k // 2, 2) if weight.dtype.name == "bfloat16" else panels
+    packed = pairs.swapaxes(1, 2)
+    out = huge_pages.empty(packed.shape, packed.dtype)
+    np.copyto(out, packed)
+    return out
 
 
 def _padded(weights: np.ndarray, gated: bool) -> np.ndarray:
