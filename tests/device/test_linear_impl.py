@@ -1,0 +1,210 @@
+"""Implementations of products in an engine: the default, layouts of parameters, limits, and one's own in a file."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pagedjax import LLM, EngineConfig, SamplingParams, from_params, load_model
+from pagedjax.device import linear
+from pagedjax.device.attention import attend
+from pagedjax.device.batch import Batch, blank_sampling
+from pagedjax.device.cache import init
+from pagedjax.device.models import FAMILIES, Decoder, matrices
+from pagedjax.device.models.decoder import samples_of
+from pagedjax.weights.trained import whole
+from pagedjax.weights.tree import named
+from pallas_kernels.linear import IMPLS, Implementation
+from tests.device.test_model_families import BODY, CASES, GPT2
+
+pytest.importorskip("numba")
+
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (1, 4, 16)}
+PROMPTS = [[5, 6, 7], list(range(3, 30)), [9]]
+FACTS: dict[str, Any] = {"dtype": "float32", "weight_dtype": "float32", "mesh": False, "activation": "silu"}
+OWN = """
+from pallas_kernels.linear import IMPLS, Implementation
+
+prepared = []
+
+
+def obstacle(device, *, mesh, **facts):
+    return "cannot serve a mesh" if mesh else ""
+
+
+MINE = IMPLS["reference"]._replace(name="mine", obstacle=obstacle, prepare=lambda: prepared.append(1))
+"""
+
+
+def outputs(model, impl: str, **options: Any) -> tuple[list[Any], LLM]:
+    """(tokens and prompt log-probabilities of each request, the engine)."""
+    llm = LLM(model, linear_impl=impl, progress=False, max_model_len=64, num_blocks=40, **SIZES, **options)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    return [
+        (out.outputs[0].token_ids, [next(iter(one.values())).logprob for one in out.prompt_logprobs[1:]])
+        for out in llm.generate(PROMPTS, params, use_tqdm=False)
+    ], llm
+
+
+def random_params(config: Any) -> Any:
+    state = nnx.state(Decoder(config, "float32"))
+    rng = np.random.default_rng(0)
+
+    def filled(x: jax.Array) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(x.shape) / np.sqrt(x.shape[-1] if x.ndim > 1 else 1), x.dtype)
+
+    return jax.tree.map(filled, state)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("name", ["Llama 2", "Qwen2", "Gemma 2", "GPT-2, untied, exact GELU, a narrow MLP", "Qwen3-MoE"])
+def test_every_implementation_serves_every_family(name, int8):
+    kind, settings = CASES[name]
+    settings = {**settings, "model_type": kind}
+    weights = {"weight_dtype": "int8"} if int8 else {}
+    hf = {**(GPT2 if kind == "gpt2" else BODY), **settings}
+    from pagedjax.weights.architectures import normalised
+
+    config = FAMILIES[kind].from_hf(normalised(hf, name))
+    params = random_params(config)
+    wanted, _ = outputs(from_params(params, config, linear_impl="reference", **weights), "reference", **weights)
+    for impl in ("xla", "cpu"):
+        found, llm = outputs(from_params(params, config, **weights), impl, **weights)
+        assert llm.engine.config.linear_impl == impl
+        for (tokens, logprobs), (other, expected) in zip(found, wanted, strict=True):
+            assert tokens == other
+            chex.assert_trees_all_close(np.array(logprobs), np.array(expected), atol=2e-4)
+
+
+def test_a_loaded_model_is_packed_once_and_unpacked_exactly(tiny_folder):
+    plain, packed = (load_model(tiny_folder, linear_impl=impl).model for impl in ("xla", "cpu"))
+    assert (plain.config.linear, packed.config.linear) == ("xla", "cpu")
+    for name, matrix in matrices(packed.config).items():
+        chex.assert_shape(named(packed.params)[name], (None, matrix.inputs, 32))
+    chex.assert_trees_all_equal(whole(packed), whole(plain))
+    engine = LLM(load_model(tiny_folder), progress=False, num_blocks=4, **SIZES).engine
+    assert engine.config.linear_impl == "cpu"
+
+
+def test_packed_weights_are_not_copied_by_jax(tiny_folder):
+    pack = IMPLS["cpu"].pack
+    for dtype in ("float32", "bfloat16", "int8"):
+        stored = jnp.ones((96, 64), dtype)
+        found = pack(np.asarray(stored), linear.Matrix(96, 64))
+        assert jax.device_put(found).unsafe_buffer_pointer() == found.ctypes.data
+
+
+def test_new_parameters_are_packed_and_nothing_is_compiled(tiny_folder):
+    _, llm = outputs(load_model(tiny_folder), "cpu")
+    tree = jax.tree.map(lambda x: x * np.float32(0.5) if x.ndim > 1 else x, whole(llm.engine.model))
+    llm.update_params(tree)
+    found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    chex.assert_trees_all_equal(whole(llm.engine.model), tree)
+    again = from_params(tree, llm.engine.model.config, linear_impl="xla")
+    wanted, _ = outputs(again, "xla")
+    assert [out.outputs[0].token_ids for out in found] == [tokens for tokens, _ in wanted]
+
+
+def test_an_engine_may_want_another_layout_than_its_model_has(tiny_folder):
+    loaded = load_model(tiny_folder, linear_impl="cpu")
+    found = [outputs(loaded, impl)[0] for impl in ("cpu", "xla", "reference")]
+    assert all([tokens for tokens, _ in one] == [tokens for tokens, _ in found[0]] for one in found)
+    assert loaded.model.config.linear == "cpu"
+
+
+@pytest.mark.parametrize("name", ["Llama 2", "Gemma 2", "GPT-2", "Qwen3-MoE"])
+def test_the_last_layer_of_sampled_tokens_alone_is_that_of_all(name):
+    """Chunks, decodes, several samples of a row, and padding."""
+    from pagedjax.weights.architectures import normalised
+
+    kind, settings = CASES[name]
+    config = FAMILIES[kind].from_hf(normalised({**settings, "model_type": kind}, name))
+    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, "float32"))), random_params(config))
+    size = {"layers": config.layers, "kv_heads": config.kv_heads, "head_dim": config.head_dim, "dtype": "float32"}
+    cache = init(blocks=12, block_size=4, row=config.head_dim, **size)
+    counts, lens = [5, 1, 3], np.array([9, 1, 8, 0])
+    positions = np.concatenate([np.arange(n - c, n) for c, n in zip(counts, lens[:3], strict=True)])
+    rows, tables = np.repeat(np.arange(3), counts), np.arange(12).reshape(4, 3)
+    slots = tables[rows, positions // 4] * 4 + positions % 4
+    pad = lambda x: np.pad(x, (0, 12 - len(x))).astype(np.int32)  # noqa: E731
+    last, sampled_row = np.array([4, 5, 6, 7, 8, 0, 0], np.int32), np.array([0, 1, 2, 2, 2, 0, 0], np.int32)
+    cu = np.array([0, 5, 6, 9, 9], np.int32)
+    tokens = np.random.default_rng(1).integers(3, 300, 9)
+    arrays = pad(tokens), pad(positions), pad(slots), tables.astype(np.int32), lens.astype(np.int32), cu
+    batch = Batch(*arrays, last, sampled_row, np.full(12, -1, np.int32), blank_sampling(7))
+    batch = jax.tree.map(jnp.asarray, batch)
+
+    @partial(jax.jit, static_argnums=0)
+    def hidden(only: bool) -> tuple[Any, jax.Array]:
+        cached, finish, _ = model.layers(cache, batch, attend("xla", config.attn_scale))
+        return cached, finish(samples_of(batch)) if only else finish(None)[batch.last]
+
+    (pages, found), (others, wanted) = hidden(True), hidden(False)
+    chex.assert_trees_all_close(found[:5], wanted[:5], atol=2e-5)
+    chex.assert_trees_all_close(pages, others, atol=1e-6)
+
+
+class Device(NamedTuple):
+    platform: str
+
+
+@pytest.mark.parametrize(
+    ("platform", "facts", "expected"),
+    [
+        ("cpu", {}, "cpu"),
+        ("cpu", {"weight_dtype": "int8"}, "cpu"),
+        ("cpu", {"dtype": "bfloat16", "weight_dtype": "bfloat16"}, "cpu"),
+        ("cpu", {"dtype": "float16", "weight_dtype": "float16"}, "xla"),
+        ("cpu", {"activation": None}, "cpu"),
+        ("cpu", {"activation": "gelu"}, "xla"),
+        ("cpu", {"mesh": True}, "xla"),
+        ("gpu", {}, "xla"),
+        ("tpu", {}, "xla"),
+    ],
+)
+def test_default_is_the_compiled_kernel_on_a_cpu_where_it_can_serve(platform, facts, expected):
+    assert linear.choose(None, Device(platform), **FACTS | facts) == expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "facts", "message"),
+    [
+        ("tpu", {}, "linear_impl 'cpu' runs on platform 'cpu' and not on 'tpu'; 'xla' has no such limit"),
+        ("cpu", {"mesh": True}, "linear_impl 'cpu' is for a device without a mesh; 'xla' has no such limit"),
+        ("cpu", {"activation": "gelu"}, "linear_impl 'cpu' has the gates silu, gelu_tanh and not 'gelu'"),
+    ],
+)
+def test_an_implementation_that_cannot_serve_raises_with_its_reason(platform, facts, message):
+    with pytest.raises(ValueError, match=message):
+        linear.choose("cpu", Device(platform), **FACTS | facts)
+
+
+def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folder, tmp_path):
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    name = f"{tmp_path}/own.py:MINE"
+    found, llm = outputs(tiny_folder, name)
+    assert found == outputs(tiny_folder, "reference")[0]
+    assert llm.engine.config.linear_impl == name
+    assert linear.find(name).obstacle.__globals__["prepared"] == [1]
+    with pytest.raises(ValueError, match="MINE' cannot serve a mesh; 'xla' has no such limit"):
+        linear.choose(name, Device("cpu"), **FACTS | {"mesh": True})
+
+
+def test_unknown_implementations_raise_with_the_reason():
+    with pytest.raises(ValueError, match=r"linear_impl is 'cpi'; .*\(did you mean 'cpu'\?\)"):
+        EngineConfig(linear_impl="cpi")
+    with pytest.raises(ValueError, match=r"linear_impl is 'nowhere.py:MINE', but there is no file nowhere.py"):
+        linear.find("nowhere.py:MINE")
+
+
+def test_every_implementation_is_a_record_under_its_name():
+    assert all(isinstance(impl, Implementation) and impl.name == name for name, impl in IMPLS.items())
+    for name in IMPLS:  # the configuration knows the same names
+        assert EngineConfig(linear_impl=name).linear_impl == name
