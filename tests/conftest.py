@@ -25,9 +25,10 @@ def tiny_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_folder):
+    """Its parameters are as they are stored, so that tests can change them; engines pack them."""
     from pagedjax import load_model
 
-    return load_model(tiny_folder)
+    return load_model(tiny_folder, linear_impl="xla")
 
 
 @pytest.fixture(scope="session")

@@ -20,14 +20,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from pagedjax import LLM, SamplingParams
 from pagedjax.config import DType
 from pagedjax.device import linear
+from pagedjax.device.layers import Weight
 from pagedjax.device.linear import Matrix
-from pagedjax.device.models import Model, matrices
+from pagedjax.device.models import Model
 from pagedjax.weights.pretrained import DEFAULT_MODEL
-from pagedjax.weights.tree import named
 
 MOST = 2048  # numbers of a row that `read_weights` reads
 Run = Callable[[], Any]  # runs to the end, without timing
@@ -41,8 +42,8 @@ def _ready(function: Callable[..., Any], *args: Any) -> Run:
 
 def weights_of(model: Model) -> list[tuple[jax.Array, Matrix]]:
     """The matrices of all products of a step, and their shapes."""
-    params = named(model.params)
-    return [(params[name], matrix) for name, matrix in matrices(model.config).items()]
+    leaves = [leaf for _, leaf in nnx.to_flat_state(model.params) if isinstance(leaf, Weight)]
+    return [(leaf.get_value(), leaf.matrix) for leaf in leaves]
 
 
 def read_weights(model: Model) -> Run:

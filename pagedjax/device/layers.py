@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.device.checks import check_shape
-from pagedjax.device.linear import Matrix, Norm, find, linear
+from pagedjax.device.linear import Implementation, Matrix, Norm, find, linear
 
 
 class Buffer(nnx.Variable):
@@ -18,14 +18,19 @@ class Buffer(nnx.Variable):
 
 
 class Weight(nnx.Param):
-    """A matrix of products. Its numbers are in the layout of an implementation of `linear`; `matrix` is its shape."""
+    """A matrix of products, of the shape `matrix`. Its numbers are in the layout of the implementation `impl`."""
 
     matrix: Matrix
+    impl: str
+
+    @property
+    def implementation(self) -> Implementation:
+        return find(self.impl)
 
 
-def weight(shape: Matrix, dtype: str, int8: bool) -> tuple[Weight, nnx.Param | None]:
-    """A matrix and, for int8, the scales of its rows (weights/int8.py)."""
-    found = Weight(jnp.zeros((shape.outputs, shape.inputs), "int8" if int8 else dtype), matrix=shape)
+def weight(shape: Matrix, dtype: str, int8: bool, impl: str) -> tuple[Weight, nnx.Param | None]:
+    """A matrix and, for int8, the scales of its rows (weights/int8.py). Before it is filled it is as it is stored."""
+    found = Weight(jnp.zeros((shape.outputs, shape.inputs), "int8" if int8 else dtype), matrix=shape, impl=impl)
     return found, nnx.Param(jnp.zeros((shape.outputs,), jnp.float32)) if int8 else None
 
 
@@ -55,9 +60,9 @@ class Linear(nnx.Module):
         axes: tuple[str, ...] = (),
     ):
         rows = size_out * (1 + gated)
-        self.weight, self.weight_scales = weight(Matrix(rows, size_in, gated), dtype, int8)
+        self.weight, self.weight_scales = weight(Matrix(rows, size_in, gated), dtype, int8, impl)
         self.bias = nnx.Param(jnp.zeros((rows,), dtype)) if bias else None
-        self.impl, self.axes = impl, axes
+        self.axes = axes
 
     def __call__(
         self,
@@ -75,7 +80,12 @@ class Linear(nnx.Module):
             fused = Norm(norm.weight[...], norm.eps, norm.plus_one)
         elif norm is not None:
             x = norm(x)
-        options = {"impl": find(self.impl), "norm": fused, "scales": values(self.weight_scales), "rows": rows}
+        options = {
+            "impl": self.weight.implementation,
+            "norm": fused,
+            "scales": values(self.weight_scales),
+            "rows": rows,
+        }
         matrix, bias, dtype = self.weight.matrix, values(self.bias), dtype or x.dtype
         if not self.axes:
             options |= {"bias": bias, "activation": activation, "residual": residual, "dtype": dtype}

@@ -12,7 +12,7 @@ from flax import nnx
 
 from pagedjax.config import DType, EngineConfig, MeshConfig, one_of
 from pagedjax.device import linear
-from pagedjax.device.models import Model, assemble, matrices, packed, unpacked
+from pagedjax.device.models import Model, assemble, matrices, packed
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.models.split import AXES
 from pagedjax.device.placement import make_placement
@@ -103,7 +103,7 @@ def whole(model: Model) -> dict[str, Any]:
     def one(name: str, x: jax.Array) -> np.ndarray:
         if model.placement:
             return model.placement.whole(name.split("."), x)
-        return unpacked(model.config, name, np.asarray(x))
+        return np.asarray(x)
 
     return nested({name: one(name, x) for name, x in named(model.params).items()})
 

@@ -27,7 +27,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The arrays of an nnx module or state, or of nested mappings and lists, by name.
+    """The arrays of an nnx module or state, or of nested mappings and lists, by name; matrices as they are stored.
 
     Variables of the type `Buffer` are left out: they are computed from the configuration. In plain mappings they look
     like parameters and are not left out.
@@ -35,11 +35,25 @@ def named(tree: Any) -> dict[str, Any]:
     import jax
     from flax import nnx
 
+    from pagedjax.device.layers import Buffer
+
     if isinstance(tree, nnx.Module):
         tree = nnx.state(tree)
-    computed = buffers(tree) if isinstance(tree, nnx.State) else ()
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {name: leaf for keys, leaf in leaves if (name := name_of(keys)) not in computed}
+    if not isinstance(tree, nnx.State):
+        leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+        return {name_of(keys): leaf for keys, leaf in leaves}
+    found = [(path, leaf) for path, leaf in nnx.to_flat_state(tree) if not isinstance(leaf, Buffer)]
+    return {".".join(map(str, path)): _stored(leaf) for path, leaf in found}
+
+
+def _stored(variable: Any) -> Any:
+    """The array of an nnx variable, or what stands for it. A matrix that an implementation has packed is unpacked."""
+    from pagedjax.device.layers import Weight
+
+    x = variable.get_value() if hasattr(variable, "get_value") else variable
+    if isinstance(variable, Weight) and np.shape(x) != (variable.matrix.outputs, variable.matrix.inputs):
+        return variable.implementation.unpack(np.asarray(x), variable.matrix)
+    return x
 
 
 def buffers(state: Any) -> frozenset[str]:

@@ -56,7 +56,8 @@ def linear(
         activation: one of ACTIVATIONS, of the gates of a gated weight: y = activation(gate) * up.
         residual: [T, width] of x's dtype.
         rows: (first, last) of W: only these outputs are computed. Not of a gated weight or of several matrices.
-        sizes: [count] int32, for several matrices: so many tokens belong to the first, then to the next. Together T.
+        sizes: [count] int32, for several matrices: so many tokens belong to the first, then to the next. The results of
+            tokens behind them may be any numbers.
         dtype: of the result; None is x's. float32 leaves it unrounded.
 
     Returns:
@@ -93,8 +94,8 @@ def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> 
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(map(repr, ACTIVATIONS))}")
     if gated != (activation is not None):
         raise ValueError(f"the weight is {'' if gated else 'not '}gated and the activation {activation!r}; need both")
-    if (count > 1) != (sizes is not None):
-        raise ValueError(f"sizes is {'missing' if sizes is None else sizes.shape}; the weight has {count} matrices")
+    if count > 1 and sizes is None:
+        raise ValueError(f"sizes is missing; the weight has {count} matrices")
     width = matrix.width if rows is None else rows[1] - rows[0]
     shapes = {"norm": (norm and norm.weight, (k,)), "scales": (scales, (m,)), "bias": (bias, (m,))}
     shapes |= {"residual": (residual, (x.shape[0], width)), "sizes": (sizes, (count,))}

@@ -194,7 +194,8 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
         ({"rows": (60, 65)}, r"rows is \(60, 65\); it must be within \[0, 64\]"),
         ({"activation": "silu"}, "the weight is not gated and the activation 'silu'; need both"),
         ({"activation": "relu"}, "activation is 'relu'; it must be one of 'silu', 'gelu', 'gelu_tanh'"),
-        ({"sizes": jnp.zeros(2, jnp.int32)}, r"sizes is \(2,\); the weight has 1 matrices"),
+        ({"sizes": jnp.zeros(2, jnp.int32)}, r"sizes is \(2,\); x \(3, 8\) and the weight \[64, 8\] need \(1,\)"),
+        ({"matrix": Matrix(64, 8, False, 2)}, "sizes is missing; the weight has 2 matrices"),
         ({"matrix": Matrix(64, 8, False, 3)}, "64 outputs cannot be 3 matrices"),
     ],
 )

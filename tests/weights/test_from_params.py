@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import chex
 import jax
@@ -69,8 +70,10 @@ def test_every_form_of_the_same_parameters_is_the_same_model(tiny, tiny_folder, 
             chex.assert_trees_all_equal(
                 np.asarray(x), np.asarray(named(tiny.model.params)[key]), custom_message=f"{name}: {key}"
             )
-    assert (model.model.config, model.model.dtype, model.eos_token_ids) == (own, "float32", (2,))
-    assert from_params(tree, own).model.config == own
+    packed = replace(own, linear=model.model.config.linear)
+    assert (model.model.config, model.model.dtype, model.eos_token_ids) == (packed, "float32", (2,))
+    assert from_params(tree, own).model.config == packed
+    assert from_params(tree, own, linear_impl="xla").model.config == own
     again = LLM(model, **SMALL).generate("the cat", GREEDY, use_tqdm=False)
     assert again == llm.generate("the cat", GREEDY, use_tqdm=False)
 

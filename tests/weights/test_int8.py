@@ -99,8 +99,9 @@ def test_every_format_gives_the_same_int8_weights(tmp_path):
     wanted = named(load_model(source, weight_dtype="int8").model.params)
     assert len(wanted) > len(named(load_model(source).model.params))
     for path in (tmp_path / "model.gguf", tmp_path / "orbax"):
-        found = named(load_model(path, weight_dtype="int8").model.params)
-        assert all(isinstance(x, jax.Array) for x in found.values())
+        params = load_model(path, weight_dtype="int8").model.params
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
+        found = named(params)
         for name, x in wanted.items():
             chex.assert_trees_all_equal(np.asarray(found[name]), np.asarray(x), custom_message=f"{path.name}: {name}")
 

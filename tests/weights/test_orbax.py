@@ -34,7 +34,10 @@ from tests.weights.tiny import llama3_scaling, tiny_gguf, tiny_llama
 
 
 def params(folder: Path, dtype: str = "float32") -> dict[str, np.ndarray]:
-    return {name: np.asarray(x) for name, x in named(read_model(open_checkpoint(folder), dtype).params).items()}
+    return {
+        name: np.asarray(x)
+        for name, x in named(read_model(open_checkpoint(folder), dtype, linear_impl="xla").params).items()
+    }
 
 
 def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
@@ -120,7 +123,7 @@ def test_orbax_itself_reads_the_folder(source, folder):
 
 
 def test_a_trainers_checkpoint_is_read_with_or_without_computed_arrays(tmp_path, source):
-    state = load_model(source).model.params
+    state = load_model(source, linear_impl="xla").model.params
     for i, tree in enumerate((state, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.filter_state(state, nnx.Param)))):
         same(params(save(tmp_path / str(i), tree, source)), params(source))
 
@@ -157,7 +160,7 @@ print(float(embed.astype("float32").sum()))
 
 
 def test_one_error_lists_every_difference_and_the_folder(tmp_path, source):
-    tree = nnx.to_pure_dict(load_model(source).model.params)
+    tree = nnx.to_pure_dict(load_model(source, linear_impl="xla").model.params)
     del tree["norm"]
     tree["embed"] = tree["embed"][:300]
     tree["head"]["weight"] = tree["head"]["weight"].astype("int8")

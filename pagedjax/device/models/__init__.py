@@ -83,12 +83,6 @@ def packed(config: DecoderConfig, name: str, stored: np.ndarray) -> np.ndarray:
     return stored if matrix is None else find(config.linear).pack(stored, matrix)
 
 
-def unpacked(config: DecoderConfig, name: str, packed: np.ndarray) -> np.ndarray:
-    """The inverse of `packed`."""
-    matrix = matrices(config).get(name)
-    return packed if matrix is None else find(config.linear).unpack(packed, matrix)
-
-
 def _numbered(tree: Any) -> Any:
     """The tree with integer keys for numbers: nnx.List has integer keys, the paths of a table are strings."""
     if not isinstance(tree, dict):

@@ -36,7 +36,7 @@ from pagedjax.device.layers import (
     values,
     weight,
 )
-from pagedjax.device.linear import Matrix, find, linear
+from pagedjax.device.linear import Matrix, linear
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Finish = Callable[[Batch | None], jax.Array]
@@ -242,8 +242,9 @@ class SparseMLP(nnx.Module):
         self.router = Router(c, e, dtype)
         own = e.count // e.devices
         up = Matrix(own * 2 * e.intermediate, c.hidden, gated=True, count=own)
-        self.up, self.up_scales = weight(up, dtype, c.int8)
-        self.down, self.down_scales = weight(Matrix(own * c.hidden, e.intermediate, count=own), dtype, c.int8)
+        down = Matrix(own * c.hidden, e.intermediate, count=own)
+        self.up, self.up_scales = weight(up, dtype, c.int8, c.linear)
+        self.down, self.down_scales = weight(down, dtype, c.int8, c.linear)
         self.config = c
 
     def __call__(self, x: jax.Array, *, norm, residual=None) -> jax.Array:
@@ -257,8 +258,8 @@ class SparseMLP(nnx.Module):
             expert = (expert - own * jax.lax.axis_index("expert")) % e.count
         order = jnp.argsort(expert, stable=True)
         sizes = (expert[:, None] == jnp.arange(own)).sum(0, dtype=jnp.int32)
-        options = {"impl": find(c.linear), "sizes": sizes}
         up, down = self.up, self.down
+        options = {"impl": up.implementation, "sizes": sizes}
         pairs = x[order // e.chosen]
         pairs = linear(pairs, up[...], up.matrix, scales=values(self.up_scales), activation=c.activation, **options)
         pairs = linear(pairs, down[...], down.matrix, scales=values(self.down_scales), dtype=jnp.float32, **options)
@@ -314,7 +315,7 @@ class Decoder(nnx.Module):
     """hidden(batch) and logits(hidden) are two calls, because only rows that sample need logits."""
 
     def __init__(self, c: DecoderConfig, dtype: str):
-        self.embed, self.embed_scales = weight(Matrix(c.vocab_size, c.hidden), dtype, c.int8)
+        self.embed, self.embed_scales = weight(Matrix(c.vocab_size, c.hidden), dtype, c.int8, c.linear)
         if not c.tied:  # a table of rows, and not a matrix of products
             self.embed = nnx.Param(self.embed[...])
         self.positions = None if c.ropes else nnx.Param(jnp.zeros((c.max_len, c.hidden), dtype))
@@ -330,7 +331,7 @@ class Decoder(nnx.Module):
         if axes:  # a device has some rows of the table; of other tokens it adds zeros
             tokens = tokens - jax.lax.axis_index(axes) * self.embed.shape[0]
         table = self.embed[...]
-        x = find(self.config.linear).gather(table, self.embed.matrix, tokens) if self.head is None else table[tokens]
+        x = self.embed.implementation.gather(table, self.embed.matrix, tokens) if self.head is None else table[tokens]
         x = x.astype(self.dtype)
         if self.embed_scales is not None:
             x = (x * self.embed_scales[...][tokens][:, None]).astype(self.dtype)
@@ -392,7 +393,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[R, H] -> [R, V] float32; of this device's part of the vocabulary."""
         if self.head is None:
-            options = {"impl": find(self.config.linear), "scales": values(self.embed_scales), "dtype": jnp.float32}
+            options = {"impl": self.embed.implementation, "scales": values(self.embed_scales), "dtype": jnp.float32}
             y = linear(hidden, self.embed[...], self.embed.matrix, **options)
         else:
             y = self.head(hidden, dtype=jnp.float32)
