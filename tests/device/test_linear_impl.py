@@ -87,13 +87,9 @@ def test_every_implementation_serves_every_family(name, int8):
 def test_a_loaded_model_is_packed_once_and_unpacked_exactly(tiny_folder):
     plain, packed = (load_model(tiny_folder, linear_impl=impl).model for impl in ("xla", "cpu"))
     assert (plain.config.linear, packed.config.linear) == ("xla", "cpu")
+    found = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(packed.params)}
     for name, matrix in matrices(packed.config).items():
-        chex.assert_shape(
-            dict(nnx.to_flat_state(packed.params))[
-                tuple(int(x) if x.isdigit() else x for x in name.split("."))
-            ].get_value(),
-            (None, matrix.inputs, 32),
-        )
+        chex.assert_shape(found[name].get_value(), (None, matrix.inputs, 32))
     chex.assert_trees_all_equal(whole(packed), whole(plain))
     engine = LLM(load_model(tiny_folder), progress=False, num_blocks=4, **SIZES).engine
     assert engine.config.linear_impl == "cpu"
