@@ -63,14 +63,18 @@ def layers(impl: str, dtype: str) -> Callable[..., jax.Array]:
 
 
 def in_turn(contenders: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], repeats: int) -> dict[str, float]:
-    """The median seconds of each; the first run of each is not measured."""
+    """The median seconds of each, in turn.
+
+    Each runs twice in its turn, and the second run counts. XLA frees what it has widened when it ends, hundreds of MB,
+    and so the next run, whatever it is, takes up to four times as long.
+    """
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for i in range(repeats + 1):
+    for _ in range(repeats):
         for name, (run, arguments) in contenders.items():
+            jax.block_until_ready(run(*arguments))
             began = time.perf_counter()
             jax.block_until_ready(run(*arguments))
-            if i:
-                times[name].append(time.perf_counter() - began)
+            times[name].append(time.perf_counter() - began)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
