@@ -2,7 +2,10 @@
 
 A step of T tokens and R samples over n devices exchanges (docs/design/devices.md):
 
-    all-reduce   T H numbers   2 L + 1 times: after attention and after the MLP of each layer, and the embedding
+    all-reduce   T H numbers   2 L - 1 times: after attention and after the MLP of each layer but the last, and the
+                               embedding
+    all-reduce   R H numbers   twice: the last layer's, of sampled tokens. In the branch for prompt log-probabilities,
+                               and where R is not less than T, they have T H numbers
     all-to-all   R V/n         once, and once in the branch for prompt log-probabilities, of PROMPT_TILE tokens
     all-gather   R C           the same: C numbers of each sample
 
@@ -123,8 +126,10 @@ def wanted(
     if n == 1:
         return ()
     rows, tile = (-(-count // n) * n for count in (samples, min(PROMPT_TILE, tokens)))
+    last = (samples, tokens) if samples < tokens else ()  # the last layer's tokens, in the two branches of the step
     return (
-        Wanted("all-reduce", model.hidden * tokens, 2 * model.layers + 1),
+        Wanted("all-reduce", model.hidden * tokens, 2 * model.layers + 1 - 2 * bool(last)),
+        *(Wanted("all-reduce", model.hidden * count, 2, branch=True) for count in last),
         Wanted("all-to-all", part.vocab_size * rows),
         Wanted("all-gather", columns[0] * rows),
         Wanted("all-to-all", part.vocab_size * tile, branch=True),
@@ -170,12 +175,16 @@ def _difference(name: str, program: Mapping[Found, int], must: Sequence[Wanted])
 
 
 def seconds(program: Mapping[Found, int], n: int, network: Network) -> float:
-    """The time of the exchanges of every step on the links. Kinds that no step must have count as nothing:
-    `differences` names them."""
+    """The time on the links of the exchanges of a step without prompt log-probabilities.
+
+    Of the sums in a branch, those of the fewest numbers count: the others belong to prompt log-probabilities, as other
+    exchanges in a branch do. Kinds that no step must have count as nothing: `differences` names them.
+    """
+    sums = [one.numbers for one in program if one.branch and one.kind == "all-reduce"]
     return sum(
         collectives.seconds(_exchange(one, runs(one, count)), n, network)
         for one, count in program.items()
-        if one.kind in KNOWN and not one.branch
+        if one.kind in KNOWN and (not one.branch or (one.kind == "all-reduce" and one.numbers == min(sums)))
     )
 
 
@@ -201,6 +210,10 @@ def table(program: Mapping[Found, int], n: int, network: Network) -> str:
         times, time = runs(one, count), "no estimate"
         if one.kind in KNOWN:
             time = f"{1e3 * collectives.seconds(_exchange(one, times), n, network):.3f} ms"
-        where = f", for each {PROMPT_TILE} prompt tokens with log-probabilities" * one.branch
+        where = ""
+        if one.branch:
+            where = f", for each {PROMPT_TILE} prompt tokens with log-probabilities"
+            if one.kind == "all-reduce":
+                where = ", of the last layer: of sampled tokens, or of all for log-probabilities of prompts"
         lines.append(f"  {times:4} x {one.kind:10}  {one.arrays}: {times * one.bytes / 2**20:,.3f} MiB, {time}{where}")
     return "\n".join(lines)

@@ -8,7 +8,8 @@ The devices form one ring. On a torus of TPUs, a ring needs two links of each ch
 once; any slice of 2 x k chips has such a ring, without links around the torus. Two chips have one link. An algorithm
 that uses the other axes of a torus too would be faster. On a switch of GPUs, one port reaches every other chip; sums
 inside the switch (NVLink SHARP), which halve the bytes of an all-reduce, are not counted. Nothing is hidden behind
-arithmetic, because a step's program needs each sum at once.
+arithmetic, because a step's program needs each sum at once. The last layer's sums are counted for all tokens, as if
+prompt log-probabilities were wanted; without them, a step sums those of sampled tokens only.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _stored(variable: Any) -> Any:
 
     x = variable.get_value() if hasattr(variable, "get_value") else variable
     if isinstance(variable, Weight) and np.shape(x) != (variable.matrix.outputs, variable.matrix.inputs):
-        return variable.implementation.unpack(np.asarray(x), variable.matrix)
+        return variable.implementation.unpack(x, variable.matrix)
     return x
 
 

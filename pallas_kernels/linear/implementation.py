@@ -62,7 +62,7 @@ def _nothing() -> None:
     pass
 
 
-def as_it_is(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
+def as_it_is(weight: Any, matrix: Matrix) -> Any:
     return weight
 
 
@@ -78,7 +78,7 @@ class Implementation(NamedTuple):
     obstacle: (device, *, dtype, weight_dtype, mesh, activation) -> the reason why it cannot serve a model on the
         device, as the rest of a sentence; empty if it can. mesh: it is split over devices. activation: of gates.
     pack: (weight [M, K] on the host, matrix) -> the same numbers in its own layout, on the host.
-    unpack: (packed, matrix) -> [M, K]: the inverse.
+    unpack: (packed weight on the host or a device, matrix) -> [M, K]: the inverse.
     gather: (packed weight on the device, matrix, ids [T]) -> [T, K]: rows of a matrix, as an embedding needs them.
     prepare: () -> None. Starts work that is needed once a process, before any tracing.
     """
@@ -87,6 +87,6 @@ class Implementation(NamedTuple):
     multiply: Callable[..., jax.Array]
     obstacle: Callable[..., str] = _no_obstacle
     pack: Callable[[np.ndarray, Matrix], np.ndarray] = as_it_is
-    unpack: Callable[[np.ndarray, Matrix], np.ndarray] = as_it_is
+    unpack: Callable[[Any, Matrix], Any] = as_it_is
     gather: Callable[[jax.Array, Matrix, jax.Array], jax.Array] = rows_of
     prepare: Callable[[], None] = _nothing

@@ -107,9 +107,9 @@ def pack(weight: np.ndarray, matrix: Matrix) -> np.ndarray:
     return panels.pack(weight, gated=matrix.gated, matrices=matrix.count)
 
 
-def unpack(packed: np.ndarray, matrix: Matrix) -> np.ndarray:
+def unpack(packed: Any, matrix: Matrix) -> np.ndarray:
     shape = matrix.outputs, matrix.inputs
-    return panels.unpack(packed, shape, gated=matrix.gated, matrices=matrix.count)
+    return panels.unpack(np.asarray(packed), shape, gated=matrix.gated, matrices=matrix.count)
 
 
 IMPLEMENTATION = Implementation("cpu", multiply, obstacle, pack, unpack, gather, prepare)
