@@ -363,14 +363,17 @@ def online_softmax_step(typing, scores, count, visible, top, norm, rescale):
 
 @instruction
 def prefetch(typing, address):
-    """Prefetches the cache line at an address; every address is allowed."""
+    """Prefetches the line at an address into the second cache; every address is allowed.
+
+    A core can wait for more lines there than in its first cache.
+    """
 
     def generate(context, builder, signature, args):
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [byte, INT32, INT32, INT32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        read, soon, data = (ir.Constant(INT32, value) for value in (0, 3, 1))
-        builder.call(function, [builder.inttoptr(args[0], byte), read, soon, data])
+        read, second, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
+        builder.call(function, [builder.inttoptr(args[0], byte), read, second, data])
         return context.get_dummy_value()
 
     return types.void(types.intp), generate
