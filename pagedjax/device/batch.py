@@ -54,6 +54,16 @@ class Batch(NamedTuple):
     feed: Feed | None = None  # in every step of an engine that looks ahead
     drafted: Drafted | None = None  # in every step of an engine that accepts drafts by rejection sampling
 
+    @property
+    def used(self) -> Any:
+        """[1] how many of the T tokens are not padding."""
+        return self.cu_q_lens[-1:]
+
+    @property
+    def samples(self) -> Any:
+        """[1] how many of the R samples are not padding, at least 1. Padding follows token 0, as the first may."""
+        return 1 + (self.last[1:] > 0).sum(dtype=np.int32, keepdims=True)
+
 
 class DraftBatch(NamedTuple):
     """What a drafter on the device continues: the arguments of `make_draft`'s program beside parameters and cache."""

@@ -72,6 +72,7 @@ class Linear(nnx.Module):
         activation: str | None = None,
         residual: jax.Array | None = None,
         rows: tuple[int, int] | None = None,
+        sizes: jax.Array | None = None,
         dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
         """As `linear`: norm(x), the product, then the activation of gates, then the residual is added."""
@@ -85,6 +86,7 @@ class Linear(nnx.Module):
             "norm": fused,
             "scales": values(self.weight_scales),
             "rows": rows,
+            "sizes": sizes,
         }
         matrix, bias, dtype = self.weight.matrix, values(self.bias), dtype or x.dtype
         if not self.axes:

@@ -56,8 +56,8 @@ def linear(
         activation: one of ACTIVATIONS, of the gates of a gated weight: y = activation(gate) * up.
         residual: [T, width] of x's dtype.
         rows: (first, last) of W: only these outputs are computed. Not of a gated weight or of several matrices.
-        sizes: [count] int32, for several matrices: so many tokens belong to the first, then to the next. The results of
-            tokens behind them may be any numbers.
+        sizes: [count] int32: so many tokens belong to the first matrix, then to the next. None: all, of one matrix.
+            Tokens behind them are padding, whose results may be any finite numbers.
         dtype: of the result; None is x's. float32 leaves it unrounded.
 
     Returns:

@@ -143,6 +143,8 @@ def test_the_last_layer_of_sampled_tokens_alone_is_that_of_all(name):
     batch = Batch(*arrays, last, sampled_row, np.full(12, -1, np.int32), blank_sampling(7))
     batch = jax.tree.map(jnp.asarray, batch)
 
+    chex.assert_trees_all_equal((batch.used, batch.samples), (jnp.array([9]), jnp.array([5])), strict=True)
+
     @partial(jax.jit, static_argnums=0)
     def hidden(only: bool) -> tuple[Any, jax.Array]:
         cached, finish, _ = model.layers(cache, batch, attend("xla", config.attn_scale))

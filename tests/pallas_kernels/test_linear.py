@@ -174,6 +174,39 @@ def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it(k, m, dtype, int8
         chex.assert_trees_all_equal(alone, found[first:last])
 
 
+PADDED = {
+    "one matrix": {"k": 48, "m": 70, "sizes": (29,), "bias": True, "residual": True},
+    "gates": {"k": 33, "m": 2 * 40, "sizes": (5,), "norm": False, "activation": "silu"},
+    "rows": {"k": 64, "m": 100, "sizes": (1,), "rows": (7, 99)},
+    "no token": {"k": 64, "m": 64, "sizes": (0,)},
+    "experts": {"k": 32, "m": 4 * 64, "sizes": (3, 0, 20, 7), "activation": "silu"},
+    "experts without a token": {"k": 32, "m": 2 * 64, "sizes": (0, 0)},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("impl", HERE)
+def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, name, dtype):
+    """As in a step, whose bucket has more tokens than the step."""
+    options = dict(PADDED[name])
+    used = sum(options["sizes"])
+    arguments = case(40, **options, dtype=dtype)
+    found = run(arguments, impl)
+    first, last = arguments["rows"] or (0, arguments["matrix"].width)
+    chex.assert_shape(found, (40, last - first))
+    chex.assert_tree_all_finite(found.astype(np.float32))
+    alone = {name: arguments[name] if arguments[name] is None else arguments[name][:used] for name in ("x", "residual")}
+    if used:
+        wanted = expected(arguments | alone)
+        limit = ERROR[dtype] * np.abs(wanted).max()
+        chex.assert_trees_all_close(found[:used].astype(np.float64), wanted, rtol=0, atol=limit)
+        if impl == "cpu":
+            chex.assert_trees_all_equal(found[:used], run(arguments | alone, impl))
+    if impl == "cpu":  # it computes nothing for padding
+        chex.assert_trees_all_equal(found[used:], np.zeros_like(found[used:]))
+
+
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
 def test_numbers_that_are_not_finite_stay_in_their_rows():
     arguments = case(9, 64, 64, norm=False, activation="silu")

@@ -161,26 +161,26 @@ class Attention(nnx.Module):
     def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """norm(x) [T, H], angles [R, 2, T, D / 2] -> (y + residual [T, H], k_pages, v_pages)."""
         c = self.config
-        q, k, v = self._heads(x, angles, norm, (0, c.heads + 2 * c.kv_heads))
+        q, k, v = self._heads(x, angles, norm, (0, c.heads + 2 * c.kv_heads), batch)
         k_pages, v_pages = write(attend, k_pages, v_pages, k, v, batch)
         return self._output(q, k_pages, v_pages, batch, attend, residual), k_pages, v_pages
 
     def write(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm):
         """The keys and values alone -> (k_pages, v_pages)."""
         c = self.config
-        _, k, v = self._heads(x, angles, norm, (c.heads, c.heads + 2 * c.kv_heads))
+        _, k, v = self._heads(x, angles, norm, (c.heads, c.heads + 2 * c.kv_heads), batch)
         return write(attend, k_pages, v_pages, k, v, batch)
 
     def read(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend, *, norm, residual=None):
         """The queries alone, whose keys and values are in the pages -> y + residual [T, H]."""
-        q, _, _ = self._heads(x, angles, norm, (0, self.config.heads))
+        q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
         return self._output(q, k_pages, v_pages, batch, attend, residual)
 
-    def _heads(self, x, angles, norm, wanted: tuple[int, int]) -> list[jax.Array]:
+    def _heads(self, x, angles, norm, wanted: tuple[int, int], batch: Batch) -> list[jax.Array]:
         """Queries [T, N, D], keys and values [T, K, D] of the wanted ones among all heads: first, last."""
         c, (first, last) = self.config, wanted
         rows = None if last - first == c.heads + 2 * c.kv_heads else (first * c.head_dim, last * c.head_dim)
-        found = self.qkv(x, norm=norm, rows=rows).reshape(len(x), last - first, c.head_dim)
+        found = self.qkv(x, norm=norm, rows=rows, sizes=batch.used).reshape(len(x), last - first, c.head_dim)
         bounds = [min(max(end - first, 0), last - first) for end in (c.heads, c.heads + c.kv_heads)]
         q, k, v = jnp.split(found, bounds, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -192,7 +192,7 @@ class Attention(nnx.Module):
     def _output(self, q, k_pages, v_pages, batch: Batch, attend: Attend, residual) -> jax.Array:
         where = batch.block_tables, batch.seq_lens, batch.cu_q_lens
         y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=self.config.attn_cap)
-        return self.out(y.reshape(len(q), -1), residual=residual)
+        return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used)
 
 
 class MLP(nnx.Module):
@@ -204,13 +204,13 @@ class MLP(nnx.Module):
         self.down = Linear(c.intermediate, c.hidden, axes=c.axes, **options)
         self.activation, self.gated = c.activation, c.gated
 
-    def __call__(self, x: jax.Array, *, norm, residual=None) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H]."""
+    def __call__(self, x: jax.Array, used: jax.Array, *, norm, residual=None) -> jax.Array:
+        """norm(x) [T, H] -> y + residual [T, H]. used: [1] tokens that are not padding."""
         if self.gated:
-            y = self.up(x, norm=norm, activation=self.activation)
+            y = self.up(x, norm=norm, activation=self.activation, sizes=used)
         else:  # rounded once, after the activation
-            y = ACTIVATIONS[self.activation](self.up(x, norm=norm, dtype=jnp.float32)).astype(x.dtype)
-        return self.down(y, residual=residual)
+            y = ACTIVATIONS[self.activation](self.up(x, norm=norm, sizes=used, dtype=jnp.float32)).astype(x.dtype)
+        return self.down(y, residual=residual, sizes=used)
 
 
 class Router(nnx.Module):
@@ -247,8 +247,8 @@ class SparseMLP(nnx.Module):
         self.down, self.down_scales = weight(down, dtype, c.int8, c.linear)
         self.config = c
 
-    def __call__(self, x: jax.Array, *, norm, residual=None) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H]."""
+    def __call__(self, x: jax.Array, used: jax.Array, *, norm, residual=None) -> jax.Array:
+        """norm(x) [T, H] -> y + residual [T, H]. used: [1] tokens that are not padding."""
         c, x = self.config, norm(x)
         assert c.experts is not None
         e = c.experts
@@ -256,6 +256,7 @@ class SparseMLP(nnx.Module):
         own, expert = e.count // e.devices, chosen.reshape(-1)  # of the T * chosen pairs
         if e.devices > 1:  # this device's experts are counted from 0, so their pairs are sorted first
             expert = (expert - own * jax.lax.axis_index("expert")) % e.count
+        expert = jnp.where(jnp.arange(len(expert)) < used * e.chosen, expert, e.count)  # padding has no expert
         order = jnp.argsort(expert, stable=True)
         sizes = (expert[:, None] == jnp.arange(own)).sum(0, dtype=jnp.int32)
         up, down = self.up, self.down
@@ -284,7 +285,7 @@ class Block(nnx.Module):
         before = None if self.attn_post else x
         options = {"norm": self.attn_norm, "residual": before}
         y, k_pages, v_pages = self.attn(x, k_pages, v_pages, batch, angles, attend, **options)
-        return self._rest(x, y), k_pages, v_pages
+        return self._rest(x, y, batch), k_pages, v_pages
 
     def write(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
         """The keys and values alone -> (k_pages, v_pages)."""
@@ -294,14 +295,14 @@ class Block(nnx.Module):
         """What follows `write`, for tokens of whose rows the batch tells: x [T, H] -> [T, H]."""
         before = None if self.attn_post else x
         y = self.attn.read(x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm, residual=before)
-        return self._rest(x, y)
+        return self._rest(x, y, batch)
 
-    def _rest(self, x, y) -> jax.Array:
+    def _rest(self, x, y, batch: Batch) -> jax.Array:
         """After the attention y, to which x was added unless a norm follows it."""
         x = x + self.attn_post(y) if self.attn_post else y
         if self.mlp_post is None:
-            return self.mlp(x, norm=self.mlp_norm, residual=x)
-        return x + self.mlp_post(self.mlp(x, norm=self.mlp_norm))
+            return self.mlp(x, batch.used, norm=self.mlp_norm, residual=x)
+        return x + self.mlp_post(self.mlp(x, batch.used, norm=self.mlp_norm))
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
@@ -390,13 +391,14 @@ class Decoder(nnx.Module):
         cache = cache._replace(k=tuple(k_all), v=tuple(v_all))
         return cache, finish, tuple(outputs[layer] for layer in taps)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """[R, H] -> [R, V] float32; of this device's part of the vocabulary."""
+    def logits(self, hidden: jax.Array, used: jax.Array | None = None) -> jax.Array:
+        """[R, H] -> [R, V] float32; of this device's part of the vocabulary. used: [1] rows that are not padding."""
+        options = {"sizes": used, "dtype": jnp.float32}
         if self.head is None:
-            options = {"impl": self.embed.implementation, "scales": values(self.embed_scales), "dtype": jnp.float32}
+            options |= {"impl": self.embed.implementation, "scales": values(self.embed_scales)}
             y = linear(hidden, self.embed[...], self.embed.matrix, **options)
         else:
-            y = self.head(hidden, dtype=jnp.float32)
+            y = self.head(hidden, **options)
         cap = self.config.logit_cap
         return y if cap is None else cap * jnp.tanh(y / cap)
 
@@ -406,7 +408,7 @@ def samples_of(batch: Batch) -> Batch:
 
     Samples of padding have no tokens: their `last` is 0, as that of the first sample may be.
     """
-    count = 1 + (batch.last[1:] > 0).sum(dtype=jnp.int32)
+    count = batch.samples
     each = jnp.arange(len(batch.last) + 1, dtype=jnp.int32)
     positions = batch.positions[batch.last]
     return batch._replace(

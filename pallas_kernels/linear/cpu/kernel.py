@@ -47,6 +47,7 @@ from pallas_kernels.shared.cpu.memory import (
     load_word,
     malloc,
     sched_yield,
+    store_byte,
     store_float,
     store_word,
 )
@@ -86,14 +87,16 @@ OUTPUTS, OUT, OUT_SIZE, WIDTH = 464, 472, 480, 488  # outputs of one matrix; of 
 PACKED, TILE_BYTES, STEPS = 496, 504, 512  # of packed tiles; STEPS: of a panel, an input each or a pair of them
 CHUNKS, FIRST_PANEL, WANTED, GROUP = 520, 528, 536, 544  # items: chunks of tiles by groups of panels
 TABLE, CHUNK_TABLE = 552, 560
+BEGUN = 576  # threads that share the items
 WORDS = 568  # of a packed token for a step: 2 if the CPU has no instruction for pairs
-JOB_BYTES = 576
+JOB_BYTES = 584
 TILE_WORDS, CHUNK_WORDS = 3, 2  # a tile: first row, rows, matrix; a chunk: first tile, tiles
 
 RMS, RMS_PLUS_ONE = 1, 2
 DEEP = 2048  # steps of a tile at most that are computed while its sums stay in registers
 GROUP_BYTES, GROUP_PANELS = 400 << 10, 16  # of panels that an item reads: they stay in a core's cache
 CHUNK_TILES = 16  # tiles of an item at most, if their sums wait for the rest of their steps
+LEAST_TILES = 8  # tiles of an item at least, if tokens fill more than a core's cache
 SUMS, EDGES = 4 * PANEL * COLUMNS, 4 * 4 * PANEL  # bytes of a tile's sums, and of a panel's scales and biases
 
 
@@ -278,6 +281,16 @@ def _depth(steps):
 
 
 @compiled
+def _weight_of(job, item):
+    """Returns the address of the first panel of an item."""
+    chunks, tile_table = load_word(job + CHUNKS), load_word(job + TABLE)
+    first_tile = load_word(load_word(job + CHUNK_TABLE) + 8 * CHUNK_WORDS * (item % chunks))
+    matrix = load_word(tile_table + 8 * TILE_WORDS * first_tile + 16)
+    panel = matrix * load_word(job + PANELS) + load_word(job + FIRST_PANEL) + load_word(job + GROUP) * (item // chunks)
+    return load_word(job + WEIGHT) + panel * load_word(job + PANEL_BYTES)
+
+
+@compiled
 def _item(job, item, sums):
     """Computes a group of panels by a chunk of tiles.
 
@@ -294,7 +307,9 @@ def _item(job, item, sums):
     steps, words = load_word(job + STEPS), load_word(job + WORDS)
     step_bytes = PANEL if kind == INT8 else 4 * PANEL
     matrix = load_word(table + 8 * TILE_WORDS * first_tile + 16)
-    weight = load_word(job + WEIGHT) + matrix * load_word(job + PANELS) * panel_bytes
+    weight = _weight_of(job, item)
+    next_item = min(item + load_word(job + BEGUN), load_word(job + ITEMS) - 1)  # if threads are equally fast
+    share = -(-panel_bytes // tiles)
     depth = _depth(steps)
     apart = SUMS if depth < steps else 0  # sums that wait for the rest of their steps
     edges = sums + SUMS * (CHUNK_TILES * GROUP_PANELS if apart > 0 else 1)
@@ -310,13 +325,10 @@ def _item(job, item, sums):
             x = packed + tile * tile_bytes + 4 * columns * words * start
             for panel in range(first, last):
                 here = sums + apart * ((tile - first_tile) * group + panel - first)
-                w = weight + panel * panel_bytes + step_bytes * start
-                # the next panel is fetched when this one is read for the first time, and at the end the next item's
-                ahead, stride = w, 0
-                if tile == first_tile:
-                    ahead, stride = w + panel_bytes, step_bytes
-                elif tile + 1 == first_tile + tiles and panel == first:
-                    ahead, stride = w + (load_word(job + NEXT) - item) // chunks * group * panel_bytes, step_bytes
+                w = weight + (panel - first) * panel_bytes + step_bytes * start
+                ahead = _weight_of(job, next_item) + (panel - first) * panel_bytes + (tile - first_tile) * share
+                ahead += step_bytes * start // tiles
+                stride = -(-step_bytes // tiles)
                 if start == 0:
                     clear(here, columns)
                 if start + count == steps:
@@ -341,6 +353,7 @@ def _share(job):
     tiles, items = load_word(job + TILES), load_word(job + ITEMS)
     norm = scratch + FULL * _row_bytes(load_word(job + K))
     ready = False
+    fetch_add(job + BEGUN, 1)
     while True:
         tile = fetch_add(job + NEXT_TILE, 1)
         if tile >= tiles:
@@ -409,10 +422,14 @@ def _job(frame, workers):
     several = max(1, min(tiles, -(-4 * workers // wanted))) if workers > 1 else 1
     if steps > DEEP:
         several = max(several, -(-tiles // CHUNK_TILES))
-    most = max(1, -(-tiles // several))
     panel_bytes = steps * (PANEL if kind == INT8 else 4 * PANEL)
     group = min(GROUP_PANELS, max(1, GROUP_BYTES // min(panel_bytes, DEEP * 4 * PANEL)))
-    group = max(1, min(group, wanted // (64 * workers)))
+    if tiles >= 2 * LEAST_TILES and matrices == 1 and steps <= DEEP:
+        # tiles that a core's cache has no room for: they are read once for a group of panels
+        several = max(1, min(tiles // LEAST_TILES, -(-16 * workers * group // wanted)))
+    else:
+        group = max(1, min(group, wanted // (64 * workers)))
+    most = max(1, -(-tiles // several))
     table_at = JOB_BYTES
     chunks_at = table_at + 8 * TILE_WORDS * tiles
     job = malloc(chunks_at + 8 * CHUNK_WORDS * tiles)
@@ -434,7 +451,7 @@ def _job(frame, workers):
             at += columns
             tile += 1
     store_word(job + HOLDERS, 1)
-    for counter in (NEXT_TILE, TILES_DONE, NEXT, DONE):
+    for counter in (NEXT_TILE, TILES_DONE, NEXT, DONE, BEGUN):
         store_word(job + counter, 0)
     store_word(job + TILES, tiles)
     store_word(job + ITEMS, chunks * (-(-wanted // group)))
@@ -472,6 +489,18 @@ def _job(frame, workers):
     return job
 
 
+@compiled
+def _clear_padding(frame):
+    """Sets the results of tokens behind those of all matrices to zero. XLA does not clear the result's memory."""
+    sizes, out = argument(frame, 6), result(frame, 0)
+    used = 0
+    for matrix in range(dim(sizes, 0)):
+        used += load_int(data(sizes) + 4 * matrix)
+    row_bytes = _size(out) * dim(out, 1)
+    for at in range(row_bytes * used, row_bytes * dim(out, 0) if dim(sizes, 0) > 0 else 0):
+        store_byte(data(out) + at, np.int8(0))
+
+
 def _handle(frame):
     _define_handler()
     if is_query(frame):
@@ -480,6 +509,7 @@ def _handle(frame):
     job = _job(frame, workers)
     items = load_word(job + ITEMS)
     ask_for_help(frame, _address_of_work(), job, min(workers, items) - 1)
+    _clear_padding(frame)
     _share(job)
     while fetch_add(job + DONE, 0) < items:
         sched_yield()
