@@ -1,9 +1,11 @@
-"""How close is a decode step to its lower bounds, the time of its memory traffic and of its matrix products?
+"""How close is a step to its lower bounds, the time of its memory traffic and of its matrix products?
 
-    python -m experiments.bench.lower_bounds [--batches 1 8 64] [--context 253] [--json out.json]
+    python -m experiments.bench.lower_bounds [--batches 1 8 64] [--prompts 512] [--context 253] [--json out.json]
 
-Timed in turn with the step: reading every weight once (the bound at batch 1), and the step's matrix products alone,
-without and with the products of attention over contiguous keys and values.
+Of a decode step, timed in turn with it: reading every weight once (the bound at batch 1); the step's matrix products
+alone, without and with the products of attention over contiguous keys and values; the attention of all layers over
+pages, beside reading as many bytes of keys and values once. Of a step that computes a prompt, its products with
+weights.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from experiments.core.environment import environment
 from pagedjax import LLM, SamplingParams
-from pagedjax.config import DType
-from pagedjax.device import linear
+from pagedjax.device import attention, cache, linear
 from pagedjax.device.layers import Weight
 from pagedjax.device.linear import Matrix
 from pagedjax.device.models import Model
+from pagedjax.engine.resolve import block_shape
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 MOST = 2048  # numbers of a row that `read_weights` reads
@@ -58,15 +62,20 @@ def read_weights(model: Model) -> Run:
     return _ready(read, [w for w, _ in weights_of(model)])
 
 
-def weight_products(model: Model, batch: int) -> Run:
-    """The step's products of [batch, in] with weights, by the model's own implementation, independent of each other."""
+def weight_products(model: Model, tokens: int, samples: int | None = None) -> Run:
+    """The step's products of [tokens, in] with weights, by the model's own implementation, independent of each other.
+
+    samples: tokens that the head is multiplied with, if not all.
+    """
     weights, impl = [w for w, _ in weights_of(model)], linear.find(model.config.linear)
     shapes = [matrix._replace(gated=False) for _, matrix in weights_of(model)]
-    rows = {m.inputs: jnp.ones((batch, m.inputs), model.dtype) for m in shapes}
+    heads = tokens if samples is None else samples
+    counts = [heads if m.outputs == model.config.vocab_size else tokens for m in shapes]
+    rows = {(n, m.inputs): jnp.ones((n, m.inputs), model.dtype) for n, m in zip(counts, shapes, strict=True)}
 
-    def multiply(weights: Sequence[jax.Array], rows: dict[int, jax.Array]) -> list[jax.Array]:
-        pairs = zip(weights, shapes, strict=True)
-        found = [linear.linear(rows[m.inputs], w, m, impl=impl, dtype=jnp.float32) for w, m in pairs]
+    def multiply(weights: Sequence[jax.Array], rows: dict[tuple[int, int], jax.Array]) -> list[jax.Array]:
+        each = zip(counts, weights, shapes, strict=True)
+        found = [linear.linear(rows[n, m.inputs], w, m, impl=impl, dtype=jnp.float32) for n, w, m in each]
         # one number of each: to allocate whole results would take most of the time
         return [y[0, 0] for y in jax.lax.optimization_barrier(found)]
 
@@ -90,41 +99,98 @@ def attention_products(model: Model, batch: int, context: int) -> Run:
     return _ready(products, q, p, keys, values)
 
 
+def paged_attention(llm: LLM, batch: int, context: int) -> Run:
+    """The attention of all layers for a decode of `batch` contexts over the engine's kind of pages, shuffled."""
+    config, c = llm.engine.config, llm.engine.model.config
+    width = -(-context // config.block_size)
+    block = block_shape(config.block_size, llm.engine.model, config.kv_cache_dtype, config.attention_impl)
+    pages = cache.init(blocks=batch * width, **block)
+    tables = 1 + np.random.default_rng(0).permutation(batch * width).astype(np.int32).reshape(batch, width)
+    rows = tables, np.full(batch, context, np.int32), np.arange(batch + 1, dtype=np.int32)
+    attend = attention.attend(config.attention_impl, c.attn_scale)
+    q = jnp.ones((batch, c.heads, c.head_dim), llm.engine.model.dtype)
+
+    def every_layer(q: jax.Array, k: Sequence[jax.Array], v: Sequence[jax.Array]) -> jax.Array:
+        for keys, values in zip(k, v, strict=True):  # one after the other, as in a step
+            q = attend(q, keys, values, *rows)
+        return q
+
+    return _ready(every_layer, q, pages.k, pages.v)
+
+
+def read_cache(llm: LLM, batch: int, context: int) -> Run:
+    """Read the bytes of `batch` contexts' keys and values once, as `read_weights` does."""
+    config, c = llm.engine.config, llm.engine.model.config
+    numbers = 2 * batch * context * c.kv_heads * c.head_dim * jnp.dtype(config.kv_cache_dtype).itemsize // 4
+    row = math.gcd(numbers, MOST)
+    arrays = [jnp.ones((numbers // row, row)) + i for i in range(c.layers)]
+    return _ready(lambda arrays: [(a @ jnp.ones(row)).sum() for a in arrays], arrays)
+
+
+def make_llm(tokens: int, seqs: int, length: int, buckets: Sequence[int], model: dict[str, Any]) -> LLM:
+    sizes: dict[str, Any] = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs, "max_model_len": length}
+    return LLM(**model, **sizes, token_buckets=sorted({*buckets, tokens}))
+
+
 def beside_lower_bounds(
-    batches: Sequence[int], context: int, repeats: int, name: str, dtype: DType = "float32", weights: str | None = None
+    batches: Sequence[int], context: int, repeats: int, model: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The median decode step of each batch size and its lower bounds, in milliseconds."""
+    """The median decode step of each batch size and its lower bounds, in milliseconds.
+
+    Args:
+        model: the arguments of `LLM` that name it.
+    """
     length = context + repeats + 2
-    buckets = sorted({*batches, 2048})
-    sizes: dict[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": max(batches), "max_model_len": length}
-    llm = LLM(name, **sizes, token_buckets=buckets, dtype=dtype, weight_dtype=weights)
-    model, rows = llm.engine.model, []
+    llm, rows = make_llm(2048, max(batches), length, batches, model), []
     for batch in batches:
         parts = {
-            "read weights": read_weights(model),
-            "weight products": weight_products(model, batch),
-            "attention products": attention_products(model, batch, context),
+            "read weights": read_weights(llm.engine.model),
+            "weight products": weight_products(llm.engine.model, batch),
+            "attention products": attention_products(llm.engine.model, batch, context),
+            "attention": paged_attention(llm, batch, context),
+            "read cache": read_cache(llm, batch, context),
         }
         llm.engine.reset()
-        params = SamplingParams(temperature=0, max_tokens=length - context, ignore_eos=True)
-        for i in range(batch):
-            prompt = np.random.default_rng(i).integers(1, model.config.vocab_size, context)
-            llm.engine.add(str(i), prompt.tolist(), params)
+        _add(llm, batch, context, length - context)
         while _prefilling(llm):
             llm.engine.step()
-        times: dict[str, list[float]] = {"step": [], "host": [], **{name: [] for name in parts}}
-        for _ in range(repeats):
-            result = llm.engine.step()
-            assert result is not None
-            times["step"].append(result.device_seconds)
-            times["host"].append(result.host_seconds)
-            for name, run in parts.items():
-                started = time.perf_counter()
-                run()
-                times[name].append(time.perf_counter() - started)
-        ms = {name: 1e3 * statistics.median(values) for name, values in times.items()}
-        rows.append({"batch": batch, "context": context, **ms})
+        rows.append({"batch": batch, "context": context, **_in_turn(llm, parts, repeats)})
     return rows
+
+
+def prompts_beside_products(tokens: Sequence[int], repeats: int, model: dict[str, Any]) -> list[dict[str, Any]]:
+    """The median step that computes a whole prompt of so many tokens, and its products with weights, in ms."""
+    rows = []
+    for count in tokens:
+        llm = make_llm(count, 1, count + 1, (), model | {"enable_prefix_caching": False})
+        parts = {"weight products": weight_products(llm.engine.model, count, 1)}
+        rows.append({"prompt": count, **_in_turn(llm, parts, repeats, partial(_add, llm, 1, count, 1))})
+    return rows
+
+
+def _add(llm: LLM, batch: int, context: int, most: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+    for i in range(batch):
+        prompt = np.random.default_rng(i).integers(1, llm.engine.model.config.vocab_size, context)
+        llm.engine.add(str(i), prompt.tolist(), params)
+
+
+def _in_turn(
+    llm: LLM, parts: dict[str, Run], repeats: int, before: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """The median milliseconds of a step and of each part, in turn."""
+    times: dict[str, list[float]] = {"step": [], "host": [], **{name: [] for name in parts}}
+    for _ in range(repeats):
+        before()
+        result = llm.engine.step()
+        assert result is not None
+        times["step"].append(result.device_seconds)
+        times["host"].append(result.host_seconds)
+        for name, run in parts.items():
+            started = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - started)
+    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
 
 
 def _prefilling(llm: LLM) -> bool:
@@ -134,17 +200,27 @@ def _prefilling(llm: LLM) -> bool:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print("median milliseconds; context", rows[0]["context"])
-    print("batch    step   host   read weights (step/it)   weight products (step/them)   with attention's (step/them)")
+    print("batch    step   host   read weights (step/it)   weight products (step/them)", end="")
+    print("   with attention's (step/them)   attention   read cache (it/attention)")
     for r in rows:
         step, read, weights = r["step"], r["read weights"], r["weight products"]
         both = weights + r["attention products"]
         print(f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:9.1f} ({step / read:5.2f})", end="")
-        print(f" {weights:14.1f} ({step / weights:5.2f}) {both:20.1f} ({step / both:5.2f})")
+        print(f" {weights:14.1f} ({step / weights:5.2f}) {both:20.1f} ({step / both:5.2f})", end="")
+        print(f" {r['attention']:17.1f} {r['read cache']:12.1f} ({r['read cache'] / r['attention']:5.2f})")
+
+
+def show_prompts(rows: Sequence[dict[str, Any]]) -> None:
+    print("prompt    step   host   weight products (step/them)")
+    for r in rows:
+        step, weights = r["step"], r["weight products"]
+        print(f"{r['prompt']:6} {step:7.1f} {r['host']:6.2f} {weights:14.1f} ({step / weights:5.2f})")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[512], help="tokens of a prompt; none for none")
     parser.add_argument("--context", type=int, default=253)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -152,16 +228,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--weight-dtype")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
-    for name, value in (("batches", min(args.batches)), ("context", args.context), ("repeats", args.repeats)):
+    least = {"batches": min(args.batches), "prompts": min(args.prompts, default=1)}
+    for name, value in (least | {"context": args.context, "repeats": args.repeats}).items():
         if value < 1:
             parser.error(f"--{name} is {value}; it must be at least 1")
     try:
-        rows = beside_lower_bounds(args.batches, args.context, args.repeats, args.model, args.dtype, args.weight_dtype)
+        model = {"model": args.model, "dtype": args.dtype, "weight_dtype": args.weight_dtype, "progress": False}
+        rows = beside_lower_bounds(args.batches, args.context, args.repeats, model)
+        prompts = prompts_beside_products(args.prompts, args.repeats, model)
     except (OSError, ValueError) as error:  # the model is missing, or a length is beyond it
         parser.error(str(error))
     show(rows)
+    show_prompts(prompts)
     if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        kept = {"environment": environment(), "decodes": rows, "prompts": prompts}
+        Path(args.json).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ def test_floor_products_have_the_shapes_of_the_step(tiny):
     products = lower_bounds.weight_products(model, batch)()
     chex.assert_trees_all_close(products, [w[0].sum() for w in weights], rtol=1e-3, atol=1e-4)
     chex.assert_type(products, jnp.float32)
+    chex.assert_trees_all_close(lower_bounds.weight_products(model, 8, samples=1)(), products, rtol=1e-3, atol=1e-4)
     sums = lower_bounds.read_weights(model)()
     chex.assert_shape(sums, [()] * len(weights))
     chex.assert_trees_all_close(sums, [w.sum() for w in weights], rtol=1e-3, atol=1e-3)
@@ -32,13 +33,27 @@ def test_floor_products_have_the_shapes_of_the_step(tiny):
 
 def test_lower_bounds_command(tiny_folder, tmp_path, capsys):
     out = tmp_path / "lower_bounds.json"
-    sizes = ["--batches", "1", "3", "--context", "20", "--repeats", "3"]
+    sizes = ["--batches", "1", "3", "--prompts", "9", "--context", "20", "--repeats", "3"]
     lower_bounds.main(["--model", str(tiny_folder), *sizes, "--json", str(out)])
-    rows = json.loads(out.read_text())
+    kept = json.loads(out.read_text())
+    rows, prompts = kept["decodes"], kept["prompts"]
     assert [row["batch"] for row in rows] == [1, 3]
-    names = ("step", "host", "read weights", "weight products", "attention products")
+    names = ("step", "host", "read weights", "weight products", "attention products", "attention", "read cache")
     assert all(row[name] > 0 for row in rows for name in names)
-    assert "with attention's" in capsys.readouterr().out
+    assert [row["prompt"] for row in prompts] == [9]
+    assert all(row[name] > 0 for row in prompts for name in names[:2] + names[3:4])
+    printed = capsys.readouterr().out
+    assert "with attention's" in printed
+    assert "prompt    step" in printed
+
+
+def test_attention_of_lower_bounds_reads_every_page_and_as_many_bytes(tiny_folder):
+    llm = lower_bounds.make_llm(64, 3, 40, (), {"model": str(tiny_folder), "progress": False})
+    c = llm.engine.model.config
+    chex.assert_shape(lower_bounds.paged_attention(llm, 3, 20)(), (3, c.heads, c.head_dim))
+    numbers = 2 * 3 * 20 * c.kv_heads * c.head_dim
+    sums = lower_bounds.read_cache(llm, 3, 20)()
+    chex.assert_trees_all_close(sums, [jnp.float32(numbers * (1 + i)) for i in range(c.layers)])
 
 
 def test_idle_command_reads_trace(tiny_folder, tmp_path, capsys):

@@ -11,6 +11,7 @@ from experiments.bench import lower_bounds
     ("wrong", "message"),
     [
         (["--batches", "1", "0"], "--batches is 0; it must be at least 1"),
+        (["--prompts", "0"], "--prompts is 0; it must be at least 1"),
         (["--context", "0"], "--context is 0; it must be at least 1"),
         (["--repeats", "0"], "--repeats is 0; it must be at least 1"),
         (["--model", "/nope"], "there is no model '/nope'"),
