@@ -66,6 +66,11 @@ def page_row(impl: str | None, head_dim: int) -> int:
     return find(impl or "xla").page_row(head_dim)
 
 
+def page_dtype(impl: str | None, dtype: str) -> str:
+    """Returns the dtype of pages whose keys and values are of `dtype`: the same, or integers of their bits."""
+    return find(impl or "xla").page_dtype(dtype)
+
+
 def prepare(wanted: str | None, dtype: str) -> None:
     """Starts an implementation's work of once a process, before there is a model to trace."""
     find(wanted or DEFAULTS[0]).prepare(dtype)

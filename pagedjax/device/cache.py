@@ -13,8 +13,8 @@ A TPU stores the last axis of an array in rows of 128 and pads shorter ones. So 
 A draft model or head has pages of its own beside the model's, in the same blocks: block 7 holds the same tokens in all
 arrays. So whatever moves or shares blocks moves and shares the drafter's part too (docs/design/draft-models.md).
 
-Numbers of 8 bits, float8_e4m3fn, are stored as the integers of their bits: XLA for a CPU writes a few floats of 8 bits
-by converting the whole array to a wider type and back.
+Keys and values of few bits may be stored as integers of their bits, as the implementation of attention wants it: XLA
+for a CPU writes a few of such floats by converting the whole array to a wider type and back.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def init(
     """Zeros for `blocks` blocks that sequences can own and the trash block: P = blocks + 1.
 
     Args:
+        dtype: of the pages, `attention.page_dtype`.
         row: numbers in a row of a page, a multiple of head_dim; None is head_dim, a token a row.
         draft: of a drafter's pages, whose keys and values are of `dtype` too.
         sharding: over the devices of a mesh, with kv_heads each; None is the default device.
@@ -97,8 +98,7 @@ def init(
         raise ValueError(f"a row of {row} numbers does not divide a block of {block_size} tokens of {head_dim} numbers")
     sharding = sharding or CacheSharding()
     shape = (blocks + 1, kv_heads * sharding.devices, block_size * head_dim // row, row)
-    stored = "uint8" if jnp.dtype(dtype).itemsize == 1 else dtype
-    k, v = (tuple(zeros(shape, stored, device=sharding.heads) for _ in range(layers)) for _ in "kv")
+    k, v = (tuple(zeros(shape, dtype, device=sharding.heads) for _ in range(layers)) for _ in "kv")
     cache = KVCache(k, v, zeros((blocks + 1, block_size), jnp.int32, device=sharding.copies))
     if draft is None:
         return cache

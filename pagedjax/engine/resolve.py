@@ -158,6 +158,7 @@ def block_shape(
         d = draft.layers
         row = attention.page_row(impl, d.head_dim)
         sizes = cache.DraftSizes(d.layers, d.kv_heads, d.head_dim, draft.features, draft.dtype, row)
+    dtype = attention.page_dtype(impl, dtype)
     return {"layers": m.layers, "block_size": block_size, **heads, "dtype": dtype, "draft": sizes}
 
 

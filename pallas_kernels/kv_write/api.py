@@ -29,7 +29,7 @@ def write(
 
     Args:
         k_pages, v_pages: [P, K, S, D] of one layer, or rows of several tokens, [P, K, S D / L, L]. uint8 holds the bits
-            of float8_e4m3fn.
+            of float8_e4m3fn and uint16 those of bfloat16.
         k, v: [T, K, D]; they are rounded to the dtype of the pages.
         slots: [T] int32, page * S + offset. Tokens of one sequence are adjacent and so are their slots. All padding
             tokens are at the end and point into page 0.

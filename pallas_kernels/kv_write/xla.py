@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.shared.float8 import stored
+from pallas_kernels.shared.page_bits import stored
 
 
 def write(k_pages, v_pages, k, v, slots, *, rows: int | None = None) -> tuple[jax.Array, jax.Array]:

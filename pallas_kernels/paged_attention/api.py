@@ -40,9 +40,9 @@ def paged_attention(
 
     Args:
         q: [T, N, D] packed query tokens; tokens from cu_q_lens[B] on are padding.
-        k_pages, v_pages: [P, K, S, D] keys and values, of q's dtype or another; uint8 holds float8_e4m3fn. Each
-            implementation defines which it reads. The same numbers may come in rows of several tokens,
-            [P, K, S D / L, L].
+        k_pages, v_pages: [P, K, S, D] keys and values, of q's dtype or another. uint8 holds the bits of float8_e4m3fn
+            and uint16 those of bfloat16. Each implementation defines which it reads. The same numbers may come in rows
+            of several tokens, [P, K, S D / L, L].
         block_tables: [B, M] int32 page ids in token order; entries past a row's context may be any valid page id.
         seq_lens: [B] int32 context lengths; 0 for padding rows.
         cu_q_lens: [B + 1] int32 offsets of the rows in q, from 0, never decreasing; a padding row has no tokens.

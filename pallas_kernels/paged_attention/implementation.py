@@ -19,6 +19,10 @@ def _one_token(head_dim: int) -> int:
     return head_dim
 
 
+def _page_dtype(dtype: str) -> str:
+    return "uint8" if dtype == "float8_e4m3fn" else dtype
+
+
 def _nothing(dtype: str) -> None:
     pass
 
@@ -32,6 +36,7 @@ class Implementation(NamedTuple):
     obstacle: (device, *, dtype, query_dtype, head_dim, block_size, kv_heads, heads) -> the reason why it cannot serve
         such a cache on the device, as the rest of a sentence; empty if it can. `dtype` is that of the keys and values.
     page_row: head_dim -> the numbers in a row of a page, a multiple of head_dim.
+    page_dtype: dtype of the keys and values -> dtype of the pages: the same, or integers of their bits.
     write: writes new keys and values into the pages, the contract of `kv_write.api.write`.
     prepare: (dtype of the keys and values) -> None. Starts work that is needed once a process, before any tracing.
     """
@@ -40,5 +45,6 @@ class Implementation(NamedTuple):
     attend: Callable[..., jax.Array]
     obstacle: Callable[..., str] = _no_obstacle
     page_row: Callable[[int], int] = _one_token
+    page_dtype: Callable[[str], str] = _page_dtype
     write: Write = kv_write_xla.write
     prepare: Callable[[str], None] = _nothing

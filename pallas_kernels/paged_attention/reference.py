@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
-from pallas_kernels.shared.float8 import read
+from pallas_kernels.shared.page_bits import read
 
 
 def paged_attention(

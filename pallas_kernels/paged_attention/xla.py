@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
-from pallas_kernels.shared.float8 import read
+from pallas_kernels.shared.page_bits import read
 
 SPAN = 128  # context tokens of a decode item, and of one trip through the chunk loop's inner loop times two
 GROUP = 32  # decode items an iteration: 32 x 128 tokens of keys and values fit a last-level cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,13 @@ def test_log_probabilities_differ_by_no_more_than_the_rounding_explains(tiny, ki
     assert 0 < np.abs(exact - rounded).max() < error
 
 
+def test_pages_of_the_cpu_kernel_are_integers_of_the_bits(tiny):
+    """XLA widens a whole array of 8-bit floats, and in JAX 0.10 of 16-bit floats, to write a few numbers of it."""
+    for kind, stored in (("float32", "float32"), ("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")):
+        pages = make(tiny, kv_cache_dtype=kind, attention_impl="cpu").engine._state.cache
+        chex.assert_type([*pages.k, *pages.v], jnp.dtype(stored))
+
+
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_preemption_changes_no_token_in_8_bits_either(tiny, params):
     """Keys and values are rounded once, when they are written; whoever reads them, whenever, reads the same."""
@@ -68,7 +76,7 @@ def test_without_a_word_the_cache_is_in_the_dtype_of_the_model(tiny_folder):
 
 
 def test_what_8_bits_cannot_hold_becomes_the_largest_number_and_not_nan():
-    kv = cache.init(layers=1, blocks=1, block_size=2, kv_heads=1, head_dim=4, dtype="float8_e4m3fn")
+    kv = cache.init(layers=1, blocks=1, block_size=2, kv_heads=1, head_dim=4, dtype="uint8")
     values = np.array([[[1e6, -1e6, 3.3, np.nan]]], np.float32)
     pages = kv_write.IMPLS["xla"](kv.k[0], kv.v[0], values, values, np.array([2]))[0]
     stored = jax.lax.bitcast_convert_type(pages, jnp.float8_e4m3fn)[1, 0, 0].astype(np.float32)

@@ -37,13 +37,13 @@ def test_an_allocated_cache_has_the_bytes_it_was_counted_with():
     assert nbytes((kv.k, kv.v)) == 6 * cache.kv_bytes(**sizes)
 
 
-@pytest.mark.parametrize(("dtype", "stored"), [("float32", jnp.float32), ("float8_e4m3fn", jnp.uint8)])
-def test_bytes_are_counted_without_an_allocation(dtype, stored):
+@pytest.mark.parametrize("dtype", ["float32", "uint16", "uint8"])
+def test_bytes_are_counted_without_an_allocation(dtype):
     """An engine sizes its cache from shapes alone."""
     sizes = {"layers": 3, "kv_heads": 2, "head_dim": 64, "block_size": 16, "dtype": dtype}
     for row in (None, 128):
         shapes = jax.eval_shape(lambda row=row: cache.init(blocks=2**20, row=row, **sizes))
-        chex.assert_type([*shapes.k, *shapes.v], stored)
+        chex.assert_type([*shapes.k, *shapes.v], jnp.dtype(dtype))
         chex.assert_tree_shape_prefix(shapes, (2**20 + 1,))
         chex.assert_trees_all_equal_shapes_and_dtypes(shapes.k, shapes.v)
         total = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes))

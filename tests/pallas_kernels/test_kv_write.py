@@ -94,6 +94,16 @@ class WithAndWithoutJit(chex.TestCase):
             stored = jax.lax.bitcast_convert_type(found, jnp.float8_e4m3fn)[1, 0, 0].astype(jnp.float32)
             chex.assert_trees_all_equal(stored, jnp.array([448, -448, 3.25, np.nan]))
 
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_bits_of_16_bit_floats_are_those_of_the_nearest_numbers(self):
+        k_pages, v_pages, *new = Case(d=16, s=8, dtype="bfloat16").arrays()
+        call = self.variant(partial(kv_write.write, rows=6, impl="xla"))
+        bits = call(jnp.asarray(k_pages.view(np.uint16)), jnp.asarray(v_pages.view(np.uint16)), *map(jnp.asarray, new))
+        chex.assert_type(bits, jnp.uint16)
+        floats = call(*map(jnp.asarray, (k_pages, v_pages, *new)))
+        chex.assert_trees_all_equal(jax.lax.bitcast_convert_type(bits[0], jnp.bfloat16), floats[0])
+        chex.assert_trees_all_equal(jax.lax.bitcast_convert_type(bits[1], jnp.bfloat16), floats[1])
+
 
 @pytest.mark.parametrize(
     ("change", "message"),

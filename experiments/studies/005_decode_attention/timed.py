@@ -259,7 +259,8 @@ def step_times(model: Model, grid: Grid, device: Device) -> tuple[Times, list[fl
     fixed, attend = shapes(config, model), attention.attend(config.attention_impl, model.config.attn_scale)
     step = make_step(model, attend, config.seed, device_tile())
     blanks = {r: jax.device_put(blank_sampling(r)) for r in map(fixed.rows, fixed.tokens)}
-    pages = cache.init(blocks=config.num_blocks, **block_shape(size, model, config.kv_cache_dtype))
+    block = block_shape(size, model, config.kv_cache_dtype, config.attention_impl)
+    pages = cache.init(blocks=config.num_blocks, **block)
 
     def packed(cell: Cell, *, cached: bool) -> tuple[Callable[[], Any], Any]:
         batch, context = cell

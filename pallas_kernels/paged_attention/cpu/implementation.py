@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.shared.cpu.handler import Handler
+from pallas_kernels.shared.page_bits import FLOATS
 
-DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of keys and values; pages of the last one are uint8
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of keys and values
+BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}  # dtypes of their pages, see `shared/page_bits.py`
 HEAD_SIZES = 8  # and its multiples
 
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
@@ -29,7 +31,7 @@ def paged_attention(
     Raises:
         ValueError: `unsupported` gives a reason.
     """
-    dtype = "float8_e4m3fn" if k_pages.dtype == jnp.uint8 else str(k_pages.dtype)
+    dtype = jnp.dtype(FLOATS.get(k_pages.dtype.name, k_pages.dtype)).name
     wrong = unsupported(jax.default_backend(), dtype, q.shape[-1])
     if not wrong and v_pages.dtype != k_pages.dtype:
         wrong = f"needs k_pages and v_pages of one dtype, and they are {k_pages.dtype} and {v_pages.dtype}"
@@ -67,10 +69,14 @@ def obstacle(
     return unsupported(device.platform, dtype, head_dim)
 
 
+def page_dtype(dtype: str) -> str:
+    return BITS.get(dtype, dtype)
+
+
 def prepare(dtype: str) -> None:
     """Loads or compiles the handler in a thread, if it can serve such keys and values here."""
     if not unsupported(jax.default_backend(), dtype, HEAD_SIZES):
         HANDLER.start()
 
 
-IMPLEMENTATION = Implementation("cpu", paged_attention, obstacle, prepare=prepare)
+IMPLEMENTATION = Implementation("cpu", paged_attention, obstacle, page_dtype=page_dtype, prepare=prepare)

@@ -46,6 +46,7 @@ from pallas_kernels.shared.cpu.xla_call import (
     HOLDERS,
     IS_BFLOAT16,
     IS_FLOAT32,
+    IS_UINT16,
     argument,
     ask_for_help,
     compile_parts,
@@ -218,7 +219,7 @@ def _job(frame):
     store_word(job + DIM, d)
     store_word(job + BLOCK, dim(keys, 2))
     kind = dtype(keys)
-    store_word(job + SIZE, 4 if kind == IS_FLOAT32 else 2 if kind == IS_BFLOAT16 else 1)
+    store_word(job + SIZE, 4 if kind == IS_FLOAT32 else 2 if kind in (IS_BFLOAT16, IS_UINT16) else 1)
     store_word(job + WINDOW, window)
     store_float(job + CAP, load_float(data(argument(frame, 7))))
     store_word(job + STATS, job + stats)
