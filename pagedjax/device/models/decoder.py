@@ -204,8 +204,8 @@ class MLP(nnx.Module):
         self.down = Linear(c.intermediate, c.hidden, axes=c.axes, **options)
         self.activation, self.gated = c.activation, c.gated
 
-    def __call__(self, x: jax.Array, used: jax.Array, *, norm, residual=None) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H]. used: [1] tokens that are not padding."""
+    def __call__(self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None) -> jax.Array:
+        """norm(x) [T, H] -> y + residual [T, H]. used: [1] tokens that are not padding; None: all."""
         if self.gated:
             y = self.up(x, norm=norm, activation=self.activation, sizes=used)
         else:  # rounded once, after the activation
@@ -247,8 +247,8 @@ class SparseMLP(nnx.Module):
         self.down, self.down_scales = weight(down, dtype, c.int8, c.linear)
         self.config = c
 
-    def __call__(self, x: jax.Array, used: jax.Array, *, norm, residual=None) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H]. used: [1] tokens that are not padding."""
+    def __call__(self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None) -> jax.Array:
+        """norm(x) [T, H] -> y + residual [T, H]. used: [1] tokens that are not padding; None: all."""
         c, x = self.config, norm(x)
         assert c.experts is not None
         e = c.experts
@@ -256,7 +256,8 @@ class SparseMLP(nnx.Module):
         own, expert = e.count // e.devices, chosen.reshape(-1)  # of the T * chosen pairs
         if e.devices > 1:  # this device's experts are counted from 0, so their pairs are sorted first
             expert = (expert - own * jax.lax.axis_index("expert")) % e.count
-        expert = jnp.where(jnp.arange(len(expert)) < used * e.chosen, expert, e.count)  # padding has no expert
+        if used is not None:  # padding has no expert
+            expert = jnp.where(jnp.arange(len(expert)) < used * e.chosen, expert, e.count)
         order = jnp.argsort(expert, stable=True)
         sizes = (expert[:, None] == jnp.arange(own)).sum(0, dtype=jnp.int32)
         up, down = self.up, self.down
@@ -301,8 +302,8 @@ class Block(nnx.Module):
         """After the attention y, to which x was added unless a norm follows it."""
         x = x + self.attn_post(y) if self.attn_post else y
         if self.mlp_post is None:
-            return self.mlp(x, batch.used, norm=self.mlp_norm, residual=x)
-        return x + self.mlp_post(self.mlp(x, batch.used, norm=self.mlp_norm))
+            return self.mlp(x, norm=self.mlp_norm, residual=x, used=batch.used)
+        return x + self.mlp_post(self.mlp(x, norm=self.mlp_norm, used=batch.used))
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
@@ -392,7 +393,7 @@ class Decoder(nnx.Module):
         return cache, finish, tuple(outputs[layer] for layer in taps)
 
     def logits(self, hidden: jax.Array, used: jax.Array | None = None) -> jax.Array:
-        """[R, H] -> [R, V] float32; of this device's part of the vocabulary. used: [1] rows that are not padding."""
+        """[R, H] -> [R, V] float32; of this device's part of the vocabulary. used: [1] rows that are not padding; None: all."""
         options = {"sizes": used, "dtype": jnp.float32}
         if self.head is None:
             options |= {"impl": self.embed.implementation, "scales": values(self.embed_scales)}
