@@ -393,7 +393,7 @@ class Decoder(nnx.Module):
         return cache, finish, tuple(outputs[layer] for layer in taps)
 
     def logits(self, hidden: jax.Array, used: jax.Array | None = None) -> jax.Array:
-        """[R, H] -> [R, V] float32; of this device's part of the vocabulary. used: [1] rows that are not padding; None: all."""
+        """[R, H] -> [R, V] float32, of this device's part of the vocabulary. used: [1] rows that are not padding."""
         options = {"sizes": used, "dtype": jnp.float32}
         if self.head is None:
             options |= {"impl": self.embed.implementation, "scales": values(self.embed_scales)}
