@@ -63,23 +63,27 @@ def read_weights(model: Model) -> Run:
 
 
 def weight_products(model: Model, tokens: int, samples: int | None = None) -> Run:
-    """The step's products of [tokens, in] with weights, by the model's own implementation, independent of each other.
+    """The step's products of [tokens, in] with weights, by the model's own implementation, one after the other.
 
     samples: tokens that the head is multiplied with, if not all.
     """
     weights, impl = [w for w, _ in weights_of(model)], linear.find(model.config.linear)
-    shapes = [matrix._replace(gated=False) for _, matrix in weights_of(model)]
+    shapes = [matrix for _, matrix in weights_of(model)]
     heads = tokens if samples is None else samples
     counts = [heads if m.outputs == model.config.vocab_size else tokens for m in shapes]
     rows = {(n, m.inputs): jnp.ones((n, m.inputs), model.dtype) for n, m in zip(counts, shapes, strict=True)}
 
-    def multiply(weights: Sequence[jax.Array], rows: dict[tuple[int, int], jax.Array]) -> list[jax.Array]:
-        each = zip(counts, weights, shapes, strict=True)
-        found = [linear.linear(rows[n, m.inputs], w, m, impl=impl, dtype=jnp.float32) for n, w, m in each]
-        # one number of each: to allocate whole results would take most of the time
-        return [y[0, 0] for y in jax.lax.optimization_barrier(found)]
+    def multiply(weights: Sequence[jax.Array], rows: dict[tuple[int, int], jax.Array], none: jax.Array) -> Any:
+        found = []
+        for n, w, m in zip(counts, weights, shapes, strict=True):
+            options: dict[str, Any] = {"impl": impl, "activation": model.config.activation if m.gated else None}
+            y = jax.lax.optimization_barrier(linear.linear(rows[n, m.inputs], w, m, sizes=n + none, **options))
+            found.append(y[0, 0].astype(jnp.float32))
+            # 0, and the next product waits for it: memory for all results at once would take longer than the products
+            none = jnp.isnan(y[0, :1]).astype(jnp.int32)
+        return found
 
-    return _ready(multiply, weights, rows)
+    return _ready(multiply, weights, rows, jnp.zeros(1, jnp.int32))
 
 
 def attention_products(model: Model, batch: int, context: int) -> Run:

@@ -7,6 +7,7 @@ from collections import namedtuple
 from types import SimpleNamespace
 
 import chex
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -19,7 +20,12 @@ def test_floor_products_have_the_shapes_of_the_step(tiny):
     weights = [w for w, _ in lower_bounds.weights_of(model)]
     assert len(weights) == 4 * c.layers + 1  # the head too; an embedding of its own is not multiplied
     products = lower_bounds.weight_products(model, batch)()
-    chex.assert_trees_all_close(products, [w[0].sum() for w in weights], rtol=1e-3, atol=1e-4)
+    gated = [m.gated for _, m in lower_bounds.weights_of(model)]
+    assert sum(gated) == c.layers
+    first = [
+        jax.nn.silu(w[0].sum()) * w[len(w) // 2].sum() if g else w[0].sum() for w, g in zip(weights, gated, strict=True)
+    ]
+    chex.assert_trees_all_close(products, first, rtol=1e-3, atol=1e-4)
     chex.assert_type(products, jnp.float32)
     chex.assert_trees_all_close(lower_bounds.weight_products(model, 8, samples=1)(), products, rtol=1e-3, atol=1e-4)
     sums = lower_bounds.read_weights(model)()
