@@ -34,6 +34,7 @@ from pagedjax.device.models import Model
 from pagedjax.engine.resolve import block_shape
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
+TOKENS = 2048  # of a step at most
 MOST = 2048  # numbers of a row that `read_weights` reads
 Run = Callable[[], Any]  # runs to the end, without timing
 
@@ -52,14 +53,13 @@ def weights_of(model: Model) -> list[tuple[jax.Array, Matrix]]:
 
 def read_weights(model: Model) -> Run:
     """Read every weight once, as 32-bit numbers: one matrix-vector product for each matrix, whatever its layout is."""
+    return _read([np.asarray(w).reshape(-1).view(np.float32) for w, _ in weights_of(model)])
 
-    def read(weights: Sequence[jax.Array]) -> list[jax.Array]:
-        found = [w.reshape(-1, 4 // w.dtype.itemsize) if w.dtype.itemsize < 4 else w for w in weights]
-        found = [jax.lax.bitcast_convert_type(w, jnp.float32) for w in found]
-        rows = [w.reshape(-1, math.gcd(w.size, MOST)) for w in found]
-        return [(w @ jnp.ones(w.shape[1])).sum() for w in rows]
 
-    return _ready(read, [w for w, _ in weights_of(model)])
+def _read(arrays: Sequence[np.ndarray]) -> Run:
+    """Read arrays of float32 once."""
+    rows = [jnp.asarray(a.reshape(-1, math.gcd(a.size, MOST))) for a in arrays]
+    return _ready(lambda rows: [(a @ jnp.ones(a.shape[1])).sum() for a in rows], rows)
 
 
 def weight_products(model: Model, tokens: int, samples: int | None = None) -> Run:
@@ -126,9 +126,7 @@ def read_cache(llm: LLM, batch: int, context: int) -> Run:
     """Read the bytes of `batch` contexts' keys and values once, as `read_weights` does."""
     config, c = llm.engine.config, llm.engine.model.config
     numbers = 2 * batch * context * c.kv_heads * c.head_dim * jnp.dtype(config.kv_cache_dtype).itemsize // 4
-    row = math.gcd(numbers, MOST)
-    arrays = [jnp.ones((numbers // row, row)) + i for i in range(c.layers)]
-    return _ready(lambda arrays: [(a @ jnp.ones(row)).sum() for a in arrays], arrays)
+    return _read([np.full(numbers, 1 + i, np.float32) for i in range(c.layers)])
 
 
 def make_llm(tokens: int, seqs: int, length: int, buckets: Sequence[int], model: dict[str, Any]) -> LLM:
@@ -144,8 +142,9 @@ def beside_lower_bounds(
     Args:
         model: the arguments of `LLM` that name it.
     """
-    length = context + repeats + 2
-    llm, rows = make_llm(2048, max(batches), length, batches, model), []
+    prefills = -(-max(batches) * context // TOKENS) + 1  # the first sequences decode in these steps already
+    length = context + prefills + repeats + 2
+    llm, rows = make_llm(TOKENS, max(batches), length, batches, model), []
     for batch in batches:
         parts = {
             "read weights": read_weights(llm.engine.model),
@@ -159,6 +158,7 @@ def beside_lower_bounds(
         while _prefilling(llm):
             llm.engine.step()
         rows.append({"batch": batch, "context": context, **_in_turn(llm, parts, repeats)})
+        assert len(llm.engine.scheduler_state.running.seqs) == batch, "a sequence ended: steps had fewer rows"
     return rows
 
 
