@@ -182,7 +182,8 @@ def _add(llm: LLM, batch: int, context: int, most: int) -> None:
 def _in_turn(
     llm: LLM, parts: dict[str, Run], repeats: int, before: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The median milliseconds of a step and of each part, in turn."""
+    """The median milliseconds of a step and of each part, in turn. A part runs twice and the second run counts: XLA
+    frees what it has widened when a run ends, and the next run, of whatever it is, takes longer."""
     times: dict[str, list[float]] = {"step": [], "host": [], **{name: [] for name in parts}}
     for _ in range(repeats):
         before()
@@ -191,6 +192,7 @@ def _in_turn(
         times["step"].append(result.device_seconds)
         times["host"].append(result.host_seconds)
         for name, run in parts.items():
+            run()
             started = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - started)
