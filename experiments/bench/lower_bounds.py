@@ -2,10 +2,9 @@
 
     python -m experiments.bench.lower_bounds [--batches 1 8 64] [--prompts 512] [--context 253] [--json out.json]
 
-Of a decode step, timed in turn with it: reading every weight once (the bound at batch 1); the step's matrix products
-alone, without and with the products of attention over contiguous keys and values; the attention of all layers over
-pages, beside reading as many bytes of keys and values once. Of a step that computes a prompt, its products with
-weights.
+Of a decode step, timed in turn with it: reading every weight once (the bound at batch 1); the step's products with
+weights; the attention of all layers over pages, beside reading as many bytes of keys and values once. Of a step that
+computes a prompt, its products with weights.
 """
 
 from __future__ import annotations
@@ -79,28 +78,12 @@ def weight_products(model: Model, tokens: int, samples: int | None = None) -> Ru
             options: dict[str, Any] = {"impl": impl, "activation": model.config.activation if m.gated else None}
             y = jax.lax.optimization_barrier(linear.linear(rows[n, m.inputs], w, m, sizes=n + none, **options))
             found.append(y[0, 0].astype(jnp.float32))
-            # 0, and the next product waits for it: memory for all results at once would take longer than the products
-            none = jnp.isnan(y[0, :1]).astype(jnp.int32)
+            # 0, and the next product waits for it, unless its implementation ignores `sizes`: to allocate memory for
+            # all results would take longer than the products
+            none = -jnp.isnan(y[0, :1]).astype(jnp.int32)
         return found
 
     return _ready(multiply, weights, rows, jnp.zeros(1, jnp.int32))
-
-
-def attention_products(model: Model, batch: int, context: int) -> Run:
-    """q k^T and p v of every layer over contiguous keys [.., D, context] and values [.., context, D]."""
-    c = model.config
-    group = c.heads // c.kv_heads
-    dtype = model.dtype
-    q = jnp.ones((batch, c.kv_heads, group, c.head_dim), dtype)
-    p = jnp.ones((batch, c.kv_heads, group, context), dtype)
-    keys = [jnp.ones((batch, c.kv_heads, c.head_dim, context), dtype) + i for i in range(c.layers)]
-    values = [jnp.ones((batch, c.kv_heads, context, c.head_dim), dtype) + i for i in range(c.layers)]
-
-    def products(q, p, keys, values):
-        scores = [jnp.einsum("bkgd,bkdc->bkgc", q, k) for k in keys]
-        return scores, [jnp.einsum("bkgc,bkcd->bkgd", p, v) for v in values]
-
-    return _ready(products, q, p, keys, values)
 
 
 def paged_attention(llm: LLM, batch: int, context: int) -> Run:
@@ -149,7 +132,6 @@ def beside_lower_bounds(
         parts = {
             "read weights": read_weights(llm.engine.model),
             "weight products": weight_products(llm.engine.model, batch),
-            "attention products": attention_products(llm.engine.model, batch, context),
             "attention": paged_attention(llm, batch, context),
             "read cache": read_cache(llm, batch, context),
         }
@@ -163,7 +145,11 @@ def beside_lower_bounds(
 
 
 def prompts_beside_products(tokens: Sequence[int], repeats: int, model: dict[str, Any]) -> list[dict[str, Any]]:
-    """The median step that computes a whole prompt of so many tokens, and its products with weights, in ms."""
+    """The median step that computes a whole prompt of so many tokens, and its products with weights, in ms.
+
+    The products are those of all layers. Of the last one, a step computes less: keys and values only, but for the last
+    token. So the bound is too long by one layer at most.
+    """
     rows = []
     for count in tokens:
         llm = make_llm(count, 1, count + 1, (), model | {"enable_prefix_caching": False})
@@ -206,14 +192,16 @@ def _prefilling(llm: LLM) -> bool:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print("median milliseconds; context", rows[0]["context"])
-    print("batch    step   host   read weights (step/it)   weight products (step/them)", end="")
-    print("   with attention's (step/them)   attention   read cache (it/attention)")
+    print("batch    step   host   read weights (step/it)   products (step/them)   attention", end="")
+    print("   (step/products and it)   read cache (it/attention)")
     for r in rows:
-        step, read, weights = r["step"], r["read weights"], r["weight products"]
-        both = weights + r["attention products"]
-        print(f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:9.1f} ({step / read:5.2f})", end="")
-        print(f" {weights:14.1f} ({step / weights:5.2f}) {both:20.1f} ({step / both:5.2f})", end="")
-        print(f" {r['attention']:17.1f} {r['read cache']:12.1f} ({r['read cache'] / r['attention']:5.2f})")
+        step, read, products, attending = r["step"], r["read weights"], r["weight products"], r["attention"]
+        print(f"{r['batch']:5} {step:7.1f} {r['host']:6.2f} {read:14.1f} ({step / read:6.2f})", end="")
+        print(
+            f" {products:13.1f} ({step / products:5.2f}) {attending:11.1f} ({step / (products + attending):22.2f})",
+            end="",
+        )
+        print(f" {r['read cache']:12.1f} ({r['read cache'] / attending:11.2f})")
 
 
 def show_prompts(rows: Sequence[dict[str, Any]]) -> None:

@@ -55,13 +55,13 @@ class Batch(NamedTuple):
     drafted: Drafted | None = None  # in every step of an engine that accepts drafts by rejection sampling
 
     @property
-    def used(self) -> Any:
+    def used_tokens(self) -> Any:
         """[1] how many of the T tokens are not padding."""
         return self.cu_q_lens[-1:]
 
     @property
-    def samples(self) -> Any:
-        """[1] how many of the R samples are not padding, at least 1. Padding follows token 0, as the first may."""
+    def used_samples(self) -> Any:
+        """[1] how many of the R samples are used. Unused ones have `last` 0; so may the first, which always counts."""
         return 1 + (self.last[1:] > 0).sum(dtype=np.int32, keepdims=True)
 
 

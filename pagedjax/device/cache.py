@@ -13,8 +13,8 @@ A TPU stores the last axis of an array in rows of 128 and pads shorter ones. So 
 A draft model or head has pages of its own beside the model's, in the same blocks: block 7 holds the same tokens in all
 arrays. So whatever moves or shares blocks moves and shares the drafter's part too (docs/design/draft-models.md).
 
-Keys and values of few bits may be stored as integers of their bits, as the implementation of attention wants it: XLA
-for a CPU writes a few of such floats by converting the whole array to a wider type and back.
+Keys and values in bfloat16 or float8 may be stored as integers of their bits, as the implementation of attention wants
+it: XLA for a CPU writes a few such floats by converting the whole array to a wider type and back.
 """
 
 from __future__ import annotations

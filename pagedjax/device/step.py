@@ -131,7 +131,7 @@ def make_step(
         # the last layer of tokens that nobody samples after is needed for their log-probabilities alone
         fewer = len(batch.last) < len(batch.tokens)
         hidden, prompt = jax.lax.cond(jnp.any(batch.targets >= 0), every, samples) if fewer else every()
-        sampled = by_rows(sampled_rows, model.logits(hidden, batch.samples), rows)
+        sampled = by_rows(sampled_rows, model.logits(hidden, batch.used_samples), rows)
         fed = None if feed is None else jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
         return cache, StepOutput(sampled, prompt, fed)
 

@@ -56,8 +56,9 @@ def linear(
         activation: one of ACTIVATIONS, of the gates of a gated weight: y = activation(gate) * up.
         residual: [T, width] of x's dtype.
         rows: (first, last) of W: only these outputs are computed. Not of a gated weight or of several matrices.
-        sizes: [count] int32: so many tokens belong to the first matrix, then to the next. None: all, of one matrix.
-            Tokens behind them are padding, whose results may be any finite numbers.
+        sizes: [count] int32: the number of tokens of each matrix, whose tokens come in the order of the matrices. With
+            one matrix: how many tokens are not padding; None is all. Results of padding may be any finite numbers. No
+            size is negative and their sum is at most T, which is not checked.
         dtype: of the result; None is x's. float32 leaves it unrounded.
 
     Returns:
@@ -102,5 +103,7 @@ def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> 
     for name, (array, shape) in shapes.items():
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} is {array.shape}; x {x.shape} and the weight [{m}, {k}] need {shape}")
+    if sizes is not None and sizes.dtype != jnp.int32:
+        raise ValueError(f"sizes is {sizes.dtype}; it must be int32")
     if rows is not None and (gated or count > 1 or not 0 <= rows[0] < rows[1] <= m):
         raise ValueError(f"rows is {rows}; it must be within [0, {m}], of one matrix without gates")

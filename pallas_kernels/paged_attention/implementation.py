@@ -9,6 +9,7 @@ import jax
 
 from pallas_kernels.kv_write import xla as kv_write_xla
 from pallas_kernels.kv_write.api import Write
+from pallas_kernels.shared.page_bits import BITS
 
 
 def _no_obstacle(device: Any, **sizes: Any) -> str:
@@ -20,7 +21,7 @@ def _one_token(head_dim: int) -> int:
 
 
 def _page_dtype(dtype: str) -> str:
-    return "uint8" if dtype == "float8_e4m3fn" else dtype
+    return BITS[dtype] if dtype == "float8_e4m3fn" else dtype
 
 
 def _nothing(dtype: str) -> None:
@@ -36,15 +37,16 @@ class Implementation(NamedTuple):
     obstacle: (device, *, dtype, query_dtype, head_dim, block_size, kv_heads, heads) -> the reason why it cannot serve
         such a cache on the device, as the rest of a sentence; empty if it can. `dtype` is that of the keys and values.
     page_row: head_dim -> the numbers in a row of a page, a multiple of head_dim.
-    page_dtype: dtype of the keys and values -> dtype of the pages: the same, or integers of their bits.
     write: writes new keys and values into the pages, the contract of `kv_write.api.write`.
     prepare: (dtype of the keys and values) -> None. Starts work that is needed once a process, before any tracing.
+    page_dtype: dtype of the keys and values -> dtype of the pages: the same, or integers of their bits, for an
+        implementation that reads both.
     """
 
     name: str
     attend: Callable[..., jax.Array]
     obstacle: Callable[..., str] = _no_obstacle
     page_row: Callable[[int], int] = _one_token
-    page_dtype: Callable[[str], str] = _page_dtype
     write: Write = kv_write_xla.write
     prepare: Callable[[str], None] = _nothing
+    page_dtype: Callable[[str], str] = _page_dtype

@@ -1,7 +1,7 @@
 """Floats in pages of integers, which hold their bits: float8_e4m3fn in uint8, bfloat16 in uint16.
 
-To write a few floats of 8 or 16 bits, XLA for a CPU widens the whole array and narrows it again (of 16 bits in JAX
-0.10). It does not do this to integers.
+When XLA for a CPU writes a few float8 numbers, it first converts the whole array to a wider type. JAX 0.10, the newest
+one for Python 3.11, does this to bfloat16 too. Integers are not converted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 FLOATS = {"uint8": jnp.float8_e4m3fn, "uint16": jnp.bfloat16}  # by the dtype of the pages
+BITS = {jnp.dtype(floats).name: integers for integers, floats in FLOATS.items()}
 
 
 def read(pages: jax.Array) -> jax.Array:
@@ -20,10 +21,9 @@ def read(pages: jax.Array) -> jax.Array:
 
 def stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns x in the dtype of the pages. In 8 bits, numbers above 448 become 448; a plain cast makes them NaN."""
-    floats = FLOATS.get(jnp.dtype(dtype).name)
-    if floats is None:
-        return x.astype(dtype)
+    floats = FLOATS.get(jnp.dtype(dtype).name, dtype)
     if floats == jnp.float8_e4m3fn:
         largest = float(jnp.finfo(floats).max)
         x = jnp.clip(x, -largest, largest)
-    return jax.lax.bitcast_convert_type(x.astype(floats), dtype)
+    x = x.astype(floats)
+    return x if floats == dtype else jax.lax.bitcast_convert_type(x, dtype)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+import chex
 import jax
+import jax.numpy as jnp
 import pytest
 
 from pagedjax import LLM, EngineConfig, SamplingParams
@@ -32,7 +34,11 @@ def two_tokens(head_dim):
     return 2 * head_dim
 
 
-MINE = Implementation("mine", attend, obstacle, page_row=two_tokens, prepare=prepared.append)
+def bits(dtype):
+    return "uint16" if dtype == "bfloat16" else dtype
+
+
+MINE = Implementation("mine", attend, obstacle, page_row=two_tokens, prepare=prepared.append, page_dtype=bits)
 SIZE = 8
 """
 
@@ -43,9 +49,9 @@ def own(tmp_path) -> str:
     return f"{tmp_path}/own.py:MINE"
 
 
-def greedy(model, impl: str) -> tuple[list[tuple[int, ...]], LLM]:
+def greedy(model, impl: str, **options) -> tuple[list[tuple[int, ...]], LLM]:
     sizes = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 40}
-    llm = LLM(model, attention_impl=impl, progress=False, max_model_len=64, **sizes)
+    llm = LLM(model, attention_impl=impl, progress=False, max_model_len=64, **sizes, **options)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[5, 6, 7], list(range(3, 30)), [9]]
     return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)], llm
@@ -61,6 +67,16 @@ def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folde
     assert file["prepared"] == ["float32"]
     m = llm.engine.model.config
     assert set(file["shapes"]) == {(41, m.kv_heads, 4, 2 * m.head_dim)}
+
+
+def test_own_implementation_chooses_the_dtype_of_its_pages(tiny_folder, own):
+    """Also of a draft model's pages, which it reads too."""
+    draft = {"speculative": {"method": "draft", "model": str(tiny_folder), "num_tokens": 2}}
+    expected, _ = greedy(tiny_folder, "reference", kv_cache_dtype="bfloat16")
+    found, llm = greedy(tiny_folder, own, kv_cache_dtype="bfloat16", **draft)
+    assert found == expected
+    pages = llm.engine._state.cache
+    chex.assert_type([*pages.k, *pages.v, *pages.draft.k, *pages.draft.v], jnp.uint16)
 
 
 def test_own_implementation_is_loaded_once_and_again_after_its_file_changes(own, tmp_path):

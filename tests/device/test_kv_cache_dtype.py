@@ -43,7 +43,7 @@ def test_log_probabilities_differ_by_no_more_than_the_rounding_explains(tiny, ki
 
 
 def test_pages_of_the_cpu_kernel_are_integers_of_the_bits(tiny):
-    """XLA widens a whole array of 8-bit floats, and in JAX 0.10 of 16-bit floats, to write a few numbers of it."""
+    """XLA converts a whole array of float8, and in JAX 0.10 of bfloat16, to write a few numbers of it."""
     for kind, stored in (("float32", "float32"), ("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")):
         pages = make(tiny, kv_cache_dtype=kind, attention_impl="cpu").engine._state.cache
         chex.assert_type([*pages.k, *pages.v], jnp.dtype(stored))

@@ -44,7 +44,7 @@ MINE = IMPLS["reference"]._replace(name="mine", obstacle=obstacle, prepare=lambd
 
 def outputs(model, impl: str, **options: Any) -> tuple[list[Any], LLM]:
     """(tokens and prompt log-probabilities of each request, the engine)."""
-    llm = LLM(model, linear_impl=impl, progress=False, max_model_len=64, num_blocks=40, **SIZES, **options)
+    llm = LLM(model, linear_impl=impl, progress=False, max_model_len=64, num_blocks=40, **(SIZES | options))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     return [
         (out.outputs[0].token_ids, [next(iter(one.values())).logprob for one in out.prompt_logprobs[1:]])
@@ -82,6 +82,20 @@ def test_every_implementation_serves_every_family(name, int8):
         for (tokens, logprobs), (other, expected) in zip(found, wanted, strict=True):
             assert tokens == other
             chex.assert_trees_all_close(np.array(logprobs), np.array(expected), atol=2e-4)
+
+
+@pytest.mark.parametrize("impl", ["cpu", "xla"])
+def test_padding_of_a_bucket_changes_nothing_of_experts(impl):
+    """Their tokens are sorted by expert, and padding has none."""
+    kind, settings = CASES["Qwen3-MoE"]
+    from pagedjax.weights.architectures import normalised
+
+    config = FAMILIES[kind].from_hf(normalised({**BODY, **settings, "model_type": kind}, kind))
+    model = from_params(random_params(config), config, linear_impl=impl)
+    found = {buckets: outputs(model, impl, token_buckets=buckets)[0] for buckets in ((1, 4, 16), (16,))}
+    for (tokens, logprobs), (others, expected) in zip(*found.values(), strict=True):
+        assert tokens == others
+        chex.assert_trees_all_close(np.array(logprobs), np.array(expected), atol=0 if impl == "cpu" else 1e-5)
 
 
 def test_a_loaded_model_is_packed_once_and_unpacked_exactly(tiny_folder):
@@ -143,7 +157,7 @@ def test_the_last_layer_of_sampled_tokens_alone_is_that_of_all(name):
     batch = Batch(*arrays, last, sampled_row, np.full(12, -1, np.int32), blank_sampling(7))
     batch = jax.tree.map(jnp.asarray, batch)
 
-    chex.assert_trees_all_equal((batch.used, batch.samples), (jnp.array([9]), jnp.array([5])), strict=True)
+    chex.assert_trees_all_equal((batch.used_tokens, batch.used_samples), (jnp.array([9]), jnp.array([5])), strict=True)
 
     @partial(jax.jit, static_argnums=0)
     def hidden(only: bool) -> tuple[Any, jax.Array]:

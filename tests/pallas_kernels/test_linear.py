@@ -104,6 +104,7 @@ CASES = {
     "one token": {"t": 1, "k": 64, "m": 96},
     "a decode": {"t": 13, "k": 80, "m": 70},
     "a chunk": {"t": 64, "k": 96, "m": 160},
+    "many tokens": {"t": 200, "k": 48, "m": 170, "bias": True, "residual": True, "norm": False},
     "odd sizes": {"t": 7, "k": 33, "m": 37},
     "deep": {"t": 29, "k": 4200, "m": 64},
     "norm": {"t": 25, "k": 72, "m": 64, "norm": False},
@@ -179,22 +180,25 @@ PADDED = {
     "gates": {"k": 33, "m": 2 * 40, "sizes": (5,), "norm": False, "activation": "silu"},
     "rows": {"k": 64, "m": 100, "sizes": (1,), "rows": (7, 99)},
     "no token": {"k": 64, "m": 64, "sizes": (0,)},
+    "many tokens": {"t": 400, "k": 48, "m": 170, "sizes": (300,), "bias": True, "residual": True},
+    "many tokens by rows": {"t": 400, "k": 48, "m": 300, "sizes": (211,), "rows": (7, 290)},
     "experts": {"k": 32, "m": 4 * 64, "sizes": (3, 0, 20, 7), "activation": "silu"},
     "experts without a token": {"k": 32, "m": 2 * 64, "sizes": (0, 0)},
 }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize("name", PADDED)
 @pytest.mark.parametrize("impl", HERE)
-def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, name, dtype):
+def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, name, int8, dtype):
     """As in a step, whose bucket has more tokens than the step."""
-    options = dict(PADDED[name])
+    options = {"t": 40, **PADDED[name]}
     used = sum(options["sizes"])
-    arguments = case(40, **options, dtype=dtype)
+    arguments = case(**options, dtype=dtype, int8=int8)
     found = run(arguments, impl)
     first, last = arguments["rows"] or (0, arguments["matrix"].width)
-    chex.assert_shape(found, (40, last - first))
+    chex.assert_shape(found, (options["t"], last - first))
     chex.assert_tree_all_finite(found.astype(np.float32))
     alone = {name: arguments[name] if arguments[name] is None else arguments[name][:used] for name in ("x", "residual")}
     if used:
@@ -205,6 +209,32 @@ def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, nam
             chex.assert_trees_all_equal(found[:used], run(arguments | alone, impl))
     if impl == "cpu":  # it computes nothing for padding
         chex.assert_trees_all_equal(found[used:], np.zeros_like(found[used:]))
+
+
+@given(
+    st.integers(1, 400),
+    st.integers(1, 200),
+    st.integers(1, 6000),
+    st.sampled_from([1, 4]),
+    st.sampled_from([1, 2, 8, 64]),
+)
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+def test_a_call_has_items_for_all_threads_and_they_are_about_equal(tiles, panels, steps, number_bytes, workers):
+    """The split of one matrix of panels by tiles of tokens."""
+    from pallas_kernels.linear.cpu import kernel
+
+    split = kernel._split.py_func  # the compiled one has no wrapper for Python
+    several, group = split(tiles, panels, 32 * number_bytes * steps, steps, 1, workers)
+    assert 1 <= several <= tiles
+    assert 1 <= group <= min(kernel.GROUP_PANELS, panels)
+    chunk, groups = -(-tiles // several), -(-panels // group)
+    items = -(-tiles // chunk) * groups
+    if steps > kernel.DEEP:
+        assert chunk <= kernel.CHUNK_TILES
+    if tiles * panels >= 8 * workers:  # there is enough to do
+        assert items >= 2 * workers or workers == 1
+        busiest = -(-items // workers) * chunk * group  # tiles by panels
+        assert busiest <= 2 * tiles * panels / workers
 
 
 @pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
@@ -227,6 +257,7 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
         ({"rows": (60, 65)}, r"rows is \(60, 65\); it must be within \[0, 64\]"),
         ({"activation": "silu"}, "the weight is not gated and the activation 'silu'; need both"),
         ({"activation": "relu"}, "activation is 'relu'; it must be one of 'silu', 'gelu', 'gelu_tanh'"),
+        ({"sizes": jnp.ones(1)}, "sizes is float32; it must be int32"),
         ({"sizes": jnp.zeros(2, jnp.int32)}, r"sizes is \(2,\); x \(3, 8\) and the weight \[64, 8\] need \(1,\)"),
         ({"matrix": Matrix(64, 8, False, 2)}, "sizes is missing; the weight has 2 matrices"),
         ({"matrix": Matrix(64, 8, False, 3)}, "64 outputs cannot be 3 matrices"),

@@ -180,7 +180,7 @@ class Attention(nnx.Module):
         """Queries [T, N, D], keys and values [T, K, D] of the wanted ones among all heads: first, last."""
         c, (first, last) = self.config, wanted
         rows = None if last - first == c.heads + 2 * c.kv_heads else (first * c.head_dim, last * c.head_dim)
-        found = self.qkv(x, norm=norm, rows=rows, sizes=batch.used).reshape(len(x), last - first, c.head_dim)
+        found = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens).reshape(len(x), last - first, c.head_dim)
         bounds = [min(max(end - first, 0), last - first) for end in (c.heads, c.heads + c.kv_heads)]
         q, k, v = jnp.split(found, bounds, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -192,7 +192,7 @@ class Attention(nnx.Module):
     def _output(self, q, k_pages, v_pages, batch: Batch, attend: Attend, residual) -> jax.Array:
         where = batch.block_tables, batch.seq_lens, batch.cu_q_lens
         y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=self.config.attn_cap)
-        return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used)
+        return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens)
 
 
 class MLP(nnx.Module):
@@ -205,7 +205,7 @@ class MLP(nnx.Module):
         self.activation, self.gated = c.activation, c.gated
 
     def __call__(self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H]. used: [1] tokens that are not padding; None: all."""
+        """norm(x) [T, H] -> y + residual [T, H]. used: [1] how many tokens are not padding; None: all."""
         if self.gated:
             y = self.up(x, norm=norm, activation=self.activation, sizes=used)
         else:  # rounded once, after the activation
@@ -248,7 +248,7 @@ class SparseMLP(nnx.Module):
         self.config = c
 
     def __call__(self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H]. used: [1] tokens that are not padding; None: all."""
+        """norm(x) [T, H] -> y + residual [T, H]. used: [1] how many tokens are not padding; None: all."""
         c, x = self.config, norm(x)
         assert c.experts is not None
         e = c.experts
@@ -265,7 +265,7 @@ class SparseMLP(nnx.Module):
         pairs = x[order // e.chosen]
         pairs = linear(pairs, up[...], up.matrix, scales=values(self.up_scales), activation=c.activation, **options)
         pairs = linear(pairs, down[...], down.matrix, scales=values(self.down_scales), dtype=jnp.float32, **options)
-        if e.devices > 1:
+        if e.devices > 1 or used is not None:  # pairs of other devices, or of padding, have any numbers
             pairs = jnp.where((expert[order] < own)[:, None], pairs, 0)
         pairs = jnp.zeros_like(pairs).at[order].set(pairs).reshape(len(x), e.chosen, c.hidden)
         y = summed((pairs * weights[:, :, None]).sum(1), c.axes)
@@ -302,8 +302,8 @@ class Block(nnx.Module):
         """After the attention y, to which x was added unless a norm follows it."""
         x = x + self.attn_post(y) if self.attn_post else y
         if self.mlp_post is None:
-            return self.mlp(x, norm=self.mlp_norm, residual=x, used=batch.used)
-        return x + self.mlp_post(self.mlp(x, norm=self.mlp_norm, used=batch.used))
+            return self.mlp(x, norm=self.mlp_norm, residual=x, used=batch.used_tokens)
+        return x + self.mlp_post(self.mlp(x, norm=self.mlp_norm, used=batch.used_tokens))
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
@@ -393,7 +393,7 @@ class Decoder(nnx.Module):
         return cache, finish, tuple(outputs[layer] for layer in taps)
 
     def logits(self, hidden: jax.Array, used: jax.Array | None = None) -> jax.Array:
-        """[R, H] -> [R, V] float32, of this device's part of the vocabulary. used: [1] rows that are not padding."""
+        """[R, H] -> [R, V] float32, of this device's part of the vocabulary. used: [1] how many rows are used."""
         options = {"sizes": used, "dtype": jnp.float32}
         if self.head is None:
             options |= {"impl": self.embed.implementation, "scales": values(self.embed_scales)}
@@ -407,9 +407,9 @@ class Decoder(nnx.Module):
 def samples_of(batch: Batch) -> Batch:
     """The tokens that samples follow as rows of one token each, for the last layer; `last` says which tokens they are.
 
-    Samples of padding have no tokens: their `last` is 0, as that of the first sample may be.
+    Unused samples have no tokens (`Batch.used_samples`).
     """
-    count = batch.samples
+    count = batch.used_samples
     each = jnp.arange(len(batch.last) + 1, dtype=jnp.int32)
     positions = batch.positions[batch.last]
     return batch._replace(

@@ -87,8 +87,8 @@ OUTPUTS, OUT, OUT_SIZE, WIDTH = 464, 472, 480, 488  # outputs of one matrix; of 
 PACKED, TILE_BYTES, STEPS = 496, 504, 512  # of packed tiles; STEPS: of a panel, an input each or a pair of them
 CHUNKS, FIRST_PANEL, WANTED, GROUP = 520, 528, 536, 544  # items: chunks of tiles by groups of panels
 TABLE, CHUNK_TABLE = 552, 560
-BEGUN = 576  # threads that share the items
 WORDS = 568  # of a packed token for a step: 2 if the CPU has no instruction for pairs
+WORKERS = 576  # threads at most
 JOB_BYTES = 584
 TILE_WORDS, CHUNK_WORDS = 3, 2  # a tile: first row, rows, matrix; a chunk: first tile, tiles
 
@@ -96,7 +96,7 @@ RMS, RMS_PLUS_ONE = 1, 2
 DEEP = 2048  # steps of a tile at most that are computed while its sums stay in registers
 GROUP_BYTES, GROUP_PANELS = 400 << 10, 16  # of panels that an item reads: they stay in a core's cache
 CHUNK_TILES = 16  # tiles of an item at most, if their sums wait for the rest of their steps
-LEAST_TILES = 8  # tiles of an item at least, if tokens fill more than a core's cache
+LEAST_TILES = 8  # tiles of an item at least, if there are two times as many or more
 SUMS, EDGES = 4 * PANEL * COLUMNS, 4 * 4 * PANEL  # bytes of a tile's sums, and of a panel's scales and biases
 
 
@@ -308,8 +308,10 @@ def _item(job, item, sums):
     step_bytes = PANEL if kind == INT8 else 4 * PANEL
     matrix = load_word(table + 8 * TILE_WORDS * first_tile + 16)
     weight = _weight_of(job, item)
-    next_item = min(item + load_word(job + BEGUN), load_word(job + ITEMS) - 1)  # if threads are equally fast
-    share = -(-panel_bytes // tiles)
+    # Each tile fetches a part of the panels of the item that this thread takes next, if threads are equally fast. The
+    # last group may have fewer panels: addresses behind the weight are not read, and a fetch of them does not fail.
+    next_weight = _weight_of(job, min(item + load_word(job + WORKERS), load_word(job + ITEMS) - 1))
+    share, stride = -(-panel_bytes // tiles), -(-step_bytes // tiles)
     depth = _depth(steps)
     apart = SUMS if depth < steps else 0  # sums that wait for the rest of their steps
     edges = sums + SUMS * (CHUNK_TILES * GROUP_PANELS if apart > 0 else 1)
@@ -319,16 +321,16 @@ def _item(job, item, sums):
             _edges(job, panel, matrix, edges + EDGES * (panel - first))
     for start in range(0, steps, depth):
         count = min(depth, steps - start)
+        next_start = step_bytes * start // tiles
         for tile in range(first_tile, first_tile + tiles):
             entry = table + 8 * TILE_WORDS * tile
             columns = load_word(entry + 8)
             x = packed + tile * tile_bytes + 4 * columns * words * start
+            fetched = next_weight + (tile - first_tile) * share + next_start
             for panel in range(first, last):
                 here = sums + apart * ((tile - first_tile) * group + panel - first)
                 w = weight + (panel - first) * panel_bytes + step_bytes * start
-                ahead = _weight_of(job, next_item) + (panel - first) * panel_bytes + (tile - first_tile) * share
-                ahead += step_bytes * start // tiles
-                stride = -(-step_bytes // tiles)
+                ahead = fetched + (panel - first) * panel_bytes
                 if start == 0:
                     clear(here, columns)
                 if start + count == steps:
@@ -353,7 +355,6 @@ def _share(job):
     tiles, items = load_word(job + TILES), load_word(job + ITEMS)
     norm = scratch + FULL * _row_bytes(load_word(job + K))
     ready = False
-    fetch_add(job + BEGUN, 1)
     while True:
         tile = fetch_add(job + NEXT_TILE, 1)
         if tile >= tiles:
@@ -402,6 +403,27 @@ def _tiles(rows):
 
 
 @compiled
+def _split(tiles, wanted, panel_bytes, steps, matrices, workers):
+    """Returns (chunks of the tiles of a matrix at most, panels of a group): an item is a group by a chunk.
+
+    Several items for each worker, so that workers end together, in as few chunks as that allows: each chunk reads the
+    weight.
+    """
+    group = min(GROUP_PANELS, max(1, GROUP_BYTES // min(panel_bytes, DEEP * 4 * PANEL)))
+    least = 4 * workers  # items
+    several = max(1, min(tiles, -(-least // wanted))) if workers > 1 else 1
+    if tiles >= 2 * LEAST_TILES and matrices == 1 and steps <= DEEP:
+        # a core's cache has no room for the tiles: all panels of a group use a tile before the next one is read
+        longer = max(1, min(tiles // LEAST_TILES, -(-4 * least * group // wanted)))
+        if longer * wanted >= least:
+            group = max(1, min(group, longer * wanted // least))
+            return longer, -(-wanted // -(-wanted // group))
+    elif steps > DEEP:
+        several = max(several, -(-tiles // CHUNK_TILES))
+    return several, max(1, min(group, wanted // (64 * workers)))
+
+
+@compiled
 def _job(frame, workers):
     """Lists the work of a call. Operands: see `implementation.py`."""
     x, weight, sizes, options = argument(frame, 0), argument(frame, 1), argument(frame, 6), data(argument(frame, 7))
@@ -418,17 +440,8 @@ def _job(frame, workers):
     gated = load_int(options + 12) != 0
     first_panel = 0 if gated else first // PANEL
     wanted = (panels if gated else -(-last // PANEL)) - first_panel
-    # enough items for all workers, in as few chunks of tiles as that allows: each reads the weights
-    several = max(1, min(tiles, -(-4 * workers // wanted))) if workers > 1 else 1
-    if steps > DEEP:
-        several = max(several, -(-tiles // CHUNK_TILES))
     panel_bytes = steps * (PANEL if kind == INT8 else 4 * PANEL)
-    group = min(GROUP_PANELS, max(1, GROUP_BYTES // min(panel_bytes, DEEP * 4 * PANEL)))
-    if tiles >= 2 * LEAST_TILES and matrices == 1 and steps <= DEEP:
-        # tiles that a core's cache has no room for: they are read once for a group of panels
-        several = max(1, min(tiles // LEAST_TILES, -(-16 * workers * group // wanted)))
-    else:
-        group = max(1, min(group, wanted // (64 * workers)))
+    several, group = _split(tiles, wanted, panel_bytes, steps, matrices, workers)
     most = max(1, -(-tiles // several))
     table_at = JOB_BYTES
     chunks_at = table_at + 8 * TILE_WORDS * tiles
@@ -437,21 +450,23 @@ def _job(frame, workers):
     for matrix in range(matrices):
         count = rows if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
         number = _tiles(count)
+        parts = -(-number // most)
+        for part in range(parts):
+            begin, end = part * number // parts, (part + 1) * number // parts
+            chunk = job + chunks_at + 8 * CHUNK_WORDS * chunks
+            store_word(chunk, tile + begin)
+            store_word(chunk + 8, end - begin)
+            chunks += 1
         for i in range(number):
             columns = count // number + (1 if i < count % number else 0)
             entry = job + table_at + 8 * TILE_WORDS * tile
             store_word(entry, at)
             store_word(entry + 8, columns)
             store_word(entry + 16, matrix)
-            if i % most == 0:
-                chunk = job + chunks_at + 8 * CHUNK_WORDS * chunks
-                store_word(chunk, tile)
-                store_word(chunk + 8, min(most, number - i))
-                chunks += 1
             at += columns
             tile += 1
     store_word(job + HOLDERS, 1)
-    for counter in (NEXT_TILE, TILES_DONE, NEXT, DONE, BEGUN):
+    for counter in (NEXT_TILE, TILES_DONE, NEXT, DONE):
         store_word(job + counter, 0)
     store_word(job + TILES, tiles)
     store_word(job + ITEMS, chunks * (-(-wanted // group)))
@@ -480,6 +495,7 @@ def _job(frame, workers):
     store_word(job + TILE_BYTES, 4 * (COLUMNS * _up(k, FULL) + 2 * FULL))
     store_word(job + WORDS, 1 if PAIRS or kind != BFLOAT16 else 2)
     store_word(job + STEPS, steps)
+    store_word(job + WORKERS, workers)
     store_word(job + CHUNKS, chunks)
     store_word(job + FIRST_PANEL, first_panel)
     store_word(job + WANTED, wanted)

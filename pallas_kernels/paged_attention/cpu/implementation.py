@@ -12,10 +12,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.shared.cpu.handler import Handler
-from pallas_kernels.shared.page_bits import FLOATS
+from pallas_kernels.shared.page_bits import BITS, FLOATS
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of keys and values
-BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}  # dtypes of their pages, see `shared/page_bits.py`
 HEAD_SIZES = 8  # and its multiples
 
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
@@ -79,4 +78,4 @@ def prepare(dtype: str) -> None:
         HANDLER.start()
 
 
-IMPLEMENTATION = Implementation("cpu", paged_attention, obstacle, page_dtype=page_dtype, prepare=prepare)
+IMPLEMENTATION = Implementation("cpu", paged_attention, obstacle, prepare=prepare, page_dtype=page_dtype)

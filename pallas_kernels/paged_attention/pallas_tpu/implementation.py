@@ -318,4 +318,4 @@ def obstacle(
     return wrong_device(device) or unsupported(dtype, head_dim, block_size, heads // kv_heads)
 
 
-IMPLEMENTATION = Implementation("pallas_tpu", paged_attention, obstacle, row_size, write=kv_write_tpu.write)
+IMPLEMENTATION = Implementation("pallas_tpu", paged_attention, obstacle, row_size, kv_write_tpu.write)
