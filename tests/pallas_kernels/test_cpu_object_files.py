@@ -16,6 +16,7 @@ import pytest
 if importlib.util.find_spec("numba") is None:
     pytest.skip("the cpu extra is not installed", allow_module_level=True)
 
+from pallas_kernels.linear.cpu import implementation as linear_cpu
 from pallas_kernels.paged_attention.cpu import implementation as cpu
 from pallas_kernels.shared.cpu import object_files
 from tests.pallas_kernels.test_paged_attention import make, run
@@ -68,12 +69,21 @@ def test_a_process_that_finds_object_code_imports_no_numba(kept, tmp_path):
     assert not imported_numba(started(tmp_path))
 
 
-def test_object_code_needs_no_symbol_of_numba_or_python(kept):
-    objects = object_files.read(kept)
+@pytest.mark.parametrize(
+    ("handler", "parts"),
+    [(cpu.HANDLER, ("attend", "attend_tile", "work")), (linear_cpu.HANDLER, ("multiply_tile", "work"))],
+    ids=["attention", "linear"],
+)
+def test_object_code_is_kept_and_needs_no_symbol_of_numba_or_python(handler, parts):
+    """Object code that needs other symbols is not kept, and every process compiles again."""
+    handler.register()
+    file = object_files.place(handler.name, handler.folder)
+    assert file
+    objects = object_files.read(file)
     assert objects
     if not objects[0].startswith(b"\x7fELF"):
         pytest.skip("another format than ELF")
-    own = {object_files.symbol(f"paged_attention_{part}") for part in ("attend", "attend_tile", "work")}
+    own = {object_files.symbol(f"{handler.name}_{part}") for part in parts}
     assert {name for code in objects for name in undefined(code)} <= own | set(object_files.SYMBOLS)
 
 

@@ -29,6 +29,7 @@ from pallas_kernels.linear.cpu.vectors import (
     prefetch_written,
     scale_and_add,
     scale_by,
+    square_root,
     sum_of_squares,
     transpose,
     widen,
@@ -124,7 +125,7 @@ def _row(job, row, norm, out):
     padded = _up(k, FULL)
     if load_word(job + NORM) != 0:
         mean = sum_of_squares(out, padded) / np.float32(k)
-        factor = np.float32(1) / np.sqrt(mean + load_float(job + EPS))
+        factor = np.float32(1) / square_root(mean + load_float(job + EPS))
         scale_by(out, factor, norm, padded)
     if size == BFLOAT16:
         narrow(out, out, padded)

@@ -212,6 +212,17 @@ def sum_of_squares(typing, x, count):
 
 
 @instruction
+def square_root(typing, x):
+    """As an instruction: numba's calls the C library, and object code that refers to it is not kept."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.sqrt.f32"), args)
+
+    return types.float32(types.float32), generate
+
+
+@instruction
 def scale_by(typing, x, factor, weights, count):
     """x [count] = x * factor * weights, in place, for a multiple of 16 numbers."""
 
