@@ -62,9 +62,14 @@ def random_params(config: Any) -> Any:
     return jax.tree.map(filled, state)
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize(
-    "name", ["Llama 2", "Qwen2", "Gemma 2", "GPT-2, untied, exact GELU, a narrow MLP", "Qwen3-MoE"]
+    ("name", "int8"),
+    [
+        *((name, False) for name in ("Llama 2", "Gemma 2", "GPT-2, untied, exact GELU, a narrow MLP", "Qwen3-MoE")),
+        ("Llama 2", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("Qwen2", False), ("Qwen3-MoE", True)]),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("Gemma 2", "Qwen2")),
+    ],
 )
 def test_every_implementation_serves_every_family(name, int8):
     kind, settings = CASES[name]
@@ -84,7 +89,7 @@ def test_every_implementation_serves_every_family(name, int8):
             chex.assert_trees_all_close(np.array(logprobs), np.array(expected), atol=2e-4)
 
 
-@pytest.mark.parametrize("impl", ["cpu", "xla"])
+@pytest.mark.parametrize("impl", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_padding_of_a_bucket_changes_nothing_of_experts(impl):
     """Their tokens are sorted by expert, and padding has none."""
     kind, settings = CASES["Qwen3-MoE"]

@@ -211,6 +211,7 @@ def test_tokens_before_padding_are_as_without_it_and_padding_is_finite(impl, nam
         chex.assert_trees_all_equal(found[used:], np.zeros_like(found[used:]))
 
 
+@settings(max_examples=500, deadline=None)
 @given(
     st.integers(1, 400),
     st.integers(1, 200),
