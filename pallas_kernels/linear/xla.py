@@ -31,7 +31,7 @@ def multiply(
             }
         )
     factor = weight.astype(x.dtype)
-    if matrix.count == 1:  # padding is computed too
+    if sizes is None or matrix.count == 1:  # padding is computed too
         y = jax.lax.platform_dependent(x, factor, cpu=_columns, default=_rows)
         return finished(y, epilogue, jnp.zeros(0, jnp.int32)).astype(dtype)
     each = factor.reshape(matrix.count, -1, matrix.inputs).swapaxes(1, 2)
