@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pagedjax.config import EngineConfig
     from pagedjax.engine.engine import Engine
     from pagedjax.llm import LLM
-    from pagedjax.params import BeamSearchParams, SamplingParams
+    from pagedjax.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
     from pagedjax.text.outputs import CompletionOutput, RequestOutput
     from pagedjax.weights.pretrained import from_params, load_model
 
@@ -22,6 +22,7 @@ _HOME = {
     "from_params": "weights.pretrained",
     "SamplingParams": "params",
     "BeamSearchParams": "params",
+    "StructuredOutputsParams": "params",
     "EngineConfig": "config",
     "Engine": "engine.engine",
     "RequestOutput": "text.outputs",
@@ -35,6 +36,7 @@ __all__ = [
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "from_params",
     "load_model",
 ]

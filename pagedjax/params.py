@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -56,12 +57,85 @@ def _extra_args(value: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What form an answer must have. Exactly one of the first five is given. Names are vLLM's.
+
+    Every token that cannot lead to an answer of this form is forbidden, so an answer that ends by itself has it. One
+    that ends by its length (finish_reason "length") is the beginning of one that has it.
+
+    Attributes:
+        json: a JSON schema: a mapping, its text, or a pydantic model. Unsupported keywords are refused
+            (docs/design/structured-outputs.md).
+        regex: a regular expression, of the whole answer. Rust's syntax, without look-around.
+        choice: the answer is one of these texts.
+        grammar: a context-free grammar, in Lark's syntax or as GBNF.
+        json_object: the answer is any JSON object.
+        ignore_unsupported: JSON-schema keywords that are not supported change nothing, in place of an error.
+        disable_any_whitespace: JSON without white space. Else there are at most 16 characters of it in a place.
+        disable_additional_properties: as if each object of the schema had `additionalProperties: false`.
+        whitespace_pattern: a regular expression of the white space between JSON's tokens.
+
+    Raises:
+        ValueError: none of the forms, or several; or a value of another type. The message names it.
+    """
+
+    json: str | Mapping[str, Any] | type | None = None  # kept as text
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    ignore_unsupported: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _several(self.choice))
+        forms = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in forms if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            what = " and ".join(given) if given else "nothing"
+            raise ValueError(f"structured_outputs has {what}; give exactly one of {', '.join(forms)}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"structured_outputs.{name} is {value!r:.80}; it must be a text that is not empty")
+        if self.choice is not None and not all(isinstance(text, str) and text for text in self.choice or ("",)):
+            what = f"structured_outputs.choice is {self.choice!r:.80}"
+            raise ValueError(f"{what}; it must be a list of texts, none of them empty")
+        names = "ignore_unsupported", "disable_any_whitespace", "disable_additional_properties"
+        for name in (*names, *(("json_object",) if self.json_object is not None else ())):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"structured_outputs.{name} is {getattr(self, name)!r:.80}; it must be True or False")
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise ValueError("structured_outputs has disable_any_whitespace and whitespace_pattern; give one of them")
+
+
+def _schema_text(schema: Any) -> str:
+    """The text of a JSON schema."""
+    if isinstance(schema, str):
+        return schema
+    if hasattr(schema, "model_json_schema"):  # a pydantic model
+        schema = schema.model_json_schema()
+    if not isinstance(schema, Mapping):
+        what = f"structured_outputs.json is {schema!r:.80}"
+        raise ValueError(f"{what}; it must be a JSON schema: a mapping, its text, or a pydantic model")
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"structured_outputs.json cannot be written as JSON: {error}") from None
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names and defaults are vLLM's.
 
-    Order of operations on the logits (vLLM's): allowed_token_ids, logit_bias, min_tokens, penalties, temperature,
-    min_p, top_k, top_p. `temperature=0` is greedy. `top_k` of 0 or -1 is off. `best_of` branches are drawn and the n
-    of the largest summed log-probability returned; None is n.
+    Order of operations on the logits (vLLM's): structured_outputs, allowed_token_ids, logit_bias, min_tokens,
+    penalties, temperature, min_p, top_k, top_p. `temperature=0` is greedy. `top_k` of 0 or -1 is off. `best_of`
+    branches are drawn and the n of the largest summed log-probability returned; None is n.
 
     Raises:
         ValueError: a value out of its range; the message names the value and the range.
@@ -91,6 +165,7 @@ class SamplingParams:
     detokenize: bool = True
     enable_prefix_caching: bool = True  # False: neither finds blocks in the cache nor leaves any there
     cache_salt: str | None = None  # shares blocks only with requests of the same salt
+    structured_outputs: StructuredOutputsParams | None = None
     extra_args: Mapping[str, Any] | None = None  # for the engine's `row_features`, by the names that they declare
 
     def __post_init__(self) -> None:
@@ -143,6 +218,14 @@ class SamplingParams:
         salt = self.cache_salt
         check(salt is None or (isinstance(salt, str) and salt != ""), "cache_salt", "None or a non-empty string")
         check(self.allowed_token_ids != (), "allowed_token_ids", "None or non-empty")
+        form = self.structured_outputs
+        rule = "None or a StructuredOutputsParams"
+        check(form is None or isinstance(form, StructuredOutputsParams), "structured_outputs", rule)
+        if form is not None:  # each of these could forbid every token that the form allows
+            check(self.min_tokens == 0, "min_tokens", "0 with structured_outputs, whose form says where an answer ends")
+            check(not self.ignore_eos, "ignore_eos", "False with structured_outputs, which end by the EOS token")
+            rule = "None with structured_outputs; describe the answer by the form alone"
+            check(self.allowed_token_ids is None, "allowed_token_ids", rule)
         bias = self.logit_bias or {}
         check(all(-100.0 <= v <= 100.0 for v in bias.values()), "logit_bias", "between -100 and 100 for every token")
 

@@ -11,6 +11,8 @@ from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
 from pagedjax.host.types import Admitted, Event, Finished, FinishReason, Sampled, StepResult
 from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.structured.grammars import Grammars
+from pagedjax.structured.matcher import Grammar
 from pagedjax.text.outputs import BeamOutputBuilder, CompletionOutput, OutputBuilder, RequestOutput
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
@@ -20,13 +22,18 @@ Branches = dict[str, OutputBuilder | BeamOutputBuilder]  # of a request, by sequ
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to complete. `prompt` is its text, None if token ids were given."""
+    """One prompt to complete.
+
+    prompt: its text, None if token ids were given.
+    grammar: of `params.structured_outputs`; None: `Session.add` compiles it.
+    """
 
     prompt_token_ids: Sequence[int]
     params: Params
     prompt: str | None = None
     priority: int = 0
     user: str = ""
+    grammar: Grammar | None = None
 
 
 class TextDelta(NamedTuple):
@@ -52,12 +59,14 @@ class Session:
 
     Attributes:
         branches: the outputs under construction, by sequence id.
+        grammars: compiles structured outputs.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_token_ids: Iterable[int]) -> None:
         self.engine, self.tokenizer = engine, tokenizer
         self.branches: Branches = {}
         self._eos = frozenset(eos_token_ids)
+        self.grammars = Grammars(tokenizer, engine.model.config.vocab_size, tuple(self._eos))
         self._results: deque[StepResult] = deque()  # of steps that other sessions ran
         engine.sessions.add(self)
 
@@ -65,21 +74,23 @@ class Session:
         """Queue all requests, or none of them. Returns the branches of each.
 
         Raises:
-            ValueError: a request that can never run (see `Engine.add`), or a stop string without a tokenizer.
+            ValueError: a request that can never run (see `Engine.add`), a stop string without a tokenizer, or
+                structured outputs that cannot be compiled.
         """
         for params in (request.params for request in requests):
             if isinstance(self.tokenizer, NoTokenizer) and isinstance(params, SamplingParams) and params.stop:
                 what = f"stop is {params.stop!r}, but this model has no tokenizer and no text"
                 raise ValueError(f"{what}; use stop_token_ids")
+        compiled = [self.grammar_of(request) for request in requests]
         added: list[Branches] = []
         try:
-            for request in requests:
+            for request, grammar in zip(requests, compiled, strict=True):
                 params = request.params
                 if isinstance(params, SamplingParams) and params.best_of is not None:
                     params = params.drawn()
                 width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
                 first, *forks = names = self.engine.new_ids(width)
-                order = {"priority": request.priority, "user": request.user}
+                order: dict[str, Any] = {"priority": request.priority, "user": request.user, "grammar": grammar}
                 self.engine.add(first, request.prompt_token_ids, params, forks=forks, **order)
                 added.append(self._outputs(names, request.prompt_token_ids, params))
         except BaseException:
@@ -89,6 +100,15 @@ class Session:
         for branches in added:
             self.branches |= branches
         return added
+
+    def grammar_of(self, request: GenerationRequest) -> Grammar | None:
+        """The compiled grammar of a request's structured outputs; None without. Any thread may call it.
+
+        Raises:
+            ValueError: they cannot be compiled.
+        """
+        form = request.params.structured_outputs if isinstance(request.params, SamplingParams) else None
+        return request.grammar or (self.grammars.compiled(form) if form else None)
 
     def _outputs(self, names: Sequence[str], prompt: Sequence[int], params: Params) -> Branches:
         parts = self.tokenizer, prompt, self._eos

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from pagedjax.config import Speculative
+from pagedjax.engine import token_masks
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.drafts import Sample, kept
@@ -85,7 +87,7 @@ def offer(
     offered = {}
     for name, length in decodes if k else ():
         data = sequences[name]
-        drafts = np.asarray(propose(drafting.memory, name, data.tokens[:length], k)[:k])
+        drafts = np.asarray(token_masks.drafts(data, length, k, partial(propose, drafting.memory, name)))
         if len(drafts):
             if drafts.dtype.kind not in "iu" or drafts.min() < 0 or drafts.max() >= vocab_size:
                 raise ValueError(

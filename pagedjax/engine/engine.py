@@ -27,6 +27,7 @@ from pagedjax.host import scheduler
 from pagedjax.host.event_log import Recorder
 from pagedjax.host.types import Event, FinishReason, StepResult
 from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.structured.matcher import Grammar
 
 
 class Engine:
@@ -107,6 +108,7 @@ class Engine:
         priority: int = 0,
         user: str = "",
         tags: Sequence[str] = (),
+        grammar: Grammar | None = None,
     ) -> None:
         """Queue a request. `priority` and `user` matter to the policies of those names, see host/policies.py.
 
@@ -115,12 +117,13 @@ class Engine:
                 as a separate request with that seed would. A beam search needs beam_width - 1 of them; its result
                 comes in a `StepResult` under `request_id`.
             tags: opaque names; requests with other tags share no cached blocks.
+            grammar: what `params.structured_outputs` was compiled to (pagedjax/structured).
 
         Raises:
             ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`). The engine is
                 unchanged.
         """
-        options = {"priority": priority, "user": user, "tags": tags}
+        options = {"priority": priority, "user": user, "tags": tags, "grammar": grammar}
         names = (request_id, *forks)
         self._set(state.submit(self.runtime, self._state, names, prompt_token_ids, params, **options))
 

@@ -146,6 +146,8 @@ def predict(
     """
     if state.waiting and any(_may_stop(sequences[seq.request_id]) for seq in plan.seqs):
         return None  # a waiting request takes the place of a sequence that stops: another plan
+    if any(sequences[seq.request_id].matcher for seq in plan.seqs):
+        return None  # what a grammar allows next depends on the token that is not known yet
     hashes = _placeholder_hashes(plan, sequences, state.config.block_size)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
     if not plan_is_real and len(after.ids) < len(state.ids):

@@ -17,6 +17,8 @@ import numpy as np
 
 from pagedjax.device.batch import Batch, DraftBatch, DraftShape, SamplingBatch, Shapes
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
+from pagedjax.device.row_features.token_mask import TOKEN_MASK
+from pagedjax.engine import token_masks
 from pagedjax.engine.requests import SequenceData, record_of_rows
 from pagedjax.host.types import Plan, Seq
 
@@ -70,11 +72,11 @@ def pack(
     last[: len(row_of)] = cu_q_lens[1:][row_of] - 1 + ahead
     records = np.frombuffer(b"".join([m.record for m in mine]), record_of_rows(chain))
     targets = _targets(plan, mine, records["prompt_logprobs"], t, cu_q_lens)
-    known = np.asarray(plan.lengths, np.int32)
+    known, masks = np.asarray(plan.lengths, np.int32), token_masks.of_samples(plan, mine)
     if plan.drafts:
         known = known[row_of] + ahead + np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
         mine, records = [mine[i] for i in row_of], records[row_of]
-    sampling = _sampling(mine, records, known, blanks[r], chain)
+    sampling = _sampling(mine, records, known, blanks[r], chain, masks)
     return Batch(tokens, positions, slots, tables, seq_lens, cu_q_lens, last, sampled_row, targets, sampling)
 
 
@@ -148,12 +150,18 @@ def _targets(plan: Plan, mine: Sequence[SequenceData], wanted: np.ndarray, t: in
 
 
 def _sampling(
-    mine: Sequence[SequenceData], records: np.ndarray, lengths: np.ndarray, blank: SamplingBatch, chain: RowChain
+    mine: Sequence[SequenceData],
+    records: np.ndarray,
+    lengths: np.ndarray,
+    blank: SamplingBatch,
+    chain: RowChain,
+    masks: Mapping[int, bytes] | None = None,
 ) -> SamplingBatch:
     """How the samples are drawn. Arrays of features that no row uses are the blank ones.
 
     Args:
         lengths: the tokens before each sample.
+        masks: by the index of a sample, the tokens that its grammar allows; None: grammars do not count.
     """
     n, b = len(mine), len(blank.temperature)
     packed = {name: np.zeros(b, records[name].dtype) for name in ("temperature", "num_top", "seed", "prompt_len")}
@@ -162,5 +170,10 @@ def _sampling(
         array[:n] = records[name]
     position = np.zeros(b, np.int32)
     position[:n] = lengths - records["prompt_len"]
-    features = chain.pack(records["options"], lambda row, name: mine[row].options.large[name], b)
+
+    def large(row: int, name: str) -> bytes:
+        mask = masks.get(row) if masks and name == TOKEN_MASK else None
+        return mine[row].options.large[name] if mask is None else mask
+
+    features = chain.pack(records["options"], large, b, without=TOKEN_MASK if masks is None else None)
     return SamplingBatch(**packed, position=position, features=blank.features | features)

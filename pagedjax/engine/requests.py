@@ -23,6 +23,7 @@ from pagedjax.host.drafts import Sample, accepted
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Beamed, Event, Finished, Plan, Request, Running, Sampled
 from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.structured.matcher import Grammar, Matcher
 
 
 @dataclass(eq=False)
@@ -39,6 +40,7 @@ class SequenceData:
     prompt_len: int
     tokens: np.ndarray  # int32; branches of a request share the prompt's array until each has a token of its own
     stop_ids: tuple[int, ...] = ()
+    matcher: Matcher | None = None  # of structured outputs; branches have their own
     root: str | None = None  # the hash before the first block's (block_hashes.py); None: shares no blocks
     read: InitVar[RowOptions | None] = None  # what the engine's chain read from params; None: the default chain reads
     options: RowOptions = field(init=False)
@@ -110,6 +112,7 @@ def prepare(
     tags: Sequence[str] = (),
     spare: int = 0,
     chain: RowChain = DEFAULT,
+    grammar: Grammar | None = None,
 ) -> PreparedRequest:
     """Check a request as far as the scheduler cannot, and prepare it.
 
@@ -119,16 +122,20 @@ def prepare(
         caching: whether the engine shares prefixes.
         spare: see `appended`.
         chain: the sampling options of the engine.
+        grammar: what `params.structured_outputs` was compiled to.
 
     Raises:
-        ValueError: a token id outside the vocabulary, options that `RowChain.read` refuses, beams without ids, or more
-            candidates than MAX_TOP.
+        ValueError: a token id outside the vocabulary, options that `RowChain.read` refuses, beams without ids, more
+            candidates than MAX_TOP, or structured outputs without a grammar.
     """
     prompt = _checked(names[0], prompt_token_ids, vocab_size)
     stops = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)))
     searches = isinstance(params, BeamSearchParams)
     row = _beam_row(names, params, len(stops), vocab_size) if isinstance(params, BeamSearchParams) else params
     _check_ids(names[0], row, vocab_size)
+    if (row.structured_outputs is None) != (grammar is None):
+        what = f"request {names[0]!r} has structured_outputs {row.structured_outputs!r:.80} and grammar {grammar!r:.80}"
+        raise ValueError(f"{what}; give both to the engine (LLM and Session compile the grammar)")
     try:
         options = chain.read(row, stops)
     except ValueError as error:
@@ -154,7 +161,8 @@ def prepare(
     for i, name in enumerate(names):
         default = 0x9E3779B9 * (state.arrivals + 1 + i)
         seed = (default if row.seed is None else row.seed + i) % 2**32
-        sequences[name] = SequenceData(row, seed, len(prompt), tokens, stops, root, options)
+        matcher = grammar.matcher() if grammar else None
+        sequences[name] = SequenceData(row, seed, len(prompt), tokens, stops, matcher, root, options)
     search = None
     if isinstance(params, BeamSearchParams):
         limit = scheduler.final_length(request, state.config)

@@ -126,7 +126,8 @@ def build(
     Raises:
         ValueError: see `resolve`, and two sampling options of one name.
     """
-    options, model = chain(row_features), with_linear(on_mesh(model, config), config.linear_impl)
+    options = chain(row_features, model.config.vocab_size)
+    model = with_linear(on_mesh(model, config), config.linear_impl)
     if draft_model:
         draft_model = draft_model._replace(params=_on_devices(draft_model.params, model))
     found = free_memory(model)  # before the cache takes its share

@@ -29,6 +29,7 @@ from pagedjax.host import beams, scheduler
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, Finished, FinishReason, StepResult
 from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.structured.matcher import Grammar
 
 LogEntry = tuple[str, tuple[Any, ...]]  # a method of `host.event_log.Lines` and its arguments
 
@@ -85,11 +86,13 @@ def submit(
     priority: int = 0,
     user: str = "",
     tags: Sequence[str] = (),
+    grammar: Grammar | None = None,
 ) -> EngineState:
     """Queue a request.
 
     Args:
         names: ids of its sequences; the first one is the request's.
+        grammar: of its structured outputs.
 
     Raises:
         ValueError: the request can never run (see `scheduler.submit` and `prepare`).
@@ -108,6 +111,7 @@ def submit(
         tags=tags,
         spare=runtime.spare,
         chain=runtime.options,
+        grammar=grammar,
     )
     after = scheduler.submit(before, prepared.request)
     searches = {**state.searches, before.arrivals: prepared.search} if prepared.search else state.searches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Set
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 
 from pagedjax.device.batch import Batch, Drafted, Feed, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
-from pagedjax.engine import compilations, drafting, lookahead, requests, results
+from pagedjax.engine import compilations, drafting, lookahead, requests, results, token_masks
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
 from pagedjax.engine.requests import Sequences
@@ -20,6 +21,8 @@ from pagedjax.engine.state import EngineState, cancel, with_events
 from pagedjax.host import scheduler
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import Plan, StepResult
+
+logger = logging.getLogger("pagedjax.engine")
 
 
 class ScheduledStep(NamedTuple):
@@ -96,6 +99,10 @@ def step(
     state = with_events(state, events, before, runtime.spare)
     for search in ended:
         state, cancelled = cancel(state, search.request_id, search.sequences[0].reason)
+        events += cancelled
+    for name, why in tuple(token_masks.failed(plan, state.sequences, after)):
+        logger.warning("request %r is cancelled: its structured output failed: %s", name, why)
+        state, cancelled = cancel(state, name, "abort")
         events += cancelled
     finished = time.perf_counter()
     until = finished if overlaps else arrived

@@ -36,6 +36,7 @@ from pagedjax.processes.connection import Message, text_of
 from pagedjax.processes.digest import Digest
 from pagedjax.processes.group import Follower, Leader, ProcessFailed
 from pagedjax.processes.join import joined
+from pagedjax.structured.matcher import Grammar
 
 
 def given(model: Model, config: EngineConfig, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +115,11 @@ class LeaderEngine(Engine):
         priority: int = 0,
         user: str = "",
         tags: Sequence[str] = (),
+        grammar: Grammar | None = None,
     ) -> None:
+        if grammar is not None:
+            what = "structured_outputs run in one process, and this engine has several"
+            raise ValueError(f"request {request_id!r}: {what}; leave them out, or start one process")
         order: dict[str, Any] = {"forks": tuple(forks), "priority": index(priority), "user": user, "tags": tuple(tags)}
         prompt = [index(token) for token in prompt_token_ids]
         body = {"request_id": request_id, "prompt": prompt, "params": encoded_params(params), **order}

@@ -13,6 +13,7 @@ import numpy as np
 from pagedjax.device.row_features.feature import RowContext, RowFeature, Stage
 from pagedjax.device.row_features.listed_tokens import LISTED_TOKENS
 from pagedjax.device.row_features.penalties import PENALTIES
+from pagedjax.device.row_features.token_mask import token_mask
 from pagedjax.device.row_features.truncation import MIN_P, TOP_K, TOP_P
 
 if TYPE_CHECKING:
@@ -104,16 +105,21 @@ class RowChain:
         """By name: arrays of `b` rows that use no feature."""
         return {f.name: self._rows(f.name, np.zeros(b, bool)) for f in self.features}
 
-    def pack(self, records: np.ndarray, large: Callable[[int, str], bytes], b: int) -> dict[str, FeatureRows]:
+    def pack(
+        self, records: np.ndarray, large: Callable[[int, str], bytes], b: int, without: str | None = None
+    ) -> dict[str, FeatureRows]:
         """By name: the arrays of the features that some row uses, for `b` rows of which the first ones are given.
 
         Args:
             records: [rows] of `record`.
             large: (row, name) -> the bytes of a feature in `RowOptions.large`.
+            without: a feature that is left out.
         """
         packed = {}
         for i in np.flatnonzero(records["on"].any(axis=0)):
             name, on = self.features[i].name, np.zeros(b, bool)
+            if name == without:
+                continue
             on[: len(records)] = records["on"][:, i]
             if name in self._small:
                 rows, values = slice(len(records)), records[name]
@@ -172,13 +178,17 @@ def _record(off: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> 
 BUILT_IN = (LISTED_TOKENS, PENALTIES, MIN_P, TOP_K, TOP_P)
 
 
-def chain(extra: Sequence[RowFeature] = ()) -> RowChain:
+def chain(extra: Sequence[RowFeature] = (), vocab_size: int | None = None) -> RowChain:
     """The built-in options in vLLM's order, and a user's own after those of their stage.
+
+    Args:
+        vocab_size: of the model; None: without `structured_outputs`.
 
     Raises:
         ValueError: two features have one name, or a stage is unknown.
     """
-    return RowChain((*BUILT_IN, *extra))
+    masks = () if vocab_size is None else (token_mask(vocab_size),)
+    return RowChain((*masks, *BUILT_IN, *extra))
 
 
 DEFAULT = chain()

@@ -1,0 +1,34 @@
+"""`structured_outputs`: the tokens that may come next, as bits that the host computes for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.device.row_features.feature import RowContext, RowFeature
+
+TOKEN_MASK = "token_mask"
+
+
+def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
+    """Minus infinity for each token whose bit is 0. Token t is bit t % 32 of word t // 32."""
+    words = rows["allowed"]
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(len(words), -1)[:, : logits.shape[1]]
+    return jnp.where(allowed == 1, logits, -jnp.inf)
+
+
+def token_mask(vocab_size: int) -> RowFeature:
+    """The option for a model of so many tokens. It is the first of the chain: no later one can allow a token again."""
+    every = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+    return RowFeature(
+        name=TOKEN_MASK,
+        stage="logits",
+        off={"allowed": every},
+        read=lambda p, _: {"allowed": every},  # `pack` replaces it by the sample's own mask
+        apply=_apply,
+        params=("structured_outputs",),
+    )

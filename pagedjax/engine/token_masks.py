@@ -1,0 +1,69 @@
+"""Structured outputs in the engine: masks of a step's samples, drafts that a grammar forces, and matchers that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from pagedjax.engine.requests import SequenceData
+from pagedjax.host.state import SchedulerState
+from pagedjax.host.types import Plan
+from pagedjax.structured.matcher import MaskRow, masks
+
+Propose = Callable[[np.ndarray, int], Sequence[int] | np.ndarray]
+
+
+def of_samples(plan: Plan, mine: Sequence[SequenceData]) -> Mapping[int, bytes]:
+    """By the index of the sample, the mask of each sample of a row that has a grammar and samples in this step.
+
+    Args:
+        mine: the records of the plan's rows. Drafts are in their tokens, behind the known ones.
+    """
+    rows, drafts, at = [], plan.drafts or (0,) * len(mine), 0
+    for data, start, count, length, k in zip(mine, plan.starts, plan.counts, plan.lengths, drafts, strict=True):
+        if data.matcher is not None and start + count >= length:
+            guessed = data.tokens[length : length + k]
+            rows.append(MaskRow(data.matcher, _output(data, length), guessed, at, data.stop_ids))
+        at += k + 1
+    if not rows:
+        return {}
+    found = masks(rows, at)
+    return {row.first + i: found[row.first + i].tobytes() for row in rows for i in range(1 + len(row.drafts))}
+
+
+def drafts(data: SequenceData, length: int, k: int, propose: Propose) -> Sequence[int] | np.ndarray:
+    """At most k drafts: the tokens that the grammar forces, then those of (tokens, k) -> drafts that it allows.
+
+    A forced token is a draft like any other. It is accepted if it is sampled, because a grammar that forces a text may
+    still allow several ways to cut it into tokens.
+    """
+    tokens = data.tokens[:length]
+    if data.matcher is None:
+        return propose(tokens, k)[:k]
+    output = _output(data, length)
+    found = data.matcher.forced(output, k)
+    if len(found) < k:
+        found = [*found, *propose(np.concatenate([tokens, np.array(found, np.int32)]), k - len(found))][:k]
+    return found[: data.matcher.allowed(output, found)]
+
+
+def failed(plan: Plan, sequences: Mapping[str, SequenceData], after: SchedulerState) -> Iterator[tuple[str, str]]:
+    """(sequence id, why) of each unfinished sequence of a plan whose matcher has failed.
+
+    The matchers take the new tokens here.
+
+    Args:
+        after: the state after the commit, whose running sequences know their lengths.
+    """
+    if not any((data := sequences.get(seq.request_id)) and data.matcher for seq in plan.seqs):
+        return
+    lengths = {seq.request_id: length for seq, length in zip(after.running.seqs, after.running.lengths, strict=True)}
+    for seq in plan.seqs:
+        data, length = sequences.get(seq.request_id), lengths.get(seq.request_id)
+        if data and data.matcher and length is not None and data.matcher.after(_output(data, length)) is None:
+            yield seq.request_id, data.matcher.error or ""
+
+
+def _output(data: SequenceData, length: int) -> np.ndarray:
+    return data.tokens[data.prompt_len : length]

@@ -1,0 +1,160 @@
+"""From `StructuredOutputsParams` to a `Grammar`. Imports llguidance when the first one is compiled."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from pagedjax.params import StructuredOutputsParams
+from pagedjax.structured import keywords
+from pagedjax.structured.matcher import Grammar, first_line
+from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
+
+KEPT = 64  # compiled grammars, those that were used last
+# Characters of a form at most, so that compiling takes less than a second. A grammar may be translated in Python.
+MAX_TEXT = {"json": 2**17, "choice": 2**17, "grammar": 2**16, "regex": 2**14}
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"  # between JSON's tokens: a model could write white space for ever
+LOCATED = 500  # schemas in a schema up to which the place of an error is looked for
+# Limits of llguidance's parser. An answer that exceeds one is cancelled, and never ends as if it was complete.
+LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 50_000, "max_grammar_size": 200_000}
+EXTRA = "structured outputs need llguidance; install the extra: pip install 'pagedjax[structured]'"
+
+
+class Grammars:
+    """Compiles and keeps grammars for one tokenizer and one model. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._kept: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        self._vocabulary: Any = None
+        self._lock = threading.Lock()
+
+    def compiled(self, form: StructuredOutputsParams) -> Grammar:
+        """The grammar of a form.
+
+        Raises:
+            ValueError: llguidance is missing, the model has no tokenizer or no EOS token, or the form cannot be
+                compiled.
+        """
+        with self._lock:
+            if found := self._kept.get(form):
+                self._kept.move_to_end(form)
+                return found
+        text, ignored = grammar_text(form)
+        grammar = self._checked(text, form, ignored)
+        with self._lock:
+            self._kept[form] = grammar
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _checked(self, text: str, form: StructuredOutputsParams, ignored: tuple[str, ...]) -> Grammar:
+        library, vocabulary = _library(), self._known_vocabulary()
+        limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
+        start = library.LLMatcher(vocabulary, text, log_level=0, limits=limits)
+        if not start.is_error():
+            first = start.compute_bitmask()
+            if not start.is_error() and not any(first):
+                raise ValueError(f"structured_outputs.{_form(form)} allows no answer at all")
+        if start.is_error():
+            message = first_line(start.get_error())
+            place = _place(form, message, vocabulary) if _form(form) == "json" else ""
+            raise ValueError(f"structured_outputs.{_form(form)} cannot be used{place}: {message}")
+        return Grammar(start, -(-self.vocab_size // 32), ignored)
+
+    def _known_vocabulary(self) -> Any:
+        """llguidance's view of the tokenizer. It takes a third of a second for 49,152 tokens."""
+        if isinstance(self.tokenizer, NoTokenizer):
+            raise ValueError("structured_outputs constrain text, and this model has no tokenizer")
+        if not self.eos_token_ids:
+            raise ValueError("structured_outputs end by an EOS token, and this model has none; name it in its config")
+        with self._lock:
+            if self._vocabulary is None:
+                try:
+                    text, eos = self.tokenizer.backend.to_str(), list(self.eos_token_ids)
+                    self._vocabulary = _library().LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
+                except ValueError as error:
+                    raise ValueError(f"structured_outputs cannot use this model's tokenizer: {error}") from error
+            return self._vocabulary
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise ValueError(EXTRA) from error
+    return llguidance
+
+
+def _form(form: StructuredOutputsParams) -> str:
+    names = ("json", "regex", "choice", "grammar", "json_object")
+    return next(name for name in names if getattr(form, name) not in (None, False))
+
+
+def grammar_text(form: StructuredOutputsParams) -> tuple[str, tuple[str, ...]]:
+    """llguidance's text of a form's grammar, and the keywords that are ignored.
+
+    Raises:
+        ValueError: too long, no JSON, a keyword that is not supported, or a grammar that cannot be read.
+    """
+    library, name = _library(), _form(form)
+    value = getattr(form, name)
+    length = sum(map(len, value)) if isinstance(value, tuple) else len(value) if isinstance(value, str) else 0
+    if length > (limit := MAX_TEXT.get(name, 0)):
+        raise ValueError(f"structured_outputs.{name} has {length} characters; the limit is {limit}; make it shorter")
+    if name == "regex":
+        return library.LLMatcher.grammar_from_regex(value), ()
+    if name == "choice":
+        return library.grammar_from("choice", json.dumps(value)), ()
+    if name == "grammar":
+        try:
+            return library.grammar_from("grammar", value), ()
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"structured_outputs.grammar cannot be read: {first_line(str(error))}") from error
+    schema, ignored = ({"type": "object"}, ()) if name == "json_object" else _schema(form)
+    options = {"whitespace_pattern": form.whitespace_pattern or WHITE_SPACE, "lenient": False}
+    if form.disable_any_whitespace:
+        options = {"whitespace_flexible": False, "lenient": False}
+    return library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options), ignored
+
+
+def _schema(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
+    """The schema that is compiled, and the keywords that it has lost."""
+    assert isinstance(form.json, str)
+    try:
+        schema = json.loads(form.json)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
+    if not isinstance(schema, (dict, bool)):
+        raise ValueError(f"structured_outputs.json is {form.json!r:.80}; a schema is an object, true or false")
+    found = list(keywords.unsupported(schema))
+    if found and not form.ignore_unsupported:
+        place, why = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        what = (
+            f"structured_outputs.json has the keyword {place.rpartition('/')[2]!r:.80} at {place:.200}, which is {why}"
+        )
+        raise ValueError(f"{what}{more}; remove it, or set ignore_unsupported (strict: false in response_format)")
+    if found:
+        schema = keywords.without(schema, frozenset(place for place, _ in found))
+    if form.disable_additional_properties:
+        schema = keywords.closed(schema)
+    return schema, tuple(place for place, _ in found)
+
+
+def _place(form: StructuredOutputsParams, message: str, vocabulary: Any) -> str:
+    """Where the smallest schema is that gives the same error by itself; nothing if it cannot be told."""
+    library, found = _library(), ""
+    schemas = [one for one, _ in zip(keywords.subschemas(_schema(form)[0]), range(LOCATED + 1), strict=False)]
+    if len(schemas) > LOCATED:
+        return found
+    limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
+    for place, schema in schemas:
+        text = library.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        wrong = library.LLMatcher.validate_grammar(text, vocabulary, limits=limits)
+        if wrong and first_line(wrong) == message and len(place) >= len(found):
+            found = place
+    return f" at {found:.200}" if found else ""

@@ -1,0 +1,131 @@
+"""Which keywords of JSON Schema (draft 2020-12) are supported, and where a schema has others.
+
+llguidance refuses some keywords and passes over every name that it does not know. Here a name is supported, or only
+describes, or is refused with its place.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Keywords that constrain answers, as llguidance supports them.
+SUPPORTED = _names(
+    """
+    type enum const anyOf oneOf allOf $ref properties required additionalProperties
+    patternProperties minProperties maxProperties items prefixItems minItems maxItems
+    additionalItems minLength maxLength pattern format minimum maximum exclusiveMinimum
+    exclusiveMaximum multipleOf
+    """
+)
+# Keywords that constrain nothing: names of places, and descriptions.
+DESCRIBING = _names(
+    """
+    $schema $id id $anchor $defs definitions $comment $vocabulary title description default examples
+    example deprecated readOnly writeOnly contentEncoding contentMediaType
+    """
+)
+# Keywords of the standard that are not supported.
+UNSUPPORTED = _names(
+    """
+    not if then else dependentRequired dependentSchemas dependencies propertyNames uniqueItems
+    contains minContains maxContains unevaluatedItems unevaluatedProperties $dynamicRef
+    $dynamicAnchor $recursiveRef $recursiveAnchor contentSchema
+    """
+)
+OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # their values are mappings to schemas
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")  # their values are, or may be, lists of schemas
+SINGLE = ("items", "additionalProperties", "additionalItems")  # their values are, or may be, schemas
+MAX_DEPTH = 100  # of a schema in a schema; deeper ones would also exhaust Python's stack elsewhere
+MAX_SCHEMAS = 20_000  # in one schema
+
+
+def subschemas(schema: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(place, schema) of every schema in a schema that is a mapping, itself first. A place is a JSON pointer, "#/...".
+
+    Raises:
+        ValueError: too many of them, or too deep.
+    """
+    todo: list[tuple[str, Any, int]] = [("#", schema, 0)]
+    count = 0
+    while todo:
+        place, one, depth = todo.pop()
+        if not isinstance(one, Mapping):
+            continue
+        count += 1
+        if count > MAX_SCHEMAS:
+            raise ValueError(f"the JSON schema has more than {MAX_SCHEMAS} schemas in it; make it smaller")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"the JSON schema is more than {MAX_DEPTH} levels deep at {place[:80]}; make it flatter")
+        yield place, one
+        inner: list[tuple[str, Any, int]] = []
+        for name in OF_SCHEMAS:
+            if isinstance(several := one.get(name), Mapping):
+                inner += [(f"{place}/{name}/{_escaped(key)}", value, depth + 1) for key, value in several.items()]
+        for name in LISTS:
+            if isinstance(several := one.get(name), list):
+                inner += [(f"{place}/{name}/{i}", value, depth + 1) for i, value in enumerate(several)]
+        inner += [(f"{place}/{name}", one.get(name), depth + 1) for name in SINGLE]
+        todo += reversed(inner)
+
+
+def _escaped(key: str) -> str:
+    return str(key).replace("~", "~0").replace("/", "~1")
+
+
+def unsupported(schema: Any) -> Iterator[tuple[str, str]]:
+    """(place, why not) of each keyword that is not supported."""
+    for place, one in subschemas(schema):
+        for name in one:
+            at = f"{place}/{_escaped(name)}"
+            if name in SUPPORTED or name in DESCRIBING:
+                if name == "minProperties" and _counts_repeated_keys(one):
+                    yield at, "above 1 and above the number of required properties: additional keys may repeat"
+            elif name == "x-guidance":
+                yield at, "not taken from a schema; use the fields of structured_outputs"
+            elif name in UNSUPPORTED:
+                yield at, "not supported"
+            elif not name.startswith("x-"):  # others' extensions
+                near = difflib.get_close_matches(name[:40], sorted(SUPPORTED | UNSUPPORTED), n=1)
+                yield at, "no keyword" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _counts_repeated_keys(schema: Mapping[str, Any]) -> bool:
+    """Whether `minProperties` may count one key twice: the parser does not know which additional keys there were."""
+    least, required = schema["minProperties"], schema.get("required")
+    return isinstance(least, (int, float)) and least > max(1, len(required) if isinstance(required, list) else 0)
+
+
+def without(schema: Any, places: frozenset[str]) -> Any:
+    """A copy of a schema without the keywords at some places."""
+
+    def copied(value: Any, place: str) -> Any:
+        if isinstance(value, Mapping):
+            inner = ((name, item, f"{place}/{_escaped(name)}") for name, item in value.items())
+            return {name: copied(item, at) for name, item, at in inner if at not in places}
+        if isinstance(value, list):
+            return [copied(item, f"{place}/{i}") for i, item in enumerate(value)]
+        return value
+
+    return copied(schema, "#")
+
+
+def closed(schema: Any) -> Any:
+    """A copy of a schema whose objects have the properties that it names, and no others."""
+    places = {place for place, one in subschemas(schema) if "properties" in one and "additionalProperties" not in one}
+
+    def copied(value: Any, place: str) -> Any:
+        if isinstance(value, Mapping):
+            found = {name: copied(item, f"{place}/{_escaped(name)}") for name, item in value.items()}
+            return found | {"additionalProperties": False} if place in places else found
+        if isinstance(value, list):
+            return [copied(item, f"{place}/{i}") for i, item in enumerate(value)]
+        return value
+
+    return copied(schema, "#")

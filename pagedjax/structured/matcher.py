@@ -1,0 +1,125 @@
+"""`Matcher`: where one sequence is in its grammar, and the tokens that may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Tokens = Sequence[int] | np.ndarray
+
+
+class Grammar(NamedTuple):
+    """A compiled grammar. It never changes: every sequence gets a matcher of its own.
+
+    start: llguidance's matcher before the first token.
+    words: 32-bit words of a mask over the vocabulary.
+    ignored: keywords of a JSON schema that change nothing, each with its place; empty if all are supported.
+    """
+
+    start: Any
+    words: int
+    ignored: tuple[str, ...] = ()
+
+    def matcher(self) -> Matcher:
+        return Matcher(self)
+
+
+class Matcher:
+    """The tokens that a grammar allows after a sequence's output.
+
+    What it answers depends on the output alone, so it needs no part in preemption, roll-back or lookahead: what it
+    keeps is the parser after the longest output that it was asked about. A failed one stays failed.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self._parser, self._consumed = grammar.start.deep_copy(), 0
+        self.error: str | None = (
+            None  # why no answer can be trusted: a limit of the parser, or a token that is not allowed
+        )
+
+    def after(self, output: Tokens) -> Any:
+        """llguidance's matcher after the output tokens; None if there is none, and `error` says why."""
+        if self.error is not None:
+            return None
+        if len(output) < self._consumed:
+            self._parser, self._consumed = self.grammar.start.deep_copy(), 0
+        if new := [int(token) for token in output[self._consumed :]]:
+            self._consumed += len(new)
+            self._parser.consume_tokens(new)
+        return self.checked()
+
+    def checked(self) -> Any:
+        """llguidance's matcher; None if it has failed."""
+        if self.error is None and self._parser.is_error():
+            self.error = first_line(self._parser.get_error()) or "the parser failed"
+        return None if self.error is not None else self._parser
+
+    def forced(self, output: Tokens, most: int) -> list[int]:
+        """The next tokens, if the grammar leaves no choice; at most `most`."""
+        parser = self.after(output)
+        return parser.compute_ff_tokens()[:most] if parser is not None and not parser.is_stopped() else []
+
+    def allowed(self, output: Tokens, drafts: Tokens) -> int:
+        """How many of the drafts, from the first, are allowed after the output."""
+        parser = self.after(output)
+        return 0 if parser is None else parser.validate_tokens([int(token) for token in drafts])
+
+
+class MaskRow(NamedTuple):
+    """A row of a step whose tokens are constrained.
+
+    first: index of its first mask; one more follows for each draft.
+    stops: the tokens that end the sequence.
+    """
+
+    matcher: Matcher
+    output: Tokens
+    drafts: Tokens
+    first: int
+    stops: Sequence[int]
+
+
+def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
+    """[count, words] uint32: the allowed tokens of each sample, a bit each, for rows of one vocabulary.
+
+    Bits of samples that no row names are all set. Behind a draft that is not allowed no sample counts, so its mask is
+    not computed. A row whose matcher has failed may have every token except its `stops`: its sequence must not end as
+    if its form was complete, and the engine cancels it after the step.
+    """
+    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+    found = np.full((count, rows[0].matcher.grammar.words), -1, np.int32)
+    parsers = [(row.matcher.after(row.output), row.first, [int(token) for token in row.drafts]) for row in rows]
+    if plain := [(parser, first) for parser, first, drafts in parsers if parser is not None and not drafts]:
+        fill_next_token_bitmask_par(_executor(), plain, found)
+    if drafted := [(parser, first, drafts) for parser, first, drafts in parsers if parser is not None and drafts]:
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, found)
+    found = found.view(np.uint32)
+    for row in rows:
+        if row.matcher.checked() is None:
+            mine = found[row.first : row.first + 1 + len(row.drafts)]
+            mine[:] = 0xFFFFFFFF
+            for token in row.stops:
+                mine[:, token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+    return found
+
+
+@cache
+def _executor() -> Any:
+    """llguidance's threads."""
+    from llguidance import LLExecutor
+
+    return LLExecutor()
+
+
+def first_line(message: str) -> str:
+    """The part of the library's message that says what is wrong: one line, without the parser's state."""
+    lines = [
+        line.strip() for line in message.split("<state>")[0].replace("<non-verbose/>", "").splitlines() if line.strip()
+    ]
+    last = next((line for line in lines if line.startswith("error:")), "")
+    return f"{lines[0] if lines else ''} {last}".strip()[:400]
