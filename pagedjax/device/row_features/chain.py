@@ -54,7 +54,8 @@ class RowChain:
             if f.stage not in ("logits", "probs"):
                 raise ValueError(f"row feature {f.name!r} has stage {f.stage!r}; it must be 'logits' or 'probs'")
         self._off = {f.name: _record(f.off) for f in self.features}
-        small = [(name, off.dtype) for name, off in self._off.items() if off.nbytes <= SMALL]
+        per_step = {f.name for f in self.features if f.per_step}
+        small = [(name, off.dtype) for name, off in self._off.items() if off.nbytes <= SMALL and name not in per_step]
         self._small = frozenset(name for name, _ in small)
         self.record = np.dtype([("on", "?", (len(self.features),)), *small])
         self._blank = np.zeros((), self.record)
