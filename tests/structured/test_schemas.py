@@ -53,6 +53,18 @@ def test_an_unknown_keyword_is_refused_with_the_near_one(grammars):
         grammars.compiled(StructuredOutputsParams(json={"type": "string", "minlength": 3}))
 
 
+@pytest.mark.parametrize("name", ["MinLength", "minLenght", "maxitems", "requird", "patern", "enums", "uniqueitems"])
+def test_nearly_a_keyword_is_a_mistake(name):
+    assert [place for place, _ in keywords.unsupported({"type": "string", name: 1})] == [f"#/{name}"]
+
+
+@pytest.mark.parametrize("name", ["readonly", "Title", "version", "x-order", "_format", "$license", "isAutoIncrement"])
+def test_names_of_others_constrain_nothing(grammars, name):
+    grammar = grammars.compiled(StructuredOutputsParams(json={"type": "integer", name: 1}))
+    assert accepts(grammars, grammar, 3)
+    assert grammar.ignored == ()
+
+
 def test_keys_that_may_repeat_are_not_counted(grammars):
     """{"a": 1, "a": 2} has one property, and the parser would count two."""
     with pytest.raises(ValueError, match=r"minProperties.*may repeat"):
