@@ -172,6 +172,14 @@ class LeaderEngine(Engine):
         finally:
             self.group.enter("waiting")
 
+    def sleep(self, level: int = 1) -> None:
+        """An engine of several processes does not sleep.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("an engine of several processes does not sleep; end the processes to free their devices")
+
     def release(self) -> None:
         """Let the other processes return from `FollowerEngine.follow`."""
         self.group.order("release")
