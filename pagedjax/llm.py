@@ -216,7 +216,7 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
         """
-        texts, prompts = zip(*map(vllm_prompts.text_and_prompt, _several(prompts)), strict=True)
+        texts, prompts = zip(*map(_text_and_prompt, _several(prompts)), strict=True)
         order = (0 if priority is None else priority), user
         return self._run(texts, [self._tokens(p) for p in prompts], sampling_params, use_tqdm, *order)
 
@@ -253,7 +253,7 @@ class LLM:
         if isinstance(params, BeamSearchParams) or params.n != 1:
             what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
             raise ValueError(f"{what}; a stream has one branch, use generate")
-        _, prompt = vllm_prompts.text_and_prompt(prompt)
+        _, prompt = _text_and_prompt(prompt)
         (branches,) = self.session.add([GenerationRequest(self._kept(self._tokens(prompt), params), params)])
         (branch,) = branches.values()
         assert isinstance(branch, OutputBuilder)
@@ -273,8 +273,8 @@ class LLM:
 
     def _kept(self, ids: list[int], params: Params) -> Sequence[int]:
         """The tokens that `truncate_prompt_tokens` keeps."""
-        truncate = params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
-        return vllm_prompts.kept(ids, truncate, self.engine.config.max_model_len)
+        count = params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
+        return ids if count is None else vllm_prompts.kept(ids, count, self.engine.config.max_model_len)
 
     def _tokens(self, prompt: Any) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
@@ -313,14 +313,21 @@ class LLM:
         return [output_of(str(i), request, branches) for i, (request, branches) in each]
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or vllm_prompts.is_mapping(prompts):
+def _text_and_prompt(prompt: Any) -> tuple[str | None, Any]:
+    """The text of a prompt, if it has one, and what its tokens come from."""
+    if isinstance(prompt, Mapping):
+        return vllm_prompts.text_and_prompt(prompt)
+    return (prompt if isinstance(prompt, str) else None), prompt
+
+
+def _several(prompts: Any) -> list[Any]:
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts is {prompts!r:.80}; give a string, token ids, or a list of either")
+        raise ValueError(f"prompts is {prompts!r:.80}; give a string, token ids, a mapping, or a list of them")
     several: list[Any] = list(prompts)
     if not several:
-        raise ValueError("there are no prompts; give a string, token ids, or a list of either")
+        raise ValueError("there are no prompts; give a string, token ids, a mapping, or a list of them")
     return [several] if isinstance(several[0], Integral) else several
 
 

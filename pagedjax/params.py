@@ -78,7 +78,7 @@ def _extra_args(value: Any) -> dict[str, Any]:
 @told(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Names and defaults are vLLM's; docs/design/vllm.md has all of its names.
+    """How the tokens of one request are chosen. Names and defaults are vLLM's (docs/design/vllm.md).
 
     Order of operations on the logits (vLLM's): allowed_token_ids, bad words, logit_bias, min_tokens, penalties,
     temperature, min_p, top_k, top_p. `temperature=0` is greedy. `top_k` of 0 or -1 is off. `best_of` branches are drawn

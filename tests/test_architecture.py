@@ -24,7 +24,8 @@ LEAVES = ("pagedjax.config", "pagedjax.params")
 BELOW_SESSION = (*LEAVES, "pagedjax.host", "pagedjax.device", "pagedjax.engine", "pagedjax.text", "pagedjax.weights")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pagedjax.config": (),
-    "pagedjax.params": (),
+    "pagedjax.vllm_names": (),
+    "pagedjax.params": ("pagedjax.vllm_names",),
     "pagedjax.host": LEAVES,
     "pagedjax.policies": ("pagedjax.host",),
     "pagedjax.device": (
@@ -35,9 +36,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pagedjax.engine": (*LEAVES, "pagedjax.host", "pagedjax.device", "pagedjax.weights"),
     "pagedjax.processes": (*LEAVES, "pagedjax.host", "pagedjax.device", "pagedjax.engine"),
     "pagedjax.session": BELOW_SESSION,
-    "pagedjax.llm": (*BELOW_SESSION, "pagedjax.processes", "pagedjax.session"),
+    "pagedjax.llm": (*BELOW_SESSION, "pagedjax.processes", "pagedjax.session", "pagedjax.vllm_names"),
     "pagedjax.viewer": ("pagedjax.host",),
-    "pagedjax.server": (*BELOW_SESSION, "pagedjax.processes", "pagedjax.session", "pagedjax.llm", "pagedjax.viewer"),
+    "pagedjax.server": (
+        *BELOW_SESSION,
+        *("pagedjax.processes", "pagedjax.session", "pagedjax.llm", "pagedjax.viewer", "pagedjax.vllm_names"),
+    ),
     "pagedjax.load_client": (),
     "pagedjax.commands": (*BELOW_SESSION, "pagedjax.session", "pagedjax.llm"),
     "pagedjax.cli": ("pagedjax",),
@@ -53,6 +57,7 @@ TORCH = {"torch", "torchvision", "accelerate"}
 # Libraries that a folder may import; a folder that is not here may import any, except torch.
 LIBRARIES: dict[str, set[str]] = {
     "pagedjax.config": set(),
+    "pagedjax.vllm_names": set(),
     "pagedjax.params": set(),
     "pagedjax.host": {"immutables"},
     "pagedjax.viewer": {"immutables"},

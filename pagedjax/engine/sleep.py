@@ -10,7 +10,7 @@ drafter's parameters are kept in both. What stays on the devices is small: table
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax

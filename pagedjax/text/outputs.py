@@ -50,8 +50,8 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class BeamSearchSequence:
-    """One result of a beam search in vLLM's form: tokens and text begin with the prompt's, and have no stop token unless
-    `include_stop_str_in_output` asks for it."""
+    """One result of a beam search in vLLM's form: tokens and text begin with the prompt's, and they have no stop token
+    unless `include_stop_str_in_output` asks for it."""
 
     tokens: list[int]
     text: str

@@ -161,9 +161,9 @@ TABLE = (
         "eplb_config expert_placement_strategy elastic_ep_max_dp_size ubatch_size dbo_decode_token_threshold "
         "dbo_prefill_token_threshold dp_sync_interval offload_backend cpu_offload_params offload_num_in_group "
         "offload_prefetch_step offload_params kv_offloading_backend max_loras max_lora_rank max_cpu_loras lora_dtype "
-        "fully_sharded_loras lora_target_modules enable_tower_connector_lora specialize_active_lora lora_extra_vocab_size "
-        "long_lora_scaling_factors enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels "
-        "aux_output_config ec_manager_config max_prompt_adapters max_prompt_adapter_token",
+        "fully_sharded_loras lora_target_modules enable_tower_connector_lora specialize_active_lora "
+        "lora_extra_vocab_size long_lora_scaling_factors enable_mixed_moe_lora_format enable_moe_shared_loras "
+        "max_lora_cls_labels aux_output_config ec_manager_config max_prompt_adapters max_prompt_adapter_token",
         "details of an option that is refused when it is on",
     ),
     nothing(

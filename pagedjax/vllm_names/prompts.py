@@ -8,21 +8,15 @@ from typing import Any
 TEXT, TOKENS = "prompt", "prompt_token_ids"
 
 
-def is_mapping(prompt: Any) -> bool:
-    return isinstance(prompt, Mapping)
-
-
-def text_and_prompt(prompt: Any) -> tuple[str | None, Any]:
-    """The text of a prompt, if it has one, and what has its tokens: the text, or token ids.
+def text_and_prompt(prompt: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """The text of a prompt, if it has one, and what its tokens come from: token ids, or the text.
 
     Args:
-        prompt: a string, token ids, or a mapping with "prompt", "prompt_token_ids" or both.
+        prompt: a mapping with "prompt", "prompt_token_ids" or both.
 
     Raises:
         ValueError: a mapping with neither, or with something else.
     """
-    if not isinstance(prompt, Mapping):
-        return (prompt if isinstance(prompt, str) else None), prompt
     others = [key for key, value in prompt.items() if key not in (TEXT, TOKENS) and value is not None]
     if others:
         remedy = "use SamplingParams(cache_salt=...)" if others[0] == "cache_salt" else "models here take text alone"

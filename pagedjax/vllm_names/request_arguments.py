@@ -14,9 +14,9 @@ Params = TypeVar("Params")
 
 SAMPLING = (
     taken(
-        "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop stop_token_ids "
-        "ignore_eos min_tokens logit_bias allowed_token_ids bad_words include_stop_str_in_output skip_special_tokens "
-        "detokenize extra_args best_of truncate_prompt_tokens",
+        "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
+        "stop_token_ids ignore_eos min_tokens logit_bias allowed_token_ids bad_words include_stop_str_in_output "
+        "skip_special_tokens detokenize extra_args best_of truncate_prompt_tokens",
         "the same",
     ),
     taken("max_tokens", "the same; None ends a request at `max_model_len`"),

@@ -90,6 +90,5 @@ def _options(name: str, value: Any, row: Row, error: type[Exception]) -> dict[st
 
 def _asks_nothing(value: Any, row: Row) -> bool:
     """Whether a value is off, or vLLM's default: some scripts give all arguments."""
-    if value is None or value is False or isinstance(value, (int, float, str, list, tuple, dict, set)) and not value:
-        return True
-    return any(type(value) is type(one) and value == one for one in row.asks_nothing)
+    off = value is None or (isinstance(value, (int, float, str, list, tuple, dict, set)) and not value)
+    return off or any(type(value) is type(one) and value == one for one in row.asks_nothing)
