@@ -93,7 +93,7 @@ TABLE = (
     ),
     nothing(
         "attention_config kernel_config ir_op_priority moe_backend linear_backend sparse_indexer_topk_backend "
-        "all2all_backend disable_cascade_attn use_fp64_gumbel disable_flashinfer_prefill",
+        "all2all_backend disable_cascade_attn use_fp64_gumbel",
         "kernels are chosen by `attention_impl` and `linear_impl`",
     ),
     nothing(
@@ -185,7 +185,7 @@ TABLE = (
     # what is refused, unless it asks for nothing
     refused("pipeline_parallel_size", "there are no stages of a pipeline; use tensor_parallel_size", 1),
     refused(
-        "data_parallel_size", "an engine has one cache and one queue; start an engine for each slice, devices=...", 1
+        "data_parallel_size", "an engine has one cache and one queue; start an engine for each slice, with devices", 1
     ),
     refused(
         "prefill_context_parallel_size decode_context_parallel_size",
