@@ -214,6 +214,8 @@ class FollowerEngine(Engine):
         self.group, self.number, self._digest = group, group.engines, Digest()
         self._step_input: Message = {}
 
+    sleep = LeaderEngine.sleep
+
     def follow(
         self, *, new_params: Callable[[], Any] | None = None, record: str | os.PathLike[str] | None = None
     ) -> bool:

@@ -186,7 +186,7 @@ def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) ->
     requests = []
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
-        whole = prompt if text is None else llm.tokenizer.encode(text, body.add_special_tokens is not False)
+        whole: Any = prompt if text is None else llm.tokenizer.encode(text, body.add_special_tokens is not False)
         ids = _kept(llm, whole, body)
         requests.append(_request(llm, ids, text if len(ids) == len(whole) else None, params, body, options))
     style = Style(

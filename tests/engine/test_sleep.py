@@ -14,6 +14,7 @@ from flax import nnx
 from pagedjax import LLM, BeamSearchParams, SamplingParams, load_model
 from pagedjax.engine.compilations import compilations
 from pagedjax.host import replay
+from pagedjax.processes.engines import FollowerEngine, LeaderEngine
 from pagedjax.weights.trained import whole
 from tests.weights.tiny import tiny_llama
 
@@ -178,3 +179,9 @@ def test_unfinished_requests_a_second_sleep_and_other_levels_are_refused(tiny_fo
     assert tokens(llm) == want
     llm.engine.record(None)
     assert replay.verify(tmp_path / "run.jsonl").difference is None
+
+
+@pytest.mark.parametrize("kind", [LeaderEngine, FollowerEngine])
+def test_an_engine_of_several_processes_does_not_sleep(kind):
+    with pytest.raises(ValueError, match="an engine of several processes does not sleep; end the processes to free"):
+        kind.sleep(object.__new__(kind))

@@ -25,7 +25,7 @@ class OutputKind(Enum):
 @pytest.mark.parametrize(
     ("cls", "given", "message"),
     [
-        (SamplingParams, {"temprature": 1}, r"^SamplingParams has no argument 'temprature'; did you mean 'temperature'"),
+        (SamplingParams, {"temprature": 1}, "^SamplingParams has no argument 'temprature'; did you mean 'temperature'"),
         (SamplingParams, {"guided_decoding": {"json": {}}}, "guided_decoding is {'json': {}}; use structured_outputs$"),
         (SamplingParams, {"guided_json": {"a": 1}}, "guided_json is {'a': 1}; use structured_outputs$"),
         (SamplingParams, {"guided_jsn": 1}, "no argument 'guided_jsn'; did you mean 'guided_json'"),
