@@ -362,12 +362,16 @@ def own_value(field: str, name: str, kind: type[Value], known: Iterable[str]) ->
     return value
 
 
-def from_dict(cls: type[Config], values: dict[str, Any], *, where: str = "") -> Config:
-    """Build the dataclass `cls` from a mapping; an unknown key is an error that suggests the nearest known one."""
+def from_dict(cls: type[Config], values: dict[str, Any], *, where: str = "", others: Iterable[str] = ()) -> Config:
+    """Build the dataclass `cls` from a mapping; an unknown key is an error that suggests the nearest known one.
+
+    Args:
+        others: names that the caller knows beside the fields, to suggest.
+    """
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
+            near = difflib.get_close_matches(str(key), [*known, *others], n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
             raise ValueError(f"unknown key {where}{key!r}; {hint}")
     return cls(**values)

@@ -11,6 +11,7 @@ from numbers import Integral
 from operator import index
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 import pagedjax
@@ -22,12 +23,14 @@ from pagedjax.engine import compilations, programs
 from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
 from pagedjax.session import GenerationRequest, Params, Session, output_of
-from pagedjax.text.outputs import OutputBuilder, RequestOutput
+from pagedjax.text.outputs import BeamSearchOutput, OutputBuilder, RequestOutput, beam_search_output
 from pagedjax.text.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
+from pagedjax.vllm_names import prompts as vllm_prompts
+from pagedjax.vllm_names.engine_arguments import ARGUMENTS, EngineArguments, engine_arguments
 from pagedjax.weights.draft_model import load_draft_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, from_params, load_model
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping as vLLM has it: {"prompt": ...}, {"prompt_token_ids": ...}
 
 
 class LLM:
@@ -36,13 +39,14 @@ class LLM:
     Args:
         model: a path, hub id or name for `load_model`, or the result of `load_model` or `from_params`; None is
             DEFAULT_MODEL.
-        params, config, tokenizer: the arguments of `from_params`, in place of `model`.
+        params, config, tokenizer: the arguments of `from_params`, in place of `model`. With a path, hub id or name,
+            `tokenizer` is another one than the model's own.
         progress: show progress bars while loading and compiling.
         compilation_cache: keep compiled programs in ~/.cache/pagedjax/xla, 1 GiB at most, so that the next process
             starts faster. JAX's options are restored after each compilation. If JAX has a cache folder already
             (`JAX_COMPILATION_CACHE_DIR`), that one is used, and this changes nothing.
         row_features: sampling options of your own (docs/design/sampling.md); requests set them by `extra_args`.
-        engine: the fields of `EngineConfig`, by name.
+        engine: the fields of `EngineConfig`, by name, and what vLLM's `LLM` takes (docs/design/vllm.md).
     """
 
     def __init__(
@@ -57,21 +61,33 @@ class LLM:
         row_features: Sequence[RowFeature] = (),
         **engine: Any,
     ) -> None:
-        engine_config = from_dict(EngineConfig, engine)
+        arguments = engine_arguments(engine)
+        engine_config = from_dict(EngineConfig, arguments.engine, others=ARGUMENTS)
         with compilations.disk_cache(compilation_cache):
-            self._open(model, params, config, tokenizer, progress, engine_config, row_features)
+            self._open(model, params, config, tokenizer, progress, engine_config, row_features, arguments)
 
     def _open(
-        self, model, params, config, tokenizer, progress: bool, engine_config: EngineConfig, row_features
+        self,
+        model,
+        params,
+        config,
+        tokenizer,
+        progress: bool,
+        engine_config: EngineConfig,
+        row_features,
+        arguments: EngineArguments,
     ) -> None:
         """Load the model and make its engine."""
+        progress, owned = progress and arguments.progress, not isinstance(model, LoadedModel)
         formats = {name: getattr(engine_config, name) for name in ("dtype", "weight_dtype", "linear_impl")}
         if params is not None:
             if model is not None or config is None:
                 raise ValueError("params come with config, what the model's config.json says, and in place of model")
             model = from_params(params, config, tokenizer=tokenizer, **formats)
-        elif config is not None or tokenizer is not None:
-            raise ValueError("config and tokenizer go with params; a folder, file or loaded model has its own")
+        elif config is not None or (tokenizer is not None and not owned):
+            raise ValueError("config goes with params, and tokenizer with params or a name; a loaded model has its own")
+        if arguments.hub and isinstance(model, LoadedModel):
+            raise ValueError(f"{next(iter(arguments.hub))} is of a model from the hub, and this one is loaded")
         if model is None:
             model = DEFAULT_MODEL
         if not isinstance(model, LoadedModel):
@@ -79,12 +95,13 @@ class LLM:
             attention.prepare(engine_config.attention_impl, kept)
             linear.prepare(engine_config.linear_impl)
             places = {"mesh": engine_config.mesh, "devices": engine_config.devices}
-            model = load_model(model, **formats, **places, progress=progress)
+            options = {"tokenizer": tokenizer, "hub": arguments.hub, "progress": progress}
+            model = load_model(model, **formats, **places, **options)
         self.tokenizer = model.tokenizer
         draft_model = load_draft_model(engine_config.speculative, model, progress=progress)
-        options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
+        options = {"row_features": row_features, "draft_model": draft_model, "owns_params": owned, "progress": progress}
         self.engine = make_engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, **options)
-        self._loaded = model
+        self._loaded = replace(model, model=model.model._replace(params=None))  # the engine's may be replaced or sleep
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
         # one for all calls: a step serves all of them
@@ -107,6 +124,40 @@ class LLM:
             ValueError: requests are unfinished, or a parameter differs (all are named). The model is unchanged.
         """
         self.engine.update_params(tree)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the devices' memory: the cache, and the parameters, which move to the host (1) or are dropped (2).
+
+        The prefix cache is emptied, and no program is compiled again. The memory of a model that was given as a
+        `LoadedModel` is free when nobody else has it; other parameters are deleted, also those of `llm.model`.
+
+        Raises:
+            ValueError: requests are unfinished, it sleeps already, or there is no such level.
+        """
+        self.engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`. After level 2 the parameters come from `update_params`, before or after this.
+
+        Args:
+            tags: "weights" or "kv_cache" wakes up that part alone; None is both.
+
+        Raises:
+            ValueError: an unknown tag.
+        """
+        self.engine.wake_up(tags)
+
+    def start_profile(self, folder: str | os.PathLike[str] = "profile") -> None:
+        """Write a trace of what the host and the devices do from now on, for Perfetto or XProf."""
+        jax.profiler.start_trace(folder)
+
+    def stop_profile(self) -> None:
+        """End the trace, and write it."""
+        jax.profiler.stop_trace()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, with `encode` and `decode`."""
+        return self.tokenizer
 
     @property
     def model(self) -> LoadedModel:
@@ -149,13 +200,14 @@ class LLM:
         sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = 0,
         user: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete prompts in one batch. Returns the outputs in the order of the prompts.
 
         Args:
-            prompts: a string, a list of token ids, or a list of either.
+            prompts: a string, a list of token ids, a mapping {"prompt": ...} or {"prompt_token_ids": ...}, or a list
+                of them.
             sampling_params: one for all, or one for each; None is `SamplingParams()`. `BeamSearchParams` beside them
                 run in the same steps.
             priority, user: one for all, or one for each; used by the policies "priority" (the lower number first) and
@@ -164,8 +216,22 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
         """
-        prompts = _several(prompts)
-        return self._run(prompts, [self._tokens(p) for p in prompts], sampling_params, use_tqdm, priority, user)
+        texts, prompts = zip(*map(_text_and_prompt, _several(prompts)), strict=True)
+        order = (0 if priority is None else priority), user
+        return self._run(texts, [self._tokens(p) for p in prompts], sampling_params, use_tqdm, *order)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Search every prompt, and return the results in vLLM's form. `generate` takes `BeamSearchParams` too.
+
+        Raises:
+            ValueError: as `generate`, or `params` are no `BeamSearchParams`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params is {params!r:.80}; it must be BeamSearchParams")
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
+        return [beam_search_output(output, params, self.tokenizer) for output in outputs]
 
     def chat(
         self,
@@ -187,7 +253,8 @@ class LLM:
         if isinstance(params, BeamSearchParams) or params.n != 1:
             what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
             raise ValueError(f"{what}; a stream has one branch, use generate")
-        (branches,) = self.session.add([GenerationRequest(self._tokens(prompt), params)])
+        _, prompt = _text_and_prompt(prompt)
+        (branches,) = self.session.add([GenerationRequest(self._kept(self._tokens(prompt), params), params)])
         (branch,) = branches.values()
         assert isinstance(branch, OutputBuilder)
         sent, ended = 0, False
@@ -204,23 +271,30 @@ class LLM:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
+    def _kept(self, ids: list[int], params: Params) -> Sequence[int]:
+        """The tokens that `truncate_prompt_tokens` keeps."""
+        count = params.truncate_prompt_tokens if isinstance(params, SamplingParams) else None
+        return ids if count is None else vllm_prompts.kept(ids, count, self.engine.config.max_model_len)
+
+    def _tokens(self, prompt: Any) -> list[int]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         if not ids:
             raise ValueError("the prompt is empty: it has no tokens; give it at least one")
         return ids
 
     def _run(
-        self, prompts, ids, sampling_params, use_tqdm: bool, priority: Any = 0, user: Any = ""
+        self, texts: Sequence[str | None], ids, sampling_params, use_tqdm: bool, priority: Any = 0, user: Any = ""
     ) -> list[RequestOutput]:
         columns = (
-            [prompt if isinstance(prompt, str) else None for prompt in prompts],
+            texts,
             _each(sampling_params, len(ids)),
             _one_each("priority", priority, int, len(ids)),
             _one_each("user", user, str, len(ids)),
         )
         rows = zip(ids, *columns, strict=True)
-        requests = [GenerationRequest(tokens, p, text, rank, name) for tokens, text, p, rank, name in rows]
+        requests = [
+            GenerationRequest(self._kept(tokens, p), p, text, rank, name) for tokens, text, p, rank, name in rows
+        ]
         outputs = self.session.add(requests)
         branches = {name: branch for one in outputs for name, branch in one.items()}
         unfinished = set(branches)
@@ -239,14 +313,21 @@ class LLM:
         return [output_of(str(i), request, branches) for i, (request, branches) in each]
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+def _text_and_prompt(prompt: Any) -> tuple[str | None, Any]:
+    """The text of a prompt, if it has one, and what its tokens come from."""
+    if isinstance(prompt, Mapping):
+        return vllm_prompts.text_and_prompt(prompt)
+    return (prompt if isinstance(prompt, str) else None), prompt
+
+
+def _several(prompts: Any) -> list[Any]:
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts is {prompts!r:.80}; give a string, token ids, or a list of either")
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {prompts!r:.80}; give a string, token ids, a mapping, or a list of them")
     several: list[Any] = list(prompts)
     if not several:
-        raise ValueError("there are no prompts; give a string, token ids, or a list of either")
+        raise ValueError("there are no prompts; give a string, token ids, a mapping, or a list of them")
     return [several] if isinstance(several[0], Integral) else several
 
 

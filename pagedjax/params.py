@@ -9,6 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_type_hints
 
+from pagedjax.vllm_names.request_arguments import BEAM_SEARCH, SAMPLING, told
+
+NO_LIMIT = 2**31 - 1  # of max_tokens; max_model_len ends every request
+MAX_LOGPROBS = 20
+CUTS = "None, an integer of at least 1, or -1 for all that leaves room for one token of output"
+
 
 def _several(value: Any) -> tuple[Any, ...]:
     """A tuple from a list, tuple, set or single item; None is nothing, as in vLLM."""
@@ -29,6 +35,20 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
         if isinstance(item, bool) or not isinstance(item, int) or item < 0:
             raise ValueError(f"{name} holds {item!r}; token ids are integers of at least 0")
     return tuple(sorted(items)) if isinstance(value, (set, frozenset)) else items
+
+
+def _sequences(value: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, (list, tuple)) and one for one in value):
+        raise ValueError(f"bad_words_token_ids is {value!r:.80}; it must be lists of token ids, none of them empty")
+    return tuple(_ids("bad_words_token_ids", one) for one in value)
+
+
+def _logprobs_rule(value: Any) -> str:
+    """What a number of log-probabilities must be. vLLM's -1 is the whole vocabulary."""
+    rule = f"None or an integer from 0 to {MAX_LOGPROBS}"
+    if type(value) is not int:
+        return rule
+    return f"{rule}, as a step ranks no more; for other tokens, put them at the end of a prompt with prompt_logprobs=0"
 
 
 def _bias(value: Any) -> dict[int, float]:
@@ -129,16 +149,19 @@ def _schema_text(schema: Any) -> str:
         raise ValueError(f"structured_outputs.json cannot be written as JSON: {error}") from None
 
 
+@told(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Names and defaults are vLLM's.
+    """How the tokens of one request are chosen. Names and defaults are vLLM's (docs/design/vllm.md).
 
-    Order of operations on the logits (vLLM's): structured_outputs, allowed_token_ids, logit_bias, min_tokens,
-    penalties, temperature, min_p, top_k, top_p. `temperature=0` is greedy. `top_k` of 0 or -1 is off. `best_of`
-    branches are drawn and the n of the largest summed log-probability returned; None is n.
+    Order of operations on the logits (vLLM's): structured_outputs, allowed_token_ids, bad words, logit_bias,
+    min_tokens, penalties, temperature, min_p, top_k, top_p. `temperature=0` is greedy. `top_k` of 0 or -1 is off.
+    `best_of` branches are drawn and the n of the largest summed log-probability returned; None is n.
+    `max_tokens=None` ends a request at max_model_len.
 
     Raises:
         ValueError: a value out of its range; the message names the value and the range.
+        TypeError: an argument that does not exist; the message names the near one, or the alternative.
     """
 
     n: int = 1
@@ -160,6 +183,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: str | tuple[str, ...] = ()  # texts that are not generated, with and without a space before them
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # the same as token ids: no output has one of them in it
+    truncate_prompt_tokens: int | None = None  # so many of the prompt's last tokens are used; -1: max_model_len - 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -173,6 +199,10 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
         put("stop", _several(self.stop))
+        put("bad_words", _several(self.bad_words))
+        put("bad_words_token_ids", _sequences(self.bad_words_token_ids))
+        if self.max_tokens is None:
+            put("max_tokens", NO_LIMIT)
         put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
@@ -212,9 +242,14 @@ class SamplingParams:
         check(self.seed is None or (type(self.seed) is int and 0 <= self.seed < 2**32), "seed", "None or in [0, 2**32)")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            check(value is None or (type(value) is int and 0 <= value <= 20), name, "None or an integer from 0 to 20")
+            ranked = value is None or (type(value) is int and 0 <= value <= MAX_LOGPROBS)
+            check(ranked, name, _logprobs_rule(value))
         check(all(isinstance(s, str) and s for s in self.stop), "stop", "a non-empty string or several of them")
         check(not (self.stop and not self.detokenize), "stop", "empty when detokenize is False: it matches text")
+        words = all(isinstance(word, str) and word.strip() for word in self.bad_words)
+        check(words, "bad_words", "a word or several of them, and no word is empty")
+        cut = self.truncate_prompt_tokens
+        check(cut is None or (type(cut) is int and (cut >= 1 or cut == -1)), "truncate_prompt_tokens", CUTS)
         salt = self.cache_salt
         check(salt is None or (isinstance(salt, str) and salt != ""), "cache_salt", "None or a non-empty string")
         check(self.allowed_token_ids != (), "allowed_token_ids", "None or non-empty")
@@ -226,6 +261,9 @@ class SamplingParams:
             check(not self.ignore_eos, "ignore_eos", "False with structured_outputs, which end by the EOS token")
             rule = "None with structured_outputs; describe the answer by the form alone"
             check(self.allowed_token_ids is None, "allowed_token_ids", rule)
+            rule = "empty with structured_outputs; describe the answer by the form alone"
+            for name in ("bad_words", "bad_words_token_ids"):
+                check(getattr(self, name) == (), name, rule)
         bias = self.logit_bias or {}
         check(all(-100.0 <= v <= 100.0 for v in bias.values()), "logit_bias", "between -100 and 100 for every token")
 
@@ -240,6 +278,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+@told(BEAM_SEARCH)
 @dataclass(frozen=True)
 class BeamSearchParams:
     """Beam search: at every position the `beam_width` best continuations of all beams are kept (see host/beams.py).
@@ -253,7 +292,7 @@ class BeamSearchParams:
             ones; True as soon as `beam_width` sequences are finished; "never" when no beam could win at any length.
 
     Raises:
-        ValueError: a value out of its range; the message names the value and the range.
+        ValueError, TypeError: as of `SamplingParams`.
     """
 
     beam_width: int

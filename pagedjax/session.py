@@ -74,20 +74,25 @@ class Session:
         """Queue all requests, or none of them. Returns the branches of each.
 
         Raises:
-            ValueError: a request that can never run (see `Engine.add`), a stop string without a tokenizer, or
-                structured outputs that cannot be compiled.
+            ValueError: a request that can never run (see `Engine.add`), stop strings or bad words without a tokenizer,
+                or structured outputs that cannot be compiled.
         """
         for params in (request.params for request in requests):
-            if isinstance(self.tokenizer, NoTokenizer) and isinstance(params, SamplingParams) and params.stop:
-                what = f"stop is {params.stop!r}, but this model has no tokenizer and no text"
-                raise ValueError(f"{what}; use stop_token_ids")
+            for name in ("stop", "bad_words") if isinstance(params, SamplingParams) else ():
+                if isinstance(self.tokenizer, NoTokenizer) and (texts := getattr(params, name)):
+                    what = f"{name} is {texts!r:.80}, but this model has no tokenizer and no text"
+                    raise ValueError(f"{what}; use {name}_token_ids")
         compiled = [self.grammar_of(request) for request in requests]
         added: list[Branches] = []
+        spelled: dict[Any, tuple[tuple[int, ...], ...]] = {}  # the sequences of bad words, often of all requests
         try:
             for request, grammar in zip(requests, compiled, strict=True):
                 params = request.params
                 if isinstance(params, SamplingParams) and params.best_of is not None:
                     params = params.drawn()
+                if isinstance(params, SamplingParams) and (words := params.bad_words):
+                    ids = spelled[words] = spelled.get(words) or spellings(words, self.tokenizer)
+                    params = replace(params, bad_words=(), bad_words_token_ids=(*params.bad_words_token_ids, *ids))
                 width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
                 first, *forks = names = self.engine.new_ids(width)
                 order: dict[str, Any] = {"priority": request.priority, "user": request.user, "grammar": grammar}
@@ -176,6 +181,13 @@ class Session:
                 self.branches.pop(name, None)
                 events += self.engine.cancel(name)
         return events
+
+
+def spellings(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The token ids of words, each at the beginning of a text and behind a space, without repeats."""
+    texts = [space + word.lstrip() for word in words for space in ("", " ")]
+    found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return tuple(dict.fromkeys(ids for ids in found if ids))
 
 
 def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str, Any]) -> RequestOutput:

@@ -28,7 +28,8 @@ BELOW_SESSION = (
 )
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pagedjax.config": (),
-    "pagedjax.params": (),
+    "pagedjax.vllm_names": (),
+    "pagedjax.params": ("pagedjax.vllm_names",),
     "pagedjax.host": LEAVES,
     "pagedjax.policies": ("pagedjax.host",),
     "pagedjax.device": (
@@ -43,9 +44,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("pagedjax.host", "pagedjax.device", "pagedjax.engine", "pagedjax.structured.matcher"),
     ),
     "pagedjax.session": BELOW_SESSION,
-    "pagedjax.llm": (*BELOW_SESSION, "pagedjax.processes", "pagedjax.session"),
+    "pagedjax.llm": (*BELOW_SESSION, "pagedjax.processes", "pagedjax.session", "pagedjax.vllm_names"),
     "pagedjax.viewer": ("pagedjax.host",),
-    "pagedjax.server": (*BELOW_SESSION, "pagedjax.processes", "pagedjax.session", "pagedjax.llm", "pagedjax.viewer"),
+    "pagedjax.server": (
+        *BELOW_SESSION,
+        *("pagedjax.processes", "pagedjax.session", "pagedjax.llm", "pagedjax.viewer", "pagedjax.vllm_names"),
+    ),
     "pagedjax.load_client": (),
     "pagedjax.commands": (*BELOW_SESSION, "pagedjax.session", "pagedjax.llm"),
     "pagedjax.cli": ("pagedjax",),
@@ -61,6 +65,7 @@ TORCH = {"torch", "torchvision", "accelerate"}
 # Libraries that a folder may import; a folder that is not here may import any, except torch.
 LIBRARIES: dict[str, set[str]] = {
     "pagedjax.config": set(),
+    "pagedjax.vllm_names": set(),
     "pagedjax.params": set(),
     "pagedjax.host": {"immutables"},
     "pagedjax.viewer": {"immutables"},

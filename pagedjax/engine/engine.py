@@ -19,7 +19,7 @@ from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.memory import MemoryReport
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowFeature
-from pagedjax.engine import interrupts, runtime, state
+from pagedjax.engine import interrupts, runtime, sleep, state
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
@@ -46,12 +46,14 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         row_features: Sequence[RowFeature] = (),
         draft_model: DraftModel | None = None,
+        owns_params: bool = False,
         progress: bool = False,
     ) -> None:
         """
         Args:
             row_features: sampling options beside the built-in ones; requests set them by `extra_args`.
             draft_model: what drafts on the device, if `config.speculative` says so (weights/draft_model.py).
+            owns_params: nobody else uses the arrays of the models, so `sleep` may delete them.
         """
         options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
         built = runtime.build(model, config, eos_token_ids, **options)
@@ -61,6 +63,10 @@ class Engine:
         self._recorder: Recorder | None = None
         self._records_prompts = False
         self._ids = itertools.count()
+        self._asleep: sleep.Asleep | None = None
+        self._dropped = False  # by level 2 of sleep
+        given = () if owns_params else (*model.leaves, *(draft_model.leaves if draft_model else ()))
+        self._shared = {id(x) for x in self.runtime.leaves} & {id(x) for x in given}
 
     @property
     def config(self) -> Resolved:
@@ -123,6 +129,7 @@ class Engine:
             ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`). The engine is
                 unchanged.
         """
+        self._check_awake()
         options = {"priority": priority, "user": user, "tags": tags, "grammar": grammar}
         names = (request_id, *forks)
         self._set(state.submit(self.runtime, self._state, names, prompt_token_ids, params, **options))
@@ -152,7 +159,59 @@ class Engine:
                 "finish or cancel them before you update parameters"
             )
         self.runtime = self.runtime.with_params(tree)
+        self._dropped = False
+        self._shared &= {id(x) for x in self.runtime.leaves}  # ids of arrays that are gone may come again
         self._set(state.forget(self._state._replace(ahead=Lookahead())))  # those steps used the old parameters
+
+    @interrupts.deferred()
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the devices: the cache, and the parameters, which move to the host (1) or are dropped (2).
+
+        Arrays that the engine does not own are let go of and not deleted: others may use them. The prefix cache is
+        emptied; programs stay.
+
+        Raises:
+            ValueError: requests are unfinished, it sleeps already, or there is no such level.
+        """
+        sleep.check_level(level)
+        if self.has_work:
+            what = f"{self._state.unfinished} requests are unfinished; finish or cancel them before the engine sleeps"
+            raise ValueError(what)
+        self._check_awake()
+        self.runtime, self._asleep = sleep.asleep(self.runtime, level, self._shared)
+        self._dropped, self._shared = level == 2, set()
+        self._set(state.roll_back(self._state))
+
+    @interrupts.deferred()
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`. After level 2 the model's parameters come from `update_params`, before or after this.
+
+        Args:
+            tags: "weights" or "kv_cache" wakes up that part alone; None is both. An engine that is awake stays so.
+
+        Raises:
+            ValueError: an unknown tag.
+        """
+        found, kept = sleep.check_tags(tags), self._asleep
+        if kept is None:
+            return
+        if "weights" in found:
+            self.runtime, kept = sleep.awake(self.runtime, kept), sleep.Asleep((), (), kept.cache)
+        if "kv_cache" in found and kept.cache:
+            self._set(self._state._replace(cache=self.runtime.new_cache()))
+            kept = kept._replace(cache=False)
+        self._asleep = kept if kept.cache or kept.model or kept.draft else None
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._asleep is not None
+
+    def _check_awake(self) -> None:
+        """Raises ValueError if no step can run: the engine sleeps, or its parameters were dropped."""
+        if self._asleep is not None:
+            raise ValueError("the engine sleeps; call wake_up() first")
+        if self._dropped:
+            raise ValueError("sleep(level=2) dropped the model's parameters; call update_params(tree) first")
 
     # steps ----------------------------------------------------------------------------------------------------------
 
@@ -190,7 +249,12 @@ class Engine:
         self._state = after._replace(log=())
 
     def reset(self) -> None:
-        """Forget every request and all cache content, and end a recording. Programs and what their steps cost stay."""
+        """Forget every request and all cache content, and end a recording. Programs and what their steps cost stay.
+
+        Raises:
+            ValueError: the engine sleeps.
+        """
+        self._check_awake()
         self.record(None)
         state.roll_back(self._state)  # frees the old cache before the new one is allocated
         old, new = self._state.drafting, state.init(self.runtime)

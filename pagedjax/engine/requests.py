@@ -268,7 +268,8 @@ def _beam_row(names: Sequence[str], params: BeamSearchParams, stops: int, vocab_
 
 def _check_ids(request_id: str, params: SamplingParams, vocab: int) -> None:
     named = {"logit_bias": params.logit_bias or {}, "allowed_token_ids": params.allowed_token_ids or ()}
-    for name, ids in (*named.items(), ("stop_token_ids", params.stop_token_ids)):
+    words = [token for one in params.bad_words_token_ids for token in one]
+    for name, ids in (*named.items(), ("stop_token_ids", params.stop_token_ids), ("bad_words_token_ids", words)):
         bad = [t for t in ids if not 0 <= t < vocab]
         if bad:
             last = vocab - 1

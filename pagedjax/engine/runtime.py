@@ -105,6 +105,15 @@ class Runtime:
         return replace(self, model=model, leaves=_leaves(model, self.draft_model))
 
 
+def with_leaves(runtime: Runtime, model: Sequence[Any], draft: Sequence[Any]) -> Runtime:
+    """The runtime with these leaves as the parameters of its model and of its drafter; nothing is copied or checked."""
+    own = runtime.model._replace(params=jax.tree.structure(runtime.model.params).unflatten(model))
+    drafter = runtime.draft_model
+    if drafter:
+        drafter = drafter._replace(params=jax.tree.structure(drafter.params).unflatten(draft))
+    return replace(runtime, model=own, draft_model=drafter, leaves=_leaves(own, drafter))
+
+
 def build(
     model: Model,
     config: EngineConfig,

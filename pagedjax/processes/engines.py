@@ -177,6 +177,14 @@ class LeaderEngine(Engine):
         finally:
             self.group.enter("waiting")
 
+    def sleep(self, level: int = 1) -> None:
+        """An engine of several processes does not sleep.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("an engine of several processes does not sleep; end the processes to free their devices")
+
     def release(self) -> None:
         """Let the other processes return from `FollowerEngine.follow`."""
         self.group.order("release")
@@ -210,6 +218,8 @@ class FollowerEngine(Engine):
         super().__init__(model, config, **options)
         self.group, self.number, self._digest = group, group.engines, Digest()
         self._step_input: Message = {}
+
+    sleep = LeaderEngine.sleep
 
     def follow(
         self, *, new_params: Callable[[], Any] | None = None, record: str | os.PathLike[str] | None = None

@@ -24,6 +24,7 @@ from pagedjax.server.schema import ChatRequest, CompletionRequest, DetokenizeReq
 from pagedjax.server.streaming import CLIENT_LEFT, EventStream, events, unless_client_leaves
 from pagedjax.server.worker import Observer, Worker
 from pagedjax.session import GenerationRequest
+from pagedjax.vllm_names.prompts import kept
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,9 @@ def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) ->
     requests = []
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
-        ids = prompt if text is None else llm.tokenizer.encode(text, body.add_special_tokens is not False)
-        requests.append(_request(llm, ids, text, params, body, options))
+        whole: Any = prompt if text is None else llm.tokenizer.encode(text, body.add_special_tokens is not False)
+        ids = _kept(llm, whole, body)
+        requests.append(_request(llm, ids, text if len(ids) == len(whole) else None, params, body, options))
     style = Style(
         options.name,
         chat=False,
@@ -203,7 +205,7 @@ def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) ->
 def _chat_requests(llm: LLM, body: ChatRequest, options: Options) -> tuple[list[GenerationRequest], Style]:
     if body.top_logprobs is not None and not body.logprobs:
         raise ValueError("top_logprobs goes with logprobs: true")
-    ids = _conversation(llm, body.messages, body.add_generation_prompt)
+    ids = _kept(llm, _conversation(llm, body.messages, body.add_generation_prompt), body)
     room = llm.engine.config.max_model_len - len(ids)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -216,6 +218,11 @@ def _chat_requests(llm: LLM, body: ChatRequest, options: Options) -> tuple[list[
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
     )
     return [_request(llm, ids, None, schema.sampling(body, max_tokens, logprobs), body, options)], style
+
+
+def _kept(llm: LLM, ids: Any, body: GenerationBody) -> Any:
+    """The tokens of a prompt that `truncate_prompt_tokens` keeps."""
+    return kept(ids, body.truncate_prompt_tokens, llm.engine.config.max_model_len)
 
 
 def _request(

@@ -69,6 +69,8 @@ SAMPLING = (
     "prompt_logprobs",
     "logit_bias",
     "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
     "include_stop_str_in_output",
     "skip_special_tokens",
     "cache_salt",
@@ -116,6 +118,8 @@ class GenerationBody(Strict):
     repetition_penalty: float | None = None
     stop_token_ids: Listed | None = None
     allowed_token_ids: Listed | None = None
+    bad_words: Strings | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     prompt_logprobs: int | None = None
@@ -265,6 +269,7 @@ def beam_search(request: GenerationBody, max_tokens: int, logprobs: int | None) 
 FORMS = {
     "prompt": "a text, a list of token ids, or a list of texts or of such lists",
     "stop": "a text, or a list of texts",
+    "bad_words": "a text, or a list of texts",
     "content": 'a text, or a list of {"type": "text", "text": ...}',
     "early_stopping": 'true, false or "never"',
 }

@@ -48,6 +48,37 @@ class RequestOutput:
     num_cached_tokens: int = 0  # of the prompt, found in the cache when the request was first admitted
 
 
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One result of a beam search in vLLM's form: tokens and text begin with the prompt's, and they have no stop token
+    unless `include_stop_str_in_output` asks for it."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The results of one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+def beam_search_output(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
+    """The output of a beam search in vLLM's form."""
+    sequences = []
+    for one in output.outputs:
+        cut = one.finish_reason == "stop" and not params.include_stop_str_in_output
+        tokens = [*output.prompt_token_ids, *(one.token_ids[:-1] if cut else one.token_ids)]
+        text = tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+        total = one.cumulative_logprob or 0.0
+        sequences.append(BeamSearchSequence(tokens, text, total, one.finish_reason, one.stop_reason))
+    return BeamSearchOutput(sequences)
+
+
 @dataclass
 class OutputBuilder:
     """One branch while it is being generated."""

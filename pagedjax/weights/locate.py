@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagedjax.weights.checkpoint import Checkpoint
 
@@ -30,8 +31,11 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 
-def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(model: str | os.PathLike[str], hub: Mapping[str, Any] | None = None) -> Checkpoint:
     """Open a model by embedded name, local path (.gguf file, Hugging Face or Orbax directory) or hub id.
+
+    Args:
+        hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token, cache_dir.
 
     Raises:
         FileNotFoundError: no such model, or a file of the checkpoint is missing.
@@ -43,7 +47,7 @@ def open_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     if name in EMBEDDED and not path.exists():
         path = embedded_file(name)
     elif HUB_ID.fullmatch(name) and not path.exists() and path.suffix != ".gguf":
-        path = download(name)
+        path = download(name, hub)
 
     if path.is_dir():
         from pagedjax.weights.huggingface import open_directory
@@ -79,12 +83,12 @@ def embedded_file(name: str) -> Path:
     )
 
 
-def download(hub_id: str) -> Path:
+def download(hub_id: str, hub: Mapping[str, Any] | None = None) -> Path:
     """The local snapshot of a hub repository, with only its weights, configuration and tokenizer files."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES), **(hub or {})))
     except Exception as error:  # the hub client raises its own errors, those of its HTTP library, and OS errors
         raise FileNotFoundError(
             f"{hub_id!r} is not a local path and could not be fetched from the hub ({type(error).__name__}: "

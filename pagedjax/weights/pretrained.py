@@ -47,6 +47,8 @@ def load_model(
     linear_impl: str | None = None,
     mesh: MeshConfig | Mapping[str, int] | None = None,
     devices: Sequence[int] | None = None,
+    tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+    hub: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> LoadedModel:
     """Open a directory, a .gguf file, a hub id or an embedded model by name.
@@ -57,6 +59,8 @@ def load_model(
         linear_impl: what computes products, in whose layout the matrices are stored, as in `EngineConfig`. "xla" leaves
             them as they are in a checkpoint.
         mesh, devices: where the parameters go, as in `EngineConfig`.
+        tokenizer: another one than the model's own, as in `from_params`.
+        hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token, cache_dir.
 
     Raises:
         ValueError, FileNotFoundError: names the file, the error and the remedy.
@@ -66,13 +70,13 @@ def load_model(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
     one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, hub)
     sizes = MeshConfig.read(mesh)
     options = {"mesh": sizes, "devices": checked_devices(devices, sizes), "linear_impl": linear_impl}
     loaded = read_model(checkpoint, dtype, int8=weight_dtype == "int8", **options, progress=progress)
-    tokenizer = load_tokenizer(checkpoint)
-    eos = tuple(sorted({*checkpoint.eos_token_ids, *tokenizer.eos_token_ids}))
-    return LoadedModel(str(model), loaded, tokenizer, eos, time.perf_counter() - started)
+    own = load_tokenizer(checkpoint) if tokenizer is None else _tokenizer(tokenizer)
+    eos = tuple(sorted({*checkpoint.eos_token_ids, *own.eos_token_ids}))
+    return LoadedModel(str(model), loaded, own, eos, time.perf_counter() - started)
 
 
 def read_model(

@@ -174,7 +174,7 @@ def test_features_that_no_row_uses_take_the_blank_arrays_as_they_are():
     blank = blanks(SHAPES)
     step_plan, sequences = plan(*MIXED)
     s = pack(step_plan, sequences, SHAPES, blank).sampling
-    assert s.features.keys() == {"listed_tokens", "penalties", "min_p", "top_k", "top_p"}
+    assert s.features.keys() == {"listed_tokens", "bad_words", "penalties", "min_p", "top_k", "top_p"}
     assert all(rows is blank[3].features[name] for name, rows in s.features.items())
     chex.assert_trees_all_equal(blank[3], blank_sampling(SHAPES.rows(8)))
 

@@ -153,6 +153,7 @@ def test_what_does_not_go_together_is_refused():
     for fields, message in (
         ({"min_tokens": 2}, "min_tokens is 2; it must be 0 with structured_outputs"),
         ({"ignore_eos": True}, "ignore_eos is True; it must be False with structured_outputs"),
+        ({"bad_words": "x"}, "bad_words is .*; it must be empty with structured_outputs"),
         ({"allowed_token_ids": [3]}, "allowed_token_ids is .*; it must be None with structured_outputs"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -84,9 +84,9 @@ def test_llm_takes_params_and_config(tree, config, tiny_folder, tiny, llm):
     for arguments in ({"params": tree}, {"model": tiny_folder, "params": tree, "config": config}):
         with pytest.raises(ValueError, match=r"params come with config, .* and in place of model"):
             LLM(**arguments, **SMALL)
-    for arguments in ({"config": config}, {"tokenizer": tiny_folder}):
-        with pytest.raises(ValueError, match="config and tokenizer go with params"):
-            LLM(tiny_folder, **arguments, **SMALL)
+    for model, arguments in ((tiny_folder, {"config": config}), (tiny, {"tokenizer": tiny_folder})):
+        with pytest.raises(ValueError, match="config goes with params, and tokenizer with params or a name"):
+            LLM(model, **arguments, **SMALL)
 
 
 def test_without_a_tokenizer_inputs_and_outputs_are_token_ids(tree, config, llm):

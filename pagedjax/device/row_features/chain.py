@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.device.row_features.bad_words import BAD_WORDS
 from pagedjax.device.row_features.feature import RowContext, RowFeature, Stage
 from pagedjax.device.row_features.listed_tokens import LISTED_TOKENS
 from pagedjax.device.row_features.penalties import PENALTIES
@@ -176,7 +177,7 @@ def _record(off: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> 
     return record
 
 
-BUILT_IN = (LISTED_TOKENS, PENALTIES, MIN_P, TOP_K, TOP_P)
+BUILT_IN = (LISTED_TOKENS, BAD_WORDS, PENALTIES, MIN_P, TOP_K, TOP_P)
 
 
 def chain(extra: Sequence[RowFeature] = (), vocab_size: int | None = None) -> RowChain:

@@ -1,0 +1,187 @@
+"""An engine that sleeps frees its devices, wakes up as it was, and compiles nothing."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from pagedjax import LLM, BeamSearchParams, SamplingParams, load_model
+from pagedjax.engine.compilations import compilations
+from pagedjax.host import replay
+from pagedjax.processes.engines import FollowerEngine, LeaderEngine
+from pagedjax.weights.trained import whole
+from tests.weights.tiny import tiny_llama
+
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (8, 32), "num_blocks": 40, "block_size": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+PROMPTS = [list(range(5, 30)), [9, 10, 11], list(range(5, 25))]
+KINDS: dict[str, dict[str, Any]] = {
+    "packed for the compiled kernel": {"linear_impl": "cpu"},
+    "plain": {"linear_impl": "xla"},
+    "int8": {"weight_dtype": "int8"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "mesh": {"mesh": {"tensor": 2}},
+    "draft model": {"speculative": {"method": "draft", "num_tokens": 3}},
+    "draft model on a mesh": {"speculative": {"method": "draft", "num_tokens": 3}, "mesh": {"tensor": 2}},
+    "lookahead and swap": {"lookahead": 2, "preemption": "swap", "swap_space_gib": 0.01},
+    "lazy": {"compilation": "lazy"},
+}
+
+
+def make(folder, **config: Any) -> LLM:
+    if "speculative" in config:
+        config["speculative"] = {**config["speculative"], "model": str(folder)}
+    return LLM(str(folder), progress=False, **SIZES | config)
+
+
+def tokens(llm: LLM) -> list[tuple[int, ...]]:
+    return [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def live() -> int:
+    gc.collect()  # circles of an engine's making
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def weights(llm: LLM) -> int:
+    """Bytes of the parameters beside the model's table of angles, which stays on the devices."""
+    runtime = llm.engine.runtime
+    sizes = (x.size * x.dtype.itemsize for x in runtime.leaves)
+    return sum(sizes) - runtime.model.params["angles"].get_value().nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_frees_the_devices_and_wakes_up_as_it_was(tiny_folder, kind):
+    llm = make(tiny_folder, **KINDS[kind])
+    want, before = tokens(llm), compilations()
+    pages = sum(x.nbytes for x in jax.tree.leaves(llm.engine._state.cache))
+    awake = live()
+    llm.sleep()
+    assert llm.engine.is_sleeping
+    assert awake - live() >= weights(llm) + pages
+    with pytest.raises(ValueError, match=r"the engine sleeps; call wake_up\(\) first"):
+        tokens(llm)
+    llm.wake_up()
+    assert live() <= awake
+    (first, *_) = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert first.num_cached_tokens == 0, "the prefix cache was emptied"
+    assert tokens(llm) == want
+    assert compilations() == before
+
+
+@pytest.mark.parametrize("kind", ["packed for the compiled kernel", "int8", "mesh", "draft model", "lazy"])
+@pytest.mark.parametrize("first", ["wake_up", "update_params"])
+def test_level_2_drops_the_parameters_and_an_update_restores_them(tiny, tiny_folder, tmp_path, kind, first):
+    llm = make(tiny_folder, **KINDS[kind])
+    want = tokens(llm)
+    other = load_model(tiny_llama(tmp_path / "other", tied=False, seed=1), linear_impl="xla")
+    before = compilations()
+    for tree in (other.model.params, tiny.model.params):
+        llm.sleep(level=2)
+        if first == "wake_up":
+            llm.wake_up()
+            with pytest.raises(
+                ValueError, match=r"sleep\(level=2\) dropped the model's parameters; call update_params"
+            ):
+                tokens(llm)
+            llm.update_params(tree)
+        else:
+            llm.update_params(tree)
+            with pytest.raises(ValueError, match="the engine sleeps"):
+                tokens(llm)
+            llm.wake_up()
+        assert (tokens(llm) == want) is (tree is tiny.model.params)
+    assert compilations() == before
+
+
+def test_parts_wake_up_alone(tiny_folder):
+    llm = make(tiny_folder)
+    want = tokens(llm)
+    llm.sleep()
+    asleep = live()
+    llm.wake_up(tags=["weights"])
+    between = live()
+    assert between - asleep == weights(llm)
+    with pytest.raises(ValueError, match="the engine sleeps"):
+        tokens(llm)
+    llm.wake_up(tags=["kv_cache"])
+    assert live() > between
+    assert tokens(llm) == want
+    llm.wake_up()  # awake already
+    with pytest.raises(ValueError, match=r"tags has 'cache'; it must be None, or some of 'weights', 'kv_cache'"):
+        llm.wake_up(tags=["cache"])
+    with pytest.raises(ValueError, match="tags has 'all'"):
+        llm.wake_up(tags="all")
+
+
+def test_a_loaded_model_that_others_use_is_not_deleted(tiny):
+    one, two = (LLM(tiny, progress=False, linear_impl="xla", **SIZES) for _ in range(2))
+    want = tokens(one)
+    kept = jax.tree.map(np.array, whole(tiny.model))
+    one.sleep(level=2)
+    assert tokens(two) == want
+    chex.assert_trees_all_equal(whole(tiny.model), kept)
+    one.update_params(tiny.model.params)
+    one.wake_up()
+    owned = live()
+    one.sleep()  # these are copies, and the engine's alone
+    assert owned - live() >= weights(one)
+    one.wake_up()
+    assert tokens(one) == tokens(two) == want
+
+
+def test_a_lazy_engine_sleeps_before_its_first_step(tiny_folder):
+    llm = make(tiny_folder, compilation="lazy")
+    llm.sleep()
+    llm.wake_up()
+    assert tokens(llm) == tokens(make(tiny_folder))
+
+
+def test_new_parameters_replace_those_that_wait_on_the_host(tiny, tiny_folder):
+    llm = make(tiny_folder)
+    want = tokens(llm)
+    zeros = jax.tree.map(lambda x: x * 0, nnx.to_pure_dict(tiny.model.params))
+    llm.update_params(zeros)
+    llm.sleep()
+    llm.update_params(tiny.model.params)
+    llm.wake_up()
+    assert tokens(llm) == want
+
+
+def test_unfinished_requests_a_second_sleep_and_other_levels_are_refused(tiny_folder, tmp_path):
+    llm = make(tiny_folder)
+    llm.engine.record(tmp_path / "run.jsonl")
+    want = tokens(llm)
+    llm.engine.add("a", PROMPTS[0], GREEDY)
+    with pytest.raises(ValueError, match="1 requests are unfinished; finish or cancel them before the engine sleeps"):
+        llm.sleep()
+    llm.engine.cancel("a")
+    for level in (0, 3, True, "1"):
+        with pytest.raises(ValueError, match=f"level is {level!r}; it must be 1 .* or 2"):
+            llm.sleep(level)
+    llm.sleep()
+    for call in (
+        llm.sleep,
+        llm.engine.reset,
+        lambda: llm.beam_search(PROMPTS, BeamSearchParams(beam_width=2)),
+        lambda: next(llm.stream(PROMPTS[0], GREEDY)),
+    ):
+        with pytest.raises(ValueError, match="the engine sleeps"):
+            call()
+    llm.reset_prefix_cache()
+    llm.wake_up()
+    assert tokens(llm) == want
+    llm.engine.record(None)
+    assert replay.verify(tmp_path / "run.jsonl").difference is None
+
+
+@pytest.mark.parametrize("kind", [LeaderEngine, FollowerEngine])
+def test_an_engine_of_several_processes_does_not_sleep(kind):
+    with pytest.raises(ValueError, match="an engine of several processes does not sleep; end the processes to free"):
+        kind.sleep(object.__new__(kind))

@@ -1,0 +1,170 @@
+"""vLLM's arguments of an engine: what they become, what is told, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+
+import pytest
+
+from pagedjax import LLM, EngineConfig, SamplingParams
+from pagedjax.config import MeshConfig
+from pagedjax.vllm_names.engine_arguments import ARGUMENTS, TABLE, engine_arguments
+from pagedjax.weights import locate
+from tests.weights.tiny import tiny_llama
+
+SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 16}
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+class Torch:
+    """As `torch.bfloat16` shows itself."""
+
+    def __repr__(self) -> str:
+        return "torch.bfloat16"
+
+
+TAKEN = [
+    ({"dtype": "auto"}, {"dtype": None}),
+    ({"dtype": None}, {"dtype": None}),
+    ({"dtype": "half"}, {"dtype": "float16"}),
+    ({"dtype": "float"}, {"dtype": "float32"}),
+    ({"dtype": Torch()}, {"dtype": "bfloat16"}),
+    ({"kv_cache_dtype": "auto"}, {"kv_cache_dtype": None}),
+    ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "float8_e4m3fn"}),
+    ({"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "bfloat16"}),
+    ({"quantization": None}, {}),
+    ({"quantization": "int8"}, {"weight_dtype": "int8"}),
+    ({"quantization": "int8_per_channel_weight_only"}, {"weight_dtype": "int8"}),
+    ({"tensor_parallel_size": 1}, {}),
+    ({"tensor_parallel_size": 4}, {"mesh": {"tensor": 4}}),
+    ({"tensor_parallel_size": 4, "enable_expert_parallel": True}, {"mesh": {"expert": 4}}),
+    ({"tensor_parallel_size": 4, "enable_expert_parallel": False}, {"mesh": {"tensor": 4}}),
+    ({"enable_expert_parallel": True}, {}),
+    ({"device_ids": [2, 3]}, {"devices": (2, 3)}),
+    ({"gpu_memory_utilization": 0.9}, {"memory_fraction": 0.9}),
+    ({"num_gpu_blocks_override": 100}, {"num_blocks": 100}),
+    ({"num_gpu_blocks_override": None}, {}),
+    ({"swap_space": 2}, {"swap_space_gib": 2, "preemption": "swap"}),
+    ({"swap_space": 0}, {"swap_space_gib": 0}),
+    ({"swap_space": None}, {}),
+    ({"enable_chunked_prefill": False}, {"chunked_prefill": False}),
+    ({"enable_chunked_prefill": None}, {}),
+    ({"scheduling_policy": "priority"}, {"policy": "priority"}),
+    ({"async_scheduling": True}, {"lookahead": 1}),
+    ({"async_scheduling": False}, {"lookahead": 0}),
+    ({"async_scheduling": None}, {}),
+    ({"async_scheduling": True, "speculative_config": {"method": "ngram"}}, {"speculative": {"method": "ngram"}}),
+    ({"speculative_config": None}, {}),
+    ({"max_logprobs": 5}, {}),
+    ({"seed": None}, {}),
+    ({"seed": 3, "max_model_len": None, "block_size": 32}, {"seed": 3, "block_size": 32}),
+    ({"block_sise": 3}, {"block_sise": 3}),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), TAKEN, ids=[str(given) for given, _ in TAKEN])
+def test_an_argument_becomes_an_option(given, expected):
+    assert engine_arguments(given).engine == expected
+
+
+def test_options_of_the_hub_and_of_progress_are_of_loading():
+    found = engine_arguments({"revision": "main", "hf_token": None, "download_dir": "here", "use_tqdm_on_load": False})
+    assert found == ({}, {"revision": "main", "cache_dir": "here"}, False)
+    assert engine_arguments({"hf_token": "t", "use_tqdm_on_load": True}) == ({}, {"token": "t"}, True)
+
+
+def test_an_engine_takes_them(tiny_folder, tmp_path):
+    other = tiny_llama(tmp_path / "other", tied=False, seed=1)
+    names = {"tensor_parallel_size": 2, "swap_space": 0.01, "gpu_memory_utilization": 0.25, "dtype": "auto"}
+    names |= {"num_gpu_blocks_override": 16, "enable_chunked_prefill": True, "trust_remote_code": True, "seed": 7}
+    sizes = {name: value for name, value in SIZES.items() if name != "num_blocks"}
+    llm = LLM(model=str(tiny_folder), tokenizer=str(other), use_tqdm_on_load=False, **sizes, **names)
+    config = llm.engine.config
+    assert (config.mesh, config.preemption, config.swap_space_gib) == (MeshConfig(tensor=2), "swap", 0.01)
+    assert (config.memory_fraction, config.num_blocks, config.seed, config.dtype) == (0.25, 16, 7, "float32")
+    own = LLM(str(tiny_folder), progress=False, mesh={"tensor": 2}, **SIZES)
+    assert llm.generate("the cat", GREEDY, use_tqdm=False) == own.generate("the cat", GREEDY, use_tqdm=False)
+    assert llm.get_tokenizer() is llm.tokenizer
+    assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("the cat")) == "the cat"
+
+
+def test_the_hub_gets_the_revision(monkeypatch, tmp_path):
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options))
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(FileNotFoundError, match="no network"):
+        LLM("org/name", revision="v2", hf_token="t", download_dir=str(tmp_path), progress=False)
+    options = {"revision": "v2", "token": "t", "cache_dir": str(tmp_path), "allow_patterns": list(locate.HUB_FILES)}
+    assert asked == [("org/name", options)]
+
+
+def test_what_changes_nothing_is_told_once_at_the_level_of_information(caplog):
+    with caplog.at_level(logging.DEBUG, "pagedjax.vllm_names"):
+        found = engine_arguments(
+            {"enforce_eager": True, "disable_log_stats": False, "block_size": 8, "hf_token": "secret"}
+        )
+    assert (found.engine, found.hub) == ({"block_size": 8}, {"token": "secret"})
+    (told,) = [record for record in caplog.records if record.levelno == logging.INFO]
+    assert "changes nothing: enforce_eager (XLA compiles every program; see `compilation`); disable" in told.message
+    debug = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
+    assert debug == ["block_size is taken as block_size", "hf_token is taken as hf_token"]
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(("value", "level"), [("auto", "WARNING"), ("vllm", "INFO")])
+def test_what_a_user_may_expect_otherwise_is_a_warning(caplog, value, level):
+    with caplog.at_level(logging.INFO, "pagedjax.vllm_names"):
+        engine_arguments({"generation_config": value})
+    assert [record.levelname for record in caplog.records] == [level]
+
+
+REFUSED = [row for row in TABLE if row.what == "refused"]
+ON = {"logprobs_mode": "raw_logits", "load_format": "dummy", "device": "cuda"}
+
+
+@pytest.mark.parametrize("name", [name for row in REFUSED for name in row.names])
+def test_what_cannot_be_done_is_one_sentence_with_the_value_and_the_alternative(name):
+    row, value = ARGUMENTS[name], ON.get(name, 2)
+    for off in (None, False, 0, "", {}, *row.asks_nothing):
+        assert engine_arguments({name: off}).engine == {}
+    with pytest.raises(ValueError, match=f"^{name} is ") as error:
+        engine_arguments({name: value})
+    assert str(error.value) == f"{name} is {value!r}; {row.text}"
+    assert not row.text.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quantization": "awq"}, "quantization is 'awq'; weights are read .*: use 'int8', or leave it out"),
+        ({"max_logprobs": -1}, "max_logprobs is -1; a step ranks the 20 most likely tokens at most.*; give at most 20"),
+        ({"max_logprobs": 21}, "max_logprobs is 21; "),
+        ({"async_scheduling": "yes"}, "async_scheduling is 'yes'; it must be True or False"),
+        ({"dtype": "float8"}, "dtype is 'float8'; it must be one of"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype is 'fp8_e5m2'; it must be one of"),
+        ({"tensor_parallel_size": 0}, "mesh.tensor is 0; it must be an integer of at least 1"),
+        ({"gpu_memory_utilization": 1.5}, "memory_fraction is 1.5; it must be above 0"),
+        ({"swap_space": -1}, "swap_space_gib is -1; it must be a number of GiB"),
+        ({"gpu_memory_utilization": 0.5, "memory_fraction": 0.5}, "gpu_memory_utilization is vLLM's name of memory_fr"),
+        ({"revision": "main"}, "revision is of a model from the hub, and this one is loaded"),
+        ({"tokenizer": "folder"}, "a loaded model has its own"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; there are no stages of a pipeline; use tensor_p"),
+        ({"tensor_paralel_size": 2}, "unknown key 'tensor_paralel_size'; did you mean 'tensor_parallel_size'?"),
+        ({"block_sise": 16}, "unknown key 'block_sise'; did you mean 'block_size'?"),
+        ({"qwertyuiop": 16}, "unknown key 'qwertyuiop'; known keys are block_size"),
+    ],
+)
+def test_an_engine_refuses_with_the_remedy(tiny, given, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        LLM(tiny, progress=False, **given)
+
+
+def test_options_of_this_project_are_not_hidden():
+    """A name that is an option here means the option."""
+    own = {field.name for field in fields(EngineConfig)}
+    assert {name for name in own & set(ARGUMENTS) if ARGUMENTS[name].what != "taken"} == set()
