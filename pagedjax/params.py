@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_type_hints
 
-from pagedjax.vllm_names.request_arguments import BEAM_SEARCH, SAMPLING, told
+from pagedjax.vllm_names.request_arguments import BEAM_SEARCH, SAMPLING, STRUCTURED_OUTPUTS, told
 
 NO_LIMIT = 2**31 - 1  # of max_tokens; max_model_len ends every request
 MAX_LOGPROBS = 20
@@ -76,6 +76,7 @@ def _extra_args(value: Any) -> dict[str, Any]:
     return {name: plain(name, item) for name, item in value.items()}
 
 
+@told(STRUCTURED_OUTPUTS)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What form an answer must have. Exactly one of the first five is given. Names are vLLM's.

@@ -16,7 +16,7 @@ SAMPLING = (
     taken(
         "n temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed stop "
         "stop_token_ids ignore_eos min_tokens logit_bias allowed_token_ids bad_words include_stop_str_in_output "
-        "skip_special_tokens detokenize extra_args best_of truncate_prompt_tokens",
+        "skip_special_tokens detokenize extra_args best_of truncate_prompt_tokens structured_outputs",
         "the same",
     ),
     taken("max_tokens", "the same; None ends a request at `max_model_len`"),
@@ -31,9 +31,10 @@ SAMPLING = (
         "routed_experts_prompt_start _eos_token_id _all_stop_token_ids _bad_words_token_ids _watermarking_skipped",
         "outputs have one form: whole, or the text of `LLM.stream`",
     ),
-    refused("structured_outputs", "this version constrains no output to a form; check it yourself"),
-    refused("guided_decoding guided_json guided_regex guided_choice guided_grammar", "use structured_outputs"),
-    refused("response_format", "use structured_outputs"),
+    refused(
+        "guided_decoding guided_json guided_regex guided_choice guided_grammar response_format",
+        "use structured_outputs=StructuredOutputsParams(json=...), or its regex, choice or grammar",
+    ),
     refused("logits_processors", "write a RowFeature, give it as LLM(row_features=...), and set extra_args"),
     refused(
         "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start",
@@ -50,6 +51,15 @@ BEAM_SEARCH = (
     refused("temperature", "scores are those of the model; leave it out"),
     refused("structured_outputs allowed_token_ids", "a search ranks the whole vocabulary; use SamplingParams"),
     refused("watermarking", "no output has a mark; leave it out"),
+)
+
+STRUCTURED_OUTPUTS = (
+    taken(
+        "json regex choice grammar json_object disable_any_whitespace disable_additional_properties whitespace_pattern",
+        "the same",
+    ),
+    nothing("disable_fallback _backend _backend_was_auto", "there is one backend"),
+    refused("structural_tag", "write it as a grammar"),
 )
 
 

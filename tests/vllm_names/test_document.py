@@ -20,11 +20,13 @@ TABLES = {
     "engine": engine_arguments.TABLE,
     "sampling": request_arguments.SAMPLING,
     "beams": request_arguments.BEAM_SEARCH,
+    "structured": request_arguments.STRUCTURED_OUTPUTS,
 }
 OF_VLLM = {
     "engine": {*NAMES["EngineArgs"], *NAMES["LLM"]},
     "sampling": {*NAMES["SamplingParams"]},
     "beams": {*NAMES["BeamSearchParams"]},
+    "structured": {*NAMES["StructuredOutputsParams"]},
 }
 
 
