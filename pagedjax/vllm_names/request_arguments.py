@@ -58,7 +58,7 @@ STRUCTURED_OUTPUTS = (
         "json regex choice grammar json_object disable_any_whitespace disable_additional_properties whitespace_pattern",
         "the same",
     ),
-    nothing("disable_fallback _backend _backend_was_auto", "there is one backend"),
+    nothing("disable_fallback", "there is one backend"),
     refused("structural_tag", "write it as a grammar"),
 )
 

@@ -26,8 +26,8 @@ class OutputKind(Enum):
     ("cls", "given", "message"),
     [
         (SamplingParams, {"temprature": 1}, "^SamplingParams has no argument 'temprature'; did you mean 'temperature'"),
-        (SamplingParams, {"guided_decoding": {"json": {}}}, "guided_decoding is {'json': {}}; use structured_outputs$"),
-        (SamplingParams, {"guided_json": {"a": 1}}, "guided_json is {'a': 1}; use structured_outputs$"),
+        (SamplingParams, {"guided_decoding": {"json": {}}}, "guided_decoding is {'json': {}}; use structured_outputs="),
+        (SamplingParams, {"guided_json": {"a": 1}}, "guided_json is {'a': 1}; use structured_outputs="),
         (SamplingParams, {"guided_jsn": 1}, "no argument 'guided_jsn'; did you mean 'guided_json'"),
         (SamplingParams, {"logits_processors": [print]}, "logits_processors is .*; write a RowFeature"),
         (SamplingParams, {"use_beam_search": True}, "use_beam_search is True; use BeamSearchParams"),
