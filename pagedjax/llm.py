@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -19,10 +20,17 @@ from pagedjax.device import attention, linear
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, programs
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.params import BeamSearchParams, PoolingParams, PoolingTask, SamplingParams
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
 from pagedjax.session import GenerationRequest, Params, Session, output_of
+from pagedjax.text import pooling
 from pagedjax.text.outputs import OutputBuilder, RequestOutput
+from pagedjax.text.pooling import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from pagedjax.text.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
 from pagedjax.weights.draft_model import load_draft_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, from_params, load_model
@@ -84,7 +92,7 @@ class LLM:
         draft_model = load_draft_model(engine_config.speculative, model, progress=progress)
         options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
         self.engine = make_engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, **options)
-        self._loaded = model
+        self._loaded, self._warned = model, False
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
         # one for all calls: a step serves all of them
@@ -165,7 +173,8 @@ class LLM:
             ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
         """
         prompts = _several(prompts)
-        return self._run(prompts, [self._tokens(p) for p in prompts], sampling_params, use_tqdm, priority, user)
+        ids = [self._tokens(p) for p in prompts]
+        return self._run(prompts, ids, _each(sampling_params, len(ids)), use_tqdm, priority, user)
 
     def chat(
         self,
@@ -177,7 +186,7 @@ class LLM:
         """Answer one conversation, or several: lists of {"role": ..., "content": ...}."""
         ids = [self.tokenizer.apply_chat_template(m) for m in _conversations(messages)]
         prompts = [self.tokenizer.decode(i, skip_special_tokens=False) for i in ids]
-        return self._run(prompts, ids, sampling_params, use_tqdm)
+        return self._run(prompts, ids, _each(sampling_params, len(ids)), use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yields the text of one completion as it becomes final. Closing the iterator frees the request's blocks."""
@@ -202,6 +211,79 @@ class LLM:
         finally:
             self.session.abandon(branches)
 
+    # hidden states (docs/design/embeddings.md) ------------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt: its pooled hidden states, of length 1 unless `normalize` is False.
+
+        Args:
+            prompts: as in `generate`.
+            pooling_params: one for all, or one for each; None is `PoolingParams()`.
+
+        Raises:
+            ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
+        """
+        outputs = self.encode(prompts, pooling_params, pooling_task="embed", use_tqdm=use_tqdm)
+        return [pooling.embedding(output) for output in outputs]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Hidden states after the last norm as arrays; arguments and errors are those of `embed`.
+
+        Args:
+            pooling_task: "token_embed" gives an array [tokens, H], "embed" a pooled one [H]; None is the task of the
+                parameters, or else "token_embed". Rows have length 1 unless `normalize` is False.
+        """
+        prompts = _several(prompts)
+        each = _each(pooling_params, len(prompts), PoolingParams)
+        own = self._loaded.pooling
+        params = [pooling.resolved(p, pooling_task or p.task or "token_embed", own) for p in each]
+        limit = self.engine.config.max_model_len
+        ids = [pooling.truncated(self._tokens(p), one, limit) for p, one in zip(prompts, params, strict=True)]
+        self.warn_if_not_made_for_embeddings()
+        return self._run(prompts, ids, params, use_tqdm, what="embedding")
+
+    def score(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """The cosine similarity of the embeddings of two texts, for each pair.
+
+        Args:
+            text_1: one text for all of `text_2`, or one for each.
+            pooling_params: as in `embed`, one for all.
+        """
+        ones, others = _several(text_1), _several(text_2)
+        if len(ones) not in (1, len(others)):
+            raise ValueError(f"text_1 has {len(ones)} texts and text_2 {len(others)}; give one, or one for each")
+        found = self.encode([*ones, *others], pooling_params, pooling_task="embed", use_tqdm=use_tqdm)
+        firsts, seconds = found[: len(ones)] * (len(others) // len(ones)), found[len(ones) :]
+        pairs = zip(firsts, seconds, strict=True)
+        return [pooling.similarity(str(i), one, other) for i, (one, other) in enumerate(pairs)]
+
+    def warn_if_not_made_for_embeddings(self) -> None:
+        """One warning, once, for a model whose hidden states were not trained to be embeddings."""
+        if self._loaded.pooling is None and not self._warned:
+            self._warned = True
+            warnings.warn(pooling.NOT_MADE, UserWarning, stacklevel=3)
+
     # ------------------------------------------------------------------------------------------------------------
 
     def _tokens(self, prompt: Prompt) -> list[int]:
@@ -211,11 +293,12 @@ class LLM:
         return ids
 
     def _run(
-        self, prompts, ids, sampling_params, use_tqdm: bool, priority: Any = 0, user: Any = ""
-    ) -> list[RequestOutput]:
+        self, prompts, ids, params, use_tqdm: bool, priority: Any = 0, user: Any = "", what: str = "generating"
+    ) -> list[Any]:
+        """The outputs of prompts, whose tokens are `ids`, with parameters of generation or pooling for each."""
         columns = (
             [prompt if isinstance(prompt, str) else None for prompt in prompts],
-            _each(sampling_params, len(ids)),
+            params,
             _one_each("priority", priority, int, len(ids)),
             _one_each("user", user, str, len(ids)),
         )
@@ -225,7 +308,7 @@ class LLM:
         branches = {name: branch for one in outputs for name, branch in one.items()}
         unfinished = set(branches)
         try:
-            with tqdm(total=len(branches), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
+            with tqdm(total=len(branches), desc=what, unit="seq", disable=not use_tqdm, leave=False) as bar:
                 tokens, started = 0, time.perf_counter()
                 while unfinished:
                     step = self.session.step()
@@ -269,17 +352,19 @@ def _conversations(messages: Any) -> list[Any]:
     return several
 
 
-def _each(params: Params | Sequence[Params] | None, count: int) -> list[Any]:
-    if params is None or isinstance(params, Params):
-        return [params or SamplingParams()] * count
+def _each(params: Any, count: int, kind: Any = Params) -> list[Any]:
+    """Parameters of a kind for each of `count` prompts; None is the default of the kind."""
+    pools = kind is PoolingParams
+    default, name = (PoolingParams, "pooling_params") if pools else (SamplingParams, "sampling_params")
+    if params is None or isinstance(params, kind):
+        return [params or default()] * count
     each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
     for one in each:
-        if not isinstance(one, Params):
-            raise ValueError(
-                f"sampling_params is {one!r:.80}; it must be SamplingParams or BeamSearchParams, or a list of them"
-            )
+        if not isinstance(one, kind):
+            known = "PoolingParams" if pools else "SamplingParams or BeamSearchParams"
+            raise ValueError(f"{name} is {one!r:.80}; it must be {known}, or a list of them")
     if len(each) != count:
-        raise ValueError(f"{len(each)} SamplingParams for {count} prompts; give one for all, or one for each")
+        raise ValueError(f"{len(each)} {default.__name__} for {count} prompts; give one for all, or one for each")
     return each
 
 

@@ -10,20 +10,22 @@ from typing import Any, NamedTuple
 from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
 from pagedjax.host.types import Admitted, Event, Finished, FinishReason, Sampled, StepResult
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.text.outputs import BeamOutputBuilder, CompletionOutput, OutputBuilder, RequestOutput
+from pagedjax.text.pooling import PoolingBuilder, PoolingOutput, PoolingRequestOutput
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
 Params = SamplingParams | BeamSearchParams
-Branches = dict[str, OutputBuilder | BeamOutputBuilder]  # of a request, by sequence id; of a beam search, the first id
+# Of a request, by sequence id; of a beam search, the first id.
+Branches = dict[str, OutputBuilder | BeamOutputBuilder | PoolingBuilder]
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to complete. `prompt` is its text, None if token ids were given."""
+    """One prompt to complete or to pool. `prompt` is its text, None if token ids were given."""
 
     prompt_token_ids: Sequence[int]
-    params: Params
+    params: Params | PoolingParams
     prompt: str | None = None
     priority: int = 0
     user: str = ""
@@ -77,7 +79,8 @@ class Session:
                 params = request.params
                 if isinstance(params, SamplingParams) and params.best_of is not None:
                     params = params.drawn()
-                width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+                width = 1 if isinstance(params, PoolingParams) else params.n
+                width = params.beam_width if isinstance(params, BeamSearchParams) else width
                 first, *forks = names = self.engine.new_ids(width)
                 order = {"priority": request.priority, "user": request.user}
                 self.engine.add(first, request.prompt_token_ids, params, forks=forks, **order)
@@ -90,7 +93,9 @@ class Session:
             self.branches |= branches
         return added
 
-    def _outputs(self, names: Sequence[str], prompt: Sequence[int], params: Params) -> Branches:
+    def _outputs(self, names: Sequence[str], prompt: Sequence[int], params: Params | PoolingParams) -> Branches:
+        if isinstance(params, PoolingParams):
+            return {names[0]: PoolingBuilder()}
         parts = self.tokenizer, prompt, self._eos
         if isinstance(params, BeamSearchParams):
             return {names[0]: BeamOutputBuilder(params, *parts)}
@@ -146,6 +151,11 @@ class Session:
                 branch.end(sequences)
                 searched += sum(len(one.token_ids) for one in sequences)
                 ended.append(name)
+        for name, data in result.pooled:
+            branch = branches.pop(name, None)
+            if isinstance(branch, PoolingBuilder):
+                branch.end(data)
+                ended.append(name)
         return SessionStep(result, tuple(deltas), tuple(ended), tuple(events), len(deltas) + searched)
 
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
@@ -158,9 +168,13 @@ class Session:
         return events
 
 
-def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str, Any]) -> RequestOutput:
-    """The output of a request that has ended."""
+def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str, Any]) -> Any:
+    """The output of a request that has ended: RequestOutput, or PoolingRequestOutput of a prompt that was pooled."""
     leader, *_ = several = list(branches.values())
+    if isinstance(leader, PoolingBuilder):
+        assert leader.data is not None, "it has ended"
+        ids = tuple(request.prompt_token_ids)
+        return PoolingRequestOutput(request_id, PoolingOutput(leader.data), ids, leader.num_cached or 0)
     return RequestOutput(
         request_id=request_id,
         prompt=request.prompt,
