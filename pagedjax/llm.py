@@ -229,7 +229,7 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
         """
-        outputs = self.encode(prompts, pooling_params, pooling_task="embed", use_tqdm=use_tqdm)
+        outputs = self._pooled(_several(prompts), pooling_params, "embed", use_tqdm)
         return [pooling.embedding(output) for output in outputs]
 
     def encode(
@@ -246,14 +246,7 @@ class LLM:
             pooling_task: "token_embed" gives an array [tokens, H], "embed" a pooled one [H]; None is the task of the
                 parameters, or else "token_embed". Rows have length 1 unless `normalize` is False.
         """
-        prompts = _several(prompts)
-        each = _each(pooling_params, len(prompts), PoolingParams)
-        own = self._loaded.pooling
-        params = [pooling.resolved(p, pooling_task or p.task or "token_embed", own) for p in each]
-        limit = self.engine.config.max_model_len
-        ids = [pooling.truncated(self._tokens(p), one, limit) for p, one in zip(prompts, params, strict=True)]
-        self.warn_if_not_made_for_embeddings()
-        return self._run(prompts, ids, params, use_tqdm, what="embedding")
+        return self._pooled(_several(prompts), pooling_params, pooling_task, use_tqdm)
 
     def score(
         self,
@@ -273,16 +266,24 @@ class LLM:
         ones, others = _several(text_1), _several(text_2)
         if len(ones) not in (1, len(others)):
             raise ValueError(f"text_1 has {len(ones)} texts and text_2 {len(others)}; give one, or one for each")
-        found = self.encode([*ones, *others], pooling_params, pooling_task="embed", use_tqdm=use_tqdm)
+        found = self._pooled([*ones, *others], pooling_params, "embed", use_tqdm)
         firsts, seconds = found[: len(ones)] * (len(others) // len(ones)), found[len(ones) :]
         pairs = zip(firsts, seconds, strict=True)
         return [pooling.similarity(str(i), one, other) for i, (one, other) in enumerate(pairs)]
+
+    def _pooled(self, prompts: list[Prompt], params: Any, task: PoolingTask | None, use_tqdm: bool) -> list[Any]:
+        each, own = _each(params, len(prompts), PoolingParams), self._loaded.pooling
+        each = [pooling.resolved(one, task or one.task or "token_embed", own) for one in each]
+        limit = self.engine.config.max_model_len
+        ids = [pooling.truncated(self._tokens(p), one, limit) for p, one in zip(prompts, each, strict=True)]
+        self.warn_if_not_made_for_embeddings()
+        return self._run(prompts, ids, each, use_tqdm, what="embedding")
 
     def warn_if_not_made_for_embeddings(self) -> None:
         """One warning, once, for a model whose hidden states were not trained to be embeddings."""
         if self._loaded.pooling is None and not self._warned:
             self._warned = True
-            warnings.warn(pooling.NOT_MADE, UserWarning, stacklevel=3)
+            warnings.warn(pooling.NOT_MADE, UserWarning, stacklevel=4)
 
     # ------------------------------------------------------------------------------------------------------------
 

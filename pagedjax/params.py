@@ -219,7 +219,7 @@ class BeamSearchParams:
 
 PoolingTask = Literal["embed", "token_embed"]
 PoolingType = Literal["LAST", "MEAN", "CLS"]
-NO_HEAD = "models here have no head for classes or rewards; leave it out"
+NO_HEAD = "models here have no head for classes or rewards"
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class PoolingParams:
         heads = {"softmax": softmax, "activation": activation, "step_tag_id": step_tag_id}
         for name, value in (heads | {"returned_token_ids": returned_token_ids}).items():
             if value is not None:
-                raise ValueError(f"{name} is {value!r:.80}, but {NO_HEAD}")
+                raise ValueError(f"{name} is {value!r:.80}, but {NO_HEAD}; leave it out")
         if self.task is not None and self.task not in get_args(PoolingTask):
             raise ValueError(f"task is {self.task!r:.80}; it must be 'embed' or 'token_embed': {NO_HEAD}")
         if self.pooling_type is not None and self.pooling_type not in get_args(PoolingType):
@@ -278,6 +278,9 @@ class PoolingParams:
     def kind(self) -> Literal["LAST", "MEAN", "CLS", "ALL"]:
         """The tokens whose states are wanted."""
         return "ALL" if self.task == "token_embed" else self.pooling_type or "LAST"
+
+    n = 1  # branches, as SamplingParams has them
+    max_tokens = 0
 
     @property
     def normalized(self) -> bool:

@@ -79,8 +79,7 @@ class Session:
                 params = request.params
                 if isinstance(params, SamplingParams) and params.best_of is not None:
                     params = params.drawn()
-                width = 1 if isinstance(params, PoolingParams) else params.n
-                width = params.beam_width if isinstance(params, BeamSearchParams) else width
+                width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
                 first, *forks = names = self.engine.new_ids(width)
                 order = {"priority": request.priority, "user": request.user}
                 self.engine.add(first, request.prompt_token_ids, params, forks=forks, **order)

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, get_args
 import numpy as np
 
 from pagedjax.host.types import FinishReason
-from pagedjax.params import PoolingParams, PoolingTask, PoolingType
+from pagedjax.params import NO_HEAD, PoolingParams, PoolingTask, PoolingType
 
 Output = TypeVar("Output")
 NOT_MADE = (
@@ -72,25 +72,22 @@ class PoolingBuilder:
         self.data, self.finish_reason = data, "length"
 
 
-def resolved(params: PoolingParams | None, task: PoolingTask | None, own: str | None) -> PoolingParams:
+def resolved(params: PoolingParams, task: PoolingTask, own: str | None) -> PoolingParams:
     """The parameters with nothing left open.
 
     Args:
-        task: of the method that was called; None is that of the parameters.
+        task: of the method that was called.
         own: how the model's files say that it pools.
 
     Raises:
-        ValueError: no parameters, another task than the method's, or a pooling of the model that is not supported.
+        ValueError: another task than the method's, or a pooling of the model that is not supported.
     """
-    if params is not None and not isinstance(params, PoolingParams):
-        raise ValueError(f"pooling_params is {params!r:.80}; it must be PoolingParams, or a list of them")
-    params = params or PoolingParams()
-    if task is not None and task not in get_args(PoolingTask):
-        raise ValueError(f"pooling_task is {task!r:.80}; it must be 'embed' or 'token_embed'")
-    if None not in (task, params.task) and task != params.task:
+    if task not in get_args(PoolingTask):
+        raise ValueError(f"pooling_task is {task!r:.80}; it must be 'embed' or 'token_embed': {NO_HEAD}")
+    if params.task not in (None, task):
         raise ValueError(f"task is {params.task!r}, but this method's is {task!r}; leave it out, or call encode")
-    params = replace(params, task=params.task or task or "embed")
-    if params.task == "token_embed" or params.pooling_type is not None:
+    params = replace(params, task=task)
+    if task == "token_embed" or params.pooling_type is not None:
         return params
     if own is not None and own not in get_args(PoolingType):
         raise ValueError(f"the model's files ask for {own!r}, which is not supported; give pooling_type to do without")
@@ -114,7 +111,7 @@ def similarity(
 ) -> ScoringRequestOutput:
     """The score of two prompts. Zeros are like nothing: their score is 0."""
     a, b = (output.outputs.data.astype(np.float64) for output in (one, other))
-    score = float(a @ b / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-24))
+    score = float(np.clip(a @ b / max(np.linalg.norm(a) * np.linalg.norm(b), 1e-24), -1, 1))
     ids = (*one.prompt_token_ids, *other.prompt_token_ids)
     cached = one.num_cached_tokens + other.num_cached_tokens
     return ScoringRequestOutput(request_id, ScoringOutput(score), ids, cached)

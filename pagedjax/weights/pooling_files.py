@@ -6,16 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-MODES = {
-    "lasttoken": "LAST",
-    "mean_tokens": "MEAN",
-    "cls_token": "CLS",
-}  # "pooling_mode_..." of a Pooling's config.json
+PREFIX = "pooling_mode_"  # of the keys in a Pooling's config.json that are true or false
+MODES = {"lasttoken": "LAST", "mean_tokens": "MEAN", "cls_token": "CLS"}
 FREE = ("Transformer", "Normalize")  # modules that need nothing of us: vectors are normalised by default
 
 
 def pooling_of(folder: Path) -> str | None:
-    """ "LAST", "MEAN" or "CLS"; the name of a step that is not supported; None if the folder has no such files.
+    """How the model in a folder pools: "LAST", "MEAN", "CLS", or the name of a step that is not supported; None if the
+    folder does not say so.
 
     Raises:
         ValueError: a file is damaged.
@@ -25,12 +23,14 @@ def pooling_of(folder: Path) -> str | None:
         return None
     found = None
     for module in _read(modules, list):
+        if not isinstance(module, dict):
+            raise ValueError(f"{modules} lists {module!r:.80}; it must list objects; fetch the model again")
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
             config = _read(folder / str(module.get("path", "")) / "config.json", dict)
-            names = [key.removeprefix("pooling_mode_") for key, value in config.items() if value is True]
-            names = [name for name in names if f"pooling_mode_{name}" in config]
-            found = MODES.get(names[0], names[0]) if len(names) == 1 else "+".join(names) or None
+            chosen = [key for key, value in config.items() if key.startswith(PREFIX) and value is True]
+            names = [key.removeprefix(PREFIX) for key in chosen]
+            found = MODES.get("+".join(names), "+".join(names) or "no mode")
         elif kind not in FREE:
             return kind
     return found
