@@ -270,7 +270,7 @@ class PoolingParams:
         for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least or value == 0):
-                few = " or -1 (max_model_len)" if least < 0 else ""
+                few = ", or -1 for the model's length" if least < 0 else ""
                 raise ValueError(f"{name} is {value!r:.80}; it must be None, an integer of at least 1{few}")
         self.row()  # it shares the other rules
 

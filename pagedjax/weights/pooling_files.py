@@ -42,5 +42,7 @@ def _read(path: Path, kind: type) -> Any:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); fetch the model again") from error
     if not isinstance(value, kind):
-        raise ValueError(f"{path} contains a JSON {type(value).__name__}; it must be a {kind.__name__}")
+        raise ValueError(
+            f"{path} contains a JSON {type(value).__name__}; it must be a {kind.__name__}; fetch the model again"
+        )
     return value
