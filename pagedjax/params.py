@@ -250,6 +250,8 @@ class PoolingParams:
     activation: InitVar[Any] = None
     step_tag_id: InitVar[Any] = None
     returned_token_ids: InitVar[Any] = None
+    n = 1  # no fields: what metrics and sessions ask of all parameters
+    max_tokens = 0
 
     def __post_init__(self, softmax: Any, activation: Any, step_tag_id: Any, returned_token_ids: Any) -> None:
         heads = {"softmax": softmax, "activation": activation, "step_tag_id": step_tag_id}
@@ -278,9 +280,6 @@ class PoolingParams:
     def kind(self) -> Literal["LAST", "MEAN", "CLS", "ALL"]:
         """The tokens whose states are wanted."""
         return "ALL" if self.task == "token_embed" else self.pooling_type or "LAST"
-
-    n = 1  # branches, as SamplingParams has them
-    max_tokens = 0
 
     @property
     def normalized(self) -> bool:

@@ -115,6 +115,9 @@ class LeaderEngine(Engine):
         user: str = "",
         tags: Sequence[str] = (),
     ) -> None:
+        if isinstance(params, PoolingParams) and params.kind != "LAST" and self.config.compilation != "lazy":
+            what = f"pooling of kind {params.kind!r} compiles a program at its first use, while several processes wait"
+            raise ValueError(f"{what}; use 'LAST', or compilation='lazy' with a timeout that is long enough")
         order: dict[str, Any] = {"forks": tuple(forks), "priority": index(priority), "user": user, "tags": tuple(tags)}
         prompt = [index(token) for token in prompt_token_ids]
         body = {"request_id": request_id, "prompt": prompt, "params": encoded_params(params), **order}

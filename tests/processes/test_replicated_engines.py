@@ -116,19 +116,33 @@ def test_without_a_fault_nothing_differs(pair):
     pair.released()
 
 
-def test_prompts_that_are_pooled_go_through_all_processes(pair):
-    pair.follow()
-    add(pair.leader, 2)
-    pair.leader.add("last", tokens(30, 8), PoolingParams())
-    pair.leader.add("mean", tokens(30, 9), PoolingParams(pooling_type="MEAN"))
+def test_prompts_that_are_pooled_go_through_all_processes(tiny, tmp_path):
     found: dict[str, Any] = {}
-    while pair.leader.has_work:
-        found |= dict(pair.leader.step().pooled)
-    pair.released()
+    with connected(timeout=300) as group:  # a step compiles in both
+        pair = Pair(tiny, group, tmp_path / "follower.jsonl", compilation="lazy")
+        pair.follow()
+        add(pair.leader, 2)
+        pair.leader.add("last", tokens(30, 8), PoolingParams())
+        pair.leader.add("mean", tokens(30, 9), PoolingParams(pooling_type="MEAN"))
+        while pair.leader.has_work:
+            found |= dict(pair.leader.step().pooled)
+        pair.released()
     for vector in (found["last"], found["mean"]):
         chex.assert_shape(vector, (64,))
     assert not pair.follower._state.pools
     assert pair.leader._state.scheduler == pair.follower._state.scheduler
+
+
+def test_several_processes_compile_for_a_pooled_prompt_only_if_they_may(pair):
+    """The others would count a long compilation as a step that does not end, and end."""
+    pair.leader.runtime = dataclasses.replace(
+        pair.leader.runtime, config=dataclasses.replace(pair.leader.config, compilation="eager")
+    )
+    with pytest.raises(
+        ValueError, match=r"'MEAN' compiles .* while several processes wait; use 'LAST', or compilation"
+    ):
+        pair.leader.add("mean", tokens(30, 9), PoolingParams(pooling_type="MEAN"))
+    assert not pair.leader.has_work
 
 
 def add(engine, count: int = 4) -> None:
