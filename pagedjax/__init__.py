@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from pagedjax.config import EngineConfig
     from pagedjax.engine.engine import Engine
     from pagedjax.llm import LLM
-    from pagedjax.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
     from pagedjax.text.outputs import CompletionOutput, RequestOutput
+    from pagedjax.text.pooling import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
     from pagedjax.weights.pretrained import from_params, load_model
 
 __version__ = "0.1.0"
@@ -23,19 +24,27 @@ _HOME = {
     "SamplingParams": "params",
     "BeamSearchParams": "params",
     "StructuredOutputsParams": "params",
+    "PoolingParams": "params",
     "EngineConfig": "config",
     "Engine": "engine.engine",
     "RequestOutput": "text.outputs",
     "CompletionOutput": "text.outputs",
+    "PoolingRequestOutput": "text.pooling",
+    "EmbeddingRequestOutput": "text.pooling",
+    "ScoringRequestOutput": "text.pooling",
 }
 __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "Engine",
     "EngineConfig",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "from_params",
     "load_model",

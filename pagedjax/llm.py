@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -20,10 +21,17 @@ from pagedjax.device import attention, linear
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, programs
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.params import BeamSearchParams, PoolingParams, PoolingTask, SamplingParams
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
 from pagedjax.session import GenerationRequest, Params, Session, output_of
+from pagedjax.text import pooling
 from pagedjax.text.outputs import BeamSearchOutput, OutputBuilder, RequestOutput, beam_search_output
+from pagedjax.text.pooling import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
 from pagedjax.text.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
 from pagedjax.vllm_names import prompts as vllm_prompts
 from pagedjax.vllm_names.engine_arguments import ARGUMENTS, EngineArguments, engine_arguments
@@ -102,6 +110,7 @@ class LLM:
         options = {"row_features": row_features, "draft_model": draft_model, "owns_params": owned, "progress": progress}
         self.engine = make_engine(model.model, engine_config, eos_token_ids=model.eos_token_ids, **options)
         self._loaded = replace(model, model=model.model._replace(params=None))  # the engine's may be replaced or sleep
+        self._warned = False
         if progress:
             tqdm.write(programs.summary(self.startup), file=sys.stderr)
         # one for all calls: a step serves all of them
@@ -218,7 +227,8 @@ class LLM:
         """
         texts, prompts = zip(*map(_text_and_prompt, _several(prompts)), strict=True)
         order = (0 if priority is None else priority), user
-        return self._run(texts, [self._tokens(p) for p in prompts], sampling_params, use_tqdm, *order)
+        ids = [self._tokens(p) for p in prompts]
+        return self._run(texts, ids, _each(sampling_params, len(ids)), use_tqdm, *order)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
@@ -243,7 +253,7 @@ class LLM:
         """Answer one conversation, or several: lists of {"role": ..., "content": ...}."""
         ids = [self.tokenizer.apply_chat_template(m) for m in _conversations(messages)]
         prompts = [self.tokenizer.decode(i, skip_special_tokens=False) for i in ids]
-        return self._run(prompts, ids, sampling_params, use_tqdm)
+        return self._run(prompts, ids, _each(sampling_params, len(ids)), use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yields the text of one completion as it becomes final. Closing the iterator frees the request's blocks."""
@@ -269,6 +279,81 @@ class LLM:
         finally:
             self.session.abandon(branches)
 
+    # hidden states (docs/design/embeddings.md) ------------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt: its pooled hidden states, of length 1 unless `normalize` is False.
+
+        Args:
+            prompts: as in `generate`.
+            pooling_params: one for all, or one for each; None is `PoolingParams()`.
+
+        Raises:
+            ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
+        """
+        outputs = self._pooled(_several(prompts), pooling_params, "embed", use_tqdm)
+        return [pooling.embedding(output) for output in outputs]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Hidden states after the last norm as arrays; arguments and errors are those of `embed`.
+
+        Args:
+            pooling_task: "token_embed" gives an array [tokens, H], "embed" a pooled one [H]; None is the task of the
+                parameters, or else "token_embed". Rows have length 1 unless `normalize` is False.
+        """
+        return self._pooled(_several(prompts), pooling_params, pooling_task, use_tqdm)
+
+    def score(
+        self,
+        text_1: Prompt | Sequence[Prompt],
+        text_2: Prompt | Sequence[Prompt],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """The cosine similarity of the embeddings of two texts, for each pair.
+
+        Args:
+            text_1: one text for all of `text_2`, or one for each.
+            pooling_params: as in `embed`, one for all.
+        """
+        ones, others = _several(text_1), _several(text_2)
+        if len(ones) not in (1, len(others)):
+            raise ValueError(f"text_1 has {len(ones)} texts and text_2 {len(others)}; give one, or one for each")
+        found = self._pooled([*ones, *others], pooling_params, "embed", use_tqdm)
+        firsts, seconds = found[: len(ones)] * (len(others) // len(ones)), found[len(ones) :]
+        pairs = zip(firsts, seconds, strict=True)
+        return [pooling.similarity(str(i), one, other) for i, (one, other) in enumerate(pairs)]
+
+    def _pooled(self, prompts: list[Prompt], params: Any, task: PoolingTask | None, use_tqdm: bool) -> list[Any]:
+        each, own = _each(params, len(prompts), PoolingParams), self._loaded.pooling
+        each = [pooling.resolved(one, task or one.task or "token_embed", own) for one in each]
+        limit = self.engine.config.max_model_len
+        texts, plain = zip(*map(_text_and_prompt, prompts), strict=True)
+        ids = [pooling.truncated(self._tokens(p), one, limit) for p, one in zip(plain, each, strict=True)]
+        self.warn_if_not_made_for_embeddings()
+        return self._run(texts, ids, each, use_tqdm, what="embedding")
+
+    def warn_if_not_made_for_embeddings(self) -> None:
+        """One warning, once, for a model whose hidden states were not trained to be embeddings."""
+        if self._loaded.pooling is None and not self._warned:
+            self._warned = True
+            warnings.warn(pooling.NOT_MADE, UserWarning, stacklevel=4)
+
     # ------------------------------------------------------------------------------------------------------------
 
     def _kept(self, ids: list[int], params: Params) -> Sequence[int]:
@@ -283,11 +368,12 @@ class LLM:
         return ids
 
     def _run(
-        self, texts: Sequence[str | None], ids, sampling_params, use_tqdm: bool, priority: Any = 0, user: Any = ""
-    ) -> list[RequestOutput]:
+        self, texts, ids, params, use_tqdm: bool, priority: Any = 0, user: Any = "", what: str = "generating"
+    ) -> list[Any]:
+        """The outputs of prompts, whose tokens are `ids`, with parameters of generation or pooling for each."""
         columns = (
             texts,
-            _each(sampling_params, len(ids)),
+            params,
             _one_each("priority", priority, int, len(ids)),
             _one_each("user", user, str, len(ids)),
         )
@@ -299,7 +385,7 @@ class LLM:
         branches = {name: branch for one in outputs for name, branch in one.items()}
         unfinished = set(branches)
         try:
-            with tqdm(total=len(branches), desc="generating", unit="seq", disable=not use_tqdm, leave=False) as bar:
+            with tqdm(total=len(branches), desc=what, unit="seq", disable=not use_tqdm, leave=False) as bar:
                 tokens, started = 0, time.perf_counter()
                 while unfinished:
                     step = self.session.step()
@@ -350,17 +436,19 @@ def _conversations(messages: Any) -> list[Any]:
     return several
 
 
-def _each(params: Params | Sequence[Params] | None, count: int) -> list[Any]:
-    if params is None or isinstance(params, Params):
-        return [params or SamplingParams()] * count
+def _each(params: Any, count: int, kind: Any = Params) -> list[Any]:
+    """Parameters of a kind for each of `count` prompts; None is the default of the kind."""
+    pools = kind is PoolingParams
+    default, name = (PoolingParams, "pooling_params") if pools else (SamplingParams, "sampling_params")
+    if params is None or isinstance(params, kind):
+        return [params or default()] * count
     each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
     for one in each:
-        if not isinstance(one, Params):
-            raise ValueError(
-                f"sampling_params is {one!r:.80}; it must be SamplingParams or BeamSearchParams, or a list of them"
-            )
+        if not isinstance(one, kind):
+            known = "PoolingParams" if pools else "SamplingParams or BeamSearchParams"
+            raise ValueError(f"{name} is {one!r:.80}; it must be {known}, or a list of them")
     if len(each) != count:
-        raise ValueError(f"{len(each)} SamplingParams for {count} prompts; give one for all, or one for each")
+        raise ValueError(f"{len(each)} {default.__name__} for {count} prompts; give one for all, or one for each")
     return each
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import cache
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from pagedjax.vllm_names.request_arguments import BEAM_SEARCH, SAMPLING, STRUCTURED_OUTPUTS, told
 
@@ -336,5 +336,85 @@ class BeamSearchParams:
             skip_special_tokens=self.skip_special_tokens,
             detokenize=self.detokenize,
             enable_prefix_caching=self.enable_prefix_caching,
+            cache_salt=self.cache_salt,
+        )
+
+
+PoolingTask = Literal["embed", "token_embed"]
+PoolingType = Literal["LAST", "MEAN", "CLS"]
+NO_HEAD = "models here have no head for classes or rewards"
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """What becomes of the hidden states of a prompt, after the last norm. Nothing is sampled. Names are vLLM's.
+
+    Attributes:
+        task: "embed" gives one vector for a prompt, "token_embed" one for each token; None is what the method does.
+        pooling_type: of "embed": the state of the last token ("LAST"), the mean of all ("MEAN") or that of the first
+            ("CLS"); None is the model's own, if its files name one, else "LAST". In vLLM it belongs to the engine.
+        normalize: divide each vector by its length; None is True. `use_activation` is its newer name.
+        dimensions: keep so many numbers of each vector, the first ones, before it is normalised; None is all.
+        truncate_prompt_tokens: keep so many tokens of a longer prompt, the last ones; -1 is `max_model_len`.
+
+    Raises:
+        ValueError: a value out of its range, or one that needs another kind of model.
+    """
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    task: PoolingTask | None = None
+    pooling_type: PoolingType | None = None
+    truncate_prompt_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    cache_salt: str | None = None
+    softmax: InitVar[Any] = None
+    activation: InitVar[Any] = None
+    step_tag_id: InitVar[Any] = None
+    returned_token_ids: InitVar[Any] = None
+    n = 1  # no fields: what metrics and sessions ask of all parameters
+    max_tokens = 0
+
+    def __post_init__(self, softmax: Any, activation: Any, step_tag_id: Any, returned_token_ids: Any) -> None:
+        heads = {"softmax": softmax, "activation": activation, "step_tag_id": step_tag_id}
+        for name, value in (heads | {"returned_token_ids": returned_token_ids}).items():
+            if value is not None:
+                raise ValueError(f"{name} is {value!r:.80}, but {NO_HEAD}; leave it out")
+        if self.task is not None and self.task not in get_args(PoolingTask):
+            raise ValueError(f"task is {self.task!r:.80}; it must be 'embed' or 'token_embed': {NO_HEAD}")
+        if self.pooling_type is not None and self.pooling_type not in get_args(PoolingType):
+            raise ValueError(f"pooling_type is {self.pooling_type!r:.80}; it must be 'LAST', 'MEAN' or 'CLS'")
+        for name in ("normalize", "use_activation"):
+            if not (getattr(self, name) is None or isinstance(getattr(self, name), bool)):
+                raise ValueError(f"{name} is {getattr(self, name)!r:.80}; it must be None, True or False")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching is {self.enable_prefix_caching!r:.80}; it must be True or False")
+        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
+            raise ValueError("normalize and use_activation mean the same, and they differ; give one of them")
+        for name, least in (("dimensions", 1), ("truncate_prompt_tokens", -1)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least or value == 0):
+                few = ", or -1 for the model's length" if least < 0 else ""
+                raise ValueError(f"{name} is {value!r:.80}; it must be None, an integer of at least 1{few}")
+        self.row()  # it shares the other rules
+
+    @property
+    def kind(self) -> Literal["LAST", "MEAN", "CLS", "ALL"]:
+        """The tokens whose states are wanted."""
+        return "ALL" if self.task == "token_embed" else self.pooling_type or "LAST"
+
+    @property
+    def normalized(self) -> bool:
+        return (True if self.use_activation is None else self.use_activation) and self.normalize is not False
+
+    def row(self) -> SamplingParams:
+        """How its row goes through a step. A token that is found in the cache has no hidden state: only the last token,
+        which is always computed, can do without the others."""
+        return SamplingParams(
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            enable_prefix_caching=self.enable_prefix_caching and self.kind == "LAST",
             cache_salt=self.cache_salt,
         )

@@ -10,26 +10,28 @@ from typing import Any, NamedTuple
 from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
 from pagedjax.host.types import Admitted, Event, Finished, FinishReason, Sampled, StepResult
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.grammars import Grammars
 from pagedjax.structured.matcher import Grammar
 from pagedjax.text.outputs import BeamOutputBuilder, CompletionOutput, OutputBuilder, RequestOutput
+from pagedjax.text.pooling import PoolingBuilder, PoolingOutput, PoolingRequestOutput
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 
 Params = SamplingParams | BeamSearchParams
-Branches = dict[str, OutputBuilder | BeamOutputBuilder]  # of a request, by sequence id; of a beam search, the first id
+# Of a request, by sequence id; of a beam search, the first id.
+Branches = dict[str, OutputBuilder | BeamOutputBuilder | PoolingBuilder]
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to complete.
+    """One prompt to complete or to pool.
 
     prompt: its text, None if token ids were given.
     grammar: of `params.structured_outputs`; None: `Session.add` compiles it.
     """
 
     prompt_token_ids: Sequence[int]
-    params: Params
+    params: Params | PoolingParams
     prompt: str | None = None
     priority: int = 0
     user: str = ""
@@ -115,7 +117,9 @@ class Session:
         form = request.params.structured_outputs if isinstance(request.params, SamplingParams) else None
         return request.grammar or (self.grammars.compiled(form) if form else None)
 
-    def _outputs(self, names: Sequence[str], prompt: Sequence[int], params: Params) -> Branches:
+    def _outputs(self, names: Sequence[str], prompt: Sequence[int], params: Params | PoolingParams) -> Branches:
+        if isinstance(params, PoolingParams):
+            return {names[0]: PoolingBuilder()}
         parts = self.tokenizer, prompt, self._eos
         if isinstance(params, BeamSearchParams):
             return {names[0]: BeamOutputBuilder(params, *parts)}
@@ -171,6 +175,11 @@ class Session:
                 branch.end(sequences)
                 searched += sum(len(one.token_ids) for one in sequences)
                 ended.append(name)
+        for name, data in result.pooled:
+            branch = branches.pop(name, None)
+            if isinstance(branch, PoolingBuilder):
+                branch.end(data)
+                ended.append(name)
         return SessionStep(result, tuple(deltas), tuple(ended), tuple(events), len(deltas) + searched)
 
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
@@ -190,9 +199,13 @@ def spellings(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ..
     return tuple(dict.fromkeys(ids for ids in found if ids))
 
 
-def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str, Any]) -> RequestOutput:
-    """The output of a request that has ended."""
+def output_of(request_id: str, request: GenerationRequest, branches: Mapping[str, Any]) -> Any:
+    """The output of a request that has ended: RequestOutput, or PoolingRequestOutput of a prompt that was pooled."""
     leader, *_ = several = list(branches.values())
+    if isinstance(leader, PoolingBuilder):
+        assert leader.data is not None, "it has ended"
+        ids = tuple(request.prompt_token_ids)
+        return PoolingRequestOutput(request_id, PoolingOutput(leader.data), ids, leader.num_cached or 0)
     return RequestOutput(
         request_id=request_id,
         prompt=request.prompt,

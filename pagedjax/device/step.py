@@ -47,6 +47,8 @@ class StepOutput(NamedTuple):
     sampled: SampledTokens
     prompt: PromptLogprobs
     fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
+    hidden: jax.Array | None = None  # [R, H] after the final norm, of the token that each sample follows
+    states: jax.Array | None = None  # [T, H] after the final norm, of all tokens, if the step was made to give them
 
 
 class DraftOutput(NamedTuple):
@@ -87,6 +89,8 @@ def make_step(
     tile: int | None = None,
     chain: RowChain = DEFAULT,
     bound: BoundDraftModel | None = None,
+    *,
+    states: bool = False,
 ) -> Step:
     """step(leaves, cache, batch) -> (cache, StepOutput), jitted; the cache is donated and updated in place.
 
@@ -94,6 +98,8 @@ def make_step(
         model: its parameters are not kept; every call takes a model's `leaves`, and behind them those of the drafter.
         tile, chain: see `sample`.
         bound: a drafter on the device, which observes the step's tokens.
+        states: return the hidden states of all tokens. Samples are computed as without them, so that they have the
+            same bits.
 
     Raises:
         ValueError: arrays of a batch do not fit together, when the step is traced.
@@ -133,7 +139,7 @@ def make_step(
         hidden, prompt = jax.lax.cond(jnp.any(batch.targets >= 0), every, samples) if fewer else every()
         sampled = by_rows(sampled_rows, model.logits(hidden, batch.used_samples), rows)
         fed = None if feed is None else jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
-        return cache, StepOutput(sampled, prompt, fed)
+        return cache, StepOutput(sampled, prompt, fed, hidden, finish(None) if states else None)
 
     return jax.jit(_mapped(step, model, bound), donate_argnums=1)
 

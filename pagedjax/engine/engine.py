@@ -26,7 +26,7 @@ from pagedjax.engine.step import ScheduledStep, schedule, step
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Recorder
 from pagedjax.host.types import Event, FinishReason, StepResult
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar
 
 
@@ -108,7 +108,7 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         forks: Sequence[str] = (),
         priority: int = 0,
@@ -117,6 +117,8 @@ class Engine:
         grammar: Grammar | None = None,
     ) -> None:
         """Queue a request. `priority` and `user` matter to the policies of those names, see host/policies.py.
+
+        The hidden states of a prompt with PoolingParams come in a `StepResult` under `request_id`.
 
         Args:
             forks: ids of further branches. All share the prompt's blocks; branch i draws with the request's seed + i,

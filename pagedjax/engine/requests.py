@@ -22,7 +22,7 @@ from pagedjax.host import beams, scheduler
 from pagedjax.host.drafts import Sample, accepted
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Beamed, Event, Finished, Plan, Request, Running, Sampled
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar, Matcher
 
 
@@ -102,7 +102,7 @@ def prepare(
     state: SchedulerState,
     names: Sequence[str],
     prompt_token_ids: Sequence[int],
-    params: SamplingParams | BeamSearchParams,
+    params: SamplingParams | BeamSearchParams | PoolingParams,
     *,
     eos_token_ids: Sequence[int],
     vocab_size: int,
@@ -129,6 +129,9 @@ def prepare(
             candidates than MAX_TOP, or structured outputs without a grammar.
     """
     prompt = _checked(names[0], prompt_token_ids, vocab_size)
+    pools = isinstance(params, PoolingParams)
+    if isinstance(params, PoolingParams):
+        params = params.row()
     stops = tuple(dict.fromkeys((*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)))
     searches = isinstance(params, BeamSearchParams)
     row = _beam_row(names, params, len(stops), vocab_size) if isinstance(params, BeamSearchParams) else params
@@ -145,7 +148,7 @@ def prepare(
     request = Request(
         request_id=names[0],
         prompt_len=len(prompt),
-        max_tokens=row.max_tokens,
+        max_tokens=0 if pools else row.max_tokens,
         min_tokens=row.min_tokens,
         stop_token_ids=frozenset() if searches else frozenset(stops),  # beams are stopped by their search
         priority=priority,

@@ -33,7 +33,7 @@ def advance_searches(
         if not set(search.names).isdisjoint(plan.preempted):  # its beams will offer again what they offered
             after[group] = search._replace(offers=())
     rows = [i for i, seq in enumerate(plan.seqs) if seq.request.beams] if searches else []
-    host, first = jax.device_get(output.sampled) if rows else None, _first_samples(plan)
+    host, first = jax.device_get(output.sampled) if rows else None, first_samples(plan)
     for i in rows:
         group = plan.seqs[i].group
         if group is None or plan.starts[i] + plan.counts[i] < plan.lengths[i]:
@@ -76,7 +76,7 @@ def logprobs(
                 found.append(TokenLogprobs(name, True, j + 1, token, *_pick(host, at, top)))
     if any(data.params.logprobs is not None for _, _, data in wanted):
         host = jax.device_get(output.sampled)
-        first = _first_samples(plan) if plan.drafts else rows
+        first = first_samples(plan) if plan.drafts else rows
         for i, name, data in wanted:
             top, tokens = data.params.logprobs, sampled[i]
             if top is not None and plan.starts[i] + plan.counts[i] >= plan.lengths[i]:
@@ -86,7 +86,7 @@ def logprobs(
     return tuple(found)
 
 
-def _first_samples(plan: Plan) -> Sequence[int]:
+def first_samples(plan: Plan) -> Sequence[int]:
     """Of each row, the place of its first sample in the step's samples: a row with k drafts has k + 1 of them."""
     return np.cumsum([0, *(k + 1 for k in plan.drafts)]).tolist() if plan.drafts else range(len(plan.seqs))
 

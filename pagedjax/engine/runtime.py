@@ -57,6 +57,8 @@ class Runtime:
     options: the sampling options, in their order.
     blanks: by their number, the arrays of samples that use no option, on the device.
     programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
+    with_states: by the shape of a step, its program that also returns the hidden states of all tokens. It is compiled
+        when a step first needs it.
     drafter: None without speculation.
     draft_model: None unless the drafter is a model.
     undrafted: by the number of samples, the `Drafted` of a step without drafts; none unless the rule is "rejection".
@@ -75,6 +77,7 @@ class Runtime:
     options: RowChain
     blanks: Mapping[int, SamplingBatch]
     programs: Mapping[StepShape | DraftShape, Any]
+    with_states: Mapping[StepShape | DraftShape, Any]
     copy: Any
     swap: SwapPrograms | None
     memory: memory.MemoryReport
@@ -188,6 +191,9 @@ def build(
         options=options,
         blanks=inputs.sampling,
         programs=steps,
+        with_states=programs.LazyPrograms(
+            _compiler(model, draft_model, resolved, sizes, options, inputs, leaves, states=True), resolved
+        ),
         copy=copy,
         swap=swap,
         memory=report,
@@ -240,13 +246,15 @@ def _compiler(
     options: RowChain,
     inputs: BlankInputs,
     leaves: Sequence[Any],
+    *,
+    states: bool = False,
 ) -> Callable[[StepShape | DraftShape, Resolved], Any]:
     """(shape of a program, configuration with the number of blocks) -> the compiled program."""
     attend, bound = attention.attend(c.attention_impl, model.config.attn_scale), None
     if draft_model:
         bound = BoundDraftModel(draft_model, attention.attend(c.attention_impl, draft_model.layers.attn_scale))
     common = c.seed, device_tile(), options
-    step = make_step(model, attend, *common, bound)
+    step = make_step(model, attend, *common, bound, states=states)
     draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
 
     def compile_one(shape: StepShape | DraftShape, c: Resolved) -> Any:

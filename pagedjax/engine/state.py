@@ -23,12 +23,13 @@ from pagedjax.device.host_swap import HostCache, host_cache
 from pagedjax.engine import drafting
 from pagedjax.engine.drafting import Drafting
 from pagedjax.engine.lookahead import Lookahead
+from pagedjax.engine.pooling import Pool, start
 from pagedjax.engine.requests import Sequences, apply_events, prepare
 from pagedjax.engine.runtime import Runtime
 from pagedjax.host import beams, scheduler
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, Finished, FinishReason, StepResult
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar
 
 LogEntry = tuple[str, tuple[Any, ...]]  # a method of `host.event_log.Lines` and its arguments
@@ -44,6 +45,7 @@ class EngineState(NamedTuple):
     host_cache: the swap space, in host memory; None without swapping.
     result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call returns it.
     log: transitions that no recorder has written yet.
+    pools: what is known of prompts that are pooled, by sequence id.
     """
 
     scheduler: SchedulerState
@@ -55,6 +57,7 @@ class EngineState(NamedTuple):
     drafting: Drafting | None
     result: StepResult | None = None
     log: tuple[LogEntry, ...] = ()
+    pools: Map[str, Pool] = Map()
 
     @property
     def has_work(self) -> bool:
@@ -81,7 +84,7 @@ def submit(
     state: EngineState,
     names: Sequence[str],
     prompt_token_ids: Sequence[int],
-    params: SamplingParams | BeamSearchParams,
+    params: SamplingParams | BeamSearchParams | PoolingParams,
     *,
     priority: int = 0,
     user: str = "",
@@ -97,7 +100,9 @@ def submit(
     Raises:
         ValueError: the request can never run (see `scheduler.submit` and `prepare`).
     """
-    before = state.scheduler
+    before, pools = state.scheduler, state.pools
+    if isinstance(params, PoolingParams):
+        pools = pools.set(names[0], start(params, runtime.model.config.hidden))
     prepared = prepare(
         before,
         names,
@@ -119,6 +124,7 @@ def submit(
         scheduler=after,
         sequences=state.sequences.update(prepared.sequences),
         searches=searches,
+        pools=pools,
         log=(*state.log, ("submit", (prepared.request, prompt_token_ids))),
     )
 
@@ -154,7 +160,10 @@ def with_events(state: EngineState, events: Sequence[Event], before: SchedulerSt
         if state.drafting:
             drafting.ended(state.drafting, ended, sequences)
         sequences = apply_events(sequences, tuple(ended.values()), before.running)
-    return state._replace(sequences=sequences, searches=searches)
+    pools = state.pools
+    for name in ended.keys() & pools.keys() if pools else ():
+        pools = pools.delete(name)
+    return state._replace(sequences=sequences, searches=searches, pools=pools)
 
 
 def forget(state: EngineState) -> EngineState:

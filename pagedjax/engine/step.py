@@ -12,7 +12,7 @@ import numpy as np
 
 from pagedjax.device.batch import Batch, Drafted, Feed, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
-from pagedjax.engine import compilations, drafting, lookahead, requests, results, token_masks
+from pagedjax.engine import compilations, drafting, lookahead, pooling, requests, results, token_masks
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
 from pagedjax.engine.requests import Sequences
@@ -94,8 +94,10 @@ def step(
     after, events = scheduler.commit(before, plan, sampled, hashes, choices)
     wanted = any([sequences[seq.request.request_id].wants_logprobs for seq in plan.seqs])
     logprobs = results.logprobs(plan, sequences, sent, rows, sampled) if wanted else ()
+    pools, pooled = pooling.advance(plan, state.pools, sent, rows) if state.pools else (state.pools, ())
     log = ("schedule", (plan, started, offered)), ("commit", (sampled, hashes, choices, events))
-    state = state._replace(scheduler=after, searches=searches, ahead=ahead, cache=cache, log=(*state.log, *log))
+    log = (*state.log, *log)
+    state = state._replace(scheduler=after, searches=searches, pools=pools, ahead=ahead, cache=cache, log=log)
     state = with_events(state, events, before, runtime.spare)
     for search in ended:
         state, cancelled = cancel(state, search.request_id, search.sequences[0].reason)
@@ -118,6 +120,7 @@ def step(
         compilations=compilations.compilations() - compiled,
         logprobs=logprobs,
         beams=ended,
+        pooled=pooled,
     )
     return state._replace(drafting=learned and drafting.learned(learned, result)), result
 
@@ -142,7 +145,8 @@ def send(
         rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
     batch = packed(runtime, state.sequences, plan, previous, unknown, probs)
     sent_at = time.perf_counter()
-    program = runtime.programs[StepShape(len(batch.tokens), len(batch.last))]
+    states = bool(state.pools) and pooling.wants_states(plan, state.pools)
+    program = (runtime.with_states if states else runtime.programs)[StepShape(len(batch.tokens), len(batch.last))]
     cache, output = program(runtime.leaves, cache, batch)
     return cache, SentStep(plan, output, sent_at, seconds, rows)
 

@@ -17,17 +17,19 @@ def final_length(request: Request, config: SchedulerConfig) -> int:
 
 
 def check(state: SchedulerState, request: Request) -> None:
-    """Raises Rejected for an empty prompt, no output, an id in use, or a request beyond a limit of the scheduler."""
+    """Raises Rejected for an empty prompt, an id in use, or a request beyond a limit of the scheduler."""
     c, r = state.config, request
     if r.prompt_len < 1:
         raise Rejected(f"request {r.request_id!r} has an empty prompt; give it at least one token")
-    if r.max_tokens < 1:
-        raise Rejected(f"request {r.request_id!r} has max_tokens {r.max_tokens}; it must be at least 1")
-    if r.prompt_len >= c.max_model_len:
+    if r.max_tokens < 0 or (r.max_tokens == 0 and r.forks):
+        wrong = f"max_tokens {r.max_tokens}" + (" and branches" if r.forks else "")
+        raise Rejected(f"request {r.request_id!r} has {wrong}; it must be at least 1, or 0 to sample nothing")
+    room = c.max_model_len - min(r.max_tokens, 1)
+    if r.prompt_len > room:
+        output = " and one token must be left for output" if r.max_tokens else ""
         raise Rejected(
-            f"request {r.request_id!r} has a prompt of {r.prompt_len} tokens, but max_model_len is {c.max_model_len} "
-            f"and one token must be left for output; shorten the prompt to {c.max_model_len - 1} tokens or raise "
-            "max_model_len"
+            f"request {r.request_id!r} has a prompt of {r.prompt_len} tokens, but max_model_len is {c.max_model_len}"
+            f"{output}; shorten the prompt to {room} tokens or raise max_model_len"
         )
     limit, names = final_length(r, c), (r.request_id, *r.forks)
     beams = len(names) if r.beams else 1  # the beams of a request must fit together even if they share no block

@@ -50,5 +50,5 @@ def largest(config: SchedulerConfig) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
+    """The smallest power of two that is at least n; of 0 it is 1."""
+    return 1 << max(n - 1, 0).bit_length()

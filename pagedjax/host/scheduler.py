@@ -22,6 +22,7 @@ one or more tokens. The rules:
 7. A victim returns to the front of the queue: with its content in host blocks if they suffice (swapping), else with
    nothing computed (recomputation). It is admitted again like any other sequence.
 8. Drafts of decodes take what is left of the budget and of the free blocks (speculative decoding).
+9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden states).
 
 The rules are in these files: preemption.py (5, 7), admission.py (3), prefix_sharing.py (finding blocks), branches.py
 (4, 6), drafts.py (8), request_limits.py (`submit`), state.py (the state and its invariants). step_kinds.py and
@@ -251,6 +252,10 @@ def commit(
     ended: dict[int, FinishReason] = {
         i: reason for i in maybe if samples[i] and (reason := seqs[i].finish_reason(lengths[i], tokens[i]))
     }
+    if silent := {i for i in ended if not seqs[i].request.max_tokens}:
+        samples = [one and i not in silent for i, one in enumerate(samples)]
+        lengths = tuple([length - (i in silent) for i, length in enumerate(lengths)])
+        ended |= dict.fromkeys(silent, "length")
 
     pool, seqs = prefix_sharing.publish(state.pool, seqs, counts, computed, hashes, size)
     drafted = [i for i, k in enumerate(drafts) if k]

@@ -16,7 +16,7 @@ Glossary, used in signatures and comments everywhere:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pagedjax.config import Reservation
 
@@ -51,7 +51,7 @@ class Request(NamedTuple):
 
     request_id: str
     prompt_len: int
-    max_tokens: int
+    max_tokens: int  # 0: it samples nothing, and ends when its prompt is computed
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
@@ -294,6 +294,7 @@ class StepResult(NamedTuple):
     compilations: int  # XLA compilations during this step; 0 after warm-up
     logprobs: tuple[TokenLogprobs, ...] = ()  # those that requests asked for
     beams: tuple[BeamResult, ...] = ()  # searches that ended
+    pooled: tuple[tuple[str, Any], ...] = ()  # (request id, its float32 array) of prompts that were pooled
     draft_seconds: float = 0.0  # of a drafter's program on the device, part of device_seconds
     draft_rows: int = 0  # its rows with drafts, as a bucket
 

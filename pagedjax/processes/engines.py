@@ -31,7 +31,7 @@ from pagedjax.engine.engine import Engine
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule
 from pagedjax.host.types import Event, FinishReason, StepResult
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.processes.connection import Message, text_of
 from pagedjax.processes.digest import Digest
 from pagedjax.processes.group import Follower, Leader, ProcessFailed
@@ -109,7 +109,7 @@ class LeaderEngine(Engine):
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | PoolingParams,
         *,
         forks: Sequence[str] = (),
         priority: int = 0,
@@ -120,6 +120,9 @@ class LeaderEngine(Engine):
         if grammar is not None:
             what = "structured_outputs run in one process, and this engine has several"
             raise ValueError(f"request {request_id!r}: {what}; leave them out, or start one process")
+        if isinstance(params, PoolingParams) and params.kind != "LAST" and self.config.compilation != "lazy":
+            what = f"pooling of kind {params.kind!r} compiles a program at its first use, while several processes wait"
+            raise ValueError(f"{what}; use 'LAST', or compilation='lazy' with a timeout that is long enough")
         order: dict[str, Any] = {"forks": tuple(forks), "priority": index(priority), "user": user, "tags": tuple(tags)}
         prompt = [index(token) for token in prompt_token_ids]
         body = {"request_id": request_id, "prompt": prompt, "params": encoded_params(params), **order}
@@ -327,16 +330,17 @@ def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def encoded_params(params: SamplingParams | BeamSearchParams) -> Message:
+def encoded_params(params: SamplingParams | BeamSearchParams | PoolingParams) -> Message:
     """Parameters of a request as JSON: the fields that are not at their defaults."""
     found = {}
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
         if value != field.default:
             found[field.name] = dict(value) if isinstance(value, Mapping) else value
-    return {"beams": isinstance(params, BeamSearchParams), "fields": found}
+    return {"kind": type(params).__name__, "fields": found}
 
 
-def decoded_params(message: Message) -> SamplingParams | BeamSearchParams:
+def decoded_params(message: Message) -> SamplingParams | BeamSearchParams | PoolingParams:
     """The inverse of `encoded_params`."""
-    return (BeamSearchParams if message["beams"] else SamplingParams)(**message["fields"])
+    kinds = {kind.__name__: kind for kind in (SamplingParams, BeamSearchParams, PoolingParams)}
+    return kinds[message["kind"]](**message["fields"])

@@ -14,15 +14,22 @@ from starlette.concurrency import run_in_threadpool
 
 from pagedjax import __version__, viewer
 from pagedjax.llm import LLM
-from pagedjax.params import BeamSearchParams
-from pagedjax.server import responses, schema, vllmini
+from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.server import embeddings, responses, schema, vllmini
 from pagedjax.server.errors import ApiError, add_errors, in_thread, submit
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
 from pagedjax.server.responses import JSON, Style
-from pagedjax.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, GenerationBody, TokenizeRequest
+from pagedjax.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    GenerationBody,
+    TokenizeRequest,
+)
 from pagedjax.server.streaming import CLIENT_LEFT, EventStream, events, unless_client_leaves
-from pagedjax.server.worker import Observer, Worker
+from pagedjax.server.worker import Observer, Submission, Worker
 from pagedjax.session import GenerationRequest
 from pagedjax.vllm_names.prompts import kept
 
@@ -112,6 +119,16 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
         _check_model(body.model, options)
         requests, style = await in_thread(_chat_requests, llm, body, options)
         return await _answer(worker, request, body, requests, style)
+
+    @app.post("/v1/embeddings")
+    async def embed(body: EmbeddingRequest, request: Request) -> Response:
+        """The pooled hidden states of an input, or of several."""
+        _check_model(body.model, options)
+        requests = await in_thread(_embedding_requests, llm, body, options)
+        outputs = await _completed(worker, request, await submit(worker, requests, deltas=False, field="input"))
+        if outputs is None:
+            return Response(status_code=CLIENT_LEFT)
+        return await run_in_threadpool(embeddings.answer, options.name, body.encoding_format == "base64", outputs)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -225,6 +242,11 @@ def _kept(llm: LLM, ids: Any, body: GenerationBody) -> Any:
     return kept(ids, body.truncate_prompt_tokens, llm.engine.config.max_model_len)
 
 
+def _embedding_requests(llm: LLM, body: EmbeddingRequest, options: Options) -> list[GenerationRequest]:
+    order = _priority(body, options), (body.user or "") if options.allow_user else ""
+    return embeddings.requests(llm, body, *order)
+
+
 def _request(
     llm: LLM, ids: Any, text: str | None, params: Any, body: GenerationBody, options: Options
 ) -> GenerationRequest:
@@ -239,7 +261,7 @@ def _request(
     return GenerationRequest(ids, params, text, _priority(body, options), user)
 
 
-def _priority(body: GenerationBody, options: Options) -> int:
+def _priority(body: GenerationBody | EmbeddingRequest, options: Options) -> int:
     """Raises ValueError for a priority that the operator does not allow."""
     value, low, high = body.priority or 0, options.min_priority, options.max_priority
     if low <= value <= high:
@@ -298,17 +320,23 @@ async def _answer(
     submission = await submit(worker, requests, deltas=bool(body.stream))
     if body.stream:
         return EventStream(events(submission, body, style), lambda: worker.cancel(submission))
-    try:
-        outputs = await unless_client_leaves(request, submission.completed())
-    finally:
-        worker.cancel(submission)
+    outputs = await _completed(worker, request, submission)
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)
     return JSONResponse(responses.answer(style, outputs))
 
 
+async def _completed(worker: Worker, request: Request, submission: Submission) -> list[Any] | None:
+    """The outputs of a submission; None if the client leaves before."""
+    try:
+        return await unless_client_leaves(request, submission.completed())
+    finally:
+        worker.cancel(submission)
+
+
 def _selects_best(request: GenerationRequest) -> bool:
-    return isinstance(request.params, BeamSearchParams) or request.params.drawn().n > request.params.n
+    params = request.params
+    return isinstance(params, BeamSearchParams) or (isinstance(params, SamplingParams) and params.drawn().n > params.n)
 
 
 def _model(name: str, limit: int) -> JSON:

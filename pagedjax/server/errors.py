@@ -12,7 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from pagedjax.server import responses, schema
-from pagedjax.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
+from pagedjax.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest
 from pagedjax.server.worker import EngineStopped, QueueFull, Submission, Worker
 from pagedjax.session import GenerationRequest
 
@@ -52,18 +52,22 @@ async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
 def invalid(error: ValueError) -> ApiError:
     """A 400. It names a field if the message begins with one."""
     first = str(error).split(" ", 1)[0].rstrip(":")
-    known = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *DetokenizeRequest.model_fields}
+    bodies = CompletionRequest, ChatRequest, DetokenizeRequest, EmbeddingRequest
+    known = {name for body in bodies for name in body.model_fields}
     too_long = "max_model_len" in str(error)
     return ApiError(
         400, str(error), param=first if first in known else None, code="context_length_exceeded" if too_long else None
     )
 
 
-async def submit(worker: Worker, requests: Sequence[GenerationRequest], *, deltas: bool = True) -> Submission:
-    """Queue requests. Raises ApiError if they can never run, or if the queue has no room."""
+async def submit(
+    worker: Worker, requests: Sequence[GenerationRequest], *, deltas: bool = True, field: str = "prompt"
+) -> Submission:
+    """Queue requests, which are those of a field of the body. Raises ApiError if they can never run, or if the queue
+    has no room."""
     if len(requests) > worker.max_queue:
-        message = f"prompt lists {len(requests)}, but the queue has room for {worker.max_queue}; send fewer at once"
-        raise ApiError(400, message, "prompt")
+        message = f"{field} lists {len(requests)}, but the queue has room for {worker.max_queue}; send fewer at once"
+        raise ApiError(400, message, field)
     try:
         return await worker.submit(requests, deltas=deltas)
     except ValueError as error:

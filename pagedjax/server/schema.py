@@ -152,16 +152,19 @@ def form(prompt: Any) -> str:
     return several if isinstance(prompt, list) else "text"
 
 
+Prompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True), Tag("texts")]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=4096, fail_fast=True), Tag("lists")],
+    Discriminator(form),
+]
+
+
 class CompletionRequest(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[TokenIds, Tag("ids")]
-        | Annotated[list[str], Field(min_length=1, max_length=4096, fail_fast=True), Tag("texts")]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=4096, fail_fast=True), Tag("lists")],
-        Discriminator(form),
-    ]
+    prompt: Prompts
     max_tokens: Count | None = None  # 16; 0 only echoes
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
@@ -188,6 +191,24 @@ class Message(BaseModel):
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
         rest = {key: value for key, value in (self.model_extra or {}).items() if value is not None}
         return {**rest, "role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class EmbeddingRequest(Strict):
+    """`POST /v1/embeddings`."""
+
+    model: str | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None  # "float"
+    dimensions: Positive | None = None
+    user: str | None = None  # as in GenerationBody
+    # fields of vLLM, and pooling_type, which vLLM has for a whole engine
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    pooling_type: Literal["LAST", "MEAN", "CLS"] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
@@ -267,7 +288,7 @@ def beam_search(request: GenerationBody, max_tokens: int, logprobs: int | None) 
 
 # The forms of a field, for one error message; pydantic has an error for each form.
 FORMS = {
-    "prompt": "a text, a list of token ids, or a list of texts or of such lists",
+    **dict.fromkeys(("prompt", "input"), "a text, a list of token ids, or a list of texts or of such lists"),
     "stop": "a text, or a list of texts",
     "bad_words": "a text, or a list of texts",
     "content": 'a text, or a list of {"type": "text", "text": ...}',
@@ -286,7 +307,7 @@ def first_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     path = [str(part) for part in (rest if place in ("body", "query", "path") else first["loc"])]
     field = path[0][:80] if path else None
     if unknown:
-        known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields})
+        known = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, *EmbeddingRequest.model_fields})
         near = difflib.get_close_matches(path[-1], known, n=1)
         return f"unknown field {'.'.join(path)!r:.120}" + (f"; did you mean {near[0]!r}?" if near else ""), field
     text = first["msg"].removeprefix("Value error, ")

@@ -36,6 +36,8 @@ def open_directory(path: Path) -> Checkpoint:
     generation_config = read_json(generation) if generation.is_file() else {}
     name = ARCHITECTURES[config["model_type"]].tensor_name
     tensors = {name(stored): tensor for stored, tensor in _tensors(path).items()}
+    if "embed_tokens.weight" in tensors:  # saved without its head, e.g. a model for embeddings
+        tensors = {key if key.startswith("lm_head.") else f"model.{key}": tensor for key, tensor in tensors.items()}
     return Checkpoint(path, "huggingface", config, tensors, generation_config)
 
 

@@ -22,6 +22,7 @@ from pagedjax.weights.architectures import normalised
 from pagedjax.weights.checkpoint import Checkpoint
 from pagedjax.weights.load import load_params
 from pagedjax.weights.locate import open_checkpoint
+from pagedjax.weights.pooling_files import pooling_of
 from pagedjax.weights.tokenizer_files import load_tokenizer
 from pagedjax.weights.trained import linear_of, model_of
 
@@ -30,13 +31,18 @@ DEFAULT_MODEL = "smollm2-135m"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Weights and tokenizer. Several engines can share them: LLM(model=loaded, block_size=...)."""
+    """Weights and tokenizer. Several engines can share them: LLM(model=loaded, block_size=...).
+
+    pooling: how its files say that embeddings are pooled ("LAST", "MEAN", "CLS", or the name of a step that is not
+        supported); None: it was not made for embeddings.
+    """
 
     name: str
     model: Model
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     seconds: float  # loading time
+    pooling: str | None = None
 
 
 def load_model(
@@ -76,7 +82,8 @@ def load_model(
     loaded = read_model(checkpoint, dtype, int8=weight_dtype == "int8", **options, progress=progress)
     own = load_tokenizer(checkpoint) if tokenizer is None else _tokenizer(tokenizer)
     eos = tuple(sorted({*checkpoint.eos_token_ids, *own.eos_token_ids}))
-    return LoadedModel(str(model), loaded, own, eos, time.perf_counter() - started)
+    pooling = pooling_of(checkpoint.path)
+    return LoadedModel(str(model), loaded, own, eos, time.perf_counter() - started, pooling)
 
 
 def read_model(

@@ -96,7 +96,15 @@ def lay_out(step, done, prompts, tables, t: int) -> Batch:
 
 
 def plain_llama(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """[n, V] logits in float64: no cache, no batch, the tensors by their Hugging Face names."""
+    """[n, V] logits in float64."""
+    checkpoint = open_checkpoint(folder)
+    head = "model.embed_tokens" if checkpoint.config["tie_word_embeddings"] else "lm_head"
+    return plain_hidden(folder, tokens) @ checkpoint.tensors[f"{head}.weight"].read().astype(np.float64).T
+
+
+def plain_hidden(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """[n, H] hidden states after the last norm in float64: no cache, no batch, the tensors by their Hugging Face
+    names."""
     checkpoint = open_checkpoint(folder)
     c = checkpoint.config
     w = {name: tensor.read().astype(np.float64) for name, tensor in checkpoint.tensors.items()}
@@ -111,8 +119,7 @@ def plain_llama(folder: Path, tokens: np.ndarray) -> np.ndarray:
         y = norm(x, f"{layer}.post_attention_layernorm")
         gate = linear(y, f"{layer}.mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
-    head = "model.embed_tokens" if c["tie_word_embeddings"] else "lm_head"
-    return norm(x, "model.norm") @ w[f"{head}.weight"].T
+    return norm(x, "model.norm")
 
 
 def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:

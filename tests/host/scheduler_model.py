@@ -132,7 +132,9 @@ class Model:
     def accepts(self, request: Request) -> bool:
         beams = 1 + len(request.forks) if request.beams else 1
         fits = beams * math.ceil(self.limit(request) / self.config.block_size) <= self.config.num_blocks
-        sane = request.prompt_len > 0 and request.max_tokens > 0 and request.prompt_len < self.config.max_model_len
+        silent = request.max_tokens == 0 and not request.forks
+        sane = request.prompt_len > 0 and (request.max_tokens > 0 or silent)
+        sane = sane and request.prompt_len + (not silent) <= self.config.max_model_len
         names = [request.request_id, *request.forks, *self.names()]
         few = 1 + len(request.forks) <= min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         whole = self.config.chunked_prefill or beams * self.limit(request) <= self.config.max_num_batched_tokens
@@ -605,6 +607,10 @@ class Model:
                 continue
             if sequence.request.forks:
                 forked.append(Forked(self.steps, tuple(self.fork(sequence))))
+            if not sequence.request.max_tokens:  # it samples nothing
+                gone.append(sequence)
+                ends.append(Finished(self.steps, sequence.name, "length", 0))
+                continue
             sequence.outputs.append(token)
             new.append((sequence.name, token))
             reason = self.why_ended(sequence)

@@ -21,7 +21,9 @@ SHORTEST = FCFS._replace(
     ("bad", "message"),
     [
         (request("a", 0), "request 'a' has an empty prompt; give it at least one token"),
-        (request("a", 1, 0), "request 'a' has max_tokens 0; it must be at least 1"),
+        (request("a", 1, -1), "request 'a' has max_tokens -1; it must be at least 1, or 0 to sample nothing"),
+        (request("a", 1, 0)._replace(forks=("c",)), "request 'a' has max_tokens 0 and branches; it must be at least 1"),
+        (request("a", 65, 0), "has a prompt of 65 tokens, but max_model_len is 64; shorten the prompt to 64 tokens"),
         (request("a", 64), "request 'a' has a prompt of 64 tokens, but max_model_len is 64 .*shorten the prompt to 63"),
         (request("a", 99), "request 'a' has a prompt of 99 tokens, but max_model_len is 64"),
         (

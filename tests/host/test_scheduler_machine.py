@@ -383,6 +383,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit_anything(self, prompt_len: int, max_tokens: int) -> None:
         self.driver.submit_new(prompt_len, max_tokens, 0, frozenset(STOPS))
 
+    @rule(prompt=shares, family=st.integers(0, 2))
+    def submit_what_samples_nothing(self, prompt: float, family: int) -> None:
+        self.driver.submit_new(self.driver.fit(prompt, 0.0)[0], 0, 0, frozenset(STOPS), family)
+
     @rule(which=st.integers(0, 20))
     def submit_a_name_again(self, which: int) -> None:
         self.driver.submit(Request(f"r{which % (self.driver.names + 1)}", 1, 1))

@@ -42,6 +42,17 @@ def test_max_tokens_of_one_ends_with_the_prompt():
     assert ends(1, [WORD]) == Finished(0, "a", "length", 1)
 
 
+@pytest.mark.parametrize("prompt_len", [1, 3, 10])
+def test_max_tokens_of_zero_ends_with_the_prompt_and_samples_nothing(prompt_len):
+    state = scheduler.submit(start(model_len=10), Request("b", 2, 4))
+    state = scheduler.submit(state, Request("a", prompt_len, 0, stop_token_ids=frozenset({EOS})))
+    state, _, events = step(state, WORD, EOS)
+    assert [event for event in events if isinstance(event, Sampled)] == [Sampled(0, ("b",), (WORD,))]
+    assert Finished(0, "a", "length", 0) in events
+    assert names(scheduler.running(state)) == ["b"]
+    assert state.pool.num_free == state.config.num_blocks - 1
+
+
 def test_stop_tokens_before_min_tokens_are_ignored():
     assert ends(8, [EOS, EOS, EOS], min_tokens=3) == Finished(2, "a", "stop", 3)
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax import BeamSearchParams, EngineConfig, SamplingParams
+from pagedjax import BeamSearchParams, EngineConfig, PoolingParams, SamplingParams
 from pagedjax.device.row_features.truncation import MIN_P
 from pagedjax.engine.drafters import Drafter
 from pagedjax.host.policies import FCFS
@@ -114,6 +114,35 @@ def test_without_a_fault_nothing_differs(pair):
     while pair.leader.has_work:
         pair.leader.step()
     pair.released()
+
+
+def test_prompts_that_are_pooled_go_through_all_processes(tiny, tmp_path):
+    found: dict[str, Any] = {}
+    with connected(timeout=300) as group:  # a step compiles in both
+        pair = Pair(tiny, group, tmp_path / "follower.jsonl", compilation="lazy")
+        pair.follow()
+        add(pair.leader, 2)
+        pair.leader.add("last", tokens(30, 8), PoolingParams())
+        pair.leader.add("mean", tokens(30, 9), PoolingParams(pooling_type="MEAN"))
+        while pair.leader.has_work:
+            found |= dict(pair.leader.step().pooled)
+        pair.released()
+    for vector in (found["last"], found["mean"]):
+        chex.assert_shape(vector, (64,))
+    assert not pair.follower._state.pools
+    assert pair.leader._state.scheduler == pair.follower._state.scheduler
+
+
+def test_several_processes_compile_for_a_pooled_prompt_only_if_they_may(pair):
+    """The others would count a long compilation as a step that does not end, and end."""
+    pair.leader.runtime = dataclasses.replace(
+        pair.leader.runtime, config=dataclasses.replace(pair.leader.config, compilation="eager")
+    )
+    with pytest.raises(
+        ValueError, match=r"'MEAN' compiles .* while several processes wait; use 'LAST', or compilation"
+    ):
+        pair.leader.add("mean", tokens(30, 9), PoolingParams(pooling_type="MEAN"))
+    assert not pair.leader.has_work
 
 
 def add(engine, count: int = 4) -> None:
@@ -389,6 +418,7 @@ def test_other_options_in_one_process_are_named(tiny, tmp_path):
         SamplingParams(allowed_token_ids=(3, 1), extra_args={"x": (1, ("y", None)), "z": True}, cache_salt="\u00e9"),
         SamplingParams(seed=2**32 - 1, prompt_logprobs=0, enable_prefix_caching=False, min_tokens=2),
         BeamSearchParams(beam_width=3, early_stopping="never", length_penalty=-0.5, stop_token_ids=(4, 2)),
+        PoolingParams(dimensions=3, pooling_type="MEAN", normalize=False, truncate_prompt_tokens=-1),
     ],
 )
 def test_parameters_survive_the_wire(params):

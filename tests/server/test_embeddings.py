@@ -1,0 +1,190 @@
+"""`POST /v1/embeddings` by OpenAI's client and by hand: the library's vectors, and errors in OpenAI's format."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+import chex
+import httpx
+import numpy as np
+import openai
+import pytest
+from pydantic import ValidationError
+
+from pagedjax import LLM, PoolingParams
+from pagedjax.server import embeddings
+from pagedjax.server.schema import EmbeddingRequest, first_error
+from pagedjax.text.pooling import PoolingOutput, PoolingRequestOutput
+from tests.server.support import completed, error_of, idle, served_to, wait_until
+
+TEXTS = ["abc def", "the cat and the other cat", "b"]
+LONG = [7] * 200  # of more tokens than a step has
+pytestmark = pytest.mark.filterwarnings("ignore:this model was not made for embeddings")
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(served):
+    with httpx.Client(base_url=served.url, timeout=60) as made:
+        yield made
+
+
+def post(plain: httpx.Client, **body: Any) -> httpx.Response:
+    return plain.post("/v1/embeddings", json=body)
+
+
+def vectors(reference: LLM, prompts: Any, **params: Any) -> list[list[float]]:
+    return [one.outputs.embedding for one in reference.embed(prompts, PoolingParams(**params), use_tqdm=False)]
+
+
+@pytest.mark.parametrize("options", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}], ids=str)
+def test_openais_client_gets_the_vectors_of_the_library(client, reference, options):
+    """Without a format the client asks for base64, and decodes it; if base64 is asked for, it leaves it as it is."""
+    found = client.embeddings.create(model="tiny", input=TEXTS, **options)
+    assert (found.object, found.model) == ("list", "tiny")
+    assert [one.index for one in found.data] == [0, 1, 2]
+    assert {one.object for one in found.data} == {"embedding"}
+    values = [one.embedding for one in found.data]
+    if options.get("encoding_format") == "base64":
+        values = [np.frombuffer(base64.b64decode(value), "<f4").tolist() for value in values]
+    chex.assert_trees_all_close(values, vectors(reference, TEXTS), atol=1e-6)
+    tokens = sum(len(reference.tokenizer.encode(text)) for text in TEXTS)
+    assert (found.usage.prompt_tokens, found.usage.total_tokens) == (tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    ("value", "prompts"),
+    [("abc", ["abc"]), (["abc", "d"], ["abc", "d"]), ([20, 30], [[20, 30]]), ([[20], LONG], [[20], LONG])],
+    ids=["text", "texts", "ids", "lists"],
+)
+def test_an_input_has_four_forms(client, reference, value, prompts):
+    found = client.embeddings.create(model="tiny", input=value)
+    chex.assert_trees_all_close([one.embedding for one in found.data], vectors(reference, prompts), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"dimensions": 10},
+        {"normalize": False},
+        {"use_activation": False},
+        {"pooling_type": "MEAN"},
+        {"truncate_prompt_tokens": 2},
+        {"cache_salt": "salt"},
+    ],
+    ids=str,
+)
+def test_parameters_reach_the_engine(client, reference, params):
+    found = client.embeddings.create(model="tiny", input=TEXTS[1], extra_body=params)
+    chex.assert_trees_all_close([found.data[0].embedding], vectors(reference, TEXTS[1], **params), atol=1e-6)
+
+
+def test_openais_own_fields_are_accepted(client):
+    found = client.embeddings.create(model="tiny", input="abc", dimensions=4, user="somebody")
+    assert len(found.data[0].embedding) == 4
+
+
+def test_usage_names_the_tokens_found_in_the_cache(plain):
+    ids = list(range(60, 160))
+    used = [post(plain, input=ids).json()["usage"] for _ in range(2)]
+    details = [one["prompt_tokens_details"]["cached_tokens"] for one in used]
+    assert details == [0, 96]
+    assert {one["total_tokens"] for one in used} == {100}
+
+
+ERRORS = [
+    ({"input": "a " * 600}, r"input has \d+ tokens, but max_model_len is 512; shorten it, or set trunc", "input"),
+    ({"input": [[5], [7] * 513]}, "input 1 has 513 tokens, but max_model_len is 512", "input"),
+    ({"input": ""}, "input is empty: it has no tokens; give it at least one", "input"),
+    ({"input": ["a", ""]}, "input 1 is empty: it has no tokens", "input"),
+    ({"input": []}, "input must be a text, a list of token ids, or a list of texts or of such lists", "input"),
+    ({"input": [[]]}, "input must be a text", "input"),
+    ({"input": {"a": 1}}, "input must be a text", "input"),
+    ({}, "input: Field required", "input"),
+    ({"input": [320]}, "has token id 320", None),
+    ({"input": ["a"] * 257}, "input lists 257, but the queue has room for 256; send fewer at once", "input"),
+    ({"input": ["a"] * 5000}, "input: List should have at most 4096 items", "input"),
+    ({"input": "a", "dimensions": 65}, "dimensions is 65, but the model's hidden states have 64 numbers", "dimensions"),
+    ({"input": "a", "dimensions": 0}, "dimensions: Input should be greater than or equal to 1", "dimensions"),
+    ({"input": "a", "encoding_format": "int8"}, "encoding_format: Input should be 'float' or 'base64'", None),
+    ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0", "truncate_prompt_tokens"),
+    ({"input": "a", "normalize": True, "use_activation": False}, "normalize and use_activation mean", "normalize"),
+    ({"input": "a", "priority": 3}, "priority is 3, but this server allows only 0", "priority"),
+    ({"input": "a", "encoding": "float"}, "unknown field 'encoding'; did you mean 'encoding_format'", "encoding"),
+    ({"input": "a", "messages": []}, "unknown field 'messages'", "messages"),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "param"), ERRORS, ids=[message[:40] for _, message, _ in ERRORS])
+def test_an_invalid_request_is_answered_400_in_openais_format(plain, body, message, param):
+    answer = post(plain, **body)
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert re.search(message, error["message"]), error
+    assert error["type"] == "invalid_request_error"
+    if param:
+        assert error["param"] == param
+    assert error["code"] == ("context_length_exceeded" if "max_model_len is" in error["message"] else None)
+
+
+def test_another_model_is_answered_404(client):
+    with pytest.raises(openai.NotFoundError) as error:
+        client.embeddings.create(model="huge", input="a")
+    assert error.value.code == "model_not_found"
+
+
+def test_a_repeated_mistake_gives_one_message():
+    with pytest.raises(ValidationError) as caught:
+        EmbeddingRequest.model_validate({"input": ["a", *[{}] * 20_000]})
+    errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
+    assert len(errors) <= 3
+    assert first_error(errors)[1] == "input"
+
+
+def test_completions_beside_embeddings_are_unchanged(plain, served):
+    alone = completed(plain, max_tokens=8)["choices"]
+    for kind in ("LAST", "MEAN"):
+        assert post(plain, input=[LONG, [5, 6]], pooling_type=kind).status_code == 200
+        assert completed(plain, max_tokens=8)["choices"] == alone
+    wait_until(lambda: idle(served.worker))
+
+
+def test_metrics_count_prompts_and_no_generated_token(tiny_llm):
+    with served_to(tiny_llm) as (found, client):
+        assert post(client, input=[LONG]).status_code == 200
+        wait_until(lambda: idle(found.worker))
+        page = client.get("/metrics").text
+        assert 'generation_tokens_total{model_name="tiny"} 0.0' in page
+        assert 'prompt_tokens_total{model_name="tiny"} 200.0' in page
+        assert 'request_success_total{finished_reason="length",model_name="tiny"} 1.0' in page
+
+
+def test_a_client_that_leaves_ends_its_embeddings(tiny_llm):
+    with served_to(tiny_llm) as (found, client):
+        with suppress(httpx.TimeoutException):
+            client.post("/v1/embeddings", json={"input": [[7] * 500] * 200}, timeout=0.05)
+        wait_until(lambda: idle(found.worker))
+        assert found.worker.healthy
+
+
+def test_the_json_is_that_of_the_whole_answer():
+    rows = np.array([[0.5, -1.0], [1 / 3, 2.0]], np.float32)
+    outputs = [PoolingRequestOutput(str(i), PoolingOutput(row), (5, 6, 7), 2) for i, row in enumerate(rows)]
+    found = json.loads(embeddings.answer('na"me', False, outputs).body)
+    assert found == {
+        "object": "list",
+        "model": 'na"me',
+        "data": [{"object": "embedding", "index": i, "embedding": row.tolist()} for i, row in enumerate(rows)],
+        "usage": {"prompt_tokens": 6, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 4}},
+    }
+    text = json.loads(embeddings.answer("a", True, outputs).body)["data"][1]["embedding"]
+    chex.assert_trees_all_equal(np.frombuffer(base64.b64decode(text), np.float32), rows[1])
