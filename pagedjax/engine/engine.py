@@ -20,6 +20,7 @@ from pagedjax.device.memory import MemoryReport
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import interrupts, runtime, state
+from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
@@ -60,6 +61,14 @@ class Engine:
         self._recorder: Recorder | None = None
         self._records_prompts = False
         self._ids = itertools.count()
+        if self.background:
+            self.background.start()
+
+    @property
+    def background(self) -> BackgroundPrograms | None:
+        """The programs that are compiled behind the steps; None unless `compilation` is "background"."""
+        programs = self.runtime.programs
+        return programs if isinstance(programs, BackgroundPrograms) else None
 
     @property
     def config(self) -> Resolved:

@@ -33,6 +33,7 @@ from pagedjax.device.row_features import RowChain, RowFeature, chain
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
 from pagedjax.engine import compilations, drafters, programs
+from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.pack import pack
 from pagedjax.engine.resolve import block_shape, free_memory, host_block_bytes, host_blocks, resolve, shapes
@@ -83,6 +84,11 @@ class Runtime:
     undrafted: Mapping[int, Drafted]
     spare: int
     startup: Mapping[str, Any]
+
+    @property
+    def present(self) -> Shapes:
+        """`shapes`, with those buckets alone whose programs exist. A step reads it once, because it may grow meanwhile."""
+        return self.programs.present if isinstance(self.programs, BackgroundPrograms) else self.shapes
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -144,8 +150,11 @@ def build(
     if lazy:
         steps = programs.LazyPrograms(compile_one, resolved)
     else:
-        every = (*inputs.drafts, *sizes.steps)
-        steps, resolved = programs.compile_all(compile_one, every, resolved, settle, progress=progress)
+        behind = resolved.compilation == "background"
+        first = sizes.steps[-1:] if behind else (*inputs.drafts, *sizes.steps)
+        steps, resolved = programs.compile_all(compile_one, first, resolved, settle, progress=progress)
+        if behind:
+            steps = BackgroundPrograms(compile_one, resolved, steps, sizes)
     pages = _cache_shapes(resolved, model, draft_model)
     block_bytes = cache.block_bytes(**_block(resolved, model, draft_model))
     copy, swap = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile(), None
@@ -250,11 +259,11 @@ def _compiler(
 
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:
-    """Run the smallest step once, so that the first request runs warm code, and the draft model's programs. Nothing
-    runs if programs are lazy."""
+    """Run the smallest step that exists once, so that the first request runs warm code, and the draft model's programs.
+    Nothing runs if programs are lazy."""
     started = time.perf_counter()
     if runtime.config.compilation != "lazy":
-        shape = runtime.shapes.steps[0]
+        shape = runtime.present.steps[0]
         fixed = runtime.blanks, runtime.config.lookahead > 0, runtime.options, runtime.undrafted
         blank = _blank_batch(runtime.shapes, shape, *fixed)
         pages, output = runtime.programs[shape](runtime.leaves, pages, blank)

@@ -107,7 +107,7 @@ def step(
         device_seconds=0.0 if was_done else sent.draft_seconds + until - max(started, sent.sent_at),
         draft_seconds=sent.draft_seconds,
         draft_rows=sent.draft_rows,
-        padded_tokens=runtime.shapes.bucket(sent.plan.num_tokens),
+        padded_tokens=sent.padded_tokens,
         compilations=compilations.compilations() - compiled,
         logprobs=logprobs,
         beams=ended,
@@ -135,9 +135,9 @@ def send(
         rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
     batch = packed(runtime, state.sequences, plan, previous, unknown, probs)
     sent_at = time.perf_counter()
-    program = runtime.programs[StepShape(len(batch.tokens), len(batch.last))]
-    cache, output = program(runtime.leaves, cache, batch)
-    return cache, SentStep(plan, output, sent_at, seconds, rows)
+    shape = StepShape(len(batch.tokens), len(batch.last))
+    cache, output = runtime.programs[shape](runtime.leaves, cache, batch)
+    return cache, SentStep(plan, output, sent_at, shape.tokens, seconds, rows)
 
 
 def drafted(
@@ -168,7 +168,7 @@ def packed(
     probs: jax.Array | None = None,
 ) -> Batch:
     """The arrays of a plan; arguments as in `send` and `drafted`."""
-    batch = pack(plan, sequences, runtime.shapes, runtime.blanks, runtime.options)
+    batch = pack(plan, sequences, runtime.present, runtime.blanks, runtime.options)
     if runtime.undrafted:
         blank = runtime.undrafted[len(batch.last)]
         if plan.drafts:
