@@ -1,31 +1,29 @@
 """Programs that are compiled behind the steps: an engine serves as soon as the program of the largest step is there.
 
 One thread compiles the others, one at a time. A step is padded to the next larger bucket whose program exists.
+
+The thread has no lower priority: XLA compiles in the threads that also compute steps, so it would change nothing.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import os
-import sys
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakValueDictionary, ref
 
 from pagedjax.config import Resolved
 from pagedjax.device.batch import Shapes, StepShape
 from pagedjax.engine import compilations
 from pagedjax.engine.programs import Build, Shape
 
-NICE = 10  # of the thread: it gets about a tenth of a core that steps want too
 log = logging.getLogger("pagedjax.engine")
-_started: WeakSet[BackgroundPrograms] = WeakSet()
+_started: WeakValueDictionary[int, BackgroundPrograms] = WeakValueDictionary()  # by id: a dict has no hash
 
 
 class BackgroundPrograms(dict[Shape, Any]):
@@ -66,7 +64,7 @@ class BackgroundPrograms(dict[Shape, Any]):
     def start(self) -> None:
         """Begin to compile. At the end of Python the program under way is waited for, because XLA cannot be interrupted
         and fails if Python ends meanwhile."""
-        _started.add(self)
+        _started[id(self)] = self
         self._thread.start()
 
     def stop(self) -> None:
@@ -126,22 +124,14 @@ def _compile_all(programs: ref[BackgroundPrograms]) -> None:
         alive = programs()
         return alive is not None and alive.compile_next()
 
-    _lower_priority()
     while compile_next():
         pass
-
-
-def _lower_priority() -> None:
-    """On Linux a thread has its own priority, and the threads that XLA starts for a compilation inherit it."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 @atexit.register  # after JAX, so that it runs before JAX's own end
 def _end() -> None:
     """At the end of Python: stop all threads, and wait for the programs under way."""
-    for programs in list(_started):
+    for programs in list(_started.values()):
         programs.stop()
-    for programs in list(_started):
+    for programs in list(_started.values()):
         programs.join()
