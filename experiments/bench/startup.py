@@ -130,7 +130,7 @@ def command(words: Sequence[str], caches: Path) -> dict[str, Any]:
                 found = served(url, began) if url else {}
         finally:
             child.terminate()
-        if not found.get("text"):
+        if "total" not in found:
             errors.seek(0)
             raise RuntimeError(f"{words[0]} gave no answer:\n{errors.read().decode()[-2000:]}")
     return found | {"stolen": stolen_share(processors) or 0.0}
@@ -142,7 +142,7 @@ def printed(child: subprocess.Popen[bytes], began: float) -> dict[str, Any]:
     text, last = b"", began
     while piece := os.read(child.stdout.fileno(), 4096):
         text, last = text + piece, time.perf_counter()
-    return {"total": last - began, "text": text.decode().removesuffix("\n")}
+    return {"total": last - began, "text": text.decode().removesuffix("\n")} if text else {}
 
 
 def served(url: str, began: float) -> dict[str, Any]:
@@ -207,13 +207,13 @@ def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
 
 
 def answers_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """Medians and extremes of the counted commands, and the ratios of their first answers to those of the first kind."""
+    """Medians and extremes of the counted commands, and the ratios of their answers to those of the first kind."""
     lines = [" ".join([f"{'seconds':22}", *(f"{name:>20}" for name in TIMES), f"{'times the first':>20}"])]
-    several = {name: counted(runs[name]) for name in runs}
-    for name, mine in several.items():
-        base = several[f"{next(iter(runs)).partition(',')[0]},{name.partition(',')[2]}"]
-        ratios = [a["total"] / b["total"] for a, b in zip(mine, base, strict=False)]
-        cells = [spread([run[column] for run in mine if column in run]) for column in TIMES]
+    first = next(iter(runs)).partition(",")[0]
+    for name, several in runs.items():
+        pairs = zip(several, runs[f"{first},{name.partition(',')[2]}"], strict=True)  # of the same round
+        ratios = [mine["total"] / base["total"] for mine, base in pairs if max(mine["stolen"], base["stolen"]) <= STOLEN]
+        cells = [spread([run[column] for run in counted(several) if column in run]) for column in TIMES]
         lines.append(" ".join([f"{name:22}", *(f"{cell:>20}" for cell in (*cells, spread(ratios)))]))
     return "\n".join(lines)
 
