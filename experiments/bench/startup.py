@@ -13,8 +13,8 @@ lost more than 5 % of the processors to other machines are shown but not counted
 
 `generate-answer`, `serve` and `serve-eager` are the commands themselves, until an answer of 16 tokens: that of
 `pagedjax generate`, or the first one of a client that asks as soon as the server listens. `serve` compiles behind its
-steps, `serve-eager` everything first. Then the client asks again; it waits until all programs are there, and asks a last
-time. A cold server ends after that, so that a warm one finds all of its programs.
+steps, `serve-eager` everything first. Then the client asks again; it waits until all programs are there, and asks a
+last time. So a warm server finds all of its programs.
 """
 
 from __future__ import annotations
@@ -212,7 +212,8 @@ def answers_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     first = next(iter(runs)).partition(",")[0]
     for name, several in runs.items():
         pairs = zip(several, runs[f"{first},{name.partition(',')[2]}"], strict=True)  # of the same round
-        ratios = [mine["total"] / base["total"] for mine, base in pairs if max(mine["stolen"], base["stolen"]) <= STOLEN]
+        valid = [(mine, base) for mine, base in pairs if max(mine["stolen"], base["stolen"]) <= STOLEN]
+        ratios = [mine["total"] / base["total"] for mine, base in valid]
         cells = [spread([run[column] for run in counted(several) if column in run]) for column in TIMES]
         lines.append(" ".join([f"{name:22}", *(f"{cell:>20}" for cell in (*cells, spread(ratios)))]))
     return "\n".join(lines)

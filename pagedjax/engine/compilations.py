@@ -73,9 +73,9 @@ def disk_cache_active() -> bool:
 def disk_cache(enabled: bool = True) -> Iterator[None]:
     """Within the block, JAX keeps programs in the user's cache folder, MAX_BYTES of them at most.
 
-    JAX's options apply to the whole process, so they are restored after the block; if blocks of several threads overlap,
-    after the last of them. If JAX has a cache folder already (`JAX_COMPILATION_CACHE_DIR`), or its cache is switched off
-    (`JAX_ENABLE_COMPILATION_CACHE=0`), nothing changes.
+    JAX's options apply to the whole process, so they are restored after the block; if blocks of several threads
+    overlap, after the last of them. If JAX has a cache folder already (`JAX_COMPILATION_CACHE_DIR`), or its cache is
+    switched off (`JAX_ENABLE_COMPILATION_CACHE=0`), nothing changes.
     """
     mine = enabled and _enter()
     try:

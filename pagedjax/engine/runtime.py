@@ -87,7 +87,7 @@ class Runtime:
 
     @property
     def present(self) -> Shapes:
-        """`shapes`, with those buckets alone whose programs exist. A step reads it once, because it may grow meanwhile."""
+        """`shapes`, with those buckets alone whose programs exist. A step reads it once: it may grow at any time."""
         return self.programs.present if isinstance(self.programs, BackgroundPrograms) else self.shapes
 
     @property
@@ -259,11 +259,11 @@ def _compiler(
 
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:
-    """Run the smallest step that exists once, so that the first request runs warm code, and the draft model's programs.
-    Nothing runs if programs are lazy."""
+    """Run the smallest step once, so that the first request runs warm code, and the draft model's programs. Nothing
+    runs unless all programs are there: the first answer would come later."""
     started = time.perf_counter()
-    if runtime.config.compilation != "lazy":
-        shape = runtime.present.steps[0]
+    if runtime.config.compilation == "eager":
+        shape = runtime.shapes.steps[0]
         fixed = runtime.blanks, runtime.config.lookahead > 0, runtime.options, runtime.undrafted
         blank = _blank_batch(runtime.shapes, shape, *fixed)
         pages, output = runtime.programs[shape](runtime.leaves, pages, blank)

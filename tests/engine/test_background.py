@@ -74,7 +74,8 @@ def make(tiny, **config) -> LLM:
 
 
 def programs_of(llm: LLM) -> background.BackgroundPrograms:
-    assert (found := llm.engine.background) is not None
+    found = llm.engine.background
+    assert found is not None
     return found
 
 
@@ -208,7 +209,7 @@ def test_an_engine_that_is_dropped_is_not_kept_by_its_thread(tiny, gate):
 def test_python_ends_while_a_program_is_compiled(tiny_folder):
     program = (
         "import sys\nfrom pagedjax import LLM\n"
-        f"llm = LLM(sys.argv[1], progress=False, compilation='background', num_blocks=64)\n"
+        "llm = LLM(sys.argv[1], progress=False, compilation='background', num_blocks=64)\n"
         "print(llm.engine.background.compiling, flush=True)\n"
     )
     words = [sys.executable, "-c", program, str(tiny_folder)]
