@@ -86,11 +86,6 @@ class Runtime:
     startup: Mapping[str, Any]
 
     @property
-    def present(self) -> Shapes:
-        """`shapes`, with those buckets alone whose programs exist. A step reads it once: it may grow at any time."""
-        return self.programs.present if isinstance(self.programs, BackgroundPrograms) else self.shapes
-
-    @property
     def scheduler_config(self) -> SchedulerConfig:
         return limits(self.config, host_blocks(self.config, self.model, self.draft_model))
 

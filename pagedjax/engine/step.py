@@ -9,9 +9,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from pagedjax.device.batch import Batch, Drafted, Feed, StepShape, blank_feed
+from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
 from pagedjax.engine import compilations, drafting, lookahead, requests, results
+from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
 from pagedjax.engine.requests import Sequences
@@ -168,7 +169,7 @@ def packed(
     probs: jax.Array | None = None,
 ) -> Batch:
     """The arrays of a plan; arguments as in `send` and `drafted`."""
-    batch = pack(plan, sequences, runtime.present, runtime.blanks, runtime.options)
+    batch = pack(plan, sequences, present(runtime), runtime.blanks, runtime.options)
     if runtime.undrafted:
         blank = runtime.undrafted[len(batch.last)]
         if plan.drafts:
@@ -180,6 +181,12 @@ def packed(
     if previous is None:
         return batch._replace(feed=blank_feed(runtime.shapes, t))
     return batch._replace(feed=Feed(lookahead.fed_rows(plan, previous.plan, unknown, t), previous.output.fed))
+
+
+def present(runtime: Runtime) -> Shapes:
+    """The shapes of the runtime, with those buckets alone that a step may have now. It is read once a step, because
+    programs that are compiled behind the steps come in at any time."""
+    return runtime.programs.present if isinstance(runtime.programs, BackgroundPrograms) else runtime.shapes
 
 
 def moved(runtime: Runtime, state: EngineState, cache: KVCache, plan: Plan) -> KVCache:

@@ -17,7 +17,7 @@ import pytest
 
 from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.device.batch import StepShape
-from pagedjax.engine import background, compilations, runtime
+from pagedjax.engine import background, compilations, runtime, step
 from pagedjax.host.replay import verify
 from pagedjax.processes import engines
 
@@ -223,7 +223,7 @@ def test_every_program_is_compiled_first_by_default(tiny):
     assert llm.engine.config.compilation == EngineConfig().compilation == "eager"
     assert llm.engine.background is None
     assert len(llm.engine.runtime.programs) == 4
-    assert llm.engine.runtime.present == llm.engine.runtime.shapes
+    assert step.present(llm.engine.runtime) == llm.engine.runtime.shapes
 
 
 def test_it_is_refused_with_drafts_and_in_several_processes(tiny, monkeypatch):
