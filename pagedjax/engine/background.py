@@ -64,8 +64,8 @@ class BackgroundPrograms(dict[Shape, Any]):
     def start(self) -> None:
         """Begin to compile. At the end of Python the program under way is waited for, because XLA cannot be interrupted
         and fails if Python ends meanwhile."""
-        _started[id(self)] = self
         self._thread.start()
+        _started[id(self)] = self
 
     def stop(self) -> None:
         """Begin no other program. The one under way continues, and comes in."""
