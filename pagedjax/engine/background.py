@@ -2,7 +2,8 @@
 
 One thread compiles the others, one at a time. A step is padded to the next larger bucket whose program exists.
 
-The thread has no lower priority: XLA compiles in the threads that also compute steps, so it would change nothing.
+Steps are several times as slow meanwhile. A lower priority of the thread would change nothing, because XLA compiles in
+the threads that also compute steps. So the thread prefers pauses between requests.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pagedjax.device.batch import Shapes, StepShape
 from pagedjax.engine import compilations
 from pagedjax.engine.programs import Build, Shape
 
+PAUSE = 2.0  # seconds without a step, after which a compilation begins
+PATIENCE = 6.0  # seconds after which it begins in any case
 log = logging.getLogger("pagedjax.engine")
 _started: WeakValueDictionary[int, BackgroundPrograms] = WeakValueDictionary()  # by id: a dict has no hash
 
@@ -32,6 +35,7 @@ class BackgroundPrograms(dict[Shape, Any]):
     Attributes:
         present: the shapes of an engine, with those buckets alone whose programs are in here. It is replaced as a whole
             when a program comes in, so that a step which reads it once is consistent.
+        stepped_at: seconds of time.monotonic when a step last read it.
     """
 
     def __init__(self, build: Build, config: Resolved, programs: Mapping[Shape, Any], shapes: Shapes) -> None:
@@ -47,7 +51,8 @@ class BackgroundPrograms(dict[Shape, Any]):
         self._build, self._config = build, config
         self._waiting = deque(in_order([shape for shape in shapes.steps if shape not in self], shapes.max_seqs))
         self._on_disk = compilations.disk_cache_active()
-        self._stopped = False
+        self._stopped = threading.Event()
+        self.stepped_at = time.monotonic()
         self._began = time.perf_counter()
         self._thread = threading.Thread(target=_compile_all, args=(ref(self),), name="pagedjax-compile", daemon=True)
 
@@ -69,15 +74,19 @@ class BackgroundPrograms(dict[Shape, Any]):
 
     def stop(self) -> None:
         """Begin no other program. The one under way continues, and comes in."""
-        self._stopped = True
+        self._stopped.set()
 
     def join(self, seconds: float | None = None) -> None:
         """Wait until the thread ends."""
         self._thread.join(seconds)
 
     def compile_next(self) -> bool:
-        """Compile the next program, in the thread. Returns False if there is none."""
-        if self._stopped or not self._waiting:
+        """Wait for a pause, and compile the next program, in the thread. Returns False if there is none."""
+        latest = time.monotonic() + PATIENCE
+        while self._waiting and (now := time.monotonic()) < min(self.stepped_at + PAUSE, latest):
+            if self._stopped.wait(min(self.stepped_at + PAUSE, latest) - now):
+                break
+        if self._stopped.is_set() or not self._waiting:
             return False
         shape = self._waiting.popleft()
         try:

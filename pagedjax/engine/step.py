@@ -186,7 +186,11 @@ def packed(
 def present(runtime: Runtime) -> Shapes:
     """The shapes of the runtime, with those buckets alone that a step may have now. It is read once a step, because
     programs that are compiled behind the steps come in at any time."""
-    return runtime.programs.present if isinstance(runtime.programs, BackgroundPrograms) else runtime.shapes
+    programs = runtime.programs
+    if not isinstance(programs, BackgroundPrograms):
+        return runtime.shapes
+    programs.stepped_at = time.monotonic()
+    return programs.present
 
 
 def moved(runtime: Runtime, state: EngineState, cache: KVCache, plan: Plan) -> KVCache:

@@ -65,6 +65,7 @@ class Gate:
 def gate(monkeypatch):
     found = Gate()
     monkeypatch.setattr(runtime, "_compiler", found.around(runtime._compiler))
+    monkeypatch.setattr(background, "PAUSE", 0.0)
     yield found
     found.open()
 
@@ -184,9 +185,29 @@ def test_recordings_do_not_depend_on_which_programs_exist(tiny, gate, tmp_path):
     assert written[0] == written[1]
 
 
+@pytest.mark.parametrize(("pause", "patience", "begins"), [(60.0, 60.0, False), (0.1, 60.0, True), (60.0, 0.1, True)])
+def test_a_compilation_waits_for_a_pause_but_not_for_ever(tiny, gate, monkeypatch, pause, patience, begins):
+    monkeypatch.setattr(background, "PAUSE", pause)
+    monkeypatch.setattr(background, "PATIENCE", patience)
+    gate.open()
+    llm = make(tiny)
+    programs = programs_of(llm)
+    programs.join(60 if begins else 0.5)
+    assert (programs.missing == 0) == begins
+    before = programs.stepped_at
+    padded = {result.padded_tokens for result in steps(llm)}
+    assert padded > {4, 16} if begins else padded == {16}
+    assert programs.stepped_at > before
+    programs.stop()  # it does not wait for the pause
+    programs.join(30)
+    assert not programs.compiling
+
+
 def test_stopping_begins_no_other_program(tiny, gate):
     llm = make(tiny)
     programs = programs_of(llm)
+    while len(gate.begun) < 2:
+        programs.join(0.01)
     programs.stop()
     assert programs.compiling  # the one under way
     gate.open()

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pagedjax import LLM, cli
-from pagedjax.engine import runtime
+from pagedjax.engine import background, runtime
 from pagedjax.server import serve
 from tests.server.support import ENGINE, GREEDY, completed, gauge, served_to, started
 
@@ -32,6 +32,7 @@ def held(monkeypatch):
         return compile_one
 
     monkeypatch.setattr(runtime, "_compiler", around)
+    monkeypatch.setattr(background, "PAUSE", 0.0)
     yield opened
     opened.set()
 
