@@ -217,8 +217,8 @@ def needs(extra: str, *modules: str) -> None:
         raise ValueError(f"this needs {', '.join(missing)}, which the extra installs: pip install 'pagedjax[{extra}]'")
 
 
-def add_engine_options(command: argparse.ArgumentParser) -> None:
-    """An option for each field of EngineConfig."""
+def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> None:
+    """An option for each field of EngineConfig. `defaults`: what its help says, where the command has another one."""
     from pagedjax.config import EngineConfig
 
     group = command.add_argument_group("the engine (the fields of EngineConfig; its docstring explains them)")
@@ -226,7 +226,7 @@ def add_engine_options(command: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(EngineConfig):
         flag, hint = f"--{field.name.replace('_', '-')}", hints[field.name]
         (kind, *_) = [part for part in get_args(hint) if part is not NoneType] if NoneType in get_args(hint) else [hint]
-        default = "" if field.default is None else f"the default is {field.default}"
+        default = defaults.get(field.name, "" if field.default is None else f"the default is {field.default}")
         if kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
         elif dataclasses.is_dataclass(kind):
@@ -338,7 +338,8 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--record", metavar="FILE", help="record the run, for `pagedjax view`, `trace` and `replay`")
     server.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     _cache_argument(server)
-    add_engine_options(server)
+    default = "the default is background; with drafts or in several processes it is eager"
+    add_engine_options(server, compilation=default)
     process_options(server)
     server.set_defaults(run=serve)
 

@@ -21,7 +21,7 @@ CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "static"]
 Reservation = Literal["none", "oracle", "pow2", "max"]
 Preemption = Literal["recompute", "swap"]
-Compilation = Literal["eager", "lazy"]
+Compilation = Literal["eager", "lazy", "background"]
 DraftMethod = Literal["ngram", "suffix", "draft", "eagle"]
 AcceptanceRule = Literal["strict", "rejection"]
 AttentionImpl = Literal["xla", "cpu", "pallas_tpu", "pallas_gpu", "reference"]
@@ -165,6 +165,9 @@ class EngineConfig:
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
     compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when a step first needs
         it, so that the first token comes sooner. Then no step is measured when the number of blocks is chosen.
+        "background": the largest at start-up, the others one at a time while steps run; a step is padded to the next
+        larger one that exists. It is the default of `pagedjax serve` alone, excludes speculative, and is for one
+        process.
     preemption: what happens to the content of a preempted sequence. "recompute": it is computed again; "swap": it moves
         to host memory, `swap_space_gib` of it at most, and comes back; what finds no room there is computed again.
     lookahead: steps that are sent to the device before the tokens of the current step are known (engine/lookahead.py).
@@ -256,6 +259,11 @@ class EngineConfig:
             )
         one_of("preemption", self.preemption, get_args(Preemption))
         one_of("compilation", self.compilation, get_args(Compilation))
+        if self.compilation == "background" and self.speculative is not None:
+            raise ValueError(
+                f"compilation is 'background' and speculative is {self.speculative.method!r}, whose number of drafts "
+                "follows the times of steps of each size; set compilation='eager', or speculative=None"
+            )
         if self.dtype is not None:
             one_of("dtype", self.dtype, get_args(DType))
         if self.weight_dtype is not None:

@@ -81,6 +81,7 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
 def serve(model: str) -> tuple[subprocess.Popen[str], str]:
     """`pagedjax serve` with the same engine -> its process and url."""
     options = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", _option(value))]
+    options += ["--compilation", "eager"]  # before it listens, as the library does
     words = [sys.executable, "-m", "pagedjax", "serve", model, "--port", "0", "--log-level", "warning", *options]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

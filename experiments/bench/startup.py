@@ -2,6 +2,7 @@
 
     python -m experiments.bench.startup                                       # SmolLM2, three processes of each kind
     python -m experiments.bench.startup --model folder --repeats 5 --json out.json
+    python -m experiments.bench.startup --kinds generate-answer serve serve-eager    # until a whole answer
 
 Each measurement is a separate process that loads the model, makes an engine and generates one token. `generate` is the
 engine of `pagedjax generate`, for one request. `LLM()` is the library with its defaults, which compiles every bucket at
@@ -9,6 +10,11 @@ start-up. `LLM(lazy)` compiles a bucket when it is first needed. `cold` processe
 kernel on disk; `warm` processes find those of the process before them. `start` is Python itself and all time that is in
 no other stage. The stages sum to the total, which is measured from outside, until the token is printed. Processes that
 lost more than 5 % of the processors to other machines are shown but not counted.
+
+`generate-answer`, `serve` and `serve-eager` are the commands themselves, until an answer of 16 tokens: that of
+`pagedjax generate`, or the first one of a client that asks as soon as the server listens. `serve` compiles behind its
+steps, `serve-eager` everything first. Then the client asks again; it waits until all programs are there, and asks a
+last time. So a warm server finds all of its programs.
 """
 
 from __future__ import annotations
@@ -16,11 +22,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +44,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "LLM(lazy)": {"compilation": "lazy"},
 }
 PROMPT = "The capital of France is"
+COMMANDS: dict[str, list[str]] = {
+    "generate-answer": ["generate", PROMPT, "--only-new", "--max-tokens", "16", "--model"],
+    "serve": ["serve", "--port", "0"],
+    "serve-eager": ["serve", "--port", "0", "--compilation", "eager"],
+}
+TIMES = ("listening", "total", "second answer", "all programs", "last answer")  # of a command
 CHILD = """
 import json, sys, time
 from pagedjax import LLM, SamplingParams
@@ -55,17 +69,11 @@ def start(model: str, options: dict[str, Any], caches: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: the process failed; the message has its output.
     """
-    kept = {
-        "JAX_COMPILATION_CACHE_DIR": str(caches),  # XLA's programs and the attention kernel
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # the library's setting for its own folder
-    }
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-c", CHILD, model, json.dumps(options), PROMPT]
     began, processors = time.perf_counter(), processor_time()
     with subprocess.Popen(
         command,
-        env={**os.environ, **kept, "PYTHONPATH": path},
+        env=environment(caches),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -89,14 +97,97 @@ def start(model: str, options: dict[str, Any], caches: Path) -> dict[str, Any]:
     }
 
 
-def measure(model: str, kinds: dict[str, dict[str, Any]], repeats: int) -> dict[str, list[dict[str, Any]]]:
+def environment(caches: Path) -> dict[str, str]:
+    """Of a process that keeps what it compiles in a folder."""
+    kept = {
+        "JAX_COMPILATION_CACHE_DIR": str(caches),  # XLA's programs and the attention kernel
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # the library's setting for its own folder
+    }
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, **kept, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+
+
+def command(words: Sequence[str], caches: Path) -> dict[str, Any]:
+    """Seconds from the start of a command of pagedjax until its answer; the answer; of a server also the times until it
+    listens and has all programs, and those of two later answers.
+
+    Raises:
+        RuntimeError: the process ended without an answer; the message has its output.
+    """
+    began, processors = time.perf_counter(), processor_time()
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", "pagedjax", *words], env=environment(caches), stdout=subprocess.PIPE, stderr=errors
+        ) as child,
+    ):
+        assert child.stdout
+        try:
+            if words[0] == "generate":
+                found = printed(child, began)
+            else:
+                url = child.stdout.readline().decode().partition(" at ")[2].strip()
+                found = served(url, began) if url else {}
+        finally:
+            child.terminate()
+        if "total" not in found:
+            errors.seek(0)
+            raise RuntimeError(f"{words[0]} gave no answer:\n{errors.read().decode()[-2000:]}")
+    return found | {"stolen": stolen_share(processors) or 0.0}
+
+
+def printed(child: subprocess.Popen[bytes], began: float) -> dict[str, Any]:
+    """What a process printed, and when its last character came."""
+    assert child.stdout
+    text, last = b"", began
+    while piece := os.read(child.stdout.fileno(), 4096):
+        text, last = text + piece, time.perf_counter()
+    return {"total": last - began, "text": text.decode().removesuffix("\n")} if text else {}
+
+
+def served(url: str, began: float) -> dict[str, Any]:
+    """What a server answers at once, and its times."""
+    found: dict[str, Any] = {"listening": time.perf_counter() - began}
+    found["text"] = asked(url)
+    found["total"] = time.perf_counter() - began
+    found["second answer"] = timed_answer(url)
+    while missing_programs(url):
+        time.sleep(0.1)
+    found["all programs"] = time.perf_counter() - began
+    return found | {"last answer": timed_answer(url)}
+
+
+def timed_answer(url: str) -> float:
+    began = time.perf_counter()
+    asked(url)
+    return time.perf_counter() - began
+
+
+def asked(url: str) -> str:
+    """16 greedy tokens after the prompt, as text."""
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 16, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def missing_programs(url: str) -> int:
+    with urllib.request.urlopen(f"{url.removesuffix('/v1')}/metrics", timeout=60) as answer:
+        (value,) = re.findall(r"^pagedjax:missing_programs\S* (\S+)$", answer.read().decode(), re.MULTILINE)
+    return round(float(value))
+
+
+def measure(model: str, kinds: Sequence[str], dtype: str, repeats: int) -> dict[str, list[dict[str, Any]]]:
     """By "kind, cold" and "kind, warm": `repeats` processes each, in turn. The cold one fills the caches."""
     runs: dict[str, list[dict[str, Any]]] = {f"{kind}, {state}": [] for kind in kinds for state in ("cold", "warm")}
     for _ in range(repeats):
-        for kind, options in kinds.items():
+        for kind in kinds:
             with tempfile.TemporaryDirectory() as caches:
                 for state in ("cold", "warm"):
-                    run = start(model, options, Path(caches))
+                    if kind in COMMANDS:
+                        run = command([*COMMANDS[kind], model, "--dtype", dtype], Path(caches))
+                    else:
+                        run = start(model, KINDS[kind] | {"dtype": dtype}, Path(caches))
                     runs[f"{kind}, {state}"].append(run)
                     note = f", {run['stolen']:.0%} of the processors stolen" if run["stolen"] > 0.005 else ""
                     print(f"  {kind}, {state}: {run['total']:.2f} s{note}", file=sys.stderr, flush=True)
@@ -115,6 +206,24 @@ def table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def answers_table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """Medians and extremes of the counted commands, and the ratios of their answers to those of the first kind."""
+    lines = [" ".join([f"{'seconds':22}", *(f"{name:>20}" for name in TIMES), f"{'times the first':>20}"])]
+    first = next(iter(runs)).partition(",")[0]
+    for name, several in runs.items():
+        pairs = zip(several, runs[f"{first},{name.partition(',')[2]}"], strict=True)  # of the same round
+        valid = [(mine, base) for mine, base in pairs if max(mine["stolen"], base["stolen"]) <= STOLEN]
+        ratios = [mine["total"] / base["total"] for mine, base in valid]
+        cells = [spread([run[column] for run in counted(several) if column in run]) for column in TIMES]
+        lines.append(" ".join([f"{name:22}", *(f"{cell:>20}" for cell in (*cells, spread(ratios)))]))
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and the extremes."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else ""
+
+
 def counted(several: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     """Processes that lost at most `STOLEN` of the processors to other machines; all processes if there is none."""
     return [run for run in several if run["stolen"] <= STOLEN] or several
@@ -124,19 +233,23 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="as in LLM(model=...)")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, *COMMANDS], default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=3, help="processes of each kind, cold and warm")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}; it must be at least 1")
-    kinds = {kind: KINDS[kind] | {"dtype": args.dtype} for kind in args.kinds}
     try:
-        runs = measure(args.model, kinds, args.repeats)
+        runs = measure(args.model, args.kinds, args.dtype, args.repeats)
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    print(table(runs))
+    commands = {name: runs[name] for name in runs if name.partition(",")[0] in COMMANDS}
+    if stages := {name: runs[name] for name in runs if name not in commands}:
+        print(table(stages))
+    if commands:
+        print(answers_table(commands))
+        print("answers:", {name: sorted({run["text"] for run in several}) for name, several in commands.items()})
     if args.json:
         facts = {**git_state(Path(__file__).parent), "cpu": cpu_model(), "cores": os.cpu_count(), "model": args.model}
         Path(args.json).write_text(json.dumps({**facts, "runs": runs}, indent=1) + "\n", encoding="utf-8")

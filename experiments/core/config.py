@@ -101,6 +101,10 @@ class Experiment:
             raise ValueError(
                 "sampling.stop: an experiment runs on token ids, without text; use sampling.stop_token_ids"
             )
+        if self.engine.compilation == "background":
+            raise ValueError(
+                "engine.compilation is 'background', and a measured run compiles everything first; set it to eager"
+            )
         if self.simulate and not self.sampling.ignore_eos:
             raise ValueError(
                 "sampling.ignore_eos is false, and a simulation has no tokens that could end a request; set it to true"

@@ -17,14 +17,16 @@ _MADE = "/jax/core/compile/backend_compile_duration"
 _CACHED = "/jax/compilation_cache/cache_hits"
 _events = {_MADE: 0, _CACHED: 0}
 _lock = threading.Lock()  # programs are compiled in threads
+_thread = threading.local()  # .uncounted: whether the thread is in a block of `uncounted`
 
 MAX_BYTES = 2**30  # of the cache on disk; the program that was not used for the longest time goes first
-_active = False  # whether a block of `disk_cache` runs and has set JAX's options
-_options = threading.Lock()  # of _active and JAX's options
+_blocks = 0  # of `disk_cache` that run now, in all threads, with the options that the first of them has set
+_before: dict[str, Any] = {}  # JAX's options before them
+_options = threading.Lock()  # of _blocks, _before and JAX's options
 
 
 class Counts(NamedTuple):
-    """Programs that this process has compiled, including those that it loaded from disk."""
+    """Programs that this process has compiled, including those that it loaded from disk, outside of `uncounted`."""
 
     compilations: int
     cached: int  # of them, loaded from disk
@@ -34,7 +36,7 @@ class Counts(NamedTuple):
 
 
 def _listen(event: str, *_: Any, **__: Any) -> None:
-    if event in _events:
+    if event in _events and not getattr(_thread, "uncounted", False):
         with _lock:
             _events[event] += 1
 
@@ -52,19 +54,40 @@ def compilations() -> int:
     return _events[_MADE]
 
 
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Within the block, what this thread compiles is not counted: it belongs to no step and to no start-up."""
+    _thread.uncounted = True
+    try:
+        yield
+    finally:
+        _thread.uncounted = False
+
+
 def disk_cache_active() -> bool:
     """Whether a block of `disk_cache` runs."""
-    return _active
+    return _blocks > 0
 
 
 @contextmanager
 def disk_cache(enabled: bool = True) -> Iterator[None]:
     """Within the block, JAX keeps programs in the user's cache folder, MAX_BYTES of them at most.
 
-    JAX's options apply to the whole process, so they are restored after the block. If JAX has a cache folder already
-    (`JAX_COMPILATION_CACHE_DIR`), or its cache is switched off (`JAX_ENABLE_COMPILATION_CACHE=0`), nothing changes.
+    JAX's options apply to the whole process, so they are restored after the block; if blocks of several threads
+    overlap, after the last of them. If JAX has a cache folder already (`JAX_COMPILATION_CACHE_DIR`), or its cache is
+    switched off (`JAX_ENABLE_COMPILATION_CACHE=0`), nothing changes.
     """
-    global _active
+    mine = enabled and _enter()
+    try:
+        yield
+    finally:
+        if mine:
+            _leave()
+
+
+def _enter() -> bool:
+    """Begin a block, and set JAX's options if it is the only one. Returns False if JAX's own settings count."""
+    global _blocks, _before
     folder = Path(os.path.expanduser("~/.cache")) / "pagedjax" / "xla"
     options = {
         "jax_compilation_cache_dir": str(folder),
@@ -72,20 +95,24 @@ def disk_cache(enabled: bool = True) -> Iterator[None]:
         "jax_persistent_cache_min_compile_time_secs": 0.0,
     }
     with _options:
-        before = {name: getattr(jax.config, name) for name in options}
-        switched_on = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009  (pyright does not know it)
-        mine = enabled and switched_on and before["jax_compilation_cache_dir"] is None
-        if mine:
-            _active = True
+        if _blocks == 0:
+            before = {name: getattr(jax.config, name) for name in options}
+            switched_on = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009  (pyright does not know it)
+            if not switched_on or before["jax_compilation_cache_dir"] is not None:
+                return False
+            _before = before
             _add_access_times(folder)
             _set(options)
-    try:
-        yield
-    finally:
-        if mine:
-            with _options:
-                _active = False
-                _set(before)
+        _blocks += 1
+        return True
+
+
+def _leave() -> None:
+    global _blocks
+    with _options:
+        _blocks -= 1
+        if _blocks == 0:
+            _set(_before)
 
 
 def _set(options: dict[str, Any]) -> None:

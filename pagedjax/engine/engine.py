@@ -20,6 +20,7 @@ from pagedjax.device.memory import MemoryReport
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import interrupts, runtime, sleep, state
+from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
@@ -67,6 +68,14 @@ class Engine:
         self._dropped = False  # by level 2 of sleep
         given = () if owns_params else (*model.leaves, *(draft_model.leaves if draft_model else ()))
         self._shared = {id(x) for x in self.runtime.leaves} & {id(x) for x in given}
+        if self.background:
+            self.background.start()
+
+    @property
+    def background(self) -> BackgroundPrograms | None:
+        """The programs that are compiled behind the steps; None unless `compilation` is "background"."""
+        programs = self.runtime.programs
+        return programs if isinstance(programs, BackgroundPrograms) else None
 
     @property
     def config(self) -> Resolved:
@@ -173,9 +182,12 @@ class Engine:
         emptied; programs stay.
 
         Raises:
-            ValueError: requests are unfinished, it sleeps already, or there is no such level.
+            ValueError: requests are unfinished, it sleeps already, programs are being compiled, or there is no such level.
         """
         sleep.check_level(level)
+        if self.background and self.background.compiling:
+            what = f"{self.background.missing} programs are still being compiled, which needs the parameters"
+            raise ValueError(f"{what}; sleep when all of them are there")
         if self.has_work:
             what = f"{self._state.unfinished} requests are unfinished; finish or cancel them before the engine sleeps"
             raise ValueError(what)

@@ -35,6 +35,7 @@ class SentStep(NamedTuple):
     plan: Plan
     output: StepOutput
     sent_at: float  # seconds of time.perf_counter
+    padded_tokens: int = 0  # of the program that computes it
     draft_seconds: float = 0.0  # of the drafter's program, which ran before
     draft_rows: int = 0  # its rows with drafts, as a bucket
 

@@ -33,6 +33,7 @@ from pagedjax.device.row_features import RowChain, RowFeature, chain
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
 from pagedjax.engine import compilations, drafters, programs
+from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.pack import pack
 from pagedjax.engine.resolve import block_shape, free_memory, host_block_bytes, host_blocks, resolve, shapes
@@ -157,8 +158,11 @@ def build(
     if lazy:
         steps = programs.LazyPrograms(compile_one, resolved)
     else:
-        every = (*inputs.drafts, *sizes.steps)
-        steps, resolved = programs.compile_all(compile_one, every, resolved, settle, progress=progress)
+        behind = resolved.compilation == "background"
+        first = sizes.steps[-1:] if behind else (*inputs.drafts, *sizes.steps)
+        steps, resolved = programs.compile_all(compile_one, first, resolved, settle, progress=progress)
+        if behind:
+            steps = BackgroundPrograms(compile_one, resolved, steps, sizes)
     pages = _cache_shapes(resolved, model, draft_model)
     block_bytes = cache.block_bytes(**_block(resolved, model, draft_model))
     copy, swap = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile(), None
@@ -269,9 +273,9 @@ def _compiler(
 
 def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KVCache]:
     """Run the smallest step once, so that the first request runs warm code, and the draft model's programs. Nothing
-    runs if programs are lazy."""
+    runs unless all programs are there: the first answer would come later."""
     started = time.perf_counter()
-    if runtime.config.compilation != "lazy":
+    if runtime.config.compilation == "eager":
         shape = runtime.shapes.steps[0]
         fixed = runtime.blanks, runtime.config.lookahead > 0, runtime.options, runtime.undrafted
         blank = _blank_batch(runtime.shapes, shape, *fixed)

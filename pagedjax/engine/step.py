@@ -10,9 +10,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from pagedjax.device.batch import Batch, Drafted, Feed, StepShape, blank_feed
+from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
 from pagedjax.engine import compilations, drafting, lookahead, pooling, requests, results, token_masks
+from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
 from pagedjax.engine.requests import Sequences
@@ -116,7 +117,7 @@ def step(
         device_seconds=0.0 if was_done else sent.draft_seconds + until - max(started, sent.sent_at),
         draft_seconds=sent.draft_seconds,
         draft_rows=sent.draft_rows,
-        padded_tokens=runtime.shapes.bucket(sent.plan.num_tokens),
+        padded_tokens=sent.padded_tokens,
         compilations=compilations.compilations() - compiled,
         logprobs=logprobs,
         beams=ended,
@@ -146,9 +147,9 @@ def send(
     batch = packed(runtime, state.sequences, plan, previous, unknown, probs)
     sent_at = time.perf_counter()
     states = bool(state.pools) and pooling.wants_states(plan, state.pools)
-    program = (runtime.with_states if states else runtime.programs)[StepShape(len(batch.tokens), len(batch.last))]
-    cache, output = program(runtime.leaves, cache, batch)
-    return cache, SentStep(plan, output, sent_at, seconds, rows)
+    shape = StepShape(len(batch.tokens), len(batch.last))
+    cache, output = (runtime.with_states if states else runtime.programs)[shape](runtime.leaves, cache, batch)
+    return cache, SentStep(plan, output, sent_at, shape.tokens, seconds, rows)
 
 
 def drafted(
@@ -179,7 +180,7 @@ def packed(
     probs: jax.Array | None = None,
 ) -> Batch:
     """The arrays of a plan; arguments as in `send` and `drafted`."""
-    batch = pack(plan, sequences, runtime.shapes, runtime.blanks, runtime.options)
+    batch = pack(plan, sequences, present(runtime), runtime.blanks, runtime.options)
     if runtime.undrafted:
         blank = runtime.undrafted[len(batch.last)]
         if plan.drafts:
@@ -191,6 +192,16 @@ def packed(
     if previous is None:
         return batch._replace(feed=blank_feed(runtime.shapes, t))
     return batch._replace(feed=Feed(lookahead.fed_rows(plan, previous.plan, unknown, t), previous.output.fed))
+
+
+def present(runtime: Runtime) -> Shapes:
+    """The shapes of the runtime, with those buckets alone that a step may have now. It is read once a step, because
+    programs that are compiled behind the steps come in at any time."""
+    programs = runtime.programs
+    if not isinstance(programs, BackgroundPrograms):
+        return runtime.shapes
+    programs.stepped_at = time.monotonic()
+    return programs.present
 
 
 def moved(runtime: Runtime, state: EngineState, cache: KVCache, plan: Plan) -> KVCache:

@@ -75,6 +75,9 @@ def make_engine(model: Model, config: EngineConfig, **options: Any) -> Engine:
     group, processes = joined(), jax.process_count()
     if processes == 1:
         return Engine(model, config, **options)
+    if config.compilation == "background":
+        what = "all processes must run the same program for a step"
+        raise ValueError(f"compilation is 'background', and {what}; set compilation='eager' for {processes} processes")
     if group is None:
         what = f"JAX runs in {processes} processes, and they are not connected"
         raise ValueError(f"{what}; call pagedjax.processes.join.join() in each of them, before the first engine")

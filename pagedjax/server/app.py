@@ -164,7 +164,7 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
     @app.get("/metrics")
     async def prometheus() -> Response:
         """Counters, gauges and histograms in Prometheus's format."""
-        return PlainTextResponse(metrics.text(worker.waiting), media_type=metrics.CONTENT_TYPE)
+        return PlainTextResponse(metrics.text(worker.waiting, llm.engine.background), media_type=metrics.CONTENT_TYPE)
 
 
 def add_viewer(app: FastAPI, live: viewer.Live, options: Options) -> None:

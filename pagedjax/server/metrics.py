@@ -13,6 +13,7 @@ from typing import Any
 import prometheus_client as prometheus
 
 from pagedjax.config import Resolved
+from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Admitted, Beamed, BeamResult, Event, Finished, Preempted, Sampled, StepResult, Verified
 from pagedjax.params import BeamSearchParams
@@ -58,6 +59,7 @@ class Metrics:
             "num_requests_waiting": "Requests that are not admitted yet",
             "num_requests_swapped": "Sequences whose blocks are in host memory",
             "kv_cache_usage_perc": "Share of the cache's blocks that have an owner, 1 is all",
+            "missing_programs": "Programs that are not compiled yet; until then steps are padded to larger ones",
         }
         counters = {
             "prompt_tokens": "Prompt tokens computed, those found in the cache left out",
@@ -116,8 +118,14 @@ class Metrics:
         metric = kind(f"{PREFIX}:{name}", text, ("model_name",), registry=self.registry, **options)
         return metric.labels(self._model)
 
-    def text(self, waiting: int) -> str:
-        """The metrics in Prometheus's text format. `waiting`: requests that are not admitted yet."""
+    def text(self, waiting: int, programs: BackgroundPrograms | None = None) -> str:
+        """The metrics in Prometheus's text format.
+
+        Args:
+            waiting: requests that are not admitted yet.
+            programs: what is compiled behind the steps.
+        """
+        self._gauges["missing_programs"].set(0 if programs is None else programs.missing)
         state = self._state
         if state is not None:
             self._gauges["num_requests_running"].set(len(state.running.seqs))

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -145,8 +146,8 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     )
     if engine.get("policy") == "fair" and not options.allow_user:
         log.warning("the policy is fair, but the field user of requests is ignored; add --allow-user to share by it")
-    start = {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache, **engine}
     group = joined()
+    start = {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache, **served(engine, group)}
     if group is not None and group.process:
         return follow(LLM(args.model, **start), group, args.record)
     with bound_socket(args.host, args.port) as listener:
@@ -155,6 +156,26 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
             llm.engine.record(args.record, times=True)
         try:
             serve(llm, options, listener, drain_seconds=args.drain_seconds, log_level=args.log_level)
+        except KeyboardInterrupt:  # uvicorn raises the signal again, once it has ended
+            return ended(llm, 130)
         finally:
             llm.engine.record(None)
-    return 0
+    return ended(llm, 0)
+
+
+def served(engine: Mapping[str, Any], group: Any) -> dict[str, Any]:
+    """The engine of a server: unless something else was asked for, it compiles behind the steps wherever it can."""
+    behind = group is None and not engine.get("speculative")
+    return {"compilation": "background" if behind else "eager", **engine}
+
+
+def ended(llm: LLM, status: int) -> int:
+    """The exit status. If a program is being compiled the process ends here, because Python would wait for it."""
+    if (programs := llm.engine.background) is not None:
+        programs.stop()
+        if programs.compiling:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return status

@@ -112,6 +112,21 @@ def test_programs_of_an_unbounded_cache_can_be_dropped(folder, monkeypatch):
     assert not first.exists()
 
 
+def test_blocks_that_overlap_restore_the_options_after_the_last_of_them(folder):
+    before, (first, second) = options(), (compilations.disk_cache(), compilations.disk_cache())
+    first.__enter__()
+    within = options()
+    with compilations.disk_cache(False):
+        assert options() == within
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert options() == within != before
+    assert compilations.disk_cache_active()
+    second.__exit__(None, None, None)
+    assert options() == before
+    assert not compilations.disk_cache_active()
+
+
 def test_options_are_restored_after_an_error(folder):
     before = options()
     with pytest.raises(ZeroDivisionError), compilations.disk_cache():

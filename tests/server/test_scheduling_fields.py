@@ -64,7 +64,7 @@ def test_the_user_counts_only_if_the_operator_allows_it(llm, allowed, user):
 
 @pytest.mark.parametrize(("words", "warnings"), [([], 1), (["--allow-user"], 0)])
 def test_the_policy_fair_without_users_is_a_warning(monkeypatch, caplog, words, warnings):
-    llm = SimpleNamespace(engine=SimpleNamespace(record=lambda path: None))
+    llm = SimpleNamespace(engine=SimpleNamespace(record=lambda path: None, background=None))
     monkeypatch.setattr(serve, "LLM", lambda *args, **options: llm)
     monkeypatch.setattr(serve, "serve", lambda *args, **options: None)
     with caplog.at_level(logging.WARNING, "pagedjax.server"):

@@ -24,6 +24,24 @@ def test_stages_sum_to_total_and_warm_process_compiles_nothing(tiny_folder, tmp_
     assert "LLM(lazy), warm" in capsys.readouterr().out
 
 
+def test_a_server_is_timed_until_its_answers(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "startup.json"
+    words = ["--model", str(tiny_folder), "--kinds", "serve", "--repeats", "1", "--json", str(out)]
+    assert startup.main(words) == 0
+    runs = {name: run for name, (run,) in json.loads(out.read_text())["runs"].items()}
+    assert {run["text"] for run in runs.values()} == {runs["serve, cold"]["text"]}
+    for name in ("serve, cold", "serve, warm"):
+        run = runs[name]
+        assert 0 < run["listening"] < run["total"] < run["all programs"]
+    assert "times the first" in capsys.readouterr().out
+
+
+def test_ratios_are_of_the_same_round():
+    runs = {"a, cold": [{"total": 1.0, "stolen": 0.0}, {"total": 4.0, "stolen": 0.0}]}
+    runs["b, cold"] = [{"total": 2.0, "stolen": 0.0}, {"total": 4.0, "stolen": 0.0}]
+    assert "1.50 (1.00-2.00)" in startup.answers_table(runs).splitlines()[-1]
+
+
 def test_failed_process_error_has_reason(tmp_path, capsys):
     assert startup.main(["--model", str(tmp_path), "--repeats", "1"]) == 1
     assert "config.json" in capsys.readouterr().err

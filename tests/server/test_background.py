@@ -1,0 +1,101 @@
+"""A server that compiles behind its steps: it answers, shows what is missing, and stops at once."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from pagedjax import LLM, cli
+from pagedjax.engine import background, runtime
+from pagedjax.server import serve
+from tests.server.support import ENGINE, GREEDY, completed, gauge, served_to, started
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Programs behind the steps wait for this event."""
+    opened, compiler = threading.Event(), runtime._compiler
+
+    def around(*args):
+        build, largest = compiler(*args), ENGINE["token_buckets"][-1]
+
+        def compile_one(shape, config):
+            assert shape.tokens == largest or opened.wait(60)
+            return build(shape, config)
+
+        return compile_one
+
+    monkeypatch.setattr(runtime, "_compiler", around)
+    monkeypatch.setattr(background, "PAUSE", 0.0)
+    yield opened
+    opened.set()
+
+
+def test_a_server_answers_while_programs_are_missing_and_stops_without_them(tiny, tiny_llm, held):
+    llm = LLM(tiny, progress=False, compilation="background", **ENGINE)
+    programs = llm.engine.background
+    assert programs is not None
+    with served_to(llm) as (found, http):
+        assert gauge(http.get("/metrics").text, "missing_programs") == 1
+        answer = completed(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"]
+        began = time.perf_counter()
+        found.worker.stop()
+        assert time.perf_counter() - began < 10
+    assert programs.compiling
+    held.set()
+    programs.join(60)
+    with served_to(tiny_llm) as (_, http):
+        assert gauge(http.get("/metrics").text, "missing_programs") == 0
+        assert completed(http, max_tokens=5, ignore_eos=True)["choices"][0]["text"] == answer
+
+
+@pytest.mark.parametrize(
+    ("engine", "group", "compilation"),
+    [
+        ({}, None, "background"),
+        ({"compilation": "lazy"}, None, "lazy"),
+        ({"speculative": {"method": "ngram"}}, None, "eager"),
+        ({}, "joined", "eager"),
+        ({"compilation": "background"}, "joined", "background"),  # which make_engine refuses
+    ],
+)
+def test_only_the_server_compiles_behind_its_steps_and_only_where_it_can(engine, group, compilation):
+    assert serve.served(engine, group) == engine | {"compilation": compilation}
+    assert vars(cli.parser().parse_args(["generate", "x"]))["run"] is cli.generate
+    assert cli.engine_options(cli.parser().parse_args(["generate", "x"]))["compilation"] == "lazy"
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+def test_the_process_ends_at_once_only_while_a_program_is_compiled(monkeypatch, compiling):
+    left, stopped = [], []
+    monkeypatch.setattr(serve.os, "_exit", left.append)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    programs = SimpleNamespace(stop=lambda: stopped.append(True), compiling=compiling)
+    llm = SimpleNamespace(engine=SimpleNamespace(background=programs))
+    assert serve.ended(llm, 130) == 130  # type: ignore[arg-type]
+    assert (left, stopped) == ([130] if compiling else [], [True])
+    assert serve.ended(SimpleNamespace(engine=SimpleNamespace(background=None)), 0) == 0  # type: ignore[arg-type]
+
+
+def test_ctrl_c_ends_a_server_whose_programs_are_missing(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))  # an empty one
+    sizes = ("--max-num-seqs", "4", "--num-blocks", "64", "--max-num-batched-tokens", "64")
+    with (tmp_path / "errors").open("w") as errors:
+        process, url = started(str(tiny_folder), *sizes, "--served-model-name", "tiny", errors=errors)
+        try:
+            with httpx.Client(base_url=url, timeout=60) as http:
+                assert gauge(http.get("/metrics").text, "missing_programs") > 0
+                assert http.post("/v1/completions", json={**GREEDY, "prompt": "abc"}).status_code == 200
+            process.send_signal(signal.SIGINT)
+            # 0: the parent of the tests may ignore SIGINT, as a shell does for background processes
+            assert process.wait(30) in (0, 130)
+        finally:
+            process.kill()
+            process.wait()
+    assert (tmp_path / "errors").read_text() == ""
