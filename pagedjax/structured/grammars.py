@@ -130,19 +130,11 @@ def _schema(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
         raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"structured_outputs.json is {form.json!r:.80}; a schema is an object, true or false")
-    found = list(keywords.unsupported(schema))
-    if found and not form.ignore_unsupported:
-        place, why = found[0]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        what = (
-            f"structured_outputs.json has the keyword {place.rpartition('/')[2]!r:.80} at {place:.200}, which is {why}"
-        )
-        raise ValueError(f"{what}{more}; remove it, or set ignore_unsupported (strict: false in response_format)")
-    if found:
-        schema = keywords.without(schema, frozenset(place for place, _ in found))
+    how = "ignore_unsupported (strict: false in response_format)"
+    schema, places = keywords.checked(schema, "structured_outputs.json", ignore=how, ignored=form.ignore_unsupported)
     if form.disable_additional_properties:
         schema = keywords.closed(schema)
-    return schema, tuple(place for place, _ in found)
+    return schema, places
 
 
 def _place(form: StructuredOutputsParams, message: str, vocabulary: Any) -> str:
