@@ -17,6 +17,7 @@ from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.tools.definitions import Tool
 from pagedjax.tools.formats import CallFormat
 
+OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}  # may have further properties
 JSON_RULES = {"whitespace_pattern": WHITE_SPACE, "lenient": False}  # as the engine compiles other schemas
 
 
@@ -72,9 +73,16 @@ def lark(
 
 
 def arguments_schema(tool: Tool) -> tuple[Any, tuple[str, ...]]:
-    """The schema of a tool's arguments that is compiled, and the places of the keywords that it has lost."""
+    """The schema of a tool's arguments that is compiled, and the places of the keywords that it has lost.
+
+    Parameters that a tool does not name are never given, unless its schema says more about them: a function would
+    refuse them.
+    """
     what = f"tools: the schema of {tool.name!r}"
-    return keywords.checked(tool.parameters, what, ignore="strict: false for the tool", ignored=not tool.strict)
+    schema, lost = keywords.checked(tool.parameters, what, ignore="strict: false for the tool", ignored=not tool.strict)
+    if "properties" in schema and not OPEN & schema.keys():
+        schema = {**schema, "additionalProperties": False}
+    return schema, lost
 
 
 def answer_schema(form: StructuredOutputsParams | None) -> tuple[Any, tuple[str, ...]]:

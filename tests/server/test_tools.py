@@ -110,7 +110,8 @@ def test_the_loop_of_a_program_that_calls_its_functions(tool_client):
             assert isinstance(call.function.parsed_arguments, Add | Turn)
             result = functions[call.function.name](call.function.parsed_arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
-    final = parse(**options(messages=messages, tool_choice="none", max_tokens=10)).choices[0].message
+    create = tool_client.chat.completions.create
+    final = create(**options(messages=messages, tool_choice="none", max_tokens=10)).choices[0].message
     assert final.tool_calls is None
     assert final.content
     with tool_client.chat.completions.stream(

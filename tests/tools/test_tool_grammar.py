@@ -141,3 +141,16 @@ def test_a_schema_that_is_not_supported_names_the_tool(tokenizer):
     assert use.applied(SamplingParams(), tokenizer)[1] == ("bad#/properties/a/uniqueItems",)
     with pytest.raises(ValueError, match=r"the schema of 'odd' cannot be used at #/properties/a"):
         accepts(tokenizer, "", tools=[tool("fine"), tool("odd", a={"type": "string", "pattern": "(?=a)"})])
+
+
+def test_parameters_that_a_tool_does_not_name_are_never_given(tokenizer):
+    written = tool_use(tokenizer).dialect.format.written
+    named = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for schema, allowed in (
+        (named, False),
+        ({**named, "additionalProperties": True}, True),
+        ({"type": "object"}, True),
+    ):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        found = accepts(tokenizer, written([("f", '{"a": 1, "b": 2}')]), tools=tools)
+        assert (found == "complete") == allowed
