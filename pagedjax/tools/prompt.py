@@ -16,8 +16,9 @@ DEFAULT_PROMPT = """You can call functions. Each line between <tools> and </tool
 </tools>
 To call a function, end the answer with its name and its arguments as JSON, in this form:
 {form}
-Several calls follow each other, one in each such form. The results come in the next message, between <tool_response> \
-and </tool_response>. If no function helps, answer in plain text."""
+Several calls follow each other, one in each such form.
+The results come in the next message, between <tool_response> and </tool_response>.
+If no function helps, answer in plain text."""
 
 Messages = list[dict[str, Any]]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.tools.formats import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, MISTRAL_SPACED, Dialect, dialect
-from pagedjax.tools.prompt import conversation, system_text
+from pagedjax.tools.prompt import DEFAULT_PROMPT, conversation, system_text
 from pagedjax.tools.use import tool_use
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -70,6 +71,11 @@ def test_without_such_a_template_they_become_text():
     assert found[2] == {"role": "assistant", "content": f"{call}\n{call}"}
     results = "<tool_response>\n3\n</tool_response>\n<tool_response>\nthree\n</tool_response>"
     assert found[3] == {"role": "user", "content": results}
+
+
+def test_the_documents_show_the_system_text():
+    page = (Path(__file__).parents[2] / "docs" / "design" / "tools.md").read_text(encoding="utf-8")
+    assert [line for line in DEFAULT_PROMPT.splitlines() if line not in page] == ["{tools}", "{form}"]
 
 
 def test_the_system_text_stays_first():
