@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from pagedjax import __version__, viewer
 from pagedjax.llm import LLM
 from pagedjax.params import BeamSearchParams
-from pagedjax.server import forms, responses, schema, vllmini
+from pagedjax.server import forms, responses, responses_api, schema, vllmini
 from pagedjax.server.errors import ApiError, add_errors, in_thread, submit
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
@@ -118,6 +118,12 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
         _check_model(body.model, options)
         requests, style = await in_thread(_chat_requests, llm, body, options)
         return await _answer(worker, request, body, requests, style)
+
+    def prepared(body: ChatRequest) -> tuple[list[GenerationRequest], Style]:
+        _check_model(body.model, options)
+        return _chat_requests(llm, body, options)
+
+    responses_api.add_routes(app, worker, prepared)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:

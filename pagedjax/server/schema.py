@@ -232,6 +232,13 @@ class Message(BaseModel):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
+def only_false(value: Any) -> Any:
+    """A check of `background`."""
+    if value in (None, False):
+        return value
+    raise ValueError("an answer is made while its client waits, and is not kept; leave it out, and use stream: true")
+
+
 def only_text(value: Any) -> Any:
     """A check of `modalities`."""
     if value in (None, [], ["text"]):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_TOOLS = 128  # as OpenAI's
+MAX_LEVELS = 300  # of a schema or of arguments
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 CHOICES = ("auto", "none", "required")
 CHOICE_FORM = '"auto", "none", "required", or {"type": "function", "function": {"name": ...}}'
@@ -78,9 +79,22 @@ def _parameters(place: str, given: Any) -> Mapping[str, Any]:
         return NO_PARAMETERS
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} is {given!r:.80}; it must be a JSON schema of type object")
+    if too_deep(given):
+        raise ValueError(f"{place} has more than {MAX_LEVELS} levels; make it flatter")
     if given.get("type", "object") != "object":
         raise ValueError(f"{place}.type is {given['type']!r:.80}; arguments are an object, so it must be 'object'")
     return {"type": "object", **given}
+
+
+def too_deep(value: Any) -> bool:
+    """Whether a JSON value has more than MAX_LEVELS, which would exhaust the stack where it is written again."""
+    level = [value]
+    for _ in range(MAX_LEVELS):
+        inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, (Mapping, list))]
+        level = [item for several in inner for item in several]
+        if not level:
+            return False
+    return True
 
 
 def choice_of(given: Any, tools: Sequence[Tool]) -> tuple[str, str | None]:

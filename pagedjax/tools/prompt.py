@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagedjax.tools.definitions import Tool
+from pagedjax.tools.definitions import MAX_LEVELS, Tool, too_deep
 from pagedjax.tools.formats import Dialect
 
 # The system text for a chat template that does not know tools. It ends with the form of a call.
@@ -75,6 +75,8 @@ def _call(place: str, call: Any) -> dict[str, Any]:
             raise ValueError(f"{place}.function.arguments is no JSON: {error}") from None
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{place}.function.arguments is {arguments!r:.80}; it must be a JSON object, as text")
+    if too_deep(arguments):
+        raise ValueError(f"{place}.function.arguments has more than {MAX_LEVELS} levels; make it flatter")
     return {**call, "type": "function", "function": {**function, "arguments": dict(arguments)}}
 
 

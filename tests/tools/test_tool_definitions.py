@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pagedjax.tools.definitions import NO_PARAMETERS, Tool, choice_of, tools_of
@@ -45,6 +47,7 @@ def test_a_tool_has_defaults():
         ([F, named("g"), F], "tools.2.function.name is 'f' again; give each tool a name of its own"),
         ([named(f"f{i}") for i in range(129)], "tools has 129 of them; the limit is 128"),
         ([with_parameters([])], r"tools.0.function.parameters is \[\]; it must be a JSON schema of type object"),
+        ([with_parameters({"default": json.loads("[" * 301 + "]" * 301)})], "more than 300 levels; make it flatter"),
         ([with_parameters({"type": "array"})], "tools.0.function.parameters.type is 'array'; arguments are an object"),
         ([{"type": "function", "function": {"name": "f", "strict": 1}}], "tools.0.function.strict is 1"),
         ([{"type": "function", "function": {"name": "f", "description": 1}}], "tools.0.function.description is 1"),

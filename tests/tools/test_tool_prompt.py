@@ -97,6 +97,7 @@ def test_the_system_text_stays_first():
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages.0.tool_calls.0 is {'function': {}}"),
         ("{a}", "messages.0.tool_calls.1.function.arguments is no JSON: "),
         ("[" * 10**5, "messages.0.tool_calls.1.function.arguments is no JSON: "),
+        ('{"a":' * 400 + "1" + "}" * 400, "messages.0.tool_calls.1.function.arguments has more than 300 levels"),
         ("[]", r"messages.0.tool_calls.1.function.arguments is \[\]; it must be a JSON object"),
         (3, "messages.0.tool_calls.1.function.arguments is 3; it must be a JSON object"),
     ],
