@@ -51,6 +51,9 @@ def _message(place: str, message: Any) -> dict[str, Any]:
     if message.get("role") == "tool" and not isinstance(message.get("tool_call_id"), str):
         what = f"{place} has the role 'tool' and no tool_call_id"
         raise ValueError(f"{what}; give the id of the call that it answers")
+    if message.get("role") == "function" or message.get("function_call") is not None:
+        what = f"{place} is of the older API of functions"
+        raise ValueError(f"{what}; write tool_calls in place of function_call, and the role 'tool' for results")
     calls = message.get("tool_calls")
     if calls is None or message.get("role") != "assistant":
         return dict(message)

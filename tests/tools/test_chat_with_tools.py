@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from pagedjax import BeamSearchParams, SamplingParams
+from pagedjax import LLM, BeamSearchParams, SamplingParams
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 SCHEMA = {
@@ -48,3 +48,25 @@ def test_without_tools_nothing_changes(tiny_tools):
 def test_a_beam_search_has_no_tools(tiny_tools):
     with pytest.raises(ValueError, match="tools do not go with a beam search"):
         tiny_tools.chat(MESSAGES, BeamSearchParams(2), tools=TOOLS, use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_the_embedded_model_calls_with_the_default_prompt(smollm2):
+    """Its chat template knows no tools."""
+    llm = LLM(
+        smollm2, progress=False, max_num_seqs=2, max_model_len=1024, token_buckets=(2, 256), max_num_batched_tokens=256
+    )
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    tools = [
+        {"type": "function", "function": {"name": name, "description": f"The {what} in a city.", "parameters": city}}
+        for name, what in (("get_weather", "weather"), ("get_time", "time"))
+    ]
+    chats = [
+        [{"role": "user", "content": text}] for text in ("What is the weather in Paris?", "How late is it in Rome?")
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=100)
+    options = {"tool_choice": "required", "parallel_tool_calls": False, "use_tqdm": False}
+    for output in llm.chat(chats, params, tools=tools, **options):
+        (call,) = output.outputs[0].tool_calls
+        assert call.name in ("get_weather", "get_time")
+        jsonschema.validate(json.loads(call.arguments), city)

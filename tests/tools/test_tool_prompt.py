@@ -92,6 +92,8 @@ def test_the_system_text_stays_first():
     ("message", "error"),
     [
         ({"role": "tool", "content": "3"}, "messages.0 has the role 'tool' and no tool_call_id"),
+        ({"role": "function", "name": "f", "content": "3"}, "messages.0 is of the older API of functions; write"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "messages.0 is of the older API of functions"),
         ({"role": "assistant", "tool_calls": 3}, "messages.0.tool_calls is 3; it must be a list"),
         ({"role": "assistant", "tool_calls": [3]}, "messages.0.tool_calls.0 is 3; a call has"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages.0.tool_calls.0 is {'function': {}}"),
