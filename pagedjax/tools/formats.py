@@ -16,6 +16,7 @@ class CallFormat:
     trigger: a plain answer does not have this text. Empty: a call is the whole answer, and an answer that begins as a
         call does is one.
     id_length: characters of a call's id, if the template asks for a number of them.
+    single: the template takes one call in a message.
     """
 
     begin: str
@@ -26,6 +27,7 @@ class CallFormat:
     end: str
     trigger: str
     id_length: int | None = None
+    single: bool = False
 
     def written(self, calls: list[tuple[str, str]]) -> str:
         """The text of calls, each a name and its arguments as JSON."""
@@ -84,7 +86,7 @@ def dialect(template: str | None, parser: str | None = None) -> Dialect:
         return Dialect(found or HERMES, found is not None)
     if parser not in PARSERS:
         raise ValueError(f"tool_call_parser is {parser!r:.80}; it must be one of {', '.join(PARSERS)}")
-    forced = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": _mistral(template)}[parser]
+    forced = {"hermes": HERMES, "llama3_json": _llama(template), "mistral": _mistral(template)}[parser]
     return Dialect(forced, knows)
 
 
@@ -92,8 +94,13 @@ def _found(template: str) -> CallFormat | None:
     if "[TOOL_CALLS]" in template:
         return _mistral(template)
     if "<tool_call>" in template:
-        return None if "<function=" in template or "<arg_key>" in template else HERMES
-    return LLAMA if re.search(r'\\?"parameters\\?": ', template) and "tool_call" in template else None
+        other = "<function=" in template or "<arg_key>" in template
+        return HERMES if "arguments" in template and not other else None
+    return _llama(template) if re.search(r'\\?"parameters\\?": ', template) and "tool_call" in template else None
+
+
+def _llama(template: str) -> CallFormat:
+    return replace(LLAMA, single="only supports single tool-calls" in template)
 
 
 def _mistral(template: str) -> CallFormat:

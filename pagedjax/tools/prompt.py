@@ -80,7 +80,8 @@ def _call(place: str, call: Any) -> dict[str, Any]:
         raise ValueError(f"{place}.function.arguments is {arguments!r:.80}; it must be a JSON object, as text")
     if too_deep(arguments):
         raise ValueError(f"{place}.function.arguments has more than {MAX_LEVELS} levels; make it flatter")
-    return {**call, "type": "function", "function": {**function, "arguments": dict(arguments)}}
+    known = {"id": call["id"]} if call.get("id") is not None else {}  # other fields would appear in prompts
+    return {**known, "type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
 
 
 def _as_text(messages: Messages, dialect: Dialect) -> Messages:

@@ -64,7 +64,7 @@ class ToolUse:
             self.dialect.format,
             tokenizer,
             required=self.required,
-            parallel=self.parallel and self.only is None,
+            parallel=self.parallel and self.only is None and not self.dialect.format.single,
             answer=answer,
         )
         # calls may be written with special tokens, and must be seen; others cannot occur in the grammar

@@ -48,7 +48,9 @@ def tokenizer(request, tiny_folder) -> Tokenizer:
     return made
 
 
-def accepts(tokenizer: Tokenizer, text: str, params=None, template: str = "tools <tool_call>", **options) -> str:
+def accepts(
+    tokenizer: Tokenizer, text: str, params=None, template: str = "tools <tool_call> arguments", **options
+) -> str:
     """ "complete", "prefix", or the text before the token that is refused."""
     made = Tokenizer(tokenizer.backend, (2,), {}, template)
     use = tool_use(made, options.pop("tools", TOOLS), **options)
@@ -63,7 +65,7 @@ def accepts(tokenizer: Tokenizer, text: str, params=None, template: str = "tools
 
 
 TEMPLATES = {
-    "hermes": "tools <tool_call>",
+    "hermes": "tools <tool_call> arguments",
     "llama": 'tools tool_call "parameters": ',
     "mistral": "tools [TOOL_CALLS][",
     "spaced": "tools [TOOL_CALLS] [",
@@ -98,6 +100,13 @@ def test_a_named_tool_is_called_once(tokenizer):
     assert accepts(tokenizer, written([G]), choice=choice) == "complete"
     for calls in ([F], [G, G]):
         assert accepts(tokenizer, written(calls), choice=choice) not in ("complete", "prefix")
+
+
+def test_a_template_for_single_calls_gets_one(tokenizer):
+    template = TEMPLATES["llama"] + " only supports single tool-calls"
+    written = tool_use(Tokenizer(tokenizer.backend, (2,), {}, template)).dialect.format.written
+    assert accepts(tokenizer, written([F]), template=template) == "complete"
+    assert accepts(tokenizer, written([F, F]), template=template) == written([F])
 
 
 def test_nothing_follows_a_call_but_calls(tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,8 @@ KNOWS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}|{% for m in mess
     [
         (None, Dialect(HERMES, False)),
         ("{{ messages }}", Dialect(HERMES, False)),
-        ("{{ tools }} <tool_call>", Dialect(HERMES, True)),
-        ("{{ tools }} <tool_call>\\n<function=", Dialect(HERMES, False)),  # calls in another form
+        ("{{ tools }} <tool_call> arguments", Dialect(HERMES, True)),
+        ("{{ tools }} <tool_call>\\n<function= arguments", Dialect(HERMES, False)),  # calls in another form
         ("{{ tools }} ...", Dialect(HERMES, False)),
         ("{{ tools }} [TOOL_CALLS] [", Dialect(MISTRAL_SPACED, True)),
         ("{{ tools }} [TOOL_CALLS][", Dialect(MISTRAL, True)),
@@ -40,6 +41,11 @@ KNOWS = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}|{% for m in mess
 )
 def test_the_format_is_found_in_the_chat_template(template, wanted):
     assert dialect(template) == wanted
+
+
+def test_a_template_may_take_one_call_in_a_message():
+    template = "{{ tools }} tool_call '\"parameters\": ' This model only supports single tool-calls at once!"
+    assert dialect(template).format == dialect(template, "llama3_json").format == replace(LLAMA, single=True)
 
 
 def test_an_operator_may_name_the_format():
@@ -110,6 +116,15 @@ def test_a_wrong_message_is_named_by_its_place(native, message, error):
         message = {"role": "assistant", "tool_calls": calls}
     with pytest.raises(ValueError, match=error):
         conversation([message], (), Dialect(HERMES, native))
+
+
+def test_other_fields_of_calls_stay_out_of_prompts():
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {"x": 1}}
+    (found,) = conversation(
+        [{"role": "assistant", "tool_calls": [{**CALL, "index": 0, "function": function}]}], (), Dialect(HERMES, True)
+    )
+    wanted = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    assert found["tool_calls"] == [wanted]
 
 
 def test_arguments_may_be_an_object_or_empty():
