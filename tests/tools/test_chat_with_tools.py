@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
+from tests.weights.tiny import tiny_llama
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 SCHEMA = {
@@ -34,6 +35,36 @@ def test_calls_obey_their_schemas(tiny_tools):
         (call,) = one.tool_calls
         assert one.text == f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
         jsonschema.validate(json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0})
+
+
+@pytest.mark.parametrize("kind", ["hermes", "mistral", "args"])
+def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, kind):
+    """Special ones too, which texts do not show otherwise."""
+    from tokenizers import AddedToken, Tokenizer
+
+    folder = tiny_llama(tmp_path / "m", tied=False)
+    file, config = str(folder / "tokenizer.json"), folder / "tokenizer_config.json"
+    backend = Tokenizer.from_file(file)
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>", "<think>")])
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("[TOOL_CALLS]", "[ARGS]")])
+    backend.save(file)
+    marks = {"hermes": "<tool_call> arguments", "mistral": "[TOOL_CALLS] [", "args": "[TOOL_CALLS] [ARGS]"}[kind]
+    template = f"{{# {marks} #}}{{{{ (tools or []) | length }}}} tools{{{{ messages[0].content }}}}"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    llm = LLM(folder, progress=False, max_num_seqs=4, max_num_batched_tokens=64, token_buckets=(4, 64), num_blocks=128)
+    params = [SamplingParams(max_tokens=200, seed=i) for i in range(4)]
+    chats = [MESSAGES] * 4
+    outputs = llm.chat(chats, params, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, use_tqdm=False)
+    for output in outputs:
+        assert output.prompt == "2 toolsthe cat"
+        (one,) = output.outputs
+        (call,) = one.tool_calls
+        assert one.finish_reason == "stop"
+        assert marks.split()[0] in one.text
+        assert backend.token_to_id(marks.split()[0]) in one.token_ids
+        jsonschema.validate(json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0})
+    (free,) = llm.chat(MESSAGES, SamplingParams(max_tokens=20, seed=1), tools=TOOLS, use_tqdm=False)
+    assert free.outputs[0].text
 
 
 def test_without_tools_nothing_changes(tiny_tools):
