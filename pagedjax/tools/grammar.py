@@ -12,7 +12,7 @@ from typing import Any
 
 from pagedjax.params import StructuredOutputsParams
 from pagedjax.structured import keywords
-from pagedjax.structured.grammars import MAX_TEXT, WHITE_SPACE
+from pagedjax.structured.grammars import MAX_TEXT, WHITE_SPACE, schema_of
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.tools.definitions import Tool
 from pagedjax.tools.formats import CallFormat
@@ -89,7 +89,7 @@ def answer_schema(form: StructuredOutputsParams | None) -> tuple[Any, tuple[str,
     """The JSON schema of an answer that is no call, or None for plain text; and the keywords that it has lost.
 
     Raises:
-        ValueError: another form than JSON.
+        ValueError: another form than JSON, or a schema that is wrong.
     """
     if form is None:
         return None, ()
@@ -97,9 +97,7 @@ def answer_schema(form: StructuredOutputsParams | None) -> tuple[Any, tuple[str,
         return {"type": "object"}, ()
     if form.json is None:
         raise ValueError("structured_outputs go with tools as JSON alone (json, json_object); leave one of them out")
-    how = "ignore_unsupported (strict: false in response_format)"
-    schema = json.loads(str(form.json))
-    return keywords.checked(schema, "structured_outputs.json", ignore=how, ignored=form.ignore_unsupported)
+    return schema_of(form)
 
 
 def _text_or_calls(form: CallFormat, marks: dict[str, int], special: Collection[int]) -> list[str]:
