@@ -134,7 +134,7 @@ def test_an_answer_that_is_no_call_may_have_a_schema(tokenizer):
     assert accepts(tokenizer, '{"x": [1]}', anything) == "complete"
     assert accepts(tokenizer, "[1]", anything) == ""
     for text in ("{", "[" * 10**5):
-        with pytest.raises(ValueError, match="structured_outputs.json is not JSON"):
+        with pytest.raises(ValueError, match=r"structured_outputs\.json is not JSON"):
             accepts(tokenizer, "", SamplingParams(structured_outputs=StructuredOutputsParams(json=text)))
     with pytest.raises(ValueError, match="structured_outputs go with tools as JSON alone"):
         accepts(tokenizer, "", SamplingParams(structured_outputs=StructuredOutputsParams(choice=("a",))))
