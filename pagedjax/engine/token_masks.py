@@ -35,8 +35,8 @@ def of_samples(plan: Plan, mine: Sequence[SequenceData]) -> Mapping[int, bytes]:
 def drafts(data: SequenceData, length: int, k: int, propose: Propose) -> Sequence[int] | np.ndarray:
     """At most k drafts: the tokens that the grammar forces, then those of (tokens, k) -> drafts that it allows.
 
-    A forced token is a draft like any other. It is accepted if it is sampled, because a grammar that forces a text may
-    still allow several ways to cut it into tokens.
+    A forced token is a draft like any other: it is accepted because nothing else can be sampled. So a text that must
+    come takes one step (jump-forward decoding).
     """
     tokens = data.tokens[:length]
     if data.matcher is None:

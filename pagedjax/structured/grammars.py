@@ -130,6 +130,9 @@ def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
         raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"structured_outputs.json is {form.json!r:.80}; a schema is an object, true or false")
+    if schema is False:
+        raise ValueError("structured_outputs.json is false, and the schema false allows no answer")
+    schema = {} if schema is True else schema
     how = "ignore_unsupported (strict: false in response_format)"
     schema, places = keywords.checked(schema, "structured_outputs.json", ignore=how, ignored=form.ignore_unsupported)
     if form.disable_additional_properties:

@@ -1,13 +1,14 @@
 """Which keywords of JSON Schema (draft 2020-12) are supported, and where a schema has others.
 
-llguidance refuses some keywords and passes over every name that it does not know. Here a name is supported, or only
-describes, or is refused with its place.
+A name that no draft of the standard has describes and constrains nothing (JSON Schema Core, section 4.3.1), so such a
+name is allowed. It is refused if it is nearly a keyword: then it is a mistake that would change what is asked for.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 
@@ -39,6 +40,7 @@ UNSUPPORTED = _names(
     $dynamicAnchor $recursiveRef $recursiveAnchor contentSchema
     """
 )
+KEYWORDS = sorted(SUPPORTED | DESCRIBING | UNSUPPORTED)
 OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # their values are mappings to schemas
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")  # their values are, or may be, lists of schemas
 SINGLE = ("items", "additionalProperties", "additionalItems")  # their values are, or may be, schemas
@@ -91,9 +93,18 @@ def unsupported(schema: Any) -> Iterator[tuple[str, str]]:
                 yield at, "not taken from a schema; use the fields of structured_outputs"
             elif name in UNSUPPORTED:
                 yield at, "not supported"
-            elif not name.startswith("x-"):  # others' extensions
-                near = difflib.get_close_matches(name[:40], sorted(SUPPORTED | UNSUPPORTED), n=1)
-                yield at, "no keyword" + (f"; did you mean {near[0]!r}?" if near else "")
+            elif near := _nearly(name):
+                yield at, f"no keyword; did you mean {near!r}?"
+
+
+@lru_cache(4096)
+def _nearly(name: str) -> str | None:
+    """The keyword that a name differs from by little; None if it is a name of its own, or nearly one that describes."""
+    if len(name) > 40 or not name.isalnum():
+        return None
+    near = difflib.get_close_matches(name.lower(), {word.lower(): word for word in KEYWORDS}, n=1, cutoff=0.85)
+    found = {word.lower(): word for word in KEYWORDS}[near[0]] if near else None
+    return None if found in DESCRIBING else found
 
 
 def checked(schema: Any, what: str, *, ignore: str, ignored: bool) -> tuple[Any, tuple[str, ...]]:

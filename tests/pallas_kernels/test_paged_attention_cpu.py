@@ -79,6 +79,88 @@ def test_chunks_that_cross_pages_and_steps(s, dtype):
         chex.assert_trees_all_close(run(case, "cpu").astype(np.float32), oracle(case), atol=2.0**-6, rtol=0)
 
 
+def assert_close_in_bfloat16(case):
+    """Weights are rounded to 8 bits, which moves a result by less than 2^-8 here; then the result is."""
+    got, want = run(in_bits(case), "cpu"), oracle(case)
+    chex.assert_shape(got, case.dims["TND"])
+    chex.assert_type(got, jnp.bfloat16)
+    chex.assert_trees_all_close(got.astype(np.float32), want, atol=2.0**-8, rtol=2.0**-8)
+    assert_padding_is_zero(got, case)
+
+
+ODD = [(9, 9), (17, 90), (49, 131), (70, 257), (1, 301), (16, 16)]  # steps end after odd and even numbers of tokens
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 50}, {"window": 1}, {"window": 101, "soft_cap": 3.0}, {"scale": 0.3}], ids=str
+)
+@pytest.mark.parametrize("d", [8, 16, 64, 72, 128])
+def test_bfloat16_chunks_are_close_to_float32(d, options):
+    assert_close_in_bfloat16(make(ODD, t=176, b=8, d=d, g=3, s=6, dtype=jnp.bfloat16)._replace(**options))
+
+
+@pytest.mark.parametrize("g", [1, 2, 5, 48, 50])
+@pytest.mark.parametrize("s", [1, 16])
+def test_bfloat16_chunks_of_any_group(s, g):
+    assert_close_in_bfloat16(make([(9, 9), (17, 90), (10, 131)], t=40, b=4, s=s, g=g, d=24, dtype=jnp.bfloat16))
+
+
+def test_bfloat16_queries_keep_their_bits_at_any_scale():
+    """Scores of hundreds: if queries were rounded after the scale, 0.3, scores would be wrong by a tenth and more."""
+    case = make(ODD, t=176, b=8, d=72, g=3, dtype=jnp.bfloat16)
+    assert_close_in_bfloat16(case._replace(q=case.q * jnp.bfloat16(30), scale=0.3))
+
+
+def test_bfloat16_chunks_read_nothing_behind_their_context():
+    """Odd contexts: the last token is half of a pair."""
+    case = make(ODD, t=176, b=8, d=64, dtype=jnp.bfloat16)
+    poisoned = scatter(case, case.block_tables.reshape(-1), garbage=float("nan"))
+    chex.assert_trees_all_equal(run(in_bits(poisoned), "cpu"), run(in_bits(case), "cpu"))
+
+
+def test_a_bfloat16_chunk_has_the_same_bits_beside_other_rows():
+    alone = make([(70, 257)], t=70, b=1, m=20, d=64, g=3, dtype=jnp.bfloat16)
+    beside = make([(70, 257), (1, 300), (40, 99), (3, 9)], t=120, b=4, m=20, d=64, g=3, dtype=jnp.bfloat16)
+    k, v = beside.k.copy(), beside.v.copy()
+    k[0], v[0] = alone.k[0], alone.v[0]
+    beside = beside._replace(q=np.concatenate([alone.q, beside.q[70:]]), k=k, v=v)
+    beside = scatter(beside, beside.block_tables.reshape(-1))
+    chex.assert_trees_all_equal(run(beside, "cpu")[:70], run(alone, "cpu"))
+
+
+NARROWER = {
+    "AVX2": ("haswell", "+avx2,+fma,+avx,+sse4.2,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+movbe"),
+    "AVX-512 without pairs": ("skylake-avx512", "+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx2,+fma,+avx"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NARROWER)
+def test_the_kernel_without_the_newest_instructions(name, tmp_path):
+    from pallas_kernels.shared.cpu.vectors import has
+
+    cpu_name, features = NARROWER[name]
+    if not all(has(feature[1:]) for feature in features.split(",")):
+        pytest.skip(f"this CPU has no {name}")
+    program = (
+        "from tests.pallas_kernels.test_paged_attention_cpu import *\n"
+        "for dtype in (np.float32, jnp.bfloat16):\n"
+        "    assert_contract(make(ODD, t=176, b=8, d=72, g=3, s=6, dtype=dtype), 'cpu')\n"
+        "print(__import__('pallas_kernels.paged_attention.cpu.vectors', fromlist=['PAIRS']).PAIRS)"
+    )
+    settings = {"NUMBA_CPU_NAME": cpu_name, "NUMBA_CPU_FEATURES": features, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | settings,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.split()[-1] == "False"
+
+
 @pytest.mark.parametrize("g", [1, 5, 7, 48, 50])
 def test_tiles_of_any_number_of_query_heads(g):
     assert_contract(make([(17, 90), (1, 300), (2, 2), (49, 49)], t=72, b=4, k=2, g=g, d=8), "cpu")

@@ -13,7 +13,7 @@ import numpy as np
 from pagedjax.device.row_features.feature import RowContext, RowFeature, Stage
 from pagedjax.device.row_features.listed_tokens import LISTED_TOKENS
 from pagedjax.device.row_features.penalties import PENALTIES
-from pagedjax.device.row_features.token_mask import TOKEN_MASK, token_mask
+from pagedjax.device.row_features.token_mask import token_mask
 from pagedjax.device.row_features.truncation import MIN_P, TOP_K, TOP_P
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class RowChain:
             if f.stage not in ("logits", "probs"):
                 raise ValueError(f"row feature {f.name!r} has stage {f.stage!r}; it must be 'logits' or 'probs'")
         self._off = {f.name: _record(f.off) for f in self.features}
-        # a mask differs in each step, so it is large even if a vocabulary has few tokens
-        small = [(name, o.dtype) for name, o in self._off.items() if o.nbytes <= SMALL and name != TOKEN_MASK]
+        per_step = {f.name for f in self.features if f.per_step}
+        small = [(name, off.dtype) for name, off in self._off.items() if off.nbytes <= SMALL and name not in per_step]
         self._small = frozenset(name for name, _ in small)
         self.record = np.dtype([("on", "?", (len(self.features),)), *small])
         self._blank = np.zeros((), self.record)

@@ -47,6 +47,7 @@ class RowFeature(NamedTuple):
             have the `off` values and must not change.
         params: what the feature reads: fields of `SamplingParams`, and names in its `extra_args`. A request is read if
             one of the fields has another value than its default, or extra_args has one of the names.
+        per_step: whether the values that count are those that `pack` has of a sample, in place of the request's.
     """
 
     name: str
@@ -55,3 +56,4 @@ class RowFeature(NamedTuple):
     read: Callable[[SamplingParams, tuple[int, ...]], Values | None]
     apply: Callable[[jax.Array, Mapping[str, jax.Array], RowContext], jax.Array]
     params: tuple[str, ...]
+    per_step: bool = False

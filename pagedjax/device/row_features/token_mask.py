@@ -31,4 +31,5 @@ def token_mask(vocab_size: int) -> RowFeature:
         read=lambda p, _: {"allowed": every},  # `pack` replaces it by the sample's own mask
         apply=_apply,
         params=("structured_outputs",),
+        per_step=True,
     )

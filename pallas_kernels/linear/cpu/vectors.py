@@ -17,6 +17,7 @@ from pallas_kernels.shared.cpu.memory import INT32, WORD, instruction, pointer
 from pallas_kernels.shared.cpu.vectors import (
     FULL,
     constant,
+    dot_pairs,
     every,
     exponential,
     floats,
@@ -37,19 +38,6 @@ COLUMNS = 12 if WIDE_CPU else 6
 VECTORS = 2 if WIDE_CPU else 1  # of 16 outputs that are summed together
 PAIRS = has("avx512bf16") and WIDE_CPU  # the CPU multiplies pairs of bfloat16 numbers
 FLOAT32, BFLOAT16, INT8 = 4, 2, 1  # a weight's dtype, as the bytes of a number
-
-
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self):
-        return "bfloat"
-
-    def __eq__(self, other):
-        return isinstance(other, _BFloat)
-
-    def __hash__(self):
-        return hash(_BFloat)
 
 
 def _at(builder, address, index, size):
@@ -78,14 +66,6 @@ def _widened_pairs(builder, w, index, vector):
     even = builder.shl(bits, every(bits.type, 16))
     odd = builder.and_(bits, every(bits.type, 0xFFFF0000))
     return [builder.bitcast(x, floats(FULL)) for x in (even, odd)]
-
-
-def _dot_pairs(builder, x, w, total):
-    pairs = ir.VectorType(_BFloat(), 2 * FULL)
-    kind = ir.FunctionType(total.type, [total.type, pairs, pairs])
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    dot = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.call(dot, [total, builder.bitcast(x, pairs), builder.bitcast(w, pairs)])
 
 
 def _fetch(builder, address, written, level):
@@ -124,7 +104,7 @@ def _add_tile(builder, kind, columns, w, x, count, sums, ahead, stride):
                 for row, total in zip(rows, totals[c], strict=True):
                     old = builder.load(total)
                     if native:
-                        builder.store(_dot_pairs(builder, number, row, old), total)
+                        builder.store(dot_pairs(builder, number, row, old), total)
                     else:
                         builder.store(multiply_add(builder, number, row[part], old), total)
         for row, at in zip(totals, places, strict=True):

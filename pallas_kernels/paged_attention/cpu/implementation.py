@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of keys and values
 HEAD_SIZES = 8  # and its multiples
 
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
-TARGET = "pallas_kernels.paged_attention.cpu.4"
+TARGET = "pallas_kernels.paged_attention.cpu.5"
 HANDLER = Handler("paged_attention", TARGET, __package__ or "", Path(__file__).parent)
 
 
@@ -40,7 +40,8 @@ def paged_attention(
     t, n, d = q.shape
     k = k_pages.shape[1]
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
-    options = jnp.full(1, window or 0, jnp.int32), jnp.full(1, soft_cap or 0, jnp.float32)  # 0 is none
+    factor = scale if q.dtype == jnp.bfloat16 else 0  # the kernel divides by it, to have the bfloat16 numbers again
+    options = (jnp.full(1, window or 0, jnp.int32), *(jnp.full(1, x or 0, jnp.float32) for x in (soft_cap, factor)))
     attend = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
     out = attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *options)
     return out.reshape(t, n, d).astype(q.dtype)

@@ -71,9 +71,10 @@ Q, KEYS, VALUES, TABLES, LENGTHS, OFFSETS, OUT = 32, 40, 48, 56, 64, 72, 80  # a
 ROWS, WIDTH, HEADS, GROUP, DIM, BLOCK = 88, 96, 104, 112, 120, 128  # B, M, K, G, D, S
 SIZE = 136  # of a number in the pages
 WINDOW, CAP = 144, 152  # NO_WINDOW where there is none; a float32, 0 where there is none
-STATS, PARTS = 160, 168  # addresses within the job: [slots, K, G, 2] and [slots, K, G, D] float32, used by short rows
-SLOTS = 176  # address within the job: [B + 1] slots of all rows before this one: (span, query token) of a short row
-STARTS = 184  # [B + 1] units of all rows before this one: spans of a short row, tiles of a chunk
+FACTOR = 160  # a float32: the scale that bfloat16 queries have been multiplied by, 0 if they are float32
+STATS, PARTS = 168, 176  # addresses within the job: [slots, K, G, 2] and [slots, K, G, D] float32, used by short rows
+SLOTS = 184  # address within the job: [B + 1] slots of all rows before this one: (span, query token) of a short row
+STARTS = 192  # [B + 1] units of all rows before this one: spans of a short row, tiles of a chunk
 NO_WINDOW = 1 << 31  # longer than any context
 
 
@@ -134,7 +135,7 @@ def _work(job):
     """Computes items until none is left, then releases the job."""
     _define_work()
     heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + DIM), load_word(job + BLOCK)
-    size, window, cap = load_word(job + SIZE), load_word(job + WINDOW), job + CAP
+    size, window, cap, factor = load_word(job + SIZE), load_word(job + WINDOW), job + CAP, job + FACTOR
     head_bytes = size * s * d
     page_bytes = head_bytes * heads
     token_bytes = 4 * heads * group * d
@@ -160,8 +161,9 @@ def _work(job):
             lanes = min(LANES, group * count - begin)
             before = length - count
             attend_tile(
-                size, q, k, v, page_bytes, table, begin, lanes, before, window, cap, token_bytes, group, d, s, room, out
-            )
+                size, q, k, v, page_bytes, table, begin, lanes, before, window, cap, factor, token_bytes, group, d, s,
+                room, out,
+            )  # fmt: skip
         else:
             slot = load_word(load_word(job + SLOTS) + 8 * row) + count * index
             place = group * (slot * heads + head)
@@ -186,7 +188,8 @@ def _work(job):
 
 @compiled
 def _job(frame):
-    """Lists the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1]."""
+    """Lists the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1],
+    scale of bfloat16 queries [1]."""
     q, keys, tables = argument(frame, 0), argument(frame, 1), argument(frame, 3)
     lengths, offsets = argument(frame, 4), argument(frame, 5)
     rows, heads, group, d = dim(lengths, 0), dim(q, 1), dim(q, 2), dim(q, 3)
@@ -222,6 +225,7 @@ def _job(frame):
     store_word(job + SIZE, 4 if kind == IS_FLOAT32 else 2 if kind in (IS_BFLOAT16, IS_UINT16) else 1)
     store_word(job + WINDOW, window)
     store_float(job + CAP, load_float(data(argument(frame, 7))))
+    store_float(job + FACTOR, load_float(data(argument(frame, 8))))
     store_word(job + STATS, job + stats)
     store_word(job + PARTS, job + parts)
     store_word(job + SLOTS, job + slots_at)

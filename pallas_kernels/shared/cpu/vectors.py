@@ -130,6 +130,37 @@ def multiply_add(builder, a, b, c):
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, BFloat)
+
+    def __hash__(self):
+        return hash(BFloat)
+
+
+def dot_pairs(builder, a, b, c):
+    """c + the products of the two bfloat16 numbers in each lane of a and b, for CPUs with avx512bf16 and avx512vl.
+
+    The instruction treats subnormal numbers as zeros, as XLA's threads do.
+    """
+    lanes = c.type.count
+    if lanes > FULL:
+        half = lanes // 2
+        parts = [[shuffle(builder, x, x, range(i, i + half)) for x in (a, b, c)] for i in (0, half)]
+        lower, upper = (dot_pairs(builder, *part) for part in parts)
+        return shuffle(builder, lower, upper, range(lanes))
+    pairs = ir.VectorType(BFloat(), 2 * lanes)
+    kind = ir.FunctionType(c.type, [c.type, pairs, pairs])
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
+    dot = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(dot, [c, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
+
+
 # 2**f for f in [-0.5, 0.5], by powers of f from the seventh down: Taylor's, whose error is below float32's there
 POWERS = [math.log(2) ** i / math.factorial(i) for i in range(7, -1, -1)]
 
@@ -156,11 +187,11 @@ def two_to(builder, whole):
     return builder.bitcast(builder.shl(exponent, ir.Constant(integers, [23] * FULL)), floats(FULL))
 
 
-def exponential(builder, x):
+def exponential(builder, x, powers=POWERS):
     """exp(x) of 16 float32 numbers of at most 0; 0 where they are below -87: 2**whole and a polynomial of the part."""
     power = builder.fmul(x, constant(1 / math.log(2)))
     whole, part = whole_and_part(builder, power)
-    result = polynomial(builder, part, POWERS)
+    result = polynomial(builder, part, powers)
     tiny = builder.fcmp_ordered("<", power, constant(-126))
     scaled = builder.fmul(result, two_to(builder, builder.select(tiny, constant(0), whole)))
     return builder.select(tiny, constant(0), scaled)

@@ -1,0 +1,120 @@
+"""What do structured outputs cost? The same requests with and without a form, in turn, several rounds.
+
+    python -m experiments.bench.structured [--rounds 5] [--requests 32] [--tokens 64] [--json out.json]
+
+Every answer has exactly `--tokens` tokens: the form is a list that may not end before, and a request without a form
+ignores the end of text. So both passes compute the same number of rows in the same steps. What differs is the masks:
+computed on the host, sent, and applied. A ratio is output tokens a second with the form over those without it, of the
+same round. `mask` is the host's time in masks as a share of the constrained pass.
+
+The grammars are compiled before, as a server has them from the second request on; `compile` says what that takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.core.environment import environment
+from pagedjax import LLM, SamplingParams, StructuredOutputsParams
+from pagedjax.engine import token_masks
+from pagedjax.weights.pretrained import DEFAULT_MODEL
+
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "kind": {"enum": ["red", "green", "blue"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 10_000},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+        "more": {"anyOf": [{"type": "null"}, {"type": "number"}, {"type": "boolean"}]},
+    },
+    "required": ["name", "kind", "count", "tags", "more"],
+    "additionalProperties": False,
+}
+PROMPT = "A list of {} things in a shop, as JSON:\n"
+
+
+class Pass(NamedTuple):
+    tokens_per_second: float
+    mask_share: float
+
+
+def run(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Pass:
+    """One pass, with the time that masks take."""
+    spent, masks = [0.0], token_masks.masks
+
+    def timed(*args: Any) -> Any:
+        began = time.perf_counter()
+        found = masks(*args)
+        spent[0] += time.perf_counter() - began
+        return found
+
+    token_masks.masks = timed
+    try:
+        llm.reset_prefix_cache()
+        began = time.perf_counter()
+        outputs = llm.generate(list(prompts), params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+    finally:
+        token_masks.masks = masks
+    tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    expected = len(prompts) * params.max_tokens
+    if tokens != expected:
+        raise RuntimeError(f"{tokens} tokens came and {expected} were expected; a form has ended early")
+    return Pass(tokens / seconds, spent[0] / seconds)
+
+
+def measured(llm: LLM, requests: int, tokens: int, rounds: int) -> dict[str, Any]:
+    # an item has ten tokens at least
+    form = StructuredOutputsParams(json={"type": "array", "items": ITEM, "minItems": 1 + tokens // 10})
+    began = time.perf_counter()
+    llm.session.grammars.compiled(form)
+    compiling = time.perf_counter() - began
+    prompts = [PROMPT.format(2 + i) for i in range(requests)]
+    common: dict[str, Any] = {"temperature": 1.0, "max_tokens": tokens, "seed": 1}
+    free = SamplingParams(**common, ignore_eos=True)
+    bound = SamplingParams(**common, structured_outputs=form)
+    for params in (free, bound):  # caches and the first step of each size
+        run(llm, prompts, params)
+    passes = [(run(llm, prompts, free), run(llm, prompts, bound)) for _ in range(rounds)]
+    ratios = [second.tokens_per_second / first.tokens_per_second for first, second in passes]
+    return {
+        "requests": requests,
+        "tokens": tokens,
+        "free": [round(first.tokens_per_second, 1) for first, _ in passes],
+        "bound": [round(second.tokens_per_second, 1) for _, second in passes],
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "mask_share": round(statistics.median(second.mask_share for _, second in passes), 4),
+        "compile_seconds": round(compiling, 4),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    sizes = {"max_num_seqs": args.requests, "max_num_batched_tokens": 512, "max_model_len": 64 + args.tokens}
+    llm = LLM(args.model, progress=False, **sizes)
+    found = measured(llm, args.requests, args.tokens, args.rounds)
+    low, high = min(found["ratios"]), max(found["ratios"])
+    free, bound = (statistics.median(found[name]) for name in ("free", "bound"))
+    print(f"without a form {free:.0f} output tokens/s, with one {bound:.0f}")
+    print(f"ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f}); masks {100 * found['mask_share']:.1f} % of the time")
+    print(f"compile {1e3 * found['compile_seconds']:.0f} ms, the tokenizer's part included")
+    if args.json:
+        args.json.write_text(json.dumps({"environment": environment(), "model": args.model, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

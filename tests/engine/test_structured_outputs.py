@@ -1,0 +1,210 @@
+"""Answers through the engine's masks and sampler have the form that was asked for, whatever the engine does besides."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import jsonschema
+import pytest
+import regex
+
+from pagedjax import LLM, SamplingParams, StructuredOutputsParams
+from pagedjax.host.types import Preempted, Verified
+from pagedjax.structured import grammars
+from tests.structured.schemas import CASES
+
+SIZES: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "token_buckets": (16, 64), "block_size": 4}
+# A random model answers at random: a pattern or a format of many characters would end by its length.
+SCHEMAS = [case for case in CASES if "format" not in json.dumps(case.schema)]
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"num_blocks": 512},
+    "without prefix caching": {"num_blocks": 512, "enable_prefix_caching": False},
+    "recomputed": {"num_blocks": 40},
+    "swapped": {"num_blocks": 40, "preemption": "swap", "swap_space_gib": 0.01},
+    "speculation": {"num_blocks": 512, "speculative": {"method": "ngram", "num_tokens": 4, "ngram_min": 1}},
+    "speculation, recomputed": {"num_blocks": 48, "speculative": {"method": "ngram", "num_tokens": 3, "ngram_min": 1}},
+    "lookahead": {"num_blocks": 512, "lookahead": 1},
+}
+
+
+def asked(schema: Any, **options: Any) -> SamplingParams:
+    form = StructuredOutputsParams(json=schema, whitespace_pattern=" ")
+    return SamplingParams(structured_outputs=form, **{"max_tokens": 60, "temperature": 1.0, **options})
+
+
+def validates(schema: Any, text: str) -> bool:
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+
+
+def answers(llm: LLM, cases, seeds: int) -> Counter[str]:
+    """How many answers ended in which way. Every one that ended by itself has its form."""
+    wanted = [(case, asked(case.schema, seed=seed)) for seed in range(seeds) for case in cases]
+    prompts = [[5, 6, 7, 8, 9, 10 + i % 50] for i in range(len(wanted))]
+    reasons: Counter[str] = Counter()
+    outputs = llm.generate(prompts, [params for _, params in wanted], use_tqdm=False)
+    for (case, _), output in zip(wanted, outputs, strict=True):
+        (one,) = output.outputs
+        reasons[one.finish_reason] += 1
+        if one.finish_reason == "stop":
+            assert validates(case.schema, one.text), (case.name, one.text)
+    return reasons
+
+
+def counted(llm: LLM, kind: type) -> list[int]:
+    """Grows by one for each event of a kind, from now on."""
+    seen: list[int] = []
+    step = llm.engine.step
+
+    def watched():
+        result = step()
+        seen.extend(1 for event in result.events if isinstance(event, kind)) if result else None
+        return result
+
+    llm.engine.step = watched  # type: ignore
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["plain", "recomputed", "speculation"])
+def test_an_answer_that_ends_has_its_form(tiny, kind):
+    reasons = answers(LLM(tiny, progress=False, **SIZES, **KINDS[kind]), SCHEMAS[::4], 1)
+    assert reasons["stop"] >= 30
+    assert set(reasons) <= {"stop", "length"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_thousands_of_answers_have_their_form(tiny, kind):
+    """With all kinds of engines together more than 2,000, over more than 200 schemas."""
+    llm = LLM(tiny, progress=False, **SIZES, **KINDS[kind])
+    preempted, verified = counted(llm, Preempted), counted(llm, Verified)
+    reasons = answers(llm, SCHEMAS, 3)
+    assert reasons["stop"] >= 400
+    assert set(reasons) <= {"stop", "length"}
+    assert bool(preempted) == (KINDS[kind]["num_blocks"] < 100)
+    assert bool(verified) == kind.startswith("speculation")
+
+
+FORMS = [
+    StructuredOutputsParams(regex="(the|then|there) (cat|house)[0-9]{0,3}"),
+    StructuredOutputsParams(choice=["yes", "no", "perhaps"]),
+    StructuredOutputsParams(json={"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3}),
+    StructuredOutputsParams(grammar='start: "(" start ")" | "x"'),
+]
+
+
+def mixed(number: int = 12) -> list[SamplingParams]:
+    """Requests with and without a form, greedy and drawn."""
+    forms = [None, *FORMS]
+    kinds = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 2}]
+    options = ({"structured_outputs": forms[i % len(forms)], **kinds[i % len(kinds)]} for i in range(number))
+    return [SamplingParams(max_tokens=24, seed=i, **each) for i, each in enumerate(options)]
+
+
+PROMPTS = [[5 + i, 6, 7, 8, 9] for i in range(12)]
+
+
+def texts(llm: LLM) -> list[tuple[Any, ...]]:
+    outputs = llm.generate(PROMPTS, mixed(), use_tqdm=False)
+    return [(one.token_ids, one.text, one.finish_reason, one.logprobs) for o in outputs for one in o.outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    return texts(LLM(tiny, progress=False, **SIZES, **KINDS["plain"]))
+
+
+@pytest.mark.parametrize("kind", ["without prefix caching", "recomputed", "swapped", "speculation", "lookahead"])
+def test_tokens_are_the_same_in_every_engine(tiny, expected, kind):
+    found = texts(LLM(tiny, progress=False, **SIZES, **KINDS[kind]))
+    assert [one[:3] for one in found] == [one[:3] for one in expected]
+
+
+def test_a_request_without_a_form_is_what_it_is_alone(tiny):
+    """Bit for bit: its log-probabilities too. One size of steps, because XLA's sums may depend on the padding."""
+    sizes = {**SIZES, "token_buckets": (64,), "enable_prefix_caching": False}
+    llm = LLM(tiny, progress=False, **sizes, num_blocks=512)
+    plain = SamplingParams(temperature=1.0, seed=5, max_tokens=24, logprobs=3, prompt_logprobs=1)
+    (alone,) = llm.generate([PROMPTS[0]], plain, use_tqdm=False)
+    together, *_ = llm.generate(PROMPTS, [plain, *mixed(11)], use_tqdm=False)
+    assert together.outputs == alone.outputs
+    assert together.prompt_logprobs == alone.prompt_logprobs
+
+
+def test_nothing_is_compiled_after_the_start(tiny):
+    llm = LLM(tiny, progress=False, **SIZES, **KINDS["speculation"])
+    results = []
+    step = llm.engine.step
+    llm.engine.step = lambda: results.append(step()) or results[-1]  # type: ignore
+    texts(llm)
+    assert sum(result.compilations for result in results) == 0
+
+
+def test_a_text_that_must_come_takes_fewer_steps(tiny):
+    form = StructuredOutputsParams(regex="a long text of which every letter must come, and a digit: [0-9]")
+    params = SamplingParams(temperature=1.0, seed=0, max_tokens=80, structured_outputs=form)
+    tokens, steps = {}, {}
+    for kind in ("plain", "speculation"):
+        llm = LLM(tiny, progress=False, **SIZES, **KINDS[kind])
+        results: list[Any] = []
+        step = llm.engine.step
+        llm.engine.step = lambda step=step, results=results: results.append(step()) or results[-1]  # type: ignore
+        (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+        assert regex.fullmatch(form.regex or "", output.outputs[0].text)
+        tokens[kind], steps[kind] = output.outputs[0].token_ids, len(results)
+    assert tokens["plain"] == tokens["speculation"]
+    assert steps["speculation"] < 0.4 * steps["plain"]
+
+
+def test_each_branch_has_its_own_place_in_the_grammar(tiny_llm):
+    schema = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 3, "maxItems": 6}
+    for options in ({"n": 5}, {"n": 2, "best_of": 5}):
+        (output,) = tiny_llm.generate([PROMPTS[0]], asked(schema, seed=3, temperature=2.0, **options), use_tqdm=False)
+        assert len(output.outputs) == options["n"]
+        assert all(one.finish_reason != "stop" or validates(schema, one.text) for one in output.outputs)
+        assert len({one.text for one in output.outputs}) > 1
+
+
+def test_options_that_go_with_a_form(tiny_llm):
+    form = StructuredOutputsParams(regex="[ab]{4}c[0-9]{2}")
+    (token,) = tiny_llm.tokenizer.encode("b")
+    options: tuple[dict[str, Any], ...] = (
+        {"logit_bias": {token: 100.0}, "temperature": 0.0},
+        {"stop": "c", "temperature": 1.0},
+        {"top_k": 1, "temperature": 1.0, "repetition_penalty": 1.5},
+        {"max_tokens": 3},
+    )
+    params = [SamplingParams(**{"max_tokens": 20, **each}, structured_outputs=form, seed=1) for each in options]
+    biased, stopped, penalised, cut = [out.outputs[0] for out in tiny_llm.generate(PROMPTS[:4], params, use_tqdm=False)]
+    assert biased.text.startswith("bbbbc")
+    assert regex.fullmatch("[ab]{4}", stopped.text)
+    assert stopped.stop_reason == "c"
+    assert regex.fullmatch(form.regex or "", penalised.text)
+    assert cut.finish_reason == "length"
+    assert regex.fullmatch("[ab]{3}", cut.text)
+
+
+def test_a_parser_that_gives_up_ends_its_request_and_no_other(tiny_llm, monkeypatch, caplog):
+    """The answer does not end as if it was complete."""
+    monkeypatch.setattr(grammars, "LIMITS", {"step_lexer_fuel": 400})
+    hostile = StructuredOutputsParams(regex="(.*[ax].{30}){5}")
+    params = [
+        SamplingParams(structured_outputs=hostile, max_tokens=200, seed=0),
+        SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]), max_tokens=20),
+        SamplingParams(max_tokens=20, temperature=0.0),
+    ]
+    failed, chosen, plain = [out.outputs[0] for out in tiny_llm.generate(PROMPTS[:3], params, use_tqdm=False)]
+    assert failed.finish_reason == "abort"
+    assert "its structured output failed" in caplog.text
+    assert chosen.text in ("yes", "no")
+    assert plain.finish_reason in ("length", "stop")
+    assert not tiny_llm.engine.has_work
+
+
+def test_the_engine_alone_wants_a_compiled_grammar(tiny_llm):
+    params = SamplingParams(structured_outputs=FORMS[0])
+    with pytest.raises(ValueError, match="give both to the engine"):
+        tiny_llm.engine.add("a", [5, 6], params)
+    assert not tiny_llm.engine.has_work

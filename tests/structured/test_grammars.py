@@ -1,0 +1,186 @@
+"""Forms that cannot be compiled say what is wrong, before anything is queued; others are compiled once."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.params import BeamSearchParams, StructuredOutputsParams
+from pagedjax.structured import grammars as module
+from pagedjax.structured.grammars import Grammars
+from pagedjax.text.tokenizer import NoTokenizer
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "has nothing; give exactly one"),
+        ({"regex": "a", "choice": ["a"]}, "has regex and choice; give exactly one"),
+        ({"json_object": False}, "has nothing"),
+        ({"regex": ""}, "regex is ''; it must be a text"),
+        ({"grammar": 3}, "grammar is 3; it must be a text"),
+        ({"choice": ["a", ""]}, "choice is .*none of them empty"),
+        ({"json": 3}, "json is 3; it must be a JSON schema"),
+        ({"json": {"a": {1}}}, "cannot be written as JSON"),
+        ({"json_object": True, "disable_any_whitespace": 1}, "disable_any_whitespace is 1; it must be True or False"),
+        ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "give one of them"),
+    ],
+)
+def test_a_form_is_checked_when_it_is_written(fields, message):
+    with pytest.raises(ValueError, match=message):
+        StructuredOutputsParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"json": "{"}, "is not JSON"),
+        ({"json": "3"}, "a schema is an object, true or false"),
+        ({"json": {"type": "strin"}}, "at #: Invalid type: strin"),
+        ({"json": {"items": {"properties": {"a": {"format": "dat"}}}}}, "at #/items/properties/a: Unknown format: dat"),
+        ({"json": {"properties": {"a": {"$ref": "#/x"}}}}, "at #/properties/a: Pointer '/x' does not exist"),
+        ({"json": {"$ref": "https://example.org/schema"}}, "does not fetch resources"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, r"minimum \(5\) is greater than maximum \(3\)"),
+        ({"json": False}, "it must be a JSON schema"),
+        ({"json": "false"}, "false allows no answer"),
+        ({"json": {"x-guidance": {"lenient": True}}}, "x-guidance.*use the fields of structured_outputs"),
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"[^\s\S]"}, "regex"),
+        ({"grammar": "start: UNKNOWN"}, "unknown name"),
+        ({"grammar": "start: " + "(" * 5000}, "nested"),
+        ({"regex": "a" * 20_000}, "has 20000 characters; the limit is 16384"),
+        ({"choice": ["a" * 200_000]}, "has 200000 characters; the limit is 131072"),
+    ],
+)
+def test_a_form_that_cannot_be_compiled_is_refused(grammars, fields, message):
+    with pytest.raises(ValueError, match=message):
+        grammars.compiled(StructuredOutputsParams(**fields))
+
+
+def deep(levels: int) -> dict:
+    schema: dict = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_a_schema_is_of_bounded_depth_and_size(grammars):
+    assert grammars.compiled(StructuredOutputsParams(json=deep(50)))
+    with pytest.raises(ValueError, match="more than 100 levels deep at #/items"):
+        grammars.compiled(StructuredOutputsParams(json=deep(120)))
+    with pytest.raises(ValueError, match="more than 20000 schemas"):
+        grammars.compiled(StructuredOutputsParams(json={"anyOf": [{}] * 20_001}))
+
+
+HOSTILE = [
+    {"regex": r"(\p{L}{1,1000}){1,1000}"},
+    {"regex": "(.*a.{200}){20}"},
+    {"regex": "((a{1,100}){1,100}){1,100}"},
+    {"json": {"anyOf": [{"type": "object", "properties": {f"a{i}": {}, f"b{i}": {}}} for i in range(500)]}},
+    {"json": {"properties": {f"p{i}": {"pattern": f"(a|b){{1,200}}[a-z]{{5,{i + 6}}}"} for i in range(1000)}}},
+    {"grammar": 'start: a\na: a a | "x" | ""'},
+]
+
+
+@pytest.mark.parametrize("fields", HOSTILE, ids=[str(fields)[:40] for fields in HOSTILE])
+def test_a_hostile_form_costs_a_bounded_time(grammars, fields):
+    """The bounds are counts of the parser; this test only sees that they work, on a machine of any speed."""
+    started = time.process_time()
+    grammar = grammars.compiled(StructuredOutputsParams(**fields))
+    grammar.matcher().after([]).compute_bitmask()
+    assert time.process_time() - started < 10
+
+
+def test_a_grammar_is_compiled_once_and_the_oldest_is_forgotten(grammars, monkeypatch):
+    monkeypatch.setattr(module, "KEPT", 2)
+    first = grammars.compiled(StructuredOutputsParams(regex="first"))
+    grammars.compiled(StructuredOutputsParams(regex="second"))
+    assert grammars.compiled(StructuredOutputsParams(regex="first")) is first
+    grammars.compiled(StructuredOutputsParams(regex="third"))
+    grammars.compiled(StructuredOutputsParams(regex="fourth"))
+    assert grammars.compiled(StructuredOutputsParams(regex="first")) is not first
+
+
+def test_forms_are_equal_if_they_say_the_same(grammars):
+    schema = {"type": "array", "items": {"type": "integer"}}
+    assert StructuredOutputsParams(json=schema) == StructuredOutputsParams(json=dict(schema))
+    assert StructuredOutputsParams(choice=["a", "b"]) == StructuredOutputsParams(choice=("a", "b"))
+
+
+def test_a_pydantic_model_is_a_schema(grammars):
+    from pydantic import BaseModel
+
+    class Point(BaseModel):
+        x: int
+        label: str | None = None
+
+    grammar = grammars.compiled(StructuredOutputsParams(json=Point))
+    tokens = grammars.tokenizer.encode('{"x": 3, "label": null}')
+    assert grammar.matcher().allowed([], tokens) == len(tokens)
+
+
+def test_white_space_is_bounded_and_can_be_forbidden(grammars):
+    def allowed(text: str, **fields) -> bool:
+        tokens = grammars.tokenizer.encode(text)
+        grammar = grammars.compiled(StructuredOutputsParams(json={"type": "array"}, **fields))
+        return grammar.matcher().allowed([], tokens) == len(tokens)
+
+    assert allowed("[1," + " " * 16 + "2]")
+    assert not allowed("[1," + " " * 17 + "2]")
+    assert allowed("[1,2]", disable_any_whitespace=True)
+    assert not allowed("[1, 2]", disable_any_whitespace=True)
+    assert allowed("[1,  2]", whitespace_pattern="  ")
+    assert not allowed("[1, 2]", whitespace_pattern="  ")
+
+
+def test_objects_can_be_closed(grammars):
+    def allowed(text: str, **fields) -> bool:
+        tokens = grammars.tokenizer.encode(text)
+        schema = {"properties": {"a": {"properties": {"b": {}}, "type": "object"}}, "type": "object"}
+        grammar = grammars.compiled(StructuredOutputsParams(json=schema, **fields))
+        return grammar.matcher().allowed([], tokens) == len(tokens)
+
+    assert allowed('{"a": {"c": 1}}')
+    assert not allowed('{"a": {"c": 1}}', disable_additional_properties=True)
+    assert allowed('{"a": {"b": 1}}', disable_additional_properties=True)
+
+
+def test_what_does_not_go_together_is_refused():
+    form = StructuredOutputsParams(regex="a+")
+    for fields, message in (
+        ({"min_tokens": 2}, "min_tokens is 2; it must be 0 with structured_outputs"),
+        ({"ignore_eos": True}, "ignore_eos is True; it must be False with structured_outputs"),
+        ({"allowed_token_ids": [3]}, "allowed_token_ids is .*; it must be None with structured_outputs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SamplingParams(structured_outputs=form, **fields)
+    with pytest.raises(ValueError, match="structured_outputs is 'a'; it must be None or a StructuredOutputsParams"):
+        SamplingParams(structured_outputs="a")  # type: ignore
+    with pytest.raises(TypeError):
+        BeamSearchParams(beam_width=2, structured_outputs=form)  # type: ignore
+
+
+def test_a_model_needs_a_tokenizer_and_an_end(tiny):
+    form = StructuredOutputsParams(regex="a+")
+    with pytest.raises(ValueError, match="this model has no tokenizer"):
+        Grammars(NoTokenizer(), 320, (2,)).compiled(form)
+    with pytest.raises(ValueError, match="this model has none"):
+        Grammars(tiny.tokenizer, 320, ()).compiled(form)
+
+
+def test_without_the_library_the_error_names_the_extra(tiny, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"pip install 'pagedjax\[structured\]'"):
+        Grammars(tiny.tokenizer, 320, (2,)).compiled(StructuredOutputsParams(regex="a+"))
+
+
+def test_a_refused_form_queues_nothing(tiny_llm: LLM):
+    good, bad = (SamplingParams(structured_outputs=StructuredOutputsParams(regex=text)) for text in ("a+", "("))
+    with pytest.raises(ValueError, match="unclosed group"):
+        tiny_llm.generate(["a", "b"], [good, bad], use_tqdm=False)
+    assert not tiny_llm.engine.has_work
