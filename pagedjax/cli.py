@@ -327,6 +327,11 @@ def parser() -> argparse.ArgumentParser:
         "--allow-user", action="store_true", help="the policy fair shares by the field user of requests"
     )
     server.add_argument(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json", "mistral"),
+        help="how the model writes calls of tools; the default is found in its chat template",
+    )
+    server.add_argument(
         "--lecture-endpoints",
         action=argparse.BooleanOptionalAction,
         default=True,

@@ -33,6 +33,7 @@ from pagedjax.text.pooling import (
     ScoringRequestOutput,
 )
 from pagedjax.text.tokenizer import TOKEN_IDS, NoTokenizer, Tokenizer
+from pagedjax.tools.use import tool_use
 from pagedjax.vllm_names import prompts as vllm_prompts
 from pagedjax.vllm_names.engine_arguments import ARGUMENTS, EngineArguments, engine_arguments
 from pagedjax.weights.draft_model import load_draft_model
@@ -249,11 +250,29 @@ class LLM:
         sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        tool_call_parser: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: lists of {"role": ..., "content": ...}."""
-        ids = [self.tokenizer.apply_chat_template(m) for m in _conversations(messages)]
+        """Answer one conversation, or several: lists of {"role": ..., "content": ...}.
+
+        Args:
+            tools, tool_choice, parallel_tool_calls: as in OpenAI's API (docs/design/tools.md). An answer's calls are
+                its `tool_calls`, and stay in its `text` too. They are valid: a grammar forbids others.
+            tool_call_parser: how the model writes calls, one of `tools.formats.PARSERS`; None finds it in the chat
+                template.
+
+        Raises:
+            ValueError: as `generate`; or a tool, the choice, or a message about calls is wrong.
+        """
+        use = tool_use(self.tokenizer, tools, tool_choice, parallel_tool_calls, tool_call_parser)
+        ids = [use.tokens(self.tokenizer, m) for m in _conversations(messages)]
         prompts = [self.tokenizer.decode(i, skip_special_tokens=False) for i in ids]
-        return self._run(prompts, ids, _each(sampling_params, len(ids)), use_tqdm)
+        params = [use.applied(one, self.tokenizer)[0] for one in _each(sampling_params, len(ids))]
+        for one in params if use.tools else ():
+            use.compiled(self.session.grammars, one)
+        return [use.read(output) for output in self._run(prompts, ids, params, use_tqdm)]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yields the text of one completion as it becomes final. Closing the iterator frees the request's blocks."""

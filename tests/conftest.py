@@ -40,6 +40,27 @@ def tiny_llm(tiny):
 
 
 @pytest.fixture(scope="session")
+def tiny_long(tmp_path_factory):
+    """The same with room for 4,096 tokens: descriptions of tools are long in a vocabulary of bytes."""
+    from pagedjax import load_model
+    from tests.weights.tiny import tiny_llama
+
+    return load_model(
+        tiny_llama(tmp_path_factory.mktemp("long") / "llama", tied=False, max_len=4096), linear_impl="xla"
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_tools(tiny_long):
+    """An engine for tests of tools."""
+    from pagedjax import LLM
+
+    return LLM(
+        tiny_long, progress=False, max_num_seqs=8, max_num_batched_tokens=256, token_buckets=(8, 256), num_blocks=512
+    )
+
+
+@pytest.fixture(scope="session")
 def smollm2():
     """The embedded model in float32."""
     from pagedjax import load_model

@@ -182,7 +182,8 @@ class Engine:
         emptied; programs stay.
 
         Raises:
-            ValueError: requests are unfinished, it sleeps already, programs are being compiled, or there is no such level.
+            ValueError: requests are unfinished, it sleeps already, programs are being compiled, or there is no such
+                level.
         """
         sleep.check_level(level)
         if self.background and self.background.compiling:

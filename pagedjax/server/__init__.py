@@ -2,9 +2,12 @@
 
 worker.py      the engine's thread: requests in, tokens out
 schema.py      request bodies: fields, limits, and the sampling parameters that they mean
+forms.py       forms of answers: response_format, structured_outputs, tools
 responses.py   response bodies: JSON of answers and stream chunks
+tool_answers.py  calls of tools in answers
 streaming.py   server-sent events, and waiting that ends when the client leaves
 app.py         options and routes
+responses_api.py, response_items.py  POST /v1/responses
 vllmini.py     two routes as the engine vllmini has them: POST /generate, GET /result/{id}
 errors.py      responses that are errors
 middleware.py  the API key, and the size of a body

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from pagedjax import __version__, viewer
 from pagedjax.llm import LLM
 from pagedjax.params import BeamSearchParams, SamplingParams
-from pagedjax.server import embeddings, responses, schema, vllmini
+from pagedjax.server import embeddings, forms, responses, responses_api, schema, vllmini
 from pagedjax.server.errors import ApiError, add_errors, in_thread, submit
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
@@ -31,6 +31,9 @@ from pagedjax.server.schema import (
 from pagedjax.server.streaming import CLIENT_LEFT, EventStream, events, unless_client_leaves
 from pagedjax.server.worker import Observer, Submission, Worker
 from pagedjax.session import GenerationRequest
+from pagedjax.structured.matcher import Grammar
+from pagedjax.tools.formats import dialect
+from pagedjax.tools.use import ToolUse, tool_use
 from pagedjax.vllm_names.prompts import kept
 
 
@@ -49,6 +52,8 @@ class Options:
         so allow it only if you trust all clients. Without it the field is accepted and ignored.
     lecture_endpoints: whether there are `POST /generate` and `GET /result/{id}`.
     result_seconds: how long a result of `POST /generate` is kept after it was last asked for.
+    tool_call_parser: how the model writes calls of tools, one of `tools.formats.PARSERS`; None finds it in the model's
+        chat template.
     """
 
     name: str
@@ -61,6 +66,7 @@ class Options:
     allow_user: bool = False
     lecture_endpoints: bool = True
     result_seconds: float = 300.0
+    tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_body_bytes"):
@@ -74,6 +80,7 @@ class Options:
             raise ValueError(f"max_priority is {self.max_priority}; it must be from 0 to 2**31 - 1")
         if not 0 < self.result_seconds < float("inf"):
             raise ValueError(f"result_seconds is {self.result_seconds}; it must be above 0")
+        dialect(None, self.tool_call_parser)  # which raises for an unknown one
 
 
 def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -> FastAPI:
@@ -130,11 +137,17 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
             return Response(status_code=CLIENT_LEFT)
         return await run_in_threadpool(embeddings.answer, options.name, body.encoding_format == "base64", outputs)
 
+    def prepared(body: ChatRequest) -> tuple[list[GenerationRequest], Style]:
+        _check_model(body.model, options)
+        return _chat_requests(llm, body, options)
+
+    responses_api.add_routes(app, worker, prepared)
+
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a prompt, or of a conversation in the model's template."""
         _check_model(body.model, options)
-        return await in_thread(_tokenized, llm, body)
+        return await in_thread(_tokenized, llm, body, options)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -199,13 +212,15 @@ def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) ->
     prompts = body.prompt if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else [body.prompt]
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         body = body.model_copy(update={"prompt_logprobs": body.logprobs})
-    params = schema.sampling(body, max_tokens, body.logprobs)
+    params = schema.sampling(body, max_tokens, body.logprobs, forms.asked(body))
+    grammar = forms.grammar(llm, params, None, body)
     requests = []
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
         whole: Any = prompt if text is None else llm.tokenizer.encode(text, body.add_special_tokens is not False)
         ids = _kept(llm, whole, body)
-        requests.append(_request(llm, ids, text if len(ids) == len(whole) else None, params, body, options))
+        shown = text if len(ids) == len(whole) else None
+        requests.append(_request(llm, ids, shown, params, body, options, grammar))
     style = Style(
         options.name,
         chat=False,
@@ -213,6 +228,7 @@ def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) ->
         logprobs=body.logprobs,
         echo=bool(body.echo),
         only_echo=max_tokens == 0,
+        ignored=grammar.ignored if grammar else (),
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
     )
@@ -222,19 +238,25 @@ def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) ->
 def _chat_requests(llm: LLM, body: ChatRequest, options: Options) -> tuple[list[GenerationRequest], Style]:
     if body.top_logprobs is not None and not body.logprobs:
         raise ValueError("top_logprobs goes with logprobs: true")
-    ids = _kept(llm, _conversation(llm, body.messages, body.add_generation_prompt), body)
+    use = tool_use(llm.tokenizer, body.tools, body.tool_choice, body.parallel_tool_calls, options.tool_call_parser)
+    ids = _kept(llm, _conversation(llm, body.messages, body.add_generation_prompt, use), body)
     room = llm.engine.config.max_model_len - len(ids)
     max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = schema.sampling(body, max_tokens, logprobs, forms.asked(body))
+    params, ignored = forms.with_tools(llm, params, use, body)
+    grammar = forms.grammar(llm, params, use, body)
     style = Style(
         options.name,
         chat=True,
         tokenizer=llm.tokenizer,
         logprobs=logprobs,
+        calls=use.form,
+        ignored=ignored or (grammar.ignored if grammar else ()),
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
     )
-    return [_request(llm, ids, None, schema.sampling(body, max_tokens, logprobs), body, options)], style
+    return [_request(llm, ids, None, params, body, options, grammar)], style
 
 
 def _kept(llm: LLM, ids: Any, body: GenerationBody) -> Any:
@@ -248,7 +270,7 @@ def _embedding_requests(llm: LLM, body: EmbeddingRequest, options: Options) -> l
 
 
 def _request(
-    llm: LLM, ids: Any, text: str | None, params: Any, body: GenerationBody, options: Options
+    llm: LLM, ids: Any, text: str | None, params: Any, body: GenerationBody, options: Options, grammar: Grammar | None
 ) -> GenerationRequest:
     if not ids:
         raise ValueError("prompt is empty: it has no tokens; give it at least one")
@@ -258,7 +280,7 @@ def _request(
         what = f"{name}: {len(ids)} tokens, but max_model_len is {limit} and one token must be left for output"
         raise ValueError(f"{what}; shorten it to {limit - 1} tokens")
     user = (body.user or "") if options.allow_user else ""
-    return GenerationRequest(ids, params, text, _priority(body, options), user)
+    return GenerationRequest(ids, params, text, _priority(body, options), user, grammar)
 
 
 def _priority(body: GenerationBody | EmbeddingRequest, options: Options) -> int:
@@ -274,13 +296,13 @@ def _priority(body: GenerationBody | EmbeddingRequest, options: Options) -> int:
     )
 
 
-def _conversation(llm: LLM, messages: Sequence[schema.Message], generating: bool | None) -> list[int]:
-    return llm.tokenizer.apply_chat_template([message.plain() for message in messages], generating is not False)
+def _conversation(llm: LLM, messages: Sequence[schema.Message], generating: bool | None, use: ToolUse) -> list[int]:
+    return use.tokens(llm.tokenizer, [message.plain() for message in messages], generating is not False)
 
 
-def _tokenized(llm: LLM, body: TokenizeRequest) -> Response:
+def _tokenized(llm: LLM, body: TokenizeRequest, options: Options) -> Response:
     """Makes its JSON here, in a thread, because the JSON of a long text takes long."""
-    ids = _token_ids(llm, body)
+    ids = _token_ids(llm, body, options)
     answer: JSON = {"count": len(ids), "max_model_len": llm.engine.config.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = [llm.tokenizer.decode_token(token) for token in ids]
@@ -294,11 +316,12 @@ def _detokenized(llm: LLM, body: DetokenizeRequest) -> Response:
     return JSONResponse({"prompt": llm.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-def _token_ids(llm: LLM, body: TokenizeRequest) -> list[int]:
+def _token_ids(llm: LLM, body: TokenizeRequest, options: Options) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ValueError("prompt or messages: give one of them")
     if body.messages is not None:
-        return _conversation(llm, body.messages, body.add_generation_prompt)
+        use = tool_use(llm.tokenizer, body.tools, parser=options.tool_call_parser)
+        return _conversation(llm, body.messages, body.add_generation_prompt, use)
     assert body.prompt is not None
     return llm.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
@@ -319,11 +342,12 @@ async def _answer(
         raise ApiError(400, "stream_options go with stream: true", "stream_options")
     submission = await submit(worker, requests, deltas=bool(body.stream))
     if body.stream:
-        return EventStream(events(submission, body, style), lambda: worker.cancel(submission))
+        headers = forms.headers(style.ignored)
+        return EventStream(events(submission, body, style), lambda: worker.cancel(submission), headers)
     outputs = await _completed(worker, request, submission)
     if outputs is None:
         return Response(status_code=CLIENT_LEFT)
-    return JSONResponse(responses.answer(style, outputs))
+    return JSONResponse(responses.answer(style, outputs), headers=forms.headers(style.ignored))
 
 
 async def _completed(worker: Worker, request: Request, submission: Submission) -> list[Any] | None:

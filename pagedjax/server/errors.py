@@ -51,7 +51,7 @@ async def in_thread(function: Callable[..., Result], *args: Any) -> Result:
 
 def invalid(error: ValueError) -> ApiError:
     """A 400. It names a field if the message begins with one."""
-    first = str(error).split(" ", 1)[0].rstrip(":")
+    first = str(error).split(" ", 1)[0].rstrip(":").split(".")[0]
     bodies = CompletionRequest, ChatRequest, DetokenizeRequest, EmbeddingRequest
     known = {name for body in bodies for name in body.model_fields}
     too_long = "max_model_len" in str(error)

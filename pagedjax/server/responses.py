@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedjax.server import tool_answers
 from pagedjax.server.worker import Delta
 from pagedjax.session import GenerationRequest
 from pagedjax.text.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from pagedjax.text.tokenizer import Tokenizer
+from pagedjax.tools.formats import CallFormat
 
 JSON = dict[str, Any]
 LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot express
@@ -23,7 +25,13 @@ LOWEST = -9999.0  # stands for the logarithm of 0, which JSON cannot express
 
 @dataclass(frozen=True)
 class Style:
-    """The format of one answer. `chat`: the kind of endpoint. `logprobs`: the number of candidates, or None."""
+    """The format of one answer.
+
+    chat: the kind of endpoint.
+    logprobs: the number of candidates, or None.
+    calls: how the model writes calls of tools; None if it has none.
+    ignored: keywords of JSON schemas that had no effect.
+    """
 
     model: str
     chat: bool
@@ -33,6 +41,8 @@ class Style:
     only_echo: bool = False  # hide the one token that is generated
     token_ids: bool = False
     tokens_as_ids: bool = False
+    calls: CallFormat | None = None
+    ignored: tuple[str, ...] = ()
     role: str = "assistant"
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -65,7 +75,10 @@ def answer(style: Style, outputs: Sequence[RequestOutput]) -> JSON:
 def choice(style: Style, output: RequestOutput, one: CompletionOutput, index: int) -> JSON:
     ends: JSON = {"index": index, "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
     if style.chat:
-        ends["message"] = {"role": style.role, "content": one.text, "refusal": None}
+        said: JSON = {"content": one.text}
+        if style.calls is not None:
+            said, ends["finish_reason"] = tool_answers.message(one, style.calls)
+        ends["message"] = {"role": style.role, **said, "refusal": None}
         ends["logprobs"] = chat_logprobs(style, one.token_ids, one.logprobs or ()) if wanted(style) else None
     else:
         text = "" if style.only_echo else one.text
@@ -211,18 +224,24 @@ def chunk(style: Style, choice: JSON | None, usage: JSON | None = None) -> JSON:
     return {**style.head(chunk=True), "choices": [choice] if choice else [], "usage": usage}
 
 
-def delta_choice(style: Style, delta: Delta, index: int, offset: int, text: str) -> JSON:
-    """The choice of a stream chunk, for one new token. `offset`: characters of the branch's tokens before this one."""
+def delta_choice(style: Style, delta: Delta, index: int, offset: int, said: JSON, reason: str | None) -> JSON:
+    """The choice of a stream chunk, for one new token.
+
+    Args:
+        offset: characters of the branch's tokens before this one.
+        said: what is new, as the delta of a chat.
+        reason: why the branch ended.
+    """
     position = delta.logprobs or {}
-    fields: JSON = {"index": index, "finish_reason": delta.finish_reason, "logprobs": None}
-    if delta.finish_reason is not None:
+    fields: JSON = {"index": index, "finish_reason": reason, "logprobs": None}
+    if reason is not None:
         fields["stop_reason"] = delta.stop_reason
     if style.chat:
-        fields["delta"] = {"content": text}
+        fields["delta"] = said
         if wanted(style):
             fields["logprobs"] = chat_logprobs(style, (delta.token_id,), (position,))
     else:
-        fields["text"] = text
+        fields["text"] = said["content"]
         if wanted(style):
             fields["logprobs"] = legacy_logprobs(style, (delta.token_id,), (position,), offset)
     if style.token_ids:

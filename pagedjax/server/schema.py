@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from pagedjax.params import BeamSearchParams, SamplingParams
+from pagedjax.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from pagedjax.tools.definitions import CHOICE_FORM, MAX_TOOLS
 
 MAX_BRANCHES = 128  # of a request, as OpenAI's
 MAX_STOP = 1000  # characters of a stop string; so many characters of an answer may wait, and are searched at each token
@@ -49,7 +50,6 @@ IGNORED = (
     "prompt_cache_retention",
     "reasoning_effort",
     "verbosity",
-    "parallel_tool_calls",
 )
 # Fields that SamplingParams has under the same name.
 SAMPLING = (
@@ -91,8 +91,30 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis; there is none here
 
 
+def refused(why: str) -> BeforeValidator:
+    """A field that asks for what does not exist here. `why`: and what to do instead."""
+
+    def check(value: Any) -> None:
+        if value is not None:
+            raise ValueError(why)
+
+    return BeforeValidator(check)
+
+
+class SchemaFormat(Strict):
+    name: Annotated[str, Field(max_length=MAX_STOP)] | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Strict):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+OLD_FORM = "this is the older form of structured_outputs and does not exist here; use structured_outputs: {{{}: ...}}"
+GUIDED = {f"guided_{name}": OLD_FORM.format(name) for name in ("json", "regex", "choice", "grammar", "json_object")}
 
 
 class GenerationBody(Strict):
@@ -111,6 +133,7 @@ class GenerationBody(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: Annotated[dict[str, Any], BeforeValidator(at_most(MAX_FIELDS))] | None = None  # vLLM's
     user: str | None = None  # the share of the policy "fair", if the server has --allow-user
     # fields of vLLM
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -142,7 +165,14 @@ class GenerationBody(Strict):
     prompt_cache_retention: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
-    parallel_tool_calls: Any = None
+    # refused with what to do instead
+    guided_json: Annotated[None, refused(GUIDED["guided_json"])] = None
+    guided_regex: Annotated[None, refused(GUIDED["guided_regex"])] = None
+    guided_choice: Annotated[None, refused(GUIDED["guided_choice"])] = None
+    guided_grammar: Annotated[None, refused(GUIDED["guided_grammar"])] = None
+    guided_json_object: Annotated[None, refused(GUIDED["guided_json_object"])] = None
+    guided_whitespace_pattern: Annotated[None, refused(OLD_FORM.format("whitespace_pattern"))] = None
+    guided_decoding_backend: Annotated[None, refused("there is one backend, llguidance; leave the field out")] = None
 
 
 def form(prompt: Any) -> str:
@@ -168,12 +198,23 @@ class CompletionRequest(GenerationBody):
     max_tokens: Count | None = None  # 16; 0 only echoes
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    suffix: None = None
+    suffix: Annotated[None, refused("models here continue a prompt and fill no gap; leave it out")] = None
 
 
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+
+
+OTHER_PARTS = ("image_url", "input_image", "image", "input_audio", "audio_url", "video_url", "file", "input_file")
+
+
+def text_parts(content: Any) -> Any:
+    """A check of a content's parts: models here read text alone."""
+    for part in content[:MAX_FIELDS] if isinstance(content, list) else ():
+        if isinstance(part, dict) and part.get("type") in OTHER_PARTS:
+            raise ValueError(f"a part has the type {part['type']!r}, and models here read text alone; send its text")
+    return content
 
 
 class Message(BaseModel):
@@ -183,7 +224,9 @@ class Message(BaseModel):
     _few = model_validator(mode="before")(at_most(MAX_FIELDS))
 
     role: str
-    content: str | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None = None
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(max_length=4096, fail_fast=True)] | None, BeforeValidator(text_parts)
+    ] = None
 
     def plain(self) -> dict[str, Any]:
         """The message for a chat template: content is a text, and the role developer is system."""
@@ -214,6 +257,20 @@ class EmbeddingRequest(Strict):
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
+def only_false(value: Any) -> Any:
+    """A check of `background`."""
+    if value in (None, False):
+        return value
+    raise ValueError("an answer is made while its client waits, and is not kept; leave it out, and use stream: true")
+
+
+def only_text(value: Any) -> Any:
+    """A check of `modalities`."""
+    if value in (None, [], ["text"]):
+        return value
+    raise ValueError("answers are text, and no other kind exists here; leave it out, or give ['text']")
+
+
 class ChatRequest(GenerationBody):
     """`POST /v1/chat/completions`."""
 
@@ -223,9 +280,15 @@ class ChatRequest(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    # refused with what to do instead
+    modalities: Annotated[list[str] | None, BeforeValidator(only_text)] = None
+    audio: Annotated[None, refused("answers are text, and there is no audio here; leave it out")] = None
+    functions: Annotated[None, refused("this is the older form of tools and does not exist here; use tools")] = None
+    function_call: Annotated[None, refused("this is the older form of tool_choice; use tool_choice")] = None
+    web_search_options: Annotated[None, refused("this server searches no web; define a function in tools")] = None
 
 
 class TokenizeRequest(Strict):
@@ -234,6 +297,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
     messages: Messages | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -258,20 +322,27 @@ def given(request: BaseModel, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(request, name)) is not None}
 
 
-def sampling(request: GenerationBody, max_tokens: int, logprobs: int | None) -> SamplingParams | BeamSearchParams:
-    """The sampling parameters of a request.
+def sampling(
+    request: GenerationBody, max_tokens: int, logprobs: int | None, form: StructuredOutputsParams | None = None
+) -> SamplingParams | BeamSearchParams:
+    """The sampling parameters of a request, whose answer has a form.
 
     Raises:
         ValueError: a value out of its range, or fields that exclude each other.
     """
     if request.use_beam_search:
+        if form is not None:
+            name = "structured_outputs" if request.structured_outputs is not None else "response_format"
+            raise ValueError(
+                f"{name} does not go with use_beam_search, whose answers have no form; leave one of them out"
+            )
         return beam_search(request, max_tokens, logprobs)
     if wrong := list(given(request, BEAMS)):
         raise ValueError(f"{wrong[0]} goes with use_beam_search: true")
     values = given(request, SAMPLING)
     if request.seed is not None:
         values["seed"] = request.seed % 2**32  # OpenAI's seeds are any integers
-    return SamplingParams(**values, max_tokens=max(1, max_tokens), logprobs=logprobs)
+    return SamplingParams(**values, max_tokens=max(1, max_tokens), logprobs=logprobs, structured_outputs=form)
 
 
 def beam_search(request: GenerationBody, max_tokens: int, logprobs: int | None) -> BeamSearchParams:
@@ -293,6 +364,7 @@ FORMS = {
     "bad_words": "a text, or a list of texts",
     "content": 'a text, or a list of {"type": "text", "text": ...}',
     "early_stopping": 'true, false or "never"',
+    "tool_choice": CHOICE_FORM,
 }
 
 
@@ -312,7 +384,8 @@ def first_error(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
         return f"unknown field {'.'.join(path)!r:.120}" + (f"; did you mean {near[0]!r}?" if near else ""), field
     text = first["msg"].removeprefix("Value error, ")
     for at, part in enumerate(path):
-        if part in FORMS and first["type"] != "missing":
+        checked_here = first["type"] == "value_error" and at == len(path) - 1
+        if part in FORMS and first["type"] != "missing" and not checked_here:
             name = ".".join(path[: at + 1])[:120]
             return f"{name}: {text}" if long else f"{name} must be {FORMS[part]}", field
     return f"{'.'.join(path)[:120] or 'the body'}: {text}", field

@@ -143,6 +143,7 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         allow_user=args.allow_user,
         lecture_endpoints=args.lecture_endpoints,
         result_seconds=args.result_seconds,
+        tool_call_parser=args.tool_call_parser,
     )
     if engine.get("policy") == "fair" and not options.allow_user:
         log.warning("the policy is fair, but the field user of requests is ignored; add --allow-user to share by it")

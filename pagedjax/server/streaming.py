@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -12,10 +12,11 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from pagedjax.server import responses, schema
+from pagedjax.server import responses, schema, tool_answers
 from pagedjax.server.responses import JSON, Style
 from pagedjax.server.schema import GenerationBody
 from pagedjax.server.worker import EngineStopped, Submission
+from pagedjax.tools.reader import CallReader
 
 CLIENT_LEFT = 499  # the status of a response that no client reads, as in nginx
 Result = TypeVar("Result")
@@ -42,8 +43,11 @@ async def _disconnected(request: Request) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events. `ended` is called after the last event, when the client leaves, and if it has left before."""
 
-    def __init__(self, events: AsyncIterator[str], ended: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    def __init__(
+        self, events: AsyncIterator[str], ended: Callable[[], None], headers: Mapping[str, str] | None = None
+    ) -> None:
+        headers = {"Cache-Control": "no-cache", **(headers or {})}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
         self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,6 +65,7 @@ async def events(submission: Submission, body: GenerationBody, style: Style) -> 
     width = max(request.params.n or 1 for request in requests)
     offsets: Counter[int] = Counter()  # characters of each branch's tokens
     generated: Counter[int] = Counter()  # tokens of each branch
+    readers = [CallReader(style.calls) for _ in range(len(requests) * width)] if style.calls else []
 
     def with_usage(chunk: JSON, index: int) -> str:
         """With vLLM's usage so far, which counts one branch."""
@@ -76,9 +81,13 @@ async def events(submission: Submission, body: GenerationBody, style: Style) -> 
         async for delta in submission:
             index = delta.request * width + delta.index
             generated[index] += not style.only_echo
-            text = "" if style.only_echo else delta.text
-            if text or style.logprobs is not None or style.token_ids or delta.finish_reason is not None or always:
-                choice = responses.delta_choice(style, delta, index, offsets[index], text)
+            said: JSON = {"content": "" if style.only_echo else delta.text}
+            reason: str | None = delta.finish_reason
+            if style.calls is not None:
+                said, reason = tool_answers.delta(readers[index], delta.text, reason)
+            shown = style.logprobs is not None or style.token_ids or reason is not None or always
+            if shown or any(said.values()):
+                choice = responses.delta_choice(style, delta, index, offsets[index], said, reason)
                 yield with_usage(responses.chunk(style, choice), index)
             if style.logprobs is not None and delta.logprobs:
                 offsets[index] += len(delta.logprobs[delta.token_id].decoded_token)

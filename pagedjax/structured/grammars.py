@@ -114,14 +114,14 @@ def grammar_text(form: StructuredOutputsParams) -> tuple[str, tuple[str, ...]]:
             return library.grammar_from("grammar", value), ()
         except (ValueError, RecursionError) as error:
             raise ValueError(f"structured_outputs.grammar cannot be read: {first_line(str(error))}") from error
-    schema, ignored = ({"type": "object"}, ()) if name == "json_object" else _schema(form)
+    schema, ignored = ({"type": "object"}, ()) if name == "json_object" else schema_of(form)
     options = {"whitespace_pattern": form.whitespace_pattern or WHITE_SPACE, "lenient": False}
     if form.disable_any_whitespace:
         options = {"whitespace_flexible": False, "lenient": False}
     return library.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options), ignored
 
 
-def _schema(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
+def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
     """The schema that is compiled, and the keywords that it has lost."""
     assert isinstance(form.json, str)
     try:
@@ -133,25 +133,17 @@ def _schema(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
     if schema is False:
         raise ValueError("structured_outputs.json is false, and the schema false allows no answer")
     schema = {} if schema is True else schema
-    found = list(keywords.unsupported(schema))
-    if found and not form.ignore_unsupported:
-        place, why = found[0]
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        what = (
-            f"structured_outputs.json has the keyword {place.rpartition('/')[2]!r:.80} at {place:.200}, which is {why}"
-        )
-        raise ValueError(f"{what}{more}; remove it, or set ignore_unsupported (strict: false in response_format)")
-    if found:
-        schema = keywords.without(schema, frozenset(place for place, _ in found))
+    how = "ignore_unsupported (strict: false in response_format)"
+    schema, places = keywords.checked(schema, "structured_outputs.json", ignore=how, ignored=form.ignore_unsupported)
     if form.disable_additional_properties:
         schema = keywords.closed(schema)
-    return schema, tuple(place for place, _ in found)
+    return schema, places
 
 
 def _place(form: StructuredOutputsParams, message: str, vocabulary: Any) -> str:
     """Where the smallest schema is that gives the same error by itself; nothing if it cannot be told."""
     library, found = _library(), ""
-    schemas = [one for one, _ in zip(keywords.subschemas(_schema(form)[0]), range(LOCATED + 1), strict=False)]
+    schemas = [one for one, _ in zip(keywords.subschemas(schema_of(form)[0]), range(LOCATED + 1), strict=False)]
     if len(schemas) > LOCATED:
         return found
     limits = library.LLParserLimits(**LIMITS, verbose_errors=False)

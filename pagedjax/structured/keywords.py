@@ -107,6 +107,29 @@ def _nearly(name: str) -> str | None:
     return None if found in DESCRIBING else found
 
 
+def checked(schema: Any, what: str, *, ignore: str, ignored: bool) -> tuple[Any, tuple[str, ...]]:
+    """The schema that is compiled, and the places of the keywords that it has lost.
+
+    Args:
+        what: has the schema, in the error.
+        ignore: how keywords are ignored, in the error.
+        ignored: whether they are.
+
+    Raises:
+        ValueError: it has a keyword that is not supported.
+    """
+    found = list(unsupported(schema))
+    if found and not ignored:
+        place, why = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        name = place.rpartition("/")[2]
+        raise ValueError(
+            f"{what} has the keyword {name!r:.80} at {place:.200}, which is {why}{more}; remove it, or set {ignore}"
+        )
+    places = tuple(place for place, _ in found)
+    return (without(schema, frozenset(places)) if found else schema), places
+
+
 def _counts_repeated_keys(schema: Mapping[str, Any]) -> bool:
     """Whether `minProperties` may count one key twice: the parser does not know which additional keys there were."""
     least, required = schema["minProperties"], schema.get("required")

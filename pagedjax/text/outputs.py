@@ -24,6 +24,15 @@ PositionLogprobs = dict[int, Logprob]  # token id -> candidate: the chosen token
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call that an answer asks for. `arguments`: the text of a JSON object, or its start if the answer was cut."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One branch of a request. `token_ids` ends with the stop token, if one ended it; `text` does not show it."""
 
@@ -35,6 +44,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
     score: float | None = None  # of a beam: cumulative_logprob / len(token_ids) ** length_penalty
+    tool_calls: tuple[ToolCall, ...] = ()  # of LLM.chat with tools; `text` has them too, as the model wrote them
 
 
 @dataclass(frozen=True)

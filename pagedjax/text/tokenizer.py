@@ -57,9 +57,12 @@ class Tokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """The tokens of a conversation, e.g. [{"role": "user", "content": "Hi"}].
+        """The tokens of a conversation, e.g. [{"role": "user", "content": "Hi"}]. `tools`: as OpenAI defines them.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
@@ -71,9 +74,9 @@ class Tokenizer:
         for message in messages:
             if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
                 raise ValueError(f"the message {message!r} must be a mapping with 'role' and 'content'")
-        return self.encode(self._render(list(messages), add_generation_prompt), add_special_tokens=False)
+        return self.encode(self._render(list(messages), add_generation_prompt, tools), add_special_tokens=False)
 
-    def _render(self, messages: list[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: list[Mapping[str, Any]], add_generation_prompt: bool, tools: Any) -> str:
         from jinja2 import TemplateError
 
         render = _template_renderer()
@@ -82,6 +85,7 @@ class Tokenizer:
         try:
             (text,), _ = render(
                 [[dict(message) for message in messages]],
+                tools=[dict(tool) for tool in tools] if tools else None,
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
@@ -160,7 +164,7 @@ class NoTokenizer(Tokenizer):
         raise ValueError(f"this model has no tokenizer for the text {text!r:.40}; {TOKEN_IDS}")
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, tools: Any = None
     ) -> list[int]:
         raise ValueError(f"this model has no tokenizer for a conversation; {TOKEN_IDS}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import openai
 import pytest
 
 from pagedjax import LLM
@@ -25,3 +26,21 @@ def served(tiny) -> Iterator[SimpleNamespace]:
 def reference(tiny) -> LLM:
     """The library, whose answers the server must repeat."""
     return LLM(tiny, progress=False, **ENGINE)
+
+
+@pytest.fixture(scope="session")
+def tool_server(tiny_long) -> Iterator[SimpleNamespace]:
+    """A server with room for long prompts and answers."""
+    options = {"max_num_batched_tokens": 256, "token_buckets": (8, 256), "num_blocks": 512}
+    llm = LLM(tiny_long, progress=False, **{**ENGINE, **options})
+    with serving(llm) as found:
+        yield found
+        assert found.worker.healthy
+        state = llm.engine.scheduler_state
+        assert state.pool.num_free == state.config.num_blocks, "a block leaked"
+
+
+@pytest.fixture(scope="session")
+def tool_client(tool_server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tool_server.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made

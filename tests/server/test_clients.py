@@ -1,8 +1,8 @@
-"""Public clients from PyPI, unmodified: a load generator and an evaluation harness.
+"""Public clients from PyPI, unmodified: a load generator, an evaluation harness, and two libraries for agents.
 
-They depend on torch, so they are in a separate environment, whose programs must be on the PATH:
+The first two depend on torch, so they are in a separate environment, whose programs must be on the PATH:
 
-    python -m venv .venvclients && .venvclients/bin/pip install guidellm 'lm-eval[api]'
+    python -m venv .venvclients && .venvclients/bin/pip install guidellm 'lm-eval[api]' litellm langchain-openai
     PATH=$PATH:$PWD/.venvclients/bin python -m pytest -m clients
 """
 
@@ -21,6 +21,7 @@ from pagedjax import SamplingParams
 
 pytestmark = pytest.mark.clients
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_COLOR": "1"}
+OFFLINE |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def program(name: str) -> str:
@@ -96,3 +97,51 @@ def test_a_load_generator_completes_its_requests(served, tiny_folder, tmp_path, 
     (benchmark,) = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (24, 0)
+
+
+AGENTS = """
+import sys
+from typing import Literal
+from pydantic import BaseModel, Field
+
+class Turn(BaseModel):
+    "Turns round."
+    side: Literal["left", "right"]
+    times: int = Field(ge=0, le=9)
+
+where = {"base_url": sys.argv[1] + "/v1", "api_key": "none"}
+if sys.argv[2] == "langchain_openai":
+    from langchain_openai import ChatOpenAI
+
+    llm = ChatOpenAI(model="tiny", max_tokens=300, seed=1, **where)
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(llm.with_structured_output(Turn, method=method).invoke("the cat"), Turn), method
+    answer = llm.bind_tools([Turn], tool_choice="any", parallel_tool_calls=False).invoke("the cat")
+    (call,) = answer.tool_calls
+    Turn.model_validate(call["args"])
+    chunks = list(llm.bind_tools([Turn], tool_choice="Turn").stream("the cat"))
+    whole = chunks[0]
+    for chunk in chunks[1:]:
+        whole += chunk
+    Turn.model_validate(whole.tool_calls[0]["args"])
+else:
+    import litellm
+
+    options = {"model": "hosted_vllm/tiny", "api_base": where["base_url"], "api_key": "none"}
+    options |= {"max_tokens": 300, "seed": 1}
+    messages = [{"role": "user", "content": "the cat"}]
+    found = litellm.completion(messages=messages, response_format=Turn, **options)
+    Turn.model_validate_json(found.choices[0].message.content)
+    tool = {"type": "function", "function": {"name": "turn", "parameters": Turn.model_json_schema()}}
+    for stream in (False, True):
+        found = litellm.completion(messages=messages, tools=[tool], tool_choice="required", stream=stream, **options)
+        found = litellm.stream_chunk_builder(list(found)) if stream else found
+        Turn.model_validate_json(found.choices[0].message.tool_calls[0].function.arguments)
+"""
+
+
+@pytest.mark.parametrize("library", ["langchain_openai", "litellm"])
+def test_libraries_for_agents_get_models_and_calls(tool_server, tmp_path, library):
+    python = Path(program("litellm")).parent / "python"
+    (tmp_path / "agent.py").write_text(AGENTS, encoding="utf-8")
+    run(str(python), "agent.py", tool_server.url, library, cwd=tmp_path)

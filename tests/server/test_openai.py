@@ -332,7 +332,6 @@ def test_each_of_many_clients_gets_its_answer(served, reference):
 
 BEAMS = {"use_beam_search": True}
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-TOOL = {"type": "function", "function": {"name": "f"}}
 WRONG = [
     ({"temperature": 3.0}, "temperature is 3.0; it must be between 0", "temperature"),
     ({"max_tokens": -1}, "max_tokens: .*greater than or equal to 0", "max_tokens"),
@@ -361,9 +360,12 @@ WRONG = [
     ({"messages": []}, "messages", "messages"),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages: 6.. tokens, but max_model_len", "messages"),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs goes with logprobs", "top_logprobs"),
-    ({"messages": MESSAGES, "tools": [TOOL]}, "tools", "tools"),
-    ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format", "response_format"),
-    ({"messages": IMAGE}, "messages", "messages"),
+    ({"messages": IMAGE}, "messages.0.content: a part has the type 'image_url', and models here read", "messages"),
+    ({"messages": MESSAGES, "modalities": ["text", "audio"]}, "modalities: answers are text", "modalities"),
+    ({"messages": MESSAGES, "audio": {"voice": "alloy", "format": "mp3"}}, "audio: answers are text", "audio"),
+    ({"messages": MESSAGES, "functions": [{"name": "f"}]}, "functions: this is the older form of tools", "functions"),
+    ({"messages": MESSAGES, "function_call": "auto"}, "function_call: .*; use tool_choice", "function_call"),
+    ({"messages": MESSAGES, "extra_body": {"web_search_options": {}}}, "searches no web", "web_search_options"),
 ]
 
 

@@ -1,0 +1,106 @@
+"""An answer of OpenAI's Responses API: its items, and the events of its stream. `Answer` makes both from pieces."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pagedjax.tools.reader import Piece
+
+JSON = dict[str, Any]
+
+
+class Answer:
+    """A response under construction. Its events tell how it grows; `response` is what it is now.
+
+    Args:
+        head: the fields of the response that do not change.
+    """
+
+    def __init__(self, head: JSON) -> None:
+        self.response: JSON = {**head, "status": "in_progress", "output": []}
+        self._number = 0
+        self._open = False  # the last item is not complete
+
+    def begin(self) -> Iterator[JSON]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self._snapshot())
+
+    def push(self, pieces: Iterable[Piece]) -> Iterator[JSON]:
+        """The events of new text and calls."""
+        for piece in pieces:
+            if piece.name is not None:
+                yield from self._close("completed")
+                call = {"type": "function_call", "call_id": piece.id, "name": piece.name, "arguments": ""}
+                yield from self._added("fc", call)
+            elif piece.call is None and not self._open:
+                yield from self._added("msg", {"type": "message", "role": "assistant", "content": []})
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+                self._item["content"].append(part)
+                yield self._of_item("response.content_part.added", part=dict(part), **_FIRST)
+            if not piece.text:
+                continue
+            if piece.call is None:
+                self._item["content"][0]["text"] += piece.text
+                yield self._of_item("response.output_text.delta", delta=piece.text, logprobs=[], **_FIRST)
+            else:
+                self._item["arguments"] += piece.text
+                yield self._of_item("response.function_call_arguments.delta", delta=piece.text)
+
+    def end(self, reason: str, usage: JSON, now: int) -> Iterator[JSON]:
+        """The last events. `reason`: why the answer ended."""
+        complete = reason == "stop"
+        status = "completed" if complete else "incomplete"
+        yield from self._close(status)
+        why = "max_output_tokens" if reason == "length" else "content_filter"
+        self.response |= {"status": status, "usage": usage}
+        self.response |= {"completed_at": now} if complete else {"incomplete_details": {"reason": why}}
+        yield self._event(f"response.{status}", response=self._snapshot())
+
+    def failed(self, message: str) -> JSON:
+        """The event of an error of the server."""
+        return self._event("error", code="server_error", message=message, param=None)
+
+    @property
+    def _item(self) -> JSON:
+        return self.response["output"][-1]
+
+    def _added(self, prefix: str, item: JSON) -> Iterator[JSON]:
+        self.response["output"].append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item})
+        self._open = True
+        copied = {**self._item, "content": []} if "content" in item else dict(self._item)
+        yield self._event("response.output_item.added", output_index=self._index, item=copied)
+
+    def _close(self, status: str) -> Iterator[JSON]:
+        """The events of the end of the last item."""
+        if not self._open:
+            return
+        self._open = False
+        item = self._item
+        if item["type"] == "message":
+            part = item["content"][0]
+            yield self._of_item("response.output_text.done", text=part["text"], logprobs=[], **_FIRST)
+            yield self._of_item("response.content_part.done", part=dict(part), **_FIRST)
+        else:
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._of_item("response.function_call_arguments.done", **done)
+        item["status"] = status
+        yield self._event("response.output_item.done", output_index=self._index, item=dict(item))
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"]) - 1
+
+    def _of_item(self, kind: str, **fields: Any) -> JSON:
+        return self._event(kind, item_id=self._item["id"], output_index=self._index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> JSON:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _snapshot(self) -> JSON:
+        return {**self.response, "output": list(self.response["output"])}
+
+
+_FIRST = {"content_index": 0}  # a message has one part

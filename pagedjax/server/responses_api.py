@@ -1,0 +1,267 @@
+"""`POST /v1/responses`, OpenAI's Responses API, as another form of a chat. Nothing is stored."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, ValidationError
+
+from pagedjax.server import forms, schema
+from pagedjax.server.errors import ApiError, in_thread, submit
+from pagedjax.server.response_items import JSON, Answer
+from pagedjax.server.responses import Style
+from pagedjax.server.schema import ChatRequest, Positive, Strict, refused
+from pagedjax.server.streaming import CLIENT_LEFT, EventStream, unless_client_leaves
+from pagedjax.server.worker import EngineStopped, Submission, Worker
+from pagedjax.session import GenerationRequest
+from pagedjax.tools.definitions import MAX_LEVELS, too_deep
+from pagedjax.tools.reader import CallReader, Piece
+
+Prepare = Callable[[ChatRequest], tuple[list[GenerationRequest], Style]]
+
+# Fields that a chat has under the same name.
+SHARED = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "stop", "cache_salt", "priority", "user", "parallel_tool_calls"),
+)
+STATELESS = "this server stores no answers; send the whole conversation as input"
+ROLES = ("user", "assistant", "system", "developer")
+TEXTS = ("input_text", "output_text", "text")
+
+
+class TextFormat(Strict):
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class ResponsesRequest(Strict):
+    """`POST /v1/responses`."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096, fail_fast=True)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextFormat | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=schema.MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    user: str | None = None
+    truncation: Literal["disabled"] | None = None
+    # fields of vLLM and of chats
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: schema.Strings | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    # accepted without effect
+    store: Any = None
+    metadata: dict[str, str] | None = None
+    include: Any = None
+    reasoning: Any = None
+    max_tool_calls: Any = None  # of tools that a server calls, and this one calls none
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    stream_options: Any = None
+    # refused with what to do instead
+    previous_response_id: Annotated[None, refused(STATELESS)] = None
+    conversation: Annotated[None, refused(STATELESS)] = None
+    prompt: Annotated[None, refused("this server stores no prompts; send instructions and input")] = None
+    background: Annotated[Literal[False] | None, schema.BeforeValidator(schema.only_false)] = None
+    top_logprobs: Annotated[None, refused("log-probabilities come with /v1/chat/completions; leave it out")] = None
+
+
+def add_routes(app: FastAPI, worker: Worker, prepare: Prepare) -> None:
+    """`prepare`: the engine's requests of a chat, and the style of its answer. It runs in a thread."""
+
+    @app.post("/v1/responses")
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation, in the format of OpenAI's Responses API."""
+        try:
+            requests, style = await in_thread(_prepared, body, prepare)
+        except ApiError as error:
+            raise _renamed(error) from error
+        answer, reader = Answer(_head(body, style)), CallReader(style.calls) if style.calls else None
+        headers = forms.headers(style.ignored)
+        submission = await submit(worker, requests, deltas=bool(body.stream))
+        if body.stream:
+            return EventStream(_events(submission, answer, reader), lambda: worker.cancel(submission), headers)
+        try:
+            outputs = await unless_client_leaves(request, submission.completed())
+        finally:
+            worker.cancel(submission)
+        if outputs is None:
+            return Response(status_code=CLIENT_LEFT)
+        (one,) = outputs[0].outputs
+        for _ in answer.push(_pieces(reader, one.text, last=True)):
+            pass
+        for _ in answer.end(one.finish_reason, _usage(submission), int(time.time())):
+            pass
+        return JSONResponse(answer.response, headers=headers)
+
+
+async def _events(submission: Submission, answer: Answer, reader: CallReader | None) -> AsyncIterator[str]:
+    """The server-sent events of an answer."""
+    for event in answer.begin():
+        yield _sse(event)
+    reason = "stop"
+    try:
+        async for delta in submission:
+            reason = delta.finish_reason or reason
+            for event in answer.push(_pieces(reader, delta.text, last=delta.finish_reason is not None)):
+                yield _sse(event)
+        for event in answer.end(reason, _usage(submission), int(time.time())):
+            yield _sse(event)
+    except EngineStopped as error:
+        yield _sse(answer.failed(str(error)))
+
+
+def _sse(event: JSON) -> str:
+    return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def _pieces(reader: CallReader | None, text: str, last: bool) -> list[Piece]:
+    if reader is None:
+        return [Piece(None, text)] if text else []
+    return reader.push(text) + (reader.finish() if last else [])
+
+
+def _usage(submission: Submission) -> JSON:
+    (output,) = submission.outputs
+    given, made = len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
+    return {
+        "input_tokens": given,
+        "input_tokens_details": {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": given + made,
+    }
+
+
+def _head(body: ResponsesRequest, style: Style) -> JSON:
+    """The fields of the response that do not change: most repeat the request."""
+    text = body.text.format if body.text and body.text.format else {"type": "text"}
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": style.created,
+        "model": style.model,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": body.temperature,
+        "text": {"format": text},
+        "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
+        "tools": body.tools or [],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+# --- a response as a chat ---------------------------------------------------------------------------------------------
+
+
+def _prepared(body: ResponsesRequest, prepare: Prepare) -> tuple[list[GenerationRequest], Style]:
+    fields = {
+        **schema.given(body, SHARED),
+        "messages": messages(body),
+        "max_completion_tokens": body.max_output_tokens,
+        "tools": None if body.tools is None else [_nested(tool) for tool in body.tools],
+        "tool_choice": _nested(body.tool_choice),
+        "response_format": _response_format(body.text.format if body.text else None),
+    }
+    try:
+        chat = ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise ApiError(400, *schema.first_error([dict(one) for one in error.errors()])) from error
+    return prepare(chat)
+
+
+def _renamed(error: ApiError) -> ApiError:
+    """The error with this API's names of fields."""
+    names = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
+    message, param = str(error), error.param
+    if param is None:
+        param = next((name for name in ("input", "text") if message.startswith(f"{name}.")), None)
+    if param in names:
+        message, param = message.replace(param, names[param], 1), names[param]
+    return ApiError(error.status, message, param, code=error.code, seconds=error.seconds)
+
+
+def messages(body: ResponsesRequest) -> list[JSON]:
+    """The messages of a chat that the input's items mean.
+
+    Raises:
+        ValueError: an item of another type than messages, calls and their outputs.
+    """
+    found: list[JSON] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    if isinstance(body.input, str):
+        return [*found, {"role": "user", "content": body.input}]
+    for i, item in enumerate(body.input):
+        place, kind = f"input.{i}", item.get("type", "message")
+        if kind == "message" and item.get("role") in ROLES:
+            found.append({"role": item["role"], "content": _content(f"{place}.content", item.get("content"))})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": ""})
+            found[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = _content(f"{place}.output", item.get("output"))
+            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        elif kind != "reasoning":  # which this server never makes, and no template takes
+            what = f"{place} has the type {kind!r:.80}" + ("" if kind != "message" else f" and no role of {ROLES}")
+            raise ValueError(f"{what}; items here are messages, function_call and function_call_output")
+    return found
+
+
+def _content(place: str, content: Any) -> str:
+    """The text of an item."""
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content if isinstance(content, list) else [None]):
+        if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            what = (
+                f"{place}.{i} has the type {kind!r:.80}" if isinstance(content, list) else f"{place} is {content!r:.80}"
+            )
+            raise ValueError(f"{what}, and models here read text alone; send its text")
+    return "".join(part["text"] for part in content)
+
+
+def _nested(given: Any) -> Any:
+    """A function as a chat has it: its fields are in `function`."""
+    if not isinstance(given, dict) or given.get("type") != "function":
+        return given
+    return {"type": "function", "function": {name: value for name, value in given.items() if name != "type"}}
+
+
+def _response_format(given: dict[str, Any] | None) -> Any:
+    """`text.format` as a chat has it: the schema's fields are in `json_schema`."""
+    if given is None or given.get("type") != "json_schema":
+        return given
+    if too_deep(given):
+        raise ValueError(f"text.format has more than {MAX_LEVELS} levels; make it flatter")
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}

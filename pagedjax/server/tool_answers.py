@@ -1,0 +1,48 @@
+"""Calls of tools in answers, in OpenAI's format. Pure functions, except that a call gets a random id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagedjax.text.outputs import CompletionOutput
+from pagedjax.tools.formats import CallFormat
+from pagedjax.tools.reader import CallReader, read
+
+JSON = dict[str, Any]
+
+
+def message(output: CompletionOutput, form: CallFormat) -> tuple[JSON, str]:
+    """(the content and the calls of a whole answer, why it ended)."""
+    text, calls, complete = read(output.text, form)
+    if not calls:
+        return {"content": text}, output.finish_reason
+    listed = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
+    reason = _reason(output.finish_reason, complete)
+    return {"content": text or None, "tool_calls": listed}, reason
+
+
+def delta(reader: CallReader, text: str, reason: str | None) -> tuple[JSON, str | None]:
+    """(the delta of a stream for the next text of an answer, why it ended). A call's id and name come once."""
+    pieces = reader.push(text) + (reader.finish() if reason is not None else [])
+    said: JSON = {}
+    if own := "".join(piece.text for piece in pieces if piece.call is None):
+        said["content"] = own
+    calls: dict[int, JSON] = {}
+    for piece in pieces:
+        if piece.call is None:
+            continue
+        call = calls.setdefault(piece.call, {"index": piece.call, "function": {}})
+        if piece.name is not None:
+            call |= {"id": piece.id, "type": "function", "function": {"name": piece.name}}
+        call["function"]["arguments"] = call["function"].get("arguments", "") + piece.text
+    if calls:
+        said["tool_calls"] = list(calls.values())
+    return said, reason and _reason(reason, reader.calls > 0 and reader.complete)
+
+
+def _reason(reason: str, complete: bool) -> str:
+    """An answer that ends by itself after a call waits for the call's result."""
+    return "tool_calls" if reason == "stop" and complete else reason

@@ -1,0 +1,109 @@
+"""How models write calls, and which format a chat template has."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """The text of calls: `begin`, one call, further ones with `between` before each, `end`.
+
+    A call is `before`, its name, `after`, its arguments as a JSON object, and `close`.
+
+    trigger: a plain answer does not have this text. Empty: a call is the whole answer, and an answer that begins as a
+        call does is one.
+    id_length: characters of a call's id, if the template asks for a number of them.
+    single: the template takes one call in a message.
+    """
+
+    begin: str
+    before: str
+    after: str
+    close: str
+    between: str
+    end: str
+    trigger: str
+    id_length: int | None = None
+    single: bool = False
+
+    def written(self, calls: list[tuple[str, str]]) -> str:
+        """The text of calls, each a name and its arguments as JSON."""
+        each = [f"{self.before}{name}{self.after}{arguments}{self.close}" for name, arguments in calls]
+        return self.begin + self.between.join(each) + self.end if calls else ""
+
+
+HERMES = CallFormat(
+    begin="<tool_call>\n",
+    before='{"name": "',
+    after='", "arguments": ',
+    close="}\n</tool_call>",
+    between="\n<tool_call>\n",
+    end="",
+    trigger="<tool_call>",
+)
+LLAMA = CallFormat(
+    begin="", before='{"name": "', after='", "parameters": ', close="}", between="; ", end="", trigger=""
+)
+MISTRAL = CallFormat(
+    begin="[TOOL_CALLS][",
+    before='{"name": "',
+    after='", "arguments": ',
+    close="}",
+    between=", ",
+    end="]",
+    trigger="[TOOL_CALLS]",
+    id_length=9,
+)
+MISTRAL_SPACED = replace(MISTRAL, begin="[TOOL_CALLS] [")
+MISTRAL_ARGS = replace(
+    MISTRAL, begin="[TOOL_CALLS]", before="", after="[ARGS]", close="", between="[TOOL_CALLS]", end=""
+)
+PARSERS = ("hermes", "llama3_json", "mistral")  # names of vLLM's
+
+
+class Dialect(NamedTuple):
+    """What a model knows of tools. `native`: its chat template shows tools, calls and results."""
+
+    format: CallFormat
+    native: bool
+
+
+def dialect(template: str | None, parser: str | None = None) -> Dialect:
+    """Of a chat template. `parser`: one of PARSERS, in place of the format that is found in the template.
+
+    A template whose format is not known counts as one that knows no tools: the default prompt asks for HERMES.
+
+    Raises:
+        ValueError: no such parser.
+    """
+    template = template or ""
+    knows = re.search(r"\btools\b", template) is not None
+    found = _found(template) if knows else None
+    if parser is None:
+        return Dialect(found or HERMES, found is not None)
+    if parser not in PARSERS:
+        raise ValueError(f"tool_call_parser is {parser!r:.80}; it must be one of {', '.join(PARSERS)}")
+    forced = {"hermes": HERMES, "llama3_json": _llama(template), "mistral": _mistral(template)}[parser]
+    return Dialect(forced, knows)
+
+
+def _found(template: str) -> CallFormat | None:
+    if "[TOOL_CALLS]" in template:
+        return _mistral(template)
+    if "<tool_call>" in template:
+        other = "<function=" in template or "<arg_key>" in template
+        return HERMES if "arguments" in template and not other else None
+    return _llama(template) if re.search(r'\\?"parameters\\?": ', template) and "tool_call" in template else None
+
+
+def _llama(template: str) -> CallFormat:
+    return replace(LLAMA, single="only supports single tool-calls" in template)
+
+
+def _mistral(template: str) -> CallFormat:
+    if "[ARGS]" in template:
+        return MISTRAL_ARGS
+    return MISTRAL_SPACED if "[TOOL_CALLS] [" in template else MISTRAL

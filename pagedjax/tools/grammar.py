@@ -1,0 +1,140 @@
+"""Tools -> the grammar of an answer, as Lark text for llguidance.
+
+An answer is plain text, or text and then calls. A call has the name of a tool, and arguments that obey its schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pagedjax.params import StructuredOutputsParams
+from pagedjax.structured import keywords
+from pagedjax.structured.grammars import MAX_TEXT, WHITE_SPACE, schema_of
+from pagedjax.text.tokenizer import Tokenizer
+from pagedjax.tools.definitions import Tool
+from pagedjax.tools.formats import CallFormat
+
+OPEN = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}  # may have further properties
+JSON_RULES = {"whitespace_pattern": WHITE_SPACE, "lenient": False}  # as the engine compiles other schemas
+
+
+def lark(
+    tools: Sequence[Tool],
+    form: CallFormat,
+    tokenizer: Tokenizer,
+    *,
+    required: bool,
+    parallel: bool,
+    answer: Any = None,
+) -> tuple[str, tuple[str, ...]]:
+    """The grammar, and the keywords of schemas that it ignores, each as the tool's name and a place.
+
+    Args:
+        required: there is a call, and no text. Else an answer may be text alone.
+        parallel: several calls may follow each other.
+        answer: the JSON schema of an answer that is no call; None is any text.
+
+    Raises:
+        ValueError: a keyword that is not supported, schemas that are too long, or a combination that cannot be told
+            apart.
+    """
+    marks = _marks(tokenizer)
+    written = lambda text: _literal(text, marks)  # noqa: E731
+    ignored: list[str] = []
+    rules = []
+    for i, tool in enumerate(tools):
+        schema, places = arguments_schema(tool)
+        ignored += [f"{tool.name}{place}" for place in places]
+        head = written(f"{form.before}{tool.name}{form.after}")
+        rules += [f"call_{i}: {head} args_{i} {written(form.close)}", f"args_{i}: {_inline(schema)}"]
+    further = f"({written(form.between)} call)*" if parallel else ""
+    rules += [
+        f"calls: call {further} {written(form.end)}",
+        "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
+    ]
+    if required:
+        rules = [f"start: {written(form.begin)} calls", *rules]
+    elif answer is not None:
+        if not form.trigger:
+            raise ValueError("response_format does not go with tools for this model, whose calls are bare JSON too; "
+                             "leave one of them out, or set tool_choice to 'required' or 'none'")  # fmt: skip
+        rules = [f"start: answer | {written(form.begin)} calls", f"answer: {_inline(answer)}", *rules]
+    else:
+        rules = [*_text_or_calls(form, marks, tokenizer.special_ids), *rules]
+    text = "\n".join(rules) + "\n"
+    if len(text) > (limit := MAX_TEXT["grammar"]):
+        raise ValueError(
+            f"tools have schemas of {len(text)} characters in all; the limit is {limit}; make them shorter"
+        )
+    return text, tuple(ignored)
+
+
+def arguments_schema(tool: Tool) -> tuple[Any, tuple[str, ...]]:
+    """The schema of a tool's arguments that is compiled, and the places of the keywords that it has lost.
+
+    Parameters that a tool does not name are never given, unless its schema says more about them: a function would
+    refuse them.
+    """
+    what = f"tools: the schema of {tool.name!r}"
+    schema, lost = keywords.checked(tool.parameters, what, ignore="strict: false for the tool", ignored=not tool.strict)
+    if "properties" in schema and not OPEN & schema.keys():
+        schema = {**schema, "additionalProperties": False}
+    return schema, lost
+
+
+def answer_schema(form: StructuredOutputsParams | None) -> tuple[Any, tuple[str, ...]]:
+    """The JSON schema of an answer that is no call, or None for plain text; and the keywords that it has lost.
+
+    Raises:
+        ValueError: another form than JSON, or a schema that is wrong.
+    """
+    if form is None:
+        return None, ()
+    if form.json_object:
+        return {"type": "object"}, ()
+    if form.json is None:
+        raise ValueError("structured_outputs go with tools as JSON alone (json, json_object); leave one of them out")
+    return schema_of(form)
+
+
+def _text_or_calls(form: CallFormat, marks: dict[str, int], special: Collection[int]) -> list[str]:
+    """The rules of an answer that is text, or text and then calls.
+
+    Text may have the tokens that look like marks and are no part of calls, as `<think>`. Text that the trigger ends is
+    one lazy lexeme with it, because a lexer never goes back to end a greedy one earlier.
+    """
+    inner = form.begin + form.before + form.after + form.close + form.between + form.end
+    others = [i for mark, i in marks.items() if mark not in inner and i not in special]
+    led = f"(TEXT? <[{','.join(map(str, others))}]>)* " if others else ""
+    if not form.trigger:
+        return [f"start: {led}TEXT? | calls", r"TEXT: /[^{\s](?s:.*)/"]
+    trigger = re.escape(form.trigger)
+    text = f"TEXT: /(?s:.+)/ & ~/(?s:.*){trigger}(?s:.*)/"
+    rest = _literal(form.begin.removeprefix(form.trigger), marks)
+    if form.trigger in marks:
+        return [f"start: {led}TEXT? | {led}TEXT? <[{marks[form.trigger]}]> {rest} calls", text]
+    return [f"start: {led}TEXT? | {led}head {rest} calls", text, f"head[lazy]: /(?s:.*){trigger}/"]
+
+
+def _inline(schema: Any) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": JSON_RULES} if isinstance(schema, dict) else schema)
+
+
+def _marks(tokenizer: Tokenizer) -> dict[str, int]:
+    """Added tokens that llguidance takes for marks and not for text: special ones, and those in angle brackets."""
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    return {
+        token.content: i
+        for i, token in added
+        if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+    }
+
+
+def _literal(text: str, marks: dict[str, int]) -> str:
+    """A text in a rule, its marks as tokens."""
+    inner = [mark for mark in marks if mark and mark in text]
+    parts = re.split("(" + "|".join(map(re.escape, inner)) + ")", text) if inner else [text]
+    return " ".join(f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part)

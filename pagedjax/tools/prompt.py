@@ -1,0 +1,115 @@
+"""Tools, calls and results -> messages for a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pagedjax.tools.definitions import MAX_LEVELS, Tool, too_deep
+from pagedjax.tools.formats import Dialect
+
+# The system text for a chat template that does not know tools. It ends with the form of a call.
+DEFAULT_PROMPT = """You can call functions. Each line between <tools> and </tools> describes one of them as JSON:
+<tools>
+{tools}
+</tools>
+To call a function, end the answer with its name and its arguments as JSON, in this form:
+{form}
+Several calls follow each other, one in each such form.
+The results come in the next message, between <tool_response> and </tool_response>.
+If no function helps, answer in plain text."""
+
+Messages = list[dict[str, Any]]
+
+
+def conversation(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], dialect: Dialect) -> Messages:
+    """The messages as a chat template takes them: arguments of calls are objects, and content is never missing.
+
+    For a template that knows no tools, calls and results become text, and the tools become a part of the system text.
+
+    Raises:
+        ValueError: a call or a result that cannot be read; names its place.
+    """
+    plain = [_message(f"messages.{i}", message) for i, message in enumerate(messages)]
+    if dialect.native:
+        return plain
+    plain = _as_text(plain, dialect)
+    return _with_system_text(plain, system_text(tools, dialect)) if tools else plain
+
+
+def system_text(tools: Sequence[Tool], dialect: Dialect) -> str:
+    """The default system text."""
+    lines = "\n".join(json.dumps(tool.shown(), ensure_ascii=False) for tool in tools)
+    form = dialect.format.written([("NAME", "{...}")])
+    return DEFAULT_PROMPT.format(tools=lines, form=form)
+
+
+def _message(place: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        return message  # the tokenizer says what is wrong
+    if message.get("role") == "tool" and not isinstance(message.get("tool_call_id"), str):
+        what = f"{place} has the role 'tool' and no tool_call_id"
+        raise ValueError(f"{what}; give the id of the call that it answers")
+    if message.get("role") == "function" or message.get("function_call") is not None:
+        what = f"{place} is of the older API of functions"
+        raise ValueError(f"{what}; write tool_calls in place of function_call, and the role 'tool' for results")
+    calls = message.get("tool_calls")
+    if calls is None or message.get("role") != "assistant":
+        return dict(message)
+    if not isinstance(calls, Sequence) or isinstance(calls, (str, bytes)):
+        raise ValueError(f"{place}.tool_calls is {calls!r:.80}; it must be a list of calls")
+    read = [_call(f"{place}.tool_calls.{i}", call) for i, call in enumerate(calls)]
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    found = {**rest, "content": message.get("content") or ""}
+    return {**found, "tool_calls": read} if read else found
+
+
+def _call(place: str, call: Any) -> dict[str, Any]:
+    """A call with its arguments as an object; OpenAI's clients send them as the text of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{place} is {call!r:.80}; a call has an id, the type 'function', and a function with a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{place}.function.arguments is no JSON: {error}") from None
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"{place}.function.arguments is {arguments!r:.80}; it must be a JSON object, as text")
+    if too_deep(arguments):
+        raise ValueError(f"{place}.function.arguments has more than {MAX_LEVELS} levels; make it flatter")
+    known = {"id": call["id"]} if call.get("id") is not None else {}  # other fields would appear in prompts
+    return {**known, "type": "function", "function": {"name": function["name"], "arguments": dict(arguments)}}
+
+
+def _as_text(messages: Messages, dialect: Dialect) -> Messages:
+    """Calls become text of the assistant. Results become a message of the user, one for results that follow."""
+    found: Messages = []
+    results = False
+    for message in messages:
+        if isinstance(message, Mapping) and message.get("role") == "tool":
+            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            if results:
+                found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{text}"}
+            else:
+                found.append({"role": "user", "content": text})
+            results = True
+            continue
+        results = False
+        if isinstance(message, Mapping) and message.get("tool_calls") and message.get("role") == "assistant":
+            functions = [call["function"] for call in message["tool_calls"]]
+            each = [(one["name"], json.dumps(one["arguments"], ensure_ascii=False)) for one in functions]
+            text = "\n".join(part for part in (message["content"], dialect.format.written(each)) if part)
+            message = {"role": "assistant", "content": text}
+        found.append(message)
+    return found
+
+
+def _with_system_text(messages: Messages, text: str) -> Messages:
+    """The text behind the system text of the conversation, or as one."""
+    first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
+    if first.get("role") != "system":
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": f"{first.get('content') or ''}\n\n{text}".strip()}, *messages[1:]]

@@ -1,0 +1,145 @@
+"""Text -> calls, piece by piece while an answer is made."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pagedjax.text.detokenizer import pending_length
+from pagedjax.text.outputs import ToolCall
+from pagedjax.tools.formats import CallFormat
+
+LETTERS = string.ascii_letters + string.digits
+
+
+class Piece(NamedTuple):
+    """New text of an answer, or of a call.
+
+    call: index of the call; None for the answer's own text.
+    id, name: with the first piece of a call.
+    text: of the answer, or of the call's arguments.
+    """
+
+    call: int | None
+    text: str
+    id: str | None = None
+    name: str | None = None
+
+
+class CallReader:
+    """Reads one answer. The grammar made it, so its form is exact; an answer that was cut may end anywhere.
+
+    White space before the first call is dropped, so the end of a text is kept back until more of it is known.
+    """
+
+    def __init__(self, form: CallFormat) -> None:
+        self._form, self._left = form, ""
+        self._state = "text"  # then "head", "arguments" and "close", in turn
+        self._depth, self._quoted, self._escaped = 0, False, False
+        self.calls = 0  # that have begun
+        self.complete = True  # no call is under way
+
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that are final with the next text of the answer."""
+        self._left += text
+        return list(self._pieces(last=False))
+
+    def finish(self) -> list[Piece]:
+        """The pieces that are left at the end of the answer."""
+        return list(self._pieces(last=True))
+
+    def _pieces(self, last: bool) -> Iterator[Piece]:
+        state = None
+        while state != (self._state, len(self._left)):  # until nothing changes
+            state = self._state, len(self._left)
+            yield from getattr(self, f"_{self._state}")(last)
+
+    def _text(self, last: bool) -> Iterator[Piece]:
+        """Text before the calls."""
+        form, left = self._form, self._left
+        if not form.trigger:  # a call is the whole answer
+            if left.startswith(form.before):
+                self._state = "head"
+            elif last or not form.before.startswith(left):
+                self._state = "plain"
+            return
+        at = left.find(form.trigger)
+        if at >= 0:
+            ready, kept, self._state = left[:at].rstrip(), left[at:], "head"
+        else:
+            pending = 0 if last else pending_length(left, form.trigger)
+            ready = left[: len(left) - pending]
+            ready = ready if last else ready.rstrip()
+            kept = left[len(ready) :]
+        if ready:
+            yield Piece(None, ready)
+        self._left = kept
+
+    def _plain(self, last: bool) -> Iterator[Piece]:
+        """Text that no call follows."""
+        if self._left:
+            yield Piece(None, self._left)
+        self._left = ""
+
+    def _head(self, last: bool) -> Iterator[Piece]:
+        form = self._form
+        lead = (form.between if self.calls else form.begin) + form.before
+        end = self._left.find(form.after, len(lead))
+        if end < 0:
+            return
+        name, self._left = self._left[len(lead) : end], self._left[end + len(form.after) :]
+        yield Piece(self.calls, "", _new_id(form.id_length), name)
+        self.calls += 1
+        self.complete, self._state = False, "arguments"
+
+    def _arguments(self, last: bool) -> Iterator[Piece]:
+        """A JSON object, up to the brace that closes it."""
+        end = next((i for i, character in enumerate(self._left, start=1) if self._closes(character)), None)
+        if end is not None:
+            self._state = "close"
+        ready, self._left = self._left[:end], "" if end is None else self._left[end:]
+        if ready:
+            yield Piece(self.calls - 1, ready)
+
+    def _closes(self, character: str) -> bool:
+        """Whether the object ends with its next character."""
+        if self._quoted:
+            self._quoted = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+        elif character == '"':
+            self._quoted = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+            return self._depth == 0
+        return False
+
+    def _close(self, last: bool) -> Iterator[Piece]:
+        """The rest of a call. Another one may follow."""
+        form = self._form
+        self.complete = self.complete or self._left.startswith(form.close)
+        if self._left.startswith(form.close + form.between):
+            self._left, self._state = self._left[len(form.close) :], "head"
+        yield from ()
+
+
+def read(text: str, form: CallFormat) -> tuple[str, tuple[ToolCall, ...], bool]:
+    """(the answer's own text, its calls, whether they are complete) of a whole answer."""
+    reader = CallReader(form)
+    pieces = [*reader.push(text), *reader.finish()]
+    own = "".join(piece.text for piece in pieces if piece.call is None)
+    return own, calls_of(pieces), reader.calls > 0 and reader.complete
+
+
+def calls_of(pieces: Sequence[Piece]) -> tuple[ToolCall, ...]:
+    """The calls that pieces make together."""
+    begun = [piece for piece in pieces if piece.name is not None]
+    texts = ["".join(piece.text for piece in pieces if piece.call == one.call) for one in begun]
+    return tuple(ToolCall(one.id or "", one.name or "", text) for one, text in zip(begun, texts, strict=True))
+
+
+def _new_id(length: int | None) -> str:
+    return "".join(secrets.choice(LETTERS) for _ in range(length)) if length else f"call_{secrets.token_hex(12)}"

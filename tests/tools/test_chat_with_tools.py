@@ -1,0 +1,103 @@
+"""`LLM.chat` with tools: whatever a model says, its calls are valid."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from pagedjax import LLM, BeamSearchParams, SamplingParams
+from tests.weights.tiny import tiny_llama
+
+MESSAGES = [{"role": "user", "content": "the cat"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["a", "b"]}},
+    "required": ["n", "kind"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "Does it.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g"}},
+]
+
+
+def test_calls_obey_their_schemas(tiny_tools):
+    params = [SamplingParams(max_tokens=200, seed=i) for i in range(6)]
+    chats = [MESSAGES] * 6
+    outputs = tiny_tools.chat(
+        chats, params, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, use_tqdm=False
+    )
+    for output in outputs:
+        (one,) = output.outputs
+        assert one.finish_reason == "stop"
+        (call,) = one.tool_calls
+        assert one.text == f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
+        jsonschema.validate(json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0})
+
+
+@pytest.mark.parametrize("kind", ["hermes", "mistral", "args"])
+def test_calls_may_be_written_with_tokens_of_the_vocabulary(tmp_path, kind):
+    """Special ones too, which texts do not show otherwise."""
+    from tokenizers import AddedToken, Tokenizer
+
+    folder = tiny_llama(tmp_path / "m", tied=False)
+    file, config = str(folder / "tokenizer.json"), folder / "tokenizer_config.json"
+    backend = Tokenizer.from_file(file)
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>", "<think>")])
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("[TOOL_CALLS]", "[ARGS]")])
+    backend.save(file)
+    marks = {"hermes": "<tool_call> arguments", "mistral": "[TOOL_CALLS] [", "args": "[TOOL_CALLS] [ARGS]"}[kind]
+    template = f"{{# {marks} #}}{{{{ (tools or []) | length }}}} tools{{{{ messages[0].content }}}}"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    llm = LLM(folder, progress=False, max_num_seqs=4, max_num_batched_tokens=64, token_buckets=(4, 64), num_blocks=128)
+    params = [SamplingParams(max_tokens=200, seed=i) for i in range(4)]
+    chats = [MESSAGES] * 4
+    outputs = llm.chat(chats, params, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, use_tqdm=False)
+    for output in outputs:
+        assert output.prompt == "2 toolsthe cat"
+        (one,) = output.outputs
+        (call,) = one.tool_calls
+        assert one.finish_reason == "stop"
+        assert marks.split()[0] in one.text
+        assert backend.token_to_id(marks.split()[0]) in one.token_ids
+        jsonschema.validate(json.loads(call.arguments), SCHEMA if call.name == "f" else {"maxProperties": 0})
+    (free,) = llm.chat(MESSAGES, SamplingParams(max_tokens=20, seed=1), tools=TOOLS, use_tqdm=False)
+    assert free.outputs[0].text
+
+
+def test_without_tools_nothing_changes(tiny_tools):
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    (plain,) = tiny_tools.chat(MESSAGES, params, use_tqdm=False)
+    (none,) = tiny_tools.chat(MESSAGES, params, tools=TOOLS, tool_choice="none", use_tqdm=False)
+    assert plain.outputs[0].tool_calls == none.outputs[0].tool_calls == ()
+    assert plain.prompt_token_ids == none.prompt_token_ids
+    assert plain.outputs == none.outputs
+
+
+def test_a_beam_search_has_no_tools(tiny_tools):
+    with pytest.raises(ValueError, match="tools do not go with a beam search"):
+        tiny_tools.chat(MESSAGES, BeamSearchParams(2), tools=TOOLS, use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_the_embedded_model_calls_with_the_default_prompt(smollm2):
+    """Its chat template knows no tools."""
+    llm = LLM(
+        smollm2, progress=False, max_num_seqs=2, max_model_len=1024, token_buckets=(2, 256), max_num_batched_tokens=256
+    )
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    tools = [
+        {"type": "function", "function": {"name": name, "description": f"The {what} in a city.", "parameters": city}}
+        for name, what in (("get_weather", "weather"), ("get_time", "time"))
+    ]
+    chats = [
+        [{"role": "user", "content": text}] for text in ("What is the weather in Paris?", "How late is it in Rome?")
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=100)
+    options = {"tool_choice": "required", "parallel_tool_calls": False, "use_tqdm": False}
+    for output in llm.chat(chats, params, tools=tools, **options):
+        (call,) = output.outputs[0].tool_calls
+        assert call.name in ("get_weather", "get_time")
+        jsonschema.validate(json.loads(call.arguments), city)
