@@ -5,7 +5,8 @@
 Every answer has exactly `--tokens` tokens: the form is a list that may not end before, and a request without a form
 ignores the end of text. So both passes compute the same number of rows in the same steps. What differs is the masks:
 computed on the host, sent, and applied. A ratio is output tokens a second with the form over those without it, of the
-same round. `mask` is the host's time in masks as a share of the constrained pass.
+same round. The table also has the host's time in masks as a share of the constrained pass. A text of bounded length
+costs more: the parser counts its characters.
 
 The grammars are compiled before, as a server has them from the second request on; `compile` says what that takes.
 """
@@ -25,18 +26,20 @@ from pagedjax import LLM, SamplingParams, StructuredOutputsParams
 from pagedjax.engine import token_masks
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
-ITEM = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 24},
+
+def item(**text: Any) -> dict[str, Any]:
+    """The schema of a list's item, whose texts have further keywords."""
+    fields = {
+        "name": {"type": "string", **text},
         "kind": {"enum": ["red", "green", "blue"]},
         "count": {"type": "integer", "minimum": 0, "maximum": 10_000},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+        "tags": {"type": "array", "items": {"type": "string", **text}, "maxItems": 4},
         "more": {"anyOf": [{"type": "null"}, {"type": "number"}, {"type": "boolean"}]},
-    },
-    "required": ["name", "kind", "count", "tags", "more"],
-    "additionalProperties": False,
-}
+    }
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+ITEMS = {"texts of any length": item(), "texts of 24 characters": item(maxLength=24)}
 PROMPT = "A list of {} things in a shop, as JSON:\n"
 
 
@@ -70,9 +73,9 @@ def run(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Pass:
     return Pass(tokens / seconds, spent[0] / seconds)
 
 
-def measured(llm: LLM, requests: int, tokens: int, rounds: int) -> dict[str, Any]:
+def measured(llm: LLM, name: str, requests: int, tokens: int, rounds: int) -> dict[str, Any]:
     # an item has ten tokens at least
-    form = StructuredOutputsParams(json={"type": "array", "items": ITEM, "minItems": 1 + tokens // 10})
+    form = StructuredOutputsParams(json={"type": "array", "items": ITEMS[name], "minItems": 1 + tokens // 10})
     began = time.perf_counter()
     llm.session.grammars.compiled(form)
     compiling = time.perf_counter() - began
@@ -85,6 +88,7 @@ def measured(llm: LLM, requests: int, tokens: int, rounds: int) -> dict[str, Any
     passes = [(run(llm, prompts, free), run(llm, prompts, bound)) for _ in range(rounds)]
     ratios = [second.tokens_per_second / first.tokens_per_second for first, second in passes]
     return {
+        "form": name,
         "requests": requests,
         "tokens": tokens,
         "free": [round(first.tokens_per_second, 1) for first, _ in passes],
@@ -106,14 +110,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     sizes = {"max_num_seqs": args.requests, "max_num_batched_tokens": 512, "max_model_len": 64 + args.tokens}
     llm = LLM(args.model, progress=False, **sizes)
-    found = measured(llm, args.requests, args.tokens, args.rounds)
-    low, high = min(found["ratios"]), max(found["ratios"])
-    free, bound = (statistics.median(found[name]) for name in ("free", "bound"))
-    print(f"without a form {free:.0f} output tokens/s, with one {bound:.0f}")
-    print(f"ratio {found['ratio']:.3f} ({low:.3f} to {high:.3f}); masks {100 * found['mask_share']:.1f} % of the time")
-    print(f"compile {1e3 * found['compile_seconds']:.0f} ms, the tokenizer's part included")
+    found = [measured(llm, name, args.requests, args.tokens, args.rounds) for name in ITEMS]
+    print("| form | output tokens/s without / with | ratio | time in masks | compile, ms |\n|---|---:|---:|---:|---:|")
+    for one in found:
+        free, bound = (statistics.median(one[name]) for name in ("free", "bound"))
+        ratio = f"{one['ratio']:.3f} ({min(one['ratios']):.3f} to {max(one['ratios']):.3f})"
+        shares = f"{100 * one['mask_share']:.1f} % | {1e3 * one['compile_seconds']:.0f}"
+        print(f"| {one['form']} | {free:.0f} / {bound:.0f} | {ratio} | {shares} |")
     if args.json:
-        args.json.write_text(json.dumps({"environment": environment(), "model": args.model, **found}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"environment": environment(), "model": args.model, "forms": found}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -110,10 +111,10 @@ def masks(rows: Sequence[MaskRow], count: int) -> np.ndarray:
 
 @cache
 def _executor() -> Any:
-    """llguidance's threads."""
+    """llguidance's threads: as many as there are CPUs, because the device waits for the masks."""
     from llguidance import LLExecutor
 
-    return LLExecutor()
+    return LLExecutor(os.cpu_count())
 
 
 def first_line(message: str) -> str:

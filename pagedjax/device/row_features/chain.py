@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -145,20 +145,33 @@ class RowChain:
 
     def uses(self, stage: Stage, rows: Mapping[str, FeatureRows]) -> jax.Array:
         """[] bool: some row uses a feature of this stage."""
-        return jnp.any(jnp.array([jnp.any(rows[f.name].on) for f in self.stage(stage)]))
+        return _uses(self.stage(stage), rows)
 
     def apply(self, stage: Stage, x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext) -> jax.Array:
-        """The features of a stage, each only if some row uses it."""
-        features = self.stage(stage)
+        """The features of a stage, each only if some row uses it; first those whose values differ by the step."""
 
-        def apply_all(x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext) -> jax.Array:
+        def apply_all(
+            features: Sequence[RowFeature], x: jax.Array, rows: Mapping[str, FeatureRows], context: RowContext
+        ) -> jax.Array:
             for f in features:
                 on, fields = rows[f.name]
+                if len(features) == 1:
+                    return f.apply(x, fields, context)
                 x = jax.lax.cond(jnp.any(on), f.apply, lambda x, *_: x, x, fields, context)
             return x
 
-        # In one more branch: a conditional copies what it passes on, and most steps use none.
-        return jax.lax.cond(self.uses(stage, rows), apply_all, lambda x, *_: x, x, dict(rows), context)
+        # Each in one more branch: a conditional copies what it passes on, and most steps use none, or masks alone.
+        several = self.stage(stage)
+        for group in ([f for f in several if f.per_step], [f for f in several if not f.per_step]):
+            if group:
+                some = partial(apply_all, group)
+                x = jax.lax.cond(_uses(group, rows), some, lambda x, *_: x, x, dict(rows), context)
+        return x
+
+
+def _uses(features: Sequence[RowFeature], rows: Mapping[str, FeatureRows]) -> jax.Array:
+    """[] bool: some row uses one of the features."""
+    return jnp.any(jnp.array([jnp.any(rows[f.name].on) for f in features]))
 
 
 def _record(off: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> np.ndarray:
