@@ -40,17 +40,17 @@ def _read(params: SamplingParams, stop_ids: tuple[int, ...]) -> dict[str, Any] |
     allowed, alone = params.allowed_token_ids, {one[0] for one in sequences if len(one) == 1}
     if allowed is not None and set(allowed) <= alone:
         raise ValueError("allowed_token_ids has only bad words of one token")
-    ids, after = np.full(MAX_TOKENS, OUTSIDE, np.int32), np.zeros(MAX_TOKENS, np.int32)
+    ids, after, word = np.full(MAX_TOKENS, OUTSIDE, np.int32), *np.zeros((2, MAX_TOKENS), np.int32)
     ids[:total] = [token for one in sequences for token in one]
     after[:total] = [left for one in sequences for left in reversed(range(len(one)))]
-    return {"ids": ids, "after": after}
+    word[:total] = [i for i, one in enumerate(sequences) for _ in one]
+    return {"ids": ids, "after": after, "word": word}
 
 
 def _apply(logits: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:
     (b, v), row = logits.shape, jnp.arange(len(logits))[:, None]
-    ids, after = rows["ids"], rows["after"]
+    ids, after, word = rows["ids"], rows["after"], rows["word"]
     ends = after == 0
-    word = jnp.cumsum(ends, axis=1) - ends  # the number of each token's sequence
     # a token with `after` others of its word behind it must have been sampled so many tokens before the next one
     differs = ~ends & (_sampled_before(after, context) != ids)
     broken = jnp.zeros((b, MAX_TOKENS), bool).at[row, word].max(differs)
@@ -76,6 +76,7 @@ BAD_WORDS = RowFeature(
     off={
         "ids": np.full(MAX_TOKENS, OUTSIDE, np.int32),  # the tokens of all sequences
         "after": np.zeros(MAX_TOKENS, np.int32),  # of each: how many tokens of its sequence come after it
+        "word": np.zeros(MAX_TOKENS, np.int32),  # of each: the number of its sequence
     },
     read=_read,
     apply=_apply,
