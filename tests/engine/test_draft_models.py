@@ -96,8 +96,21 @@ def finished(engine) -> tuple[list[int], int, int]:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != LAZY])  # `run` allows no compilation
-@pytest.mark.parametrize("drafter", ["itself", "small", "head"])
+# Sizes of blocks and numbers of drafts with one drafter in the default run: each case compiles an engine.
+ONE_DRAFTER = ("k 1", "k 7", "blocks of 1", "blocks of 16")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "case"),
+    [
+        pytest.param(drafter, case, marks=pytest.mark.slow)
+        if drafter != "head" and case in ONE_DRAFTER
+        else (drafter, case)
+        for drafter in ("itself", "small", "head")
+        for case in CASES
+        if case != LAZY  # `run` allows no compilation
+    ],
+)
 def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafter, case):
     (k, config), (outcomes, wanted) = CASES[case], plain
     engine = speculating(tiny, folders, drafter, k, **config)

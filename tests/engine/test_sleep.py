@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lookahead and swap": {"lookahead": 2, "preemption": "swap", "swap_space_gib": 0.01},
     "lazy": {"compilation": "lazy"},
 }
+SLOW = ("int8", "bfloat16", "draft model on a mesh", "lookahead and swap")
 
 
 def make(folder, **config: Any) -> LLM:
@@ -56,7 +57,9 @@ def weights(llm: LLM) -> int:
     return sum(sizes) - runtime.model.params["angles"].get_value().nbytes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in KINDS]
+)
 def test_it_frees_the_devices_and_wakes_up_as_it_was(tiny_folder, kind):
     llm = make(tiny_folder, **KINDS[kind])
     want, before = tokens(llm), compilations()

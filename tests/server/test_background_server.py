@@ -22,8 +22,8 @@ def held(monkeypatch):
     """Programs behind the steps wait for this event."""
     opened, compiler = threading.Event(), runtime._compiler
 
-    def around(*args):
-        build, largest = compiler(*args), ENGINE["token_buckets"][-1]
+    def around(*args, **options):
+        build, largest = compiler(*args, **options), ENGINE["token_buckets"][-1]
 
         def compile_one(shape, config):
             assert shape.tokens == largest or opened.wait(60)
