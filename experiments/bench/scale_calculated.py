@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pagedjax.device.cache import TOKEN_BYTES
 from pagedjax.device.models import llama
+from pagedjax.device.row_features.bad_words import MAX_TOKENS
 from pagedjax.device.row_features.listed_tokens import MAX_LISTED
 
 DTYPE, NUMBER = "float32", 4  # and its bytes; token ids and lengths have as many
@@ -66,7 +67,8 @@ def batch_bytes(sequences: int, longest: int) -> int:
     numbers = 8 + 5  # of each row: tokens to targets, of which cu_q_lens has one more; temperature to prompt_len
     numbers += 3 + 1 + 1 + 1  # penalties, min_p, top_k, top_p
     row = numbers + -(-longest // BLOCK) + 2 * MAX_LISTED + 2  # block table; listed tokens, their biases, two counts
-    return sequences * (NUMBER * row + 1 + 5) + NUMBER  # bytes: only listed tokens, and which of five features are on
+    row += 3 * MAX_TOKENS  # of bad words: their tokens, and where each is in its word
+    return sequences * (NUMBER * row + 1 + 6) + NUMBER  # bytes: only listed tokens, and which of six features are on
 
 
 class Rates(NamedTuple):

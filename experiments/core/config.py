@@ -39,7 +39,11 @@ from pagedjax.params import SamplingParams
 # Keys without influence on the measurement; they are not in a point's hash.
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")
 # Fields that a point's key has only if they are set, so that other keys are those of versions before these fields.
-LATER = {"engine": ("speculative", "mesh", "devices", "linear_impl"), "simulate": ("mesh", "hop_s")}
+LATER = {
+    "engine": ("speculative", "mesh", "devices", "linear_impl"),
+    "simulate": ("mesh", "hop_s"),
+    "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens"),
+}
 # Fields of EngineConfig that may name a value of one's own, file.py:NAME.
 OWN_VALUES = ("policy", "attention_impl", "linear_impl")
 
@@ -311,7 +315,7 @@ def point_key(experiment: Experiment, content: str) -> str:
         values["simulate"]["fit"] = hashlib.sha256(steps).hexdigest()
     for section, names in LATER.items():
         for name in names:
-            if section in values and values[section][name] is None:
+            if section in values and values[section][name] in (None, ()):
                 del values[section][name]
     if "file" in values["workload"]:  # a file counts by content, not by path
         values["workload"]["file"] = hashlib.sha256(content.encode()).hexdigest()

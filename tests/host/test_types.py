@@ -56,7 +56,8 @@ BAD = [
     *(("logit_bias", value, "between -100 and 100 for every token") for value in ({1: 100.5}, {1: 0, 2: -101})),
     ("logit_bias", {1: math.nan}, "between -100 and 100"),
     ("allowed_token_ids", (), "None or non-empty"),
-    *((name, value, "must be an integer") for name in INTEGERS for value in (1.0, True, "1", None)),
+    *((name, value, "must be an integer") for name in INTEGERS for value in (1.0, True, "1")),
+    *((name, None, "must be an integer") for name in INTEGERS if name != "max_tokens"),  # None: up to max_model_len
     *((name, value, "must be a finite number") for name in NUMBERS for value in (math.nan, math.inf, "1", None, True)),
     *((name, value, "must be True or False") for name in SWITCHES for value in (0, 1, None, "yes")),
     *((name, [-1], "token ids are integers of at least 0") for name in ("stop_token_ids", "allowed_token_ids")),
