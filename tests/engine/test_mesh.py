@@ -83,10 +83,10 @@ def test_recordings_are_byte_identical(folders, tmp_path, name, n):
 @pytest.mark.parametrize(
     "config",
     [
-        {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64},
+        slow({"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}),
         slow({"num_blocks": 20, "enable_prefix_caching": False, "max_model_len": 64}),
         {"lookahead": 2},
-        {"weight_dtype": "int8"},
+        slow({"weight_dtype": "int8"}),
         slow({"kv_cache_dtype": "float8_e4m3fn"}),
         slow({"attention_impl": "xla", "compilation": "lazy"}),
     ],

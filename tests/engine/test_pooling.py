@@ -113,6 +113,7 @@ def test_a_score_is_the_cosine_of_two_embeddings(llm):
         llm.score(["a", "b"], ["a", "b", "c"], use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_bfloat16_states_are_pooled_in_float32(tiny_folder, hidden):
     llm = make(tiny_folder, dtype="bfloat16", attention_impl="xla", linear_impl="xla", token_buckets=(32,))
     for kind in KINDS:
@@ -203,6 +204,7 @@ def test_vectors_are_the_same_in_every_mode_of_the_engine(tiny, hidden, config, 
     assert verify(tmp_path / "run.jsonl").identical
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same_vectors(tiny_folder, hidden):
     llm = LLM(tiny_folder, progress=False, mesh={"tensor": 2}, **SIZES)
     for kind in KINDS:

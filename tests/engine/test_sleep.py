@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "lookahead and swap": {"lookahead": 2, "preemption": "swap", "swap_space_gib": 0.01},
     "lazy": {"compilation": "lazy"},
 }
-SLOW = ("int8", "bfloat16", "draft model on a mesh", "lookahead and swap")
+SLOW = ("int8", "bfloat16", "draft model", "draft model on a mesh", "lookahead and swap")
 
 
 def make(folder, **config: Any) -> LLM:

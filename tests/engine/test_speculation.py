@@ -150,7 +150,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("k 1", "blocks of 16", "no prefix cache", "shortest first")  # each case compiles an engine
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+)
 def test_outputs_are_those_without_drafts(tiny, plain, monkeypatch, tmp_path, case):
     (k, config), (outcomes, wanted) = CASES[case], plain
     engine = speculating(tiny, k, rehearsed(*plain, right=0.7), monkeypatch, **config)
