@@ -139,7 +139,7 @@ class LLM:
         """Free the devices' memory: the cache, and the parameters, which move to the host (1) or are dropped (2).
 
         The prefix cache is emptied, and no program is compiled again. The memory of a model that was given as a
-        `LoadedModel` is free when nobody else has it; other parameters are deleted, also those of `llm.model`.
+        `LoadedModel` is free when no one else uses it; other parameters are deleted, also those of `llm.model`.
 
         Raises:
             ValueError: requests are unfinished, it sleeps already, or there is no such level.

@@ -9,7 +9,7 @@ from dataclasses import InitVar, dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
-from pagedjax.vllm_names.request_arguments import BEAM_SEARCH, SAMPLING, STRUCTURED_OUTPUTS, told
+from pagedjax.vllm_names.request_arguments import BEAM_SEARCH, SAMPLING, STRUCTURED_OUTPUTS, takes
 
 NO_LIMIT = 2**31 - 1  # of max_tokens; max_model_len ends every request
 MAX_LOGPROBS = 20
@@ -76,7 +76,7 @@ def _extra_args(value: Any) -> dict[str, Any]:
     return {name: plain(name, item) for name, item in value.items()}
 
 
-@told(STRUCTURED_OUTPUTS)
+@takes(STRUCTURED_OUTPUTS)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What form an answer must have. Exactly one of the first five is given. Names are vLLM's.
@@ -150,7 +150,7 @@ def _schema_text(schema: Any) -> str:
         raise ValueError(f"structured_outputs.json cannot be written as JSON: {error}") from None
 
 
-@told(SAMPLING)
+@takes(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names and defaults are vLLM's (docs/design/vllm.md).
@@ -279,7 +279,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-@told(BEAM_SEARCH)
+@takes(BEAM_SEARCH)
 @dataclass(frozen=True)
 class BeamSearchParams:
     """Beam search: at every position the `beam_width` best continuations of all beams are kept (see host/beams.py).

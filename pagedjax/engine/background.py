@@ -127,7 +127,7 @@ def in_order(shapes: Sequence[StepShape], decodes: int) -> list[StepShape]:
 
 
 def _compile_all(programs: ref[BackgroundPrograms]) -> None:
-    """What the thread runs. It holds no engine that nobody else does, except while it compiles."""
+    """What the thread runs. It keeps no engine alive, except while it compiles."""
 
     def compile_next() -> bool:
         alive = programs()

@@ -54,7 +54,7 @@ class Engine:
         Args:
             row_features: sampling options beside the built-in ones; requests set them by `extra_args`.
             draft_model: what drafts on the device, if `config.speculative` says so (weights/draft_model.py).
-            owns_params: nobody else uses the arrays of the models, so `sleep` may delete them.
+            owns_params: only this engine uses the arrays of the models, so `sleep` may delete them.
         """
         options = {"row_features": row_features, "draft_model": draft_model, "progress": progress}
         built = runtime.build(model, config, eos_token_ids, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Set
 from typing import NamedTuple
@@ -21,9 +20,7 @@ from pagedjax.engine.runtime import COPIES, Runtime, padded_pairs
 from pagedjax.engine.state import EngineState, cancel, with_events
 from pagedjax.host import scheduler
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import Plan, StepResult
-
-logger = logging.getLogger("pagedjax.engine")
+from pagedjax.host.types import FinishReason, Plan, StepResult
 
 
 class ScheduledStep(NamedTuple):
@@ -100,12 +97,9 @@ def step(
     log = (*state.log, *log)
     state = state._replace(scheduler=after, searches=searches, pools=pools, ahead=ahead, cache=cache, log=log)
     state = with_events(state, events, before, runtime.spare)
-    for search in ended:
-        state, cancelled = cancel(state, search.request_id, search.sequences[0].reason)
-        events += cancelled
-    for name, why in tuple(token_masks.failed(plan, state.sequences, after)):
-        logger.warning("request %r is cancelled: its structured output failed: %s", name, why)
-        state, cancelled = cancel(state, name, "abort")
+    reasons: dict[str, FinishReason] = {search.request_id: search.sequences[0].reason for search in ended}
+    for name, reason in (reasons | token_masks.failed(plan, state.sequences, after)).items():
+        state, cancelled = cancel(state, name, reason)
         events += cancelled
     finished = time.perf_counter()
     until = finished if overlaps else arrived

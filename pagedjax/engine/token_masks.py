@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from pagedjax.engine.requests import SequenceData
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import Plan
+from pagedjax.host.types import FinishReason, Plan
 from pagedjax.structured.matcher import MaskRow, masks
+
+log = logging.getLogger("pagedjax.engine")
 
 Propose = Callable[[np.ndarray, int], Sequence[int] | np.ndarray]
 
@@ -48,21 +51,25 @@ def drafts(data: SequenceData, length: int, k: int, propose: Propose) -> Sequenc
     return found[: data.matcher.allowed(output, found)]
 
 
-def failed(plan: Plan, sequences: Mapping[str, SequenceData], after: SchedulerState) -> Iterator[tuple[str, str]]:
-    """(sequence id, why) of each unfinished sequence of a plan whose matcher has failed.
+def failed(plan: Plan, sequences: Mapping[str, SequenceData], after: SchedulerState) -> dict[str, FinishReason]:
+    """The unfinished sequences of a plan whose matcher has failed, with the reason that they end for.
 
-    The matchers take the new tokens here.
+    The matchers take the new tokens here. The log says why one has failed.
 
     Args:
         after: the state after the commit, whose running sequences know their lengths.
     """
-    if not any((data := sequences.get(seq.request_id)) and data.matcher for seq in plan.seqs):
-        return
+    names = [seq.request_id for seq in plan.seqs if (data := sequences.get(seq.request_id)) and data.matcher]
+    if not names:
+        return {}
     lengths = {seq.request_id: length for seq, length in zip(after.running.seqs, after.running.lengths, strict=True)}
-    for seq in plan.seqs:
-        data, length = sequences.get(seq.request_id), lengths.get(seq.request_id)
-        if data and data.matcher and length is not None and data.matcher.after(_output(data, length)) is None:
-            yield seq.request_id, data.matcher.error or ""
+    found: dict[str, FinishReason] = {}
+    for name in names:
+        matcher, length = sequences[name].matcher, lengths.get(name)
+        if matcher and length is not None and matcher.after(_output(sequences[name], length)) is None:
+            log.warning("request %r is cancelled: its structured output failed: %s", name, matcher.error)
+            found[name] = "abort"
+    return found
 
 
 def _output(data: SequenceData, length: int) -> np.ndarray:

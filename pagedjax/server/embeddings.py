@@ -1,6 +1,6 @@
 """`POST /v1/embeddings`: from its body to requests, and from vectors to JSON. Both run in a thread.
 
-OpenAI's clients ask for base64 unless they are told otherwise: the bytes of little-endian float32.
+OpenAI's clients ask for base64 by default: the bytes of little-endian float32.
 """
 
 from __future__ import annotations

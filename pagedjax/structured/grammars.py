@@ -141,7 +141,7 @@ def schema_of(form: StructuredOutputsParams) -> tuple[Any, tuple[str, ...]]:
 
 
 def _place(form: StructuredOutputsParams, message: str, vocabulary: Any) -> str:
-    """Where the smallest schema is that gives the same error by itself; nothing if it cannot be told."""
+    """Where the smallest schema is that gives the same error by itself; nothing if there is none."""
     library, found = _library(), ""
     schemas = [one for one, _ in zip(keywords.subschemas(schema_of(form)[0]), range(LOCATED + 1), strict=False)]
     if len(schemas) > LOCATED:

@@ -38,8 +38,8 @@ def lark(
         answer: the JSON schema of an answer that is no call; None is any text.
 
     Raises:
-        ValueError: a keyword that is not supported, schemas that are too long, or a combination that cannot be told
-            apart.
+        ValueError: a keyword that is not supported, schemas that are too long, or a combination whose parts look
+            alike.
     """
     marks = _marks(tokenizer)
     written = lambda text: _literal(text, marks)  # noqa: E731

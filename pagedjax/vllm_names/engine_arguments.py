@@ -234,7 +234,7 @@ ARGUMENTS = by_name(TABLE)
 
 
 class EngineArguments(NamedTuple):
-    """engine: fields of `EngineConfig`, and names that nobody knows.
+    """engine: fields of `EngineConfig`, and unknown names.
     hub: how a model is fetched: arguments of `huggingface_hub.snapshot_download`.
     progress: whether progress may be shown.
     """

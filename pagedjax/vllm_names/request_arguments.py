@@ -63,8 +63,8 @@ STRUCTURED_OUTPUTS = (
 )
 
 
-def told(rows: tuple[Row, ...]) -> Callable[[type[Params]], type[Params]]:
-    """Of a dataclass: other names than its fields are read by the rows, and errors of unknown ones are helpful.
+def takes(rows: tuple[Row, ...]) -> Callable[[type[Params]], type[Params]]:
+    """Let a dataclass take the arguments of the rows beside its fields. An error of an unknown one names a near one.
 
     The check is around `__init__`, so `dataclasses.replace`, positions and type checkers see the dataclass as it is.
     """

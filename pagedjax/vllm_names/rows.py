@@ -16,7 +16,8 @@ class Row(NamedTuple):
 
     Attributes:
         names: the arguments, as vLLM has them.
-        what: "taken" has the meaning that vLLM gives it; "changes nothing" is accepted and told; "refused" is an error.
+        what: "taken" has the meaning that vLLM gives it; "changes nothing" is accepted and
+            logged; "refused" is an error.
         text: for the reader. Of a refused argument it ends the error's sentence and names the alternative.
         becomes: (name, value) -> options of this project, for what is taken under another name or with other values.
             It may raise ValueError with the part of the message after "name is value; ".

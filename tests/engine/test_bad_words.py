@@ -42,7 +42,7 @@ row = st.tuples(
 def test_the_last_token_of_a_word_is_forbidden_where_the_others_were_sampled(rows, seed):
     random, b = np.random.default_rng(seed), len(rows)
     tables = random.permutation(np.arange(1, 1 + b * WIDTH)).reshape(b, WIDTH).astype(np.int32)
-    tokens = random.integers(0, VOCAB, (1 + b * WIDTH, BLOCK)).astype(np.int32)  # what nobody wrote is never read
+    tokens = random.integers(0, VOCAB, (1 + b * WIDTH, BLOCK)).astype(np.int32)  # unwritten slots are never read
     for i, (prompt, output, _) in enumerate(rows):
         for position, one in enumerate(prompt + output):
             tokens[tables[i, position // BLOCK], position % BLOCK] = one

@@ -45,6 +45,16 @@ def serving(llm: LLM, **options) -> Iterator[SimpleNamespace]:
 
 
 @contextmanager
+def serving_without_leaks(llm: LLM) -> Iterator[SimpleNamespace]:
+    """A server for many tests. At its end the engine must be healthy, and all blocks free."""
+    with serving(llm) as found:
+        yield found
+        assert found.worker.healthy
+        state = llm.engine.scheduler_state
+        assert state.pool.num_free == state.config.num_blocks, "a block leaked"
+
+
+@contextmanager
 def served_to(llm: LLM, **options) -> Iterator[tuple[SimpleNamespace, httpx.Client]]:
     """A server for one test, and a client of it."""
     with serving(llm, **options) as found, httpx.Client(base_url=found.url, timeout=60) as client:

@@ -11,14 +11,9 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.server.support import idle, wait_until
+from tests.structured.schemas import SMALL as SCHEMA
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["a", "b"]}},
-    "required": ["n", "kind"],
-    "additionalProperties": False,
-}
 
 
 class Point(BaseModel):

@@ -10,6 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+# A small object that a random model completes in a few tokens.
+SMALL = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["a", "b"]}},
+    "required": ["n", "kind"],
+    "additionalProperties": False,
+}
+
 
 class Case(NamedTuple):
     name: str

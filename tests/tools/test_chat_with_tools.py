@@ -8,15 +8,10 @@ import jsonschema
 import pytest
 
 from pagedjax import LLM, BeamSearchParams, SamplingParams
+from tests.structured.schemas import SMALL as SCHEMA
 from tests.weights.tiny import tiny_llama
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["a", "b"]}},
-    "required": ["n", "kind"],
-    "additionalProperties": False,
-}
 TOOLS = [
     {"type": "function", "function": {"name": "f", "description": "Does it.", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "g"}},

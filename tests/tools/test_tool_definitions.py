@@ -1,4 +1,4 @@
-"""What a request may define, and what it is told when something is wrong."""
+"""What a request may define, and the error when something is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's arguments of an engine: what they become, what is told, and what is refused."""
+"""vLLM's arguments of an engine: what they become, what is logged, and what is refused."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def test_the_hub_gets_the_revision(monkeypatch, tmp_path):
     assert asked == [("org/name", options)]
 
 
-def test_what_changes_nothing_is_told_once_at_the_level_of_information(caplog):
+def test_what_changes_nothing_is_logged_once_at_info(caplog):
     with caplog.at_level(logging.DEBUG, "pagedjax.vllm_names"):
         found = engine_arguments(
             {"enforce_eager": True, "disable_log_stats": False, "block_size": 8, "hf_token": "secret"}
         )
     assert (found.engine, found.hub) == ({"block_size": 8}, {"token": "secret"})
-    (told,) = [record for record in caplog.records if record.levelno == logging.INFO]
-    assert "changes nothing: enforce_eager (XLA compiles every program; see `compilation`); disable" in told.message
+    (logged,) = [record for record in caplog.records if record.levelno == logging.INFO]
+    assert "changes nothing: enforce_eager (XLA compiles every program; see `compilation`); disable" in logged.message
     debug = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
     assert debug == ["block_size is taken as block_size", "hf_token is taken as hf_token"]
     assert "secret" not in caplog.text

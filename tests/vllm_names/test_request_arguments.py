@@ -60,12 +60,12 @@ def test_what_is_taken_under_its_own_name_is_a_field_and_nothing_else_is(rows):
     assert {name for row in rows if row.what != "taken" or row.becomes for name in row.names} & fields == set()
 
 
-def test_what_changes_nothing_is_told(caplog):
+def test_what_changes_nothing_is_logged(caplog):
     with caplog.at_level(logging.INFO, "pagedjax.vllm_names"):
         params = SamplingParams(n=2, output_kind=OutputKind.FINAL_ONLY, skip_clone=True)
     assert params == SamplingParams(n=2)
-    (told,) = caplog.messages
-    assert told.startswith("accepted, and changes nothing: output_kind (outputs have one form")
+    (logged,) = caplog.messages
+    assert logged.startswith("accepted, and changes nothing: output_kind (outputs have one form")
     assert SamplingParams(skip_reading_prefix_cache=True) == SamplingParams(enable_prefix_caching=False)
     assert SamplingParams(skip_reading_prefix_cache=None) == SamplingParams()
 
