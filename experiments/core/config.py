@@ -44,6 +44,13 @@ LATER = {
     "simulate": ("mesh", "hop_s"),
     "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens"),
 }
+# Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.
+NEED_TEXT = {
+    "stop": "use sampling.stop_token_ids",
+    "bad_words": "use sampling.bad_words_token_ids",
+    "structured_outputs": "python -m experiments.bench.structured measures what forms cost",
+    "truncate_prompt_tokens": "the workload has the lengths of prompts",
+}
 # Fields of EngineConfig that may name a value of one's own, file.py:NAME.
 OWN_VALUES = ("policy", "attention_impl", "linear_impl")
 
@@ -101,10 +108,9 @@ class Experiment:
             raise ValueError(f"repeats is {self.repeats}; it must be at least 1")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be at least 0")
-        if self.sampling.stop:
-            raise ValueError(
-                "sampling.stop: an experiment runs on token ids, without text; use sampling.stop_token_ids"
-            )
+        for name, instead in NEED_TEXT.items():
+            if getattr(self.sampling, name):
+                raise ValueError(f"sampling.{name}: an experiment runs on token ids, without text; {instead}")
         if self.engine.compilation == "background":
             raise ValueError(
                 "engine.compilation is 'background', and a measured run compiles everything first; set it to eager"
