@@ -1,41 +1,14 @@
-"""Work items of the CPU kernel: `attend` computes an item of a short row, `attend_tile` an item of a chunk.
+"""A work item of a short row: a decode, which is one query token, and one more for each draft.
 
-    attend        the scores of a span of visible tokens, their softmax, and the weighted sum of the values. A short row
-                  is a decode: one query token, and one more for each draft. All of them read each page once, and each
-                  is computed as if it were alone, so drafts change no bit of it.
-    attend_tile   an online softmax (FlashAttention, Dao et al. 2022) over steps of CONTEXT_TILE context tokens, as two
-                  small matrix products whose sums stay in registers. If queries and pages are bfloat16 and the CPU
-                  multiplies pairs of those, so do the products; weights are then rounded to bfloat16, as FlashAttention
-                  implementations do. Sums and softmax are float32.
-
-A tile's queries are the row's (token, query head) pairs of one key head in order, so that any number of query heads
-fills vectors. Scores are [token, query], 16 queries a vector, so their softmax needs no sums across lanes.
+`attend` computes the scores of a span of visible tokens, their softmax, and the weighted sum of the values. All query
+tokens read each page once, and each is computed as if it were alone, so drafts change no bit of it.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.paged_attention.cpu.tile_vectors import (
-    KEYS_AT_ONCE,
-    LANES,
-    PAIRS,
-    QUERIES_AT_ONCE,
-    add_weighted_values_pairs,
-    add_weighted_values_tile,
-    hide,
-    interleave,
-    online_softmax_step,
-    online_softmax_step_pairs,
-    round_to_bfloat16,
-    score_16,
-    score_32,
-    score_48,
-    score_pairs_16,
-    score_pairs_32,
-    score_pairs_48,
-    transpose,
-)
+from pallas_kernels.paged_attention.cpu.tile_items import tile_numbers
 from pallas_kernels.paged_attention.cpu.vectors import (
     SHARED,
     TOGETHER,
@@ -44,11 +17,9 @@ from pallas_kernels.paged_attention.cpu.vectors import (
     add_weighted_values_together,
     apply_soft_cap,
     clear,
-    copy,
     exponentials,
     largest,
     prefetch,
-    scale,
     score_one,
     scores_shared,
     scores_together,
@@ -58,21 +29,14 @@ from pallas_kernels.shared.cpu.memory import (
     linked,
     load_float,
     load_int,
-    load_word,
     store_float,
-    store_int,
-    store_word,
 )
 from pallas_kernels.shared.cpu.vectors import FULL
 
 SPAN = 256  # context tokens of a short row's item, counted from the first visible one
 SHORT = 8  # query tokens of a short row at most
-CONTEXT_TILE = 64  # context tokens of a step of a chunk's item; above LANES, so that windows begin in the first step
 
 attend, _define_attend = linked("paged_attention_attend", 20)
-attend_tile, _define_attend_tile = linked("paged_attention_attend_tile", 18)
-
-# --- a short row ------------------------------------------------------------------------------------------------------
 
 
 @compiled
@@ -195,217 +159,7 @@ def attend_item(
         at += run
 
 
-# --- a chunk ----------------------------------------------------------------------------------------------------------
-
-NEVER = np.float32(-1e30)  # the largest score before the first one: finite, so that exp(NEVER - NEVER) is a number
-
-
-@compiled
-def _take(size, pages, page_bytes, table, first, count, d, s, out):
-    """out [count, D] float32 = the keys or values of one key head of the context tokens from `first`."""
-    at, stop = first, first + count
-    while at < stop:
-        offset = at % s
-        run = min(s - offset, stop - at)
-        page = pages + load_int(table + 4 * (at // s)) * page_bytes
-        copy(size, page + size * d * offset, out + 4 * d * (at - first), run * d)
-        at += run
-
-
-@compiled
-def _score(q, k, d, count, lanes, out):
-    """out [count, LANES] = k [count, D] . q [D, LANES]. Writes up to the next KEYS_AT_ONCE."""
-    for i in range(0, count, KEYS_AT_ONCE):
-        keys, to = k + 4 * d * i, out + 4 * LANES * i
-        if lanes <= 16:
-            score_16(q, keys, d, to)
-        elif lanes <= 32:
-            score_32(q, keys, d, to)
-        else:
-            score_48(q, keys, d, to)
-
-
-@compiled
-def _find(pages, page_bytes, table, first, count, row, s, out):
-    """out [count] = addresses of the keys or values of one key head of the context tokens from `first`."""
-    at, stop = first, first + count
-    while at < stop:
-        offset = at % s
-        run = min(s - offset, stop - at)
-        page = pages + load_int(table + 4 * (at // s)) * page_bytes
-        for i in range(run):
-            store_word(out + 8 * (at - first + i), page + row * (offset + i))
-        at += run
-
-
-@compiled
-def _score_pairs(q, rows, words, factor, count, lanes, out):
-    """As `_score`, with the addresses of the keys."""
-    for i in range(0, count, KEYS_AT_ONCE):
-        keys, to = rows + 8 * i, out + 4 * LANES * i
-        if lanes <= 16:
-            score_pairs_16(q, keys, words, factor, to)
-        elif lanes <= 32:
-            score_pairs_32(q, keys, words, factor, to)
-        else:
-            score_pairs_48(q, keys, words, factor, to)
-
-
-@compiled
-def _begin(places, visible, top, norm, first, number, before, window, token_bytes, group, d):
-    """Places the queries of a tile. Returns (the first token that any of them sees, the one behind the last)."""
-    token, head = first // group, first % group  # incremented below: divisions are slow
-    begin = max(before + token + 1 - window, 0)
-    for lane in range(LANES):
-        store_word(places + 8 * lane, token * token_bytes + head * 4 * d)
-        store_int(visible + 4 * lane, np.int32(before + token + 1 - begin))
-        store_float(top + 4 * lane, NEVER)
-        store_float(norm + 4 * lane, np.float32(0))
-        if lane + 1 < number:  # the last one again fills the vector
-            head += 1
-            if head == group:
-                token, head = token + 1, 0
-    return begin, before + token + 1
-
-
-@compiled
-def _advance(visible):
-    """Counts the tokens that queries see from the next step's first one."""
-    for lane in range(LANES):
-        store_int(visible + 4 * lane, np.int32(load_int(visible + 4 * lane) - CONTEXT_TILE))
-
-
-@compiled
-def _write_results(sums, norm, places, number, d, out):
-    for lane in range(number):
-        scale(sums + 4 * d * lane, np.float32(1) / load_float(norm + 4 * lane), d)
-        copy(4, sums + 4 * d * lane, out + load_word(places + 8 * lane), d)
-
-
-@compiled
-def _transpose_queries(q, d, lanes, out):
-    """q [lanes, D] -> out [D, LANES]. Reads and writes up to the next 16 of both."""
-    for lane in range(0, lanes, FULL):
-        for i in range(0, d, FULL):
-            transpose(q + 4 * (d * lane + i), d, out + 4 * (LANES * i + lane))
-
-
-@compiled
-def _mask_window(scores, visible, window, number):
-    """Sets scores before the windows to minus infinity, in the first step."""
-    for lane in range(number):
-        for token in range(load_int(visible + 4 * lane) - window):
-            store_float(scores + 4 * (LANES * token + lane), np.float32(-np.inf))
-
-
-@compiled
-def _attend_pairs(
-    q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes, group, d, s, scratch, out
-):
-    """As `attend_tile_item`, by products of pairs of bfloat16 numbers, for queries and pages of bfloat16.
-
-    factor: the scale that the queries have been multiplied by. Divided by it and rounded, they are the bfloat16 numbers
-        that they were. The scores are multiplied by it instead.
-    """
-    scratch += -scratch % 64
-    visible, top, norm, rescale = scratch, scratch + 4 * LANES, scratch + 8 * LANES, scratch + 12 * LANES
-    places = scratch + 16 * LANES
-    weights = places + 8 * LANES  # [CONTEXT_TILE, LANES] scores, or half as many rows of pairs of tokens
-    transposed = weights + 4 * CONTEXT_TILE * LANES  # [D / 2, LANES] pairs, D / 2 up to the next 16
-    tokens = transposed + 4 * LANES * (d // 2 + FULL)  # [CONTEXT_TILE / 2, D] pairs of values
-    sums = tokens + 2 * d * CONTEXT_TILE
-    rows = sums + 4 * d * LANES  # [CONTEXT_TILE] addresses of keys, then of values
-    zeros = rows + 8 * CONTEXT_TILE  # [D] bfloat16
-    begin, stop = _begin(places, visible, top, norm, first, number, before, window, token_bytes, group, d)
-    for lane in range(LANES):
-        round_to_bfloat16(q + load_word(places + 8 * lane), np.float32(1) / factor, sums + 2 * d * lane, d)
-    _transpose_queries(sums, d // 2, number, transposed)
-    clear(sums, LANES * d)
-    clear(zeros, d)
-
-    for start in range(begin, stop, CONTEXT_TILE):
-        count = min(CONTEXT_TILE, stop - start)
-        _find(k, page_bytes, table, start, count, 2 * d, s, rows)
-        for i in range(count, -(-count // KEYS_AT_ONCE) * KEYS_AT_ONCE):
-            store_word(rows + 8 * i, load_word(rows))  # any key, whose scores no query sees
-        _score_pairs(transposed, rows, d // 2, factor, count, number, weights)
-        if load_float(cap) > 0:
-            for lane in range(0, number, FULL):
-                apply_soft_cap(weights + 4 * lane, count, LANES, load_float(cap))
-        if start == begin:
-            _mask_window(weights, visible, window, number)
-        even = count + count % 2  # the last token of an odd count has a partner that no query sees
-        for lane in range(0, number, FULL):
-            at = 4 * lane
-            if load_int(visible) < even:
-                hide(weights + at, even, visible + at)
-            online_softmax_step_pairs(weights + at, even, top + at, norm + at, rescale + at)
-        _advance(visible)
-        _find(v, page_bytes, table, start, count, 2 * d, s, rows)
-        if count % 2:
-            store_word(rows + 8 * count, zeros)  # memory behind the context may hold a NaN
-        for i in range(0, even, 2):
-            interleave(load_word(rows + 8 * i), load_word(rows + 8 * i + 8), tokens + 2 * d * i, d)
-        for lane in range(0, number, QUERIES_AT_ONCE):
-            add_weighted_values_pairs(weights + 4 * lane, tokens, d, even // 2, rescale + 4 * lane, sums + 4 * d * lane)
-
-    _write_results(sums, norm, places, number, d, out)
-
-
-def attend_tile_item(
-    size, q, k, v, page_bytes, table, first, number, before, window, cap, factor, token_bytes, group, d, s, scratch, out
-):
-    """Computes queries first : first + number of a row for one key head, at most LANES, over the context they see.
-
-    q, out: addresses of this head's first query of the row, float32. before: context tokens before the row's first.
-    window: the number of tokens up to itself that a query sees. size, k, v, table, cap: as in `attend_item`.
-    factor: address of the scale that bfloat16 queries have been multiplied by, or of 0 if they are float32.
-    scratch: `scratch_bytes` bytes.
-    """
-    _define_attend_tile()
-    if PAIRS and size == 2 and load_float(factor) != 0:
-        _attend_pairs(
-            q, k, v, page_bytes, table, first, number, before, window, cap, load_float(factor), token_bytes, group, d,
-            s, scratch, out,
-        )  # fmt: skip
-        return
-    scratch += -scratch % 64  # no vector across two cache lines
-    visible, top, norm, rescale = scratch, scratch + 4 * LANES, scratch + 8 * LANES, scratch + 12 * LANES
-    places = scratch + 16 * LANES  # [LANES] words: offsets of a query and its result from the row's first
-    weights = places + 8 * LANES  # [CONTEXT_TILE, LANES]
-    transposed = weights + 4 * CONTEXT_TILE * LANES  # [D, LANES], D up to the next 16
-    tokens = transposed + 4 * LANES * (d + FULL)  # [CONTEXT_TILE, D]: keys, then values
-    sums = tokens + 4 * d * CONTEXT_TILE  # [LANES, D]; before that, the queries
-    begin, stop = _begin(places, visible, top, norm, first, number, before, window, token_bytes, group, d)
-    for lane in range(LANES):
-        copy(4, q + load_word(places + 8 * lane), sums + 4 * d * lane, d)
-    _transpose_queries(sums, d, number, transposed)
-    clear(sums, LANES * d)
-
-    for start in range(begin, stop, CONTEXT_TILE):
-        count = min(CONTEXT_TILE, stop - start)
-        _take(size, k, page_bytes, table, start, count, d, s, tokens)
-        _score(transposed, tokens, d, count, number, weights)
-        if load_float(cap) > 0:
-            for lane in range(0, number, FULL):
-                apply_soft_cap(weights + 4 * lane, count, LANES, load_float(cap))
-        if start == begin:
-            _mask_window(weights, visible, window, number)
-        for lane in range(0, number, FULL):
-            at = 4 * lane
-            if load_int(visible) < count:  # the first query sees the fewest
-                hide(weights + at, count, visible + at)
-            online_softmax_step(weights + at, count, top + at, norm + at, rescale + at)
-        _advance(visible)
-        _take(size, v, page_bytes, table, start, count, d, s, tokens)
-        for lane in range(0, number, QUERIES_AT_ONCE):
-            add_weighted_values_tile(weights + 4 * lane, tokens, d, count, rescale + 4 * lane, sums + 4 * d * lane)
-
-    _write_results(sums, norm, places, number, d, out)
-
-
 @compiled
 def scratch_bytes(group, d):
-    """Returns the bytes of scratch memory of an item of any kind. Pairs need less than float32 numbers."""
-    tile = 6 * LANES + CONTEXT_TILE * LANES + LANES * (d + FULL) + CONTEXT_TILE * d + LANES * d + 2 * FULL
-    return 4 * max(SHORT * group * SPAN, tile)
+    """Returns the bytes of scratch memory of an item of either kind."""
+    return 4 * max(SHORT * group * SPAN, tile_numbers(d))

@@ -14,8 +14,8 @@ of memory that the last user frees.
 
 Head sizes are multiples of 8. Everything else is read from the call frame, so one program serves every shape, with
 float32, bfloat16 and float8_e4m3fn pages, with and without a window and a soft cap. The object code of the handler, the
-work and the two kinds of items (`items.py`) is linked by name. `object_files.py` stores it on disk; a process that
-finds it does not import this module.
+work and the two kinds of items (`items.py`, `tile_items.py`) is linked by name. `object_files.py` stores it on disk; a
+process that finds it does not import this module.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import math
 import numpy as np
 from numba import types
 
-from pallas_kernels.paged_attention.cpu import items as work_items
-from pallas_kernels.paged_attention.cpu.items import LANES, SHORT, SPAN, attend, attend_tile, scratch_bytes
+from pallas_kernels.paged_attention.cpu.items import SHORT, SPAN, attend, attend_item, scratch_bytes
+from pallas_kernels.paged_attention.cpu.tile_items import attend_tile, attend_tile_item
+from pallas_kernels.paged_attention.cpu.tile_vectors import LANES
 from pallas_kernels.paged_attention.cpu.vectors import add_weighted_values_one, clear, scale
 from pallas_kernels.shared.cpu.memory import (
     address_of,
@@ -267,5 +268,5 @@ def _handle(frame):
 
 def compile_handler() -> tuple[int, list[bytes]]:
     """Returns the address of XLA's handler, and its object code: empty if other processes cannot use it."""
-    items = (attend, work_items.attend_item), (attend_tile, work_items.attend_tile_item)
+    items = (attend, attend_item), (attend_tile, attend_tile_item)
     return compile_parts((*items, (work, _work), (handler, _handle)))
