@@ -163,6 +163,9 @@ class EngineConfig:
     linear_impl: an implementation of pallas_kernels.linear, in whose layout matrices are stored; None chooses by
         platform, once. One of your own is named in the same way.
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
+    batch_invariant: the tokens and log-probabilities of a request have the same bits beside any other requests, and with
+        any bucket, chunk, block size, cached prefix, preemption and number of threads. It needs implementations that
+        promise it (docs/design/batch-invariance.md), and excludes the rule "rejection" of speculation.
     compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when a step first needs
         it, so that the first token comes sooner. Then no step is measured when the number of blocks is chosen.
         "background": the largest at start-up, the others one at a time while steps run; a step is padded to the next
@@ -210,6 +213,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     mixed_steps: bool = True
     reservation: Reservation = "none"
+    batch_invariant: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -238,6 +242,11 @@ class EngineConfig:
                 f"lookahead is {self.lookahead} and speculative is {self.speculative.method!r}: a draft follows known "
                 "tokens, and lookahead sends a step before they are known; set lookahead=0, or speculative=None"
             )
+        if self.batch_invariant and self.speculative is not None and self.speculative.rule == "rejection":
+            raise ValueError(
+                "batch_invariant is True and speculative.rule is 'rejection', with which a token depends on its draft; set "
+                "speculative.rule='strict', or batch_invariant=False"
+            )
         object.__setattr__(self, "mesh", MeshConfig.read(self.mesh))
         object.__setattr__(self, "devices", checked_devices(self.devices, self.mesh))
         share = self.memory_fraction
@@ -248,7 +257,7 @@ class EngineConfig:
             raise ValueError(f"swap_space_gib is {swap!r}; it must be a number of GiB, at least 0")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
-        for name in ("enable_prefix_caching", "chunked_prefill", "mixed_steps"):
+        for name in ("enable_prefix_caching", "chunked_prefill", "mixed_steps", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         one_of("reservation", self.reservation, get_args(Reservation))

@@ -44,21 +44,34 @@ def _own(name: str, file: str, changed: int) -> Implementation:
     return own_value("attention_impl", name, Implementation, IMPLS)
 
 
-def choose(wanted: str | None, device: Any, **sizes: Any) -> str:
+def choose(wanted: str | None, device: Any, *, invariant: bool = False, **sizes: Any) -> str:
     """Returns the name of an engine's implementation: the wanted one, or the default.
 
     Args:
+        invariant: the engine is batch-invariant.
         sizes: the keyword arguments of `Implementation.obstacle`. `dtype` is that of the keys and values in the cache.
 
     Raises:
         ValueError: the wanted one cannot serve this cache on this device; the message gives the reason. There is no
             fallback.
     """
+    if invariant and (not_here := _not_invariant(wanted, device, **sizes)):
+        raise ValueError(not_here)
     if wanted is None:
         return next(name for name in DEFAULTS if not find(name).obstacle(device, **sizes))
     if wrong := find(wanted).obstacle(device, **sizes):
         raise ValueError(f"attention_impl {wanted!r} {wrong}; 'xla' has no such limit")
     return wanted
+
+
+def _not_invariant(wanted: str | None, device: Any, **sizes: Any) -> str:
+    """Returns why an engine cannot be batch-invariant with this attention; empty if it can."""
+    impl = find(wanted or DEFAULTS[0])
+    if not impl.invariant:
+        able = ", ".join(repr(name) for name, one in IMPLS.items() if one.invariant)
+        return f"batch_invariant is True, and attention_impl {wanted!r} has no batch-invariant form; those that do: {able}"
+    reason = impl.obstacle(device, **sizes)
+    return f"batch_invariant is True, and attention_impl {impl.name!r} {reason}" if reason else ""
 
 
 def page_row(impl: str | None, head_dim: int) -> int:
@@ -87,9 +100,18 @@ class Bound:
         return paged_attention(*arrays, scale=self.scale, impl=self.impl, **options)
 
 
-def attend(impl: str, scale: float) -> Attend:
-    """Returns `paged_attention` with its implementation and scale. Raises ValueError for an unknown name."""
-    return Bound(find(impl), scale)
+def attend(impl: str, scale: float, *, invariant: bool = False) -> Attend:
+    """Returns `paged_attention` with its implementation and scale; invariant: in its batch-invariant form.
+
+    Raises:
+        ValueError: an unknown name, or there is no such form.
+    """
+    found = find(impl)
+    if not invariant:
+        return Bound(found, scale)
+    if found.invariant is None:
+        raise ValueError(f"attention_impl {impl!r} has no batch-invariant form")
+    return Bound(found._replace(attend=found.invariant), scale)
 
 
 def write(attend: Attend, k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, batch: Batch):

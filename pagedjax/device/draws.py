@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pagedjax.device.batch import SamplingBatch
 from pagedjax.device.row_features.chain import RowChain
 from pagedjax.device.row_features.feature import RowContext
-from pagedjax.device.row_features.truncation import row_sums
+from pagedjax.device.sums import row_sums
 
 LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over the pieces
 

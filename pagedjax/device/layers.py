@@ -11,6 +11,7 @@ from flax import nnx
 
 from pagedjax.device.checks import check_shape
 from pagedjax.device.linear import Implementation, Matrix, Norm, find, linear
+from pagedjax.device.sums import row_means
 
 
 class Buffer(nnx.Variable):
@@ -111,7 +112,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y = y * jax.lax.rsqrt(row_means(y * y) + self.eps)
         weight = self.weight[...].astype(jnp.float32)
         return (y * (1 + weight if self.plus_one else weight)).astype(x.dtype)
 
@@ -126,8 +127,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
-        y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y = y - row_means(y)
+        y = y * jax.lax.rsqrt(row_means(y * y) + self.eps)
         weight, bias = (a[...].astype(jnp.float32) for a in (self.weight, self.bias))
         return (y * weight + bias).astype(x.dtype)
 

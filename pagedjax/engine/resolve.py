@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from pagedjax.config import ON_DEVICE, EngineConfig, Resolved
-from pagedjax.device import attention, cache, memory
+from pagedjax.device import attention, cache, linear, memory
 from pagedjax.device.batch import Shapes, token_buckets
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.models import Model
@@ -62,7 +62,14 @@ def resolve(
             f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is {smallest} tokens"
         )
     sizes = {"block_size": config.block_size, "head_dim": m.head_dim, "kv_heads": part.kv_heads, "heads": part.heads}
-    impl = attention.choose(config.attention_impl, device, dtype=kept, query_dtype=dtype, **sizes)
+    invariant = config.batch_invariant
+    impl = attention.choose(
+        config.attention_impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **sizes
+    )
+    if invariant and not linear.find(m.linear).invariant:
+        able = ", ".join(repr(name) for name, one in linear.IMPLS.items() if one.invariant)
+        reason = f"the products are of linear_impl {m.linear!r}, whose sums depend on the shapes of a step"
+        raise ValueError(f"batch_invariant is True, and {reason}; those that serve: {able}, on one CPU without a mesh")
     check_draft(config, model, draft, length)
     if draft is not None:
         d = draft.layers

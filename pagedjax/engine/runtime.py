@@ -254,7 +254,8 @@ def _compiler(
     states: bool = False,
 ) -> Callable[[StepShape | DraftShape, Resolved], Any]:
     """(shape of a program, configuration with the number of blocks) -> the compiled program."""
-    attend, bound = attention.attend(c.attention_impl, model.config.attn_scale), None
+    attend = attention.attend(c.attention_impl, model.config.attn_scale, invariant=c.batch_invariant)
+    bound = None
     if draft_model:
         bound = BoundDraftModel(draft_model, attention.attend(c.attention_impl, draft_model.layers.attn_scale))
     common = c.seed, device_tile(), options

@@ -41,6 +41,8 @@ class Implementation(NamedTuple):
     prepare: (dtype of the keys and values) -> None. Starts work that is needed once a process, before any tracing.
     page_dtype: dtype of the keys and values -> dtype of the pages: the same, or integers of their bits, for an
         implementation that reads both.
+    invariant: as `attend`, for batch-invariant engines: the result of a query token has the same bits beside any other
+        rows, in any chunk, with any block size and number of threads. None: it has no such form.
     """
 
     name: str
@@ -50,3 +52,4 @@ class Implementation(NamedTuple):
     write: Write = kv_write_xla.write
     prepare: Callable[[str], None] = _nothing
     page_dtype: Callable[[str], str] = _page_dtype
+    invariant: Callable[..., jax.Array] | None = None

@@ -13,12 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.device.row_features.feature import RowContext, RowFeature
-
-
-def row_sums(x: jax.Array) -> jax.Array:
-    """Sums over the last axis, in exact float32. XLA's CPU reductions are slow; a product at the default precision
-    rounds its arguments, to bfloat16 on a TPU and to TF32 on a GPU."""
-    return jnp.matmul(x, jnp.ones(x.shape[-1]), precision=jax.lax.Precision.HIGHEST)
+from pagedjax.device.sums import row_sums
 
 
 def _min_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:

@@ -112,4 +112,4 @@ def unpack(packed: Any, matrix: Matrix) -> np.ndarray:
     return panels.unpack(np.asarray(packed), shape, gated=matrix.gated, matrices=matrix.count)
 
 
-IMPLEMENTATION = Implementation("cpu", multiply, obstacle, pack, unpack, gather, prepare)
+IMPLEMENTATION = Implementation("cpu", multiply, obstacle, pack, unpack, gather, prepare, invariant=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # of keys and values
 HEAD_SIZES = 8  # and its multiples
 
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
-TARGET = "pallas_kernels.paged_attention.cpu.5"
+TARGET = "pallas_kernels.paged_attention.cpu.6"
 HANDLER = Handler("paged_attention", TARGET, __package__ or "", Path(__file__).parent)
 
 
 def paged_attention(
-    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None
+    q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, scale: float, window=None, soft_cap=None, invariant=False
 ) -> jax.Array:
     """See `api.paged_attention`. Tokens before the windows of all of an item's queries are not read.
+
+    Args:
+        invariant: see `Implementation.invariant`.
 
     Raises:
         ValueError: `unsupported` gives a reason.
@@ -41,7 +45,7 @@ def paged_attention(
     k = k_pages.shape[1]
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
     factor = scale if q.dtype == jnp.bfloat16 else 0  # the kernel divides by it, to have the bfloat16 numbers again
-    options = (jnp.full(1, window or 0, jnp.int32), *(jnp.full(1, x or 0, jnp.float32) for x in (soft_cap, factor)))
+    options = (jnp.array([window or 0, invariant], jnp.int32), *(jnp.full(1, x or 0, jnp.float32) for x in (soft_cap, factor)))
     attend = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
     out = attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *options)
     return out.reshape(t, n, d).astype(q.dtype)
@@ -79,4 +83,11 @@ def prepare(dtype: str) -> None:
         HANDLER.start()
 
 
-IMPLEMENTATION = Implementation("cpu", paged_attention, obstacle, prepare=prepare, page_dtype=page_dtype)
+IMPLEMENTATION = Implementation(
+    "cpu",
+    paged_attention,
+    obstacle,
+    prepare=prepare,
+    page_dtype=page_dtype,
+    invariant=partial(paged_attention, invariant=True),
+)

@@ -40,6 +40,14 @@ attend, _define_attend = linked("paged_attention_attend", 20)
 
 
 @compiled
+def first_seen(length, window, count, aligned):
+    """Returns the first context token of a row's first span: the first one that any of its query tokens sees. Aligned:
+    spans begin at multiples of SPAN, so they are the same for every query token."""
+    first = max(length - (window + count - 1), 0)
+    return first - first % SPAN if aligned else first
+
+
+@compiled
 def _softmax(scores, begin, count, total, cap):
     """scores [total] -> exp(scores - their maximum) of those from `begin` to `count`, and 0 of the others, in place.
 
@@ -87,12 +95,13 @@ def attend_item(
     """
     _define_attend()
     row, part = size * d, 4 * group * d * heads
-    at = first
+    visible = max(first, length - (window + count - 1))  # an aligned span may begin before the window
+    at = visible
     while at < stop:
         offset = at % s
         run = min(s - offset, stop - at)
         base = k + load_int(table + 4 * (at // s)) * page_bytes + offset * row
-        ahead = v + load_int(table + 4 * (first // s)) * page_bytes + first % s * row
+        ahead = v + load_int(table + 4 * (visible // s)) * page_bytes + visible % s * row
         if at + run < stop:
             ahead = k + load_int(table + 4 * (at // s + 1)) * page_bytes
         to = scores + 4 * (at - first)
@@ -126,7 +135,7 @@ def attend_item(
             store_float(stats + 8 * (token * group * heads + g) + 4, norm)
             clear(out + token * part + 4 * g * d, d)
 
-    at = first
+    at = visible
     while at < stop:
         offset = at % s
         run = min(s - offset, stop - at)

@@ -14,21 +14,20 @@ of memory that the last user frees.
 
 Head sizes are multiples of 8. Everything else is read from the call frame, so one program serves every shape, with
 float32, bfloat16 and float8_e4m3fn pages, with and without a window and a soft cap. The object code of the handler, the
-work and the two kinds of items (`items.py`, `tile_items.py`) is linked by name. `object_files.py` stores it on disk; a
+work and the kinds of items (`items.py`, `tile_items.py`, `pieces.py`) is linked by name. `object_files.py` stores it on disk; a
 process that finds it does not import this module.
 """
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numba import types
 
-from pallas_kernels.paged_attention.cpu.items import SHORT, SPAN, attend, attend_item, scratch_bytes
+from pallas_kernels.paged_attention.cpu.items import SHORT, SPAN, attend, attend_item, first_seen, scratch_bytes
+from pallas_kernels.paged_attention.cpu.pieces import attend_piece, attend_piece_item, merge_parts
 from pallas_kernels.paged_attention.cpu.tile_items import attend_tile, attend_tile_item
 from pallas_kernels.paged_attention.cpu.tile_vectors import LANES
-from pallas_kernels.paged_attention.cpu.vectors import add_weighted_values_one, clear, scale
+from pallas_kernels.paged_attention.cpu.vectors import clear, scale
 from pallas_kernels.shared.cpu.memory import (
     address_of,
     compiled,
@@ -75,26 +74,29 @@ WINDOW, CAP = 144, 152  # NO_WINDOW where there is none; a float32, 0 where ther
 FACTOR = 160  # a float32: the scale that bfloat16 queries have been multiplied by, 0 if they are float32
 STATS, PARTS = 168, 176  # addresses within the job: [slots, K, G, 2] and [slots, K, G, D] float32, used by short rows
 SLOTS = 184  # address within the job: [B + 1] slots of all rows before this one: (span, query token) of a short row
-STARTS = 192  # [B + 1] units of all rows before this one: spans of a short row, tiles of a chunk
+ALIGNED = 192  # 1 in a batch-invariant call, else 0
+STARTS = 200  # [B + 1] units of all rows before this one: spans of a short row, tiles or pieces of a chunk
 NO_WINDOW = 1 << 31  # longer than any context
 
 
 @compiled
-def _units(length, window, count, group):
-    """Returns a row's units: spans of visible tokens if it is short, else tiles of its queries."""
-    return -(-_seen(length, window, count) // SPAN) if count <= SHORT else -(-count * group // LANES)
+def _units(length, window, count, group, aligned):
+    """Returns a row's units: spans of visible tokens if it is short, else pieces or tiles of its queries."""
+    if count <= SHORT:
+        return _spans(length, window, count, aligned)
+    return -(-count // SHORT) if aligned else -(-count * group // LANES)
 
 
 @compiled
-def _seen(length, window, count):
-    """Returns how many tokens, the last ones of the context, the query tokens of a row see; 0 if it has none."""
-    return min(length, window + count - 1) if count > 0 else 0
+def _spans(length, window, count, aligned):
+    """Returns how many spans hold what the query tokens of a row see; 0 if it has none."""
+    return -(-(length - first_seen(length, window, count, aligned)) // SPAN) if count > 0 else 0
 
 
 @compiled
-def _slots(length, window, count):
+def _slots(length, window, count, aligned):
     """Returns a row's slots for parts of results: (span, query token) pairs of a short row."""
-    return count * -(-_seen(length, window, count) // SPAN) if count <= SHORT else 0
+    return count * _spans(length, window, count, aligned) if count <= SHORT else 0
 
 
 @compiled
@@ -107,29 +109,18 @@ def _row(job, row):
 
 @compiled
 def _merge(job):
-    """Merges the parts of short rows by an online softmax, in the order of the context."""
+    """Merges the parts of short rows of more than one span."""
     queries, d = load_word(job + HEADS) * load_word(job + GROUP), load_word(job + DIM)
-    window = load_word(job + WINDOW)
     for row in range(load_word(job + ROWS)):
-        first, count, length = _row(job, row)
-        if count > SHORT or (count == 1 and 0 < min(length, window) <= SPAN):
-            continue
+        first, count, _ = _row(job, row)
         start, end = load_word(load_word(job + SLOTS) + 8 * row), load_word(load_word(job + SLOTS) + 8 * (row + 1))
+        if end - start <= count:
+            continue
         for query in range(count * queries):
             out = load_word(job + OUT) + 4 * d * (first * queries + query)
-            clear(out, d)
-            top, norm = np.float32(-np.inf), np.float32(0)
-            for slot in range(start, end, count):
-                top = max(top, load_float(load_word(job + STATS) + 8 * (slot * queries + query)))
-            for slot in range(start, end, count):
-                stats = load_word(job + STATS) + 8 * (slot * queries + query)
-                share = np.float32(math.exp(load_float(stats) - top))
-                norm += share * load_float(stats + 4)
-                part = load_word(job + PARTS) + 4 * d * (slot * queries + query)
-                store_float(stats, share)
-                add_weighted_values_one(4, stats, part, d, out, 0)
-            if end > start:
-                scale(out, np.float32(1) / norm, d)
+            place = start * queries + query
+            stats, parts = load_word(job + STATS) + 8 * place, load_word(job + PARTS) + 4 * d * place
+            merge_parts(out, stats, parts, (end - start) // count, count * queries, d)
 
 
 def _work(job):
@@ -137,6 +128,7 @@ def _work(job):
     _define_work()
     heads, group, d, s = load_word(job + HEADS), load_word(job + GROUP), load_word(job + DIM), load_word(job + BLOCK)
     size, window, cap, factor = load_word(job + SIZE), load_word(job + WINDOW), job + CAP, job + FACTOR
+    aligned = load_word(job + ALIGNED)
     head_bytes = size * s * d
     page_bytes = head_bytes * heads
     token_bytes = 4 * heads * group * d
@@ -157,7 +149,15 @@ def _work(job):
         q, out = load_word(job + Q) + at, load_word(job + OUT) + at
         k, v = load_word(job + KEYS) + head_bytes * head, load_word(job + VALUES) + head_bytes * head
         table = load_word(job + TABLES) + 4 * load_word(job + WIDTH) * row
-        if count > SHORT:
+        if count > SHORT and aligned:
+            begin = SHORT * index
+            several = min(SHORT, count - begin)
+            at = begin * token_bytes
+            attend_piece(
+                size, q + at, k, v, page_bytes, table, cap, group, d, s, room, out + at, several,
+                length - (count - begin - several), window, token_bytes, heads,
+            )  # fmt: skip
+        elif count > SHORT:
             begin = LANES * index
             lanes = min(LANES, group * count - begin)
             before = length - count
@@ -169,18 +169,20 @@ def _work(job):
             slot = load_word(load_word(job + SLOTS) + 8 * row) + count * index
             place = group * (slot * heads + head)
             stats = load_word(job + STATS) + 8 * place
-            seen = _seen(length, window, count)
-            alone = count == 1 and seen <= SPAN
+            first_token = first_seen(length, window, count, aligned)
+            alone = length - first_token <= SPAN
             part = out if alone else load_word(job + PARTS) + 4 * d * place
-            begin = length - seen + SPAN * index
+            begin = first_token + SPAN * index
             stop = min(begin + SPAN, length)
             attend(
                 size, q, k, v, page_bytes, table, begin, stop, cap, group, d, s, room, part, stats,
                 count, length, window, token_bytes, heads,
             )  # fmt: skip
             if alone:
-                for g in range(group):
-                    scale(out + 4 * g * d, np.float32(1) / load_float(stats + 8 * g + 4), d)
+                for token in range(count):
+                    for g in range(group):
+                        norm = load_float(stats + 8 * (token * group * heads + g) + 4)
+                        scale(out + token * token_bytes + 4 * g * d, np.float32(1) / norm, d)
         fetch_add(job + DONE, 1)
     if room != 0:
         free(room)
@@ -189,22 +191,22 @@ def _work(job):
 
 @compiled
 def _job(frame):
-    """Lists the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window [1], soft cap [1],
-    scale of bfloat16 queries [1]."""
+    """Lists the work of a call: q [T, K, G, D], the other arrays of `api.paged_attention`, window and `aligned` [2],
+    soft cap [1], scale of bfloat16 queries [1]."""
     q, keys, tables = argument(frame, 0), argument(frame, 1), argument(frame, 3)
     lengths, offsets = argument(frame, 4), argument(frame, 5)
     rows, heads, group, d = dim(lengths, 0), dim(q, 1), dim(q, 2), dim(q, 3)
     length, offset = data(lengths), data(offsets)
-    window = load_int(data(argument(frame, 6)))
+    window, aligned = load_int(data(argument(frame, 6))), load_int(data(argument(frame, 6)) + 4)
     window = window if window > 0 else NO_WINDOW
     units, all_slots, several = 0, 0, False
     for row in range(rows):
         count = load_int(offset + 4 * (row + 1)) - load_int(offset + 4 * row)
         context = load_int(length + 4 * row)
-        units += _units(context, window, count, group)
-        slots = _slots(context, window, count)
+        units += _units(context, window, count, group, aligned)
+        slots = _slots(context, window, count, aligned)
         all_slots += slots
-        several = several or slots > 1
+        several = several or slots > count
     slots_at = STARTS + 8 * (rows + 1)
     stats = slots_at + 8 * (rows + 1)
     parts = stats + 8 * all_slots * heads * group
@@ -225,6 +227,7 @@ def _job(frame):
     kind = dtype(keys)
     store_word(job + SIZE, 4 if kind == IS_FLOAT32 else 2 if kind in (IS_BFLOAT16, IS_UINT16) else 1)
     store_word(job + WINDOW, window)
+    store_word(job + ALIGNED, aligned)
     store_float(job + CAP, load_float(data(argument(frame, 7))))
     store_float(job + FACTOR, load_float(data(argument(frame, 8))))
     store_word(job + STATS, job + stats)
@@ -235,8 +238,8 @@ def _job(frame):
         store_word(job + STARTS + 8 * row, units)
         store_word(job + slots_at + 8 * row, slots)
         _, count, context = _row(job, row)
-        units += _units(context, window, count, group)
-        slots += _slots(context, window, count)
+        units += _units(context, window, count, group, aligned)
+        slots += _slots(context, window, count, aligned)
     store_word(job + STARTS + 8 * rows, units)
     store_word(job + slots_at + 8 * rows, slots)
     return job
@@ -268,5 +271,5 @@ def _handle(frame):
 
 def compile_handler() -> tuple[int, list[bytes]]:
     """Returns the address of XLA's handler, and its object code: empty if other processes cannot use it."""
-    items = (attend, attend_item), (attend_tile, attend_tile_item)
+    items = (attend, attend_item), (attend_tile, attend_tile_item), (attend_piece, attend_piece_item)
     return compile_parts((*items, (work, _work), (handler, _handle)))

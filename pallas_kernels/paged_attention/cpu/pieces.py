@@ -1,0 +1,62 @@
+"""A work item of a chunk in a batch-invariant call: a piece of up to SHORT query tokens, with one key head.
+
+Every sum of a query is made in the order of a decode: over spans that begin at multiples of SPAN, whose parts are merged
+in the order of the context. So a token has the same bits whether it is computed as a decode or in any chunk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pallas_kernels.paged_attention.cpu.items import SPAN, attend, first_seen
+from pallas_kernels.paged_attention.cpu.vectors import add_weighted_values_one, clear, scale
+from pallas_kernels.shared.cpu.memory import compiled, free, linked, load_float, malloc, store_float
+
+attend_piece, _define_attend_piece = linked("paged_attention_attend_piece", 17)
+
+
+@compiled
+def merge_parts(out, stats, parts, count, stride, d):
+    """Merges `count` parts of a query's result by their log-sum-exp, in the order of the context.
+
+    out: [D] float32. stats: (largest score, sum of the weights) of the first part, parts: [D] of it; those of the next
+        part are `stride` places of 2 and of D numbers behind. The first of the stats is overwritten.
+    """
+    clear(out, d)
+    top, norm = np.float32(-np.inf), np.float32(0)
+    for i in range(count):
+        top = max(top, load_float(stats + 8 * stride * i))
+    for i in range(count):
+        at = stats + 8 * stride * i
+        share = np.float32(math.exp(load_float(at) - top))
+        norm += share * load_float(at + 4)
+        store_float(at, share)
+        add_weighted_values_one(4, at, parts + 4 * d * stride * i, d, out, 0)
+    scale(out, np.float32(1) / norm, d)
+
+
+def attend_piece_item(
+    size, q, k, v, page_bytes, table, cap, group, d, s, scores, out, count, length, window, token_bytes, heads,
+):  # fmt: skip
+    """Computes the queries of `count` tokens, G each, over all that they see of one key head.
+
+    length: context tokens of the piece's last token. The other arguments are those of `attend_item`.
+    out: [G, D] float32 of the first token; those of the next one are token_bytes behind.
+    """
+    _define_attend_piece()
+    first, queries = first_seen(length, window, count, 1), count * group
+    spans = -(-(length - first) // SPAN)
+    stats = malloc(4 * spans * queries * (2 + d))
+    parts = stats + 8 * spans * queries
+    for i in range(spans):
+        begin = first + SPAN * i
+        attend(
+            size, q, k, v, page_bytes, table, begin, min(begin + SPAN, length), cap, group, d, s, scores,
+            parts + 4 * d * queries * i, stats + 8 * queries * i, count, length, window, token_bytes, 1,
+        )  # fmt: skip
+    for query in range(queries):
+        to = out + query // group * token_bytes + 4 * d * (query % group)
+        merge_parts(to, stats + 8 * query, parts + 4 * d * query, spans, queries, d)
+    free(stats)
