@@ -163,9 +163,9 @@ class EngineConfig:
     linear_impl: an implementation of pallas_kernels.linear, in whose layout matrices are stored; None chooses by
         platform, once. One of your own is named in the same way.
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
-    batch_invariant: the tokens and log-probabilities of a request have the same bits beside any other requests, and with
-        any bucket, chunk, block size, cached prefix, preemption and number of threads. It needs implementations that
-        promise it (docs/design/batch-invariance.md), and excludes the rule "rejection" of speculation.
+    batch_invariant: the tokens and log-probabilities of a request have the same bits beside any other requests, and
+        with any bucket, chunk, block size, cached prefix, preemption and number of threads. It needs implementations
+        that promise it (docs/design/batch-invariance.md), and excludes the rule "rejection" of speculation.
     compilation: "eager": every bucket is compiled at start-up, several at a time; "lazy": each when a step first needs
         it, so that the first token comes sooner. Then no step is measured when the number of blocks is chosen.
         "background": the largest at start-up, the others one at a time while steps run; a step is padded to the next
@@ -244,8 +244,8 @@ class EngineConfig:
             )
         if self.batch_invariant and self.speculative is not None and self.speculative.rule == "rejection":
             raise ValueError(
-                "batch_invariant is True and speculative.rule is 'rejection', with which a token depends on its draft; set "
-                "speculative.rule='strict', or batch_invariant=False"
+                "batch_invariant is True and speculative.rule is 'rejection', with which a token depends on its draft; "
+                "set speculative.rule='strict', or batch_invariant=False"
             )
         object.__setattr__(self, "mesh", MeshConfig.read(self.mesh))
         object.__setattr__(self, "devices", checked_devices(self.devices, self.mesh))

@@ -69,7 +69,8 @@ def _not_invariant(wanted: str | None, device: Any, **sizes: Any) -> str:
     impl = find(wanted or DEFAULTS[0])
     if not impl.invariant:
         able = ", ".join(repr(name) for name, one in IMPLS.items() if one.invariant)
-        return f"batch_invariant is True, and attention_impl {wanted!r} has no batch-invariant form; those that do: {able}"
+        what = f"batch_invariant is True, and attention_impl {wanted!r} has no batch-invariant form"
+        return f"{what}; those that have one: {able}"
     reason = impl.obstacle(device, **sizes)
     return f"batch_invariant is True, and attention_impl {impl.name!r} {reason}" if reason else ""
 

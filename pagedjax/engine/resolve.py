@@ -63,9 +63,7 @@ def resolve(
         )
     sizes = {"block_size": config.block_size, "head_dim": m.head_dim, "kv_heads": part.kv_heads, "heads": part.heads}
     invariant = config.batch_invariant
-    impl = attention.choose(
-        config.attention_impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **sizes
-    )
+    impl = attention.choose(config.attention_impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **sizes)
     if invariant and not linear.find(m.linear).invariant:
         able = ", ".join(repr(name) for name, one in linear.IMPLS.items() if one.invariant)
         reason = f"the products are of linear_impl {m.linear!r}, whose sums depend on the shapes of a step"

@@ -11,6 +11,7 @@ import timeit
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import chex
 import jax
@@ -341,3 +342,39 @@ def test_a_query_of_a_short_row_has_the_bits_of_a_decode(window):
             else:  # spans begin at the first visible token, so sums have another order
                 chex.assert_trees_all_close(run(alone, "cpu")[0], together[first + token], atol=1e-5)
         first += count
+
+
+def dense_pages(keys: np.ndarray, block: int, seed: int) -> tuple[jax.Array, jax.Array]:
+    """[L, K, D] -> pages [P, K, S, D] in random order, with NaN past the end, and their table [1, M]."""
+    length, heads, size = keys.shape
+    count = -(-length // block)
+    table = np.random.default_rng(seed).permutation(count) + 1
+    pages = np.full((count + 1, heads, block, size), np.nan, np.float32)
+    for i in range(length):
+        pages[table[i // block], :, i % block] = keys[i]
+    return jnp.asarray(pages), jnp.asarray(table[None], jnp.int32)
+
+
+@pytest.mark.parametrize("window", [None, 100, 300])
+def test_the_invariant_form_has_the_bits_of_a_decode_in_any_chunk_and_block(window):
+    """Contexts of several spans; chunks of one token are decodes, those of 2 to 8 short rows, and longer ones pieces."""
+    length, heads, size = 600, 3, 40
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((length, n, size)).astype(np.float32) for n in (9, heads, heads))
+    invariant = cpu.IMPLEMENTATION._replace(attend=cpu.IMPLEMENTATION.invariant)
+
+    def attended(chunks: list[int], block: int, impl: Any = invariant) -> np.ndarray:
+        (keys, table), (values, _) = dense_pages(k, block, block), dense_pages(v, block, block)
+        found, at = np.zeros_like(q), 0
+        for count in chunks:
+            rows = jnp.array([at + count], jnp.int32), jnp.array([0, count], jnp.int32)
+            options = {"scale": 0.2, "impl": impl, "window": window}
+            found[at : at + count] = paged_attention(q[at : at + count], keys, values, table, *rows, **options)
+            at += count
+        return found
+
+    wanted = attended([length], 16)
+    for chunks, block in (([1] * 40 + [560], 16), ([3, 5, 8, 9, 250, 1, 24, 300], 7), ([300, 300], 64)):
+        chex.assert_trees_all_equal(attended(chunks, block), wanted)
+    chex.assert_trees_all_equal(attended([599, 1], 128)[-1], wanted[-1])
+    chex.assert_trees_all_close(wanted, attended([length], 16, "cpu"), atol=2e-6)

@@ -214,17 +214,20 @@ class MLP(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Which experts compute a token. Exact: a TPU rounds the factors of a product to bfloat16 by default, and another
-    expert would be chosen."""
+    """Which experts compute a token. It is never int8."""
 
     def __init__(self, c: DecoderConfig, experts: Experts, dtype: str):
-        self.weight = nnx.Param(jnp.zeros((experts.count, c.hidden), dtype))
+        self.weight, _ = weight(Matrix(experts.count, c.hidden), dtype, False, c.linear)
         self.experts = experts
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [T, H] -> (weights, experts), each [T, chosen]."""
-        exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-        y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())), **exact).astype(x.dtype)
+    def __call__(self, x: jax.Array, used: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """x [T, H] -> (weights, experts), each [T, chosen]. used: [1] how many tokens are not padding; None: all."""
+        impl, matrix = self.weight.implementation, self.weight.matrix
+        if impl.name == "xla":  # a TPU rounds the factors of a product to bfloat16, and another expert would be chosen
+            exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+            y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())), **exact).astype(x.dtype)
+        else:
+            y = linear(x, self.weight[...], matrix, impl=impl, sizes=used)
         shares = jax.nn.softmax(y.astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(shares, self.experts.chosen)
         return weights / weights.sum(-1, keepdims=True) if self.experts.normalised else weights, chosen
@@ -252,7 +255,7 @@ class SparseMLP(nnx.Module):
         c, x = self.config, norm(x)
         assert c.experts is not None
         e = c.experts
-        weights, chosen = self.router(x)
+        weights, chosen = self.router(x, used)
         own, expert = e.count // e.devices, chosen.reshape(-1)  # of the T * chosen pairs
         if e.devices > 1:  # this device's experts are counted from 0, so their pairs are sorted first
             expert = (expert - own * jax.lax.axis_index("expert")) % e.count
@@ -401,7 +404,9 @@ class Decoder(nnx.Module):
         else:
             y = self.head(hidden, **options)
         cap = self.config.logit_cap
-        return y if cap is None else cap * jnp.tanh(y / cap)
+        # Clipping changes nothing. It keeps the compiler from computing this product and a later sum in one rounding, as
+        # it would in some programs and not in others (docs/design/batch-invariance.md).
+        return y if cap is None else jnp.clip(cap * jnp.tanh(y / cap), -cap, cap)
 
 
 def samples_of(batch: Batch) -> Batch:

@@ -45,7 +45,10 @@ def paged_attention(
     k = k_pages.shape[1]
     grouped = (q.astype(jnp.float32) * scale).reshape(t, k, n // k, d)
     factor = scale if q.dtype == jnp.bfloat16 else 0  # the kernel divides by it, to have the bfloat16 numbers again
-    options = (jnp.array([window or 0, invariant], jnp.int32), *(jnp.full(1, x or 0, jnp.float32) for x in (soft_cap, factor)))
+    options = (
+        jnp.array([window or 0, invariant], jnp.int32),
+        *(jnp.full(1, x or 0, jnp.float32) for x in (soft_cap, factor)),
+    )
     attend = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(grouped.shape, jnp.float32))
     out = attend(grouped, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *options)
     return out.reshape(t, n, d).astype(q.dtype)

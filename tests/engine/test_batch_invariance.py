@@ -1,0 +1,207 @@
+"""Batch-invariant engines: a request's tokens and log-probabilities have the same bits in any company, in any engine.
+
+As vLLM tests its own: some requests ("needles") are computed alone, and again among random other requests ("mates").
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from pagedjax import LLM, SamplingParams, from_params
+from pagedjax.device.models import FAMILIES
+from pagedjax.weights.architectures import normalised
+from tests.device.test_linear_impl import random_params
+from tests.device.test_model_families import BODY, CASES, GPT2
+
+VOCAB = 320
+DRAW = {"temperature": 1.0, "top_p": 0.9, "top_k": 50, "seed": 3}
+PENALISED = {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.3}
+OPTIONS = ({"temperature": 0.0, "logprobs": 3}, {**DRAW, "logprobs": 2}, {**PENALISED, "prompt_logprobs": 2})
+LENGTHS = (1, 5, 23, 90)
+NEEDLES = [
+    (np.random.default_rng(n).integers(3, VOCAB, n).tolist(), SamplingParams(**{"logprobs": 0, **more}, max_tokens=8))
+    for n in LENGTHS
+    for more in OPTIONS
+]
+COMMON = {"batch_invariant": True, "progress": False, "max_model_len": 128}
+# one bucket each, so that few programs are compiled; two buckets in the first
+ENGINES: dict[str, dict[str, Any]] = {
+    "two buckets": {"max_num_batched_tokens": 64, "token_buckets": (8, 64), "max_num_seqs": 16, "num_blocks": 200},
+    "small chunks and blocks": {
+        "max_num_batched_tokens": 16,
+        "token_buckets": (16,),
+        "max_num_seqs": 5,
+        "block_size": 4,
+        "num_blocks": 300,
+    },
+    "preemption": {
+        "max_num_batched_tokens": 32,
+        "token_buckets": (32,),
+        "block_size": 8,
+        "num_blocks": 20,
+        "enable_prefix_caching": False,
+    },
+    "speculation": {
+        "max_num_batched_tokens": 48,
+        "token_buckets": (48,),
+        "speculative": {"method": "ngram", "num_tokens": 3},
+        "num_blocks": 200,
+    },
+}
+
+
+def answer(out: Any) -> tuple[Any, Any]:
+    """All numbers of a result: tokens with log-probabilities, and those of the prompt."""
+    (one,) = out.outputs
+
+    def bits(several: Any) -> list[Any]:
+        return [None if d is None else {token: p.logprob for token, p in d.items()} for d in several or ()]
+
+    return (list(one.token_ids), bits(one.logprobs)), bits(out.prompt_logprobs)
+
+
+def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    ids = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [answer(out) for out in llm.generate(ids, params, use_tqdm=False)]
+
+
+def among_mates(llm: LLM, seed: int, mates: int) -> list[Any]:
+    """The needles' answers, in a random order among random requests."""
+    rng = np.random.default_rng(seed)
+    jobs = list(NEEDLES)
+    for _ in range(mates):
+        prompt = rng.integers(3, VOCAB, rng.integers(1, 90)).tolist()
+        own = SamplingParams(temperature=float(rng.choice([0.0, 1.0])), seed=int(rng.integers(99)), max_tokens=12)
+        jobs.append((prompt, own))
+    order = rng.permutation(len(jobs))
+    found = answers(llm, [jobs[i][0] for i in order], [jobs[i][1] for i in order])
+    return [found[int(np.flatnonzero(order == i)[0])] for i in range(len(NEEDLES))]
+
+
+def alone(llm: LLM) -> list[Any]:
+    return [answers(llm, [prompt], [params])[0] for prompt, params in NEEDLES]
+
+
+def model_of(name: str, dtype: str = "float32", **options: Any) -> Any:
+    kind, more = CASES[name]
+    hf = {**(GPT2 if kind == "gpt2" else BODY), **more, "model_type": kind}
+    config = FAMILIES[kind].from_hf(normalised(hf, name))
+    return from_params(jax.tree.map(lambda x: x.astype(dtype), random_params(config)), config, **options)
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, LLM]:
+    model = model_of("Qwen3")
+    return {name: LLM(model, **COMMON, **options) for name, options in ENGINES.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(engines) -> list[Any]:
+    return alone(engines["two buckets"])
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(sorted(ENGINES)), seed=st.integers(0, 2**16), mates=st.integers(0, 24))
+@example(name="two buckets", seed=0, mates=20)
+@example(name="small chunks and blocks", seed=1, mates=12)
+@example(name="preemption", seed=2, mates=16)
+@example(name="speculation", seed=3, mates=12)
+def test_a_request_has_the_same_bits_in_any_company_and_any_engine(engines, expected, name, seed, mates):
+    chex.assert_trees_all_equal(among_mates(engines[name], seed, mates), expected)
+
+
+def test_the_engines_differ_in_what_they_do(engines, expected):
+    """Else the test above would compare too little: blocks run out, drafts are accepted, prefixes are found."""
+    llm = engines["preemption"]
+    before = llm.engine.scheduler_state.step
+    names = [f"p{i}" for i in range(12)]
+    for i, name in enumerate(names):
+        llm.engine.add(name, NEEDLES[9][0][: 40 + i], SamplingParams(max_tokens=40, ignore_eos=True))
+    preempted = 0
+    while llm.engine.has_work:
+        result = llm.engine.step()
+        preempted += len(result.plan.preempted) if result else 0
+    assert preempted > 0
+    assert llm.engine.scheduler_state.step > before
+    cached = engines["small chunks and blocks"]
+    prompt, params = NEEDLES[-3]
+    for name in ("first", "again"):
+        cached.engine.add(name, prompt, params)
+        found = 0
+        while cached.engine.has_work:
+            result = cached.engine.step()
+            found += sum(result.plan.cached) if result else 0
+    assert found > 0, "the second request finds the blocks of the first"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype", "options", "engine"),
+    [
+        ("Gemma 2, caps that bind", "float32", {}, {}),
+        ("Gemma 3", "float32", {}, {"kv_cache_dtype": "float8_e4m3fn"}),
+        ("GPT-2", "float32", {}, {}),
+        ("Mixtral", "float32", {}, {}),
+        ("Qwen3-MoE", "float32", {"weight_dtype": "int8"}, {}),
+        ("Llama 3", "bfloat16", {}, {}),
+        ("Mistral", "float32", {}, {"preemption": "swap", "lookahead": 1}),
+    ],
+)
+def test_every_family_and_dtype(name, dtype, options, engine):
+    model = model_of(name, dtype, **options)
+    first = LLM(model, **COMMON, **ENGINES["two buckets"], **engine)
+    wanted = alone(first)
+    chex.assert_trees_all_equal(among_mates(first, 0, 20), wanted)
+    for other in ("small chunks and blocks", "preemption"):
+        swaps = engine.get("preemption") == "swap"
+        more = {"enable_prefix_caching": True} if swaps else {}
+        llm = LLM(model, **COMMON, **ENGINES[other] | engine | more)
+        chex.assert_trees_all_equal(among_mates(llm, 1, 12), wanted)
+
+
+ONE_THREAD = """
+import json, os, sys
+os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]} if sys.argv[1] == "one" else os.sched_getaffinity(0))
+from pagedjax import LLM
+from tests.engine.test_batch_invariance import COMMON, ENGINES, among_mates, model_of
+print(json.dumps(among_mates(LLM(model_of("Qwen3"), **COMMON, **ENGINES["two buckets"]), 7, 12)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the number of processors is set as Linux does it")
+def test_the_number_of_threads_changes_no_bit():
+    found = []
+    for processors in ("one", "all"):
+        command = [sys.executable, "-c", ONE_THREAD, processors]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    chex.assert_trees_all_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention_impl": "xla"}, "attention_impl 'xla' has no batch-invariant form; those that have one: 'cpu'"),
+        ({"linear_impl": "xla"}, "linear_impl 'xla', whose sums depend on the shapes of a step"),
+        ({"mesh": {"tensor": 2}}, "on one CPU without a mesh"),
+        (
+            {"speculative": {"method": "ngram", "num_tokens": 2, "rule": "rejection"}},
+            "speculative.rule is 'rejection', with which a token depends on its draft",
+        ),
+        ({"batch_invariant": 1}, "batch_invariant is 1; it must be True or False"),
+    ],
+)
+def test_what_cannot_be_batch_invariant_is_refused(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny, **COMMON | {"max_model_len": 64, "num_blocks": 40, "compilation": "lazy"} | options)
