@@ -81,7 +81,7 @@ class Implementation(NamedTuple):
     unpack: (packed weight on the host or a device, matrix) -> [M, K]: the inverse.
     gather: (packed weight on the device, matrix, ids [T]) -> [T, K]: rows of a matrix, as an embedding needs them.
     prepare: () -> None. Starts work that is needed once a process, before any tracing.
-    invariant: the results of a token have the same bits beside any other tokens, with any number of them and of threads.
+    invariant: a token's results have the same bits beside any other tokens, with any number of them and of threads.
     """
 
     name: str

@@ -357,7 +357,7 @@ def dense_pages(keys: np.ndarray, block: int, seed: int) -> tuple[jax.Array, jax
 
 @pytest.mark.parametrize("window", [None, 100, 300])
 def test_the_invariant_form_has_the_bits_of_a_decode_in_any_chunk_and_block(window):
-    """Contexts of several spans; chunks of one token are decodes, those of 2 to 8 short rows, and longer ones pieces."""
+    """Contexts of several spans. Chunks of 1 token are decodes, of 2 to 8 short rows, and longer ones pieces."""
     length, heads, size = 600, 3, 40
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((length, n, size)).astype(np.float32) for n in (9, heads, heads))

@@ -404,8 +404,8 @@ class Decoder(nnx.Module):
         else:
             y = self.head(hidden, **options)
         cap = self.config.logit_cap
-        # Clipping changes nothing. It keeps the compiler from computing this product and a later sum in one rounding, as
-        # it would in some programs and not in others (docs/design/batch-invariance.md).
+        # Clipping changes nothing. It keeps the compiler from computing this product and a later sum in one rounding,
+        # as it would in some programs and not in others (docs/design/batch-invariance.md).
         return y if cap is None else jnp.clip(cap * jnp.tanh(y / cap), -cap, cap)
 
 

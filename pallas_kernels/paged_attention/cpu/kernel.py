@@ -14,8 +14,8 @@ of memory that the last user frees.
 
 Head sizes are multiples of 8. Everything else is read from the call frame, so one program serves every shape, with
 float32, bfloat16 and float8_e4m3fn pages, with and without a window and a soft cap. The object code of the handler, the
-work and the kinds of items (`items.py`, `tile_items.py`, `pieces.py`) is linked by name. `object_files.py` stores it on disk; a
-process that finds it does not import this module.
+work and the kinds of items (`items.py`, `tile_items.py`, `pieces.py`) is linked by name. `object_files.py` stores it
+on disk; a process that finds it does not import this module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A work item of a chunk in a batch-invariant call: a piece of up to SHORT query tokens, with one key head.
 
-Every sum of a query is made in the order of a decode: over spans that begin at multiples of SPAN, whose parts are merged
-in the order of the context. So a token has the same bits whether it is computed as a decode or in any chunk.
+Every sum of a query is made in the order of a decode: over spans that begin at multiples of SPAN, whose parts are
+merged in the order of the context. So a token has the same bits whether it is computed as a decode or in any chunk.
 """
 
 from __future__ import annotations
