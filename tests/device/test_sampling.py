@@ -297,31 +297,11 @@ def products(jaxpr: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("tile", [None, TILE])
-def test_all_sums_of_sampling_are_in_exact_float32(tile):
-    """At the default precision a TPU rounds the arguments of a product to bfloat16 and a GPU to TF32."""
+def test_no_sum_of_sampling_is_a_product(tile):
+    """At the default precision a TPU rounds the arguments of a product to bfloat16 and a GPU to TF32: 0.9982 becomes 1, a
+    piece looks larger than the running sum of its tokens, and its last token is drawn too often."""
     arguments = jnp.zeros((B, V)), *batch([{}] * B), jnp.uint32(0)
-    found = list(products(jax.make_jaxpr(lambda *a: sample(*a, tile))(*arguments)))
-    assert len(found) >= 3, "sums of pieces, of a row, and of what stays above a threshold"
-    assert set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
-
-
-def test_products_in_bfloat16_do_not_favour_unlikely_tokens(monkeypatch):
-    """As on a TPU. 0.9982 is rounded to 1, so a piece was taken for larger than the running sum of its tokens, and its
-    last token, of probability 1.5e-7, was drawn 21 times in 20,480."""
-    exact = dot_general_p.bind
-
-    def rounded(*arguments, **parameters):
-        if parameters["precision"] != (jax.lax.Precision.HIGHEST,) * 2:
-            arguments = [jax.lax.reduce_precision(x, 8, 7) for x in arguments]
-        return exact(*arguments, **parameters)
-
-    monkeypatch.setattr(dot_general_p, "bind", rounded)
-    draws, v = 20_480, 256  # shapes of no other test: traces are cached
-    logits = np.full(v, -15.0, np.float32)
-    logits[0], logits[128] = 0.0, np.log(0.9982)
-    rows = batch([{"temperature": 1.0, "position": i} for i in range(draws)], v)
-    out = jax.jit(lambda *a: sample(*a, jnp.uint32(3)))(jnp.tile(jnp.asarray(logits), (draws, 1)), *rows)
-    assert set(np.asarray(out.tokens).tolist()) == {0, 128}
+    assert not list(products(jax.make_jaxpr(lambda *a: sample(*a, tile))(*arguments)))
 
 
 def test_neighbouring_positions_and_seeds_are_independent():
