@@ -298,8 +298,8 @@ def products(jaxpr: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("tile", [None, TILE])
 def test_no_sum_of_sampling_is_a_product(tile):
-    """At the default precision a TPU rounds the arguments of a product to bfloat16 and a GPU to TF32: 0.9982 becomes 1, a
-    piece looks larger than the running sum of its tokens, and its last token is drawn too often."""
+    """At the default precision a TPU rounds the arguments of a product to bfloat16 and a GPU to TF32: 0.9982 becomes 1,
+    a piece looks larger than the running sum of its tokens, and its last token is drawn too often."""
     arguments = jnp.zeros((B, V)), *batch([{}] * B), jnp.uint32(0)
     assert not list(products(jax.make_jaxpr(lambda *a: sample(*a, tile))(*arguments)))
 
