@@ -97,6 +97,7 @@ def init(config: SchedulerConfig) -> SchedulerState:
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it must be True or False")
     one_of("reservation", config.reservation, get_args(Reservation))
+    views.check_config(config)
     host_pool = blocks.init(config.host_blocks) if config.host_blocks else None
     return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, host_pool, frozenset(), Map())
 

@@ -25,6 +25,18 @@ from pagedjax.host.types import HOLE, Request, Running, SchedulerConfig, Seq
 Views = tuple[View, ...]
 
 
+def check_config(config: SchedulerConfig) -> None:
+    """Raises ValueError for views that are none, or beside a baseline, which keeps every block."""
+    for view in config.views:
+        sizes = (*view.kept, view.window or 1) if isinstance(view, View) else ("",)
+        if not all(type(size) is int and size >= 0 for size in sizes) or list(view.kept) != sorted(set(view.kept)):
+            raise ValueError(f"a view is {view!r}; it must be a View(window, kept) of blocks")
+        if view.window == 0:
+            raise ValueError(f"a view is {view!r}; a window has at least 1 block")
+    if config.views and (config.reservation != "none" or not (config.chunked_prefill and config.mixed_steps)):
+        raise ValueError(f"views are {config.views}, and a baseline keeps every block; give it no views")
+
+
 def views_of(config: SchedulerConfig, request: Request) -> Views:
     """What the queries of a request need, by group. A request whose sampling reads its tokens needs all blocks."""
     return (ALL,) * config.groups if request.keeps_blocks else config.views or (ALL,)
