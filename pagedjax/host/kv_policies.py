@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pagedjax.config import KVPolicyOptions, own_value
+from pagedjax.config import EngineConfig, KVPolicyOptions, own_value
 from pagedjax.host import blocks
 
 
@@ -108,3 +108,11 @@ def view(policy: KVPolicy, block_size: int, most: int) -> View:
     window = window_blocks(policy.window, block_size)
     kept = tuple([i for i in range(most - window) if policy.keeps(i * block_size)])
     return ALL if len(kept) >= most - window else View(window, kept)
+
+
+def views(config: EngineConfig, most: int) -> tuple[View, ...]:
+    """What queries see under a configuration's policy; () if they see everything. `most`: blocks of a sequence."""
+    if not isinstance(config.kv_policy, KVPolicyOptions):
+        return ()
+    found = view(find(config.kv_policy), config.block_size, most)
+    return () if found == ALL else (found,)

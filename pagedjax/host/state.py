@@ -19,13 +19,13 @@ def limits(c: EngineConfig, host_blocks: int = 0, of_groups: tuple[View, ...] = 
 
     Args:
         of_groups: what queries see, by group of layers; () if all of them see everything. A configured block has the
-            keys and values of all layers, and is a block of each group here.
+            keys and values of all layers; here it is a block for each group. The trash block needs one alone.
     """
     assert c.max_model_len is not None, "resolve the configuration first"
     assert c.num_blocks is not None, "resolve the configuration first"
     return SchedulerConfig(
         c.block_size,
-        c.num_blocks * max(1, len(of_groups)),
+        (c.num_blocks + 1) * max(1, len(of_groups)) - 1,
         c.max_num_batched_tokens,
         c.max_num_seqs,
         c.max_model_len,

@@ -117,6 +117,14 @@ def fewest(config: SchedulerConfig, request: Request, limit: int) -> int:
     return min(need + config.groups, whole) if request.forks and not request.beams else need
 
 
+def sequences_that_fit(config: SchedulerConfig) -> int:
+    """Sequences of max_model_len tokens whose blocks fit into the pool at once."""
+    whole = blocks.needed(config.max_model_len, config.block_size) * config.groups
+    longest = Request("", 1, config.max_model_len)
+    each = most_held(config, longest, config.max_model_len, config.max_num_batched_tokens) if config.views else whole
+    return config.num_blocks // each
+
+
 def entering(
     config: SchedulerConfig, seq: Seq, found: Sequence[int], free: int, budget: int
 ) -> tuple[int, int]:
