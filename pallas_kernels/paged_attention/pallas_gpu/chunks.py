@@ -138,12 +138,12 @@ def chunks(
                 plgpu.barrier_wait(v_full.at[slot])
 
                 # a weight of 0 does not hide a NaN; one warpgroup for all
-                @pl.when((start + tile > length) | (start < earliest))
+                @pl.when(start + tile > length if window is None else (start + tile > length) | (start < earliest))
                 def clear():
                     @pl.when(me == 0)
                     def write():
                         at = numbered((tile, d), 0) + start
-                        real = (at >= earliest) & (at < length)
+                        real = at < length if window is None else (at >= earliest) & (at < length)
                         v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(clean)

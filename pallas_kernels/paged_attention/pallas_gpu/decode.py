@@ -151,10 +151,12 @@ def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale
 
                 plgpu.barrier_wait(v_full.at[slot])
 
-                @pl.when((start + tile > length) | (start < earliest))  # a weight of 0 does not hide a NaN
+                # a weight of 0 does not hide a NaN
+                @pl.when(start + tile > length if window is None else (start + tile > length) | (start < earliest))
                 def clear():
                     at = numbered((tile, d), 0) + start
-                    v_s[slot] = jnp.where((at >= earliest) & (at < length), v_s[slot], jnp.zeros((), dtype))
+                    real = at < length if window is None else (at >= earliest) & (at < length)
+                    v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
                     plgpu.commit_smem()
 
                 y = product((d, columns), v_s.at[slot].transpose((1, 0)), p_s.transpose((1, 0)))
