@@ -226,9 +226,9 @@ class EngineConfig:
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes share steps. Without
         them steps are made as earlier engines made them (host/step_kinds.py), to compare with.
-    kv_policy: which blocks of its sequence a query still sees: "full" (None), "streaming", one of your own, or a mapping
-        such as {"name": "streaming", "sinks": 4, "window": 1020}, a `KVPolicyOptions`. Blocks that no query sees any
-        more are free for others. All but "full" change tokens.
+    kv_policy: which blocks of its sequence a query still sees: "full" (None), "streaming", one of your own, or a
+        `KVPolicyOptions` as a mapping, such as {"name": "streaming", "sinks": 4, "window": 1020}. Blocks that no query
+        sees any more are free for others. All but "full" change tokens.
     free_window_blocks: give blocks back that lie before the windows of layers that have one. It changes no token.
     reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of the cache for its
         whole life, as engines before paging did (host/reservation.py); it needs enable_prefix_caching=False.

@@ -163,9 +163,7 @@ def request_records(
     ]
 
 
-def step_records(
-    results: Sequence[StepResult], start: float, block_size: int, groups: int = 1
-) -> list[StepRecord]:
+def step_records(results: Sequence[StepResult], start: float, block_size: int, groups: int = 1) -> list[StepRecord]:
     """One record for each step.
 
     Args:

@@ -78,7 +78,6 @@ def work_of(plan: Plan, padded: int, *, cached: bool = True, config: SchedulerCo
 def _work_seen(plan: Plan, padded: int, moved: int, view: View, size: int) -> Work:
     """The work of a plan where a query sees some blocks of its sequence."""
 
-
     def hidden(at: int) -> int:
         """Tokens that the query at this position does not see."""
         block = at // size

@@ -243,8 +243,8 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, guesses: Guesses | N
         raise ValueError(f"{has} is set and {lacks} is not; a simulated draft is right with a given probability")
     if config.kv_policy is not None and not simulate.kv_cache:
         raise ValueError(
-            "engine.kv_policy is set and simulate.kv_cache is false: an engine without a KV cache has no blocks to give "
-            "back; leave one of them out"
+            "engine.kv_policy is set and simulate.kv_cache is false: an engine without a KV cache has no blocks to "
+            "give back; leave one of them out"
         )
     if config.preemption == "swap" and simulate.fit is not None:
         raise ValueError(

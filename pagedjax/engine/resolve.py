@@ -14,8 +14,8 @@ from pagedjax.config import ON_DEVICE, EngineConfig, KVPolicyOptions, Resolved
 from pagedjax.device import attention, cache, memory
 from pagedjax.device.batch import Shapes, token_buckets
 from pagedjax.device.draft_model import DraftModel
-from pagedjax.device.models import Model
 from pagedjax.device.layer_groups import LayerGroups, layer_groups
+from pagedjax.device.models import Model
 from pagedjax.host import kv_policies
 from pagedjax.host.kv_policies import View
 from pagedjax.host.reservation import table_width

@@ -50,8 +50,8 @@ from pagedjax.engine.resolve import (
 from pagedjax.host import policies
 from pagedjax.host.policies import Policy
 from pagedjax.host.state import SchedulerConfig, limits
-from pagedjax.host.views import sequences_that_fit
 from pagedjax.host.types import EMPTY_PLAN
+from pagedjax.host.views import sequences_that_fit
 from pagedjax.weights.trained import on_mesh, replaced, with_linear
 
 # Programs that move blocks move a fixed number, with the trash block as padding. A branch copies one block now and

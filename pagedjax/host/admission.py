@@ -93,8 +93,8 @@ def _admit_one(admission: Admission, policy: Policy, seq: Seq, config: Scheduler
     swap_in = admission.swap_in
     if seq.blocks:
         fresh, new, full = iter(ids), frozenset(ids), frozenset(whole)
-        known = {HOLE: HOLE} | swapped_in
-        table = [known[b] if b in known and (i < len(whole) or not b) else next(fresh) for i, b in enumerate(seq.blocks)]
+        shared = {b: swapped_in[b] for b in whole if b in swapped_in} | {HOLE: HOLE}
+        table = [shared[b] if b in shared else next(fresh) for b in seq.blocks]
         pairs = [(b, mine) for b, mine in zip(seq.blocks, table, strict=True) if mine in new]
         swapped_in |= {b: mine for b, mine in pairs if b in full}
         swap_in += tuple(pairs)

@@ -97,9 +97,7 @@ def arrivals(active: Running, forks: Sequence[Seq], choices: Mapping[str, Choice
     return frozenset([seq.arrival for seq in active.seqs if seq.group in groups])
 
 
-def shared(
-    pool: BlockPool, active: Running, forked: frozenset[int], config: SchedulerConfig
-) -> list[tuple[int, int]]:
+def shared(pool: BlockPool, active: Running, forked: frozenset[int], config: SchedulerConfig) -> list[tuple[int, int]]:
     """(index of a branch, entry of its block table) whose next write is to a block that others own or can find. The
     last owner keeps it.
 

@@ -91,7 +91,9 @@ def find(options: KVPolicyOptions) -> KVPolicy:
         return streaming(options.sinks, options.window)
     policy = own_value("kv_policy", options.name, KVPolicy, ("full", "streaming"))
     if policy.window is not None and (type(policy.window) is not int or policy.window < 1):
-        raise ValueError(f"kv_policy {options.name!r} has window {policy.window!r}; it must be None, or at least 1 token")
+        raise ValueError(
+            f"kv_policy {options.name!r} has window {policy.window!r}; it must be None, or at least 1 token"
+        )
     return policy
 
 

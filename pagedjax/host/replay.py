@@ -236,7 +236,9 @@ def _header(record: dict[str, Any], policies: Mapping[str, Policy]) -> tuple[Sch
         raise ReplayError(f"line 1 names the policy {record.get('policy')!r}; known are {', '.join(sorted(policies))}")
     try:
         found = record["config"]
-        config = SchedulerConfig(**found | {"views": tuple([View(w, tuple(kept)) for w, kept in found.get("views", ())])})
+        config = SchedulerConfig(
+            **found | {"views": tuple([View(w, tuple(kept)) for w, kept in found.get("views", ())])}
+        )
         scheduler.init(config)
         return config, policies[record["policy"]], str(record["pagedjax"])
     except (KeyError, TypeError, ValueError) as error:

@@ -7,10 +7,10 @@ entry of a block that was given back, or that was never needed, is HOLE.
 Between two transitions a running sequence has exactly the blocks that the query of its next token sees, and those
 behind them that it was given (`check`). `commit` gives back what went out of sight (`drop`).
 
-A sequence gets blocks for the tokens that the step computes, not for all its known tokens at once: of a long prompt most
-blocks are given back before the last one is needed. So admission compares with the blocks that it has at most at one
-time until its known tokens are computed (`most_held`), and counts what running sequences still need of theirs as taken
-(`promised`).
+A sequence gets blocks for the tokens that the step computes, not for all its known tokens at once: of a long prompt
+most blocks are given back before the last one is needed. So admission compares with the blocks that it has at most at
+one time until its known tokens are computed (`most_held`), and counts what running sequences still need of theirs as
+taken (`promised`).
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ def sequences_that_fit(config: SchedulerConfig) -> int:
     return config.num_blocks // each
 
 
-def entering(
-    config: SchedulerConfig, seq: Seq, found: Sequence[int], free: int, budget: int
-) -> tuple[int, int]:
+def entering(config: SchedulerConfig, seq: Seq, found: Sequence[int], free: int, budget: int) -> tuple[int, int]:
     """Of a sequence that enters: (new blocks that it gets now, blocks that it still needs after that).
 
     Args:

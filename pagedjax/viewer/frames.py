@@ -240,9 +240,7 @@ def _publications(fold: Fold) -> list[list[int]] | None:
     return [new, lost] if new or lost else None
 
 
-def _empty_slots(
-    tables: Tables, ends: Mapping[int, int], owners: Mapping[int, int], config: SchedulerConfig
-) -> int:
+def _empty_slots(tables: Tables, ends: Mapping[int, int], owners: Mapping[int, int], config: SchedulerConfig) -> int:
     """Slots of owned blocks without a token when the step ends. A shared block counts once, at its fullest."""
     size, groups = config.block_size, config.groups
     tokens_in: dict[int, int] = {}  # block -> tokens in it, for blocks that some table does not fill

@@ -1,4 +1,4 @@
-"""KV policies and windows in the engine, against dense attention with an explicit mask and against engines that keep all.
+"""KV policies and windows in the engine, against dense attention with a mask and against engines that keep all blocks.
 
 The oracle runs the model once over a whole text. Its attention is jax.nn.dot_product_attention with a mask of tokens.
 """
@@ -102,7 +102,7 @@ def assert_dense(model, prompt: Sequence[int], answer: Any, mask: np.ndarray) ->
 # --- streaming --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [4, 7])
+@pytest.mark.parametrize("size", [4, pytest.param(7, marks=pytest.mark.slow)])
 def test_streaming_is_dense_attention_with_its_mask(tiny, size):
     llm = make(tiny, kv_policy=STREAMING, block_size=size)
     full = tokens_of(make(tiny))
@@ -118,7 +118,8 @@ def streamed(tiny) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("xla", "as it is"))) for name in VARIANTS]
+    "variant",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("xla", "as it is", "preemption"))) for name in VARIANTS],
 )
 def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(tiny, streamed, variant):
     llm = make(tiny, kv_policy=STREAMING, **VARIANTS[variant])
@@ -228,7 +229,7 @@ def kept(gemma, mistral) -> dict[str, list[Any]]:
     return {name: answers(make(model, free_window_blocks=False)) for name, model in models.items()}
 
 
-QUICK = [("gemma", "another budget"), ("gemma", "swapping"), ("mistral", "preemption")]
+QUICK = [("gemma", "swapping"), ("mistral", "another budget")]
 EVERY = [(name, variant) for name in ("gemma", "mistral") for variant in (*VARIANTS, "mesh")]
 
 
@@ -299,9 +300,15 @@ def test_layers_are_dealt_to_groups_of_one_size():
     ("config", "message"),
     [
         ({"kv_policy": "streming"}, r"kv_policy is 'streming'; it must be one of .*did you mean 'streaming'"),
-        ({"kv_policy": {"name": "streaming", "window": 0}}, "kv_policy.window is 0; it must be an integer of at least 1"),
+        (
+            {"kv_policy": {"name": "streaming", "window": 0}},
+            "kv_policy.window is 0; it must be an integer of at least 1",
+        ),
         ({"kv_policy": {"name": "streaming", "sink": 1}}, r"unknown key kv_policy\.'sink'; did you mean 'sinks'"),
-        ({"kv_policy": {"name": "full", "sinks": 4}}, "kv_policy.sinks is 4, and kv_policy.name 'full', which takes no"),
+        (
+            {"kv_policy": {"name": "full", "sinks": 4}},
+            "kv_policy.sinks is 4, and kv_policy.name 'full', which takes no",
+        ),
         ({"kv_policy": 3}, "kv_policy is 3; it must be a name, or a mapping"),
         ({"kv_policy": "streaming", "mixed_steps": False}, "these baselines keep every block"),
         (

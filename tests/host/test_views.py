@@ -49,7 +49,9 @@ def test_a_query_sees_the_sinks_and_its_window_and_less_than_a_block_more_of_eac
         wanted = {t for t in range(position + 1) if t < sinks or t > position - window}
         assert wanted <= tokens
         if found != ALL:
-            assert tokens <= {t for t in range(position + 1) if t < sinks + size - 1 or t > position - window - 2 * size + 1}
+            assert tokens <= {
+                t for t in range(position + 1) if t < sinks + size - 1 or t > position - window - 2 * size + 1
+            }
 
 
 def test_a_policy_under_which_nothing_goes_out_of_sight_is_full():
@@ -60,11 +62,11 @@ def test_a_policy_under_which_nothing_goes_out_of_sight_is_full():
 
 def test_a_policy_of_ones_own_is_found_by_its_place(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("from pagedjax.kv_policies import KVPolicy\nMINE = KVPolicy('mine', 32)\nBAD = KVPolicy('bad', 0)\n")
+    file.write_text("from pagedjax.policies import KVPolicy\nMINE = KVPolicy('mine', 32)\nBAD = KVPolicy('bad', 0)\n")
     assert kv_policies.find(KVPolicyOptions(f"{file}:MINE")) == KVPolicy("mine", 32)
     with pytest.raises(ValueError, match="has window 0; it must be None, or at least 1 token"):
         kv_policies.find(KVPolicyOptions(f"{file}:BAD"))
-    with pytest.raises(ValueError, match="OTHER in .* is no KVPolicy; those in it: .*MINE"):
+    with pytest.raises(ValueError, match=r"OTHER in .* is no KVPolicy; those in it: .*MINE"):
         kv_policies.find(KVPolicyOptions(f"{file}:OTHER"))
 
 
@@ -235,7 +237,9 @@ def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
                 right = draw.randint(0, k)
                 samples[i] = (*drafts[seq.request_id][:right], samples[i])
             del tokens[seq.request_id][length:]
-        ends = {seq.arrival: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)}
+        ends = {
+            seq.arrival: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
+        }
         active = scheduler.running(state)
         for seq in active:
             beams = [other for other in active if other.group == seq.group]

@@ -372,7 +372,8 @@ class Decoder(nnx.Module):
             first, last = [*first, last], None
         for layer, block in first:
             at, own = batch.groups.layout.places[layer][1] if batch.groups else layer, batch.of_layer(layer)
-            x, *pages[at] = _run_block(*nnx.split(block), attend, "__call__", x, *pages[at], own, angles)
+            x, k_pages, v_pages = _run_block(*nnx.split(block), attend, "__call__", x, *pages[at], own, angles)
+            pages[at] = k_pages, v_pages
             outputs.append(x)
         if last:
             layer, parts = last[0], nnx.split(last[1])
