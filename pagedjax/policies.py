@@ -1,4 +1,4 @@
-"""Policies, under their public name: those of the scheduler (host/policies.py), and KV policies (host/kv_policies.py)."""
+"""Policies, under their public name: of the scheduler (host/policies.py), and KV policies (host/kv_policies.py)."""
 
 from pagedjax.host.kv_policies import KVPolicy, View, streaming
 from pagedjax.host.policies import (

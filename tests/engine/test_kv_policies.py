@@ -6,7 +6,9 @@ The oracle runs the model once over a whole text. Its attention is jax.nn.dot_pr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import chex
@@ -22,6 +24,7 @@ from pagedjax.device import cache
 from pagedjax.device.batch import Batch
 from pagedjax.device.layer_groups import layer_groups
 from pagedjax.device.models import FAMILIES, Decoder
+from pagedjax.host.kv_policies import View, window_blocks
 from pagedjax.host.types import HOLE
 from pagedjax.weights.architectures import normalised
 from tests.engine.poison import poisoned
@@ -106,8 +109,14 @@ def assert_dense(model, prompt: Sequence[int], answer: Any, mask: np.ndarray) ->
 def test_streaming_is_dense_attention_with_its_mask(tiny, size):
     llm = make(tiny, kv_policy=STREAMING, block_size=size)
     full = tokens_of(make(tiny))
-    for prompt, answer, whole in zip(PROMPTS, answers(llm), full, strict=True):
+    outs = llm.generate(PROMPTS, replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
+    for prompt, out, whole in zip(PROMPTS, outs, full, strict=True):
+        (answer,) = out.outputs
         assert_dense(tiny.model, prompt, answer, seen_by(size, 4, 9))
+        logits = dense_logits(tiny.model, prompt, seen_by(size, 4, 9))[:-1]
+        wanted = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[np.arange(len(logits)), prompt[1:]]
+        got = np.array([row[token].logprob for row, token in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)])
+        chex.assert_trees_all_close(got, wanted.astype(got.dtype), atol=2e-4, rtol=0)
         short = len(prompt) + len(whole) < 12
         assert short or list(answer.token_ids) != whole, "the policy changed nothing: the comparison is blind"
 
@@ -335,6 +344,29 @@ def test_a_request_that_needs_more_blocks_than_the_pool_is_refused(tiny):
     with pytest.raises(ValueError, match="needs 4 blocks of 4 at one time"):
         llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
     assert tokens_of(llm, [PROMPTS[1]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+
+
+def test_the_documents_example_is_a_policy(tmp_path, tiny):
+    text = (Path(__file__).parents[2] / "docs/design/kv-policies.md").read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    (tmp_path / "strided.py").write_text(code, encoding="utf-8")
+    llm = make(tiny, kv_policy=f"{tmp_path}/strided.py:STRIDED", block_size=8)
+    assert llm.engine.runtime.scheduler_config.views == (View(9, (0, 16, 32, 48)),)
+
+
+@pytest.mark.parametrize(
+    ("windows", "tokens", "share"),
+    [
+        ([4096, None] * 13, 512 + 257, 0.75),
+        (([512] * 5 + [None]) * 4 + [512] * 2, 512 + 6 * 33, 0.21),
+    ],
+    ids=["Gemma 2 2B", "Gemma 3 1B"],
+)
+def test_the_documents_numbers_of_gemma(windows, tokens, share):
+    """8,192 tokens in blocks of 16; a block has the layers of one group."""
+    found = layer_groups(windows)
+    blocks = sum(512 if window is None else window_blocks(window, 16) for window in found.windows)
+    assert (blocks, round(blocks * found.size / (512 * len(windows)), 2)) == (tokens, share)
 
 
 def test_names_are_short_for_options():
