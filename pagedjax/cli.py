@@ -231,7 +231,9 @@ def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> Non
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
         elif dataclasses.is_dataclass(kind):
             what = f"NAME=VALUE,... or a JSON object of the fields of {getattr(kind, '__name__', hint)}"
-            group.add_argument(flag, f"{flag}-config", type=_mapping, metavar="JSON", help=what)
+            named = str in get_args(hint)
+            what, read = (f"a name, {what}", _name_or_mapping) if named else (what, _mapping)
+            group.add_argument(flag, f"{flag}-config", type=read, metavar="JSON", help=what)
         elif get_origin(kind) is tuple:
             group.add_argument(flag, type=_sizes, metavar="T,T,...", help=default)
         elif get_origin(kind) is Literal:
@@ -258,6 +260,10 @@ def _mapping(text: str) -> dict[str, Any]:
         example = 'method=ngram,num_tokens=4 or \'{"method": "ngram"}\''
         raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=VALUE,... nor a JSON object; write {example}")
     return value
+
+
+def _name_or_mapping(text: str) -> str | dict[str, Any]:
+    return _mapping(text) if "=" in text or text.startswith("{") else text
 
 
 class Parser(argparse.ArgumentParser):

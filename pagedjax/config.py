@@ -19,6 +19,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "static"]
+KVPolicyName = Literal["full", "streaming"]
 Reservation = Literal["none", "oracle", "pow2", "max"]
 Preemption = Literal["recompute", "swap"]
 Compilation = Literal["eager", "lazy", "background"]
@@ -97,6 +98,50 @@ class Speculative:
                 f"speculative.model is {self.model!r}, and the drafter {self.method!r} has no model; leave it out, or "
                 f"use a method of {', '.join(ON_DEVICE)}"
             )
+
+
+@dataclass(frozen=True)
+class KVPolicyOptions:
+    """Which blocks of its sequence a query still sees (docs/design/kv-policies.md).
+
+    name: "full": all. "streaming": the first tokens and the last ones (StreamingLLM, arXiv 2309.17453); other blocks
+        are given back. A `KVPolicy` of your own is "module:NAME" or "folder/file.py:NAME".
+    sinks: of "streaming", the first tokens that every query sees; None is 4.
+    window: of "streaming", the last tokens that a query sees at least, its own included; None is 1020.
+    """
+
+    name: str = "full"
+    sinks: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and ":" in self.name):
+            one_of("kv_policy", self.name, get_args(KVPolicyName))
+        for name, least, usual in (("sinks", 0, 4), ("window", 1, 1020)):
+            value = getattr(self, name)
+            if self.name == "streaming" and value is None:
+                object.__setattr__(self, name, usual)
+            elif value is not None and self.name != "streaming":
+                what = f"kv_policy.{name} is {value!r}, and kv_policy.name {self.name!r}"
+                raise ValueError(f"{what}, which takes no sizes; leave it out, or use 'streaming'")
+            elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"kv_policy.{name} is {value!r}; it must be an integer of at least {least} tokens")
+
+    @staticmethod
+    def read(value: Any) -> KVPolicyOptions | None:
+        """From None, a name, a mapping of fields (as YAML and the command line give it), or a `KVPolicyOptions`. None
+        is "full".
+
+        Raises:
+            ValueError: an unknown name or field, or a size out of range.
+        """
+        if isinstance(value, Mapping):
+            value = from_dict(KVPolicyOptions, {str(name): one for name, one in value.items()}, where="kv_policy.")
+        elif isinstance(value, str):
+            value = KVPolicyOptions(value)
+        elif value is not None and not isinstance(value, KVPolicyOptions):
+            raise ValueError(f"kv_policy is {value!r}; it must be a name, or a mapping such as {{'name': 'streaming'}}")
+        return None if value is None or value.name == "full" else value
 
 
 @dataclass(frozen=True)
@@ -184,6 +229,10 @@ class EngineConfig:
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes share steps. Without
         them steps are made as earlier engines made them (host/step_kinds.py), to compare with.
+    kv_policy: which blocks of its sequence a query still sees: "full" (None), "streaming", one of your own, or a
+        `KVPolicyOptions` as a mapping, such as {"name": "streaming", "sinks": 4, "window": 1020}. Blocks that no query
+        sees any more are free for others. All but "full" change tokens.
+    free_window_blocks: give blocks back that lie before the windows of layers that have one. It changes no token.
     reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of the cache for its
         whole life, as engines before paging did (host/reservation.py); it needs enable_prefix_caching=False.
     seed: root of every random key; a request's own seed is folded into it.
@@ -212,6 +261,8 @@ class EngineConfig:
     compilation: Compilation = "eager"
     chunked_prefill: bool = True
     mixed_steps: bool = True
+    kv_policy: KVPolicyOptions | str | None = None  # no str, once it is checked
+    free_window_blocks: bool = True
     reservation: Reservation = "none"
     batch_invariant: bool = False
     seed: int = 0
@@ -247,6 +298,7 @@ class EngineConfig:
                 "batch_invariant is True and speculative.rule is 'rejection', with which a token depends on its draft; "
                 "set speculative.rule='strict', or batch_invariant=False"
             )
+        object.__setattr__(self, "kv_policy", KVPolicyOptions.read(self.kv_policy))
         object.__setattr__(self, "mesh", MeshConfig.read(self.mesh))
         object.__setattr__(self, "devices", checked_devices(self.devices, self.mesh))
         share = self.memory_fraction
@@ -257,10 +309,12 @@ class EngineConfig:
             raise ValueError(f"swap_space_gib is {swap!r}; it must be a number of GiB, at least 0")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
-        for name in ("enable_prefix_caching", "chunked_prefill", "mixed_steps", "batch_invariant"):
+        switches = "enable_prefix_caching", "chunked_prefill", "mixed_steps", "free_window_blocks", "batch_invariant"
+        for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         one_of("reservation", self.reservation, get_args(Reservation))
+        self._check_kv_policy()
         if self.reservation != "none" and self.enable_prefix_caching:
             raise ValueError(
                 f"reservation is {self.reservation!r}, which shares no blocks, but enable_prefix_caching "
@@ -302,12 +356,34 @@ class EngineConfig:
                     f"{self.max_num_batched_tokens}; add it, or a step could be too large for every bucket"
                 )
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether steps or reservations are those of an earlier engine (host/step_kinds.py, host/reservation.py)."""
+        return self.reservation != "none" or not (self.chunked_prefill and self.mixed_steps)
+
+    def _check_kv_policy(self) -> None:
+        """Raises ValueError for what a KV policy cannot be combined with."""
+        if not isinstance(self.kv_policy, KVPolicyOptions):
+            return
+        what = f"kv_policy is {self.kv_policy.name!r}"
+        if self.is_baseline:
+            raise ValueError(
+                f"{what}, and reservation is {self.reservation!r}, chunked_prefill {self.chunked_prefill} and "
+                f"mixed_steps {self.mixed_steps}: these baselines keep every block; set reservation='none' and both "
+                "others to True, or kv_policy='full'"
+            )
+        if self.speculative is not None and self.speculative.method in ON_DEVICE:
+            raise ValueError(
+                f"{what} and speculative.method is {self.speculative.method!r}, whose model reads every block of a "
+                "sequence; use the method 'ngram' or 'suffix', or kv_policy='full'"
+            )
+
 
 @dataclass(frozen=True)
 class Resolved(EngineConfig):
     """An EngineConfig in which nothing is left to choose: no open field is None. An engine runs and saves this.
 
-    Where None means "without" or "the first ones" (speculative, mesh, devices), it stays None.
+    Where None means "without" or "the first ones" (speculative, mesh, devices, kv_policy), it stays None.
     """
 
     # the defaults only satisfy dataclasses: `resolve` sets each of them
@@ -323,7 +399,7 @@ class Resolved(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) is None and field.name not in ("speculative", "mesh", "devices"):
+            if getattr(self, field.name) is None and field.name not in ("speculative", "mesh", "devices", "kv_policy"):
                 raise ValueError(f"{field.name} is not resolved")
 
 

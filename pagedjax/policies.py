@@ -1,5 +1,6 @@
-"""Scheduling policies, under their public name: everything of `pagedjax.host.policies`."""
+"""Policies, under their public name: of the scheduler (host/policies.py), and KV policies (host/kv_policies.py)."""
 
+from pagedjax.host.kv_policies import KVPolicy, View, streaming
 from pagedjax.host.policies import (
     FAIR,
     FCFS,
@@ -27,7 +28,10 @@ __all__ = [
     "STATIC",
     "WINDOW",
     "Cached",
+    "KVPolicy",
     "Policy",
+    "View",
     "by_key",
     "find",
+    "streaming",
 ]

@@ -38,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8 weights": {"weight_dtype": "int8"},
     "8-bit cache": {"kv_cache_dtype": "float8_e4m3fn"},
     "both": {"weight_dtype": "int8", "kv_cache_dtype": "float8_e4m3fn"},
+    "streaming": {"kv_policy": {"name": "streaming", "sinks": 4, "window": 252}},
 }
 GREEDY_TOKENS = 32
 TOGETHER = 16  # sequences that run at the same time, also in the timed steps

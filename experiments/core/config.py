@@ -32,7 +32,7 @@ from experiments.core.strict_yaml import load_file, parse
 from experiments.core.workloads import AZURE, Spec, Trace, check
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
-from pagedjax.config import EngineConfig
+from pagedjax.config import EngineConfig, KVPolicyOptions
 from pagedjax.host import policies
 from pagedjax.params import SamplingParams
 
@@ -40,7 +40,7 @@ from pagedjax.params import SamplingParams
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")
 # Fields that a point's key has only if they are set, so that other keys are those of versions before these fields.
 LATER = {
-    "engine": ("speculative", "mesh", "devices", "linear_impl"),
+    "engine": ("speculative", "mesh", "devices", "linear_impl", "kv_policy"),
     "simulate": ("mesh", "hop_s"),
     "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens"),
 }
@@ -311,6 +311,10 @@ def point_key(experiment: Experiment, content: str) -> str:
     if speculative := experiment.engine.speculative:
         drafter = {"method": _own_source(speculative.method), "model": _model_source(speculative.model)}
         values["engine"]["speculative"] |= drafter
+    if isinstance(policy := experiment.engine.kv_policy, KVPolicyOptions):
+        values["engine"]["kv_policy"]["name"] = _own_source(policy.name)
+    if experiment.engine.free_window_blocks:  # as in the keys of versions before this field
+        del values["engine"]["free_window_blocks"]
     values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}
     values["model"] = _model_source(experiment.model)
     del values["cache_tokens"]

@@ -28,7 +28,7 @@ from experiments.core import speculation
 from experiments.core.config import Slo
 from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.cost import work_of
-from pagedjax.host.types import Admitted, Finished, Plan, Sampled, StepResult
+from pagedjax.host.types import HOLE, Admitted, Finished, Plan, Sampled, StepResult
 from pagedjax.load_client.summary import spread
 
 
@@ -163,8 +163,11 @@ def request_records(
     ]
 
 
-def step_records(results: Sequence[StepResult], start: float, block_size: int) -> list[StepRecord]:
+def step_records(results: Sequence[StepResult], start: float, block_size: int, groups: int = 1) -> list[StepRecord]:
     """One record for each step.
+
+    Args:
+        groups: of layers, each with blocks of its own (pagedjax/host/views.py).
 
     A plan has only the sequences that compute something in its step; others may stay in the cache without a share of
     the budget. So the cached tokens of each sequence are carried from step to step: rows set them, preemption and
@@ -179,9 +182,13 @@ def step_records(results: Sequence[StepResult], start: float, block_size: int) -
         for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
             cached[seq.request_id] = (seq.blocks, before + count)
         # without mixed steps, a waiting decode may own a block that no row shows yet
-        listed = max(sum([len(blocks) for blocks, _ in cached.values()]), plan.blocks_used)
-        shared = listed != plan.blocks_used
-        held = _held(cached.values(), block_size) if shared else sum([tokens for _, tokens in cached.values()])
+        entries = sum([len(blocks) for blocks, _ in cached.values()])
+        holes = sum([blocks.count(HOLE) for blocks, _ in cached.values()])
+        listed = max(entries - holes, plan.blocks_used)
+        if listed != plan.blocks_used or holes or groups > 1:
+            held = min(_held(cached.values(), block_size, groups), plan.blocks_used * block_size)
+        else:
+            held = sum([tokens for _, tokens in cached.values()])
         entered = [event for event in result.events if isinstance(event, Admitted)]
         finished = [event for event in result.events if isinstance(event, Finished)]
         for event in finished:
@@ -222,15 +229,16 @@ def _prompt_tokens(plan: Plan) -> int:
     return sum([max(0, min(count, seq.request.prompt_len - before)) for seq, before, count in rows])
 
 
-def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int) -> int:
-    """Tokens in the cache; those in shared blocks count once."""
+def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int, groups: int) -> int:
+    """Tokens in the cache; those in shared blocks count once, and those of each group of layers."""
     full: set[int] = set()
     part: dict[int, int] = {}  # branches share a last block that is not full
     for blocks, tokens in cached:
-        full.update(blocks[: tokens // block_size])
-        if tokens % block_size:
-            last = blocks[tokens // block_size]
+        first = tokens // block_size * groups
+        full.update(blocks[:first])
+        for last in blocks[first : first + groups] if tokens % block_size else ():
             part[last] = max(part.get(last, 0), tokens % block_size)
+    full.discard(HOLE)
     return len(full) * block_size + sum(tokens for block, tokens in part.items() if block not in full)
 
 

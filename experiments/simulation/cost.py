@@ -32,7 +32,8 @@ import numpy as np
 from experiments.simulation import collectives
 from experiments.simulation.collectives import Exchanged, Network
 from pagedjax.config import MeshConfig, from_dict, one_of
-from pagedjax.host.types import Plan
+from pagedjax.host.kv_policies import View
+from pagedjax.host.types import Plan, SchedulerConfig
 
 STEPS = "steps.jsonl"  # a file of a run folder
 SIMULATED = "simulated"  # prefix of the name of a simulated device
@@ -52,9 +53,15 @@ class Work(NamedTuple):
     moved_blocks: int = 0  # between device and host
 
 
-def work_of(plan: Plan, padded: int, *, cached: bool = True) -> Work:
-    """The work of a plan. `cached=False` is an engine without a KV cache, which computes every token again."""
+def work_of(plan: Plan, padded: int, *, cached: bool = True, config: SchedulerConfig | None = None) -> Work:
+    """The work of a plan. `cached=False` is an engine without a KV cache, which computes every token again.
+
+    Args:
+        config: of the scheduler, whose KV policy decides what queries see; None: they see everything.
+    """
     moved = len(plan.swap_out) + len(plan.swap_in)
+    if config is not None and config.views:
+        return _work_seen(plan, padded, moved, config.views[0], config.block_size)
     if cached and plan.num_tokens == len(plan.seqs):  # decodes only: the most frequent step
         context = sum(plan.starts) + len(plan.seqs)
         if context == sum(plan.lengths):
@@ -66,6 +73,22 @@ def work_of(plan: Plan, padded: int, *, cached: bool = True) -> Work:
     sampled = int((ends >= np.asarray(plan.lengths)).sum()) + sum(plan.drafts)
     pairs = int((counts * starts + counts * (counts + 1) // 2).sum())
     return Work(padded, len(ends), sampled, int(ends.sum()), pairs, moved)
+
+
+def _work_seen(plan: Plan, padded: int, moved: int, view: View, size: int) -> Work:
+    """The work of a plan where a query sees some blocks of its sequence."""
+
+    def hidden(at: int) -> int:
+        """Tokens that the query at this position does not see."""
+        block = at // size
+        return (view.first(block) - len(view.outside(block))) * size
+
+    context = pairs = sampled = 0
+    for length, start, count in zip(plan.lengths, plan.starts, plan.counts, strict=True):
+        end = start + count
+        context, sampled = context + end - hidden(start), sampled + (end >= length)
+        pairs += sum([at + 1 - hidden(at) for at in range(start, end)])
+    return Work(padded, len(plan.seqs), sampled + sum(plan.drafts), context, pairs, moved)
 
 
 class Shape(NamedTuple):

@@ -26,7 +26,7 @@ from pagedjax.device.batch import token_buckets
 from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import Sequences, apply_events, hashes_of_filled, prepare
-from pagedjax.host import policies, scheduler
+from pagedjax.host import kv_policies, policies, scheduler
 from pagedjax.host.drafts import Sample, kept
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
@@ -111,7 +111,9 @@ class SimulatedEngine:
         self._seconds, self._vocab_size, self._simulate = seconds, vocab_size, simulate
         self._guesses = guesses or independent(simulate.acceptance or 0.0)
         self._spare = config.speculative.num_tokens if config.speculative else 0
-        self._policy, self._limits = policies.find(config.policy), limits(config, host_blocks)
+        assert config.max_model_len is not None, "see `resolved`"
+        seen = kv_policies.views(config, table_width(config, config.max_model_len))
+        self._policy, self._limits = policies.find(config.policy), limits(config, host_blocks, seen)
         self.reset()
 
     def reset(self) -> None:
@@ -158,7 +160,7 @@ class SimulatedEngine:
         state, plan = scheduler.schedule(self.scheduler_state, self._policy, offered)
         ended = self._batch.contexts
         padded = self._padded(plan.num_tokens + len(ended))
-        work = work_of(plan, padded, cached=self._simulate.kv_cache)
+        work = work_of(plan, padded, cached=self._simulate.kv_cache, config=self._limits)
         seconds = self._seconds(with_rows(work, ended) if ended else work)
         seconds += self._simulate.draft_s * max(plan.drafts, default=0)
         # different sequences get different tokens, so the prefix cache finds only what was computed
@@ -239,6 +241,11 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, guesses: Guesses | N
         if config.speculative is None:
             has, lacks = lacks, has
         raise ValueError(f"{has} is set and {lacks} is not; a simulated draft is right with a given probability")
+    if config.kv_policy is not None and not simulate.kv_cache:
+        raise ValueError(
+            "engine.kv_policy is set and simulate.kv_cache is false: an engine without a KV cache has no blocks to "
+            "give back; leave one of them out"
+        )
     if config.preemption == "swap" and simulate.fit is not None:
         raise ValueError(
             "engine.preemption is 'swap', and measured steps (simulate.fit) do not give the cost of moving a "

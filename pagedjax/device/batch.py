@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pagedjax.device.layer_groups import LayerGroups
 from pagedjax.device.row_features.chain import DEFAULT, FeatureRows, RowChain
 
 MAX_TOP = 20  # most top log-probabilities of a request
@@ -38,6 +39,27 @@ class Drafted(NamedTuple):
     probs: Any = None  # [R, V] f32: what it was drawn from, unnormalised; None: the drafter is sure of its drafts
 
 
+class AttentionRows(NamedTuple):
+    """The rows of attention where queries do not see all blocks of their sequence (a KV policy; engine/seen_rows.py).
+
+    A row is a part of a chunk whose queries see the same blocks. Its table lists these blocks alone, so positions in it
+    are those of what is seen. Keys keep the rotation of their positions in the sequence.
+    """
+
+    block_tables: Any  # [A, W]: W blocks are seen at most
+    seq_lens: Any  # [A] tokens that the row's last query sees
+    cu_q_lens: Any  # [A + 1]
+    of_samples: Any  # [R] the row of the token that each sample follows
+
+
+class GroupTables(NamedTuple):
+    """Block tables of the groups of layers behind the first one, whose tables the batch has itself."""
+
+    layout: LayerGroups
+    slots: tuple[Any, ...]  # [T] of each group
+    block_tables: tuple[Any, ...]  # [B, M] of each group
+
+
 class Batch(NamedTuple):
     """One step's arguments beside parameters and cache: all integers are int32."""
 
@@ -53,11 +75,29 @@ class Batch(NamedTuple):
     sampling: SamplingBatch
     feed: Feed | None = None  # in every step of an engine that looks ahead
     drafted: Drafted | None = None  # in every step of an engine that accepts drafts by rejection sampling
+    seen: AttentionRows | None = None  # in every step of an engine with a KV policy
+    groups: GroupTables | None = None  # in every step of an engine with several groups of layers
 
     @property
     def used_tokens(self) -> Any:
         """[1] how many of the T tokens are not padding."""
         return self.cu_q_lens[-1:]
+
+    @property
+    def attention(self) -> tuple[Any, Any, Any]:
+        """(block tables, context lengths, offsets) of the rows of attention."""
+        rows = self.seen or self
+        return rows.block_tables, rows.seq_lens, rows.cu_q_lens
+
+    def of_layer(self, layer: int) -> Batch:
+        """The batch as a layer sees it: with the tables of its group alone."""
+        if self.groups is None:
+            return self
+        layout, slots, tables = self.groups
+        group, _ = layout.places[layer]
+        if group == 0:
+            return self._replace(groups=None)
+        return self._replace(slots=slots[group - 1], block_tables=tables[group - 1], groups=None)
 
     @property
     def used_samples(self) -> Any:
@@ -102,6 +142,8 @@ class Shapes(NamedTuple):
     vocab_size: int
     drafts: int = 0  # draft tokens of a row at most
     keeps_probs: bool = False  # whether steps take the probabilities that drafts were drawn from
+    view: tuple[int, tuple[int, ...]] | None = None  # of a KV policy: a `host.kv_policies.View` with a window
+    layout: LayerGroups | None = None  # of several groups of layers
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""
@@ -114,6 +156,10 @@ class Shapes(NamedTuple):
     def samples(self, t: int, drafts: bool) -> int:
         """R: the samples of a step of T tokens, with or without drafts."""
         return min(t, self.max_seqs * (1 + self.drafts if drafts else 1))
+
+    def attention_rows(self, t: int) -> int:
+        """A: the rows of attention of a step of T tokens under a KV policy: a chunk is cut where a block begins."""
+        return min(t, 2 * self.rows(t) + t // self.block_size)
 
     @property
     def steps(self) -> tuple[StepShape, ...]:

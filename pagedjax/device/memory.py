@@ -225,11 +225,13 @@ def report(
     max_model_len: int,
     swap_space_gib: float,
     host_block_bytes: int | None = None,
+    sequences: int | None = None,
 ) -> MemoryReport:
     """The report of `device` as it was before the cache. Measures nothing.
 
     Args:
         host_block_bytes: of a block with the heads of all devices; None is block_bytes, of one device.
+        sequences: of max_model_len that fit at once; None: each has blocks for all of its tokens.
     """
     host_block_bytes = block_bytes if host_block_bytes is None else host_block_bytes
     swapped = host_blocks(swap_space_gib, host_block_bytes)
@@ -250,5 +252,5 @@ def report(
         swap_space=swapped * host_block_bytes,
         tokens=num_blocks * block_size,
         max_model_len=max_model_len,
-        sequences=num_blocks // -(-max_model_len // block_size),
+        sequences=num_blocks // -(-max_model_len // block_size) if sequences is None else sequences,
     )

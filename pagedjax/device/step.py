@@ -212,6 +212,14 @@ def _check(batch: Batch) -> None:
     check_shape("block_tables", batch.block_tables, (b, None))
     check_shape("cu_q_lens", batch.cu_q_lens, (b + 1,))
     check_shape("sampled_row", batch.sampled_row, batch.last.shape)
+    if batch.seen is not None:
+        (a,) = batch.seen.seq_lens.shape
+        check_shape("seen.block_tables", batch.seen.block_tables, (a, None))
+        check_shape("seen.cu_q_lens", batch.seen.cu_q_lens, (a + 1,))
+        check_shape("seen.of_samples", batch.seen.of_samples, batch.last.shape)
+    for slots, tables in zip(*batch.groups[1:], strict=True) if batch.groups is not None else ():
+        check_shape("groups.slots", slots, (t,))
+        check_shape("groups.block_tables", tables, batch.block_tables.shape)
     if batch.feed is not None:
         check_shape("feed.rows", batch.feed.rows, (t,))
     if batch.drafted is not None:

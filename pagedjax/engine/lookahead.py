@@ -151,8 +151,8 @@ def predict(
         return None  # what a grammar allows next depends on the token that is not known yet
     hashes = _placeholder_hashes(plan, sequences, state.config.block_size)
     after, _ = scheduler.commit(state, plan, [NO_TOKEN] * len(plan.seqs), hashes)
-    if not plan_is_real and len(after.ids) < len(state.ids):
-        return None  # a plan sent in place of a wrong prediction would still read the blocks of those that end
+    if not plan_is_real and after.pool.num_free > state.pool.num_free:
+        return None  # a plan sent in place of a wrong prediction would still read the blocks that are given back
     predicted, following = scheduler.schedule(after, policy)
     if not following.seqs or following.preempted or following.copies or following.swap_in or following.swap_out:
         return None

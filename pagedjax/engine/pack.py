@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pagedjax.device.batch import Batch, DraftBatch, DraftShape, SamplingBatch, Shapes
+from pagedjax.device.batch import Batch, DraftBatch, DraftShape, GroupTables, SamplingBatch, Shapes
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.token_mask import TOKEN_MASK
-from pagedjax.engine import token_masks
+from pagedjax.engine import seen_rows, token_masks
 from pagedjax.engine.requests import SequenceData, record_of_rows
 from pagedjax.host.types import Plan, Seq
 
@@ -59,9 +59,11 @@ def pack(
             [m.tokens[i : i + k] for m, i, k in zip(mine, plan.starts, plan.counts, strict=True)]
         )
 
-    tables = _tables(plan.seqs, mine, b, shapes.table_width)
-    slots = np.zeros(t, np.int32)
-    slots[:total] = tables[row, positions[:total] // s] * s + positions[:total] % s
+    by_group = _tables(plan.seqs, mine, b, shapes)
+    all_slots = np.zeros((len(by_group), t), np.int32)
+    all_slots[:, :total] = by_group[:, row, positions[:total] // s] * s + positions[:total] % s
+    (tables, *others), (slots, *other_slots) = by_group, all_slots
+    groups = GroupTables(shapes.layout, tuple(other_slots), tuple(others)) if shapes.layout else None
 
     seq_lens = np.zeros(b, np.int32)
     seq_lens[:rows] = starts + counts
@@ -77,7 +79,9 @@ def pack(
         known = known[row_of] + ahead + np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
         mine, records = [mine[i] for i in row_of], records[row_of]
     sampling = _sampling(mine, records, known, blanks[r], chain, masks)
-    return Batch(tokens, positions, slots, tables, seq_lens, cu_q_lens, last, sampled_row, targets, sampling)
+    seen = seen_rows.rows_of(shapes, t, tables, plan.starts, plan.counts, last) if shapes.view else None
+    rows_and_samples = seq_lens, cu_q_lens, last, sampled_row, targets, sampling
+    return Batch(tokens, positions, slots, tables, *rows_and_samples, seen=seen, groups=groups)
 
 
 def pack_drafts(
@@ -104,7 +108,7 @@ def pack_drafts(
         draft = np.asarray(plan.drafts)[row_of] + ahead  # 0, 1, ... of each row; the last sample has none
         drafted = np.minimum(draft, np.maximum(np.asarray(plan.drafts)[row_of] - 1, 0))
         samples[: len(row_of)] = drafted * b + np.searchsorted(rows, row_of).clip(max=n - 1)
-    tables = _tables(seqs, mine, b, shapes.table_width)
+    (tables,) = _tables(seqs, mine, b, shapes)
     return shape, DraftBatch(tokens, positions, counts, tables, sampling, samples)
 
 
@@ -118,14 +122,15 @@ def drafted_tokens(plan: Plan, batch: Batch) -> np.ndarray:
     return found
 
 
-def _tables(seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, width: int) -> np.ndarray:
-    """[b, width] the block tables of the sequences, in the first rows."""
-    tables = np.zeros((b, width), np.int32)
+def _tables(seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, shapes: Shapes) -> np.ndarray:
+    """[groups of layers, b, M] the block tables of the sequences, in the first rows. A hole is the trash block."""
+    number = len(shapes.layout.windows) if shapes.layout else 1
+    tables = np.zeros((b, shapes.table_width * number), np.int32)
     widths = np.array([len(seq.blocks) for seq in seqs], np.int32)
     ids = np.frombuffer(b"".join([m.block_ids(seq.blocks) for m, seq in zip(mine, seqs, strict=True)]), np.int32)
     owner = np.repeat(np.arange(len(seqs)), widths)
     tables[owner, np.arange(len(ids)) - np.repeat(np.cumsum(widths) - widths, widths)] = ids
-    return tables
+    return np.ascontiguousarray(tables.reshape(b, -1, number).transpose(2, 0, 1))
 
 
 def _samples(plan: Plan) -> tuple[np.ndarray, np.ndarray]:

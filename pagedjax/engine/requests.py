@@ -145,6 +145,7 @@ def prepare(
         raise ValueError(f"request {names[0]!r}: {error}") from None
 
     root, hashes = _hashes(prompt, row, state.config.block_size, tags) if caching else (None, ())
+    drops = bool(state.config.views) and state.config.views[0].window is not None  # token ids are in group 0
     request = Request(
         request_id=names[0],
         prompt_len=len(prompt),
@@ -157,6 +158,7 @@ def prepare(
         hashes=hashes,
         beams=searches,
         tags=tuple(tags),
+        keeps_blocks=drops and chain.reads_tokens(options),
     )
     tokens = np.zeros(len(prompt) + spare, np.int32)
     tokens[: len(prompt)] = prompt

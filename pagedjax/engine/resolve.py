@@ -10,11 +10,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from pagedjax.config import ON_DEVICE, EngineConfig, Resolved
+from pagedjax.config import ON_DEVICE, EngineConfig, KVPolicyOptions, Resolved
 from pagedjax.device import attention, cache, linear, memory
 from pagedjax.device.batch import Shapes, token_buckets
 from pagedjax.device.draft_model import DraftModel
+from pagedjax.device.layer_groups import LayerGroups, layer_groups
 from pagedjax.device.models import Model
+from pagedjax.host import kv_policies
+from pagedjax.host.kv_policies import View
 from pagedjax.host.reservation import table_width
 
 
@@ -49,7 +52,10 @@ def resolve(
     if length > m.max_len:
         raise ValueError(f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it")
     kept = config.kv_cache_dtype or dtype
-    size = cache.block_bytes(**block_shape(config.block_size, model, kept, draft=draft))
+    sized = dataclasses.replace(config, max_model_len=length)
+    layout = layers_in_groups(sized, model)
+    views(sized, model)
+    size = cache.block_bytes(**block_shape(config.block_size, model, kept, draft=draft, layout=layout)) * groups(layout)
     blocks = config.num_blocks
     if blocks is None:
         useful = config.max_num_seqs * table_width(config, length)
@@ -148,14 +154,72 @@ def check_draft(config: EngineConfig, model: Model, draft: DraftModel | None, le
         )
 
 
+def layers_in_groups(c: EngineConfig, model: Model) -> LayerGroups | None:
+    """The groups of layers with block tables of their own; None: all layers have one table.
+
+    Args:
+        c: with its max_model_len. A window that no sequence is longer than is none.
+    """
+    windows = _windows(c, model)
+    return layer_groups(windows) if len(set(windows)) > 1 else None
+
+
+def groups(layout: LayerGroups | None) -> int:
+    return len(layout.windows) if layout else 1
+
+
+def views(c: EngineConfig, model: Model) -> tuple[View, ...]:
+    """What queries see, by group of layers; () if all of them see everything.
+
+    Raises:
+        ValueError: a KV policy for a model whose layers have windows.
+    """
+    assert c.max_model_len is not None, "resolve the configuration first"
+    windows, layout = _windows(c, model), layers_in_groups(c, model)
+    if isinstance(c.kv_policy, KVPolicyOptions):
+        if any(windows):
+            raise ValueError(
+                f"kv_policy is {c.kv_policy.name!r}, and layers of the model have windows of "
+                f"{sorted({window for window in windows if window})} tokens, which are its own policy; use "
+                "kv_policy='full'"
+            )
+        return kv_policies.views(c, table_width(c, c.max_model_len))
+    if not any(windows):
+        return ()
+    each = layout.windows if layout else windows[:1]
+    return tuple([View(window and kv_policies.window_blocks(window, c.block_size)) for window in each])
+
+
+def _windows(c: EngineConfig, model: Model) -> list[int | None]:
+    """Of each layer, the window before which blocks are given back.
+
+    None are if a baseline or a draft model reads them, or the user wants to keep them.
+    """
+    assert c.max_model_len is not None, "resolve the configuration first"
+    kinds, width = model.config.kinds, table_width(c, c.max_model_len)
+    drafts = c.speculative is not None and c.speculative.method in ON_DEVICE
+    if c.is_baseline or drafts or not c.free_window_blocks:
+        return [None] * len(kinds)
+    return [
+        kind.window if kind.window and kv_policies.window_blocks(kind.window, c.block_size) < width else None
+        for kind in kinds
+    ]
+
+
 def block_shape(
-    block_size: int, model: Model, dtype: str, impl: str | None = None, draft: DraftModel | None = None
+    block_size: int,
+    model: Model,
+    dtype: str,
+    impl: str | None = None,
+    draft: DraftModel | None = None,
+    layout: LayerGroups | None = None,
 ) -> dict[str, Any]:
     """What a cache's blocks look like on one device, for `cache`; dtype is that of the keys and values in them.
 
     Args:
         impl: what reads them; None gives what has as many bytes.
         draft: whose pages are in them too.
+        layout: of several groups of layers; a block then has the layers of one group.
     """
     m, sizes = model.part, None
     heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim, "row": attention.page_row(impl, m.head_dim)}
@@ -164,14 +228,17 @@ def block_shape(
         row = attention.page_row(impl, d.head_dim)
         sizes = cache.DraftSizes(d.layers, d.kv_heads, d.head_dim, draft.features, draft.dtype, row)
     dtype = attention.page_dtype(impl, dtype)
-    return {"layers": m.layers, "block_size": block_size, **heads, "dtype": dtype, "draft": sizes}
+    layers = layout.size if layout else m.layers
+    return {"layers": layers, "block_size": block_size, **heads, "dtype": dtype, "draft": sizes}
 
 
 def host_block_bytes(c: Resolved, model: Model, draft: DraftModel | None = None) -> int:
-    """Bytes of a block in the swap space, with the heads of all devices of the process that has most of them."""
-    shape = block_shape(c.block_size, model, c.kv_cache_dtype, draft=draft)
+    """Bytes of a block in the swap space, with the heads of all devices of the process that has most of them. With
+    several groups of layers, it is a block of each."""
+    layout = layers_in_groups(c, model)
+    shape = block_shape(c.block_size, model, c.kv_cache_dtype, draft=draft, layout=layout)
     devices = max(Counter(device.process_index for device in devices_of(model)).values())
-    return cache.block_bytes(**shape | {"kv_heads": shape["kv_heads"] * devices})
+    return cache.block_bytes(**shape | {"kv_heads": shape["kv_heads"] * devices}) * groups(layout)
 
 
 def host_blocks(c: Resolved, model: Model, draft: DraftModel | None = None) -> int:
@@ -189,7 +256,7 @@ def host_blocks(c: Resolved, model: Model, draft: DraftModel | None = None) -> i
             f"preemption is 'swap', but swap_space_gib {c.swap_space_gib} does not hold one block of {size} bytes; "
             "raise it, or use preemption='recompute'"
         )
-    return blocks
+    return blocks * groups(layers_in_groups(c, model))
 
 
 def smallest_step(platform: str, dtype: str, linear: str) -> int:
@@ -203,4 +270,8 @@ def shapes(c: Resolved, model: Model) -> Shapes:
     s = c.speculative
     drafts, probs = (s.num_tokens, s.rule == "rejection" and s.method in ON_DEVICE) if s else (0, False)
     sizes = rows, c.block_size, width, c.max_model_len, model.config.vocab_size
-    return Shapes(c.token_buckets, *sizes, drafts, probs)
+    view = None
+    if c.kv_policy is not None and (found := views(c, model)):
+        assert found[0].window is not None, "else the policy would be full"
+        view = found[0].window, found[0].kept
+    return Shapes(c.token_buckets, *sizes, drafts, probs, view, layers_in_groups(c, model))

@@ -36,11 +36,22 @@ from pagedjax.engine import compilations, drafters, programs
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.pack import pack
-from pagedjax.engine.resolve import block_shape, free_memory, host_block_bytes, host_blocks, resolve, shapes
+from pagedjax.engine.resolve import (
+    block_shape,
+    free_memory,
+    groups,
+    host_block_bytes,
+    host_blocks,
+    layers_in_groups,
+    resolve,
+    shapes,
+    views,
+)
 from pagedjax.host import policies
 from pagedjax.host.policies import Policy
 from pagedjax.host.state import SchedulerConfig, limits
 from pagedjax.host.types import EMPTY_PLAN
+from pagedjax.host.views import sequences_that_fit
 from pagedjax.weights.trained import on_mesh, replaced, with_linear
 
 # Programs that move blocks move a fixed number, with the trash block as padding. A branch copies one block now and
@@ -90,13 +101,16 @@ class Runtime:
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        return limits(self.config, host_blocks(self.config, self.model, self.draft_model))
+        return _limits(self.config, self.model, self.draft_model)
 
     def new_cache(self) -> cache.KVCache:
         sizes = _block(self.config, self.model, self.draft_model)
         sharding = _cache_sharding(self.model)
         return cache.init(
-            blocks=self.config.num_blocks, sharding=sharding, zeros=zeros if sharding else jnp.zeros, **sizes
+            blocks=self.scheduler_config.num_blocks,
+            sharding=sharding,
+            zeros=zeros if sharding else jnp.zeros,
+            **sizes,
         )
 
     def with_params(self, tree: Any) -> Runtime:
@@ -164,10 +178,10 @@ def build(
         if behind:
             steps = BackgroundPrograms(compile_one, resolved, steps, sizes)
     pages = _cache_shapes(resolved, model, draft_model)
-    block_bytes = cache.block_bytes(**_block(resolved, model, draft_model))
+    block_bytes = cache.block_bytes(**_block(resolved, model, draft_model)) * groups(sizes.layout)
     copy, swap = copy_blocks if lazy else copy_blocks.lower(pages, *padded_pairs((), COPIES)).compile(), None
     if resolved.preemption == "swap":
-        several = SWAPPED_BYTES // host_block_bytes(resolved, model, draft_model)
+        several = SWAPPED_BYTES * groups(sizes.layout) // host_block_bytes(resolved, model, draft_model)
         swap = SwapPrograms(pages, max(1, min(several, sizes.table_width)))
     report = memory.report(
         found,
@@ -179,6 +193,7 @@ def build(
         max_model_len=resolved.max_model_len,
         swap_space_gib=resolved.swap_space_gib if resolved.preemption == "swap" else 0,
         host_block_bytes=host_block_bytes(resolved, model, draft_model),
+        sequences=sequences_that_fit(_limits(resolved, model, draft_model)),
     )
     if progress:
         placed = f"{model.placement}\n" if model.placement else ""
@@ -304,11 +319,16 @@ def _leaves(model: Model, draft: DraftModel | None) -> tuple[Any, ...]:
 
 
 def _block(c: Resolved, model: Model, draft: DraftModel | None) -> dict[str, Any]:
-    return block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl, draft)
+    return block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl, draft, layers_in_groups(c, model))
+
+
+def _limits(c: Resolved, model: Model, draft: DraftModel | None) -> SchedulerConfig:
+    return limits(c, host_blocks(c, model, draft), views(c, model))
 
 
 def _cache_shapes(c: Resolved, model: Model, draft: DraftModel | None) -> cache.KVCache:
-    return cache.shapes(blocks=c.num_blocks, sharding=_cache_sharding(model), **_block(c, model, draft))
+    blocks = (c.num_blocks + 1) * groups(layers_in_groups(c, model)) - 1  # as `limits` has it
+    return cache.shapes(blocks=blocks, sharding=_cache_sharding(model), **_block(c, model, draft))
 
 
 def _cache_sharding(model: Model) -> cache.CacheSharding | None:
@@ -346,6 +366,7 @@ def _blank_batch(
     batch = pack(EMPTY_PLAN, {}, sizes._replace(tokens=(shape.tokens,)), blanks, options)
     if shape.samples > len(batch.last):
         last = np.zeros(shape.samples, np.int32)
-        batch = batch._replace(last=last, sampled_row=last, sampling=blanks[shape.samples])
+        seen = batch.seen and batch.seen._replace(of_samples=last)
+        batch = batch._replace(last=last, sampled_row=last, sampling=blanks[shape.samples], seen=seen)
     batch = batch._replace(drafted=undrafted.get(shape.samples))
     return batch._replace(feed=blank_feed(sizes, shape.tokens)) if ahead else batch

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from pagedjax.host import blocks, prefix_sharing, reservation
+from pagedjax.host import blocks, prefix_sharing, reservation, views
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.policies import Policy
 from pagedjax.host.preemption import Pairs
-from pagedjax.host.types import Running, SchedulerConfig, Seq
+from pagedjax.host.types import HOLE, Running, SchedulerConfig, Seq
 
 
 class Admission(NamedTuple):
@@ -22,20 +22,24 @@ class Admission(NamedTuple):
     swapped_in: dict[int, int]  # host block -> device block, of full blocks; owned by this value alone
     admitted: tuple[Seq, ...] = ()
     swap_in: Pairs = ()
+    promised: int = 0  # blocks that sequences need beside those that they have (views.py)
 
 
 def admit(
     admission: Admission, policy: Policy, waiting: tuple[Seq, ...], active: Running, config: SchedulerConfig
 ) -> Admission:
     """Admit as many sequences as fit. The first that does not fit ends it, so that none is overtaken for ever."""
-    pool, size = admission.pool, config.block_size
-    line = policy.order(waiting, active, lambda seq: prefix_sharing.cached_tokens(pool, seq, size))
+    pool = admission.pool
+    line = policy.order(waiting, active, lambda seq: prefix_sharing.cached_tokens(pool, seq, config))
     for group in _groups(line):
         if admission.budget <= 0 or sum([seq.num_rows for seq in group]) > admission.free_rows:
             break
         trial = admission
         if len(group) > 1:  # all or none: the changes of the first ones are dropped if the last does not fit
             trial = admission._replace(filling_now=dict(admission.filling_now), swapped_in=dict(admission.swapped_in))
+        if config.views:
+            each = [views.wanted(config, seq) for seq in group]
+            trial = trial._replace(promised=trial.promised + sum(each))
         for seq in group:
             trial = _admit_one(trial, policy, seq, config) if trial else None
         if trial is None:
@@ -61,17 +65,23 @@ def _admit_one(admission: Admission, policy: Policy, seq: Seq, config: Scheduler
     Content in host blocks is moved back: full blocks that branches share once; a block that is not full once for each
     branch, because each of them writes to it in this step.
     """
-    pool, swapped_in, size = admission.pool, admission.swapped_in, config.block_size
-    whole = seq.blocks[: seq.computed // size]
+    pool, swapped_in, size, promised = admission.pool, admission.swapped_in, config.block_size, admission.promised
+    whole = seq.blocks[: seq.computed // size * config.groups]
     if seq.blocks:
         found = tuple([swapped_in[b] for b in whole if b in swapped_in])
     else:
-        found = prefix_sharing.find(pool, admission.filling_now, seq, size)
+        found = prefix_sharing.find(pool, admission.filling_now, seq, config)
     paged = config.reservation == "none"
     need = (blocks.needed(seq.length, size) if paged else reservation.piece(config, seq)) - len(found)
     free = pool.num_free - sum(block in pool.stamps for block in found)  # an idle block that is found is not free
+    if config.views:
+        mine = views.wanted(config, seq)
+        need, free = mine - views.held(found), free - (promised - mine)
     if need > free or not policy.admit(seq, need, free):
         return None
+    if config.views:  # blocks for what this step computes; the others follow, when some of these are given back
+        need, mine = views.entering(config, seq, found, free, admission.budget)
+        promised += mine - views.wanted(config, seq)
     if paged:
         taken = blocks.allocate(blocks.share(pool, found), need)
         assert taken is not None, "need was compared with the free blocks"
@@ -83,18 +93,20 @@ def _admit_one(admission: Admission, policy: Policy, seq: Seq, config: Scheduler
     swap_in = admission.swap_in
     if seq.blocks:
         fresh, new, full = iter(ids), frozenset(ids), frozenset(whole)
-        table = [swapped_in[b] if b in swapped_in and i < len(whole) else next(fresh) for i, b in enumerate(seq.blocks)]
+        shared = {b: swapped_in[b] for b in whole if b in swapped_in} | {HOLE: HOLE}
+        table = [shared[b] if b in shared else next(fresh) for b in seq.blocks]
         pairs = [(b, mine) for b, mine in zip(seq.blocks, table, strict=True) if mine in new]
         swapped_in |= {b: mine for b, mine in pairs if b in full}
         swap_in += tuple(pairs)
         entered = seq._replace(blocks=(*table, *fresh))
     else:
-        entered = seq._replace(computed=len(found) * size, blocks=found + ids)
+        entered = seq._replace(computed=len(found) // config.groups * size, blocks=found + ids)
     count = min(entered.length - entered.computed, admission.budget)
+    if config.views:
+        count = min(count, len(entered.blocks) // config.groups * size - entered.computed)
     if not config.chunked_prefill and entered.computed + count < entered.length:
         return None
-    prefix_sharing.fills(admission.filling_now, entered, entered.computed, entered.computed + count, size)
+    prefix_sharing.fills(admission.filling_now, entered, entered.computed, entered.computed + count, config)
     free_rows, budget = admission.free_rows - seq.num_rows, admission.budget - count
-    return Admission(
-        pool, admission.filling_now, budget, free_rows, swapped_in, (*admission.admitted, entered), swap_in
-    )
+    admitted = (*admission.admitted, entered)
+    return Admission(pool, admission.filling_now, budget, free_rows, swapped_in, admitted, swap_in, promised)

@@ -1,7 +1,8 @@
 """The block pool: the owners and the content of cache blocks. Every transition returns a new pool and does not change
 the old one.
 
-Ids are 1 to num_blocks; block 0 is the trash block and never in the pool. A block is in one of three states:
+Ids are 1 to num_blocks; block 0 is the trash block and never in the pool. In a block table it is a hole (views.py),
+which `share` and `release` skip. A block is in one of three states:
 
     empty --allocate--> owned (one or more block tables list it) --release--> empty, or, if its content was
       ^                   ^                                                   published, idle
@@ -169,6 +170,8 @@ def share(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
     owners, revived = pool.owners.mutate(), 0
     idle, stamps = pool.idle.mutate(), pool.stamps.mutate()
     for block in ids:
+        if not block:
+            continue
         stamp = stamps.pop(block, None)
         if stamp is None:
             owners[block] = _owned(owners, block) + 1
@@ -194,6 +197,8 @@ def release(pool: BlockPool, ids: Iterable[int]) -> BlockPool:
     owners, returned, freed = pool.owners.mutate(), pool.returned, 0
     idle, stamps, newest, hashes = pool.idle.mutate(), pool.stamps.mutate(), pool.newest, pool.hashes
     for block in ids:
+        if not block:
+            continue
         count = _owned(owners, block)
         if count > 1:
             owners[block] = count - 1
@@ -281,7 +286,7 @@ def check(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
     """
     free = free_ids(pool)
     assert len(free) == len(set(free)) == pool.num_free, "the free list repeats a block or its count is off"
-    used = Counter(block for table in tables for block in table)
+    used = Counter(block for table in tables for block in table if block)
     assert dict(pool.owners) == dict(used), "owner counts differ from occurrences in block tables"
     assert not set(free) & set(used), "a block is free and owned"
     assert set(free) | set(used) == set(range(1, pool.num_blocks + 1)), "a block leaked, or an id is out of range"

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
-from pagedjax.host.types import Beamed, Choice, Event, Forked, Running, Seq
+from pagedjax.host.types import Beamed, Choice, Event, Forked, Running, SchedulerConfig, Seq
 
 
 def fork(
-    pool: BlockPool, seqs: tuple[Seq, ...], grouped: Sequence[int], samples: Sequence[bool], size: int
+    pool: BlockPool, seqs: tuple[Seq, ...], grouped: Sequence[int], samples: Sequence[bool], config: SchedulerConfig
 ) -> tuple[BlockPool, tuple[Seq, ...], tuple[Seq, ...]]:
     """Fork the branches of the rows whose prompt is computed -> (pool, rows, new sequences).
 
@@ -29,7 +29,7 @@ def fork(
         seq = seqs[i]
         request = seq.request._replace(forks=())
         changed[i] = seq._replace(request=request)
-        table = seq.blocks[: blocks.needed(request.prompt_len - 1, size)]
+        table = seq.blocks[: blocks.needed(request.prompt_len - 1, config.block_size) * config.groups]
         for k, name in enumerate(seq.request.forks, 1):
             branch = changed[i]._replace(request=request._replace(request_id=name), arrival=seq.arrival + k)
             forks.append(branch._replace(length=request.prompt_len, computed=request.prompt_len - 1, blocks=table))
@@ -97,19 +97,23 @@ def arrivals(active: Running, forks: Sequence[Seq], choices: Mapping[str, Choice
     return frozenset([seq.arrival for seq in active.seqs if seq.group in groups])
 
 
-def shared(pool: BlockPool, active: Running, forked: frozenset[int], size: int) -> list[int]:
-    """Indices of the branches whose next write is to a block that others own or can find. The last owner keeps it.
+def shared(pool: BlockPool, active: Running, forked: frozenset[int], config: SchedulerConfig) -> list[tuple[int, int]]:
+    """(index of a branch, entry of its block table) whose next write is to a block that others own or can find. The
+    last owner keeps it.
 
     Only the first token after a fork can be written to such a block; after that the branch has its own.
     """
-    copying: list[int] = []
+    copying: list[tuple[int, int]] = []
     left: dict[int, int] = {}
+    size, number = config.block_size, config.groups
     for i, seq in enumerate(active.seqs) if forked else ():
-        if seq.arrival not in forked or not active.computed[i] < len(seq.blocks) * size:
+        if seq.arrival not in forked or not active.computed[i] * number < len(seq.blocks) * size:
             continue
-        block = seq.blocks[active.computed[i] // size]
-        owners = left.setdefault(block, pool.owners[block])
-        if owners > 1 or block in pool.hashes:
-            copying.append(i)
-            left[block] = owners - 1
+        first = active.computed[i] // size * number
+        for at in range(first, first + number):
+            block = seq.blocks[at]
+            owners = left.setdefault(block, pool.owners[block])
+            if owners > 1 or block in pool.hashes:
+                copying.append((i, at))
+                left[block] = owners - 1
     return copying

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
-from pagedjax.host.types import Plan, Running, Seq
+from pagedjax.host.types import Plan, Running, SchedulerConfig, Seq
 
 Sample = int | tuple[int, ...]  # what a row sampled: a token; a row with drafts: the accepted ones and one more token
 
@@ -40,7 +40,7 @@ def grant(
     counts: list[int],
     offered: Mapping[str, int],
     budget: int,
-    block_size: int,
+    config: SchedulerConfig,
 ) -> Granted:
     """Give decodes as many of the offered drafts as tokens, blocks and their limits allow, in the order of the rows.
 
@@ -53,16 +53,16 @@ def grant(
         offered: by sequence id, the drafts that its drafter has.
         budget: tokens that are left.
     """
-    drafts, seqs = [0] * len(counts), list(active.seqs)
+    drafts, seqs, size, number = [0] * len(counts), list(active.seqs), config.block_size, config.groups
     for i in range(min(decodes, len(counts))):
         if budget <= 0:
             break
         seq, length = seqs[i], active.lengths[i]
         k = min(offered.get(seq.request.request_id, 0), budget, seq.limit - length - 1)
-        k = min(k, (len(seq.blocks) + pool.num_free) * block_size - length)
+        k = min(k, (len(seq.blocks) // number + pool.num_free // number) * size - length)
         if k <= 0 or seq.request.beams or seq.request.forks:
             continue
-        more = blocks.needed(length + k, block_size) - len(seq.blocks)
+        more = blocks.needed(length + k, size) * number - len(seq.blocks)
         if more > 0:
             taken = blocks.allocate(pool, more)
             assert taken is not None, "k was bounded by the free blocks"
@@ -115,12 +115,12 @@ def accepted(plan: Plan, samples: Sequence[Sample]) -> Accepted:
 
 
 def give_back(
-    pool: BlockPool, seqs: tuple[Seq, ...], rows: Sequence[int], computed: Sequence[int], block_size: int
+    pool: BlockPool, seqs: tuple[Seq, ...], rows: Sequence[int], computed: Sequence[int], config: SchedulerConfig
 ) -> tuple[BlockPool, tuple[Seq, ...]]:
     """Free the blocks that only rejected drafts of some rows needed."""
     changed = list(seqs)
     for i in rows:
-        left = blocks.needed(computed[i], block_size)
+        left = blocks.needed(computed[i], config.block_size) * config.groups
         pool = blocks.release(pool, seqs[i].blocks[left:][::-1])
         changed[i] = seqs[i]._replace(blocks=seqs[i].blocks[:left])
     return pool, tuple(changed)

@@ -14,6 +14,8 @@ scheduler:
 
 - `blocks` are the blocks that a sequence got in this step, after those it had. It has none after it was preempted or
   finished.
+- In a header with `views` (kv_policies.py), a table has an entry for each block of tokens and each view, in this order.
+  0 is a block that the sequence does not have. `dropped` are the blocks that it gave back since its last row.
 - `copies` are (from, to), `swap_out` (device, host) and `swap_in` (host, device).
 - `tables` are whole block tables: of branches that write to a copy from now on, and of beams that continue another.
 - `offered` (drafts that there were, by sequence) and `drafts` (those that the rows got) are in the line of a step that
@@ -40,7 +42,18 @@ from typing import IO, Any, Literal, get_args
 
 from pagedjax import __version__
 from pagedjax.host.drafts import Sample
-from pagedjax.host.types import Choice, Event, Finished, FinishReason, Plan, Request, Sampled, SchedulerConfig, Verified
+from pagedjax.host.types import (
+    HOLE,
+    Choice,
+    Event,
+    Finished,
+    FinishReason,
+    Plan,
+    Request,
+    Sampled,
+    SchedulerConfig,
+    Verified,
+)
 
 FORMAT = 2
 Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget", "restart"]
@@ -139,8 +152,9 @@ def noted(line: str, notes: Mapping[str, Any]) -> str:
 
 def submit_line(request: Request) -> str:
     fields = request._asdict() | {"stop_token_ids": sorted(request.stop_token_ids)}
-    if not request.tags:  # so that a log without tags is the same in every version
-        del fields["tags"]
+    for name in ("tags", "keeps_blocks"):  # so that a log without them is the same in every version
+        if not fields[name]:
+            del fields[name]
     return dump({"submit": fields})
 
 
@@ -153,15 +167,21 @@ def schedule_line(plan: Plan, written: Written, offered: Mapping[str, int] = NO_
     for name in plan.preempted:
         written.pop(name, None)
     ids = [seq.request.request_id for seq in plan.seqs]
-    new, tables = {}, {}
+    new, tables, dropped = {}, {}, {}
     for name, seq in zip(ids, plan.seqs, strict=True):
         had = written.get(name, ())
+        if HOLE in seq.blocks and had:
+            gone = [i for i, (old, now) in enumerate(zip(had, seq.blocks, strict=False)) if old != now == HOLE]
+            if gone:
+                dropped[name] = [had[i] for i in gone]
+                had = written[name] = tuple([HOLE if i in gone else block for i, block in enumerate(had)])
         if seq.group is not None and seq.blocks[: len(had)] != had:
             tables[name] = written[name] = seq.blocks
         elif len(seq.blocks) > len(had):
             new[name] = seq.blocks[len(had) :]
             written[name] = seq.blocks
     rows = {"step": plan.step, "ids": ids, "starts": plan.starts, "counts": plan.counts, "blocks": new}
+    rows |= {"dropped": dropped} if dropped else {}
     rows |= {"copies": plan.copies, "tables": tables, "swap_out": plan.swap_out, "swap_in": plan.swap_in}
     queue = {
         "admitted": plan.admitted,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pagedjax.host import blocks, branches
 from pagedjax.host.policies import Policy
 from pagedjax.host.state import SchedulerState
-from pagedjax.host.types import Running, Seq, current
+from pagedjax.host.types import HOLE, Running, Seq, current
 
 Pairs = tuple[tuple[int, int], ...]  # of block ids
 
@@ -26,41 +26,42 @@ class Preemptions(NamedTuple):
 def make_room(state: SchedulerState, policy: Policy) -> tuple[SchedulerState, Preemptions]:
     """Give a block to each decode whose last block is full or must be copied; preempt until the blocks suffice."""
     size, preempted, swapped, moved = state.config.block_size, [], [], []
-    full, shared = _full(state.running, size), _shared(state, size)
-    while len(full) + len(shared) > state.pool.num_free:
+    number = state.config.groups
+    full, shared = _full(state.running, size, number), _shared(state)
+    while len(full) * number + len(shared) > state.pool.num_free:
         candidates = current(*state.running)
         victims = _victims(candidates, policy.preempt(candidates))
         state, pairs = _preempt(state, policy, candidates, victims)
         moved += pairs
         preempted += [victim.request_id for victim in victims]
         swapped += [victim.request_id for victim in victims] if pairs else []
-        full, shared = _full(state.running, size), _shared(state, size)
+        full, shared = _full(state.running, size, number), _shared(state)
     facts = tuple(preempted), tuple(swapped), tuple(moved)
     if not (full or shared):
         return state, Preemptions((), *facts)
-    taken = blocks.allocate(state.pool, len(full) + len(shared))
+    taken = blocks.allocate(state.pool, len(full) * number + len(shared))
     assert taken is not None, "the loop above made room"
     (pool, ids), active = taken, state.running
     seqs, copies = list(active.seqs), []
-    for i, block in zip(full, ids, strict=False):
-        seqs[i] = _with_blocks(active, i, (*seqs[i].blocks, block))
-    for i, block in zip(shared, ids[len(full) :], strict=True):
-        table, at = seqs[i].blocks, active.computed[i] // size
+    for k, i in enumerate(full):
+        seqs[i] = _with_blocks(active, i, seqs[i].blocks + ids[k * number : (k + 1) * number])
+    for (i, at), block in zip(shared, ids[len(full) * number :], strict=True):
+        table = seqs[i].blocks
         copies.append((table[at], block))
         seqs[i] = _with_blocks(active, i, (*table[:at], block, *table[at + 1 :]))
     pool = blocks.release(pool, [source for source, _ in copies]) if copies else pool
     return state._replace(pool=pool, running=active._replace(seqs=tuple(seqs))), Preemptions(tuple(copies), *facts)
 
 
-def _shared(state: SchedulerState, size: int) -> list[int]:
-    """Indices of the sequences that have to copy a block (`branches.shared`)."""
-    return branches.shared(state.pool, state.running, state.forked, size) if state.forked else []
+def _shared(state: SchedulerState) -> list[tuple[int, int]]:
+    """The blocks that have to be copied, and by which sequences (`branches.shared`)."""
+    return branches.shared(state.pool, state.running, state.forked, state.config) if state.forked else []
 
 
-def _full(active: Running, size: int) -> list[int]:
+def _full(active: Running, size: int, groups: int) -> list[int]:
     """Indices of the sequences whose next token is past their last block."""
     edge = [i for i, computed in enumerate(active.computed) if computed % size == 0]
-    edge = [i for i in edge if active.computed[i] == len(active.seqs[i].blocks) * size]
+    edge = [i for i in edge if active.computed[i] * groups == len(active.seqs[i].blocks) * size]
     return [i for i in edge if active.computed[i] < active.lengths[i]]  # a waiting beam writes none
 
 
@@ -91,8 +92,9 @@ def _preempt(
 
     # a beam that waits for its siblings computes its last token again, because its offer is dropped
     victims = [victim._replace(computed=min(victim.computed, victim.length - 1)) for victim in victims]
-    tables = [victim.blocks[: blocks.needed(victim.computed, state.config.block_size)] for victim in victims]
-    moved_blocks = tuple(dict.fromkeys(block for table in tables for block in table))
+    size, number = state.config.block_size, state.config.groups
+    tables = [victim.blocks[: blocks.needed(victim.computed, size) * number] for victim in victims]
+    moved_blocks = tuple(dict.fromkeys(block for table in tables for block in table if block))
     swaps = state.host_pool is not None and all(tables) and policy.swap(victims)
     taken = blocks.allocate(state.host_pool, len(moved_blocks)) if state.host_pool is not None and swaps else None
     if taken is None:
@@ -100,8 +102,8 @@ def _preempt(
         return state._replace(waiting=(*back, *state.waiting)), ()
     host_pool, ids = taken
     place = dict(zip(moved_blocks, ids, strict=True))
-    moved = [tuple([place[block] for block in table]) for table in tables]
-    again = Counter(block for table in moved for block in table) - Counter(ids)
+    moved = [tuple([place.get(block, HOLE) for block in table]) for table in tables]
+    again = Counter(block for table in moved for block in table if block) - Counter(ids)
     out = [victim._replace(blocks=table) for victim, table in zip(victims, moved, strict=True)]
     host_pool = blocks.share(host_pool, again.elements())
     return state._replace(host_pool=host_pool, waiting=(*out, *state.waiting)), tuple(place.items())

@@ -31,6 +31,7 @@ from pagedjax.host.event_log import (
     schedule_line,
     submit_line,
 )
+from pagedjax.host.kv_policies import View
 from pagedjax.host.policies import POLICIES, Policy, find
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Event, Finished, Plan, Preempted, Request
@@ -234,7 +235,10 @@ def _header(record: dict[str, Any], policies: Mapping[str, Policy]) -> tuple[Sch
     if record.get("policy") not in policies:
         raise ReplayError(f"line 1 names the policy {record.get('policy')!r}; known are {', '.join(sorted(policies))}")
     try:
-        config = SchedulerConfig(**record["config"])
+        found = record["config"]
+        config = SchedulerConfig(
+            **found | {"views": tuple([View(w, tuple(kept)) for w, kept in found.get("views", ())])}
+        )
         scheduler.init(config)
         return config, policies[record["policy"]], str(record["pagedjax"])
     except (KeyError, TypeError, ValueError) as error:

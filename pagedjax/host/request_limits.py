@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagedjax.host import blocks, reservation
+from pagedjax.host import blocks, reservation, views
 from pagedjax.host.state import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Request, Seq
 
@@ -35,12 +35,13 @@ def check(state: SchedulerState, request: Request) -> None:
     beams = len(names) if r.beams else 1  # the beams of a request must fit together even if they share no block
     if not c.chunked_prefill or c.reservation != "none":
         _check_baselines(c, Seq(request, state.arrivals, limit, r.prompt_len, hashes=r.hashes), beams)
-    need, room = beams * blocks.needed(limit, c.block_size), c.num_blocks
+    need = views.fewest(c, r, limit) if c.views else blocks.needed(limit, c.block_size)
+    need, room = beams * need, c.num_blocks
     if need > room:
         what = f"can grow to {limit} tokens" + (f" in each of {beams} beams" if beams > 1 else "")
         less = f"max_tokens{', beam_width' if beams > 1 else ''}"
         raise Rejected(
-            f"request {r.request_id!r} {what}, which is {need} blocks of {c.block_size}, but the pool has {room}; "
+            f"request {r.request_id!r} {what}, which {_takes(need, c)}, but the pool has {room}; "
             f"raise num_blocks to {need}, or lower {less} or the prompt's length"
         )
     for i, name in enumerate(names):
@@ -53,6 +54,12 @@ def check(state: SchedulerState, request: Request) -> None:
         )
     if len(r.hashes) > r.prompt_len // c.block_size:
         raise Rejected(f"request {r.request_id!r} has {len(r.hashes)} hashes; its prompt has fewer full blocks")
+
+
+def _takes(need: int, c: SchedulerConfig) -> str:
+    if not c.views:
+        return f"is {need} blocks of {c.block_size}"
+    return f"needs {need} blocks of {c.block_size} at one time (in {c.groups} groups of layers)"
 
 
 def _check_baselines(c: SchedulerConfig, seq: Seq, beams: int) -> None:

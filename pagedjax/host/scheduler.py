@@ -23,10 +23,12 @@ one or more tokens. The rules:
    nothing computed (recomputation). It is admitted again like any other sequence.
 8. Drafts of decodes take what is left of the budget and of the free blocks (speculative decoding).
 9. A request with max_tokens 0 samples nothing and ends when its prompt is computed (pooled hidden states).
+10. Where queries do not see all blocks, those out of sight are given back, and rule 3 counts the blocks that a sequence
+    has at most at one time. A chunk is then cut where no block is free for its next token.
 
 The rules are in these files: preemption.py (5, 7), admission.py (3), prefix_sharing.py (finding blocks), branches.py
-(4, 6), drafts.py (8), request_limits.py (`submit`), state.py (the state and its invariants). step_kinds.py and
-reservation.py are baselines that replace rules 1 to 3.
+(4, 6), drafts.py (8), views.py (10), request_limits.py (`submit`), state.py (the state and its invariants).
+step_kinds.py and reservation.py are baselines that replace rules 1 to 3.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from typing import Any, get_args
 from immutables import Map
 
 from pagedjax.config import Reservation, one_of
-from pagedjax.host import blocks, branches, prefix_sharing, request_limits, step_kinds
+from pagedjax.host import blocks, branches, prefix_sharing, request_limits, step_kinds, views
 from pagedjax.host.admission import Admission, admit
 from pagedjax.host.drafts import Sample, accepted, flat, give_back, grant, kept
 from pagedjax.host.policies import Policy
@@ -95,6 +97,7 @@ def init(config: SchedulerConfig) -> SchedulerState:
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it must be True or False")
     one_of("reservation", config.reservation, get_args(Reservation))
+    views.check_config(config)
     host_pool = blocks.init(config.host_blocks) if config.host_blocks else None
     return SchedulerState(config, blocks.init(config.num_blocks), (), Running(), 0, 0, host_pool, frozenset(), Map())
 
@@ -128,13 +131,13 @@ def schedule(
     host_pool, waiting = state.host_pool, state.waiting
     active, decodes, waiting_beams = _decodes_first(state.running)
     if c.mixed_steps:
-        counts, admission = _token_counts(state, policy, active, decodes, not preempted.preempted)
+        active, counts, admission = _token_counts(state, policy, active, decodes, not preempted.preempted)
     else:
         mixed, ones, skipped = active, decodes, waiting_beams
         for kind in step_kinds.kinds(c, state.step):
             active, decodes, skipped = step_kinds.split(mixed, ones, kind)
             admits = kind != "decodes" and not preempted.preempted
-            counts, admission = _token_counts(state, policy, active, decodes, admits)
+            active, counts, admission = _token_counts(state, policy, active, decodes, admits)
             if counts:
                 break
         waiting_beams = skipped.joined(waiting_beams)
@@ -154,7 +157,7 @@ def schedule(
     drafts: tuple[int, ...] = ()
     if offered:
         left = c.max_num_batched_tokens - sum(counts)
-        pool, active, counts, drafts = grant(pool, active, decodes, counts, offered, left, c.block_size)
+        pool, active, counts, drafts = grant(pool, active, decodes, counts, offered, left, c)
     rows = len(counts)
     plan = Plan(
         step=state.step,
@@ -182,28 +185,35 @@ def schedule(
 
 def _token_counts(
     state: SchedulerState, policy: Policy, active: Running, decodes: int, admits: bool
-) -> tuple[list[int], Admission]:
+) -> tuple[Running, list[int], Admission]:
     """The tokens that each running sequence gets, decodes first, then each sequence that is admitted."""
-    c = state.config
+    c, pool = state.config, state.pool
     counts, budget = [1] * decodes, c.max_num_batched_tokens - decodes
-    for length, computed in zip(active.lengths[decodes:], active.computed[decodes:], strict=True):
-        if budget == 0:
-            break
-        counts.append(min(length - computed, budget))
-        budget -= counts[-1]
+    if c.views:
+        pool, active, chunks = views.grow(c, pool, active, decodes, budget)
+        counts, budget = counts + chunks, budget - sum(chunks)
+    else:
+        for length, computed in zip(active.lengths[decodes:], active.computed[decodes:], strict=True):
+            if budget == 0:
+                break
+            counts.append(min(length - computed, budget))
+            budget -= counts[-1]
 
     free_rows = c.max_running - len(state.running.seqs)
     if state.waiting and free_rows > 0:
         free_rows = c.max_running - sum([seq.num_rows for seq in state.running.seqs])
-    admission = Admission(state.pool, {}, budget, free_rows, {})
+    admission = Admission(pool, {}, budget, free_rows, {})
     if state.waiting and budget and free_rows > 0 and admits:
-        filling_now = prefix_sharing.filling(active, decodes, counts, c.block_size)
-        admission = admit(admission._replace(filling_now=filling_now), policy, state.waiting, state.running, c)
+        filling_now = prefix_sharing.filling(active, decodes, counts, c)
+        promised = views.promised(c, active) if c.views else 0
+        admission = admission._replace(filling_now=filling_now, promised=promised)
+        admission = admit(admission, policy, state.waiting, state.running, c)
     for seq in admission.admitted:
         if budget:  # beams are admitted together, even if tokens suffice only for the first of them
-            counts.append(min(seq.length - seq.computed, budget))
+            covered = len(seq.blocks) // c.groups * c.block_size
+            counts.append(min(seq.length - seq.computed, budget, covered - seq.computed))
             budget -= counts[-1]
-    return counts, admission
+    return active, counts, admission
 
 
 def commit(
@@ -230,7 +240,7 @@ def commit(
     all_tokens: tuple[Any, ...] = kept(plan, sampled) if plan.drafts else tuple(sampled)
     seqs, starts, drafts = plan.seqs, plan.starts, plan.drafts
     lengths, counts, tokens = accepted(plan, all_tokens) if drafts else (plan.lengths, plan.counts, all_tokens)
-    step, size = plan.step, state.config.block_size
+    step, c = plan.step, state.config
     if state.running.seqs[: len(seqs)] != seqs:
         alive = {seq.arrival: seq for seq in state.running.seqs}
         keep = [i for i, seq in enumerate(seqs) if seq.arrival in alive]
@@ -257,14 +267,14 @@ def commit(
         lengths = tuple([length - (i in silent) for i, length in enumerate(lengths)])
         ended |= dict.fromkeys(silent, "length")
 
-    pool, seqs = prefix_sharing.publish(state.pool, seqs, counts, computed, hashes, size)
+    pool, seqs = prefix_sharing.publish(state.pool, seqs, counts, computed, hashes, c)
     drafted = [i for i, k in enumerate(drafts) if k]
-    if drafted and state.config.reservation == "none":
-        pool, seqs = give_back(pool, seqs, [i for i in drafted if i not in ended], computed, size)
+    if drafted and c.reservation == "none":
+        pool, seqs = give_back(pool, seqs, [i for i in drafted if i not in ended], computed, c)
     rows, old = len(seqs), state.running
     forks: tuple[Seq, ...] = ()
     if grouped:
-        pool, seqs, forks = branches.fork(pool, seqs, grouped, samples, size)
+        pool, seqs, forks = branches.fork(pool, seqs, grouped, samples, c)
     active = Running(
         seqs + old.seqs[rows:] + forks,
         lengths + old.lengths[rows:] + tuple([seq.length for seq in forks]),
@@ -276,6 +286,8 @@ def commit(
     beamed: list[Event] = []
     if choices:
         pool, active, beamed = branches.advance(pool, active, choices, step)
+    if c.views:
+        pool, active = views.drop(c, pool, active)
     forked = branches.arrivals(active, forks, choices) if forks or choices else frozenset()
 
     ids = tuple([seq.request.request_id for seq in seqs])

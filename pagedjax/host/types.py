@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from pagedjax.config import Reservation
+from pagedjax.host.kv_policies import View
 
+HOLE = 0  # in a block table: a block that the sequence does not have (views.py); the id of the trash block
 FinishReason = Literal["stop", "length", "abort"]
 Item = TypeVar("Item")
 
@@ -27,7 +29,7 @@ Item = TypeVar("Item")
 class SchedulerConfig(NamedTuple):
     """Sizes: integers of at least 1; `host_blocks` may be 0. `num_blocks` does not count the trash block.
 
-    The fields after `host_blocks` are baselines (step_kinds.py, reservation.py).
+    The three fields after `host_blocks` are baselines (step_kinds.py, reservation.py).
     """
 
     block_size: int
@@ -39,6 +41,12 @@ class SchedulerConfig(NamedTuple):
     chunked_prefill: bool = True
     mixed_steps: bool = True
     reservation: Reservation = "none"
+    views: tuple[View, ...] = ()  # of each group of layers, whose blocks are its own (views.py); (): one that sees all
+
+    @property
+    def groups(self) -> int:
+        """Entries of a block table for each block of tokens."""
+        return len(self.views) or 1
 
     @property
     def max_running(self) -> int:
@@ -60,6 +68,7 @@ class Request(NamedTuple):
     hashes: tuple[str, ...] = ()  # of the prompt's full blocks (engine/block_hashes.py); empty: shares no blocks
     beams: bool = False  # its branches advance together, by the choices given to `commit`; others advance alone
     tags: tuple[str, ...] = ()  # opaque; they salt the hashes, so requests with other tags share no blocks
+    keeps_blocks: bool = False  # its sampling reads its tokens through its blocks, so none is given back (views.py)
 
 
 class Seq(NamedTuple):
@@ -73,7 +82,7 @@ class Seq(NamedTuple):
     limit: int  # tokens at its longest: the prompt and max_tokens, cut off at max_model_len
     length: int  # prompt + generated tokens
     computed: int = 0
-    blocks: tuple[int, ...] = ()  # while it waits: host blocks, in the swap space
+    blocks: tuple[int, ...] = ()  # while it waits: host blocks, in the swap space; HOLE: one that it does not have
     hashes: tuple[str, ...] = ()  # of its first full blocks, as far as they are known; it keeps them when preempted
     group: int | None = None  # arrival of the first of the branches that forked from one prompt; None: no others
 

@@ -20,6 +20,7 @@ from immutables import Map
 from pagedjax.host import scheduler
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Finished, Plan, Request, Seq
+from pagedjax.host.views import held
 from pagedjax.viewer import drafts, picture, story
 from pagedjax.viewer.picture import Frame, Picture
 from pagedjax.viewer.story import LogEntry, Tables
@@ -177,9 +178,9 @@ def _filled(plan: Plan, old: SchedulerState, new: SchedulerState) -> list[tuple[
     """Blocks that a step filled and that can be found now, by the request that filled them."""
     if new.pool.hashes is old.pool.hashes:
         return []
-    size, found = new.config.block_size, []
+    size, groups, found = new.config.block_size, new.config.groups, []
     for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
-        full = seq.blocks[start // size : (start + count) // size]
+        full = seq.blocks[start // size * groups : (start + count) // size * groups]
         ids = [block for block in full if block in new.pool.hashes and block not in old.pool.hashes]
         if ids:
             found.append((seq.request.request_id, ids))
@@ -195,10 +196,10 @@ def _framed(fold: Fold, rows: picture.Batch, step: int) -> Frame:
     active = zip(state.running.seqs, state.running.lengths, state.running.computed, strict=True)
     named = [(numbers[seq.request.request_id], computed, length) for seq, length, computed in active]
     still = [list(one) for one in named if one[0] not in packed]
-    away = [[numbers[seq.request.request_id], len(seq.blocks)] for seq in state.waiting if seq.blocks]
+    away = [[numbers[seq.request.request_id], held(seq.blocks)] for seq in state.waiting if seq.blocks]
     ends = {n: computed for n, computed, _ in named} | {n: start + count for n, start, count, *_ in rows}
     used = state.pool.num_blocks - state.pool.num_free
-    empty = _empty_slots(fold.tables, ends, state.pool.owners, state.config.block_size)
+    empty = _empty_slots(fold.tables, ends, state.pool.owners, state.config)
     frame: Frame = {
         "step": step,
         "came": list(fold.came),
@@ -239,15 +240,16 @@ def _publications(fold: Fold) -> list[list[int]] | None:
     return [new, lost] if new or lost else None
 
 
-def _empty_slots(tables: Tables, ends: Mapping[int, int], owners: Mapping[int, int], size: int) -> int:
+def _empty_slots(tables: Tables, ends: Mapping[int, int], owners: Mapping[int, int], config: SchedulerConfig) -> int:
     """Slots of owned blocks without a token when the step ends. A shared block counts once, at its fullest."""
+    size, groups = config.block_size, config.groups
     tokens_in: dict[int, int] = {}  # block -> tokens in it, for blocks that some table does not fill
     for n, table in tables.items():
-        for i in range(ends[n] // size, len(table)):
-            tokens_in[table[i]] = max(tokens_in.get(table[i], 0), ends[n] - i * size, 0)
+        for i in range(ends[n] // size * groups, len(table)):
+            tokens_in[table[i]] = max(tokens_in.get(table[i], 0), ends[n] - i // groups * size, 0)
     several = {block for block in tokens_in if owners[block] > 1}
     if several:  # another table may fill it
         for n, table in tables.items():
-            full = ends[n] // size
+            full = ends[n] // size * groups
             tokens_in.update((block, size) for block in several.intersection(table[:full]))
     return sum(size - tokens for tokens in tokens_in.values())

@@ -123,6 +123,8 @@ def _changes(old: Tables, new: Tables) -> tuple[list[tuple[int, list[int]]], lis
         gains.append((n, [block for block in table if block not in mine]))
         losses.append((n, [block for block in had if block not in now]))
     losses += [(n, list(table)) for n, table in old.items() if n not in new]
+    without_holes = [[(n, [block for block in ids if block]) for n, ids in changes] for changes in (gains, losses)]
+    gains, losses = without_holes
     return [g for g in gains if g[1]], [lost for lost in losses if lost[1]]
 
 

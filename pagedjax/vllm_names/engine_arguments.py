@@ -50,6 +50,12 @@ def _lookahead(_: str, value: Any) -> Mapping[str, Any]:
     return {} if value is None else {"lookahead": int(value)}
 
 
+def _keep_window_blocks(_: str, value: Any) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError("it must be True or False")
+    return {} if value is None else {"free_window_blocks": not value}
+
+
 def _devices(_: str, value: Any) -> Mapping[str, Any]:
     return {} if value is None else {"devices": tuple(value) if isinstance(value, (list, tuple)) else value}
 
@@ -80,6 +86,7 @@ TABLE = (
     taken("swap_space", '`swap_space_gib`, with `preemption="swap"` above 0', _swap_space),
     taken("enable_chunked_prefill", "`chunked_prefill`", _as("chunked_prefill")),
     taken("scheduling_policy", "`policy`", _as("policy")),
+    taken("disable_hybrid_kv_cache_manager", "`free_window_blocks=False`", _keep_window_blocks),
     taken("async_scheduling", "`lookahead` of 1 or 0; 0 with speculation", _lookahead),
     taken("speculative_config", "`speculative`, also under vLLM's names of fields", _as("speculative")),
     taken("max_logprobs", f"up to {MAX_LOGPROBS}, which is always allowed", _max_logprobs),
@@ -145,7 +152,7 @@ TABLE = (
     ),
     nothing(
         "prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit use_v2_block_manager "
-        "num_lookahead_slots disable_hybrid_kv_cache_manager watermark scheduler_reserve_full_isl "
+        "num_lookahead_slots watermark scheduler_reserve_full_isl "
         "prefill_schedule_interval long_prefill_token_threshold long_prefill_token_threshold_adaptive "
         "max_num_partial_prefills max_long_partial_prefills preemption_mode scheduler_delay_factor "
         "num_scheduler_steps multi_step_stream_outputs disable_async_output_proc stream_interval swa_bounded_replay "

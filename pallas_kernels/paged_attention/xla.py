@@ -127,7 +127,7 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
         number = jnp.minimum(tile, cu_q_lens[r + 1] - start)  # real queries in the tile
         position = seq_lens[r] - (cu_q_lens[r + 1] - start) + jnp.arange(tile)  # of each query in its sequence
         queries = jax.lax.dynamic_slice_in_dim(padded, start, tile).transpose(1, 2, 0, 3).reshape(k, g * tile, d)
-        last = position[0] + number  # context that the tile's last query sees
+        begin, last = _begin(position[0] + 1, window), position[0] + number  # context that the tile's queries see
 
         def walk(state):
             j, top, norm, acc = state
@@ -139,7 +139,8 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
             if window is not None:
                 seen &= place > position[:, None] - window
             scores = jnp.where(jnp.tile(seen, (g, 1)), _capped(scores, soft_cap), NEG)
-            values = jnp.where((j * span + jnp.arange(span) < last)[:, None], values, 0)
+            real = (place < last) & (place >= begin)  # 0 * NaN of what no query of the tile sees is not 0
+            values = jnp.where(real[:, None], values, 0)
             new = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new[..., None])
             keep = jnp.exp(top - new)
@@ -147,8 +148,7 @@ def _chunks(q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, q_lens, *, w
             return j + 1, new, norm * keep + weights.sum(-1), acc * keep[..., None] + part
 
         rows = g * tile
-        start_at = _begin(position[0] + 1, window) // span
-        state = (start_at, jnp.full((k, rows), NEG), jnp.zeros((k, rows)), jnp.zeros((k, rows, d)))
+        state = (begin // span, jnp.full((k, rows), NEG), jnp.zeros((k, rows)), jnp.zeros((k, rows, d)))
         # Without a window the first span holds token 0, which every query sees: `top` is a real score from then on.
         # With a window, sums before a query's first real score are then multiplied by exp(NEG - score) = 0.
         _, _, norm, acc = jax.lax.while_loop(lambda state: state[0] * span < last, walk, state)

@@ -75,7 +75,7 @@ def test_the_block_released_last_is_allocated_first():
     assert b == 2
 
 
-@pytest.mark.parametrize("ids", [[0], [3], [-1], [1, 1]])
+@pytest.mark.parametrize("ids", [[3], [-1], [0, 3], [1, 1]])
 def test_releasing_a_block_without_an_owner_is_an_error(ids):
     pool, _ = take(blocks.init(3), 2)
     with pytest.raises(ValueError, match=rf"block {ids[-1]} has no owner; it was released twice or never allocated"):
@@ -402,7 +402,7 @@ def test_random_operations_match_a_dictionary_of_counts(size: int, script: list[
         assert pool.num_free == size - len(counts)
         blocks.check(pool, tables)
         assert pickle.loads(pickle.dumps(pool)) == pool
-        for block in range(-1, size + 2):
+        for block in (-1, *range(1, size + 2)):  # 0 is a hole of a table
             if block not in counts:
                 with pytest.raises(ValueError, match=f"block {block} has no owner"):
                     blocks.release(pool, [block])

@@ -26,6 +26,7 @@ from pagedjax.host.policies import FCFS, POLICIES, Policy
 from pagedjax.host.replay import ReplayError, Transition, verify
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Choice, Finished, Plan, Request, Seq
+from tests.host import drawn_views
 
 SMALL = SchedulerConfig(block_size=2, num_blocks=6, max_num_batched_tokens=5, max_num_seqs=4, max_model_len=12)
 WAYS = ("chunked_prefill", "mixed_steps", "reservation")  # of earlier engines
@@ -143,8 +144,8 @@ sizes = (
     st.integers(7, 14),
     st.sampled_from([0, 2, 20]),
 )
-usual = [st.just(SchedulerConfig._field_defaults[name]) for name in WAYS]
-ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation))]
+usual = [*(st.just(SchedulerConfig._field_defaults[name]) for name in WAYS[:3]), drawn_views.one_group]
+ways = [st.booleans(), st.booleans(), st.sampled_from(get_args(Reservation)), st.just(())]
 
 
 @settings(max_examples=160, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -19,7 +19,7 @@ from experiments.core import config
 from pagedjax import LLM, SamplingParams
 from pagedjax.cli import main
 from pagedjax.config import EngineConfig, Reservation
-from pagedjax.host import scheduler
+from pagedjax.host import scheduler, views
 from pagedjax.host.policies import (
     FAIR,
     FCFS,
@@ -37,6 +37,7 @@ from pagedjax.host.policies import (
 from pagedjax.host.replay import replay
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
 from pagedjax.host.types import Finished, Request, Running, Seq
+from tests.host import drawn_views
 from tests.host.scheduler_steps import EOS, WORD, names, start
 
 STRICT_PRIORITY = by_key("strict", lambda seq: seq.request.priority)
@@ -368,10 +369,12 @@ sizes = {
 }
 # hypothesis would draw every field that is not given
 usual = {name: st.just(value) for name, value in SchedulerConfig._field_defaults.items() if name not in sizes}
+usual["views"] = drawn_views.several
 ways = {
     "chunked_prefill": st.booleans(),
     "mixed_steps": st.booleans(),
     "reservation": st.sampled_from(get_args(Reservation)),
+    "views": st.just(()),
 }
 configs = st.builds(SchedulerConfig, **sizes, **usual)
 baselines = st.builds(SchedulerConfig, **sizes, **ways)
@@ -381,6 +384,7 @@ def roomy(config: SchedulerConfig) -> SchedulerConfig:
     """With blocks for any single request, and a budget for its whole prompt if prompts must not be cut."""
     need, budget = -(-config.max_model_len // config.block_size), config.max_num_batched_tokens
     need = need if config.reservation == "none" else 1 << (need - 1).bit_length()
+    need = views.fewest(config, Request("longest", 1, 31), config.max_model_len) if config.views else need
     budget += 0 if config.chunked_prefill else config.max_model_len
     return config._replace(num_blocks=max(config.num_blocks, need), max_num_batched_tokens=budget)
 

@@ -98,6 +98,10 @@ def run(case: Case, *, tiles: Tiles = SMALL, order: int = 0, shorts: bool = Fals
 
     a = {name: jnp.asarray(value) for name, value in case.arrays(order).items()}
     options = {"scale": case.d**-0.5, "window": None, "soft_cap": None, "tiles": tiles} | options
+    if options["window"]:  # what no query of a row sees may be given back: page 0, which has NaN
+        for row, (count, context) in enumerate(case.rows):
+            gone = max(context - count + 1 - options["window"], 0) // case.s
+            a["tables"] = a["tables"].at[row, :gone].set(0)
     pages = a["k_pages"], a["v_pages"], a["tables"], a["lengths"]
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         longest = max(count for count, _ in case.rows)

@@ -51,6 +51,8 @@ TAKEN = [
     ({"enable_chunked_prefill": False}, {"chunked_prefill": False}),
     ({"enable_chunked_prefill": None}, {}),
     ({"scheduling_policy": "priority"}, {"policy": "priority"}),
+    ({"disable_hybrid_kv_cache_manager": True}, {"free_window_blocks": False}),
+    ({"disable_hybrid_kv_cache_manager": None}, {}),
     ({"async_scheduling": True}, {"lookahead": 1}),
     ({"async_scheduling": False}, {"lookahead": 0}),
     ({"async_scheduling": None}, {}),

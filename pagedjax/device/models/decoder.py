@@ -23,7 +23,7 @@ from flax import nnx
 
 from pagedjax.device import cache as kv
 from pagedjax.device.attention import Attend, write
-from pagedjax.device.batch import Batch
+from pagedjax.device.batch import AttentionRows, Batch
 from pagedjax.device.layers import (
     Buffer,
     LayerNorm,
@@ -190,8 +190,7 @@ class Attention(nnx.Module):
         return [q, k, v]
 
     def _output(self, q, k_pages, v_pages, batch: Batch, attend: Attend, residual) -> jax.Array:
-        where = batch.block_tables, batch.seq_lens, batch.cu_q_lens
-        y = attend(q, k_pages, v_pages, *where, window=self.kind.window, soft_cap=self.config.attn_cap)
+        y = attend(q, k_pages, v_pages, *batch.attention, window=self.kind.window, soft_cap=self.config.attn_cap)
         return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens)
 
 
@@ -370,29 +369,29 @@ class Decoder(nnx.Module):
         """
         x = self.embedded(batch)
         angles = angles_at(self.angles, batch.positions)
-        k_all, v_all, outputs = [], [], []
-        *first, last = zip(self.blocks, cache.k, cache.v, strict=True)
+        pages, outputs = list(zip(cache.k, cache.v, strict=True)), []
+        *first, last = enumerate(self.blocks)
         if self.config.layers - 1 in taps:
             first, last = [*first, last], None
-        for block, *pages in first:
-            x, k_pages, v_pages = _run_block(*nnx.split(block), attend, "__call__", x, *pages, batch, angles)
-            k_all.append(k_pages)
-            v_all.append(v_pages)
+        for layer, block in first:
+            at, own = batch.groups.layout.places[layer][1] if batch.groups else layer, batch.of_layer(layer)
+            x, k_pages, v_pages = _run_block(*nnx.split(block), attend, "__call__", x, *pages[at], own, angles)
+            pages[at] = k_pages, v_pages
             outputs.append(x)
         if last:
-            parts = nnx.split(last[0])
-            pages = _run_block(*parts, attend, "write", x, *last[1:], batch, angles)
-            k_all.append(pages[0])
-            v_all.append(pages[1])
+            layer, parts = last[0], nnx.split(last[1])
+            at = batch.groups.layout.places[layer][1] if batch.groups else layer
+            pages[at] = _run_block(*parts, attend, "write", x, *pages[at], batch.of_layer(layer), angles)
 
         def finish(only: Batch | None) -> jax.Array:
             found, rows = (x, batch) if only is None else (x[only.last], only)
             if last:
                 turns = angles if only is None else angles_at(self.angles, only.positions)
-                found = _run_block(*parts, attend, "read", found, *pages, rows, turns)
+                found = _run_block(*parts, attend, "read", found, *pages[at], rows.of_layer(layer), turns)
             return self.norm(found)
 
-        cache = cache._replace(k=tuple(k_all), v=tuple(v_all))
+        k_all, v_all = zip(*pages, strict=True)
+        cache = cache._replace(k=k_all, v=v_all)
         return cache, finish, tuple(outputs[layer] for layer in taps)
 
     def logits(self, hidden: jax.Array, used: jax.Array | None = None) -> jax.Array:
@@ -416,14 +415,25 @@ def samples_of(batch: Batch) -> Batch:
     """
     count = batch.used_samples
     each = jnp.arange(len(batch.last) + 1, dtype=jnp.int32)
-    positions = batch.positions[batch.last]
+    positions, used = batch.positions[batch.last], each[:-1] < count
+    seen, groups = batch.seen, batch.groups
+    if seen is not None:
+        row = seen.of_samples
+        lens = seen.seq_lens[row] - (seen.cu_q_lens[row + 1] - 1 - batch.last)
+        offsets = jnp.minimum(each, count)
+        seen = AttentionRows(seen.block_tables[row], jnp.where(used, lens, 0), offsets, each[:-1])
+    if groups is not None:
+        slots = tuple(slots[batch.last] for slots in groups.slots)
+        groups = groups._replace(slots=slots, block_tables=tuple(t[batch.sampled_row] for t in groups.block_tables))
     return batch._replace(
         tokens=batch.tokens[batch.last],
         positions=positions,
         slots=batch.slots[batch.last],
         block_tables=batch.block_tables[batch.sampled_row],
-        seq_lens=jnp.where(each[:-1] < count, positions + 1, 0),
+        seq_lens=jnp.where(used, positions + 1, 0),
         cu_q_lens=jnp.minimum(each, count),
+        seen=seen,
+        groups=groups,
     )
 
 

@@ -101,6 +101,10 @@ class RowChain:
                 large[f.name] = _record(f.off, values).tobytes()
         return RowOptions(frozenset(names), record.tobytes(), large) if names else self.nothing
 
+    def reads_tokens(self, options: RowOptions) -> bool:
+        """Whether a feature that a request uses reads the tokens of its sequence."""
+        return any(f.reads_tokens and f.name in options.names for f in self.features)
+
     # a step --------------------------------------------------------------------------------------------------------
 
     def blank(self, b: int) -> dict[str, FeatureRows]:

@@ -48,6 +48,8 @@ class RowFeature(NamedTuple):
         params: what the feature reads: fields of `SamplingParams`, and names in its `extra_args`. A request is read if
             one of the fields has another value than its default, or extra_args has one of the names.
         per_step: whether the values that count are those that `pack` has of a sample, in place of the request's.
+        reads_tokens: whether `apply` reads the context's tokens. The blocks of a request that uses it are never given
+            back, because the tokens are in them.
     """
 
     name: str
@@ -57,3 +59,4 @@ class RowFeature(NamedTuple):
     apply: Callable[[jax.Array, Mapping[str, jax.Array], RowContext], jax.Array]
     params: tuple[str, ...]
     per_step: bool = False
+    reads_tokens: bool = True

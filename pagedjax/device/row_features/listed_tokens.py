@@ -61,4 +61,5 @@ LISTED_TOKENS = RowFeature(
     read=_read,
     apply=_apply,
     params=("logit_bias", "allowed_token_ids", "min_tokens"),
+    reads_tokens=False,
 )

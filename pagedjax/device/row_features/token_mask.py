@@ -32,4 +32,5 @@ def token_mask(vocab_size: int) -> RowFeature:
         apply=_apply,
         params=("structured_outputs",),
         per_step=True,
+        reads_tokens=False,
     )

@@ -60,6 +60,7 @@ MIN_P = RowFeature(
     read=lambda p, _: {"min_p": p.min_p} if p.min_p > 0 and p.temperature > 0 else None,
     apply=_min_p,
     params=("min_p",),
+    reads_tokens=False,
 )
 TOP_K = RowFeature(
     name="top_k",
@@ -68,6 +69,7 @@ TOP_K = RowFeature(
     read=lambda p, _: {"top_k": p.top_k} if p.top_k > 0 and p.temperature > 0 else None,
     apply=_top_k,
     params=("top_k",),
+    reads_tokens=False,
 )
 TOP_P = RowFeature(
     name="top_p",
@@ -76,4 +78,5 @@ TOP_P = RowFeature(
     read=lambda p, _: {"top_p": p.top_p} if p.top_p < 1 and p.temperature > 0 else None,
     apply=_top_p,
     params=("top_p",),
+    reads_tokens=False,
 )

@@ -111,11 +111,15 @@ function several(sampled) {
   return Array.isArray(sampled) ? sampled : [sampled];
 }
 
-/** The owners of each block: block -> [[number, index in its table], ...]. */
-function owners(picture) {
+/** The owners of each block: block -> [[number, the block's place in its sequence], ...]. With several groups of layers a
+ * table has an entry for each of them; 0 is a block that the sequence does not have. */
+function owners(picture, groups) {
   const found = new Map();
   for (const [n, table] of picture.tables) {
-    table.forEach((block, i) => (found.has(block) ? found.get(block).push([n, i]) : found.set(block, [[n, i]])));
+    table.forEach((block, entry) => {
+      const i = Math.floor(entry / groups);
+      if (block) found.has(block) ? found.get(block).push([n, i]) : found.set(block, [[n, i]]);
+    });
   }
   return found;
 }

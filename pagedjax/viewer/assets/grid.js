@@ -55,7 +55,7 @@ class Grid {
     const lay = gridLayout(config.num_blocks, config.block_size, width, height);
     this.lay = lay;
     const c = prepared(this.canvas, width, Math.max(1, lay.rows * (lay.h + lay.gap) - lay.gap));
-    this.owners = owners(picture);
+    this.owners = owners(picture, (this.view.config.views || []).length || 1);
     this.progress = progress(picture);
     this.palette = palette();
     const squares = Math.ceil(config.num_blocks / lay.per);
@@ -237,7 +237,7 @@ class Grid {
       c.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
     };
     const table = chosen && chosen.kind === "request" ? picture.tables.get(chosen.n) || [] : [];
-    for (const block of table) frame(block, p.ink, w > 9 ? 2 : 1);
+    for (const block of table.filter(Boolean)) frame(block, p.ink, w > 9 ? 2 : 1);
     if (chosen && chosen.kind === "block") frame(chosen.block, p.ink, 2);
     if (document.activeElement === this.canvas) frame(this.cursor, p.accent, 2);
   }

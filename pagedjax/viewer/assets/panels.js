@@ -132,7 +132,7 @@ function textNow(view, life) {
 }
 
 function blocksNow(view, n) {
-  const table = view.picture.tables.get(n) || [];
+  const table = (view.picture.tables.get(n) || []).filter(Boolean);
   if (!table.length) return null;
   const buttons = table.slice(0, 24).map((block) => blockLink(view, block));
   if (table.length > 24) buttons.push(aside(`and ${table.length - 24} more`, "span"));

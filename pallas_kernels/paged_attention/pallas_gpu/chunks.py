@@ -75,7 +75,8 @@ def chunks(
         io_s, q_s, k_s, v_s, p_s, q_full, k_full, v_full, k_free, v_free, clean = scratch
         head, item, me = (lax.axis_index(name) for name in ("head", "item", "warpgroup"))
         length = lengths[item]
-        begin = jnp.int32(0) if window is None else lax.max(positions[item] + 1 - window, 0) // tile
+        earliest = jnp.int32(0) if window is None else lax.max(positions[item] + 1 - window, 0)
+        begin = earliest // tile
         count = lax.max(pl.cdiv(length, tile) - begin, 0)
 
         def run_of(me):
@@ -136,12 +137,14 @@ def chunks(
 
                 plgpu.barrier_wait(v_full.at[slot])
 
-                @pl.when(start + tile > length)  # a weight of 0 does not hide a NaN; one warpgroup for all
+                # a weight of 0 does not hide a NaN; one warpgroup for all
+                @pl.when(start + tile > length if window is None else (start + tile > length) | (start < earliest))
                 def clear():
                     @pl.when(me == 0)
                     def write():
                         at = numbered((tile, d), 0) + start
-                        v_s[slot] = jnp.where(at < length, v_s[slot], jnp.zeros((), dtype))
+                        real = at < length if window is None else (at >= earliest) & (at < length)
+                        v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(clean)
 

@@ -96,7 +96,8 @@ def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale
         part, head, row = (lax.axis_index(name) for name in ("part", "head", "row"))
         length = lengths[row]
         nearest = length - (1 if counts is None else counts[row])  # the first query in its context
-        begin = jnp.int32(0) if window is None else lax.max(nearest + 1 - window, 0) // tile
+        earliest = jnp.int32(0) if window is None else lax.max(nearest + 1 - window, 0)
+        begin = earliest // tile
         each = pl.cdiv(pl.cdiv(length, tile) - begin, parts)
         first = begin + part * each
         count = lax.clamp(0, pl.cdiv(length, tile) - first, each)
@@ -150,10 +151,12 @@ def _decode(q, k_pages, v_pages, block_tables, seq_lens, *rows_and_counts, scale
 
                 plgpu.barrier_wait(v_full.at[slot])
 
-                @pl.when(start + tile > length)  # a weight of 0 does not hide a NaN
+                # a weight of 0 does not hide a NaN
+                @pl.when(start + tile > length if window is None else (start + tile > length) | (start < earliest))
                 def clear():
                     at = numbered((tile, d), 0) + start
-                    v_s[slot] = jnp.where(at < length, v_s[slot], jnp.zeros((), dtype))
+                    real = at < length if window is None else (at >= earliest) & (at < length)
+                    v_s[slot] = jnp.where(real, v_s[slot], jnp.zeros((), dtype))
                     plgpu.commit_smem()
 
                 y = product((d, columns), v_s.at[slot].transpose((1, 0)), p_s.transpose((1, 0)))

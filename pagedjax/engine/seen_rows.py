@@ -1,0 +1,71 @@
+"""Rows of attention under a KV policy: which blocks each query of a step sees, as compact block tables.
+
+A chunk is cut where a block begins, because queries of different blocks see different ones. While the window reaches
+back to the sequence's beginning they see the same ones, so the first part of a chunk is not cut:
+
+    blocks of a sequence   0  1  2  3  4  5        window 2, block 0 kept, a chunk over all of them
+    rows                   |0 1 2    |3   |4   |5  |
+    tables                  0 1 2     0 2 3  0 3 4  0 4 5
+
+So no kernel knows a policy: what a table does not list is not read. Positions in a table are not those in the
+sequence, but causal order is the same, and keys were rotated when they were written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagedjax.device.batch import AttentionRows, Shapes
+
+
+def rows_of(
+    shapes: Shapes, t: int, tables: np.ndarray, starts: Sequence[int], counts: Sequence[int], last: np.ndarray
+) -> AttentionRows:
+    """The rows of attention of a step of T tokens.
+
+    Args:
+        tables: [B, M] the whole block tables of the rows.
+        starts, counts: of each row, the first token that it computes, and how many.
+        last: [R] the token that each sample follows.
+    """
+    assert shapes.view is not None
+    (window, kept), size, a = shapes.view, shapes.block_size, shapes.attention_rows(t)
+    hidden = next(i for i in range(len(kept) + 1) if i not in kept)  # the first block that goes out of sight
+    row, begin, count = _cut(starts, counts, hidden + window, size)
+    number = len(row)
+    end = begin + count
+    first = np.maximum((end - 1) // size - window + 1, 0)  # of the window
+
+    outside = np.asarray(kept, np.int64)[None] < first[:, None]  # [A, kept]: before the window
+    before = outside.sum(1)
+    index = (first - before)[:, None] + np.arange(len(kept) + window)  # of each entry, its block in the sequence
+    index[:, : len(kept)] = np.where(outside, kept, index[:, : len(kept)])
+    found = np.take_along_axis(tables[row], np.minimum(index, tables.shape[1] - 1), axis=1)
+
+    block_tables, seq_lens, cu_q_lens = (np.zeros(shape, np.int32) for shape in ((a, found.shape[1]), a, a + 1))
+    block_tables[:number] = np.where(index * size < end[:, None], found, 0)
+    seq_lens[:number] = end - (first - before) * size
+    cu_q_lens[1 : number + 1] = np.cumsum(count)
+    cu_q_lens[number + 1 :] = cu_q_lens[number]
+    of_samples = np.searchsorted(cu_q_lens[1 : number + 1], last, side="right").clip(max=max(number - 1, 0))
+    return AttentionRows(block_tables, seq_lens, cu_q_lens, of_samples.astype(np.int32))
+
+
+def _cut(
+    starts: Sequence[int], counts: Sequence[int], whole: int, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row, first token, tokens) of each row of attention.
+
+    Args:
+        whole: blocks of a sequence's beginning that all of its queries see at least.
+    """
+    start, count = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
+    first, last = np.maximum(start // size, whole - 1), np.maximum((start + count - 1) // size, whole - 1)
+    pieces = last - first + 1
+    row = np.repeat(np.arange(len(start)), pieces)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begin = np.where(nth == 0, start[row], (first[row] + nth) * size)
+    end = np.minimum((first[row] + nth + 1) * size, (start + count)[row])
+    return row, begin, end - begin

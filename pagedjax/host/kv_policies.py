@@ -1,0 +1,120 @@
+"""KV policies as values: which tokens of a sequence a query still sees, and so which blocks are given back.
+
+A `KVPolicy` speaks of tokens; `view` turns it, once, into a `View`, which speaks of blocks and is plain data. So a
+recording's header has all that a replay needs, and the scheduler never calls a user's function.
+
+A query in block b of its sequence sees the last `window` blocks up to b, and those of the others that are kept for
+ever. This depends on the position of the query alone, never on chunks, on other sequences or on the budget. So the
+tokens of a request are the same in any batch, and a block that is out of sight stays so: it can be given back.
+
+`quest` and other policies that select blocks by their content (docs/design/kv-policies.md) see fewer of the blocks that
+a view lists, and give none back. Such a selection is one more field of `KVPolicy`; `View` does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pagedjax.config import EngineConfig, KVPolicyOptions, own_value
+from pagedjax.host import blocks
+
+
+class View(NamedTuple):
+    """What queries of a group of layers see, in blocks.
+
+    window: the last blocks up to the query's own, at least 1; None: all.
+    kept: indices of blocks in their sequence, ascending, that every later query sees too.
+    """
+
+    window: int | None = None
+    kept: tuple[int, ...] = ()
+
+    def first(self, block: int) -> int:
+        """The first block of the window of a query in this block."""
+        return 0 if self.window is None else max(block - self.window + 1, 0)
+
+    def outside(self, block: int) -> tuple[int, ...]:
+        """The kept blocks before that window."""
+        first = self.first(block)
+        return tuple([i for i in self.kept if i < first]) if first else ()
+
+    def width(self, most: int) -> int:
+        """Blocks that a query sees at most, of sequences of at most `most` blocks."""
+        return most if self.window is None else min(most, len(self.outside(most - 1)) + self.window)
+
+
+ALL = View()
+
+
+def never(start: int) -> bool:
+    return False
+
+
+class KVPolicy(NamedTuple):
+    """Which earlier tokens a query sees. Sizes are rounded up to blocks.
+
+    name: for errors and documents.
+    window: a query sees at least the last `window` tokens, its own included; None: all.
+    keeps: (position of a block's first token) -> whether every later query sees that block as well.
+    """
+
+    name: str
+    window: int | None = None
+    keeps: Callable[[int], bool] = never
+
+
+FULL = KVPolicy("full")
+
+
+def streaming(sinks: int, window: int) -> KVPolicy:
+    """Attention sinks and a window (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453).
+
+    Args:
+        sinks: the first tokens, which every query sees.
+        window: the last tokens.
+    """
+    return KVPolicy("streaming", window, lambda start: start < sinks)
+
+
+def find(options: KVPolicyOptions) -> KVPolicy:
+    """The policy of a configuration. "module:NAME" or "folder/file.py:NAME" is a `KVPolicy` of the user.
+
+    Raises:
+        ValueError: no such module, file or value; a value that is no KVPolicy; a window below 1.
+    """
+    if options.name == "full":
+        return FULL
+    if options.name == "streaming":
+        assert options.sinks is not None, "the options have defaults"
+        assert options.window is not None, "the options have defaults"
+        return streaming(options.sinks, options.window)
+    policy = own_value("kv_policy", options.name, KVPolicy, ("full", "streaming"))
+    if policy.window is not None and (type(policy.window) is not int or policy.window < 1):
+        raise ValueError(
+            f"kv_policy {options.name!r} has window {policy.window!r}; it must be None, or at least 1 token"
+        )
+    return policy
+
+
+def window_blocks(tokens: int, block_size: int) -> int:
+    """The blocks that the last `tokens` tokens up to a query can lie in."""
+    return 1 + blocks.needed(tokens - 1, block_size)
+
+
+def view(policy: KVPolicy, block_size: int, most: int) -> View:
+    """The policy in blocks, for sequences of at most `most` blocks. It is `ALL` if none of their blocks is ever out of
+    sight."""
+    if policy.window is None:
+        return ALL
+    window = window_blocks(policy.window, block_size)
+    kept = tuple([i for i in range(most - window) if policy.keeps(i * block_size)])
+    return ALL if len(kept) >= most - window else View(window, kept)
+
+
+def views(config: EngineConfig, most: int) -> tuple[View, ...]:
+    """What queries see under a configuration's policy; () if they see everything. `most`: blocks of a sequence."""
+    if not isinstance(config.kv_policy, KVPolicyOptions):
+        return ()
+    found = view(find(config.kv_policy), config.block_size, most)
+    return () if found == ALL else (found,)

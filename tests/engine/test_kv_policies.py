@@ -1,0 +1,376 @@
+"""KV policies and windows in the engine, against dense attention with a mask and against engines that keep all blocks.
+
+The oracle runs the model once over a whole text. Its attention is jax.nn.dot_product_attention with a mask of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pagedjax import LLM, BeamSearchParams, SamplingParams, from_params
+from pagedjax.config import EngineConfig
+from pagedjax.device import cache
+from pagedjax.device.batch import Batch
+from pagedjax.device.layer_groups import layer_groups
+from pagedjax.device.models import FAMILIES, Decoder
+from pagedjax.host.kv_policies import View, window_blocks
+from pagedjax.host.types import HOLE
+from pagedjax.weights.architectures import normalised
+from tests.engine.poison import poisoned
+
+STREAMING = {"name": "streaming", "sinks": 4, "window": 9}
+SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 60, "block_size": 4}
+SMALL |= {"compilation": "lazy"}  # some tests run nothing
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
+PROMPTS = [np.random.default_rng(n).integers(3, 320, n).tolist() for n in (70, 5, 33)]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "another budget": {"max_num_batched_tokens": 7, "token_buckets": (7,)},
+    "preemption": {"num_blocks": 12},
+    "swapping": {"num_blocks": 9, "preemption": "swap"},
+    "lookahead": {"lookahead": 2},
+    "drafts": {"speculative": {"method": "ngram", "num_tokens": 4}},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "xla": {"attention_impl": "xla"},
+}
+
+
+def make(model, **config) -> LLM:
+    return LLM(model, progress=False, **(SMALL | config))
+
+
+def answers(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, params: Any = GREEDY) -> list[Any]:
+    return [out.outputs[0] for out in llm.generate(list(prompts), params, use_tqdm=False)]
+
+
+def tokens_of(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, params: Any = GREEDY) -> list[list[int]]:
+    return [list(answer.token_ids) for answer in answers(llm, prompts, params)]
+
+
+TEXT = 112  # no text is longer
+
+
+def dense_logits(model, tokens: Sequence[int], mask: np.ndarray) -> np.ndarray:
+    """[len(tokens), V] of a model over a text; mask [TEXT, TEXT]: whether a query (row) sees a token."""
+    padded = np.zeros(TEXT, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(_dense(model.graphdef, model.params, model.config, padded, mask))[: len(tokens)]
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _dense(graphdef, params, c, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    def attend(q, k_pages, v_pages, *_, window, soft_cap):
+        k, v = (pages[1].transpose(1, 0, 2)[None] for pages in (k_pages, v_pages))
+        return jax.nn.dot_product_attention(q[None], k, v, mask=mask[None, None], scale=c.attn_scale)[0]
+
+    sizes = {"kv_heads": c.kv_heads, "head_dim": c.head_dim, "dtype": "float32"}
+    pages, each = cache.init(layers=c.layers, blocks=1, block_size=TEXT, **sizes), jnp.arange(TEXT, dtype=jnp.int32)
+    rows = jnp.ones((1, 1), jnp.int32), jnp.full(1, TEXT, jnp.int32), jnp.array([0, TEXT], jnp.int32)
+    batch = Batch(tokens, each, TEXT + each, *rows, each[-1:], each[:1], each, None)  # type: ignore[arg-type]
+    module = nnx.merge(graphdef, params)
+    with jax.disable_jit():  # so that `attend`, which closes over the mask, is not a static argument of a block
+        _, hidden, _ = module.hidden(pages, batch, attend)
+    return module.logits(hidden)
+
+
+def seen_by(size: int, sinks: int, window: int) -> np.ndarray:
+    """[TEXT, TEXT] of a streaming policy, whose sizes are rounded up to blocks."""
+    query, token = np.mgrid[:TEXT, :TEXT]
+    blocks, first = -(-(window - 1) // size) + 1, -(-sinks // size)
+    return (token <= query) & ((token // size < first) | (token // size > query // size - blocks))
+
+
+def assert_dense(model, prompt: Sequence[int], answer: Any, mask: np.ndarray) -> None:
+    """The answer's tokens are the best of the oracle, with its log-probabilities."""
+    text = [*prompt, *answer.token_ids]
+    logits = dense_logits(model, text, mask)[len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == list(answer.token_ids)
+    wanted = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[np.arange(len(logits)), list(answer.token_ids)]
+    got = np.array([row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)])
+    chex.assert_shape(got, (len(answer.token_ids),))
+    chex.assert_trees_all_close(got, wanted.astype(got.dtype), atol=2e-4, rtol=0)
+
+
+# --- streaming --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [4, pytest.param(7, marks=pytest.mark.slow)])
+def test_streaming_is_dense_attention_with_its_mask(tiny, size):
+    llm = make(tiny, kv_policy=STREAMING, block_size=size)
+    full = tokens_of(make(tiny))
+    outs = llm.generate(PROMPTS, replace(GREEDY, prompt_logprobs=0), use_tqdm=False)
+    for prompt, out, whole in zip(PROMPTS, outs, full, strict=True):
+        (answer,) = out.outputs
+        assert_dense(tiny.model, prompt, answer, seen_by(size, 4, 9))
+        logits = dense_logits(tiny.model, prompt, seen_by(size, 4, 9))[:-1]
+        wanted = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[np.arange(len(logits)), prompt[1:]]
+        got = np.array([row[token].logprob for row, token in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)])
+        chex.assert_trees_all_close(got, wanted.astype(got.dtype), atol=2e-4, rtol=0)
+        short = len(prompt) + len(whole) < 12
+        assert short or list(answer.token_ids) != whole, "the policy changed nothing: the comparison is blind"
+
+
+@pytest.fixture(scope="module")
+def streamed(tiny) -> list[list[int]]:
+    return tokens_of(make(tiny, kv_policy=STREAMING))
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("xla", "as it is", "preemption"))) for name in VARIANTS],
+)
+def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(tiny, streamed, variant):
+    llm = make(tiny, kv_policy=STREAMING, **VARIANTS[variant])
+    if variant != "lookahead":  # a step that is sent ahead has written blocks that are still free
+        poisoned(llm.engine)
+    assert tokens_of(llm) == streamed
+    assert tokens_of(llm) == streamed, "after prefix hits"
+    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
+
+
+def test_branches_and_beams_under_a_policy_do_not_depend_on_chunks(tiny):
+    draws = SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=30, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
+    found = []
+    for budget in (16, 7):
+        llm = make(tiny, kv_policy=STREAMING, max_num_batched_tokens=budget, token_buckets=(budget,))
+        outs = llm.generate([PROMPTS[0]] * 2, [draws, draws], use_tqdm=False)
+        searched = llm.beam_search([{"prompt_token_ids": PROMPTS[2]}], beams)
+        found.append(([[one.token_ids for one in out.outputs] for out in outs], searched[0].sequences[0].tokens))
+    assert found[0] == found[1]
+
+
+def test_blocks_of_a_streaming_engine_are_an_exact_number(tiny):
+    """110 tokens in blocks of 4: block 0 and a window of 3, where a full engine has 28."""
+    used = {}
+    for name, policy in (("full", None), ("streaming", STREAMING)):
+        engine = make(tiny, kv_policy=policy).engine
+        engine.add("a", PROMPTS[0], GREEDY)
+        while engine.has_work:
+            used[name] = engine.step().plan.blocks_used
+    assert used == {"full": 28, "streaming": 4}
+
+
+def test_sampling_that_reads_tokens_keeps_its_blocks(tiny):
+    """The policy changes attention, and a penalty still counts every token."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0)
+    llm = make(tiny, kv_policy=STREAMING)
+    llm.engine.add("a", PROMPTS[0], params)
+    llm.engine.add("b", PROMPTS[2], GREEDY)
+    holes = {"a": 0, "b": 0}
+    while llm.engine.has_work:
+        for seq in llm.engine.step().plan.seqs:
+            holes[seq.request_id] += seq.blocks.count(HOLE)
+    assert holes["a"] == 0 < holes["b"]
+    (answer,) = answers(llm, PROMPTS[:1], params)
+    text = [*PROMPTS[0], *answer.token_ids]
+    logits = dense_logits(tiny.model, text, seen_by(4, 4, 9))[len(PROMPTS[0]) - 1 : -1]
+    for i, token in enumerate(answer.token_ids):
+        counts = np.bincount(answer.token_ids[:i], minlength=logits.shape[1])
+        assert int(np.argmax(logits[i] - 2.0 * counts)) == token
+
+
+def test_a_policy_that_hides_nothing_is_a_full_engine(tiny):
+    """The same batches, and so the same programs."""
+    wide = make(tiny, kv_policy={"name": "streaming", "window": 600})
+    plain = make(tiny)
+    assert wide.engine.runtime.scheduler_config == plain.engine.runtime.scheduler_config
+    assert wide.engine.runtime.shapes == plain.engine.runtime.shapes
+
+
+# --- windows of layers ------------------------------------------------------------------------------------------------
+
+BODY: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "head_dim": 32,
+    "sliding_window": 16,
+}
+GEMMA = BODY | {"model_type": "gemma2", "num_hidden_layers": 3, "query_pre_attn_scalar": 24}
+MISTRAL = BODY | {"model_type": "mistral", "num_hidden_layers": 2}
+
+
+def random_model(config: dict[str, Any]):
+    shape = FAMILIES[config["model_type"]].from_hf(normalised(config, "a test"))
+    rng = np.random.default_rng(0)
+
+    def draw(a: jax.Array) -> jax.Array:
+        deviation = (0.5 if a.shape[0] == 320 else a.shape[-1] ** -0.5) if a.ndim > 1 else 0.3
+        return jnp.asarray(rng.normal(0, deviation, a.shape), jnp.float32)
+
+    return from_params(jax.tree.map(draw, nnx.state(Decoder(shape, "float32"), nnx.Param)), config=config)
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    """Two of three layers see 16 tokens."""
+    return random_model(GEMMA)
+
+
+@pytest.fixture(scope="module")
+def mistral():
+    """All layers see 16 tokens."""
+    return random_model(MISTRAL)
+
+
+@pytest.fixture(scope="module")
+def kept(gemma, mistral) -> dict[str, list[Any]]:
+    """The answers of engines that give no block back."""
+    models = {"gemma": gemma, "mistral": mistral}
+    return {name: answers(make(model, free_window_blocks=False)) for name, model in models.items()}
+
+
+QUICK = [("gemma", "swapping"), ("mistral", "another budget")]
+EVERY = [(name, variant) for name in ("gemma", "mistral") for variant in (*VARIANTS, "mesh")]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in EVERY]
+)
+def test_giving_blocks_back_changes_no_token(request, kept, name, variant):
+    config = VARIANTS.get(variant, {"mesh": {"tensor": 2}})
+    config = config | ({"num_blocks": 24} if "num_blocks" in config else {})
+    llm = make(request.getfixturevalue(name), **config)
+    for _ in range(2):
+        for got, wanted in zip(answers(llm), kept[name], strict=True):
+            assert got.token_ids == wanted.token_ids
+            pairs = [
+                (a[t].logprob, b[t].logprob)
+                for a, b, t in zip(got.logprobs, wanted.logprobs, got.token_ids, strict=True)
+            ]
+            mine, theirs = (np.array(column) for column in zip(*pairs, strict=True))
+            chex.assert_trees_all_close(mine, theirs, atol=1e-4, rtol=0)
+
+
+def test_the_memory_of_a_model_with_windows_is_an_exact_number(gemma):
+    """110 tokens in blocks of 4. Before: 28 blocks of 3 layers. Now: 28 of the full layer, 5 of each other."""
+    layers = {}
+    for name, free in (("kept", False), ("freed", True)):
+        engine = make(gemma, free_window_blocks=free).engine
+        engine.add("a", PROMPTS[0], GREEDY)
+        blocks = 0
+        while engine.has_work:
+            blocks = engine.step().plan.blocks_used
+        layers[name] = blocks * (1 if free else 3)
+        assert engine.memory.cache == sum(array.nbytes for array in jax.tree.leaves(engine._state.cache))
+    assert layers == {"kept": 84, "freed": 28 + 2 * 5}
+    shorter = make(gemma, max_model_len=16)
+    assert shorter.engine.runtime.shapes.layout is None, "no sequence is longer than the window"
+
+
+def test_the_report_counts_the_sequences_that_fit(gemma, mistral):
+    """256 tokens are 64 blocks: of 3 layers before; now 64 + 2 * (5 + 4 of a chunk) of one layer. 60 blocks are 182."""
+    assert make(gemma, free_window_blocks=False).engine.memory.sequences == 0
+    assert make(gemma).engine.memory.sequences == 182 // (64 + 2 * 9) == 2
+    assert make(mistral).engine.memory.sequences == 60 // 9 == 6
+
+
+def test_a_penalty_in_a_model_of_windows_counts_all_tokens(gemma, mistral):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0, presence_penalty=2.0)
+    for model in (gemma, mistral):
+        assert tokens_of(make(model), params=params) == tokens_of(make(model, free_window_blocks=False), params=params)
+        assert tokens_of(make(model), params=params) != tokens_of(make(model))
+
+
+def test_layers_are_dealt_to_groups_of_one_size():
+    found = layer_groups([16, 16, None, 16, 16, None, 16])
+    assert (found.windows, found.size) == ((None, 16, 16, 16), 2)
+    assert found.places == ((1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (0, 1), (3, 0))
+    assert layer_groups([8, 64]).windows == (64, 8)
+    for windows in ([None] * 4 + [9] * 22, [5, None, 7, 5, 5]):
+        found = layer_groups(windows)
+        assert len(set(found.places)) == len(windows)
+        assert all(found.windows[group] == window for (group, _), window in zip(found.places, windows, strict=True))
+        assert all(at < found.size for _, at in found.places)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kv_policy": "streming"}, r"kv_policy is 'streming'; it must be one of .*did you mean 'streaming'"),
+        (
+            {"kv_policy": {"name": "streaming", "window": 0}},
+            "kv_policy.window is 0; it must be an integer of at least 1",
+        ),
+        ({"kv_policy": {"name": "streaming", "sink": 1}}, r"unknown key kv_policy\.'sink'; did you mean 'sinks'"),
+        (
+            {"kv_policy": {"name": "full", "sinks": 4}},
+            "kv_policy.sinks is 4, and kv_policy.name 'full', which takes no",
+        ),
+        ({"kv_policy": 3}, "kv_policy is 3; it must be a name, or a mapping"),
+        ({"kv_policy": "streaming", "mixed_steps": False}, "these baselines keep every block"),
+        (
+            {"kv_policy": "streaming", "speculative": {"method": "draft", "model": "x"}},
+            "speculative.method is 'draft', whose model reads every block",
+        ),
+        ({"free_window_blocks": 1}, "free_window_blocks is 1; it must be True or False"),
+    ],
+    ids=str,
+)
+def test_wrong_configurations_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**config)
+
+
+def test_a_policy_for_a_model_with_windows_is_refused(gemma):
+    with pytest.raises(ValueError, match=r"layers of the model have windows of \[16\] tokens.*use kv_policy='full'"):
+        make(gemma, kv_policy=STREAMING)
+    assert make(gemma, kv_policy=STREAMING, max_model_len=16, max_num_batched_tokens=16) is not None
+
+
+def test_a_request_that_needs_more_blocks_than_the_pool_is_refused(tiny):
+    llm = make(tiny, kv_policy=STREAMING, num_blocks=3)
+    with pytest.raises(ValueError, match="needs 4 blocks of 4 at one time"):
+        llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+    assert tokens_of(llm, [PROMPTS[1]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+
+
+def test_the_documents_example_is_a_policy(tmp_path, tiny):
+    text = (Path(__file__).parents[2] / "docs/design/kv-policies.md").read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    (tmp_path / "strided.py").write_text(code, encoding="utf-8")
+    llm = make(tiny, kv_policy=f"{tmp_path}/strided.py:STRIDED", block_size=8)
+    assert llm.engine.runtime.scheduler_config.views == (View(9, (0, 16, 32, 48)),)
+
+
+@pytest.mark.parametrize(
+    ("windows", "tokens", "share"),
+    [
+        ([4096, None] * 13, 512 + 257, 0.75),
+        (([512] * 5 + [None]) * 4 + [512] * 2, 512 + 6 * 33, 0.21),
+    ],
+    ids=["Gemma 2 2B", "Gemma 3 1B"],
+)
+def test_the_documents_numbers_of_gemma(windows, tokens, share):
+    """8,192 tokens in blocks of 16; a block has the layers of one group."""
+    found = layer_groups(windows)
+    blocks = sum(512 if window is None else window_blocks(window, 16) for window in found.windows)
+    assert (blocks, round(blocks * found.size / (512 * len(windows)), 2)) == (tokens, share)
+
+
+def test_names_are_short_for_options():
+    assert EngineConfig(kv_policy="full").kv_policy is None
+    found = EngineConfig(kv_policy="streaming").kv_policy
+    assert (found.sinks, found.window) == (4, 1020)
+    assert EngineConfig(kv_policy=found) == EngineConfig(kv_policy={"name": "streaming", "sinks": 4})

@@ -1,0 +1,306 @@
+"""Block tables with holes: every block that a query sees is there with the right content, and no other is kept.
+
+`Cache` is the oracle: it carries out plans slot by slot, as the device does, and spells the tokens that lie in a slot.
+It knows what a query sees from the policy's definition alone, token by token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.config import KVPolicyOptions
+from pagedjax.host import kv_policies, scheduler, views
+from pagedjax.host.kv_policies import ALL, KVPolicy, View, view
+from pagedjax.host.policies import FCFS
+from pagedjax.host.request_limits import Rejected
+from pagedjax.host.types import HOLE, Beamed, Choice, Finished, Forked, Plan, Request, Sampled, SchedulerConfig
+from tests.host import drawn_views
+from tests.host.scheduler_steps import step
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sinks", "window", "size", "found"),
+    [
+        (4, 1020, 16, View(65, (0,))),
+        (16, 16, 16, View(2, (0,))),
+        (17, 17, 16, View(2, (0, 1))),
+        (0, 1, 16, View(1, ())),
+        (1, 2, 1, View(2, (0,))),
+    ],
+)
+def test_sizes_are_rounded_up_to_blocks(sinks: int, window: int, size: int, found: View):
+    assert view(kv_policies.streaming(sinks, window), size, 1000) == found
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 9), st.integers(1, 60))
+def test_a_query_sees_the_sinks_and_its_window_and_less_than_a_block_more_of_each(sinks, window, size, most):
+    found = view(kv_policies.streaming(sinks, window), size, most)
+    for position in range(most * size):
+        block = position // size
+        seen = {i for i in (*found.outside(block), *range(found.first(block), block + 1))}
+        tokens = {t for i in seen for t in range(i * size, (i + 1) * size) if t <= position}
+        wanted = {t for t in range(position + 1) if t < sinks or t > position - window}
+        assert wanted <= tokens
+        if found != ALL:
+            assert tokens <= {
+                t for t in range(position + 1) if t < sinks + size - 1 or t > position - window - 2 * size + 1
+            }
+
+
+def test_a_policy_under_which_nothing_goes_out_of_sight_is_full():
+    assert view(kv_policies.streaming(4, 100), 16, 7) == ALL
+    assert view(KVPolicy("every", 1, lambda start: True), 4, 50) == ALL
+    assert view(KVPolicy("strided", 4, lambda start: start % 12 == 0), 4, 8) == View(2, (0, 3))
+
+
+def test_a_policy_of_ones_own_is_found_by_its_place(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("from pagedjax.policies import KVPolicy\nMINE = KVPolicy('mine', 32)\nBAD = KVPolicy('bad', 0)\n")
+    assert kv_policies.find(KVPolicyOptions(f"{file}:MINE")) == KVPolicy("mine", 32)
+    with pytest.raises(ValueError, match="has window 0; it must be None, or at least 1 token"):
+        kv_policies.find(KVPolicyOptions(f"{file}:BAD"))
+    with pytest.raises(ValueError, match=r"OTHER in .* is no KVPolicy; those in it: .*MINE"):
+        kv_policies.find(KVPolicyOptions(f"{file}:OTHER"))
+
+
+# --- the blocks of a sequence -----------------------------------------------------------------------------------------
+
+
+def run_alone(config: SchedulerConfig, prompt: int, output: int) -> list[tuple[int, ...]]:
+    """One request -> its block table in each step."""
+    state, tables = scheduler.submit(scheduler.init(config), Request("a", prompt, output)), []
+    while state.ids:
+        state, plan, _ = step(state)
+        tables += [seq.blocks for seq in plan.seqs]
+        scheduler.check(state)
+    assert state.pool.num_free == config.num_blocks
+    return tables
+
+
+def test_exact_blocks_of_a_windowed_and_a_full_group():
+    """Blocks of 4, a window of 9 tokens: 3 blocks. 40 tokens are 10 blocks of the full group and 3 of the other."""
+    config = SchedulerConfig(4, 40, 8, 4, 64, views=(ALL, View(kv_policies.window_blocks(9, 4))))
+    table = run_alone(config, 30, 10)[-1]
+    assert (len(table), views.held(table)) == (20, 13)
+    assert table[1::2].count(HOLE) == 7
+    assert HOLE not in table[::2]
+
+
+def test_a_long_prompt_runs_in_a_pool_that_is_smaller_than_it():
+    config = SchedulerConfig(4, 7, 8, 4, 512, views=(View(3, (0,)),))
+    tables = run_alone(config, 400, 50)
+    assert max(map(views.held, tables)) == 5  # block 0, a window of 3, and one more in a chunk of two blocks
+    assert [i for i, block in enumerate(tables[-1]) if block] == [0, 110, 111, 112]
+
+
+def test_a_smaller_pool_cuts_chunks_and_the_smallest_one_is_named():
+    config = SchedulerConfig(4, 4, 8, 4, 512, views=(View(3, (0,)),))
+    assert max(map(views.held, run_alone(config, 400, 50))) == 4
+    with pytest.raises(Rejected, match=r"needs 4 blocks of 4 at one time .*but the pool has 3; raise num_blocks to 4"):
+        run_alone(config._replace(num_blocks=3), 400, 50)
+
+
+def test_a_request_that_keeps_its_blocks_gives_none_back():
+    config = SchedulerConfig(4, 30, 8, 4, 512, views=(View(3, (0,)),))
+    state = scheduler.submit(scheduler.init(config), Request("a", 50, 50, keeps_blocks=True))
+    while state.ids:
+        state, plan, _ = step(state)
+        assert all(HOLE not in seq.blocks for seq in plan.seqs)
+    with pytest.raises(Rejected, match="needs 128 blocks"):
+        scheduler.submit(state, Request("b", 462, 50, keeps_blocks=True))
+
+
+def test_a_prefix_can_be_used_where_what_its_next_query_sees_is_left():
+    """The first request's early blocks were evicted. A second one begins behind the longest usable beginning."""
+    config = SchedulerConfig(4, 8, 16, 2, 128, views=(View(2, (0,)),))
+    keys = tuple(map(str, range(16)))
+    state = scheduler.submit(scheduler.init(config), Request("a", 64, 1, hashes=keys))
+    while state.ids:
+        state, *_ = step(state)
+    left = {int(key) for key in state.pool.contents}
+    assert left < set(range(16))
+    state = scheduler.submit(state, Request("b", 65, 1, hashes=keys))
+    state, plan, _ = step(state)
+    best = max(n for n in range(17) if {i for i in range(n) if i == 0 or i > n - 2} <= left)
+    assert plan.cached == (4 * best,)
+    assert plan.seqs[0].blocks[:best].count(HOLE) == max(0, best - 2)
+
+
+def test_views_that_are_none_and_views_beside_a_baseline_are_refused():
+    config = SchedulerConfig(4, 8, 16, 2, 128)
+    for wrong in ((View(0),), (View(2, (3, 1)),), (View(-1),), ((2, ()),)):
+        with pytest.raises(ValueError, match="a view is"):
+            scheduler.init(config._replace(views=wrong))
+    with pytest.raises(ValueError, match="a baseline keeps every block"):
+        scheduler.init(config._replace(views=(View(2),), mixed_steps=False))
+
+
+# --- any transitions --------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Slots of the device and of the host: (block, offset) -> (group, the tokens up to it)."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.device: dict[tuple[int, int], object] = {}
+        self.host: dict[tuple[int, int], object] = {}
+
+    def carry_out(self, plan: Plan, tokens: dict[str, list[int]], keeps: set[str]) -> int:
+        """Moves, copies, writes, and then reads of every query -> how many slots were read."""
+        c, size, reads = self.config, self.config.block_size, 0
+        offsets = range(size)
+        self.host |= {(host, o): self.device.get((block, o)) for block, host in plan.swap_out for o in offsets}
+        self.device |= {(block, o): self.host.get((host, o)) for host, block in plan.swap_in for o in offsets}
+        copied = {(new, o): self.device.get((old, o)) for old, new in plan.copies for o in offsets}
+        self.device |= copied
+        written = set()
+        for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+            known = tokens[seq.request_id]
+            for at in range(start, start + count):
+                for group in range(c.groups):
+                    slot = (seq.blocks[at // size * c.groups + group], at % size)
+                    assert slot[0] != HOLE, "writes into a hole"
+                    content = (group, tuple(known[: at + 1]))
+                    assert slot not in written or self.device[slot] == content, "two rows write different tokens"
+                    written.add(slot)
+                    self.device[slot] = content
+        for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+            known = tokens[seq.request_id]
+            for at in range(start, start + count):
+                for group, one in enumerate(c.views or (ALL,)):
+                    for i in range(at // size + 1):
+                        block = seq.blocks[i * c.groups + group]
+                        if i in one.kept or one.window is None or i > at // size - one.window:
+                            for t in range(i * size, min((i + 1) * size, at + 1)):
+                                assert self.device[block, t % size] == (group, tuple(known[: t + 1])), "a wrong token"
+                                reads += 1
+                        elif seq.request_id in keeps:
+                            assert block != HOLE, "a block was not kept"
+        return reads
+
+
+def drive(config: SchedulerConfig, seed: int, steps: int = 50) -> Counter[str]:
+    draw, tally, names = random.Random(seed), Counter(), 0
+    state, cache = scheduler.init(config), Cache(config)
+    tokens: dict[str, list[int]] = {}
+    keeps: set[str] = set()
+    longest = min(config.max_model_len, 60)
+    left, busy = steps, True
+    while busy or state.ids:
+        busy, left = left > 0, left - 1
+        assert left > -3000, "does not end"
+        for _ in range(draw.randrange(3) if busy and len(state.ids) < 9 else 0):
+            names += 1
+            family, prompt = draw.randrange(2), draw.randint(1, longest - 1)
+            forks, beams = draw.choice([0, 0, 0, 1, 2]), draw.random() < 0.3
+            ids = [f"{names}{end}" for end in ("", "b", "c")[: forks + 1]]
+            hashes = tuple(f"{family}:{j}" for j in range(prompt // config.block_size)) if draw.random() < 0.8 else ()
+            keep = draw.random() < 0.15
+            request = Request(ids[0], prompt, draw.randint(1, longest - prompt), forks=tuple(ids[1:]), hashes=hashes)
+            request = request._replace(beams=beams and forks > 0, keeps_blocks=keep)
+            try:
+                state = scheduler.submit(state, request)
+            except Rejected:
+                tally["rejected"] += 1
+                continue
+            tokens |= {name: [family] * prompt for name in ids}
+            keeps |= set(ids) if keep else set()
+        if busy and draw.random() < 0.05 and state.ids:
+            state, _ = scheduler.cancel(state, draw.choice(sorted(state.ids)))
+        if busy and draw.random() < 0.02:
+            state = scheduler.restart(state)
+        drafts: dict[str, list[int]] = {}
+        for seq in scheduler.running(state):
+            if seq.length - seq.computed == 1 and draw.random() < 0.3:
+                drafts[seq.request_id] = [draw.randrange(50) for _ in range(draw.randint(1, 6))]
+        state, plan = scheduler.schedule(state, FCFS, {name: len(d) for name, d in drafts.items()})
+        scheduler.check(state)
+        granted = dict(zip([seq.request_id for seq in plan.seqs], plan.drafts, strict=False))
+        for name, k in granted.items():
+            del tokens[name][plan.lengths[[seq.request_id for seq in plan.seqs].index(name)] :]
+            tokens[name] += drafts[name][:k] if k else []
+        tally["reads"] += cache.carry_out(plan, tokens, keeps)
+        tally += Counter(preempted=len(plan.preempted), swapped=len(plan.swapped), copied=len(plan.copies))
+        tally["found with holes"] += sum(n > 0 for n in plan.cached) * any(HOLE in seq.blocks for seq in plan.seqs)
+        samples: list[int | tuple[int, ...]] = [draw.randrange(50) for _ in plan.seqs]
+        hashes, choices = {}, {}
+        for i, (seq, length) in enumerate(zip(plan.seqs, plan.lengths, strict=True)):
+            if k := granted.get(seq.request_id, 0):
+                right = draw.randint(0, k)
+                samples[i] = (*drafts[seq.request_id][:right], samples[i])
+            del tokens[seq.request_id][length:]
+        ends = {
+            seq.arrival: start + count for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True)
+        }
+        active = scheduler.running(state)
+        for seq in active:
+            beams = [other for other in active if other.group == seq.group]
+            done = all(ends.get(other.arrival, other.computed) == other.length for other in beams)
+            first = seq.arrival == seq.group and seq.request.beams
+            if first and done and not any(other.group == seq.group for other in state.waiting):
+                if seq.length + 1 >= seq.limit:
+                    choices[seq.request_id] = None
+                else:
+                    parents = [other.request_id for other in beams]
+                    several = len(beams) + len(seq.request.forks)
+                    choices[seq.request_id] = Choice(
+                        tuple(draw.choices(parents, k=several)), tuple(draw.randrange(50) for _ in range(several))
+                    )
+        over = [name for name, choice in choices.items() if choice is None]
+        choices = {name: choice for name, choice in choices.items() if choice is not None}
+        state, events = scheduler.commit(state, plan, samples, hashes, choices)
+        for name in over:
+            state, _ = scheduler.cancel(state, name, "stop")
+        scheduler.check(state)
+        for event in events:
+            if isinstance(event, Sampled):
+                for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                    tokens[name].append(token)
+            elif isinstance(event, Beamed):
+                pairs = zip(event.request_ids, event.parents, event.token_ids, strict=True)
+                tokens |= {name: [*tokens[parent], token] for name, parent, token in list(pairs)}
+                tally["beamed"] += 1
+            tally["forked"] += isinstance(event, Forked)
+            tally["ended"] += isinstance(event, Finished)
+        tally["holes"] += any(HOLE in seq.blocks for seq in state.running.seqs)
+    assert state.pool.num_free == config.num_blocks
+    assert state.host_pool is None or state.host_pool.num_free == config.host_blocks
+    return tally
+
+
+configs = st.builds(
+    SchedulerConfig,
+    st.integers(1, 6),
+    st.integers(4, 60),
+    st.integers(2, 40),
+    st.integers(1, 6),
+    st.integers(12, 60),
+    st.sampled_from([0, 0, 12, 60]),
+    *map(st.just, (True, True, "none")),
+    drawn_views.several,
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(config=configs, seed=st.integers(0, 2**32 - 1))
+def test_every_query_reads_what_it_sees_and_nothing_else_is_kept(config: SchedulerConfig, seed: int):
+    drive(config, seed)
+
+
+def test_the_driver_reaches_every_kind_of_event():
+    tally: Counter[str] = Counter()
+    for seed in range(60):
+        draw = random.Random(seed)
+        seen = draw.choice([(View(2, (0,)),), (ALL, View(2)), (View(1), View(3, (0, 2))), (View(1),)])
+        sizes = draw.randint(1, 5), draw.randint(9, 18) * len(seen), draw.randint(4, 30), draw.randint(2, 6), 60
+        tally += drive(SchedulerConfig(*sizes, host_blocks=draw.choice([0, 30]), views=seen), seed, steps=40)
+    for kind in ("rejected", "preempted", "swapped", "copied", "found with holes", "beamed", "forked", "holes"):
+        assert tally[kind] >= 20, f"{kind}: {tally}"
