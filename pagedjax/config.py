@@ -31,6 +31,7 @@ Config = TypeVar("Config")
 Value = TypeVar("Value")
 
 MAX_DRAFT_TOKENS = 32  # of a sequence in a step
+MAX_TAP_BYTES = 2**30  # of a request, unless `max_tap_bytes` says more or less
 ON_DEVICE = ("draft", "eagle")  # methods of a drafter that is a model
 VLLM_NAMES = {  # of fields of `Speculative`, in vLLM's speculative_config
     "num_speculative_tokens": "num_tokens",
@@ -183,6 +184,7 @@ class EngineConfig:
         them steps are made as earlier engines made them (host/step_kinds.py), to compare with.
     reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of the cache for its
         whole life, as engines before paging did (host/reservation.py); it needs enable_prefix_caching=False.
+    max_tap_bytes: bytes of what the taps of one request may give (docs/design/taps.md); None is 1 GiB.
     seed: root of every random key; a request's own seed is folded into it.
     """
 
@@ -210,13 +212,14 @@ class EngineConfig:
     chunked_prefill: bool = True
     mixed_steps: bool = True
     reservation: Reservation = "none"
+    max_tap_bytes: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks"
-        for name in counts:
+        open_ones = "max_model_len", "num_blocks", "max_tap_bytes"
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", *open_ones):
             value = getattr(self, name)
-            if value is None and name in ("max_model_len", "num_blocks"):
+            if value is None and name in open_ones:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
@@ -310,6 +313,7 @@ class Resolved(EngineConfig):
     attention_impl: str = "xla"
     linear_impl: str = "xla"
     token_buckets: tuple[int, ...] = ()
+    max_tap_bytes: int = MAX_TAP_BYTES
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -282,6 +282,8 @@ class LLM:
         if isinstance(params, BeamSearchParams) or params.n != 1:
             what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
             raise ValueError(f"{what}; a stream has one branch, use generate")
+        if params.taps:
+            raise ValueError("taps come with an output, and a stream is text; use generate")
         _, prompt = _text_and_prompt(prompt)
         (branches,) = self.session.add([GenerationRequest(self._kept(self._tokens(prompt), params), params)])
         (branch,) = branches.values()

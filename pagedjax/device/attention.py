@@ -7,7 +7,7 @@ An implementation is one record, `Implementation`. Its name is one of `IMPLS`; t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -90,6 +90,25 @@ class Bound:
 def attend(impl: str, scale: float) -> Attend:
     """Returns `paged_attention` with its implementation and scale. Raises ValueError for an unknown name."""
     return Bound(find(impl), scale)
+
+
+def probabilities(
+    attend: Attend, q: jax.Array, k_pages: jax.Array, rows: Batch, heads: Sequence[int], **options: Any
+) -> jax.Array:
+    """Returns what the implementation weighs values with, [R, heads, M S] float32 by position.
+
+    Args:
+        q: [R, N, D] the queries of `rows`, which have one token each.
+        options: window and soft_cap, as of an `Attend`.
+
+    Raises:
+        ValueError: an implementation of one's own without `probabilities`.
+    """
+    if not isinstance(attend, Bound) or attend.impl.probabilities is None:
+        name = attend.impl.name if isinstance(attend, Bound) else attend
+        raise ValueError(f"attention {name!r} has no `probabilities`, so nobody can look at them; add that field")
+    arrays = q, k_pages, rows.block_tables, rows.seq_lens
+    return attend.impl.probabilities(*arrays, tuple(heads), scale=attend.scale, **options)
 
 
 def write(attend: Attend, k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, batch: Batch):

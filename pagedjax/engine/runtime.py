@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,7 @@ from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowChain, RowFeature, chain
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
+from pagedjax.device.taps import NOTHING, Wanted
 from pagedjax.engine import compilations, drafters, programs
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafters import Drafter
@@ -58,8 +60,8 @@ class Runtime:
     options: the sampling options, in their order.
     blanks: by their number, the arrays of samples that use no option, on the device.
     programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
-    with_states: by the shape of a step, its program that also returns the hidden states of all tokens. It is compiled
-        when a step first needs it.
+    tapped: by what steps return beside samples, and by the shape of a step, its program. It is compiled when a step
+        first needs it.
     drafter: None without speculation.
     draft_model: None unless the drafter is a model.
     undrafted: by the number of samples, the `Drafted` of a step without drafts; none unless the rule is "rejection".
@@ -78,7 +80,7 @@ class Runtime:
     options: RowChain
     blanks: Mapping[int, SamplingBatch]
     programs: Mapping[StepShape | DraftShape, Any]
-    with_states: Mapping[StepShape | DraftShape, Any]
+    tapped: programs.TappedPrograms
     copy: Any
     swap: SwapPrograms | None
     memory: memory.MemoryReport
@@ -195,8 +197,8 @@ def build(
         options=options,
         blanks=inputs.sampling,
         programs=steps,
-        with_states=programs.LazyPrograms(
-            _compiler(model, draft_model, resolved, sizes, options, inputs, leaves, states=True), resolved
+        tapped=programs.TappedPrograms(
+            partial(_compiler, model, draft_model, resolved, sizes, options, inputs, leaves), resolved
         ),
         copy=copy,
         swap=swap,
@@ -250,15 +252,14 @@ def _compiler(
     options: RowChain,
     inputs: BlankInputs,
     leaves: Sequence[Any],
-    *,
-    states: bool = False,
+    wanted: Wanted = NOTHING,
 ) -> Callable[[StepShape | DraftShape, Resolved], Any]:
     """(shape of a program, configuration with the number of blocks) -> the compiled program."""
     attend, bound = attention.attend(c.attention_impl, model.config.attn_scale), None
     if draft_model:
         bound = BoundDraftModel(draft_model, attention.attend(c.attention_impl, draft_model.layers.attn_scale))
     common = c.seed, device_tile(), options
-    step = make_step(model, attend, *common, bound, states=states)
+    step = make_step(model, attend, *common, bound, wanted=wanted)
     draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
 
     def compile_one(shape: StepShape | DraftShape, c: Resolved) -> Any:

@@ -41,6 +41,8 @@ class Implementation(NamedTuple):
     prepare: (dtype of the keys and values) -> None. Starts work that is needed once a process, before any tracing.
     page_dtype: dtype of the keys and values -> dtype of the pages: the same, or integers of their bits, for an
         implementation that reads both.
+    probabilities: what it weighs values with, for some heads of single queries, the contract of
+        `probabilities.probabilities`; None: nobody can look at them. Those in `api.IMPLS` share that function.
     """
 
     name: str
@@ -50,3 +52,4 @@ class Implementation(NamedTuple):
     write: Write = kv_write_xla.write
     prepare: Callable[[str], None] = _nothing
     page_dtype: Callable[[str], str] = _page_dtype
+    probabilities: Callable[..., jax.Array] | None = None
