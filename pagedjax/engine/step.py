@@ -145,7 +145,7 @@ def send(
     sent_at = time.perf_counter()
     wanted = taps.of_plan(plan, state.wants) if state.wants else NOTHING
     shape = StepShape(len(batch.tokens), len(batch.last))
-    program = (runtime.tapped[wanted] if wanted else runtime.programs)[shape]
+    program = (runtime.programs if wanted is NOTHING else runtime.tapped[wanted])[shape]
     cache, output = program(runtime.leaves, cache, batch)
     return cache, SentStep(plan, output, sent_at, shape.tokens, seconds, rows, wanted)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.shared.page_bits import read
 
@@ -36,7 +35,7 @@ def probabilities(
     Returns:
         [R, heads, M S] float32, by position; zeros where the query does not see.
     """
-    chosen = np.asarray(heads, np.int32)
+    chosen = jnp.array(heads, jnp.int32)
     own = chosen * k_pages.shape[1] // q.shape[1]  # their key heads
     d, context = q.shape[2], block_tables.shape[1] * (k_pages.shape[2] * k_pages.shape[3] // q.shape[2])
     place = jnp.arange(context)
