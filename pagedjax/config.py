@@ -184,6 +184,8 @@ class EngineConfig:
         them steps are made as earlier engines made them (host/step_kinds.py), to compare with.
     reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of the cache for its
         whole life, as engines before paging did (host/reservation.py); it needs enable_prefix_caching=False.
+    row_features: sampling options of one's own (docs/design/logits-processors.md), each "module:NAME" or
+        "folder/file.py:NAME" of a `RowFeature`.
     max_tap_bytes: bytes of what the taps of one request may give (docs/design/taps.md); None is 1 GiB.
     seed: root of every random key; a request's own seed is folded into it.
     """
@@ -212,6 +214,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     mixed_steps: bool = True
     reservation: Reservation = "none"
+    row_features: tuple[str, ...] = ()
     max_tap_bytes: int | None = None
     seed: int = 0
 
@@ -279,6 +282,12 @@ class EngineConfig:
             impl = getattr(self, name)
             if impl is not None and not (isinstance(impl, str) and ":" in impl):
                 one_of(name, impl, get_args(known))
+        if isinstance(self.row_features, list):  # as YAML spells a tuple
+            object.__setattr__(self, "row_features", tuple(self.row_features))
+        named = isinstance(self.row_features, tuple)
+        if not named or not all(isinstance(one, str) and ":" in one for one in self.row_features):
+            what = f"row_features is {self.row_features!r:.200}"
+            raise ValueError(f"{what}; it must be a list, and each item module:NAME or folder/file.py:NAME")
         if self.token_buckets is not None:
             sizes = self.token_buckets
             if isinstance(sizes, list):  # as YAML spells a tuple
@@ -357,7 +366,8 @@ def own_value(field: str, name: str, kind: type[Value], known: Iterable[str]) ->
         ValueError: there is no such module, file or value, or the value is not of that kind.
     """
     where, _, attribute = name.rpartition(":")
-    usage = f"write one of {', '.join(known)}, module:NAME, or folder/file.py:NAME"
+    built_in = ", ".join(known)
+    usage = f"write {f'one of {built_in}, ' if built_in else ''}module:NAME, or folder/file.py:NAME"
     if not where or not attribute:
         raise ValueError(f"{field} is {name!r}; {usage}")
     try:

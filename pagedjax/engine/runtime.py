@@ -30,7 +30,7 @@ from pagedjax.device.batch import (
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
-from pagedjax.device.row_features import RowChain, RowFeature, chain
+from pagedjax.device.row_features import RowChain, RowFeature, chain, find
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
 from pagedjax.device.taps import NOTHING, Wanted
@@ -135,13 +135,13 @@ def build(
     known to fit.
 
     Args:
-        row_features: sampling options beside the built-in ones.
+        row_features: sampling options beside the built-in ones and those that the configuration names.
         draft_model: what drafts on the device; None if nothing does.
 
     Raises:
         ValueError: see `resolve`, and two sampling options of one name.
     """
-    options = chain(row_features, model.config.vocab_size)
+    options = chain((*map(find, config.row_features), *row_features), model.config.vocab_size)
     model = with_linear(on_mesh(model, config), config.linear_impl)
     if draft_model:
         draft_model = draft_model._replace(params=_on_devices(draft_model.params, model))

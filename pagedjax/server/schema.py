@@ -40,6 +40,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Listed = Annotated[list[TokenId], Field(max_length=MAX_FIELD_TOKENS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=MAX_STOP)]
+Plain = str | bool | int | float
+ExtraArgs = dict[str, Plain | Annotated[list[Plain], Field(max_length=MAX_FIELD_TOKENS, fail_fast=True)]]
 Strings = StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)]
 IGNORED = (
     "metadata",
@@ -150,6 +152,7 @@ class GenerationBody(Strict):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    vllm_xargs: Annotated[ExtraArgs, BeforeValidator(at_most(MAX_FIELDS))] | None = None  # for the server's row features
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
@@ -342,13 +345,15 @@ def sampling(
     values = given(request, SAMPLING)
     if request.seed is not None:
         values["seed"] = request.seed % 2**32  # OpenAI's seeds are any integers
+    if request.vllm_xargs is not None:
+        values["extra_args"] = request.vllm_xargs
     return SamplingParams(**values, max_tokens=max(1, max_tokens), logprobs=logprobs, structured_outputs=form)
 
 
 def beam_search(request: GenerationBody, max_tokens: int, logprobs: int | None) -> BeamSearchParams:
     """The parameters of a beam search; `n` is its width, as in vLLM."""
     neutral: Mapping[str, Any] = {"temperature": (0.0,), "top_p": (1.0,), "top_k": (0, -1), "best_of": (request.n,)}
-    used = given(request, [name for name in SAMPLING if name not in (*SHARED_WITH_BEAMS, "n")])
+    used = given(request, [name for name in (*SAMPLING, "vllm_xargs") if name not in (*SHARED_WITH_BEAMS, "n")])
     used = {name: value for name, value in used.items() if value not in neutral.get(name, ())}
     if used or logprobs is not None or request.stream:
         name = next(iter(used), "stream" if request.stream else "logprobs")
@@ -362,6 +367,7 @@ FORMS = {
     **dict.fromkeys(("prompt", "input"), "a text, a list of token ids, or a list of texts or of such lists"),
     "stop": "a text, or a list of texts",
     "bad_words": "a text, or a list of texts",
+    "vllm_xargs": "an object of texts, numbers, true, false, or lists of them",
     "content": 'a text, or a list of {"type": "text", "text": ...}',
     "early_stopping": 'true, false or "never"',
     "tool_choice": CHOICE_FORM,

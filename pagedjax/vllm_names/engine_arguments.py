@@ -82,6 +82,11 @@ TABLE = (
     taken("scheduling_policy", "`policy`", _as("policy")),
     taken("async_scheduling", "`lookahead` of 1 or 0; 0 with speculation", _lookahead),
     taken("speculative_config", "`speculative`, also under vLLM's names of fields", _as("speculative")),
+    taken(
+        "logits_processors",
+        "`row_features`: a `RowFeature` or `folder/file.py:NAME` of one ([how](logits-processors.md)); classes: an error",
+        _as("row_features"),
+    ),
     taken("max_logprobs", f"up to {MAX_LOGPROBS}, which is always allowed", _max_logprobs),
     taken("revision hf_token download_dir", "of a model from the hub"),
     taken("use_tqdm_on_load", "`progress`"),
@@ -213,7 +218,6 @@ TABLE = (
     refused("model_weights", "a model is one folder, file or name; give it as model"),
     refused("tokenizer_revision", "load the tokenizer's folder yourself and give it as tokenizer"),
     refused("chat_template", "a model's own template is used; change tokenizer_config.json or chat_template.jinja"),
-    refused("logits_processors", "write a RowFeature and give it as row_features"),
     refused(
         "logprobs_mode", "log-probabilities are the model's own, before any option: 'raw_logprobs'", "raw_logprobs"
     ),
