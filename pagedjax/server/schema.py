@@ -33,6 +33,17 @@ def at_most(limit: int) -> Callable[[Any], Any]:
     return check
 
 
+def plain_values(value: Any) -> Any:
+    """A check of `vllm_xargs`: one error, however many values are wrong."""
+    plain = (str, bool, int, float)
+    for name, item in value.items() if isinstance(at_most(MAX_FIELDS)(value), dict) else ():
+        several = item if isinstance(item, list) else [item]
+        if len(several) > MAX_FIELD_TOKENS or not all(isinstance(one, plain) for one in several):
+            what = f"{name!r:.80} must be a text, a number, true, false, or a list of at most {MAX_FIELD_TOKENS} of them"
+            raise ValueError(what)
+    return value
+
+
 # Lists are checked up to their first error (fail_fast): a body of 8 MiB could have millions of errors.
 Count = Annotated[int, Field(ge=0, lt=2**31)]  # the limit of the engine and its metrics
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -40,8 +51,6 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Listed = Annotated[list[TokenId], Field(max_length=MAX_FIELD_TOKENS, fail_fast=True)]
 StopString = Annotated[str, Field(max_length=MAX_STOP)]
-Plain = str | bool | int | float
-ExtraArgs = dict[str, Plain | Annotated[list[Plain], Field(max_length=MAX_FIELD_TOKENS, fail_fast=True)]]
 Strings = StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)]
 IGNORED = (
     "metadata",
@@ -152,7 +161,7 @@ class GenerationBody(Strict):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
-    vllm_xargs: Annotated[ExtraArgs, BeforeValidator(at_most(MAX_FIELDS))] | None = None  # for the server's row features
+    vllm_xargs: Annotated[dict[str, Any], BeforeValidator(plain_values)] | None = None  # for the server's row features
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
@@ -367,7 +376,6 @@ FORMS = {
     **dict.fromkeys(("prompt", "input"), "a text, a list of token ids, or a list of texts or of such lists"),
     "stop": "a text, or a list of texts",
     "bad_words": "a text, or a list of texts",
-    "vllm_xargs": "an object of texts, numbers, true, false, or lists of them",
     "content": 'a text, or a list of {"type": "text", "text": ...}',
     "early_stopping": 'true, false or "never"',
     "tool_choice": CHOICE_FORM,
