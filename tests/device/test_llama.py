@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,20 @@ def plain_hidden(folder: Path, tokens: np.ndarray) -> np.ndarray:
     return plain_run(folder, tokens)[0][-1]
 
 
-def plain_run(folder: Path, tokens: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def softmax(scores: np.ndarray, head: int) -> np.ndarray:
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def plain_run(
+    folder: Path, tokens: np.ndarray, weigh: Callable[[np.ndarray, int], np.ndarray] = softmax
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """All hidden states [n, H], as transformers counts them, and the weights of attention [N, n, n] of each layer.
 
     In float64: no cache, no batch, the tensors by their Hugging Face names.
+
+    Args:
+        weigh: (scores [n, n] with -inf for tokens behind the query, head) -> weights.
     """
     checkpoint = open_checkpoint(folder)
     c = checkpoint.config
@@ -123,7 +133,7 @@ def plain_run(folder: Path, tokens: np.ndarray) -> tuple[list[np.ndarray], list[
         layer = f"model.layers.{i}"
         y = norm(x, f"{layer}.input_layernorm")
         q, k, v = (linear(y, f"{layer}.self_attn.{p}_proj") for p in "qkv")
-        y, weights = plain_attention(q, k, v, c)
+        y, weights = plain_attention(q, k, v, c, weigh)
         x = x + linear(y, f"{layer}.self_attn.o_proj")
         y = norm(x, f"{layer}.post_attention_layernorm")
         gate = linear(y, f"{layer}.mlp.gate_proj")
@@ -134,7 +144,7 @@ def plain_run(folder: Path, tokens: np.ndarray) -> tuple[list[np.ndarray], list[
 
 
 def plain_attention(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, c: Mapping[str, Any]
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, c: Mapping[str, Any], weigh: Callable[[np.ndarray, int], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """([n, N D], the weights [N, n, n])."""
     n, size, group = len(q), c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
@@ -144,8 +154,7 @@ def plain_attention(
     for head in range(q.shape[1]):
         scores = q[:, head] @ k[:, head // group].T / np.sqrt(size)
         scores[np.triu_indices(n, 1)] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        seen[head] = weights / weights.sum(-1, keepdims=True)
+        seen[head] = weigh(scores, head)
         out[:, head] = seen[head] @ v[:, head // group]
     return out.reshape(n, -1), seen
 

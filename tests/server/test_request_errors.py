@@ -47,7 +47,11 @@ def user(content: object, **more: object) -> list[dict]:
         (CompletionRequest, {"prompt": "a", "taps": {"hidden_states": [0]}}, "unknown field 'taps'"),
         (CompletionRequest, {"prompt": "a", "vllm_xargs": FIELDS}, "vllm_xargs: it has 20000 fields; the limit is"),
         (CompletionRequest, {"prompt": "a", "vllm_xargs": {"b": {}}}, "vllm_xargs: 'b' must be a text, a number,"),
-        (CompletionRequest, {"prompt": "a", "vllm_xargs": {"b": [1] * MANY}}, "vllm_xargs: 'b' must be a text, a number,"),
+        (
+            CompletionRequest,
+            {"prompt": "a", "vllm_xargs": {"b": [1] * MANY}},
+            "vllm_xargs: 'b' must be a text, a number,",
+        ),
         (CompletionRequest, {"prompt": "a", "logit_bias": FIELDS}, "logit_bias: it has 20000 fields; the limit is"),
         (CompletionRequest, {"prompt": "a", **FIELDS}, "the body: it has 20001 fields; the limit is 256"),
         (CompletionRequest, {"prompt": "a", "stream_options": FIELDS}, "stream_options: it has 20000 fields; the"),
