@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagedjax.config import EngineConfig
     from pagedjax.engine.engine import Engine
-    from pagedjax.llm import LLM
     from pagedjax.engine.tap_files import read_taps
     from pagedjax.engine.taps import TapArrays
+    from pagedjax.llm import LLM
     from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams, Taps
     from pagedjax.text.outputs import CompletionOutput, RequestOutput
     from pagedjax.text.pooling import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput

@@ -124,10 +124,9 @@ class Session:
         parts = self.tokenizer, prompt, self._eos
         if isinstance(params, BeamSearchParams):
             return {names[0]: BeamOutputBuilder(params, *parts)}
-        made = {name: OutputBuilder(i, params, *parts) for i, name in enumerate(names)}
-        for name, collected in collect(names, len(prompt)).items() if params.taps else ():
-            made[name].collected = collected
-        return made
+        collected = collect(names, len(prompt)) if params.taps else {}
+        each = enumerate(names)
+        return {name: OutputBuilder(i, params, *parts, collected=collected.get(name)) for i, name in each}
 
     @interrupts.deferred()
     def step(self) -> SessionStep:

@@ -112,7 +112,9 @@ class Experiment:
             if getattr(self.sampling, name):
                 raise ValueError(f"sampling.{name}: an experiment runs on token ids, without text; {instead}")
         if self.sampling.taps:
-            raise ValueError("sampling.taps: an experiment keeps no arrays; leave it out, and give taps to LLM.generate")
+            raise ValueError(
+                "sampling.taps: an experiment keeps no arrays; leave it out, and give taps to LLM.generate"
+            )
         if self.engine.compilation == "background":
             raise ValueError(
                 "engine.compilation is 'background', and a measured run compiles everything first; set it to eager"

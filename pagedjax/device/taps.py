@@ -81,6 +81,4 @@ def taken(model: Decoder, run: Run, batch: Batch, attend: Attend, wanted: Wanted
         layer: model.attention_weights(layer, states[layer], run.cache.k[layer], batch, attend, heads)
         for layer, heads in wanted.attention
     }
-    return Tapped(
-        {i: states[i] for i in wanted.hidden}, attention, {layer: routes[layer] for layer in wanted.experts}
-    )
+    return Tapped({i: states[i] for i in wanted.hidden}, attention, {layer: routes[layer] for layer in wanted.experts})

@@ -69,9 +69,10 @@ def advance(plan: Plan, pools: Map[str, Pool], sent: SentStep, rows: Sequence[in
         return pools, ()
     output, done = sent.output, []
     hidden = np.asarray(output.hidden)
-    several = [name for _, name in mine if pools[name].params.kind != "LAST"]
-    assert not several or output.taps is not None, "`wanted` chose the program"
-    states = np.asarray(output.taps.hidden[max(output.taps.hidden)]) if several else None  # after the final norm
+    states = None
+    if any([pools[name].params.kind != "LAST" for _, name in mine]):
+        assert output.taps is not None, "`wanted` chose the program"
+        states = np.asarray(output.taps.hidden[max(output.taps.hidden)])  # after the final norm
     samples = first_samples(plan) if plan.drafts else rows
     offsets = np.cumsum([0, *sent.plan.counts])
     for i, name in mine:

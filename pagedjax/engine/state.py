@@ -12,7 +12,7 @@ and replaces it, and a new state is assigned whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -172,13 +172,13 @@ def with_events(state: EngineState, events: Sequence[Event], before: SchedulerSt
         if state.drafting:
             drafting.ended(state.drafting, ended, sequences)
         sequences = apply_events(sequences, tuple(ended.values()), before.running)
-    pools, wants = (_without(ended.keys(), kept) if kept else kept for kept in (state.pools, state.wants))
+    pools, wants = (_without(ended, kept) if kept else kept for kept in (state.pools, state.wants))
     return state._replace(sequences=sequences, searches=searches, pools=pools, wants=wants)
 
 
-def _without(names: Set[str], kept: Map[str, Any]) -> Map[str, Any]:
-    for name in kept.keys() & names:
-        kept = kept.delete(name)
+def _without(names: Iterable[str], kept: Map[str, Any]) -> Map[str, Any]:
+    for name in names:
+        kept = kept.delete(name) if name in kept else kept
     return kept
 
 

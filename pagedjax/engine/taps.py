@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from pagedjax.device import attention
@@ -63,7 +64,9 @@ def wanted_by(
         which = f"those with experts are {', '.join(map(str, sparse))}" if sparse else "this model has no experts"
         raise ValueError(f"{what}.experts has layer {dense[0]}, which is dense; {which}")
     if wanted.attention and model.placement:
-        raise ValueError(f"{what}.attention needs a model on one device, which has all heads; leave mesh and devices out")
+        raise ValueError(
+            f"{what}.attention needs a model on one device, which has all heads; leave mesh and devices out"
+        )
     if wanted.attention and attention.find(impl).probabilities is None:
         remedy = "give its Implementation the field `probabilities`, or use 'xla'"
         raise ValueError(f"{what}.attention: attention_impl {impl!r} does not say what it weighs values with; {remedy}")
@@ -140,28 +143,31 @@ def parts(
     first, offsets = first_samples(plan) if plan.drafts else rows, np.cumsum([0, *sent.plan.counts])
     found = []
     for i, name in mine:
-        wanted, tokens = wants[name], sampled[i] if isinstance(sampled[i], tuple) else (sampled[i],)
-        rejected = plan.drafts[i] + 1 - len(tokens) if plan.drafts else 0
+        wanted, sample = wants[name], sampled[i]
+        kept = len(sample) if isinstance(sample, tuple) else 1
+        rejected = plan.drafts[i] + 1 - kept if plan.drafts else 0
         at = slice(int(offsets[rows[i]]), int(offsets[rows[i]]) + plan.counts[i] - rejected)
         states = {layer: host.hidden[layer][at].astype(np.float32) for layer in wanted.hidden}
-        experts = {layer: tuple(array[at].copy() for array in host.experts[layer]) for layer in wanted.experts}
+        routes = {layer: host.experts[layer] for layer in wanted.experts}
+        experts = {layer: (one.experts[at].copy(), one.weights[at].copy()) for layer, one in routes.items()}
         seen = {}
         if wanted.attention and plan.starts[i] + plan.counts[i] >= plan.lengths[i]:
             for layer, heads in wanted.attention:
                 own = [heads_of[layer].index(head) for head in heads]
-                samples = host.attention[layer][first[i] : first[i] + len(tokens)]
+                samples = host.attention[layer][first[i] : first[i] + kept]
                 seen[layer] = [one[own, : plan.lengths[i] + j] for j, one in enumerate(samples)]
         found.append(TapPart(name, plan.starts[i], states, experts, plan.lengths[i] - sequences[name].prompt_len, seen))
     return tuple(found)
 
 
-def _on_host(taps: Tapped, asked: Wanted) -> Tapped:
-    """Numpy arrays of what is asked for."""
-    return Tapped(
-        {i: np.asarray(taps.hidden[i]) for i in asked.hidden},
-        {layer: np.asarray(taps.attention[layer]) for layer, _ in asked.attention},
-        {layer: tuple(np.asarray(array) for array in taps.experts[layer]) for layer in asked.experts},
+def _on_host(taps: Tapped, asked: Wanted) -> Any:
+    """`Tapped` with numpy arrays, of what is asked for."""
+    some = Tapped(
+        {i: taps.hidden[i] for i in asked.hidden},
+        {layer: taps.attention[layer] for layer, _ in asked.attention},
+        {layer: taps.experts[layer] for layer in asked.experts},
     )
+    return jax.device_get(some)
 
 
 # --- together ---------------------------------------------------------------------------------------------------------
@@ -189,18 +195,19 @@ class _Column:
     """Rows by position, which grows."""
 
     def __init__(self) -> None:
-        self.rows: np.ndarray | None = None
-        self.count = 0
+        self._rows, self.count = np.zeros(0), 0
 
     def put(self, start: int, rows: np.ndarray) -> None:
         end = start + len(rows)
-        if self.rows is None or end > len(self.rows):
-            old, size = self.rows, max(end, 2 * self.count)
-            self.rows = np.empty((size, *rows.shape[1:]), rows.dtype)
-            if old is not None:
-                self.rows[: self.count] = old[: self.count]
-        self.rows[start:end] = rows
+        if end > len(self._rows):
+            old = self._rows[: self.count]
+            self._rows = np.empty((max(end, 2 * self.count), *rows.shape[1:]), rows.dtype)
+            self._rows[: len(old)] = old if len(old) else 0
+        self._rows[start:end] = rows
         self.count = max(self.count, end)
+
+    def first(self, most: int | None = None) -> np.ndarray:
+        return self._rows[: self.count][:most]
 
 
 class Collected:
@@ -231,9 +238,9 @@ class Collected:
         """The arrays of a branch with so many tokens of output; a step may have computed more."""
 
         def rows(key: Any) -> np.ndarray:
-            found = [self._prompt[key].rows[: self._prompt[key].count]]
-            if outputs > 1 and key in self._output:
-                found.append(self._output[key].rows[: min(self._output[key].count, outputs - 1)])
+            found = [self._prompt[key].first()]
+            if key in self._output:
+                found.append(self._output[key].first(max(outputs - 1, 0)))
             return np.concatenate(found)
 
         layers = {kind: sorted(layer for one, layer in self._prompt if one == kind) for kind in ("hidden", "ids")}

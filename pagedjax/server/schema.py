@@ -39,7 +39,9 @@ def plain_values(value: Any) -> Any:
     for name, item in value.items() if isinstance(at_most(MAX_FIELDS)(value), dict) else ():
         several = item if isinstance(item, list) else [item]
         if len(several) > MAX_FIELD_TOKENS or not all(isinstance(one, plain) for one in several):
-            what = f"{name!r:.80} must be a text, a number, true, false, or a list of at most {MAX_FIELD_TOKENS} of them"
+            what = (
+                f"{name!r:.80} must be a text, a number, true, false, or a list of at most {MAX_FIELD_TOKENS} of them"
+            )
             raise ValueError(what)
     return value
 

@@ -157,7 +157,7 @@ def test_the_command_line_and_yaml_name_processors(tmp_path, file):
     assert point(code, engine={"row_features": []}).key == point(code).key
     with pytest.raises(ValueError, match=r"engine.row_features is 'none.py:A', but there is no file none.py"):
         point(code, engine={"row_features": ["none.py:A"]})
-    with pytest.raises(ValueError, match="taps.*an experiment keeps no arrays"):
+    with pytest.raises(ValueError, match=r"sampling\.taps: an experiment keeps no arrays"):
         point(code, sampling={"taps": {"hidden_states": [0]}})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.engine.test_draft_models import folders  # noqa: F401  (a fixture)
 from tests.engine.test_mesh import random_model
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 128}
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "taps.md"
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 60, 1, 33))]
 TAPS = Taps(hidden_states=(0, 1, 2), attention={0: (3, 0), 1: 1})
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, logprobs=2, taps=TAPS)
@@ -232,7 +234,7 @@ def test_a_mesh_gives_the_same_hidden_states_and_experts(mesh):
     llm = make(model, mesh=mesh)
     for one, other in zip(wanted, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
         close(other.outputs[0].taps, one.outputs[0].taps, atol=1e-4)
-    with pytest.raises(ValueError, match="taps.attention needs a model on one device"):
+    with pytest.raises(ValueError, match=r"taps\.attention needs a model on one device"):
         llm.generate(PROMPTS[0], replace(params, taps=Taps(attention={0: 0})), use_tqdm=False)
 
 
@@ -267,6 +269,19 @@ def test_arrays_of_16_bits_are_given_in_float32(tiny_folder):
     chex.assert_trees_all_close(found.attention[0][0], seen[0][[0, 3], 4, :5].astype(np.float32), atol=0.1)
 
 
+def test_the_example_of_the_page_runs(tiny_folder, tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    options = ", ".join(
+        f"{name}={value!r}" for name, value in (SIZES | {"compilation": "lazy", "progress": False}).items()
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace('model="smollm2-135m"', f"model={str(tiny_folder)!r}, {options}"), found := {})
+    tokens = len(found["output"].prompt_token_ids) + len(found["output"].outputs[0].token_ids) - 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"({tokens}, 64) [")
+    assert said.endswith(f"{{'0': ({tokens}, 64)}}\n")
+
+
 # --- a recording ------------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +309,7 @@ def test_a_recording_has_the_arrays_beside_it(llm, tmp_path):
     llm.engine.record(None)
     assert not read_taps(file)
     (tmp_path / "run.jsonl.taps" / "x.npz").write_bytes(b"no file")
-    with pytest.raises(ValueError, match="x.npz is no file of taps"):
+    with pytest.raises(ValueError, match=r"x\.npz is no file of taps"):
         read_taps(file)["x"]
 
 
@@ -362,7 +377,7 @@ def test_bytes_are_bounded_and_counted_before_anything_runs(tiny):
     assert states + seen - 4 * 2 * 64 * 5 == size, "the prompt's states are shared until they are given"
     assert make(tiny).engine.config.max_tap_bytes == 2**30
     for wrong in (0, 1.5, True):
-        with pytest.raises(ValueError, match="max_tap_bytes is .*; it must be an integer of at least 1"):
+        with pytest.raises(ValueError, match=r"max_tap_bytes is .*; it must be an integer of at least 1"):
             make(tiny, max_tap_bytes=wrong)
 
 

@@ -412,7 +412,8 @@ class Decoder(nnx.Module):
         for layer, (block, *pages) in enumerate(first):
             part = "routed" if layer in experts else "__call__"
             x, k_pages, v_pages, *found = _run_block(*nnx.split(block), attend, part, x, *pages, batch, angles)
-            routes |= {layer: one for one in found}
+            if found:
+                routes[layer] = found[0]
             k_all.append(k_pages)
             v_all.append(v_pages)
             outputs.append(x)
