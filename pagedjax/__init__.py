@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagedjax.config import EngineConfig
     from pagedjax.engine.engine import Engine
+    from pagedjax.engine.tap_files import read_taps
+    from pagedjax.engine.taps import TapArrays
     from pagedjax.llm import LLM
-    from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+    from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams, Taps
     from pagedjax.text.outputs import CompletionOutput, RequestOutput
     from pagedjax.text.pooling import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
     from pagedjax.weights.pretrained import from_params, load_model
@@ -25,6 +27,9 @@ _HOME = {
     "BeamSearchParams": "params",
     "StructuredOutputsParams": "params",
     "PoolingParams": "params",
+    "Taps": "params",
+    "TapArrays": "engine.taps",
+    "read_taps": "engine.tap_files",
     "EngineConfig": "config",
     "Engine": "engine.engine",
     "RequestOutput": "text.outputs",
@@ -46,8 +51,11 @@ __all__ = [
     "SamplingParams",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "TapArrays",
+    "Taps",
     "from_params",
     "load_model",
+    "read_taps",
 ]
 
 

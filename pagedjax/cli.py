@@ -235,7 +235,8 @@ def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> Non
             what, read = (f"a name, {what}", _name_or_mapping) if named else (what, _mapping)
             group.add_argument(flag, f"{flag}-config", type=read, metavar="JSON", help=what)
         elif get_origin(kind) is tuple:
-            group.add_argument(flag, type=_sizes, metavar="T,T,...", help=default)
+            listed, metavar = (_names, "FILE.py:NAME,...") if get_args(kind)[0] is str else (_sizes, "T,T,...")
+            group.add_argument(flag, type=listed, metavar=metavar, help=default if field.default else "")
         elif get_origin(kind) is Literal:
             group.add_argument(flag, choices=get_args(kind), help=default)
         else:
@@ -244,6 +245,10 @@ def add_engine_options(command: argparse.ArgumentParser, **defaults: str) -> Non
 
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _mapping(text: str) -> dict[str, Any]:

@@ -32,6 +32,7 @@ Config = TypeVar("Config")
 Value = TypeVar("Value")
 
 MAX_DRAFT_TOKENS = 32  # of a sequence in a step
+MAX_TAP_BYTES = 2**30  # of a request, unless `max_tap_bytes` says more or less
 ON_DEVICE = ("draft", "eagle")  # methods of a drafter that is a model
 VLLM_NAMES = {  # of fields of `Speculative`, in vLLM's speculative_config
     "num_speculative_tokens": "num_tokens",
@@ -235,6 +236,9 @@ class EngineConfig:
     free_window_blocks: give blocks back that lie before the windows of layers that have one. It changes no token.
     reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of the cache for its
         whole life, as engines before paging did (host/reservation.py); it needs enable_prefix_caching=False.
+    row_features: sampling options of one's own (docs/design/logits-processors.md), each "module:NAME" or
+        "folder/file.py:NAME" of a `RowFeature`.
+    max_tap_bytes: bytes of what the taps of one request may give (docs/design/taps.md); None is 1 GiB.
     seed: root of every random key; a request's own seed is folded into it.
     """
 
@@ -265,13 +269,15 @@ class EngineConfig:
     free_window_blocks: bool = True
     reservation: Reservation = "none"
     batch_invariant: bool = False
+    row_features: tuple[str, ...] = ()
+    max_tap_bytes: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "num_blocks"
-        for name in counts:
+        open_ones = "max_model_len", "num_blocks", "max_tap_bytes"
+        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", *open_ones):
             value = getattr(self, name)
-            if value is None and name in ("max_model_len", "num_blocks"):
+            if value is None and name in open_ones:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
@@ -339,6 +345,12 @@ class EngineConfig:
             impl = getattr(self, name)
             if impl is not None and not (isinstance(impl, str) and ":" in impl):
                 one_of(name, impl, get_args(known))
+        if isinstance(self.row_features, list):  # as YAML spells a tuple
+            object.__setattr__(self, "row_features", tuple(self.row_features))
+        named = isinstance(self.row_features, tuple)
+        if not named or not all(isinstance(one, str) and ":" in one for one in self.row_features):
+            what = f"row_features is {self.row_features!r:.200}"
+            raise ValueError(f"{what}; it must be a list, and each item module:NAME or folder/file.py:NAME")
         if self.token_buckets is not None:
             sizes = self.token_buckets
             if isinstance(sizes, list):  # as YAML spells a tuple
@@ -395,6 +407,7 @@ class Resolved(EngineConfig):
     attention_impl: str = "xla"
     linear_impl: str = "xla"
     token_buckets: tuple[int, ...] = ()
+    max_tap_bytes: int = MAX_TAP_BYTES
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -438,7 +451,8 @@ def own_value(field: str, name: str, kind: type[Value], known: Iterable[str]) ->
         ValueError: there is no such module, file or value, or the value is not of that kind.
     """
     where, _, attribute = name.rpartition(":")
-    usage = f"write one of {', '.join(known)}, module:NAME, or folder/file.py:NAME"
+    built_in = ", ".join(known)
+    usage = f"write {f'one of {built_in}, ' if built_in else ''}module:NAME, or folder/file.py:NAME"
     if not where or not attribute:
         raise ValueError(f"{field} is {name!r}; {usage}")
     try:

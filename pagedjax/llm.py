@@ -54,7 +54,8 @@ class LLM:
         compilation_cache: keep compiled programs in ~/.cache/pagedjax/xla, 1 GiB at most, so that the next process
             starts faster. JAX's options are restored after each compilation. If JAX has a cache folder already
             (`JAX_COMPILATION_CACHE_DIR`), that one is used, and this changes nothing.
-        row_features: sampling options of your own (docs/design/sampling.md); requests set them by `extra_args`.
+        row_features: sampling options of your own (docs/design/logits-processors.md): `RowFeature`s, or their names,
+            "folder/file.py:NAME". Requests set them by `extra_args`.
         engine: the fields of `EngineConfig`, by name, and what vLLM's `LLM` takes (docs/design/vllm.md).
     """
 
@@ -67,13 +68,14 @@ class LLM:
         tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
         progress: bool = True,
         compilation_cache: bool = True,
-        row_features: Sequence[RowFeature] = (),
+        row_features: RowFeature | str | Sequence[RowFeature | str] = (),
         **engine: Any,
     ) -> None:
         arguments = engine_arguments(engine)
-        engine_config = from_dict(EngineConfig, arguments.engine, others=ARGUMENTS)
+        names, features = _features(row_features, arguments.engine.pop("row_features", ()))
+        engine_config = from_dict(EngineConfig, arguments.engine | {"row_features": names}, others=ARGUMENTS)
         with compilations.disk_cache(compilation_cache):
-            self._open(model, params, config, tokenizer, progress, engine_config, row_features, arguments)
+            self._open(model, params, config, tokenizer, progress, engine_config, features, arguments)
 
     def _open(
         self,
@@ -282,6 +284,8 @@ class LLM:
         if isinstance(params, BeamSearchParams) or params.n != 1:
             what = "beam search" if isinstance(params, BeamSearchParams) else f"n is {params.n}"
             raise ValueError(f"{what}; a stream has one branch, use generate")
+        if params.taps:
+            raise ValueError("taps come with an output, and a stream is text; use generate")
         _, prompt = _text_and_prompt(prompt)
         (branches,) = self.session.add([GenerationRequest(self._kept(self._tokens(prompt), params), params)])
         (branch,) = branches.values()
@@ -416,6 +420,26 @@ class LLM:
             self.session.abandon(branches)
         each = enumerate(zip(requests, outputs, strict=True))
         return [output_of(str(i), request, branches) for i, (request, branches) in each]
+
+
+def _features(given: Any, processors: Any) -> tuple[tuple[str, ...], tuple[RowFeature, ...]]:
+    """Sampling options of one's own: those that are named, and those that are values.
+
+    Args:
+        processors: what was given as `logits_processors`.
+
+    Raises:
+        ValueError: both are given, or one is neither a name nor a `RowFeature`.
+    """
+    several = [(one,) if isinstance(one, (str, RowFeature)) else tuple(one) for one in (given, processors)]
+    if all(several):
+        raise ValueError("logits_processors is vLLM's name of row_features, and both are given; leave one of them out")
+    features = several[0] or several[1]
+    for one in features:
+        if not isinstance(one, (str, RowFeature)):
+            raise ValueError(f"row_features has {one!r:.80}; write a RowFeature, or give folder/file.py:NAME of one")
+    named = tuple(one for one in features if isinstance(one, str))
+    return named, tuple(one for one in features if isinstance(one, RowFeature))
 
 
 def _text_and_prompt(prompt: Any) -> tuple[str | None, Any]:

@@ -150,6 +150,57 @@ def _schema_text(schema: Any) -> str:
         raise ValueError(f"structured_outputs.json cannot be written as JSON: {error}") from None
 
 
+def _layers(name: str, value: Any) -> tuple[int, ...]:
+    """Layers or heads in ascending order, each once."""
+    items = _several(value)
+    for item in items:
+        if type(item) is not int or item < 0:
+            raise ValueError(f"taps.{name} holds {item!r:.80}; layers and heads are integers of at least 0")
+    return tuple(sorted(set(items)))
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a request gives of the model's inside, beside its tokens (docs/design/taps.md). None or () is nothing.
+
+    Attributes:
+        hidden_states: those of every token that is computed, counted as in transformers' `output_hidden_states`: 0 is
+            what the first layer gets, i is the output of layer i - 1, and the number of layers is the output of the
+            last one after the final norm.
+        attention: by layer, query heads: {3: (0, 1)} or ((3, (0, 1)),). What the token that an output token follows
+            weighs the values of its context with.
+        experts: layers with a mixture of experts: which ones each token that is computed chose, and their weights.
+
+    Raises:
+        ValueError: what is no layer and no head; a layer twice, or without heads. The message names it.
+    """
+
+    hidden_states: tuple[int, ...] = ()
+    attention: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    experts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_states", "experts"):
+            object.__setattr__(self, name, _layers(name, getattr(self, name)))
+        given: Any = () if self.attention is None else self.attention
+        pairs = list(given.items()) if isinstance(given, Mapping) else list(_several(given))
+        if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"taps.attention is {given!r:.80}; it must be heads by layer, such as {{3: (0, 1)}}")
+        layers = _layers("attention", [layer for layer, _ in pairs])
+        heads = {layer: _layers("attention", some) for layer, some in pairs}
+        if len(layers) < len(pairs) or not all(heads.values()):
+            raise ValueError(f"taps.attention is {given!r:.80}; name each layer once, and at least one of its heads")
+        object.__setattr__(self, "attention", tuple((layer, heads[layer]) for layer in layers))
+
+    def __bool__(self) -> bool:
+        return bool(self.hidden_states or self.attention or self.experts)
+
+    @property
+    def of_every_token(self) -> bool:
+        """Whether something is wanted of tokens that no output token follows."""
+        return bool(self.hidden_states or self.experts)
+
+
 @takes(SAMPLING)
 @dataclass(frozen=True)
 class SamplingParams:
@@ -194,6 +245,7 @@ class SamplingParams:
     cache_salt: str | None = None  # shares blocks only with requests of the same salt
     structured_outputs: StructuredOutputsParams | None = None
     extra_args: Mapping[str, Any] | None = None  # for the engine's `row_features`, by the names that they declare
+    taps: Taps | None = None  # hidden states, attention and experts that come with the output
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:  # normalising the spelling of a value, never its meaning
@@ -211,6 +263,9 @@ class SamplingParams:
             put("logit_bias", _bias(self.logit_bias))
         if self.extra_args is not None:
             put("extra_args", _extra_args(self.extra_args))
+        if not (self.taps is None or isinstance(self.taps, Taps)):
+            raise ValueError(f"taps is {self.taps!r:.80}; it must be None or Taps(...)")
+        put("taps", self.taps or None)
 
         for name, kind in _types(type(self)).items():
             value = getattr(self, name)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
+from pagedjax.engine.taps import collect
 from pagedjax.host.types import Admitted, Event, Finished, FinishReason, Sampled, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.grammars import Grammars
@@ -123,7 +124,9 @@ class Session:
         parts = self.tokenizer, prompt, self._eos
         if isinstance(params, BeamSearchParams):
             return {names[0]: BeamOutputBuilder(params, *parts)}
-        return {name: OutputBuilder(i, params, *parts) for i, name in enumerate(names)}
+        collected = collect(names, len(prompt)) if params.taps else {}
+        each = enumerate(names)
+        return {name: OutputBuilder(i, params, *parts, collected=collected.get(name)) for i, name in each}
 
     @interrupts.deferred()
     def step(self) -> SessionStep:
@@ -149,6 +152,9 @@ class Session:
         for entry in result.logprobs:
             if isinstance(branch := branches.get(entry.request_id), OutputBuilder):
                 branch.take(entry)
+        for part in result.taps:
+            if isinstance(branch := branches.get(part.request_id), OutputBuilder) and branch.collected:
+                branch.collected.take(part)
         reasons: dict[str, FinishReason] = {e.request_id: e.reason for e in result.events if isinstance(e, Finished)}
         deltas, ended, searched = [], [], 0
         for event in result.events:

@@ -40,9 +40,9 @@ from pagedjax.params import SamplingParams
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")
 # Fields that a point's key has only if they are set, so that other keys are those of versions before these fields.
 LATER = {
-    "engine": ("speculative", "mesh", "devices", "linear_impl", "kv_policy"),
+    "engine": ("speculative", "mesh", "devices", "linear_impl", "kv_policy", "row_features", "max_tap_bytes"),
     "simulate": ("mesh", "hop_s"),
-    "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens"),
+    "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens", "taps"),
 }
 # Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.
 NEED_TEXT = {
@@ -51,7 +51,7 @@ NEED_TEXT = {
     "structured_outputs": "python -m experiments.bench.structured measures what forms cost",
     "truncate_prompt_tokens": "the workload has the lengths of prompts",
 }
-# Fields of EngineConfig that may name a value of one's own, file.py:NAME.
+# Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has several of them.
 OWN_VALUES = ("policy", "attention_impl", "linear_impl")
 
 
@@ -111,6 +111,10 @@ class Experiment:
         for name, instead in NEED_TEXT.items():
             if getattr(self.sampling, name):
                 raise ValueError(f"sampling.{name}: an experiment runs on token ids, without text; {instead}")
+        if self.sampling.taps:
+            raise ValueError(
+                "sampling.taps: an experiment keeps no arrays; leave it out, and give taps to LLM.generate"
+            )
         if self.engine.compilation == "background":
             raise ValueError(
                 "engine.compilation is 'background', and a measured run compiles everything first; set it to eager"
@@ -217,6 +221,7 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     A policy is read here. An attention implementation and a drafter need jax, so only their files' presence is checked.
     """
     found: dict[str, Any] = {key: _placed(key, getattr(experiment.engine, key), folder) for key in OWN_VALUES}
+    found["row_features"] = tuple(_placed("row_features", one, folder) for one in experiment.engine.row_features)
     if speculative := experiment.engine.speculative:
         method = _placed("speculative.method", speculative.method, folder)
         found["speculative"] = dataclasses.replace(speculative, method=method)
@@ -316,6 +321,7 @@ def point_key(experiment: Experiment, content: str) -> str:
     if experiment.engine.free_window_blocks:  # as in the keys of versions before this field
         del values["engine"]["free_window_blocks"]
     values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}
+    values["engine"]["row_features"] = tuple(map(_own_source, experiment.engine.row_features))
     values["model"] = _model_source(experiment.model)
     del values["cache_tokens"]
     if experiment.simulate is None:

@@ -7,7 +7,7 @@ An implementation is one record, `Implementation`. Its name is one of `IMPLS`; t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -113,6 +113,25 @@ def attend(impl: str, scale: float, *, invariant: bool = False) -> Attend:
     if found.invariant is None:
         raise ValueError(f"attention_impl {impl!r} has no batch-invariant form")
     return Bound(found._replace(attend=found.invariant), scale)
+
+
+def probabilities(
+    attend: Attend, q: jax.Array, k_pages: jax.Array, rows: Batch, heads: Sequence[int], **options: Any
+) -> jax.Array:
+    """Returns what the implementation weighs values with, [R, heads, M S] float32 by position.
+
+    Args:
+        q: [R, N, D] the queries of `rows`, which have one token each.
+        options: window and soft_cap, as of an `Attend`.
+
+    Raises:
+        ValueError: an implementation of one's own without `probabilities`.
+    """
+    if not isinstance(attend, Bound) or attend.impl.probabilities is None:
+        name = attend.impl.name if isinstance(attend, Bound) else attend
+        raise ValueError(f"attention {name!r} has no `probabilities`, so nobody can look at them; add that field")
+    arrays = q, k_pages, rows.block_tables, rows.seq_lens
+    return attend.impl.probabilities(*arrays, tuple(heads), scale=attend.scale, **options)
 
 
 def write(attend: Attend, k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, batch: Batch):

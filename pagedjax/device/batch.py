@@ -89,6 +89,10 @@ class Batch(NamedTuple):
         rows = self.seen or self
         return rows.block_tables, rows.seq_lens, rows.cu_q_lens
 
+    def page_of(self, layer: int) -> int:
+        """Which of the cache's page arrays a layer uses."""
+        return self.groups.layout.places[layer][1] if self.groups else layer
+
     def of_layer(self, layer: int) -> Batch:
         """The batch as a layer sees it: with the tables of its group alone."""
         if self.groups is None:

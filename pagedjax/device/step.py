@@ -24,6 +24,7 @@ from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext
 from pagedjax.device.sampling import History, PromptLogprobs, SampledTokens, no_prompt_logprobs, prompt_logprobs, sample
+from pagedjax.device.taps import NOTHING, Tapped, Wanted, taken
 
 Step = Callable[[Any, KVCache, Batch], tuple[KVCache, "StepOutput"]]
 Draft = Callable[[Any, KVCache, DraftBatch], tuple[KVCache, "DraftOutput"]]
@@ -48,7 +49,7 @@ class StepOutput(NamedTuple):
     prompt: PromptLogprobs
     fed: jax.Array | None = None  # [max_num_seqs] the sampled tokens, for a `Feed`
     hidden: jax.Array | None = None  # [R, H] after the final norm, of the token that each sample follows
-    states: jax.Array | None = None  # [T, H] after the final norm, of all tokens, if the step was made to give them
+    taps: Tapped | None = None  # what the step was made to return beside samples
 
 
 class DraftOutput(NamedTuple):
@@ -90,7 +91,7 @@ def make_step(
     chain: RowChain = DEFAULT,
     bound: BoundDraftModel | None = None,
     *,
-    states: bool = False,
+    wanted: Wanted = NOTHING,
 ) -> Step:
     """step(leaves, cache, batch) -> (cache, StepOutput), jitted; the cache is donated and updated in place.
 
@@ -98,8 +99,7 @@ def make_step(
         model: its parameters are not kept; every call takes a model's `leaves`, and behind them those of the drafter.
         tile, chain: see `sample`.
         bound: a drafter on the device, which observes the step's tokens.
-        states: return the hidden states of all tokens. Samples are computed as without them, so that they have the
-            same bits.
+        wanted: what to return beside samples. Samples are computed as without it, so that they have the same bits.
 
     Raises:
         ValueError: arrays of a batch do not fit together, when the step is traced.
@@ -113,11 +113,13 @@ def make_step(
             batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
         taps = bound.model.taps if bound else ()
-        cache, finish, outputs = model.layers(cache, batch, attend, taps)
+        needed = (*taps, *wanted.outputs(model.config.layers))
+        cache, finish, outputs, _ = run = model.layers(cache, batch, attend, needed, wanted.experts)
+        tapped = taken(model, run, batch, attend, wanted) if wanted else None
         if bound is not None:
             observe = bound.model.observe
             assert cache.draft is not None
-            pages = observe(drafter, model, cache.draft, batch, outputs, bound.attend)
+            pages = observe(drafter, model, cache.draft, batch, outputs[: len(taps)], bound.attend)
             cache = cache._replace(draft=pages)
         # a sample sees the tokens of its row up to the one that it follows
         rows = batch.sampling, batch.block_tables[batch.sampled_row], batch.positions[batch.last] + 1, batch.drafted
@@ -139,7 +141,7 @@ def make_step(
         hidden, prompt = jax.lax.cond(jnp.any(batch.targets >= 0), every, samples) if fewer else every()
         sampled = by_rows(sampled_rows, model.logits(hidden, batch.used_samples), rows)
         fed = None if feed is None else jnp.pad(sampled.tokens, (0, len(feed.tokens) - len(sampled.tokens)))
-        return cache, StepOutput(sampled, prompt, fed, hidden, finish(None) if states else None)
+        return cache, StepOutput(sampled, prompt, fed, hidden, tapped)
 
     return jax.jit(_mapped(step, model, bound), donate_argnums=1)
 

@@ -24,6 +24,7 @@ from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
+from pagedjax.engine.tap_files import TapWriter
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Recorder
 from pagedjax.host.types import Event, FinishReason, StepResult
@@ -62,6 +63,7 @@ class Engine:
         self.sessions: WeakSet[Any] = WeakSet()
         self._state = state.init(self.runtime, cache)
         self._recorder: Recorder | None = None
+        self._tap_writer: TapWriter | None = None
         self._records_prompts = False
         self._ids = itertools.count()
         self._asleep: sleep.Asleep | None = None
@@ -258,9 +260,13 @@ class Engine:
         """Replace the state, and write its transitions to the recording: both, or neither."""
         if self._recorder:
             for name, arguments in after.log:
+                if name in ("begin_taps", "taps"):
+                    continue
                 if name == "submit" and not self._records_prompts:
                     arguments = arguments[:1]
                 getattr(self._recorder, name)(*arguments)
+            if self._tap_writer:
+                self._tap_writer.note(after.log)
         self._state = after._replace(log=())
 
     def reset(self) -> None:
@@ -281,6 +287,8 @@ class Engine:
     def record(self, path: str | os.PathLike[str] | None, *, times: bool = False, prompts: bool = False) -> None:
         """Write every scheduler input and outcome to a JSONL file from now on (host/event_log.py); None ends it.
 
+        What taps give is written into a folder beside it, which `pagedjax.read_taps(path)` reads.
+
         Args:
             times: write the time of each transition, for `pagedjax view` and `trace`. Then two equal runs do not give
                 equal bytes.
@@ -293,11 +301,11 @@ class Engine:
             raise ValueError("recording must start while no request is unfinished; a replay starts without requests")
         if self._recorder:
             self._recorder.close()
-            self._recorder = None
+            self._recorder = self._tap_writer = None
         if path is not None:
             clock = time.perf_counter if times else None
             self._recorder = Recorder(path, self.scheduler_state.config, self.runtime.policy.name, clock=clock)
-            self._records_prompts = prompts
+            self._records_prompts, self._tap_writer = prompts, TapWriter(path)
             self._forget_arrivals()
 
     def _forget_arrivals(self) -> None:

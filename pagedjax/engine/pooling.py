@@ -1,8 +1,8 @@
 """Hidden states of prompts that are pooled: what each step adds, and what becomes of them at the end.
 
 A pooled prompt is a request that samples nothing. It goes through the same steps as every other request, in chunks,
-under the same budget. The state of a last token is an output of every step. The states of all tokens are an output of
-other programs (`Runtime.with_states`), which run in steps with a row that wants them.
+under the same budget. The state of a last token is an output of every step. The states of all tokens are a tap
+(device/taps.py): other programs return them, which run in steps with a row that wants them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from immutables import Map
 
+from pagedjax.device.taps import NOTHING, Wanted
 from pagedjax.engine.lookahead import SentStep
 from pagedjax.engine.results import first_samples
 from pagedjax.host.types import Plan
@@ -47,10 +48,10 @@ def start(params: PoolingParams, hidden: int) -> Pool:
     return Pool(params)
 
 
-def wants_states(plan: Plan, pools: Map[str, Pool]) -> bool:
-    """Whether a row of the plan needs the states of more tokens than of its last one."""
-    mine = [pools[seq.request_id] for seq in plan.seqs if seq.request_id in pools]
-    return any([pool.params.kind != "LAST" for pool in mine])
+def wanted(params: PoolingParams, layers: int) -> Wanted:
+    """What a prompt wants of steps beside samples: the last hidden states, if it needs more than that of its last
+    token."""
+    return NOTHING if params.kind == "LAST" else Wanted(hidden=(layers,))
 
 
 def advance(plan: Plan, pools: Map[str, Pool], sent: SentStep, rows: Sequence[int]) -> tuple[Map[str, Pool], Pooled]:
@@ -68,14 +69,17 @@ def advance(plan: Plan, pools: Map[str, Pool], sent: SentStep, rows: Sequence[in
         return pools, ()
     output, done = sent.output, []
     hidden = np.asarray(output.hidden)
-    states = None if output.states is None else np.asarray(output.states)
+    states = None
+    if any([pools[name].params.kind != "LAST" for _, name in mine]):
+        assert output.taps is not None, "`wanted` chose the program"
+        states = np.asarray(output.taps.hidden[max(output.taps.hidden)])  # after the final norm
     samples = first_samples(plan) if plan.drafts else rows
     offsets = np.cumsum([0, *sent.plan.counts])
     for i, name in mine:
         pool, first, count = pools[name], plan.starts[i], plan.counts[i]
         ends = first + count >= plan.lengths[i]
         if pool.params.kind != "LAST":
-            assert states is not None, "`wants_states` chose the program"
+            assert states is not None
             at = offsets[rows[i]]
             pool = added(pool, first, states[at : at + count])
         elif ends:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from pagedjax.config import Resolved
 from pagedjax.device.batch import DraftShape, StepShape
+from pagedjax.device.taps import Wanted
 from pagedjax.engine import compilations
 
 Shape = StepShape | DraftShape
@@ -70,6 +71,18 @@ class LazyPrograms(dict[Shape, Any]):
         with compilations.disk_cache(self._on_disk):
             self[shape] = self._build(shape, self._config)
         return self[shape]
+
+
+class TappedPrograms(dict[Wanted, LazyPrograms]):
+    """By what steps return beside samples, their programs. Each is compiled when a step first needs it."""
+
+    def __init__(self, build: Callable[[Wanted], Build], config: Resolved) -> None:
+        super().__init__()
+        self._build, self._config = build, config
+
+    def __missing__(self, wanted: Wanted) -> LazyPrograms:
+        self[wanted] = LazyPrograms(self._build(wanted), self._config)
+        return self[wanted]
 
 
 def summary(startup: dict[str, Any]) -> str:

@@ -192,9 +192,11 @@ def _hashes(
 ) -> tuple[str | None, tuple[str, ...]]:
     """What the hashes of a request grow from, and those of its prompt's full blocks.
 
-    Log-probabilities of a prompt need every one of its tokens computed, so such a request shares nothing.
+    Log-probabilities and hidden states of a prompt need every one of its tokens computed, so such a request shares
+    nothing.
     """
-    if not params.enable_prefix_caching or params.prompt_logprobs is not None:
+    every = params.prompt_logprobs is not None or (params.taps is not None and params.taps.of_every_token)
+    if not params.enable_prefix_caching or every:
         return None, ()
     root = block_hashes.root(params.cache_salt, size, tags)
     return root, block_hashes.chain(root, prompt, size)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from pagedjax.config import ON_DEVICE, EngineConfig, KVPolicyOptions, Resolved
+from pagedjax.config import MAX_TAP_BYTES, ON_DEVICE, EngineConfig, KVPolicyOptions, Resolved
 from pagedjax.device import attention, cache, linear, memory
 from pagedjax.device.batch import Shapes, token_buckets
 from pagedjax.device.draft_model import DraftModel
@@ -95,6 +95,7 @@ def resolve(
         "attention_impl": impl,
         "linear_impl": m.linear,
         "token_buckets": buckets,
+        "max_tap_bytes": config.max_tap_bytes or MAX_TAP_BYTES,
         "mesh": model.placement and model.placement.sizes,
         "devices": model.placement and tuple(jax.devices().index(one) for one in model.placement.devices),
     }

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +30,10 @@ from pagedjax.device.batch import (
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.host_swap import SwapPrograms
 from pagedjax.device.models import Model
-from pagedjax.device.row_features import RowChain, RowFeature, chain
+from pagedjax.device.row_features import RowChain, RowFeature, chain, find
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
+from pagedjax.device.taps import NOTHING, Wanted
 from pagedjax.engine import compilations, drafters, programs
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafters import Drafter
@@ -69,8 +71,8 @@ class Runtime:
     options: the sampling options, in their order.
     blanks: by their number, the arrays of samples that use no option, on the device.
     programs: by the shape of a step, its compiled program; by a `DraftShape`, the draft model's.
-    with_states: by the shape of a step, its program that also returns the hidden states of all tokens. It is compiled
-        when a step first needs it.
+    tapped: by what steps return beside samples, and by the shape of a step, its program. It is compiled when a step
+        first needs it.
     drafter: None without speculation.
     draft_model: None unless the drafter is a model.
     undrafted: by the number of samples, the `Drafted` of a step without drafts; none unless the rule is "rejection".
@@ -89,7 +91,7 @@ class Runtime:
     options: RowChain
     blanks: Mapping[int, SamplingBatch]
     programs: Mapping[StepShape | DraftShape, Any]
-    with_states: Mapping[StepShape | DraftShape, Any]
+    tapped: programs.TappedPrograms
     copy: Any
     swap: SwapPrograms | None
     memory: memory.MemoryReport
@@ -147,13 +149,13 @@ def build(
     known to fit.
 
     Args:
-        row_features: sampling options beside the built-in ones.
+        row_features: sampling options beside the built-in ones and those that the configuration names.
         draft_model: what drafts on the device; None if nothing does.
 
     Raises:
         ValueError: see `resolve`, and two sampling options of one name.
     """
-    options = chain(row_features, model.config.vocab_size)
+    options = chain((*map(find, config.row_features), *row_features), model.config.vocab_size)
     model = with_linear(on_mesh(model, config), config.linear_impl)
     if draft_model:
         draft_model = draft_model._replace(params=_on_devices(draft_model.params, model))
@@ -210,8 +212,8 @@ def build(
         options=options,
         blanks=inputs.sampling,
         programs=steps,
-        with_states=programs.LazyPrograms(
-            _compiler(model, draft_model, resolved, sizes, options, inputs, leaves, states=True), resolved
+        tapped=programs.TappedPrograms(
+            partial(_compiler, model, draft_model, resolved, sizes, options, inputs, leaves), resolved
         ),
         copy=copy,
         swap=swap,
@@ -265,8 +267,7 @@ def _compiler(
     options: RowChain,
     inputs: BlankInputs,
     leaves: Sequence[Any],
-    *,
-    states: bool = False,
+    wanted: Wanted = NOTHING,
 ) -> Callable[[StepShape | DraftShape, Resolved], Any]:
     """(shape of a program, configuration with the number of blocks) -> the compiled program."""
     attend = attention.attend(c.attention_impl, model.config.attn_scale, invariant=c.batch_invariant)
@@ -274,7 +275,7 @@ def _compiler(
     if draft_model:
         bound = BoundDraftModel(draft_model, attention.attend(c.attention_impl, draft_model.layers.attn_scale))
     common = c.seed, device_tile(), options
-    step = make_step(model, attend, *common, bound, states=states)
+    step = make_step(model, attend, *common, bound, wanted=wanted)
     draft = make_draft(model, bound, sizes.drafts, *common, probs=sizes.keeps_probs) if bound else None
 
     def compile_one(shape: StepShape | DraftShape, c: Resolved) -> Any:

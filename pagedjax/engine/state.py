@@ -12,7 +12,7 @@ and replaces it, and a new state is assigned whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,8 @@ from immutables import Map
 
 from pagedjax.device.cache import KVCache
 from pagedjax.device.host_swap import HostCache, host_cache
-from pagedjax.engine import drafting
+from pagedjax.device.taps import NOTHING, Wanted
+from pagedjax.engine import drafting, pooling, taps
 from pagedjax.engine.drafting import Drafting
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.pooling import Pool, start
@@ -32,7 +33,8 @@ from pagedjax.host.types import Event, Finished, FinishReason, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar
 
-LogEntry = tuple[str, tuple[Any, ...]]  # a method of `host.event_log.Lines` and its arguments
+# A method of `host.event_log.Lines` and its arguments, or "begin_taps" or "taps" and those of a `TapWriter`.
+LogEntry = tuple[str, tuple[Any, ...]]
 
 
 class EngineState(NamedTuple):
@@ -46,6 +48,7 @@ class EngineState(NamedTuple):
     result: of a step whose caller did not receive it, because Ctrl-C came in between; the next call returns it.
     log: transitions that no recorder has written yet.
     pools: what is known of prompts that are pooled, by sequence id.
+    wants: what sequences want of steps beside samples, by id; of those that want something.
     """
 
     scheduler: SchedulerState
@@ -58,6 +61,7 @@ class EngineState(NamedTuple):
     result: StepResult | None = None
     log: tuple[LogEntry, ...] = ()
     pools: Map[str, Pool] = Map()
+    wants: Map[str, Wanted] = Map()
 
     @property
     def has_work(self) -> bool:
@@ -98,19 +102,21 @@ def submit(
         grammar: of its structured outputs.
 
     Raises:
-        ValueError: the request can never run (see `scheduler.submit` and `prepare`).
+        ValueError: the request can never run (see `scheduler.submit`, `prepare` and `taps.wanted_by`).
     """
-    before, pools = state.scheduler, state.pools
+    before, pools, model, config = state.scheduler, state.pools, runtime.model, runtime.config
+    wanted = NOTHING
     if isinstance(params, PoolingParams):
-        pools = pools.set(names[0], start(params, runtime.model.config.hidden))
+        pools = pools.set(names[0], start(params, model.config.hidden))
+        wanted = pooling.wanted(params, model.config.layers)
     prepared = prepare(
         before,
         names,
         prompt_token_ids,
         params,
         eos_token_ids=runtime.eos_token_ids,
-        vocab_size=runtime.model.config.vocab_size,
-        caching=runtime.config.enable_prefix_caching,
+        vocab_size=model.config.vocab_size,
+        caching=config.enable_prefix_caching,
         priority=priority,
         user=user,
         tags=tags,
@@ -119,13 +125,24 @@ def submit(
         grammar=grammar,
     )
     after = scheduler.submit(before, prepared.request)
+    log: tuple[LogEntry, ...] = (("submit", (prepared.request, prompt_token_ids)),)
+    if isinstance(params, SamplingParams) and params.taps:
+        sizes = len(prompt_token_ids), scheduler.final_length(prepared.request, before.config), len(names)
+        if params.taps.attention and runtime.shapes.view:
+            raise ValueError(
+                f"request {names[0]!r}: taps.attention gives probabilities by position, and with kv_policy "
+                f"{config.kv_policy.name!r} a query sees a part of them; use kv_policy='full'"
+            )
+        wanted = taps.wanted_by(names[0], params.taps, model, config.attention_impl, *sizes, config.max_tap_bytes)
+        log += (("begin_taps", (names, len(prompt_token_ids))),)
     searches = {**state.searches, before.arrivals: prepared.search} if prepared.search else state.searches
     return state._replace(
         scheduler=after,
         sequences=state.sequences.update(prepared.sequences),
         searches=searches,
         pools=pools,
-        log=(*state.log, ("submit", (prepared.request, prompt_token_ids))),
+        wants=state.wants.update(dict.fromkeys(names, wanted)) if wanted else state.wants,
+        log=(*state.log, *log),
     )
 
 
@@ -160,10 +177,14 @@ def with_events(state: EngineState, events: Sequence[Event], before: SchedulerSt
         if state.drafting:
             drafting.ended(state.drafting, ended, sequences)
         sequences = apply_events(sequences, tuple(ended.values()), before.running)
-    pools = state.pools
-    for name in ended.keys() & pools.keys() if pools else ():
-        pools = pools.delete(name)
-    return state._replace(sequences=sequences, searches=searches, pools=pools)
+    pools, wants = (_without(ended, kept) if kept else kept for kept in (state.pools, state.wants))
+    return state._replace(sequences=sequences, searches=searches, pools=pools, wants=wants)
+
+
+def _without(names: Iterable[str], kept: Map[str, Any]) -> Map[str, Any]:
+    for name in names:
+        kept = kept.delete(name) if name in kept else kept
+    return kept
 
 
 def forget(state: EngineState) -> EngineState:

@@ -11,7 +11,8 @@ import numpy as np
 
 from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
-from pagedjax.engine import compilations, drafting, lookahead, pooling, requests, results, token_masks
+from pagedjax.device.taps import NOTHING
+from pagedjax.engine import compilations, drafting, lookahead, pooling, requests, results, taps, token_masks
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
@@ -93,8 +94,9 @@ def step(
     wanted = any([sequences[seq.request.request_id].wants_logprobs for seq in plan.seqs])
     logprobs = results.logprobs(plan, sequences, sent, rows, sampled) if wanted else ()
     pools, pooled = pooling.advance(plan, state.pools, sent, rows) if state.pools else (state.pools, ())
+    tapped = taps.parts(plan, state.wants, sequences, sent, rows, sampled) if state.wants else ()
     log = ("schedule", (plan, started, offered)), ("commit", (sampled, hashes, choices, events))
-    log = (*state.log, *log)
+    log = (*state.log, *((("taps", (tapped,)),) if tapped else ()), *log)
     state = state._replace(scheduler=after, searches=searches, pools=pools, ahead=ahead, cache=cache, log=log)
     state = with_events(state, events, before, runtime.spare)
     reasons: dict[str, FinishReason] = {search.request_id: search.sequences[0].reason for search in ended}
@@ -116,6 +118,7 @@ def step(
         logprobs=logprobs,
         beams=ended,
         pooled=pooled,
+        taps=tapped,
     )
     return state._replace(drafting=learned and drafting.learned(learned, result)), result
 
@@ -140,10 +143,11 @@ def send(
         rows = runtime.shapes.bucket(sum(k > 0 for k in plan.drafts))
     batch = packed(runtime, state.sequences, plan, previous, unknown, probs)
     sent_at = time.perf_counter()
-    states = bool(state.pools) and pooling.wants_states(plan, state.pools)
+    wanted = taps.of_plan(plan, state.wants) if state.wants else NOTHING
     shape = StepShape(len(batch.tokens), len(batch.last))
-    cache, output = (runtime.with_states if states else runtime.programs)[shape](runtime.leaves, cache, batch)
-    return cache, SentStep(plan, output, sent_at, shape.tokens, seconds, rows)
+    program = (runtime.programs if wanted is NOTHING else runtime.tapped[wanted])[shape]
+    cache, output = program(runtime.leaves, cache, batch)
+    return cache, SentStep(plan, output, sent_at, shape.tokens, seconds, rows, wanted)
 
 
 def drafted(

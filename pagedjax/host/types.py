@@ -304,6 +304,7 @@ class StepResult(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()  # those that requests asked for
     beams: tuple[BeamResult, ...] = ()  # searches that ended
     pooled: tuple[tuple[str, Any], ...] = ()  # (request id, its float32 array) of prompts that were pooled
+    taps: tuple[Any, ...] = ()  # `engine.taps.TapPart`s of the sequences that asked
     draft_seconds: float = 0.0  # of a drafter's program on the device, part of device_seconds
     draft_rows: int = 0  # its rows with drafts, as a bucket
 

@@ -123,6 +123,9 @@ class LeaderEngine(Engine):
         if grammar is not None:
             what = "structured_outputs run in one process, and this engine has several"
             raise ValueError(f"request {request_id!r}: {what}; leave them out, or start one process")
+        if isinstance(params, SamplingParams) and params.taps:
+            what = "taps run in one process, and this engine has several"
+            raise ValueError(f"request {request_id!r}: {what}; leave them out, or start one process")
         if isinstance(params, PoolingParams) and params.kind != "LAST" and self.config.compilation != "lazy":
             what = f"pooling of kind {params.kind!r} compiles a program at its first use, while several processes wait"
             raise ValueError(f"{what}; use 'LAST', or compilation='lazy' with a timeout that is long enough")

@@ -33,6 +33,19 @@ def at_most(limit: int) -> Callable[[Any], Any]:
     return check
 
 
+def plain_values(value: Any) -> Any:
+    """A check of `vllm_xargs`: one error, however many values are wrong."""
+    plain = (str, bool, int, float)
+    for name, item in value.items() if isinstance(at_most(MAX_FIELDS)(value), dict) else ():
+        several = item if isinstance(item, list) else [item]
+        if len(several) > MAX_FIELD_TOKENS or not all(isinstance(one, plain) for one in several):
+            what = (
+                f"{name!r:.80} must be a text, a number, true, false, or a list of at most {MAX_FIELD_TOKENS} of them"
+            )
+            raise ValueError(what)
+    return value
+
+
 # Lists are checked up to their first error (fail_fast): a body of 8 MiB could have millions of errors.
 Count = Annotated[int, Field(ge=0, lt=2**31)]  # the limit of the engine and its metrics
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -150,6 +163,7 @@ class GenerationBody(Strict):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    vllm_xargs: Annotated[dict[str, Any], BeforeValidator(plain_values)] | None = None  # for the server's row features
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
@@ -342,13 +356,15 @@ def sampling(
     values = given(request, SAMPLING)
     if request.seed is not None:
         values["seed"] = request.seed % 2**32  # OpenAI's seeds are any integers
+    if request.vllm_xargs is not None:
+        values["extra_args"] = request.vllm_xargs
     return SamplingParams(**values, max_tokens=max(1, max_tokens), logprobs=logprobs, structured_outputs=form)
 
 
 def beam_search(request: GenerationBody, max_tokens: int, logprobs: int | None) -> BeamSearchParams:
     """The parameters of a beam search; `n` is its width, as in vLLM."""
     neutral: Mapping[str, Any] = {"temperature": (0.0,), "top_p": (1.0,), "top_k": (0, -1), "best_of": (request.n,)}
-    used = given(request, [name for name in SAMPLING if name not in (*SHARED_WITH_BEAMS, "n")])
+    used = given(request, [name for name in (*SAMPLING, "vllm_xargs") if name not in (*SHARED_WITH_BEAMS, "n")])
     used = {name: value for name, value in used.items() if value not in neutral.get(name, ())}
     if used or logprobs is not None or request.stream:
         name = next(iter(used), "stream" if request.stream else "logprobs")

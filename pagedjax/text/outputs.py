@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from pagedjax.host.types import FinishReason, Hypothesis, TokenLogprobs
 from pagedjax.params import BeamSearchParams, SamplingParams
 from pagedjax.text.detokenizer import Detokenizer, StopChecker
 from pagedjax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pagedjax.engine.taps import Collected, TapArrays
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class CompletionOutput:
     logprobs: tuple[PositionLogprobs, ...] | None = None
     score: float | None = None  # of a beam: cumulative_logprob / len(token_ids) ** length_penalty
     tool_calls: tuple[ToolCall, ...] = ()  # of LLM.chat with tools; `text` has them too, as the model wrote them
+    taps: TapArrays | None = None  # of SamplingParams.taps
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ class OutputBuilder:
     prompt_logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     chosen: dict[int, float] = field(default_factory=dict)  # log-probabilities of the tokens, by position
     num_cached: int | None = None  # tokens found in the cache at its first admission
+    collected: Collected | None = None  # what its taps gave so far
 
     def __post_init__(self) -> None:
         p = self.params
@@ -165,6 +171,7 @@ class OutputBuilder:
             stop_reason=self.stop_reason,
             cumulative_logprob=self.cumulative if wanted else None,
             logprobs=tuple(self.logprobs[i] for i in range(len(self.token_ids))) if wanted else None,
+            taps=self.collected.arrays(len(self.token_ids)) if self.collected else None,
         )
 
     def prompt_positions(self) -> tuple[PositionLogprobs | None, ...] | None:

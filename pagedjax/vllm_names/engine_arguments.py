@@ -89,6 +89,11 @@ TABLE = (
     taken("disable_hybrid_kv_cache_manager", "`free_window_blocks=False`", _keep_window_blocks),
     taken("async_scheduling", "`lookahead` of 1 or 0; 0 with speculation", _lookahead),
     taken("speculative_config", "`speculative`, also under vLLM's names of fields", _as("speculative")),
+    taken(
+        "logits_processors",
+        "`row_features`: a `RowFeature` or its `folder/file.py:NAME` ([how](logits-processors.md)); classes: an error",
+        _as("row_features"),
+    ),
     taken("max_logprobs", f"up to {MAX_LOGPROBS}, which is always allowed", _max_logprobs),
     taken("revision hf_token download_dir", "of a model from the hub"),
     taken("use_tqdm_on_load", "`progress`"),
@@ -220,7 +225,6 @@ TABLE = (
     refused("model_weights", "a model is one folder, file or name; give it as model"),
     refused("tokenizer_revision", "load the tokenizer's folder yourself and give it as tokenizer"),
     refused("chat_template", "a model's own template is used; change tokenizer_config.json or chat_template.jinja"),
-    refused("logits_processors", "write a RowFeature and give it as row_features"),
     refused(
         "logprobs_mode", "log-probabilities are the model's own, before any option: 'raw_logprobs'", "raw_logprobs"
     ),
@@ -231,9 +235,11 @@ TABLE = (
     refused("speculative_model num_speculative_tokens", "use speculative_config={'method': 'draft_model', ...}"),
     refused("pooler_config override_pooler_config", "an engine has no pooler of a user; leave it out"),
     refused("reasoning_parser reasoning_config", "text is returned as it was generated; split it yourself"),
-    refused("watermark_config diffusion_config engram_config", "no model here has it; leave it out"),
+    refused("watermark_config", "write it as logits_processors; logits-processors.md has one"),
+    refused("diffusion_config engram_config", "no model here has it; leave it out"),
     refused("weight_transfer_config", "use LLM.update_params"),
-    refused("enable_return_routed_experts return_sampling_mask enable_trace_replay", "no output has it; leave it out"),
+    refused("enable_return_routed_experts", "use SamplingParams(taps=Taps(experts=...))"),
+    refused("return_sampling_mask enable_trace_replay", "no output has it; leave it out"),
     refused("additional_config", "there are no plugins; give each option by its name"),
     refused("device", "JAX chooses the platform; set JAX_PLATFORMS", "auto"),
 )

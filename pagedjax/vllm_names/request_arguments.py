@@ -35,7 +35,7 @@ SAMPLING = (
         "guided_decoding guided_json guided_regex guided_choice guided_grammar response_format",
         "use structured_outputs=StructuredOutputsParams(json=...), or its regex, choice or grammar",
     ),
-    refused("logits_processors", "write a RowFeature, give it as LLM(row_features=...), and set extra_args"),
+    refused("logits_processors", "write a RowFeature, give it as LLM(logits_processors=...), and set extra_args"),
     refused(
         "logprob_token_ids prompt_logprob_token_ids prompt_logprob_start",
         "put a token at the end of the prompt, and set prompt_logprobs=0",

@@ -12,9 +12,12 @@ from pallas_kernels.paged_attention.cpu import implementation as cpu
 from pallas_kernels.paged_attention.implementation import Implementation
 from pallas_kernels.paged_attention.pallas_gpu import implementation as pallas_gpu
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
+from pallas_kernels.paged_attention.probabilities import probabilities
 
 MODULES = reference, xla, cpu, pallas_gpu, pallas_tpu
-IMPLS: dict[str, Implementation] = {module.IMPLEMENTATION.name: module.IMPLEMENTATION for module in MODULES}
+IMPLS: dict[str, Implementation] = {
+    module.IMPLEMENTATION.name: module.IMPLEMENTATION._replace(probabilities=probabilities) for module in MODULES
+}
 
 
 @partial(jax.jit, static_argnames=("scale", "impl", "window", "soft_cap"))  # traced once for all layers that call it

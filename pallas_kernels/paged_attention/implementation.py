@@ -43,6 +43,8 @@ class Implementation(NamedTuple):
         implementation that reads both.
     invariant: as `attend`, for batch-invariant engines: the result of a query token has the same bits beside any other
         rows, in any chunk, with any block size and number of threads. None: it has no such form.
+    probabilities: what it weighs values with, for some heads of single queries, the contract of
+        `probabilities.probabilities`; None: nobody can look at them. Those in `api.IMPLS` share that function.
     """
 
     name: str
@@ -53,3 +55,4 @@ class Implementation(NamedTuple):
     prepare: Callable[[str], None] = _nothing
     page_dtype: Callable[[str], str] = _page_dtype
     invariant: Callable[..., jax.Array] | None = None
+    probabilities: Callable[..., jax.Array] | None = None

@@ -170,8 +170,8 @@ def test_the_last_layer_of_sampled_tokens_alone_is_that_of_all(name):
 
     @partial(jax.jit, static_argnums=0)
     def hidden(only: bool) -> tuple[Any, jax.Array]:
-        cached, finish, _ = model.layers(cache, batch, attend("xla", config.attn_scale))
-        return cached, finish(samples_of(batch)) if only else finish(None)[batch.last]
+        run = model.layers(cache, batch, attend("xla", config.attn_scale))
+        return run.cache, run.finish(samples_of(batch)) if only else run.finish(None)[batch.last]
 
     (pages, found), (others, wanted) = hidden(True), hidden(False)
     chex.assert_trees_all_close(found[:5], wanted[:5], atol=2e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,36 +103,60 @@ def plain_llama(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def plain_hidden(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """[n, H] hidden states after the last norm in float64: no cache, no batch, the tensors by their Hugging Face
-    names."""
+    """[n, H] hidden states after the last norm in float64."""
+    return plain_run(folder, tokens)[0][-1]
+
+
+def softmax(scores: np.ndarray, head: int) -> np.ndarray:
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def plain_run(
+    folder: Path, tokens: np.ndarray, weigh: Callable[[np.ndarray, int], np.ndarray] = softmax
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """All hidden states [n, H], as transformers counts them, and the weights of attention [N, n, n] of each layer.
+
+    In float64: no cache, no batch, the tensors by their Hugging Face names.
+
+    Args:
+        weigh: (scores [n, n] with -inf for tokens behind the query, head) -> weights.
+    """
     checkpoint = open_checkpoint(folder)
     c = checkpoint.config
     w = {name: tensor.read().astype(np.float64) for name, tensor in checkpoint.tensors.items()}
     linear = lambda x, name: x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)  # noqa: E731
     norm = lambda x, name: x / np.sqrt((x * x).mean(-1, keepdims=True) + c["rms_norm_eps"]) * w[f"{name}.weight"]  # noqa: E731
     x = w["model.embed_tokens.weight"][tokens]
+    states, seen = [x], []
     for i in range(c["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         y = norm(x, f"{layer}.input_layernorm")
         q, k, v = (linear(y, f"{layer}.self_attn.{p}_proj") for p in "qkv")
-        x = x + linear(plain_attention(q, k, v, c), f"{layer}.self_attn.o_proj")
+        y, weights = plain_attention(q, k, v, c, weigh)
+        x = x + linear(y, f"{layer}.self_attn.o_proj")
         y = norm(x, f"{layer}.post_attention_layernorm")
         gate = linear(y, f"{layer}.mlp.gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
-    return norm(x, "model.norm")
+        states.append(x)
+        seen.append(weights)
+    return [*states[:-1], norm(x, "model.norm")], seen
 
 
-def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:
+def plain_attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, c: Mapping[str, Any], weigh: Callable[[np.ndarray, int], np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """([n, N D], the weights [N, n, n])."""
     n, size, group = len(q), c["head_dim"], c["num_attention_heads"] // c["num_key_value_heads"]
     q, k, v = (a.reshape(n, -1, size) for a in (q, k, v))
     q, k = plain_rope(q, c), plain_rope(k, c)
-    out = np.zeros_like(q)
+    out, seen = np.zeros_like(q), np.zeros((q.shape[1], n, n))
     for head in range(q.shape[1]):
         scores = q[:, head] @ k[:, head // group].T / np.sqrt(size)
         scores[np.triu_indices(n, 1)] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, head // group]
-    return out.reshape(n, -1)
+        seen[head] = weigh(scores, head)
+        out[:, head] = seen[head] @ v[:, head // group]
+    return out.reshape(n, -1), seen
 
 
 def plain_rope(x: np.ndarray, c: Mapping[str, Any]) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams, from_params
+from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps, from_params
 from pagedjax.config import EngineConfig
 from pagedjax.device import cache
 from pagedjax.device.batch import Batch
@@ -374,3 +374,10 @@ def test_names_are_short_for_options():
     found = EngineConfig(kv_policy="streaming").kv_policy
     assert (found.sinks, found.window) == (4, 1020)
     assert EngineConfig(kv_policy=found) == EngineConfig(kv_policy={"name": "streaming", "sinks": 4})
+
+
+def test_taps_of_attention_need_all_positions(tiny):
+    llm = make(tiny, kv_policy=STREAMING)
+    with pytest.raises(ValueError, match=r"taps.attention gives probabilities by position, and with kv_policy 'stream"):
+        llm.generate([PROMPTS[1]], SamplingParams(taps=Taps(attention={0: 0})), use_tqdm=False)
+    assert not llm.engine.has_work

@@ -265,15 +265,15 @@ def test_only_the_last_tokens_state_shares_cached_blocks(llm):
 
 def test_the_last_tokens_state_compiles_nothing_and_others_compile_once(tiny):
     llm = make(tiny)
-    programs = llm.engine.runtime.with_states
+    programs = llm.engine.runtime.tapped
     llm.generate(PROMPTS, SamplingParams(max_tokens=3), use_tqdm=False)
     embedded(llm, PROMPTS)
     assert not programs
     embedded(llm, PROMPTS, PoolingParams(pooling_type="MEAN"))
-    made = dict(programs)
+    (made,) = map(dict, programs.values())
     assert {shape.tokens for shape in made} <= {8, 32}
     embedded(llm, PROMPTS, PoolingParams(pooling_type="MEAN"))
-    assert dict(programs) == made
+    assert list(map(dict, programs.values())) == [made]
     llm.engine.add("p", PROMPTS[0], PoolingParams())
     assert llm.engine.step().compilations == 0
 

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from pagedjax import BeamSearchParams, EngineConfig, PoolingParams, SamplingParams
+from pagedjax import BeamSearchParams, EngineConfig, PoolingParams, SamplingParams, Taps
 from pagedjax.device.row_features.truncation import MIN_P
 from pagedjax.engine.drafters import Drafter
 from pagedjax.host.policies import FCFS
@@ -294,6 +294,8 @@ def test_requests_that_are_refused_reach_nobody(pair):
     pair.follow()
     with pytest.raises(ValueError, match=r"request .bad. has token id 999; the vocabulary"):
         pair.leader.add("bad", [999], GREEDY)
+    with pytest.raises(ValueError, match="request 'taps': taps run in one process, and this engine has several; leave"):
+        pair.leader.add("taps", [5], SamplingParams(taps=Taps(hidden_states=0)))
     with pytest.raises(ValueError, match="process 1 follows process 0, which takes the requests"):
         pair.follower.add("other", [5], GREEDY)
     add(pair.leader)

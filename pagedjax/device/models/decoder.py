@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.device import cache as kv
-from pagedjax.device.attention import Attend, write
+from pagedjax.device.attention import Attend, probabilities, write
 from pagedjax.device.batch import AttentionRows, Batch
 from pagedjax.device.layers import (
     Buffer,
@@ -39,7 +39,7 @@ from pagedjax.device.layers import (
 from pagedjax.device.linear import Matrix, linear
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-Finish = Callable[[Batch | None], jax.Array]
+Finish = Callable[..., Any]  # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
@@ -176,6 +176,12 @@ class Attention(nnx.Module):
         q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
         return self._output(q, k_pages, v_pages, batch, attend, residual)
 
+    def weights(self, x, k_pages, batch: Batch, angles, attend: Attend, heads: Sequence[int], *, norm) -> jax.Array:
+        """What `read` weighs the values with, for rows of one token each: [R, heads, M S] float32 by position."""
+        q, _, _ = self._heads(x, angles, norm, (0, self.config.heads), batch)
+        options = {"window": self.kind.window, "soft_cap": self.config.attn_cap}
+        return probabilities(attend, q, k_pages, batch, heads, **options)
+
     def _heads(self, x, angles, norm, wanted: tuple[int, int], batch: Batch) -> list[jax.Array]:
         """Queries [T, N, D], keys and values [T, K, D] of the wanted ones among all heads: first, last."""
         c, (first, last) = self.config, wanted
@@ -210,6 +216,13 @@ class MLP(nnx.Module):
         else:  # rounded once, after the activation
             y = ACTIVATIONS[self.activation](self.up(x, norm=norm, sizes=used, dtype=jnp.float32)).astype(x.dtype)
         return self.down(y, residual=residual, sizes=used)
+
+
+class Routes(NamedTuple):
+    """The experts of each token, the one with the largest weight first."""
+
+    experts: jax.Array  # [T, chosen] int32
+    weights: jax.Array  # [T, chosen] float32
 
 
 class Router(nnx.Module):
@@ -251,6 +264,10 @@ class SparseMLP(nnx.Module):
 
     def __call__(self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None) -> jax.Array:
         """norm(x) [T, H] -> y + residual [T, H]. used: [1] how many tokens are not padding; None: all."""
+        return self.routed(x, norm=norm, residual=residual, used=used)[0]
+
+    def routed(self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None) -> tuple[jax.Array, Routes]:
+        """The same, and the experts of the tokens; those of padding are any."""
         c, x = self.config, norm(x)
         assert c.experts is not None
         e = c.experts
@@ -271,7 +288,7 @@ class SparseMLP(nnx.Module):
             pairs = jnp.where((expert[order] < own)[:, None], pairs, 0)
         pairs = jnp.zeros_like(pairs).at[order].set(pairs).reshape(len(x), e.chosen, c.hidden)
         y = summed((pairs * weights[:, :, None]).sum(1), c.axes)
-        return (y if residual is None else y + residual).astype(x.dtype)
+        return (y if residual is None else y + residual).astype(x.dtype), Routes(chosen, weights)
 
 
 class Block(nnx.Module):
@@ -285,10 +302,15 @@ class Block(nnx.Module):
 
     def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
         """x [T, H] -> (x [T, H], k_pages, v_pages)."""
+        return self.routed(x, k_pages, v_pages, batch, angles, attend)[:3]
+
+    def routed(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
+        """The same, and behind it the `Routes` of a sparse MLP."""
         before = None if self.attn_post else x
         options = {"norm": self.attn_norm, "residual": before}
         y, k_pages, v_pages = self.attn(x, k_pages, v_pages, batch, angles, attend, **options)
-        return self._rest(x, y, batch), k_pages, v_pages
+        x, routes = self._rest(x, y, batch)
+        return x, k_pages, v_pages, routes
 
     def write(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
         """The keys and values alone -> (k_pages, v_pages)."""
@@ -296,16 +318,35 @@ class Block(nnx.Module):
 
     def read(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
         """What follows `write`, for tokens of whose rows the batch tells: x [T, H] -> [T, H]."""
+        return self.routed_read(x, k_pages, v_pages, batch, angles, attend)[0]
+
+    def routed_read(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
+        """The same, and behind it the `Routes` of a sparse MLP."""
         before = None if self.attn_post else x
         y = self.attn.read(x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm, residual=before)
         return self._rest(x, y, batch)
 
-    def _rest(self, x, y, batch: Batch) -> jax.Array:
+    def _rest(self, x, y, batch: Batch) -> tuple[jax.Array, Routes | None]:
         """After the attention y, to which x was added unless a norm follows it."""
         x = x + self.attn_post(y) if self.attn_post else y
-        if self.mlp_post is None:
-            return self.mlp(x, norm=self.mlp_norm, residual=x, used=batch.used_tokens)
-        return x + self.mlp_post(self.mlp(x, norm=self.mlp_norm, used=batch.used_tokens))
+        options = {"norm": self.mlp_norm, "residual": None if self.mlp_post else x, "used": batch.used_tokens}
+        y, routes = self.mlp.routed(x, **options) if isinstance(self.mlp, SparseMLP) else (self.mlp(x, **options), None)
+        return x + self.mlp_post(y) if self.mlp_post else y, routes
+
+
+class Run(NamedTuple):
+    """What `Decoder.layers` has computed.
+
+    finish: gives hidden states after the final norm. It takes what `samples_of` returns, for [R, H], or None, for those
+        of all tokens, [T, H]. With routed=True they come with the `Routes` of the last layer, None if it is dense.
+    outputs: [T, H] after each of the layers `taps`.
+    routes: of the layers `experts`, by layer; those of the last one come from `finish`.
+    """
+
+    cache: kv.KVCache
+    finish: Finish
+    outputs: tuple[jax.Array, ...]
+    routes: dict[int, Routes]
 
 
 @partial(jax.jit, static_argnums=(0, 2, 3))
@@ -352,47 +393,63 @@ class Decoder(nnx.Module):
         self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = ()
     ) -> tuple[kv.KVCache, jax.Array, tuple[jax.Array, ...]]:
         """(cache, [T, H] after the final norm, outputs of the taps): `layers`, for all tokens of the batch."""
-        cache, finish, outputs = self.layers(cache, batch, attend, taps)
-        return cache, finish(None), outputs
+        run = self.layers(cache, batch, attend, taps)
+        return run.cache, run.finish(None), run.outputs
 
     def layers(
-        self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = ()
-    ) -> tuple[kv.KVCache, Finish, tuple[jax.Array, ...]]:
+        self, cache: kv.KVCache, batch: Batch, attend: Attend, taps: Sequence[int] = (), experts: Sequence[int] = ()
+    ) -> Run:
         """Run the T tokens of the batch through all layers, but of the last one only keys and values.
 
         Args:
             taps: layers whose outputs are wanted too.
-
-        Returns:
-            (cache, a function that gives hidden states after the final norm, [T, H] after each of the layers `taps`).
-            The function takes what `samples_of` returns, for [R, H], or None, for those of all tokens, [T, H].
+            experts: layers whose experts are wanted too.
         """
         x = self.embedded(batch)
         angles = angles_at(self.angles, batch.positions)
-        pages, outputs = list(zip(cache.k, cache.v, strict=True)), []
+        pages, outputs, routes = list(zip(cache.k, cache.v, strict=True)), [], {}
         *first, last = enumerate(self.blocks)
         if self.config.layers - 1 in taps:
             first, last = [*first, last], None
         for layer, block in first:
-            at, own = batch.groups.layout.places[layer][1] if batch.groups else layer, batch.of_layer(layer)
-            x, k_pages, v_pages = _run_block(*nnx.split(block), attend, "__call__", x, *pages[at], own, angles)
+            at, own = batch.page_of(layer), batch.of_layer(layer)
+            part = "routed" if layer in experts else "__call__"
+            x, k_pages, v_pages, *found = _run_block(*nnx.split(block), attend, part, x, *pages[at], own, angles)
+            if found:
+                routes[layer] = found[0]
             pages[at] = k_pages, v_pages
             outputs.append(x)
         if last:
             layer, parts = last[0], nnx.split(last[1])
-            at = batch.groups.layout.places[layer][1] if batch.groups else layer
+            at = batch.page_of(layer)
             pages[at] = _run_block(*parts, attend, "write", x, *pages[at], batch.of_layer(layer), angles)
 
-        def finish(only: Batch | None) -> jax.Array:
+        def finish(only: Batch | None, *, routed: bool = False) -> Any:
             found, rows = (x, batch) if only is None else (x[only.last], only)
+            last_routes = routes.get(self.config.layers - 1)
             if last:
                 turns = angles if only is None else angles_at(self.angles, only.positions)
-                found = _run_block(*parts, attend, "read", found, *pages[at], rows.of_layer(layer), turns)
-            return self.norm(found)
+                part = "routed_read" if routed else "read"
+                found = _run_block(*parts, attend, part, found, *pages[at], rows.of_layer(layer), turns)
+                found, last_routes = found if routed else (found, None)
+            return (self.norm(found), last_routes) if routed else self.norm(found)
 
         k_all, v_all = zip(*pages, strict=True)
         cache = cache._replace(k=k_all, v=v_all)
-        return cache, finish, tuple(outputs[layer] for layer in taps)
+        return Run(cache, finish, tuple(outputs[layer] for layer in taps), routes)
+
+    def attention_weights(
+        self, layer: int, x: jax.Array, k_pages: jax.Array, batch: Batch, attend: Attend, heads: Sequence[int]
+    ) -> jax.Array:
+        """What the tokens that samples follow weigh the values of a layer with: [R, heads, M S] float32 by position.
+
+        Args:
+            x: [T, H] what the layer gets.
+            k_pages: of the layer, with the keys of this step.
+        """
+        only, block = samples_of(batch).of_layer(layer), self.blocks[layer]
+        where = only, angles_at(self.angles, only.positions), attend, heads
+        return block.attn.weights(x[only.last], k_pages, *where, norm=block.attn_norm)
 
     def logits(self, hidden: jax.Array, used: jax.Array | None = None) -> jax.Array:
         """[R, H] -> [R, V] float32, of this device's part of the vocabulary. used: [1] how many rows are used."""

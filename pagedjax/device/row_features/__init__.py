@@ -4,7 +4,7 @@ An option is one `RowFeature`. What it needs of a request is read once and store
 the records of its rows, and the compiled step applies only the features that some row uses.
 """
 
-from pagedjax.device.row_features.chain import FeatureRows, RowChain, RowOptions, chain
+from pagedjax.device.row_features.chain import FeatureRows, RowChain, RowOptions, chain, find
 from pagedjax.device.row_features.feature import RowContext, RowFeature
 
-__all__ = ["FeatureRows", "RowChain", "RowContext", "RowFeature", "RowOptions", "chain"]
+__all__ = ["FeatureRows", "RowChain", "RowContext", "RowFeature", "RowOptions", "chain", "find"]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pagedjax.config import own_value
 from pagedjax.device.row_features.bad_words import BAD_WORDS
 from pagedjax.device.row_features.feature import RowContext, RowFeature, Stage
 from pagedjax.device.row_features.listed_tokens import LISTED_TOKENS
@@ -90,7 +91,14 @@ class RowChain:
                 getattr(params, name) != getattr(default, name) if hasattr(default, name) else name in extra
                 for name in f.params
             ]
-            values = f.read(params, stop_ids) if any(is_set) else None
+            try:
+                values = f.read(params, stop_ids) if any(is_set) else None
+            except ValueError:
+                raise
+            except Exception as error:  # of one's own, at values that it did not expect
+                given = {name: getattr(params, name, extra.get(name)) for name in f.params}
+                what = f"row feature {f.name!r} cannot read {given!r:.200} ({type(error).__name__}: {error})"
+                raise ValueError(f"{what}; give what its `read` expects") from error
             if values is None:
                 continue
             names.append(f.name)
@@ -195,6 +203,15 @@ def _record(off: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> 
 
 
 BUILT_IN = (LISTED_TOKENS, BAD_WORDS, PENALTIES, MIN_P, TOP_K, TOP_P)
+
+
+def find(name: str) -> RowFeature:
+    """A feature of a user's own, by "module:NAME" or "folder/file.py:NAME".
+
+    Raises:
+        ValueError: there is no such module, file or feature.
+    """
+    return own_value("row_features", name, RowFeature, ())
 
 
 def chain(extra: Sequence[RowFeature] = (), vocab_size: int | None = None) -> RowChain:

@@ -1,0 +1,84 @@
+"""What a step can return of the model's inside, beside samples: `Wanted` says what, `taken` makes it.
+
+It is static: a step that returns more is another program, and one that returns nothing more is as it was. Samples are
+computed as without taps, so that they have the same bits; whatever only taps need is computed beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+
+if TYPE_CHECKING:
+    from pagedjax.device.attention import Attend
+    from pagedjax.device.batch import Batch
+    from pagedjax.device.models.decoder import Decoder, Routes, Run
+
+
+class Wanted(NamedTuple):
+    """False if it is nothing.
+
+    hidden: hidden states, counted as transformers counts them: 0 is what the first layer gets, i is the output of layer
+        i - 1, and the number of layers is the output of the last one after the final norm.
+    attention: by layer, the query heads whose probabilities are wanted.
+    experts: layers whose chosen experts are wanted.
+    """
+
+    hidden: tuple[int, ...] = ()
+    attention: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    experts: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return any(map(bool, self))
+
+    def outputs(self, layers: int) -> tuple[int, ...]:
+        """The layers of a model of so many, whose outputs are needed; never the last one, which `Run.finish` gives."""
+        inputs = {i for i in self.hidden if i < layers} | {layer for layer, _ in self.attention}
+        return tuple(sorted(i - 1 for i in inputs if i))
+
+
+NOTHING = Wanted()
+
+
+class Tapped(NamedTuple):
+    """What was wanted, by layer, as in `Wanted`."""
+
+    hidden: dict[int, jax.Array]  # [T, H]
+    attention: dict[int, jax.Array]  # [R, heads, M S] float32, by position, for the token that each sample follows
+    experts: dict[int, Routes]  # [T, chosen]
+
+
+def union(several: Iterable[Wanted]) -> Wanted:
+    """What all of them want."""
+    hidden, heads, experts = set(), {}, set()
+    for one in several:
+        hidden.update(one.hidden)
+        experts.update(one.experts)
+        for layer, some in one.attention:
+            heads.setdefault(layer, set()).update(some)
+    attention = tuple((layer, tuple(sorted(heads[layer]))) for layer in sorted(heads))
+    return Wanted(tuple(sorted(hidden)), attention, tuple(sorted(experts)))
+
+
+def taken(model: Decoder, run: Run, batch: Batch, attend: Attend, wanted: Wanted) -> Tapped:
+    """What is wanted of a batch.
+
+    Args:
+        run: of the batch, where the last outputs are those of the layers `wanted.outputs`.
+    """
+    layers = model.config.layers
+    needed = wanted.outputs(layers)
+    states = {layer + 1: x for layer, x in zip(needed, run.outputs[len(run.outputs) - len(needed) :], strict=True)}
+    states[0] = model.embedded(batch)
+    routes = dict(run.routes)
+    if layers - 1 in wanted.experts:
+        states[layers], routes[layers - 1] = run.finish(None, routed=True)
+    elif layers in wanted.hidden:
+        states[layers] = run.finish(None)
+    attention = {
+        layer: model.attention_weights(layer, states[layer], run.cache.k[batch.page_of(layer)], batch, attend, heads)
+        for layer, heads in wanted.attention
+    }
+    return Tapped({i: states[i] for i in wanted.hidden}, attention, {layer: routes[layer] for layer in wanted.experts})

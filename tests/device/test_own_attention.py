@@ -1,0 +1,95 @@
+"""The attention variants of docs/design/own-attention.md in an engine, against dense attention in numpy."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pagedjax import LLM, SamplingParams, Taps
+from pagedjax.device import attention
+from pagedjax.weights import open_checkpoint
+from pallas_kernels.paged_attention import paged_attention
+from tests.device.test_llama import plain_run, softmax
+
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "own-attention.md"
+PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 40, 1))]
+TAPS = Taps(hidden_states=(1, 2), attention={0: (0, 3), 1: 2})
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 64}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    code = re.findall(r"```python\n(# own_attention\.py.*?)```", PAGE.read_text("utf-8"), re.DOTALL)[0]
+    path = tmp_path_factory.mktemp("own") / "own_attention.py"
+    path.write_text(code, "utf-8")
+    return path
+
+
+def plus_one(scores: np.ndarray, head: int) -> np.ndarray:
+    return np.exp(scores) / (1 + np.exp(scores).sum(-1, keepdims=True))
+
+
+def alibi(scores: np.ndarray, head: int) -> np.ndarray:
+    distance = np.arange(len(scores))[:, None] - np.arange(len(scores))
+    return softmax(scores - 2.0 ** (-8 * (head + 1) / 4) * distance, head)
+
+
+@pytest.mark.parametrize(("name", "weigh"), [("PLUS_ONE", plus_one), ("ALIBI", alibi)])
+def test_the_documented_variants_are_dense_attention_of_their_kind(tiny_folder, file, name, weigh):
+    """Chunked prompts and decodes: log-probabilities, hidden states, and the weights themselves."""
+    llm = LLM(tiny_folder, progress=False, compilation="lazy", attention_impl=f"{file}:{name}", **SIZES)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=0, taps=TAPS)
+    head = open_checkpoint(tiny_folder).tensors["lm_head.weight"].read().astype(np.float64)
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
+        one = output.outputs[0]
+        states, seen = plain_run(tiny_folder, np.array([*prompt, *one.token_ids])[:-1], weigh)
+        others = plain_run(tiny_folder, np.array([*prompt, *one.token_ids])[:-1])[0]
+        logits = states[-1][len(prompt) - 1 :] @ head.T
+        logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        assert tuple(logits.argmax(-1).tolist()) == one.token_ids
+        for entry, token, row in zip(one.logprobs, one.token_ids, logprobs, strict=True):
+            chex.assert_trees_all_close(entry[token].logprob, row[token], atol=1e-4)
+        for i in TAPS.hidden_states:
+            chex.assert_trees_all_close(one.taps.hidden_states[i], states[i].astype(np.float32), atol=1e-4)
+            if len(prompt) > 1:
+                assert np.abs(states[i] - others[i]).max() > 0.01, "it hardly differs: the comparison is blind"
+        for layer, heads in TAPS.attention:
+            for j, found in enumerate(one.taps.attention[layer]):
+                at = len(prompt) + j
+                wanted = seen[layer][list(heads), at - 1, :at].astype(np.float32)
+                chex.assert_trees_all_close(found, wanted, atol=1e-5)
+
+
+def test_the_documented_variants_read_windows_caps_and_padding(file):
+    """A window and a soft cap in the kernel's contract, and NaN in slots that nobody sees."""
+    rng = np.random.default_rng(0)
+    impl = attention.find(f"{file}:PLUS_ONE")
+    q = rng.normal(size=(8, 4, 16)).astype(np.float32)
+    pages = np.full((2, 6, 2, 4, 16), np.nan, np.float32)  # keys and values
+    tables, lens, cu = np.array([[3, 1, 0], [5, 0, 0], [0, 0, 0]]), np.array([7, 2, 0]), np.array([0, 5, 6, 6])
+    known = {row: rng.normal(size=(2, lens[row], 2, 16)).astype(np.float32) for row in (0, 1)}
+    for row, tokens in known.items():
+        for i in range(lens[row]):
+            pages[:, tables[row, i // 4], :, i % 4] = tokens[:, i]
+    arrays = [jnp.asarray(x) for x in (q, *pages)] + [jnp.asarray(x, jnp.int32) for x in (tables, lens, cu)]
+    options = {"scale": 0.3, "window": 3, "soft_cap": 2.0}
+    found = jax.jit(lambda *a: paged_attention(*a, impl=impl, **options))(*arrays)
+    chex.assert_shape(found, q.shape)
+    for token in range(6):
+        row, at = (0, 2 + token) if token < 5 else (1, 1)
+        for head in range(4):
+            keys, values = known[row][:, max(at - 2, 0) : at + 1, head // 2]
+            scores = 2.0 * np.tanh(0.3 * keys @ q[token, head] / 2.0)
+            wanted = plus_one(scores[None], head)[0] @ values
+            chex.assert_trees_all_close(np.asarray(found[token, head]), wanted, atol=1e-5)
+
+
+def test_a_cache_that_the_documented_variants_do_not_read_is_refused(tiny_folder, file):
+    with pytest.raises(ValueError, match=r"own_attention.py:PLUS_ONE' reads no 8 bits; 'xla' has no such limit"):
+        LLM(tiny_folder, progress=False, attention_impl=f"{file}:PLUS_ONE", kv_cache_dtype="float8_e4m3fn", **SIZES)

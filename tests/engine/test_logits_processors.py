@@ -1,0 +1,164 @@
+"""Logits processors: the watermark of docs/design/logits-processors.md, and the places where one can be named."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.core import config
+from pagedjax import LLM, EngineConfig, SamplingParams
+from pagedjax.cli import parser
+from pagedjax.device.row_features import find
+
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "logits-processors.md"
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 128}
+PROMPTS = [[5, 6, 7], [9, 10, 11, 12], [20, 21]]
+PLAIN = SamplingParams(temperature=1.0, seed=1, max_tokens=120, ignore_eos=True, logprobs=1)
+GAMMA, DELTA, KEY = 0.25, 3.0, 7
+MARKED = replace(PLAIN, extra_args={"watermark": (GAMMA, DELTA, KEY)})
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    """The file that the page shows."""
+    code = re.findall(r"```python\n(# watermark\.py.*?)```", PAGE.read_text("utf-8"), re.DOTALL)[0]
+    path = tmp_path_factory.mktemp("own") / "watermark.py"
+    path.write_text(code, "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(tiny, file) -> LLM:
+    return LLM(tiny, progress=False, row_features=f"{file}:WATERMARK", **SIZES)
+
+
+def generate(llm: LLM, *each: SamplingParams) -> list[Any]:
+    return [output.outputs[0] for output in llm.generate(PROMPTS, list(each), use_tqdm=False)]
+
+
+def test_a_watermark_is_detected_where_it_was_asked_for_and_nothing_else_changes(tiny, llm, file):
+    z_score = runpy.run_path(str(file))["z_score"]
+    others = replace(PLAIN, seed=2), replace(PLAIN, temperature=0.0)
+    plain = generate(LLM(tiny, progress=False, **SIZES), PLAIN, *others)
+    assert generate(llm, PLAIN, *others) == plain, "the same bits"
+    mixed = generate(llm, MARKED, *others)
+    assert mixed[1:] == plain[1:], "the same bits beside a row with a mark"
+    assert mixed[0].token_ids != plain[0].token_ids
+    assert z_score(PROMPTS[0], mixed[0].token_ids, GAMMA, KEY) > 6
+    assert abs(z_score(PROMPTS[0], mixed[0].token_ids, GAMMA, KEY + 1)) < 4, "another key finds nothing"
+    for prompt, one in zip(PROMPTS[:2], plain[:2], strict=True):
+        assert abs(z_score(prompt, one.token_ids, GAMMA, KEY)) < 3.5
+
+
+def test_numpy_and_jax_have_the_same_lists_of_the_wanted_size(file):
+    green = runpy.run_path(str(file))["green"]
+    before, token = np.arange(64)[:, None], np.arange(1000)[None]
+    wanted = green(before, token, np.float32(0.3), np.uint32(5))
+    found = green(jnp.asarray(before), jnp.asarray(token), jnp.float32(0.3), jnp.uint32(5))
+    chex.assert_trees_all_equal(np.asarray(found), wanted)
+    assert abs(wanted.mean() - 0.3) < 0.005
+    assert np.abs(wanted.mean(1) - 0.3).max() < 0.08
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": False}},
+        {"lookahead": 2},
+        {"num_blocks": 20},
+        {"mesh": {"tensor": 2}},
+    ],
+    ids=str,
+)
+def test_a_watermark_does_not_depend_on_how_steps_are_made(tiny, tiny_folder, llm, file, options):
+    few = [replace(one, max_tokens=60) for one in (MARKED, PLAIN, MARKED)]
+    wanted = [one.token_ids for one in generate(llm, *few)]
+    model = tiny_folder if "mesh" in options else tiny
+    other = LLM(model, progress=False, row_features=[find(f"{file}:WATERMARK")], **{**SIZES, **options})
+    assert [one.token_ids for one in generate(other, *few)] == wanted
+
+
+def test_what_a_request_says_is_checked_and_a_bug_in_read_refuses_it_alone(llm):
+    for value, message in (
+        ((1.5, 2.0, 7), "watermark is .* gamma must be between 0 and 1"),
+        ((0.5, 2.0, -7), r"key is -7; it must fit uint32 of shape \[\]"),
+        (3, r"row feature 'watermark' cannot read {'watermark': 3} \(TypeError: .*\); give what its `read` expects"),
+    ):
+        with pytest.raises(ValueError, match=f"request '[0-9]+': {message}"):
+            generate(llm, PLAIN, replace(PLAIN, extra_args={"watermark": value}), PLAIN)
+        assert not llm.engine.has_work
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_and_values_are_given_together_or_under_vllms_name(tiny, file):
+    value = find(f"{file}:WATERMARK")
+    lazy: dict[str, Any] = {"progress": False, "compilation": "lazy", **SIZES}
+    for given in ({"row_features": value}, {"logits_processors": [value]}, {"logits_processors": f"{file}:WATERMARK"}):
+        llm = LLM(tiny, **lazy, **given)
+        assert [one.name for one in llm.engine.runtime.options.features][-1] == "watermark"
+    llm = LLM(tiny, **lazy, row_features=(value._replace(name="other"), f"{file}:WATERMARK"))
+    assert [one.name for one in llm.engine.runtime.options.features][-2:] == ["watermark", "other"]
+    assert llm.engine.config.row_features == (f"{file}:WATERMARK",)
+    assert LLM(tiny, **lazy, logits_processors=None).engine.config.row_features == ()
+    with pytest.raises(ValueError, match="logits_processors is vLLM's name of row_features, and both are given"):
+        LLM(tiny, **lazy, row_features=value, logits_processors=value)
+    with pytest.raises(ValueError, match=r"row_features has <class 'int'>; write a RowFeature, or give folder/file.py"):
+        LLM(tiny, **lazy, logits_processors=[int])
+    with pytest.raises(ValueError, match="row_features use the name 'watermark' twice"):
+        LLM(tiny, **lazy, row_features=(value, f"{file}:WATERMARK"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "none.py:A",
+            "row_features is 'none.py:A', but there is no file none.py; write module:NAME, or folder/file.py:N",
+        ),
+        ("json:dumps", "row_features is 'json:dumps', but dumps in json is no RowFeature; those in it: none"),
+        ("watermark", r"row_features is \('watermark',\); it must be a list, and each item module:NAME or folder/file"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_an_error(tiny, name, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny, progress=False, row_features=name, **SIZES)
+
+
+def test_the_command_line_and_yaml_name_processors(tmp_path, file):
+    args = parser().parse_args(["serve", "--row-features", "a.py:A,b:B"])
+    assert args.row_features == ("a.py:A", "b:B")
+    assert EngineConfig(row_features=["a.py:A"]).row_features == ("a.py:A",)  # type: ignore[arg-type]
+
+    def point(text: str, *, name: str = "watermark.py", **sections: Any) -> config.Point:
+        (tmp_path / name).write_text(text, "utf-8")
+        raw = {"name": "unit", "workload": {"kind": "synthetic", "count": 1, **LENGTHS}, **sections}
+        (found,) = config.expand(raw, tmp_path)
+        return found
+
+    code, engine = file.read_text("utf-8"), {"row_features": ["watermark.py:WATERMARK"]}
+    sampling = {"extra_args": {"watermark": [0.25, 2.0, 7]}}
+    first = point(code, engine=engine, sampling=sampling)
+    assert first.experiment.engine.row_features == (f"{tmp_path.resolve()}/watermark.py:WATERMARK",)
+    assert first.experiment.sampling.extra_args == {"watermark": (0.25, 2.0, 7)}
+    moved = point(code, name="moved.py", engine={"row_features": ["moved.py:WATERMARK"]}, sampling=sampling)
+    assert moved.key == first.key, "the content counts, and not the place"
+    assert point(f"{code}\n", engine=engine, sampling=sampling).key != first.key
+    assert point(code, engine={"row_features": []}).key == point(code).key
+    with pytest.raises(ValueError, match=r"engine.row_features is 'none.py:A', but there is no file none.py"):
+        point(code, engine={"row_features": ["none.py:A"]})
+    with pytest.raises(ValueError, match=r"sampling\.taps: an experiment keeps no arrays"):
+        point(code, sampling={"taps": {"hidden_states": [0]}})
+
+
+LENGTHS = {"prompt": {"dist": "fixed", "value": 8}, "output": {"dist": "fixed", "value": 4}}

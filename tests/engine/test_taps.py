@@ -1,0 +1,494 @@
+"""Taps: hidden states, attention and experts of requests, against a plain forward pass in numpy and transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax import LLM, BeamSearchParams, PoolingParams, SamplingParams, TapArrays, Taps, load_model, read_taps
+from pagedjax.device.taps import Wanted, union
+from pagedjax.engine import step as step_module
+from pagedjax.engine.taps import TapPart, collect
+from pagedjax.host import scheduler
+from pagedjax.host.replay import verify
+from pagedjax.host.types import Preempted, Verified
+from pagedjax.session import Session, SessionStep
+from tests.device.test_llama import plain_run
+from tests.device.test_model_families import saved  # noqa: F401  (a fixture)
+from tests.engine.test_draft_models import folders  # noqa: F401  (a fixture)
+from tests.engine.test_mesh import random_model
+
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 128}
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "taps.md"
+PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 60, 1, 33))]
+TAPS = Taps(hidden_states=(0, 1, 2), attention={0: (3, 0), 1: 1})
+PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=9, ignore_eos=True, logprobs=2, taps=TAPS)
+
+
+def make(model: Any, **config: Any) -> LLM:
+    """Programs are compiled when they are needed: most tests need one."""
+    return LLM(model, progress=False, **{"compilation": "lazy", **SIZES, **config})
+
+
+def slow(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny):
+    yield (made := make(tiny))
+    scheduler.check(made.engine.scheduler_state)
+    assert not made.engine.has_work
+    assert not made.engine._state.wants
+
+
+def check(folder: Path, prompt: Sequence[int], tokens: Sequence[int], found: TapArrays | None, taps: Taps = TAPS):
+    """Compare with numpy's float64 forward pass over the prompt and what was generated."""
+    assert found is not None
+    states, seen = plain_run(folder, np.array([*prompt, *tokens])[:-1])
+    assert tuple(found.hidden_states) == taps.hidden_states
+    for i, array in found.hidden_states.items():
+        chex.assert_shape(array, (len(prompt) + len(tokens) - 1, 64))
+        chex.assert_type(array, np.float32)
+        chex.assert_trees_all_close(array, states[i].astype(np.float32), atol=1e-4)
+    assert tuple(found.attention) == tuple(layer for layer, _ in taps.attention)
+    for layer, heads in taps.attention:
+        assert len(found.attention[layer]) == len(tokens)
+        for j, array in enumerate(found.attention[layer]):
+            at = len(prompt) + j  # tokens of the context
+            chex.assert_type(array, np.float32)
+            chex.assert_trees_all_close(array, seen[layer][list(heads), at - 1, :at].astype(np.float32), atol=1e-5)
+
+
+def close(found: TapArrays, wanted: TapArrays, atol: float = 1e-5) -> None:
+    chex.assert_trees_all_close(
+        *({f.name: getattr(one, f.name) for f in fields(one)} for one in (found, wanted)), atol=atol
+    )
+
+
+# --- the arrays -------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_are_those_of_a_forward_pass_and_tokens_do_not_change(llm, tiny_folder):
+    """Prompts of several lengths, one of more tokens than a step, twice: nothing is found in the prefix cache."""
+    plain = llm.generate(PROMPTS, replace(PARAMS, taps=None), use_tqdm=False)
+    assert not llm.engine.runtime.tapped, "a program was made for nothing"
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, [PARAMS, PARAMS, replace(PARAMS, taps=None), PARAMS], use_tqdm=False)
+        for i, (before, after) in enumerate(zip(plain, outputs, strict=True)):
+            assert after.outputs[0].logprobs == before.outputs[0].logprobs, "the same bits"
+            assert after.num_cached_tokens == 0
+            if i == 2:
+                assert after.outputs[0].taps is None
+            else:
+                check(tiny_folder, PROMPTS[i], after.outputs[0].token_ids, after.outputs[0].taps)
+    (programs,) = llm.engine.runtime.tapped.values()
+    assert len(programs) == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_blocks": 26},
+        slow({"num_blocks": 26, "preemption": "swap", "swap_space_gib": 0.001}),
+        {"lookahead": 2},
+        {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": False, "ngram_min": 1}},
+        slow({"attention_impl": "xla", "linear_impl": "xla"}),
+        slow({"mixed_steps": False, "chunked_prefill": False, "max_num_batched_tokens": 64, "token_buckets": (64,)}),
+        slow({"compilation": "background", "token_buckets": (8, 16)}),
+        slow({"reservation": "max", "enable_prefix_caching": False, "max_model_len": 64}),
+    ],
+    ids=str,
+)
+def test_arrays_do_not_depend_on_how_steps_are_made(tiny_folder, monkeypatch, config):
+    """Preempted and computed again, swapped, sent ahead, or with drafts of which some are rejected."""
+    llm, events, original = make(tiny_folder, **config), [], Session.step
+
+    def step(session: Session) -> SessionStep:
+        found = original(session)
+        events.extend(found.events)
+        return found
+
+    monkeypatch.setattr(Session, "step", step)
+    greedy = replace(PARAMS, temperature=0.0, max_tokens=24)
+    prompts = [PROMPTS[0], PROMPTS[1][:40], [7, 8, 9] * 5, PROMPTS[3]]
+    outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    assert any(isinstance(event, Preempted) for event in events) == ("num_blocks" in config)
+    verified = [event for event in events if isinstance(event, Verified)]
+    assert any(event.accepted < event.drafts for event in verified) == ("speculative" in config)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        check(tiny_folder, prompt, output.outputs[0].token_ids, output.outputs[0].taps)
+
+
+def test_branches_share_the_prompts_arrays_and_have_their_own_behind_it(llm, tiny_folder):
+    (output,) = llm.generate(PROMPTS[1], replace(PARAMS, n=3), use_tqdm=False)
+    assert len({one.token_ids for one in output.outputs}) == 3
+    for one in output.outputs:
+        check(tiny_folder, PROMPTS[1], one.token_ids, one.taps)
+    (best,) = llm.generate(PROMPTS[0], replace(PARAMS, n=1, best_of=3), use_tqdm=False)
+    check(tiny_folder, PROMPTS[0], best.outputs[0].token_ids, best.outputs[0].taps)
+
+
+def test_requests_with_different_taps_share_a_step(llm, tiny_folder):
+    several = [Taps(hidden_states=2, attention={1: (0, 2)}), Taps((1,), ((1, (1,)),))]
+    outputs = llm.generate([PROMPTS[0]] * 2, [replace(PARAMS, taps=taps) for taps in several], use_tqdm=False)
+    for taps, output in zip(several, outputs, strict=True):
+        check(tiny_folder, PROMPTS[0], output.outputs[0].token_ids, output.outputs[0].taps, taps)
+
+
+@pytest.mark.slow
+def test_requests_with_taps_share_steps_with_every_other_kind(llm, tiny_folder):
+    """With a pooled prompt and a beam search."""
+    several = [Taps(hidden_states=2), Taps(attention={1: (0, 2)}), None, Taps((1,), ((0, (1,)),))]
+    llm.engine.add("e", PROMPTS[3], PoolingParams(pooling_type="MEAN"))
+    llm.engine.add("b", PROMPTS[0], BeamSearchParams(beam_width=2, max_tokens=5), forks=["b/1"])
+    outputs = llm.generate(PROMPTS, [replace(PARAMS, taps=taps) for taps in several], use_tqdm=False)
+    while llm.engine.has_work:
+        llm.engine.step()
+    for prompt, taps, output in zip(PROMPTS, several, outputs, strict=True):
+        one = output.outputs[0]
+        assert (one.taps is None) == (taps is None)
+        if taps:
+            check(tiny_folder, prompt, one.token_ids, one.taps, taps)
+
+
+def test_a_stop_string_ends_the_arrays_too(llm, tiny_folder):
+    (whole,) = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
+    cut = llm.tokenizer.decode(whole.outputs[0].token_ids[:4])[-1]
+    (output,) = llm.generate(PROMPTS[0], replace(PARAMS, stop=(cut,)), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) < 9
+    check(tiny_folder, PROMPTS[0], output.outputs[0].token_ids, output.outputs[0].taps)
+
+
+def test_a_failed_step_computes_arrays_again(llm, tiny_folder, monkeypatch):
+    llm.engine.add("r", PROMPTS[1], PARAMS)
+    collected = collect(["r"], len(PROMPTS[1]))["r"]
+    parts, tokens = [], []
+    for broken in (False, True, *(False,) * 20):
+        with monkeypatch.context() as patched:
+            if broken:
+                patched.setattr(step_module.requests, "hashes_of_filled", None)
+                with pytest.raises(TypeError):
+                    llm.engine.step()
+            elif llm.engine.has_work:
+                result = llm.engine.step()
+                parts += result.taps
+                tokens += [token for event in result.events for token in getattr(event, "token_ids", ())]
+    assert [part.start for part in parts][:2] == [0, 0]
+    for part in parts:
+        collected.take(part)
+    check(tiny_folder, PROMPTS[1], tokens, collected.arrays(len(tokens)))
+
+
+def test_attention_alone_shares_prefixes_and_hidden_states_do_not(llm, tiny_folder):
+    llm.reset_prefix_cache()
+    plain, attention = replace(PARAMS, taps=None), replace(PARAMS, taps=Taps(attention={1: 0}))
+    for params, cached in ((PARAMS, 0), (attention, 0), (PARAMS, 0), (attention, 56), (plain, 56)):
+        (output,) = llm.generate(PROMPTS[1], params, use_tqdm=False)
+        assert output.num_cached_tokens == cached
+        if params.taps:
+            check(tiny_folder, PROMPTS[1], output.outputs[0].token_ids, output.outputs[0].taps, params.taps)
+
+
+def test_experts_of_chunks_are_those_of_a_whole_prompt():
+    """Layers 0 and 2 have experts; the last layer is computed for all tokens. A mesh gives the same."""
+    model, taps = random_model("Qwen3-MoE"), Taps(hidden_states=3, experts=(0, 2))
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    tapped = replace(params, taps=taps)
+    whole, chunked = make(model, max_num_batched_tokens=64, token_buckets=(64,)), make(model)
+    plain = whole.generate(PROMPTS, params, use_tqdm=False)
+    wanted, found = (one.generate(PROMPTS, tapped, use_tqdm=False) for one in (whole, chunked))
+    assert [one.outputs[0].logprobs for one in wanted] == [one.outputs[0].logprobs for one in plain]
+    for one, other, prompt in zip(wanted, found, PROMPTS, strict=True):
+        arrays = one.outputs[0].taps
+        assert arrays is not None
+        close(other.outputs[0].taps, arrays, atol=2e-5)
+        for ids, weights in arrays.experts.values():
+            chex.assert_shape((ids, weights), (len(prompt) + 5, 3))
+            chex.assert_type((ids, weights), (np.int32, np.float32))
+            assert set(ids.reshape(-1).tolist()) <= set(range(6))
+            assert all(len(set(row)) == 3 for row in ids.tolist())
+            chex.assert_trees_all_close(weights.sum(1), np.ones(len(weights), np.float32), atol=1e-6)
+            assert (np.diff(weights) <= 0).all()
+    with pytest.raises(ValueError, match=r"taps.experts has layer 1, which is dense; those with experts are 0, 2"):
+        whole.generate(PROMPTS[0], replace(params, taps=Taps(experts=1)), use_tqdm=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "expert": 2}], ids=str)
+def test_a_mesh_gives_the_same_hidden_states_and_experts(mesh):
+    model = random_model("Qwen3-MoE")
+    params = SamplingParams(
+        temperature=0, max_tokens=6, ignore_eos=True, taps=Taps(hidden_states=(1, 3), experts=(0, 2))
+    )
+    wanted = make(model).generate(PROMPTS, params, use_tqdm=False)
+    llm = make(model, mesh=mesh)
+    for one, other in zip(wanted, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
+        close(other.outputs[0].taps, one.outputs[0].taps, atol=1e-4)
+    with pytest.raises(ValueError, match=r"taps\.attention needs a model on one device"):
+        llm.generate(PROMPTS[0], replace(params, taps=Taps(attention={0: 0})), use_tqdm=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "drafter"), [("eagle", "head"), ("draft", "small")])
+def test_arrays_beside_a_drafter_on_the_device(tiny_folder, folders, method, drafter):  # noqa: F811
+    """A head observes the last layer too, which is then computed for all tokens."""
+    options = {"method": method, "model": getattr(folders, drafter), "num_tokens": 2, "adaptive": False}
+    llm = make(tiny_folder, speculative=options)
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False), strict=True):
+        check(tiny_folder, prompt, output.outputs[0].token_ids, output.outputs[0].taps)
+
+
+@pytest.mark.slow
+def test_an_engine_that_slept_makes_programs_of_taps(tiny_folder):
+    llm = make(tiny_folder, compilation="eager")
+    llm.sleep()
+    llm.wake_up()
+    (output,) = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
+    check(tiny_folder, PROMPTS[0], output.outputs[0].token_ids, output.outputs[0].taps)
+
+
+@pytest.mark.slow
+def test_arrays_of_16_bits_are_given_in_float32(tiny_folder):
+    llm = make(tiny_folder, dtype="bfloat16", kv_cache_dtype="float8_e4m3fn", attention_impl="xla", linear_impl="xla")
+    (output,) = llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
+    states, seen = plain_run(tiny_folder, np.array([*PROMPTS[0], *output.outputs[0].token_ids])[:-1])
+    found = output.outputs[0].taps
+    assert found is not None
+    chex.assert_type([*found.hidden_states.values(), *found.attention[0]], np.float32)
+    chex.assert_trees_all_close(found.hidden_states[2], states[2].astype(np.float32), atol=0.3)
+    chex.assert_trees_all_close(found.attention[0][0], seen[0][[0, 3], 4, :5].astype(np.float32), atol=0.1)
+
+
+def test_the_example_of_the_page_runs(tiny_folder, tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    options = ", ".join(
+        f"{name}={value!r}" for name, value in (SIZES | {"compilation": "lazy", "progress": False}).items()
+    )
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace('model="smollm2-135m"', f"model={str(tiny_folder)!r}, {options}"), found := {})
+    tokens = len(found["output"].prompt_token_ids) + len(found["output"].outputs[0].token_ids) - 1
+    said = capsys.readouterr().out
+    assert said.startswith(f"({tokens}, 64) [")
+    assert said.endswith(f"{{'0': ({tokens}, 64)}}\n")
+
+
+# --- a recording ------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_has_the_arrays_beside_it(llm, tmp_path):
+    file = tmp_path / "run.jsonl"
+    llm.engine.record(file)
+    with pytest.raises(ValueError, match=r"there is no folder .*run.jsonl.taps: no request with taps ended"):
+        read_taps(file)
+    outputs = llm.generate(PROMPTS, [replace(PARAMS, taps=None), PARAMS, replace(PARAMS, n=2), PARAMS], use_tqdm=False)
+    llm.engine.add("a/ü", PROMPTS[0], replace(PARAMS, taps=Taps(attention={1: 0})))
+    llm.engine.step()
+    llm.engine.step()
+    llm.engine.cancel("a/ü")
+    llm.engine.record(None)
+    assert verify(file).identical
+    found = read_taps(file)
+    wanted = [one.taps for output in outputs[1:] for one in output.outputs]
+    assert len(found) == len(wanted) + 1
+    for name, one in zip(sorted(set(found) - {"a/ü"}, key=int), wanted, strict=True):
+        close(found[name], one, atol=0)
+    assert [array.shape for array in found["a/ü"].attention[1]] == [(1, 5), (1, 6)]
+    assert found["a/ü"].hidden_states == {}
+    assert set(read_taps(tmp_path / "run.jsonl.taps")) == set(found)
+    llm.engine.record(file)  # another recording of that name
+    llm.engine.record(None)
+    assert not read_taps(file)
+    (tmp_path / "run.jsonl.taps" / "x.npz").write_bytes(b"no file")
+    with pytest.raises(ValueError, match=r"x\.npz is no file of taps"):
+        read_taps(file)["x"]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hidden_states": (-1,)}, "taps.hidden_states holds -1; layers and heads are integers of at least 0"),
+        ({"hidden_states": "all"}, "taps.hidden_states holds 'all'"),
+        ({"experts": (True,)}, "taps.experts holds True"),
+        ({"attention": (0, 1)}, r"taps.attention is \(0, 1\); it must be heads by layer, such as {3: \(0, 1\)}"),
+        ({"attention": {0: ()}}, "name each layer once, and at least one of its heads"),
+        ({"attention": ((0, 1), (0, 2))}, "name each layer once"),
+        ({"attention": {0: 1.5}}, "taps.attention holds 1.5"),
+    ],
+)
+def test_taps_that_mean_nothing_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Taps(**arguments)
+
+
+def test_taps_are_normalised():
+    assert Taps([2, 0, 2], {1: [3, 1], 0: 2}, 4) == Taps((0, 2), ((0, (2,)), (1, (1, 3))), (4,))
+    assert SamplingParams(taps=Taps()).taps is None
+    assert not Taps(None, None, None)
+    with pytest.raises(ValueError, match="taps is 3; it must be None or Taps"):
+        SamplingParams(taps=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="BeamSearchParams has no argument 'taps'"):
+        BeamSearchParams(2, taps=TAPS)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("taps", "message"),
+    [
+        (Taps(hidden_states=3), "taps.hidden_states has 3; hidden states of this model are 0 to 2"),
+        (Taps(attention={2: 0}), "taps.attention has 2; layers of this model are 0 to 1"),
+        (Taps(attention={1: 4}), "taps.attention has 4; heads of this model are 0 to 3"),
+        (Taps(experts=0), "taps.experts has layer 0, which is dense; this model has no experts"),
+        (Taps(experts=2), "taps.experts has 2; layers of this model are 0 to 1"),
+    ],
+)
+def test_what_a_model_does_not_have_is_refused(llm, taps, message):
+    with pytest.raises(ValueError, match=f"request '[0-9]+': {message}"):
+        llm.generate([[5], [6]], [SamplingParams(max_tokens=2), SamplingParams(taps=taps)], use_tqdm=False)
+    assert not llm.engine.has_work
+
+
+def test_bytes_are_bounded_and_counted_before_anything_runs(tiny):
+    """15 tokens in each of two branches: 5 + 2 * 9 states of 64 numbers twice, and contexts of 5, 6, ... 14 tokens."""
+    size = 4 * (2 * 64 * (5 + 2 * 9) + 2 * 3 * sum(range(5, 15)))
+    params = SamplingParams(max_tokens=10, ignore_eos=True, n=2, taps=Taps((0, 2), {0: (0, 1), 1: 0}))
+    message = (
+        f"would be {size} bytes, for 5 tokens of prompt and up to 10 of output in 2 branches; max_tap_bytes is "
+        rf"{size - 1}; lower max_tokens, name fewer layers or heads, or raise LLM\(max_tap_bytes=...\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        make(tiny, max_tap_bytes=size - 1).generate(PROMPTS[0], params, use_tqdm=False)
+    llm = make(tiny, max_tap_bytes=size)
+    (output,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    both = [one.taps for one in output.outputs if one.taps]
+    states = sum(array.nbytes for one in both for array in one.hidden_states.values())
+    seen = sum(array.nbytes for one in both for arrays in one.attention.values() for array in arrays)
+    assert states + seen - 4 * 2 * 64 * 5 == size, "the prompt's states are shared until they are given"
+    assert make(tiny).engine.config.max_tap_bytes == 2**30
+    for wrong in (0, 1.5, True):
+        with pytest.raises(ValueError, match=r"max_tap_bytes is .*; it must be an integer of at least 1"):
+            make(tiny, max_tap_bytes=wrong)
+
+
+def test_a_stream_has_no_place_for_arrays(llm):
+    with pytest.raises(ValueError, match="taps come with an output, and a stream is text; use generate"):
+        next(llm.stream("a", PARAMS))
+
+
+OWN = """
+from pallas_kernels.paged_attention import IMPLS
+
+OPAQUE = IMPLS["xla"]._replace(name="opaque", probabilities=None)
+"""
+
+
+def test_attention_of_ones_own_that_does_not_say_its_weights_is_refused(tiny_folder, tmp_path):
+    (tmp_path / "own.py").write_text(OWN, "utf-8")
+    llm = make(tiny_folder, attention_impl=f"{tmp_path}/own.py:OPAQUE")
+    with pytest.raises(ValueError, match=r"own.py:OPAQUE' does not say what it weighs values with; give its Impl"):
+        llm.generate(PROMPTS[0], PARAMS, use_tqdm=False)
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_union_is_what_all_want():
+    one, other = Wanted((0, 2), ((1, (0, 3)),)), Wanted((2, 5), ((0, (1,)), (1, (2,))), (4,))
+    assert union([one, other]) == Wanted((0, 2, 5), ((0, (1,)), (1, (0, 2, 3))), (4,))
+    assert union([]) == Wanted()
+    assert not Wanted()
+    assert Wanted(experts=(0,))
+    assert Wanted((0, 6), ((3, (0,)),)).outputs(6) == (2,)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_parts_in_any_chunks_with_repeats_give_the_same_arrays(data):
+    """Two branches: chunks of any size, and from time to time a branch begins again."""
+    prompt, outputs = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    length = prompt + outputs - 1
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    shared = rng.normal(size=(prompt, 3)).astype(np.float32)
+    collected = collect(["a", "b"], prompt)
+    for name in ("a", "b"):
+        own = np.concatenate([shared, rng.normal(size=(outputs - 1, 3)).astype(np.float32)])
+        ids = rng.integers(0, 9, (length, 2)).astype(np.int32)
+        ids[:prompt] = np.arange(2 * prompt).reshape(-1, 2)
+        seen = [rng.normal(size=(1, prompt + i)).astype(np.float32) for i in range(outputs)]
+        at, restarts = (0 if name == "a" else prompt - 1), 2
+        while at < length:
+            count = data.draw(st.integers(1, length - at))
+            first = max(at + 1 - prompt, 0)
+            sampled = seen[first : max(at + count - prompt + 1, 0)] if at + count >= prompt else []
+            some = slice(at, at + count)
+            part = TapPart(name, at, {0: own[some]}, {2: (ids[some], own[some, :2])}, first, {1: sampled})
+            collected[name].take(part)
+            at += count
+            if restarts and data.draw(st.booleans()):
+                at, restarts = 0, restarts - 1
+        found = collected[name].arrays(outputs)
+        chex.assert_trees_all_equal(found.hidden_states, {0: own})
+        chex.assert_trees_all_equal(found.experts, {2: (ids, own[:, :2])})
+        chex.assert_trees_all_equal(found.attention, {1: tuple(seen)})
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+KINDS = (
+    "GPT-2",
+    "Llama 3",
+    "Mistral",
+    "Qwen3",
+    "Gemma 2",
+    "Gemma 2, caps that bind",
+    "Gemma 3",
+    "Mixtral",
+    "Qwen3-MoE",
+)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("saved", KINDS, indirect=True)
+def test_arrays_are_those_of_transformers(saved):  # noqa: F811
+    import torch
+
+    folder, theirs = saved
+    model = load_model(folder)
+    c = model.model.config
+    sparse = [i for i, kind in enumerate(c.kinds) if kind.sparse]
+    layers = range(c.layers)
+    taps = Taps(range(c.layers + 1), {layer: range(c.heads) for layer in layers}, sparse)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, taps=taps)
+    llm = make(model, block_size=8, num_blocks=64)
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
+        found, tokens = output.outputs[0].taps, [*prompt, *output.outputs[0].token_ids]
+        options = {"output_hidden_states": True, "output_attentions": True}
+        options |= {"output_router_logits": True} if sparse else {}
+        with torch.no_grad():
+            wanted = theirs(torch.tensor([tokens[:-1]]), **options)
+        assert found is not None
+        for i, states in enumerate(wanted.hidden_states):
+            chex.assert_trees_all_close(found.hidden_states[i], states[0].numpy(), atol=1e-4)
+        for layer, weights in enumerate(wanted.attentions):
+            for j, seen in enumerate(found.attention[layer]):
+                at = len(prompt) + j
+                chex.assert_trees_all_close(seen, weights[0, :, at - 1, :at].numpy(), atol=1e-4)
+        routed = [logits.reshape(len(tokens) - 1, -1) for logits in wanted.router_logits] if sparse else []
+        for layer, logits in zip(sparse, routed, strict=True):
+            shares = torch.softmax(logits.float(), -1)
+            shares = shares if (shares.sum(-1) - 1).abs().max() < 1e-3 else logits
+            best, ids = torch.topk(shares, c.experts.chosen)
+            best = best / best.sum(-1, keepdim=True)
+            chex.assert_trees_all_equal(found.experts[layer][0], ids.numpy().astype(np.int32))
+            chex.assert_trees_all_close(found.experts[layer][1], best.numpy(), atol=1e-4)

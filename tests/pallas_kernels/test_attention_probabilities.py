@@ -1,0 +1,80 @@
+"""What attention weighs values with: every form of pages, against numpy and against attention itself."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import IMPLS, paged_attention
+from pallas_kernels.paged_attention.probabilities import probabilities
+from pallas_kernels.shared.page_bits import stored
+
+LENS, TABLES = np.array([11, 1, 0, 4]), np.array([[3, 5, 1], [2, 0, 0], [0, 0, 0], [4, 0, 0]])
+S, K, N, D = 4, 2, 6, 16
+HEADS = (4, 0, 3)
+
+
+def case(dtype: str, row: int) -> tuple[jax.Array, jax.Array, list[np.ndarray]]:
+    """(queries, pages with NaN where no row of theirs has a token, the keys of each row)."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(4, N, D)).astype(np.float32)
+    pages = jnp.full((7, K, S, D), jnp.nan, jnp.float32)
+    keys = []
+    for table, length in zip(TABLES, LENS, strict=True):
+        own = rng.normal(size=(length, K, D)).astype(np.float32)
+        for i, key in enumerate(own):
+            pages = pages.at[table[i // S], :, i % S].set(key)
+        keys.append(own)
+    if dtype in ("uint8", "uint16"):
+        pages = stored(pages, jnp.dtype(dtype))
+        keys = [
+            np.asarray(jnp.asarray(one, {"uint8": "float8_e4m3fn", "uint16": "bfloat16"}[dtype]), np.float32)
+            for one in keys
+        ]
+    return jnp.asarray(q), pages.reshape(7, K, -1, row), keys
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row", "window", "soft_cap"),
+    [
+        ("float32", D, None, None),
+        ("float32", 2 * D, 3, None),
+        ("uint16", D, None, 1.5),
+        ("uint8", 4 * D, 2, 0.7),
+    ],
+)
+def test_probabilities_are_a_softmax_of_what_the_query_sees(dtype, row, window, soft_cap):
+    q, pages, keys = case(dtype, row)
+    options = {"scale": 0.4, "window": window, "soft_cap": soft_cap}
+    arrays = jnp.asarray(TABLES, jnp.int32), jnp.asarray(LENS, jnp.int32)
+    found = jax.jit(lambda *a: probabilities(*a, HEADS, **options))(q, pages, *arrays)
+    chex.assert_shape(found, (4, 3, 12))
+    chex.assert_type(found, jnp.float32)
+    for i, length in enumerate(LENS):
+        wanted = np.zeros((3, 12), np.float32)
+        for j, head in enumerate(HEADS if length else ()):
+            scores = keys[i][:, head // 3] @ np.asarray(q[i, head]) * 0.4
+            scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
+            first = max(length - window, 0) if window else 0
+            weights = np.exp(scores[first:] - scores[first:].max())
+            wanted[j, first:length] = weights / weights.sum()
+        chex.assert_trees_all_close(np.asarray(found[i]), wanted, atol=1e-6)
+
+
+def test_every_implementation_has_them_and_they_are_what_it_weighs_with():
+    """With the values of a token all equal to a basis vector, attention gives its weights."""
+    assert all(impl.probabilities is probabilities for impl in IMPLS.values())
+    q, pages, _ = case("float32", D)
+    values = jnp.zeros((7, K, S, D))
+    for table, length in zip(TABLES, LENS, strict=True):
+        for i in range(length):
+            values = values.at[table[i // S], :, i % S, i].set(1.0)
+    tables, lens = jnp.asarray(TABLES, jnp.int32), jnp.asarray(LENS, jnp.int32)
+    cu = jnp.array([0, 1, 2, 2, 3], jnp.int32)
+    rows = jnp.array([0, 1, 3])
+    weights = paged_attention(q[rows], pages, values, tables, lens, cu, scale=0.4, impl="xla", window=5)
+    found = probabilities(q, pages, tables, lens, range(N), scale=0.4, window=5)
+    chex.assert_trees_all_close(weights[:, :, :12], found[rows], atol=1e-6)
