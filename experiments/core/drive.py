@@ -115,8 +115,7 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     clock = (engine.clock, engine.sleep) if experiment.simulate else ()
     start, results = drive(engine, workload.items, experiment.sampling, *clock)
     requests = request_records(results, workload.items, start, experiment.sampling.drawn().n)
-    groups = llm.engine.scheduler_state.config.groups
-    steps = step_records(results, start, llm.engine.config.block_size, groups)
+    steps = step_records(results, start, llm.engine.config.block_size, llm.engine.scheduler_state.config)
     speculates = engine.config.speculative is not None
     summary = summarize(requests, steps, engine.config.block_size, experiment.slo, speculates=speculates)
     return Measured(workload, requests, steps, summary, why_failed(steps, summary))

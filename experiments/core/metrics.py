@@ -28,7 +28,7 @@ from experiments.core import speculation
 from experiments.core.config import Slo
 from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.cost import work_of
-from pagedjax.host.types import HOLE, Admitted, Finished, Plan, Sampled, StepResult
+from pagedjax.host.types import HOLE, Admitted, Finished, Plan, Sampled, SchedulerConfig, StepResult
 from pagedjax.load_client.summary import spread
 
 
@@ -163,20 +163,23 @@ def request_records(
     ]
 
 
-def step_records(results: Sequence[StepResult], start: float, block_size: int, groups: int = 1) -> list[StepRecord]:
+def step_records(
+    results: Sequence[StepResult], start: float, block_size: int, config: SchedulerConfig | None = None
+) -> list[StepRecord]:
     """One record for each step.
-
-    Args:
-        groups: of layers, each with blocks of its own (pagedjax/host/views.py).
 
     A plan has only the sequences that compute something in its step; others may stay in the cache without a share of
     the budget. So the cached tokens of each sequence are carried from step to step: rows set them, preemption and
     finish remove them.
+
+    Args:
+        config: of the scheduler, if queries do not see all blocks (pagedjax/host/views.py).
     """
+    groups = config.groups if config else 1
     cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
     records = []
     for result in results:
-        plan, work = result.plan, work_of(result.plan, result.padded_tokens)
+        plan, work = result.plan, work_of(result.plan, result.padded_tokens, config=config)
         for request_id in plan.preempted:
             cached.pop(request_id, None)
         for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):

@@ -130,6 +130,8 @@ def _tables(seqs: Sequence[Seq], mine: Sequence[SequenceData], b: int, shapes: S
     ids = np.frombuffer(b"".join([m.block_ids(seq.blocks) for m, seq in zip(mine, seqs, strict=True)]), np.int32)
     owner = np.repeat(np.arange(len(seqs)), widths)
     tables[owner, np.arange(len(ids)) - np.repeat(np.cumsum(widths) - widths, widths)] = ids
+    if number == 1:
+        return tables[None]
     return np.ascontiguousarray(tables.reshape(b, -1, number).transpose(2, 0, 1))
 
 

@@ -108,6 +108,8 @@ def brute_force_empty(state: SchedulerState, plan: Plan) -> int:
     filled: dict[int, int] = {}
     for seq in scheduler.running(state):
         end = ends.get(seq.arrival, seq.computed)
-        for i, block in enumerate(seq.blocks):
-            filled[block] = max(filled.get(block, 0), min(size, max(0, end - i * size)))
+        for entry, block in enumerate(seq.blocks):
+            if block:
+                i = entry // state.config.groups
+                filled[block] = max(filled.get(block, 0), min(size, max(0, end - i * size)))
     return sum(size - tokens for tokens in filled.values())

@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pagedjax.host import blocks, event_log, scheduler
+from pagedjax.host.kv_policies import ALL, View
 from pagedjax.host.policies import FCFS
 from pagedjax.host.types import Request, Sampled, Verified
+from pagedjax.host.views import held
 from pagedjax.viewer import frames, picture, read_recording, text
 from pagedjax.viewer.drafts import drafts_of
 from pagedjax.viewer.picture import Picture
@@ -22,6 +24,7 @@ from tests.viewer.runs import GOLDENS, any_run, brute_force_empty, drafting_run,
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 runs = {"seed": st.integers(0, 2**32 - 1), "blocks_": st.integers(6, 14), "host": st.sampled_from([0, 4, 8])}
 WAYS = [{}, {"mixed_steps": False}, {"reservation": "pow2", "num_blocks": 16}, {"chunked_prefill": False}]
+WAYS += [{"views": (View(1, (0,)),)}, {"views": (ALL, View(2)), "num_blocks": 30}]
 
 
 def check(made: list, transitions: list) -> None:
@@ -36,12 +39,14 @@ def check(made: list, transitions: list) -> None:
         assert shown.step == plan.step
         tables = {called[n]: table for n, table in shown.tables.items()}
         assert tables == {seq.request_id: seq.blocks for seq in state.running.seqs}
-        owners = Counter(block for table in shown.tables.values() for block in table)
+        owners = Counter(block for table in shown.tables.values() for block in table if block)
         assert owners == dict(state.pool.owners)
         assert set(shown.published) - set(owners) == set(blocks.idle_ids(state.pool))
         assert set(shown.published) == set(state.pool.hashes)
         assert [called[n] for n in shown.waiting] == [seq.request_id for seq in state.waiting]
-        assert {called[n]: b for n, b in shown.away} == {s.request_id: len(s.blocks) for s in state.waiting if s.blocks}
+        assert {called[n]: b for n, b in shown.away} == {
+            s.request_id: held(s.blocks) for s in state.waiting if s.blocks
+        }
         rows = [(s.request_id, *row) for s, *row in zip(plan.seqs, plan.starts, plan.counts, plan.lengths, strict=True)]
         assert [(called[n], *row[:3]) for n, *row in shown.rows] == rows
         assert [drafts_of(row) for row in shown.rows] == list(plan.drafts or (0,) * len(rows))

@@ -29,7 +29,8 @@ from experiments.simulation.cost import (
     work_of,
 )
 from pagedjax.config import MeshConfig
-from pagedjax.host.types import EMPTY_PLAN, Request, Seq
+from pagedjax.host.kv_policies import View
+from pagedjax.host.types import EMPTY_PLAN, Request, SchedulerConfig, Seq
 from pagedjax.weights.locate import open_checkpoint
 
 rows = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12), st.booleans()), min_size=1, max_size=6)
@@ -49,6 +50,20 @@ def test_work_matches_token_by_token_count(rows):
     tokens = [(i, at) for i, (start, count, _) in enumerate(rows) for at in range(start, start + count)]
     assert work.pairs == sum(at + 1 for _, at in tokens)
     assert work.context == sum(max(at + 1 for j, at in tokens if j == i) for i in range(len(rows)))
+    assert work[:3] == (100, len(rows), sum(ends for *_, ends in rows))
+
+
+@given(rows, st.integers(1, 5), st.integers(1, 3), st.sets(st.integers(0, 4), max_size=2))
+def test_work_under_a_kv_policy_matches_token_by_token_count(rows, size, window, kept):
+    view = View(window, tuple(sorted(kept)))
+    work = work_of(plan_of(rows), 100, config=SchedulerConfig(size, 64, 64, 8, 64, views=(view,)))
+
+    def seen(at: int) -> set[int]:
+        return {t for t in range(at + 1) if t // size > at // size - window or t // size in kept}
+
+    each = [[seen(at) for at in range(start, start + count)] for start, count, _ in rows]
+    assert work.pairs == sum(len(tokens) for row in each for tokens in row)
+    assert work.context == sum(len(set.union(*row)) for row in each)
     assert work[:3] == (100, len(rows), sum(ends for *_, ends in rows))
 
 

@@ -60,6 +60,7 @@ def items(count, seed=0, gap=0.0):
         {"chunked_prefill": False, "max_num_batched_tokens": 128, "token_buckets": (128,)},
         {"mixed_steps": False},
         {"mixed_steps": False, "chunked_prefill": False, "max_num_batched_tokens": 128, "token_buckets": (128,)},
+        {"kv_policy": {"name": "streaming", "sinks": 4, "window": 9}},
         {"reservation": "pow2", "enable_prefix_caching": False},
         {"reservation": "max", "enable_prefix_caching": False, "policy": "static"},
     ],
@@ -76,7 +77,7 @@ def test_simulated_plans_match_real_engine(tiny, options):
     found = []
     for engine in (real, made):
         start, results = drive(engine, work, GREEDY)
-        steps = step_records(results, start, 4)
+        steps = step_records(results, start, 4, engine.scheduler_state.config)
         counted = [(s.tokens, s.sequences, s.blocks_used, s.blocks_listed, s.held_tokens, s.preempted) for s in steps]
         plans = [(r.plan.counts, r.plan.starts, [seq.blocks for seq in r.plan.seqs]) for r in results]
         found.append((counted, plans, [(s.padded_tokens, s.context_tokens, s.pairs) for s in steps]))
@@ -142,6 +143,11 @@ def test_whole_batches_need_static_policy():
         ({"lookahead": 2}, {"chip": "h200"}, r"engine.lookahead is 2, .*set it to 0"),
         ({"mesh": {"tensor": 2}}, {"chip": "h200"}, r"engine.mesh is set, and .* simulate.mesh; set that one"),
         ({"devices": [1]}, {"chip": "h200"}, r"engine.devices is set, .* simulate.mesh; set that one, and leave this"),
+        (
+            {"kv_policy": "streaming"},
+            {"chip": "h200", "kv_cache": False},
+            "kv_policy is set and simulate.kv_cache is f",
+        ),
         ({"preemption": "swap"}, {"fit": "runs/x"}, r"preemption is 'swap', .*set engine.preemption: recompute"),
     ],
     ids=str,
