@@ -136,7 +136,7 @@ def submit(
         sequences=state.sequences.update(prepared.sequences),
         searches=searches,
         pools=pools,
-        wants=state.wants.update(dict.fromkeys(names, wanted)) if wanted else state.wants,
+        wants=state.wants.update(dict.fromkeys(names, wanted)) if wanted is not NOTHING else state.wants,
         log=(*state.log, *log),
     )
 
