@@ -34,7 +34,7 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {"W1": Workload(64, (16, 256), (16, 128)), "long prompts": Workload(8, (1000, 1500), (16, 16))}
-ENGINE = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 1536, "num_blocks": 1536}
+ENGINE: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 1536, "num_blocks": 1536}
 
 
 def requests_of(workload: Workload, vocab: int, seed: int) -> tuple[list[Any], list[SamplingParams]]:

@@ -67,7 +67,12 @@ def resolve(
         raise ValueError(
             f"token_buckets start at {buckets[0]}; in {dtype} on a CPU the smallest step is {smallest} tokens"
         )
-    sizes = {"block_size": config.block_size, "head_dim": m.head_dim, "kv_heads": part.kv_heads, "heads": part.heads}
+    sizes: dict[str, Any] = {
+        "block_size": config.block_size,
+        "head_dim": m.head_dim,
+        "kv_heads": part.kv_heads,
+        "heads": part.heads,
+    }
     invariant = config.batch_invariant
     impl = attention.choose(config.attention_impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **sizes)
     if invariant and not linear.find(m.linear).invariant:

@@ -131,7 +131,7 @@ def submit(
         if params.taps.attention and runtime.shapes.view:
             raise ValueError(
                 f"request {names[0]!r}: taps.attention gives probabilities by position, and with kv_policy "
-                f"{config.kv_policy.name!r} a query sees a part of them; use kv_policy='full'"
+                f"{getattr(config.kv_policy, 'name', None)!r} a query sees a part of them; use kv_policy='full'"
             )
         wanted = taps.wanted_by(names[0], params.taps, model, config.attention_impl, *sizes, config.max_tap_bytes)
         log += (("begin_taps", (names, len(prompt_token_ids))),)
