@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pagedjax.device.batch import SamplingBatch
 from pagedjax.device.row_features.chain import RowChain
 from pagedjax.device.row_features.feature import RowContext
-from pagedjax.device.sums import row_sums
+from pagedjax.device.row_reductions import row_maxima, row_sums
 
 LANES = 128  # the cumulative sum runs over pieces of so many tokens, then over the pieces
 
@@ -36,7 +36,7 @@ def weights(logits: jax.Array, s: SamplingBatch, context: RowContext, chain: Row
         logits: [B, V], after the options of the stage "logits".
     """
     # The best logit is subtracted before the division. After it, a low temperature would multiply the rounding error.
-    below = logits - logits.max(-1, keepdims=True)
+    below = logits - row_maxima(logits)
     found = jnp.exp(below / jnp.where(s.temperature > 0, s.temperature, 1.0)[:, None])
     return chain.apply("probs", found, s.features, context)
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from pagedjax.device.checks import check_shape
 from pagedjax.device.linear import Implementation, Matrix, Norm, find, linear
-from pagedjax.device.sums import row_means
+from pagedjax.device.row_reductions import row_means
 
 
 class Buffer(nnx.Variable):

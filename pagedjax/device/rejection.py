@@ -18,7 +18,7 @@ from pagedjax.device.batch import Drafted, SamplingBatch
 from pagedjax.device.draws import at_quantile, best_tokens, draw, uniform, weights
 from pagedjax.device.row_features.chain import RowChain
 from pagedjax.device.row_features.feature import RowContext
-from pagedjax.device.sums import row_sums
+from pagedjax.device.row_reductions import row_sums
 
 DRAFT, ACCEPT, REPLACE = 1, 2, 3  # streams of `uniform`; a row without a draft uses the plain one, 0
 

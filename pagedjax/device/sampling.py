@@ -20,7 +20,7 @@ from pagedjax.device.draws import best_tokens, draw, weights
 from pagedjax.device.placement import whole_rows
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.feature import RowContext
-from pagedjax.device.sums import row_sums
+from pagedjax.device.row_reductions import log_softmax
 
 PROMPT_TILE = 64  # prompt tokens whose logits exist at the same time
 CPU_TILE = 8  # rows for `sample` on a CPU: malloc returns blocks above 32 MiB, which are mapped again page by page
@@ -181,12 +181,6 @@ def no_prompt_logprobs(tokens: int) -> PromptLogprobs:
 def _no_logprobs(rows: int) -> tuple[jax.Array, ...]:
     top = (rows, MAX_TOP)
     return jnp.zeros(rows), jnp.zeros(rows, jnp.int32), jnp.zeros(top, jnp.int32), jnp.zeros(top)
-
-
-def log_softmax(logits: jax.Array) -> jax.Array:
-    """[B, V] log-probabilities of each row, by sums whose bits depend on no other row."""
-    below = logits - logits.max(-1, keepdims=True)
-    return below - jnp.log(row_sums(jnp.exp(below)))[:, None]
 
 
 def _logprobs(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:

@@ -37,6 +37,7 @@ from pagedjax.device.layers import (
     weight,
 )
 from pagedjax.device.linear import Matrix, linear
+from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Finish = Callable[..., Any]  # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
@@ -240,9 +241,9 @@ class Router(nnx.Module):
             y = jax.lax.dot_general(x, self.weight[...], (((1,), (1,)), ((), ())), **exact).astype(x.dtype)
         else:
             y = linear(x, self.weight[...], matrix, impl=impl, sizes=used)
-        shares = jax.nn.softmax(y.astype(jnp.float32), axis=-1)
+        shares = softmax(y.astype(jnp.float32))
         weights, chosen = jax.lax.top_k(shares, self.experts.chosen)
-        return weights / weights.sum(-1, keepdims=True) if self.experts.normalised else weights, chosen
+        return weights / row_sums(weights)[:, None] if self.experts.normalised else weights, chosen
 
 
 class SparseMLP(nnx.Module):
@@ -287,7 +288,7 @@ class SparseMLP(nnx.Module):
         if e.devices > 1 or used is not None:  # pairs of other devices, or of padding, have any numbers
             pairs = jnp.where((expert[order] < own)[:, None], pairs, 0)
         pairs = jnp.zeros_like(pairs).at[order].set(pairs).reshape(len(x), e.chosen, c.hidden)
-        y = summed((pairs * weights[:, :, None]).sum(1), c.axes)
+        y = summed(weighted_sums(pairs, weights), c.axes)
         return (y if residual is None else y + residual).astype(x.dtype), Routes(chosen, weights)
 
 

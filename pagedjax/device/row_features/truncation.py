@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pagedjax.device.row_features.feature import RowContext, RowFeature
-from pagedjax.device.sums import row_sums
+from pagedjax.device.row_reductions import row_sums
 
 
 def _min_p(weights: jax.Array, rows: Mapping[str, jax.Array], context: RowContext) -> jax.Array:

@@ -1,0 +1,104 @@
+"""Reductions whose bits depend on the numbers of a row alone, and what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pagedjax.device.batch import blank_sampling
+from pagedjax.device.draws import at_quantile, weights
+from pagedjax.device.linear import find
+from pagedjax.device.models.decoder import DecoderConfig, Experts, LayerKind, Rope, SparseMLP
+from pagedjax.device.row_features.chain import DEFAULT
+from pagedjax.device.row_features.feature import RowContext
+from pagedjax.device.row_reductions import log_softmax, row_maxima, row_means, row_sums, softmax, weighted_sums
+
+ROWS = 64
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return 3 * np.random.default_rng(shape[-1]).standard_normal(shape, np.float32)
+
+
+def assert_rows_are_independent(function: Callable[..., Any], *arrays: np.ndarray) -> None:
+    """Some rows alone have the bits that they have among all."""
+    compiled = jax.jit(function)
+    whole = jax.tree.map(np.asarray, compiled(*arrays))
+    for rows in (1, 2, 3, 5, 8, 16, 33):
+        some = compiled(*(x[4 : 4 + rows] for x in arrays))
+        chex.assert_trees_all_equal(some, jax.tree.map(lambda x, rows=rows: x[4 : 4 + rows], whole))
+
+
+def normed(x: jax.Array) -> jax.Array:
+    """As a norm and a residual. Of widths that are no multiple of a vector, the compiler rounds the last numbers of
+    `x * y + x` once or twice as it likes."""
+    return x * row_means(x * x) + x
+
+
+@pytest.mark.parametrize(
+    ("function", "width"),
+    [
+        *((row_sums, width) for width in (1, 7, 64, 5000)),
+        *((function, width) for function in (softmax, log_softmax) for width in (7, 64, 576, 49152)),
+        *((function, 576) for function in (row_means, row_maxima, normed)),
+        *((lambda x: jnp.cumsum(jnp.abs(x), -1), width) for width in (128, 384)),
+    ],
+)
+def test_bits_do_not_depend_on_the_number_of_rows(function, width):
+    assert_rows_are_independent(function, numbers(ROWS, width))
+
+
+@pytest.mark.parametrize("vocabulary", [320, 49152])
+def test_weights_and_draws_do_not_depend_on_the_number_of_rows(vocabulary):
+    def drawn(logits: jax.Array, temperature: jax.Array, share: jax.Array) -> tuple[jax.Array, jax.Array]:
+        b = len(logits)
+        none = jnp.zeros((1, 16), jnp.int32), jnp.zeros((b, 1), jnp.int32), *jnp.zeros((3, b), jnp.int32)
+        sampling = blank_sampling(b)._replace(temperature=temperature)
+        found = weights(logits, sampling, RowContext(*none), DEFAULT)
+        return found, at_quantile(found, share)
+
+    rng = np.random.default_rng(0)
+    shares = rng.random((2, ROWS)).astype(np.float32)
+    assert_rows_are_independent(drawn, numbers(ROWS, vocabulary), *shares)
+
+
+def test_experts_do_not_depend_on_the_number_of_tokens():
+    """64 experts: XLA computes a softmax over so many in another way than one over few."""
+    shape = {"vocab_size": 320, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    kinds, experts = (LayerKind(sparse=True),), Experts(64, 8, 32, normalised=True)
+    options = {"max_len": 64, "tied": True, "eps": 1e-5, "ropes": (Rope(1e4),), "linear": "cpu"}
+    module = SparseMLP(DecoderConfig(**shape, kinds=kinds, experts=experts, **options), "float32")
+    for one in (module.up, module.down, module.router.weight):
+        matrix = one.matrix
+        stored = numbers(matrix.outputs, matrix.inputs) / np.float32(np.sqrt(matrix.inputs))
+        one.value = jnp.asarray(find("cpu").pack(stored, matrix))
+    graphdef, state = nnx.split(module)
+
+    def run(x: jax.Array) -> Any:
+        return nnx.merge(graphdef, state).routed(x, norm=lambda x: x)
+
+    assert_rows_are_independent(run, numbers(ROWS, 64))
+
+
+def test_values_are_those_of_float64():
+    x = numbers(3, 4, 1000)
+    exact = x.astype(np.float64)
+    sums, means, maxima = (jax.jit(one)(x) for one in (row_sums, row_means, row_maxima))
+    chex.assert_shape(sums, (3, 4))
+    chex.assert_shape((means, maxima), (3, 4, 1))
+    chex.assert_trees_all_close(sums, exact.sum(-1).astype(np.float32), atol=1e-3)
+    chex.assert_trees_all_close(means[..., 0], exact.mean(-1).astype(np.float32), atol=1e-6)
+    chex.assert_trees_all_equal(maxima[..., 0], x.max(-1))
+    shares = np.exp(exact) / np.exp(exact).sum(-1, keepdims=True)
+    chex.assert_trees_all_close(jax.jit(softmax)(x), shares.astype(np.float32), atol=1e-6)
+    chex.assert_trees_all_close(jax.jit(log_softmax)(x), np.log(shares).astype(np.float32), atol=1e-5)
+    several = numbers(3, 4, 8)
+    mixed = jax.jit(weighted_sums)(x[:, :, :8], several[:, :, 0])
+    chex.assert_trees_all_close(mixed, np.einsum("tkh,tk->th", x[:, :, :8], several[:, :, 0]), atol=1e-5)
