@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from experiments import reproduce
-from experiments.studies import figures
+from experiments.analysis import figures
 from experiments.studies.findings import Claim, Findings, Interval, exactly, markdown, rounded
 
 SIMULATED = ("001", "002", "003", "004", "006", "007", "009", "011", "013", "014", "017")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.studies import figures, lengths
+from experiments.analysis import figures
+from experiments.studies import lengths
 from experiments.studies.findings import Claim, Findings, interval, markdown, over, simulated
 
 QUESTION = "What does the block size do to the use of memory, to throughput and to latency?"

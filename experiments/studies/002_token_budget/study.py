@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.analysis import figures
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Work
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, Summary, exactly, markdown, over, ratios, simulated
 
 QUESTION = "What do the token budget and the way a step is composed do to first tokens and to gaps between tokens?"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.studies import figures, lengths
+from experiments.analysis import figures
+from experiments.studies import lengths
 from experiments.studies.findings import Claim, Findings, interval, markdown, results_of
 from pagedjax.host import reservation
 from pagedjax.host.scheduler import SchedulerConfig

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from experiments.studies import figures, load
+from experiments.analysis import figures
+from experiments.studies import load
 from experiments.studies.findings import Claim, Findings
 
 QUESTION = "How much more load does an engine serve at the same latency when requests join and leave at any step?"

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from experiments.analysis import figures
 from experiments.simulation.cost import CHIPS, SHAPES, Chip, Roofline, Shape, Work, shape_of
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, exactly, markdown, rounded, span
 from pagedjax import load_model
 from pagedjax.engine import compilations

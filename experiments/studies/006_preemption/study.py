@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from experiments.analysis import figures
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Work
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, exactly, markdown, over, simulated
 
 QUESTION = "Is it cheaper to move a preempted request's blocks to the host and back, or to compute them again?"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.studies import figures
+from experiments.analysis import figures
 from experiments.studies.findings import Claim, Findings, markdown, over, ratios, simulated
 
 QUESTION = "What is sharing a prefix worth, against engines that compute and keep it for every request?"

@@ -10,11 +10,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from experiments.analysis import figures
 from experiments.bench import beams as bench_beams
 from experiments.bench import sharing
 from experiments.bench.sharing import ALPACA, SHAREGPT, Row
 from experiments.core.distributions import AT_ONCE
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, Interval, interval, markdown
 from pagedjax import load_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.studies import figures
+from experiments.analysis import figures
 from experiments.studies.findings import Findings, Summary, markdown, over, ratios, simulated
 
 QUESTION = "Which order of the queue keeps most requests within their targets when load comes in bursts?"

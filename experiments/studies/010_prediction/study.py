@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from experiments.analysis import figures
 from experiments.bench import lower_bounds
 from experiments.core import config
 from experiments.core.config import Point
@@ -22,7 +23,6 @@ from experiments.core.execution import run_files
 from experiments.simulation import cost
 from experiments.simulation.cost import Chip, Roofline, StepTime
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, Summary, dig, markdown, rounded, span
 from pagedjax import LLM, load_model
 from pagedjax.device.models import Model

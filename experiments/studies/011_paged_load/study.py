@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.studies import figures, lengths, load
+from experiments.analysis import figures
+from experiments.studies import lengths, load
 from experiments.studies.findings import Claim, Findings, Interval, markdown, times
 from experiments.studies.lengths import MEANS_ALONE
 

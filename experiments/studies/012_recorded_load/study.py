@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.analysis import figures
 from experiments.core.workloads import AZURE
-from experiments.studies import figures
 from experiments.studies.findings import Findings, Interval, NoTraces, Summary, dig, markdown, over, simulated, span
 
 QUESTION = "Which order of the queue keeps most of a recorded service's requests within their targets?"

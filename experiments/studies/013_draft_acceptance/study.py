@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.analysis import figures
 from experiments.core.config import Point
 from experiments.core.drive import Measured
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, Interval, exactly, interval, rounded, simulated
 
 QUESTION = "How much faster is an engine with drafts of a known acceptance?"

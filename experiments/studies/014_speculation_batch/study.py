@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.analysis import figures
 from experiments.core import config
 from experiments.core.drive import measure
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, markdown, rounded, span
 from experiments.studies.fitted_h100 import EAGLE, OVERHEAD_S, seconds
 

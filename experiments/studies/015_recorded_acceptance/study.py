@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.analysis import figures
 from experiments.core import config
 from experiments.simulation.cost import SHAPES
 from experiments.simulation.simulate import Guess, Guesses, SimulatedEngine, accepted, resolved
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, NoTraces, exactly, markdown, rounded
 from experiments.studies.fitted_h100 import EAGLE, NGRAM, seconds
 from pagedjax.host.types import Finished, Seq

@@ -14,9 +14,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
+from experiments.analysis import figures
 from experiments.bench.speculation import Pass, Workload, measure
 from experiments.bench.speculation import run as serve
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, markdown, rounded, span
 from pagedjax import LLM, load_model
 from pagedjax.engine import compilations

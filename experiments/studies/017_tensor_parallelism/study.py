@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.analysis import figures
 from experiments.simulation import collectives, cost
 from experiments.simulation.collectives import Exchange
 from experiments.simulation.cost import CHIPS, SHAPES, Chip, Roofline, Shape, Work
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, exactly, markdown, rounded, simulated
 from pagedjax.config import MeshConfig
 

@@ -1,4 +1,4 @@
-"""Figures of studies: SVG files for light and dark pages."""
+"""Figures of studies and of trainings: SVG files for light and dark pages."""
 
 from __future__ import annotations
 

@@ -1,0 +1,35 @@
+"""The task of an RL run: sums of short numbers, each with an answer that can be checked."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Sum(NamedTuple):
+    a: int
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        return f"{self.a}+{self.b}="
+
+
+def sums(seed: int, step: int, count: int, largest: int) -> list[Sum]:
+    """The sums of a step, which depend on seed and step only, so a run can resume at any step."""
+    drawn = np.random.default_rng((seed, step)).integers(largest + 1, size=(count, 2))
+    return [Sum(*pair) for pair in drawn.tolist()]
+
+
+def said(text: str) -> int | None:
+    """The number that an answer begins with; None: it begins with something else."""
+    found = re.match(r" ?([0-9]{1,6})(?![0-9])", text)
+    return int(found[1]) if found else None
+
+
+def reward(asked: Sum, text: str) -> float:
+    """1 for the sum; less, the farther a number is from it; 0 for what is no number."""
+    number = said(text)
+    return 0.0 if number is None else 1 / (1 + abs(number - asked.a - asked.b))

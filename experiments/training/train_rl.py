@@ -1,0 +1,253 @@
+"""Reinforcement learning: the model of train_tiny learns sums from rewards alone, in minutes.
+
+    python -m experiments.training.train_tiny --out runs/tiny
+    python -m experiments.training.train_rl --model runs/tiny/model --out runs/sums       # the same command resumes
+    python -m experiments.training.train_rl --model runs/tiny/model --out runs/close --no-exact
+
+Each step: the engine samples a group of answers to each prompt ("3+1="), a reward is computed of each, and one GRPO
+update (Shao et al. 2024) makes answers likelier that are better than their group. `update_params` gives the engine the
+new weights. The trainer computes log-probabilities by `score`. With `--exact` (the default) they have the engine's
+bits, so the two policies are one and the divergence between them (KL) is exactly 0. With `--no-exact` it is measured.
+
+    OUT/run.json            the options of the run; a command with other options is refused
+    OUT/checkpoints/STEP/   parameters, optimiser, the log. A killed run resumes from the last one, bit for bit
+    OUT/log.json            of each step: reward, share of right answers, KL, largest difference of a log-probability
+    OUT/reward.svg          reward and KL over the steps
+    OUT/model/              a folder for LLM(model=...)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from experiments.analysis.figures import curves
+from experiments.core.optional_imports import require
+from experiments.training.checkpoints import State, begin, opened, restore, save
+from experiments.training.command import check_seed, exit_status
+from experiments.training.rl_setup import RLSetup
+from experiments.training.rl_task import Sum, reward, sums
+from pagedjax import LLM, SamplingParams, load_model
+from pagedjax.device.placement import fingerprint
+from pagedjax.engine import compilations
+from pagedjax.models import score
+from pagedjax.weights.convert import complete_folder
+from pagedjax.weights.orbax_checkpoint import PARAMS
+from pagedjax.weights.pretrained import LoadedModel
+
+optax = require("optax")
+
+ROOM = 12  # tokens of a prompt at most
+
+
+class Rollouts(NamedTuple):
+    """What the engine said, N answers. Arrays of numpy."""
+
+    tokens: Any  # [N, L] int32: prompt and answer, padded
+    lengths: Any  # [N] int32
+    answer: Any  # [N, L] bool: the tokens of the answer
+    chances: Any  # [N, L] float32: log-probabilities that the engine sampled them with
+    rewards: Any  # [N] float32
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------
+
+
+def serving(setup: RLSetup) -> dict[str, Any]:
+    """Options of the engine: one program, and a place for each answer."""
+    n = setup.sums * setup.group
+    sizes = {"max_num_seqs": n, "max_num_batched_tokens": n, "token_buckets": (n,), "num_blocks": 2 * n}
+    return {**sizes, "max_model_len": ROOM + setup.answer, "batch_invariant": setup.exact, "progress": False}
+
+
+def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
+    """A group of answers to each sum of a step, as they are drawn from the model's own distribution."""
+    asked = sums(setup.seed, step, setup.sums, setup.largest)
+    params = [
+        SamplingParams(n=setup.group, temperature=1.0, max_tokens=setup.answer, logprobs=0, seed=seed)
+        for seed in np.random.default_rng((setup.seed, step, 1)).integers(2**31, size=setup.sums).tolist()
+    ]
+    outs = llm.generate([one.prompt for one in asked], params, use_tqdm=False)
+    return gathered(asked, outs, ROOM + setup.answer)
+
+
+def gathered(asked: Sequence[Sum], outs: Sequence[Any], width: int) -> Rollouts:
+    """Outputs of an engine, `n` to each prompt, as arrays of `width` tokens."""
+    rows = [(one, out.prompt_token_ids, branch) for one, out in zip(asked, outs, strict=True) for branch in out.outputs]
+    tokens, chances = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
+    answer = np.zeros(tokens.shape, bool)
+    for i, (_, prompt, branch) in enumerate(rows):
+        first, last = len(prompt), len(prompt) + len(branch.token_ids)
+        tokens[i, :last] = *prompt, *branch.token_ids
+        answer[i, first:last] = True
+        each = zip(branch.token_ids, branch.logprobs, strict=True)
+        chances[i, first:last] = [entry[token].logprob for token, entry in each]
+    lengths = np.array([len(prompt) + len(branch.token_ids) for _, prompt, branch in rows], np.int32)
+    return Rollouts(tokens, lengths, answer, chances, np.array([reward(one, b.text) for one, _, b in rows], np.float32))
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class Trainer(NamedTuple):
+    start: State
+    update: Callable[[State, Rollouts], tuple[State, dict[str, jax.Array]]]  # the state is donated
+
+
+def advantages(rewards: jax.Array, group: int) -> jax.Array:
+    """[N] each reward against its group of answers to one prompt: GRPO's, in units of the group's deviation."""
+    by_group = rewards.reshape(-1, group)
+    return jax.nn.standardize(by_group, axis=1, epsilon=1e-4).reshape(-1)
+
+
+def loss(chances: jax.Array, rollouts: Rollouts, setup: RLSetup) -> jax.Array:
+    """PPO's clipped objective with GRPO's advantages, a mean over the tokens of the answers.
+
+    Args:
+        chances: [N, L] the trainer's log-probabilities.
+    """
+    ratio = jnp.exp(chances - rollouts.chances)
+    gain = advantages(rollouts.rewards, setup.group)[:, None]
+    kept = jnp.minimum(ratio * gain, jnp.clip(ratio, 1 - setup.clip, 1 + setup.clip) * gain)
+    return -jnp.mean(kept, where=rollouts.answer)
+
+
+def divergence(chances: jax.Array, rollouts: Rollouts) -> dict[str, jax.Array]:
+    """How far the trainer's policy is from the engine's: KL(engine | trainer), estimated from the engine's own tokens
+    without bias and without negative terms (k3 of Schulman 2020), and the largest difference."""
+    apart = jnp.where(rollouts.answer, chances - rollouts.chances, 0)
+    kl = jnp.mean(jnp.expm1(apart) - apart, where=rollouts.answer)
+    return {"kl": kl, "largest_difference": jnp.abs(apart).max()}
+
+
+def make_trainer(setup: RLSetup, module: nnx.Module) -> Trainer:
+    """The initial state and the compiled update of a run."""
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
+    method = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(setup.rate))
+
+    def loss_of(params: nnx.State, rollouts: Rollouts) -> tuple[jax.Array, dict[str, jax.Array]]:
+        merged: Any = nnx.merge(graphdef, params, rest)
+        chances = score(merged, rollouts.tokens, rollouts.lengths, batch_invariant=setup.exact)
+        return loss(chances, rollouts, setup), divergence(chances, rollouts)
+
+    def update(state: State, rollouts: Rollouts) -> tuple[State, dict[str, jax.Array]]:
+        (_, facts), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, rollouts)
+        changes, after = method.update(gradients, state.optimiser, state.params)
+        return State(optax.apply_updates(state.params, changes), after), facts
+
+    state = jax.device_put(State(params, method.init(params)), jax.devices()[0], may_alias=False)
+    return Trainer(state, jax.jit(update, donate_argnums=0))
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+@compilations.disk_cache()  # for the process that continues after a kill
+def train(model: Path, out: Path, setup: RLSetup, every: int, *, say: Callable[[str], None] = print) -> list[Any]:
+    """Train, or resume the run in `out` -> the log, an entry for each step.
+
+    Raises:
+        ValueError: `out` belongs to another run, or is no run's folder.
+        FileNotFoundError: there is no model.
+    """
+    loaded = load_model(model, dtype="float32", linear_impl="xla")  # matrices as a trainer has them
+    begin(out, {**dataclasses.asdict(setup), "model": fingerprint(loaded.model)})
+    trainer = make_trainer(setup, nnx.merge(loaded.model.graphdef, loaded.model.params))
+    llm = LLM(load_model(model, dtype="float32"), **serving(setup))
+    with opened(out) as manager:
+        done, state, log = restore(manager, trainer.start)
+        say(f"{'step':>6} {'reward':>7} {'right':>7} {'KL':>9} {'largest difference':>19}")
+        while done < setup.steps:
+            llm.update_params(state.params)
+            rollouts = roll_out(llm, setup, done)
+            state, facts = trainer.update(state, rollouts)
+            done += 1
+            rewards = {"reward": float(rollouts.rewards.mean()), "right": float((rollouts.rewards == 1).mean())}
+            log = [*log, {"step": done, **rewards, **{name: float(x) for name, x in facts.items()}}]
+            if done % every == 0 or done == setup.steps:
+                save(manager, done, state, log)
+                say(line(log[-every:]))
+    (out / "log.json").write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
+    (out / "reward.svg").write_text(figure({out.name: log}), encoding="utf-8")
+    if not (out / "model").exists():
+        write_model(out / "model", model, loaded, state.params)
+    return log
+
+
+def line(log: Sequence[Any]) -> str:
+    """The means of some steps, and their largest difference, as a line of the table."""
+    reward, right, kl = (np.mean([entry[name] for entry in log]) for name in ("reward", "right", "kl"))
+    largest = max(entry["largest_difference"] for entry in log)
+    return f"{log[-1]['step']:6} {reward:7.3f} {100 * right:5.1f} % {kl:9.2g} {largest:19.2g}"
+
+
+def figure(logs: dict[str, Sequence[Any]], span: int = 10) -> str:
+    """An SVG of runs by name: means over `span` steps of reward, of right answers, and of the KL."""
+
+    def means(log: Sequence[Any], name: str) -> list[tuple[float, float]]:
+        parts = [log[i : i + span] for i in range(0, len(log), span)]
+        return [(part[-1]["step"], float(np.mean([entry[name] for entry in part]))) for part in parts]
+
+    titles = {"reward": "reward", "right": "right answers", "kl": "KL of engine and trainer"}
+    panels = {title: {run: means(log, name) for run, log in logs.items()} for name, title in titles.items()}
+    return curves(panels, "step", ["mean of a step", "share", "nats a token"])
+
+
+def write_model(folder: Path, source: Path, loaded: LoadedModel, params: nnx.State) -> None:
+    """Write a folder for LLM(model=folder), atomically: the source's, with other parameters."""
+    with complete_folder(folder.absolute()) as part:
+        for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+            shutil.copyfile(source / name, part / name)
+        with ocp.StandardCheckpointer() as orbax:
+            orbax.save(part / PARAMS, params)
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder that train_tiny wrote")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run is resumed")
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints (default: %(default)s)")
+    for field in dataclasses.fields(RLSetup):
+        options: dict[str, Any] = {"default": field.default, "help": "default: %(default)s"}
+        options |= (
+            {"action": argparse.BooleanOptionalAction} if field.name == "exact" else {"type": type(field.default)}
+        )
+        parser.add_argument(f"--{field.name}", **options)
+    args = parser.parse_args(argv)
+    setup = RLSetup(**{field.name: getattr(args, field.name) for field in dataclasses.fields(RLSetup)})
+    for name, least in {"every": 1, "steps": 1, "sums": 1, "group": 2, "largest": 1, "answer": 1}.items():
+        if (value := getattr(args, name)) < least:
+            parser.error(f"--{name} is {value}; it must be at least {least}; leave it out for the default")
+    if setup.largest > 999:
+        parser.error(
+            f"--largest is {setup.largest}; it must be at most 999, so that a prompt has {ROOM} tokens at most"
+        )
+    for name in ("rate", "clip"):
+        if not 0 < (value := getattr(args, name)) < 1:
+            parser.error(f"--{name} is {value}; it must be above 0 and below 1; leave it out for the default")
+    check_seed(parser, setup.seed)
+    if not (args.model / "config.json").is_file():
+        made = "python -m experiments.training.train_tiny --out FOLDER makes one, FOLDER/model"
+        parser.error(f"--model is {args.model}, where no config.json is; {made}")
+    say = partial(print, flush=True)
+    return exit_status(lambda: train(args.model, args.out, setup, args.every, say=say))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

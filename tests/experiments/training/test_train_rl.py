@@ -1,0 +1,181 @@
+"""RL on sums: the two policies are one in exact mode, and a stopped run resumes to the same bits."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.training import train_rl, train_tiny
+from experiments.training.data import prepare
+from experiments.training.forward import initial
+from experiments.training.rl_setup import RLSetup
+from experiments.training.rl_task import Sum, reward, said, sums
+from experiments.training.setup import Setup, hf_config
+from experiments.training.train_rl import Rollouts
+from pagedjax import LLM, load_model
+from pagedjax.device.models import llama
+from pagedjax.weights.tree import named
+
+pytest.importorskip("numba")
+
+SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32)
+SETUP = RLSetup(steps=6, sums=4, group=4, rate=3e-3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A folder as train_tiny writes it, with initial weights."""
+    folder = tmp_path_factory.mktemp("rl") / "model"
+    params = nnx.state(initial(llama.from_hf(hf_config(SMALL)), 0), nnx.Param)
+    train_tiny.write_model(folder, SMALL, prepare(SMALL.vocab).tokenizer, params)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory) -> tuple[Path, list[Any], list[str]]:
+    """A run without interruption."""
+    out, lines = tmp_path_factory.mktemp("runs") / "whole", []
+    return out, train_rl.train(model, out, SETUP, 2, say=lines.append), lines
+
+
+def stored(folder: Path) -> dict[str, np.ndarray]:
+    return {name: np.asarray(x) for name, x in named(load_model(folder, linear_impl="xla").model.params).items()}
+
+
+def test_the_policies_are_one_in_exact_mode(whole, model):
+    out, log, lines = whole
+    assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5, 6]
+    assert {entry["kl"] for entry in log} == {0.0}
+    assert {entry["largest_difference"] for entry in log} == {0.0}
+    assert lines[0].split()[:4] == ["step", "reward", "right", "KL"]
+    assert [line.split()[0] for line in lines[1:]] == ["2", "4", "6"]
+    assert json.loads((out / "log.json").read_text()) == log
+    assert (out / "reward.svg").read_text().startswith("<?xml")
+    before, after = stored(model), stored(out / "model")
+    assert all((after[name] != x).any() for name, x in before.items() if name != "angles"), "all parameters learn"
+    assert LLM(out / "model", num_blocks=4, max_num_seqs=1, compilation="lazy", progress=False).tokenizer.encode("1+1=")
+
+
+def test_the_divergence_is_measured_without_exact_mode(model, tmp_path):
+    log = train_rl.train(model, tmp_path / "run", replace(SETUP, steps=2, exact=False), 1, say=lambda _: None)
+    assert all(0 <= entry["kl"] < 1e-6 for entry in log)
+    assert all(entry["largest_difference"] < 1e-4 for entry in log)
+
+
+class Stops(Exception):
+    pass
+
+
+def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypatch):
+    out, log, _ = whole
+    original = train_rl.roll_out
+
+    def roll_out(llm: LLM, setup: RLSetup, step: int) -> Rollouts:
+        if step == 3:
+            raise Stops
+        return original(llm, setup, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train_rl, "roll_out", roll_out)
+        with pytest.raises(Stops):
+            train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None)
+    assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None) == log
+    chex.assert_trees_all_equal(stored(tmp_path / "run" / "model"), stored(out / "model"))
+    again: list[str] = []
+    assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=again.append) == log, "a run that has ended"
+    assert len(again) == 1
+    with pytest.raises(ValueError, match=r"holds another run: rate is 0.1, there 0.003"):
+        train_rl.train(model, tmp_path / "run", replace(SETUP, rate=0.1), 2)
+
+
+@pytest.mark.slow
+def test_rewards_rise(model, tmp_path):
+    log = train_rl.train(model, tmp_path / "run", replace(SETUP, steps=60, sums=8, group=16), 20, say=lambda _: None)
+    first, last = (np.mean([entry["reward"] for entry in part]) for part in (log[:10], log[-10:]))
+    assert last > first + 0.1
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)  # the first example compiles
+@given(
+    rewards=st.lists(st.floats(0, 1, width=32), min_size=6, max_size=6),
+    seed=st.integers(0, 99),
+    clip=st.sampled_from([0.1, 0.5]),
+)
+def test_the_loss_is_that_of_the_papers(rewards, seed, clip):
+    """Written out in numpy, answer by answer."""
+    rng = np.random.default_rng(seed)
+    chances, old = rng.normal(-2, 0.5, (2, 6, 5)).astype(np.float32)
+    answer = rng.random((6, 5)) < 0.6
+    answer[0, 0] = True
+    rollouts = Rollouts(None, None, answer, old, np.array(rewards, np.float32))
+    terms = []
+    for i, j in zip(*np.nonzero(answer), strict=True):
+        group = np.array(rewards[i // 3 * 3 :][:3], np.float64)
+        gain = (rewards[i] - group.mean()) / np.sqrt(group.var() + 1e-4)
+        ratio = np.exp(float(chances[i, j]) - float(old[i, j]))
+        terms.append(min(ratio * gain, float(np.clip(ratio, 1 - clip, 1 + clip)) * gain))
+    found = train_rl.loss(jnp.asarray(chances), rollouts, RLSetup(group=3, clip=clip))
+    chex.assert_shape(found, ())
+    chex.assert_trees_all_close(float(found), -np.mean(terms), rtol=1e-3, atol=1e-3)
+
+
+def test_the_divergence_is_that_of_two_distributions():
+    """Its mean over many draws, against the sum over the vocabulary."""
+    rng = np.random.default_rng(0)
+    ours, theirs = (jax.nn.log_softmax(jnp.asarray(rng.normal(0, 0.3, 8))) for _ in range(2))
+    shares = np.exp(np.asarray(theirs, np.float64))
+    drawn = rng.choice(8, (1, 200_000), p=shares / shares.sum())
+    rollouts = Rollouts(None, None, np.ones(drawn.shape, bool), theirs[drawn], None)
+    found = train_rl.divergence(ours[drawn], rollouts)
+    chex.assert_trees_all_close(found["kl"], (jnp.exp(theirs) * (theirs - ours)).sum(), rtol=0.03)
+    chex.assert_trees_all_close(found["largest_difference"], jnp.abs(ours - theirs).max(), rtol=1e-6)
+    same = train_rl.divergence(theirs[drawn], rollouts)
+    assert (float(same["kl"]), float(same["largest_difference"])) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "worth"),
+    [("7", 7, 1), (" 7\n", 7, 1), ("8", 8, 0.5), ("5 ", 5, 1 / 3), ("x", None, 0), ("", None, 0), ("77", 77, 1 / 71)],
+)
+def test_rewards_can_be_checked(text, number, worth):
+    assert said(text) == number
+    assert reward(Sum(3, 4), text) == worth
+
+
+def test_sums_depend_on_seed_and_step_alone():
+    assert sums(0, 3, 5, 9) == sums(0, 3, 5, 9) != sums(0, 4, 5, 9)
+    drawn = sums(1, 0, 400, 4)
+    assert {one.a for one in drawn} == {one.b for one in drawn} == set(range(5))
+    assert Sum(3, 1).prompt == "3+1="
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--group", "1"], "--group is 1; it must be at least 2"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--largest", "1000"], "--largest is 1000; it must be at most 999"),
+        (["--rate", "0"], "--rate is 0.0; it must be above 0 and below 1"),
+        (["--seed", "-1"], r"--seed is -1; it must be in \[0, 2\*\*32\)"),
+        ([], "where no config.json is; python -m experiments.training.train_tiny --out FOLDER makes one"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit):
+        train_rl.main(["--model", str(tmp_path), "--out", str(tmp_path / "out"), *options])
+    assert re.search(message, capsys.readouterr().err)
