@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -77,7 +77,7 @@ def record(
                 state = arrive("restart", scheduler.restart(state))
                 recorder.restart()
             if plan is None and draw.random() < 0.05:
-                pending = draw.choice(["restart", "keep"])
+                pending: Any = draw.choice(["restart", "keep"])
                 state = arrive("update", scheduler.update(state, pending))
                 recorder.update(len(made), pending)
             if plan is None:
