@@ -23,8 +23,8 @@ from experiments.training import draft_data, train_draft
 from experiments.training.draft_data import Windows
 from experiments.training.draft_loss import LATER, drafts, loss
 from experiments.training.draft_setup import DraftSetup
-from experiments.training.forward import packed
 from pagedjax import load_model
+from pagedjax.device.windows import packed
 from pagedjax.weights.draft_model import read_eagle
 from pagedjax.weights.tree import named
 from tests.weights.tiny import tiny_llama
