@@ -264,6 +264,7 @@ def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_draft
 # --- sizes, times, errors ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_block_has_the_drafters_pages(tiny, folders):
     for drafter in ("small", "head"):
         engine = speculating(tiny, folders, drafter, 2)
