@@ -318,6 +318,9 @@ def point_key(experiment: Experiment, content: str) -> str:
         values["engine"]["speculative"] |= drafter
     if isinstance(policy := experiment.engine.kv_policy, KVPolicyOptions):
         values["engine"]["kv_policy"]["name"] = _own_source(policy.name)
+        for name in ("tokens", "dense_layers", "dense_prompts"):  # not in the keys of versions before these fields
+            if getattr(policy, name) is None:
+                del values["engine"]["kv_policy"][name]
     if experiment.engine.free_window_blocks:  # as in the keys of versions before this field
         del values["engine"]["free_window_blocks"]
     values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}
