@@ -27,8 +27,10 @@ from pagedjax.device import attention
 from pagedjax.device.attention import Attend, numbers_in, stored_in
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import BoundedKeys
+from pagedjax.device.row_reductions import softmax
 
 AT_ONCE = 2**20  # numbers of bounds that are read at once, at most, unless one block of one row has more
+NEG = -1e30  # a finite minus infinity
 SPAN = 64  # blocks of a row whose scores are computed at once
 
 
@@ -147,9 +149,10 @@ def _selected(
 
 
 def _scores(q: jax.Array, bounds: jax.Array, tables: jax.Array, counts: jax.Array) -> jax.Array:
-    """[R, K, M] float32: scores of the first `counts` [R] blocks of each row; 0 where none is computed.
+    """[R, K, M] float32: scores of the first `counts` [R] blocks of each row; others are any finite numbers.
 
-    The query heads of a key head share its selection: the score of a block is the largest of their upper bounds.
+    The query heads of a key head share its selection. The score of a block is the sum of its shares: what a softmax of
+    the upper bounds gives it in each of these heads.
 
     Args:
         q: [R, K, G, D], scaled.
@@ -165,8 +168,14 @@ def _scores(q: jax.Array, bounds: jax.Array, tables: jax.Array, counts: jax.Arra
         ids = jax.lax.dynamic_slice_in_dim(tables, i * span, span, axis=1)
         ends = numbers_in(bounds.at[ids].get(mode="promise_in_bounds")).astype(jnp.float32)
         ends = ends.transpose(0, 2, 1, 3, 4).reshape(r, k, span, 2 * d)
-        upper = jnp.einsum("rkmd,rkgd->rkmg", ends, q, precision="highest", preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice_in_dim(found, upper.max(-1), i * span, axis=2)
+        upper = jnp.einsum("rkgd,rkmd->rkgm", q, ends, precision="highest", preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(found, upper, i * span, axis=3)
 
-    start = jnp.zeros((r, k, tables.shape[1]))
-    return jax.lax.fori_loop(0, (counts.max() + span - 1) // span, some, start)[..., :width]
+    start = jnp.zeros((r, k, g, tables.shape[1]))
+    upper = jax.lax.fori_loop(0, (counts.max() + span - 1) // span, some, start)[..., :width]
+    upper = jnp.where(jnp.arange(width) < counts[:, None, None, None], upper, NEG)
+    shares = softmax(upper)
+    total = shares[:, :, 0]
+    for i in range(1, g):  # XLA keeps the order of additions that are written out
+        total = total + shares[:, :, i]
+    return total
