@@ -241,7 +241,7 @@ def check_company(data: st.DataObject, names: Sequence[str], engines: Any, token
     assert not any(wanted.values())
 
 
-FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @FEW
