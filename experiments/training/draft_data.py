@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +24,9 @@ from tqdm import tqdm
 
 from experiments.training.data import texts
 from experiments.training.draft_setup import DraftSetup
-from experiments.training.forward import dense, packed
 from pagedjax import LLM, SamplingParams
-from pagedjax.device import cache
 from pagedjax.device.models import Model
+from pagedjax.device.windows import hidden
 from pagedjax.weights.pretrained import LoadedModel
 
 TOP = 8  # next tokens that are kept of each position
@@ -74,12 +72,9 @@ def read(model: Model, taps: Sequence[int], windows: np.ndarray, at_a_time: int 
 
     @jax.jit
     def step(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        module, b = nnx.merge(model.graphdef, params), len(tokens)
-        pages = cache.init(
-            layers=c.layers, blocks=b - 1, block_size=s, kv_heads=c.kv_heads, head_dim=c.head_dim, dtype=model.dtype
-        )
-        _, hidden, found = module.hidden(pages, packed(tokens), partial(dense, scale=c.attn_scale), taps)
-        shares, ids = jax.lax.top_k(jax.nn.softmax(module.logits(hidden), axis=-1), top)
+        module = nnx.merge(model.graphdef, params)
+        last, found = hidden(module, tokens, taps)
+        shares, ids = jax.lax.top_k(jax.nn.softmax(module.logits(last), axis=-1), top)
         return jnp.concatenate(found, axis=-1).astype(dtype), ids, shares
 
     parts = []

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from experiments.training.draft_data import Windows
-from experiments.training.forward import packed
 from pagedjax.device import cache
 from pagedjax.device.models.decoder import Decoder
 from pagedjax.device.models.eagle import Eagle
+from pagedjax.device.windows import packed
 
 LATER = 0.8  # weight of a pass over that of the one before
 

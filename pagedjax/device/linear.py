@@ -12,10 +12,12 @@ from typing import Any
 
 from pagedjax.config import own_value
 from pallas_kernels.linear import IMPLS, Implementation, Matrix, Norm, linear
+from pallas_kernels.linear.cpu import differentiable
 
-__all__ = ["IMPLS", "Implementation", "Matrix", "Norm", "choose", "find", "linear", "prepare"]
+__all__ = ["DIFFERENTIABLE", "IMPLS", "Implementation", "Matrix", "Norm", "choose", "find", "linear", "prepare"]
 
 DEFAULTS = "cpu", "xla"  # the first one that can serve is the default; "xla" runs everywhere
+DIFFERENTIABLE = differentiable.IMPLEMENTATION.name  # for `score`, and not for engines
 
 
 def find(name: str) -> Implementation:
@@ -26,6 +28,8 @@ def find(name: str) -> Implementation:
     """
     if name in IMPLS:
         return IMPLS[name]
+    if name == DIFFERENTIABLE:
+        return differentiable.IMPLEMENTATION
     file = name.rpartition(":")[0]
     return _own(name, os.path.abspath(file), os.stat(file).st_mtime_ns if os.path.isfile(file) else 0)
 

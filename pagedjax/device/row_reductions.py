@@ -34,13 +34,13 @@ def row_maxima(x: jax.Array) -> jax.Array:
 
 def softmax(x: jax.Array) -> jax.Array:
     """[..., N] float32 -> [..., N], over the last axis."""
-    shares = jnp.exp(x - row_maxima(x))
+    shares = jnp.exp(x - jax.lax.stop_gradient(row_maxima(x)))
     return shares / row_sums(shares)[..., None]
 
 
 def log_softmax(x: jax.Array) -> jax.Array:
     """[..., N] float32 -> [..., N], over the last axis."""
-    below = x - row_maxima(x)
+    below = x - jax.lax.stop_gradient(row_maxima(x))
     return below - jnp.log(row_sums(jnp.exp(below)))[..., None]
 
 

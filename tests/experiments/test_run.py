@@ -341,6 +341,7 @@ def made(tmp_path: Path) -> dict[str, int]:
     return {str(entry.parent): entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
 
 
+@pytest.mark.default_cases("experiments.core.environment.source")
 @pytest.mark.parametrize("what", ["experiments.core.environment.source", "experiments.core.environment._version"])
 def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
     what: str, simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

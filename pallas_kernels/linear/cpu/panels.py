@@ -10,6 +10,8 @@ Outputs are padded to whole panels with zeros, and inputs to pairs. Rows of seve
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pallas_kernels.shared.cpu import huge_pages
@@ -20,26 +22,31 @@ DTYPES = ("float32", "bfloat16", "int8")
 
 def pack(weight: np.ndarray, *, gated: bool = False, matrices: int = 1) -> np.ndarray:
     """weight [M, K] -> panels. matrices: that are one behind the other in M."""
-    found = _padded(weight.reshape(matrices, -1, weight.shape[1]), gated)
-    e, m, k = found.shape
-    if gated:
-        found = found.reshape(e, 2, m // PANEL, PANEL // 2, k).swapaxes(1, 2)
-    panels = found.reshape(e * m // PANEL, PANEL, k)
-    pairs = panels.reshape(-1, PANEL, k // 2, 2) if weight.dtype.name == "bfloat16" else panels
-    packed = pairs.swapaxes(1, 2)
+    packed = arranged(np, weight, gated=gated, matrices=matrices)
     out = huge_pages.empty(packed.shape, packed.dtype)
     np.copyto(out, packed)
     return out
 
 
-def _padded(weights: np.ndarray, gated: bool) -> np.ndarray:
+def arranged(xp: Any, weight: Any, *, gated: bool = False, matrices: int = 1) -> Any:
+    """The same as an array of `xp`, numpy or jax.numpy; one of numpy may be a view."""
+    found = _padded(xp, weight.reshape(matrices, -1, weight.shape[1]), gated)
+    e, m, k = found.shape
+    if gated:
+        found = found.reshape(e, 2, m // PANEL, PANEL // 2, k).swapaxes(1, 2)
+    panels = found.reshape(e * m // PANEL, PANEL, k)
+    pairs = panels.reshape(-1, PANEL, k // 2, 2) if weight.dtype.name == "bfloat16" else panels
+    return pairs.swapaxes(1, 2)
+
+
+def _padded(xp: Any, weights: Any, gated: bool) -> Any:
     e, m, k = weights.shape
     parts, outputs = (2, m // 2) if gated else (1, m)
     more = -outputs % (PANEL // parts)
     odd = k % 2 if weights.dtype.name == "bfloat16" else 0
     if not more and not odd:
         return weights
-    found = np.pad(weights.reshape(e, parts, outputs, k), ((0, 0), (0, 0), (0, more), (0, odd)))
+    found = xp.pad(weights.reshape(e, parts, outputs, k), ((0, 0), (0, 0), (0, more), (0, odd)))
     return found.reshape(e, -1, k + odd)
 
 

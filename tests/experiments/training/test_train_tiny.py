@@ -24,7 +24,7 @@ from experiments.training import forward, train_tiny
 from experiments.training.data import END
 from experiments.training.setup import Setup
 from pagedjax import LLM, SamplingParams, load_model
-from pagedjax.device import attention, cache
+from pagedjax.device import attention, cache, windows
 from pagedjax.device.models import llama
 from pagedjax.engine import compilations
 from pagedjax.weights.tree import named
@@ -141,7 +141,7 @@ def test_dense_attention_matches_paged_attention(module, data):
     b, s = tokens.shape
     pages = cache.init(layers=2, blocks=b - 1, block_size=s, kv_heads=2, head_dim=8, dtype="float32")
     paged = attention.attend("reference", module.config.attn_scale)
-    run = jax.jit(lambda: module.logits(module.hidden(pages, forward.packed(tokens), paged)[1]).reshape(b, s, -1))
+    run = jax.jit(lambda: module.logits(module.hidden(pages, windows.packed(tokens), paged)[1]).reshape(b, s, -1))
     found = jax.jit(forward.logits)(module, tokens)
     chex.assert_shape(found, (b, s, SETUP.vocab))
     chex.assert_tree_all_finite(found)

@@ -1,0 +1,111 @@
+"""Log-probabilities of given sequences by the layers that serve: whole sequences at once, and differentiable.
+
+In batch-invariant mode they have the bits of a batch-invariant engine (docs/design/trainer-parity.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import ArrayLike
+
+from pagedjax.device import attention, linear, windows
+from pagedjax.device.models.decoder import Decoder, DecoderConfig
+from pagedjax.device.row_reductions import log_softmax
+
+TILE = 512  # tokens whose logits exist at the same time
+
+
+def score(
+    module: Decoder, tokens: ArrayLike, lengths: ArrayLike | None = None, *, batch_invariant: bool = False
+) -> jax.Array:
+    """The log-probability of each token after the tokens before it, under the model's own distribution.
+
+    It is what `SamplingParams(logprobs=0, prompt_logprobs=0)` gives: before temperature and other options.
+
+    Args:
+        module: a decoder of pagedjax.device.models, e.g. `nnx.merge(graphdef, params)` of a trainer. Its matrices are
+            as a trainer stores them (`linear_impl="xla"`). Those of an engine on a CPU are packed; they have no
+            gradient.
+        tokens: [B, L] integers; behind a shorter sequence any ids of the vocabulary.
+        lengths: [B] the tokens of each sequence; None: all are L tokens.
+        batch_invariant: compute the bits of `LLM(batch_invariant=True)`, in the dtype of the module.
+
+    Returns:
+        [B, L] float32. The first place is 0, because no token is before it, and so are those behind a sequence.
+
+    Raises:
+        ValueError: tokens or lengths have other shapes, L is above the model's longest context, the module is a part of
+            a model on a mesh, or nothing computes it batch-invariantly; the message names the values.
+    """
+    _check(module.config, tokens, lengths)
+    if batch_invariant:
+        module = _batch_invariant(module)
+    graphdef, state = nnx.split(module)
+    tokens = jnp.asarray(tokens, jnp.int32)
+    lengths = jnp.full(len(tokens), tokens.shape[1]) if lengths is None else jnp.asarray(lengths)
+    return _score(graphdef, batch_invariant, state, tokens, lengths)
+
+
+def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
+    shape, kind = np.shape(tokens), getattr(tokens, "dtype", None) or np.asarray(tokens).dtype
+    if len(shape) != 2 or not np.issubdtype(kind, np.integer) or 0 in shape:
+        raise ValueError(f"tokens is {kind} {list(shape)}; it must be integers [B, L], shorter sequences padded to L")
+    if shape[1] > c.max_len:
+        raise ValueError(f"tokens is {list(shape)}; the model's longest context is {c.max_len}: cut the sequences")
+    if lengths is not None and np.shape(lengths) != shape[:1]:
+        raise ValueError(f"lengths is {list(np.shape(lengths))}; tokens {list(shape)} need one for each sequence")
+    if c.axes:
+        raise ValueError(f"the module is a part of a model on a mesh with axes {c.axes}; give a whole module")
+
+
+def _batch_invariant(module: Decoder) -> Decoder:
+    """The module with products that do not depend on the batch, and have gradients if it is a trainer's.
+
+    Raises:
+        ValueError: there are none for its sizes and dtype on this device.
+    """
+    c, dtype, device = module.config, module.dtype, jax.devices()[0]
+    sizes = {"head_dim": c.head_dim, "kv_heads": c.kv_heads, "heads": c.heads, "block_size": c.max_len}
+    attention.choose(None, device, invariant=True, dtype=dtype, query_dtype=dtype, **sizes)
+    wanted = linear.DIFFERENTIABLE if c.linear == "xla" else c.linear
+    facts = {"weight_dtype": "int8" if c.int8 else dtype, "activation": c.activation if c.gated else None}
+    linear.choose(wanted, device, dtype=dtype, mesh=False, **facts)
+    if not linear.find(wanted).invariant:
+        raise ValueError(f"batch_invariant is True, and linear_impl {wanted!r} is not; use a module of 'xla'")
+    graphdef, blank = _parts(replace(c, linear=wanted), dtype)
+    state = jax.tree.unflatten(jax.tree.structure(blank), jax.tree.leaves(nnx.state(module)))
+    return nnx.merge(graphdef, state)
+
+
+@cache
+def _parts(config: DecoderConfig, dtype: str) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))  # type: ignore[return-value]
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # without it each operation would be rounded by itself, as in no engine
+def _score(
+    graphdef: nnx.GraphDef, batch_invariant: bool, state: nnx.State, tokens: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    module: Decoder = nnx.merge(graphdef, state)
+    hidden, _ = windows.hidden(module, tokens, batch_invariant=batch_invariant)
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)
+    several = -len(hidden) % TILE if len(hidden) > TILE else 0
+    tile = min(TILE, len(hidden))
+    hidden = jnp.pad(hidden, ((0, several), (0, 0))).reshape(-1, tile, hidden.shape[1])
+    following = jnp.pad(following, (0, several)).reshape(-1, tile)
+
+    @jax.checkpoint
+    def one(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        found = log_softmax(module.logits(part[0]))
+        return jnp.take_along_axis(found, part[1][:, None], axis=-1)[:, 0]
+
+    found = jax.lax.map(one, (hidden, following)).reshape(-1)[: tokens.size].reshape(tokens.shape)
+    found = jnp.pad(found[:, :-1], ((0, 0), (1, 0)))
+    return jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], found, 0)

@@ -1,0 +1,99 @@
+"""Whole sequences without a cache: the batch of a step that computes them, and attention that reads no pages.
+
+The layers are those that serve. Sequences have equal lengths, S tokens; a shorter one has any tokens behind it, which
+no token before them sees. "Page" b is all keys of sequence b, as they come from the product, so nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax.device.attention import IMPLS, Attend, Bound, Implementation
+from pagedjax.device.batch import Batch
+from pagedjax.device.cache import init
+from pagedjax.device.models.decoder import Decoder
+
+
+def packed(tokens: jax.Array) -> Batch:
+    """Windows [B, S] as the batch of a step: B prompts, each in one block of S slots."""
+    b, s = tokens.shape
+    each, slots = jnp.arange(b), jnp.arange(b * s)
+    return Batch(
+        tokens=tokens.reshape(-1),
+        positions=slots % s,
+        slots=slots,
+        block_tables=each[:, None],
+        seq_lens=jnp.full(b, s),
+        cu_q_lens=jnp.arange(b + 1) * s,
+        last=each * s + s - 1,
+        sampled_row=each,
+        targets=None,
+        sampling=None,  # type: ignore[arg-type]  # nothing is sampled
+    )
+
+
+def dense(q, k_pages, v_pages, *_, scale: float, window: int | None = None, soft_cap: float | None = None) -> jax.Array:
+    """An `Attend` for `packed` windows in plain XLA, in float32. All S x S scores exist at the same time."""
+    b, k, s, d = k_pages.shape
+    queries, keys, values = (x.astype(jnp.float32) for x in (q.reshape(b, s, k, -1, d), k_pages, v_pages))
+    scores = scale * jnp.einsum("bskgd,bktd->bkgst", queries, keys)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    far = jnp.arange(s)[:, None] - jnp.arange(s)
+    seen = (far >= 0) if window is None else (far >= 0) & (far < window)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bkgst,bktd->bskgd", weights, values).reshape(q.shape).astype(q.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exact(options: tuple[tuple[str, Any], ...], q: jax.Array, k: jax.Array, v: jax.Array, *rows: jax.Array):
+    invariant = IMPLS["cpu"].invariant
+    assert invariant is not None
+    return invariant(q, k, v, *rows, **dict(options))
+
+
+def _forward(options: Any, *arrays: jax.Array) -> tuple[jax.Array, Any]:
+    return _exact(options, *arrays), arrays
+
+
+def _backward(options: Any, arrays: Any, cotangent: jax.Array) -> Any:
+    q, k, v, *rows = arrays
+    pull = jax.vjp(partial(dense, **dict(options)), q, k, v)[1]
+    return *pull(cotangent), *(None for _ in rows)
+
+
+_exact.defvjp(_forward, _backward)
+
+
+def exact(*arrays: jax.Array, **options: Any) -> jax.Array:
+    """An `Attend` for `packed` windows with the bits of a batch-invariant engine, and the gradient of `dense`."""
+    return _exact(tuple(options.items()), *arrays)
+
+
+def as_pages(k_pages, v_pages, k, v, slots, *, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [B S, K, D] of `packed` windows as pages [B, K, S, D]; the pages' own content is not read."""
+    return tuple(x.reshape(rows, -1, *x.shape[1:]).swapaxes(1, 2) for x in (k, v))  # type: ignore[return-value]
+
+
+DENSE = Implementation("windows", dense, write=as_pages)
+EXACT = Implementation("exact windows", exact, write=as_pages)
+
+
+def attend(scale: float, *, batch_invariant: bool = False) -> Attend:
+    """The attention of `packed` windows with its scale."""
+    return Bound(EXACT if batch_invariant else DENSE, scale)
+
+
+def hidden(
+    module: Decoder, tokens: jax.Array, taps: Sequence[int] = (), *, batch_invariant: bool = False
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Windows [B, S] -> ([B S, H] after the final norm, [B S, H] after each of the layers `taps`)."""
+    c, (b, s) = module.config, tokens.shape
+    sizes: dict[str, Any] = {"layers": c.layers, "block_size": s, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
+    pages = init(blocks=b - 1, dtype=module.dtype, **sizes)  # shapes alone: nothing reads or writes them
+    return module.hidden(pages, packed(tokens), attend(c.attn_scale, batch_invariant=batch_invariant), taps)[1:]

@@ -1,0 +1,65 @@
+"""Products of the CPU kernel with gradients, over weights as a trainer stores them: they are packed in each call.
+
+Results have the bits of the implementation "cpu". Gradients are those of the implementation "xla": the same product,
+whose sums are in another order.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.linear import xla
+from pallas_kernels.linear.cpu import implementation as cpu
+from pallas_kernels.linear.cpu import panels
+from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
+
+
+def multiply(
+    x: jax.Array,
+    weight: jax.Array,
+    matrix: Matrix,
+    norm: Norm | None,
+    epilogue: Epilogue,
+    rows: tuple[int, int] | None,
+    sizes: jax.Array | None,
+    dtype: str,
+) -> jax.Array:
+    """See `api.linear`. It can be differentiated in reverse mode.
+
+    Raises:
+        ValueError: as `cpu.multiply`.
+    """
+    scales, bias, activation, residual = epilogue
+    kind = None if norm is None else (norm.eps, norm.plus_one)
+    arrays = x, weight, norm and norm.weight, scales, bias, residual, sizes
+    return _product((matrix, kind, activation, rows, dtype), *arrays)
+
+
+def _called(function: Any, options: Any, x, weight, norm, scales, bias, residual, sizes) -> jax.Array:
+    """`multiply` of an implementation, from static options and arrays."""
+    matrix, kind, activation, rows, dtype = options
+    normalised = None if kind is None else Norm(norm, *kind)
+    return function(x, weight, matrix, normalised, Epilogue(scales, bias, activation, residual), rows, sizes, dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(options: Any, x: jax.Array, weight: jax.Array, *others: Any) -> jax.Array:
+    matrix = options[0]
+    packed = panels.arranged(jnp, weight, gated=matrix.gated, matrices=matrix.count)
+    return _called(cpu.multiply, options, x, packed, *others)
+
+
+def _forward(options: Any, *arrays: Any) -> tuple[jax.Array, Any]:
+    return _product(options, *arrays), arrays
+
+
+def _backward(options: Any, arrays: Any, cotangent: jax.Array) -> Any:
+    return jax.vjp(partial(_called, xla.multiply, options), *arrays)[1](cotangent)
+
+
+_product.defvjp(_forward, _backward)
+IMPLEMENTATION = Implementation("cpu_differentiable", multiply, cpu.obstacle, prepare=cpu.prepare, invariant=True)

@@ -1,0 +1,167 @@
+"""`score`: log-probabilities of whole sequences, against the engine's own, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.device import score as scores
+from pagedjax.models import Decoder, score
+from pagedjax.weights.trained import whole
+from tests.engine.test_batch_invariance import COMMON, ENGINES, VOCAB, model_of
+
+pytest.importorskip("numba")
+
+PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (1, 5, 23, 88, 40, 71)]
+DRAWN = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+Rollout = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens [B, L], lengths [B], log-probabilities [B, L]
+
+
+def rollout(llm: LLM, prompts: list[list[int]] = PROMPTS) -> Rollout:
+    """What an engine draws, padded with other tokens, and the log-probabilities that it gives."""
+    outs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], DRAWN, use_tqdm=False)
+    ids = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outs]
+    lengths = np.array([len(one) for one in ids])
+    tokens = np.full((len(ids), lengths.max()), 7, np.int32)
+    found = np.zeros(tokens.shape, np.float32)
+    for i, (out, own) in enumerate(zip(outs, ids, strict=True)):
+        given: Any = [*(out.prompt_logprobs or ())[1:], *(out.outputs[0].logprobs or ())]
+        tokens[i, : len(own)] = own
+        found[i, 1 : len(own)] = [entry[token].logprob for entry, token in zip(given, own[1:], strict=True)]
+    return tokens, lengths, found
+
+
+def module_of(name: str, dtype: str = "float32") -> Decoder:
+    """As a trainer has it."""
+    model = model_of(name, dtype, linear_impl="xla").model
+    return nnx.merge(model.graphdef, model.params)
+
+
+def parts(module: Decoder) -> Any:
+    return nnx.split(module, nnx.Param, ...)
+
+
+FAMILIES = ["GPT-2", "Llama 3", "Mistral", "Qwen2", "Gemma 2, caps that bind", "Gemma 3", "Mixtral", "Qwen3-MoE"]
+SLOW = [*((name, "float32") for name in FAMILIES), ("Llama 3", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("Qwen3", "float32"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
+)
+def test_scores_are_the_engines_to_the_bit_in_batch_invariant_mode_and_close_elsewhere(name, dtype):
+    tokens, lengths, wanted = rollout(LLM(model_of(name, dtype), **COMMON, **ENGINES["two buckets"]))
+    assert tokens.size > scores.TILE, "several tiles of logits"
+    graphdef, params, rest = parts(module_of(name, dtype))
+    chex.assert_shape(score(nnx.merge(graphdef, params, rest), tokens, lengths), tokens.shape)
+
+    @jax.jit
+    def both(params):
+        module = nnx.merge(graphdef, params, rest)
+        return [score(module, tokens, lengths, batch_invariant=exact) for exact in (True, False)]
+
+    exact, close = both(params)
+    chex.assert_trees_all_equal(exact, wanted)
+    if dtype == "float32":
+        chex.assert_trees_all_close(close, wanted, rtol=0, atol=1e-4)
+
+    def total(params, exact: bool):
+        found = score(nnx.merge(graphdef, params, rest), tokens, lengths, batch_invariant=exact)
+        return (found * jnp.linspace(0, 1, tokens.shape[1])).sum(), found
+
+    (_, again), ours = jax.jit(jax.value_and_grad(lambda p: total(p, True), has_aux=True))(params)
+    chex.assert_trees_all_equal(again, wanted)
+    chex.assert_tree_all_finite(ours)
+    if dtype == "float32":
+        theirs = jax.grad(lambda p: total(p, False)[0])(params)
+        scale = jax.tree.map(lambda x: float(jnp.abs(x).max()) + 1e-9, theirs)
+        by_scale = [jax.tree.map(lambda x, s: x / s, tree, scale) for tree in (ours, theirs)]
+        chex.assert_trees_all_close(*by_scale, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def module() -> Decoder:
+    return module_of("Gemma 2, caps that bind")
+
+
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_gradients_are_those_of_finite_differences(module, exact):
+    graphdef, params, rest = parts(module)
+    tokens = np.random.default_rng(0).integers(3, VOCAB, (2, 60))  # longer than the window
+    rng = np.random.default_rng(1)
+    way = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), params)
+
+    @jax.jit
+    def along(step):
+        moved = jax.tree.map(lambda x, d: x + step * d, params, way)
+        return score(nnx.merge(graphdef, moved, rest), tokens, batch_invariant=exact).mean()
+
+    step = 2e-4
+    slope = (along(step) - along(-step)) / (2 * step)
+    gradient = jax.grad(lambda p: score(nnx.merge(graphdef, p, rest), tokens, batch_invariant=exact).mean())(params)
+    found = sum(jax.tree.leaves(jax.tree.map(lambda g, d: (g * d).sum(), gradient, way)))
+    assert abs(slope) > 0.1, "the direction hardly matters: the comparison is blind"
+    chex.assert_trees_all_close(found, slope, rtol=0.02, atol=0)
+
+
+@settings(max_examples=10, deadline=None)
+@given(lengths=st.lists(st.integers(0, 24), min_size=3, max_size=3), seed=st.integers(0, 99), exact=st.booleans())
+def test_padding_changes_no_bit_and_has_zeros(module, lengths, seed, exact):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(3, VOCAB, (3, 24))
+    behind = np.arange(24) >= np.array(lengths)[:, None]
+    other = np.where(behind, rng.integers(3, VOCAB, tokens.shape), tokens)
+    found, again = (score(module, x, np.array(lengths), batch_invariant=exact) for x in (tokens, other))
+    chex.assert_trees_all_equal(found, again)
+    assert (np.asarray(found)[behind] == 0).all()
+    assert (np.asarray(found)[:, 0] == 0).all()
+    assert (np.asarray(found)[:, 1:][~behind[:, 1:]] < 0).all()
+
+
+def test_a_sequence_has_the_same_bits_in_any_batch_in_batch_invariant_mode(module):
+    tokens = np.random.default_rng(3).integers(3, VOCAB, (8, 90))
+    together = score(module, tokens, batch_invariant=True)
+    for i in (0, 5):
+        chex.assert_trees_all_equal(score(module, tokens[i : i + 1], batch_invariant=True)[0], together[i])
+        chex.assert_trees_all_equal(score(module, tokens[i : i + 1, :33], batch_invariant=True)[0], together[i, :33])
+
+
+def test_an_engines_own_module_is_scored_without_gradients(module):
+    llm = LLM(model_of("Qwen3"), **COMMON, **ENGINES["two buckets"])
+    tokens, lengths, wanted = rollout(llm, PROMPTS[:2])
+    model = llm.engine.model
+    own = nnx.merge(model.graphdef, model.params)
+    chex.assert_trees_all_equal(score(own, tokens, lengths, batch_invariant=True), wanted)
+    chex.assert_trees_all_close(score(own, tokens, lengths), wanted, rtol=0, atol=1e-4)
+    assert whole(model)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "message"),
+    [
+        ([1, 2, 3], None, r"tokens is int64 \[3\]; it must be integers \[B, L\], shorter sequences padded to L"),
+        (np.zeros((2, 3)), None, r"tokens is float64 \[2, 3\]; it must be integers"),
+        (np.zeros((2, 0), int), None, r"tokens is int64 \[2, 0\]"),
+        (np.zeros((1, 257), int), None, r"tokens is \[1, 257\]; the model's longest context is 256: cut the sequences"),
+        (np.zeros((2, 3), int), np.ones(3), r"lengths is \[3\]; tokens \[2, 3\] need one for each sequence"),
+    ],
+)
+def test_wrong_shapes_are_refused(module, tokens, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        score(module, tokens, lengths)
+
+
+def test_what_cannot_be_batch_invariant_is_refused():
+    with pytest.raises(
+        ValueError, match=r"batch_invariant is True, and attention_impl 'cpu' reads pages of .* not of float16"
+    ):
+        score(module_of("Qwen3", "float16"), np.ones((1, 4), int), batch_invariant=True)

@@ -1,0 +1,60 @@
+"""The CPU kernel's products with gradients: bits of "cpu", gradients of "xla"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.linear import IMPLS, Implementation, linear
+from tests.pallas_kernels.test_linear import CASES, case
+
+pytest.importorskip("numba")
+from pallas_kernels.linear.cpu.differentiable import IMPLEMENTATION
+
+NAMES = ["odd sizes", "norm plus one", "gates of odd width", "rows within a panel", "experts", "bias and residual"]
+FLOATS = "x", "weight", "norm", "bias", "residual"
+
+
+def called(arguments: dict[str, Any], impl: str | Implementation, floats: dict[str, Any]) -> jax.Array:
+    own = arguments | floats
+    if own["norm"] is not None and "norm" in floats:
+        own["norm"] = arguments["norm"]._replace(weight=floats["norm"])
+    x, weight, matrix = own.pop("x"), own.pop("weight"), own.pop("matrix")
+    return linear(x, weight, matrix, impl=impl, **own)
+
+
+def floats_of(arguments: dict[str, Any]) -> dict[str, jax.Array]:
+    found = {name: arguments[name] for name in FLOATS if arguments[name] is not None}
+    if arguments["norm"] is not None:
+        found["norm"] = arguments["norm"].weight
+    return jax.tree.map(jnp.asarray, found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_those_of_the_kernel_and_gradients_those_of_xla(name, dtype):
+    arguments = case(**CASES[name], dtype=dtype)
+    floats = floats_of(arguments)
+    packed = IMPLS["cpu"].pack(np.asarray(arguments["weight"]), arguments["matrix"])
+    wanted = called(arguments, "cpu", floats | {"weight": jnp.asarray(packed)})
+    used = jnp.arange(len(wanted))[:, None] < (np.sum(arguments["sizes"]) if CASES[name].get("sizes") else len(wanted))
+
+    def total(impl: str | Implementation, floats: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        y = called(arguments, impl, floats)
+        return jnp.where(used, jnp.sin(y.astype(jnp.float32)), 0).sum(), y
+
+    (_, found), ours = jax.value_and_grad(lambda f: total(IMPLEMENTATION, f), has_aux=True)(floats)
+    _, theirs = jax.value_and_grad(lambda f: total("xla", f), has_aux=True)(floats)
+    chex.assert_trees_all_equal(jnp.where(used, found, 0), jnp.where(used, wanted, 0))
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
+    chex.assert_tree_all_finite(ours)
+    assert all(float(jnp.abs(x.astype(jnp.float32)).max()) > 0.01 for x in jax.tree.leaves(ours))
+    limit = 1e-4 if dtype == "float32" else 0.1
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        chex.assert_trees_all_close(a / np.abs(b).max(), b / np.abs(b).max(), rtol=0, atol=limit)
