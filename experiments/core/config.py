@@ -323,6 +323,9 @@ def point_key(experiment: Experiment, content: str) -> str:
         values["engine"]["speculative"] |= drafter
     if isinstance(policy := experiment.engine.kv_policy, KVPolicyOptions):
         values["engine"]["kv_policy"]["name"] = _own_source(policy.name)
+        for name in ("tokens", "dense_layers", "dense_prompts"):  # not in the keys of versions before these fields
+            if getattr(policy, name) is None:
+                del values["engine"]["kv_policy"][name]
     values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}
     values["engine"]["row_features"] = tuple(map(_own_source, experiment.engine.row_features))
     values["model"] = _model_source(experiment.model)

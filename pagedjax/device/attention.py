@@ -18,6 +18,7 @@ from pagedjax.config import own_value
 from pagedjax.device.batch import Batch
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
+from pallas_kernels.shared.page_bits import read, stored
 
 # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
 Attend = Callable[..., jax.Array]
@@ -83,6 +84,9 @@ def page_row(impl: str | None, head_dim: int) -> int:
 def page_dtype(impl: str | None, dtype: str) -> str:
     """Returns the dtype of pages whose keys and values are of `dtype`: the same, or integers of their bits."""
     return find(impl or "xla").page_dtype(dtype)
+
+
+numbers_in, stored_in = read, stored  # the numbers in pages, and numbers as pages of a dtype have them
 
 
 def prepare(wanted: str | None, dtype: str) -> None:

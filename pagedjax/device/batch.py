@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from pagedjax.device.layer_groups import LayerGroups
@@ -52,6 +53,29 @@ class AttentionRows(NamedTuple):
     of_samples: Any  # [R] the row of the token that each sample follows
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Selection:
+    """Queries read some of the blocks that they see (a KV policy; selection.py).
+
+    Attributes:
+        blocks: that a query reads at most, its own included.
+        dense_layers: the first layers, in which every query reads all that it sees.
+        dense_prompts: queries of prompts read all that they see.
+    """
+
+    blocks: int
+    dense_layers: int
+    dense_prompts: bool
+
+
+class Selecting(NamedTuple):
+    """Which queries of a step select blocks."""
+
+    selection: Selection
+    tokens: Any  # [T] bool
+
+
 class GroupTables(NamedTuple):
     """Block tables of the groups of layers behind the first one, whose tables the batch has itself."""
 
@@ -77,6 +101,7 @@ class Batch(NamedTuple):
     drafted: Drafted | None = None  # in every step of an engine that accepts drafts by rejection sampling
     seen: AttentionRows | None = None  # in every step of an engine with a KV policy
     groups: GroupTables | None = None  # in every step of an engine with several groups of layers
+    selecting: Selecting | None = None  # in every step of an engine whose KV policy selects blocks
 
     @property
     def used_tokens(self) -> Any:
@@ -148,6 +173,7 @@ class Shapes(NamedTuple):
     keeps_probs: bool = False  # whether steps take the probabilities that drafts were drawn from
     view: tuple[int, tuple[int, ...]] | None = None  # of a KV policy: a `host.kv_policies.View` with a window
     layout: LayerGroups | None = None  # of several groups of layers
+    selection: Selection | None = None  # of a KV policy
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""

@@ -222,6 +222,8 @@ def _check(batch: Batch) -> None:
     for slots, tables in zip(*batch.groups[1:], strict=True) if batch.groups is not None else ():
         check_shape("groups.slots", slots, (t,))
         check_shape("groups.block_tables", tables, batch.block_tables.shape)
+    if batch.selecting is not None:
+        check_shape("selecting.tokens", batch.selecting.tokens, (t,))
     if batch.feed is not None:
         check_shape("feed.rows", batch.feed.rows, (t,))
     if batch.drafted is not None:

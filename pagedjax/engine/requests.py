@@ -232,13 +232,18 @@ def apply_events(sequences: Sequences, events: Sequence[Event], before: Running,
 
 
 def hashes_of_filled(
-    plan: Plan, sequences: Mapping[str, SequenceData], size: int, sampled: Sequence[Sample] = ()
+    plan: Plan,
+    sequences: Mapping[str, SequenceData],
+    size: int,
+    sampled: Sequence[Sample] = (),
+    dense_prompts: bool = False,
 ) -> dict[str, tuple[str, ...]]:
     """By sequence id, the hashes of the blocks that a plan fills with generated tokens.
 
     Args:
         sampled: of a plan with drafts, what `drafting.verified` returned. Accepted drafts are in the sequences' tokens,
             behind the known ones; no hash is made over a rejected one.
+        dense_prompts: queries of generated tokens read some of the blocks that those of a prompt read.
     """
     hashes = {}
     counts = accepted(plan, sampled).counts if plan.drafts else plan.counts
@@ -248,6 +253,8 @@ def hashes_of_filled(
             data = sequences[seq.request.request_id]
             if data.root is not None:
                 parent = seq.hashes[-1] if known else data.root
+                if dense_prompts and known == data.prompt_len // size:  # the first block with generated tokens
+                    parent = block_hashes.selected(parent, data.prompt_len)
                 tokens = data.tokens[known * size : full * size]
                 hashes[seq.request.request_id] = block_hashes.chain(parent, tokens, size)
     return hashes

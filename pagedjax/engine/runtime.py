@@ -46,6 +46,7 @@ from pagedjax.engine.resolve import (
     host_blocks,
     layers_in_groups,
     resolve,
+    selection,
     shapes,
     views,
 )
@@ -320,7 +321,8 @@ def _leaves(model: Model, draft: DraftModel | None) -> tuple[Any, ...]:
 
 
 def _block(c: Resolved, model: Model, draft: DraftModel | None) -> dict[str, Any]:
-    return block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl, draft, layers_in_groups(c, model))
+    options = draft, layers_in_groups(c, model), selection(c, model)
+    return block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl, *options)
 
 
 def _limits(c: Resolved, model: Model, draft: DraftModel | None) -> SchedulerConfig:

@@ -86,7 +86,9 @@ def step(
     arrived = time.perf_counter()
 
     sampled = drafting.verified(plan, sequences, tokens) if plan.drafts else tokens[list(rows)].tolist()
-    hashes = requests.hashes_of_filled(plan, sequences, config.block_size, sampled)
+    selection = runtime.shapes.selection
+    selected = selection is not None and selection.dense_prompts
+    hashes = requests.hashes_of_filled(plan, sequences, config.block_size, sampled, selected)
     searches, choices, ended = state.searches, {}, ()
     if searches:
         searches, choices, ended = results.advance_searches(plan, searches, sent.output)

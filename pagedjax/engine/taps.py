@@ -65,7 +65,7 @@ def wanted_by(name: str, taps: Taps, runtime: Runtime, prompt_len: int, tokens: 
         raise ValueError(
             f"{what}.attention needs a model on one device, which has all heads; leave mesh and devices out"
         )
-    if wanted.attention and runtime.shapes.view:
+    if wanted.attention and (runtime.shapes.view or runtime.shapes.selection):
         raise ValueError(
             f"{what}.attention gives probabilities by position, and with kv_policy "
             f"{getattr(config.kv_policy, 'name', None)!r} a query sees a part of them; use kv_policy='full'"

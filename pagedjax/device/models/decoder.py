@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.device import cache as kv
-from pagedjax.device.attention import Attend, probabilities, write
+from pagedjax.device.attention import Attend, probabilities
 from pagedjax.device.batch import AttentionRows, Batch
 from pagedjax.device.layers import (
     Buffer,
@@ -38,6 +38,7 @@ from pagedjax.device.layers import (
 )
 from pagedjax.device.linear import Matrix, linear
 from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
+from pagedjax.device.selection import attend_selected, write
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Finish = Callable[..., Any]  # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
@@ -197,7 +198,11 @@ class Attention(nnx.Module):
         return [q, k, v]
 
     def _output(self, q, k_pages, v_pages, batch: Batch, attend: Attend, residual) -> jax.Array:
-        y = attend(q, k_pages, v_pages, *batch.attention, window=self.kind.window, soft_cap=self.config.attn_cap)
+        c = self.config
+        if isinstance(k_pages, kv.BoundedKeys):
+            y = attend_selected(attend, q, k_pages, v_pages, batch, scale=c.attn_scale, soft_cap=c.attn_cap)
+        else:
+            y = attend(q, k_pages, v_pages, *batch.attention, window=self.kind.window, soft_cap=c.attn_cap)
         return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens)
 
 
@@ -408,7 +413,7 @@ class Decoder(nnx.Module):
         """
         x = self.embedded(batch)
         angles = angles_at(self.angles, batch.positions)
-        pages, outputs, routes = list(zip(cache.k, cache.v, strict=True)), [], {}
+        pages, outputs, routes = cache.layers, [], {}
         *first, last = enumerate(self.blocks)
         if self.config.layers - 1 in taps:
             first, last = [*first, last], None
@@ -435,9 +440,7 @@ class Decoder(nnx.Module):
                 found, last_routes = found if routed else (found, None)
             return (self.norm(found), last_routes) if routed else self.norm(found)
 
-        k_all, v_all = zip(*pages, strict=True)
-        cache = cache._replace(k=k_all, v=v_all)
-        return Run(cache, finish, tuple(outputs[layer] for layer in taps), routes)
+        return Run(cache.with_layers(pages), finish, tuple(outputs[layer] for layer in taps), routes)
 
     def attention_weights(
         self, layer: int, x: jax.Array, k_pages: jax.Array, batch: Batch, attend: Attend, heads: Sequence[int]
@@ -474,7 +477,7 @@ def samples_of(batch: Batch) -> Batch:
     count = batch.used_samples
     each = jnp.arange(len(batch.last) + 1, dtype=jnp.int32)
     positions, used = batch.positions[batch.last], each[:-1] < count
-    seen, groups = batch.seen, batch.groups
+    seen, groups, selecting = batch.seen, batch.groups, batch.selecting
     if seen is not None:
         row = seen.of_samples
         lens = seen.seq_lens[row] - (seen.cu_q_lens[row + 1] - 1 - batch.last)
@@ -492,6 +495,7 @@ def samples_of(batch: Batch) -> Batch:
         cu_q_lens=jnp.minimum(each, count),
         seen=seen,
         groups=groups,
+        selecting=selecting and selecting._replace(tokens=selecting.tokens[batch.last]),
     )
 
 
