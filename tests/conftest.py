@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,20 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Engines on a mesh need several devices. The first one is the default, as before.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+
+@pytest.fixture(scope="session")
+def documented_file(tmp_path_factory) -> Callable[[str, str], Path]:
+    """(page of docs/design, name) -> the file of that name that the page shows, written to a folder."""
+
+    def write(page: str, name: str) -> Path:
+        text = (Path(__file__).parents[1] / "docs" / "design" / page).read_text("utf-8")
+        (code,) = re.findall(rf"```python\n(# {re.escape(name)}.*?)```", text, re.DOTALL)
+        path = tmp_path_factory.mktemp("documented") / name
+        path.write_text(code, "utf-8")
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,12 @@ from pagedjax.device.batch import Shapes, token_buckets
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.layer_groups import LayerGroups, layer_groups
 from pagedjax.device.models import Model
+from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.host import kv_policies
 from pagedjax.host.kv_policies import View
 from pagedjax.host.reservation import table_width
+
+VECTOR = 16  # float32 numbers of the widest vector of a CPU
 
 
 def resolve(
@@ -75,10 +78,8 @@ def resolve(
     }
     invariant = config.batch_invariant
     impl = attention.choose(config.attention_impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **sizes)
-    if invariant and not linear.find(m.linear).invariant:
-        able = ", ".join(repr(name) for name, one in linear.IMPLS.items() if one.invariant)
-        reason = f"the products are of linear_impl {m.linear!r}, whose sums depend on the shapes of a step"
-        raise ValueError(f"batch_invariant is True, and {reason}; those that serve: {able}, on one CPU without a mesh")
+    if invariant:
+        _check_invariant(m)
     check_draft(config, model, draft, length)
     if draft is not None:
         d = draft.layers
@@ -105,6 +106,20 @@ def resolve(
         "devices": model.placement and tuple(jax.devices().index(one) for one in model.placement.devices),
     }
     return Resolved(**values)
+
+
+def _check_invariant(m: DecoderConfig) -> None:
+    """Raises ValueError for a model whose products or widths let a token's bits depend on other tokens."""
+    if not linear.find(m.linear).invariant:
+        able = ", ".join(repr(name) for name, one in linear.IMPLS.items() if one.invariant)
+        reason = f"the products are of linear_impl {m.linear!r}, whose sums depend on the shapes of a step"
+        remedy = f"those that serve: {able}, on one CPU without a mesh; or set batch_invariant=False"
+        raise ValueError(f"batch_invariant is True, and {reason}; {remedy}")
+    if m.hidden % VECTOR:
+        raise ValueError(
+            f"batch_invariant is True, and the hidden size of the model is {m.hidden}: beyond a multiple of {VECTOR} "
+            "the compiler may round x * y + z in two ways; use another model, or set batch_invariant=False"
+        )
 
 
 def devices_of(model: Model) -> list[Any]:

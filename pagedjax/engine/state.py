@@ -128,12 +128,7 @@ def submit(
     log: tuple[LogEntry, ...] = (("submit", (prepared.request, prompt_token_ids)),)
     if isinstance(params, SamplingParams) and params.taps:
         sizes = len(prompt_token_ids), scheduler.final_length(prepared.request, before.config), len(names)
-        if params.taps.attention and runtime.shapes.view:
-            raise ValueError(
-                f"request {names[0]!r}: taps.attention gives probabilities by position, and with kv_policy "
-                f"{getattr(config.kv_policy, 'name', None)!r} a query sees a part of them; use kv_policy='full'"
-            )
-        wanted = taps.wanted_by(names[0], params.taps, model, config.attention_impl, *sizes, config.max_tap_bytes)
+        wanted = taps.wanted_by(names[0], params.taps, runtime, *sizes)
         log += (("begin_taps", (names, len(prompt_token_ids))),)
     searches = {**state.searches, before.arrivals: prepared.search} if prepared.search else state.searches
     return state._replace(

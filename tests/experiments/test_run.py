@@ -77,7 +77,8 @@ def test_sweep_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixt
     assert sorted(entry.name for entry in folder.iterdir()) == names
     env = json.loads((folder / "env.json").read_text())
     assert env["engine"]["block_size"] == 4
-    assert [name for name, value in env["engine"].items() if value is None] == ["speculative", "mesh", "devices"]
+    without = ["speculative", "mesh", "devices", "kv_policy"]
+    assert [name for name, value in env["engine"].items() if value is None] == without
     assert env["startup"]["total"] > 0
     assert env["load_average"] is None or env["load_average"] >= 0
     assert env["stolen_share"] is None or 0 <= env["stolen_share"] <= 1
