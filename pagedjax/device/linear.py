@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 from pagedjax.config import own_value
-from pallas_kernels.linear import IMPLS, Implementation, Matrix, Norm, linear
+from pallas_kernels.linear import IMPLS, Implementation, LowRank, Matrix, Norm, linear
 
-__all__ = ["IMPLS", "Implementation", "Matrix", "Norm", "choose", "find", "linear", "prepare"]
+__all__ = ["IMPLS", "Implementation", "LowRank", "Matrix", "Norm", "choose", "find", "linear", "prepare"]
 
 DEFAULTS = "cpu", "xla"  # the first one that can serve is the default; "xla" runs everywhere
 

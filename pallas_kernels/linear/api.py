@@ -45,8 +45,8 @@ def linear(
     """Computes y = x W^T, and what comes directly before and after it.
 
     x is normalised in float32 and rounded to its dtype. Sums are in float32, over the inputs in one order that depends
-    on the shape of the weight alone. Scales, bias, `low`, activation and residual follow in float32, in this order; then the
-    result is rounded, once.
+    on the shape of the weight alone. Scales, bias, `low`, activation and residual follow in float32, in this order;
+    then the result is rounded, once.
 
     Args:
         x: [T, K] float32, bfloat16 or float16.
