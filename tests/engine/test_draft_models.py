@@ -100,6 +100,7 @@ def finished(engine) -> tuple[list[int], int, int]:
 ONE_DRAFTER = ("k 1", "k 7", "blocks of 1", "blocks of 16")
 
 
+@pytest.mark.default_cases("head-k 7", "small-few blocks, swapped")
 @pytest.mark.parametrize(
     ("drafter", "case"),
     [
@@ -126,6 +127,7 @@ def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafte
         assert accepted > 0.85 * drafted
 
 
+@pytest.mark.default_cases("k 7")
 @pytest.mark.parametrize("case", CASES)
 def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
     k, config = CASES[case]
