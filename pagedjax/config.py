@@ -254,6 +254,10 @@ class EngineConfig:
     free_window_blocks: give blocks back that lie before the windows of layers that have one. It changes no token.
     reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of the cache for its
         whole life, as engines before paging did (host/reservation.py); it needs enable_prefix_caching=False.
+    enable_lora: requests may have adapters of low rank (docs/design/adapters.md). It needs one device, and products
+        that can add those of low rank; it excludes draft models.
+    max_loras: adapters that an engine has at once, beside none, at most.
+    max_lora_rank: the rank of an adapter, at most; those of lower ranks are padded with zeros.
     row_features: sampling options of one's own (docs/design/logits-processors.md), each "module:NAME" or
         "folder/file.py:NAME" of a `RowFeature`.
     max_tap_bytes: bytes of what the taps of one request may give (docs/design/taps.md); None is 1 GiB.
@@ -287,13 +291,17 @@ class EngineConfig:
     free_window_blocks: bool = True
     reservation: Reservation = "none"
     batch_invariant: bool = False
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
     row_features: tuple[str, ...] = ()
     max_tap_bytes: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         open_ones = "max_model_len", "num_blocks", "max_tap_bytes"
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", *open_ones):
+        sizes = "block_size", "max_num_batched_tokens", "max_num_seqs", "max_loras", "max_lora_rank"
+        for name in (*sizes, *open_ones):
             value = getattr(self, name)
             if value is None and name in open_ones:
                 continue
@@ -334,11 +342,12 @@ class EngineConfig:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
         switches = "enable_prefix_caching", "chunked_prefill", "mixed_steps", "free_window_blocks", "batch_invariant"
-        for name in switches:
+        for name in (*switches, "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         one_of("reservation", self.reservation, get_args(Reservation))
         self._check_kv_policy()
+        self._check_adapters()
         if self.reservation != "none" and self.enable_prefix_caching:
             raise ValueError(
                 f"reservation is {self.reservation!r}, which shares no blocks, but enable_prefix_caching "
@@ -390,6 +399,21 @@ class EngineConfig:
     def is_baseline(self) -> bool:
         """Whether steps or reservations are those of an earlier engine (host/step_kinds.py, host/reservation.py)."""
         return self.reservation != "none" or not (self.chunked_prefill and self.mixed_steps)
+
+    def _check_adapters(self) -> None:
+        """Raises ValueError for what adapters cannot be combined with."""
+        if not self.enable_lora:
+            return
+        if self.speculative is not None and self.speculative.method in ON_DEVICE:
+            raise ValueError(
+                f"enable_lora is True and speculative.method is {self.speculative.method!r}, whose model has no "
+                "adapters; use the method 'ngram' or 'suffix', or enable_lora=False"
+            )
+        if self.mesh is not None or self.devices is not None:
+            raise ValueError(
+                f"enable_lora is True, mesh {self.mesh} and devices {self.devices}: adapters are on the first device "
+                "alone; leave mesh and devices out, or merge the adapter into the weights"
+            )
 
     def _check_kv_policy(self) -> None:
         """Raises ValueError for what a KV policy cannot be combined with."""

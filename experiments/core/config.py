@@ -43,7 +43,7 @@ _NOT_MEASURED = ("name", "question", "repeats", "sweep")
 LATER = {
     "engine": (
         *("speculative", "mesh", "devices", "linear_impl", "kv_policy", "free_window_blocks", "batch_invariant"),
-        *("row_features", "max_tap_bytes"),
+        *("row_features", "max_tap_bytes", "enable_lora", "max_loras", "max_lora_rank"),
     ),
     "simulate": ("mesh", "hop_s"),
     "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens", "taps"),

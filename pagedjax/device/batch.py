@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from pagedjax.device.layer_groups import LayerGroups
 from pagedjax.device.row_features.chain import DEFAULT, FeatureRows, RowChain
+
+if TYPE_CHECKING:
+    from pagedjax.device.linear import LowRank
+    from pagedjax.device.token_adapters import TokenAdapters
 
 MAX_TOP = 20  # most top log-probabilities of a request
 
@@ -102,6 +106,7 @@ class Batch(NamedTuple):
     seen: AttentionRows | None = None  # in every step of an engine with a KV policy
     groups: GroupTables | None = None  # in every step of an engine with several groups of layers
     selecting: Selecting | None = None  # in every step of an engine whose KV policy selects blocks
+    adapters: TokenAdapters | None = None  # in every step of an engine with adapters
 
     @property
     def used_tokens(self) -> Any:
@@ -120,6 +125,8 @@ class Batch(NamedTuple):
 
     def of_layer(self, layer: int) -> Batch:
         """The batch as a layer sees it: with the tables of its group alone."""
+        if self.adapters is not None:
+            self = self._replace(adapters=self.adapters.of_layer(layer))
         if self.groups is None:
             return self
         layout, slots, tables = self.groups
@@ -127,6 +134,10 @@ class Batch(NamedTuple):
         if group == 0:
             return self._replace(groups=None)
         return self._replace(slots=slots[group - 1], block_tables=tables[group - 1], groups=None)
+
+    def low(self, name: str, parts: tuple[int, ...]) -> LowRank | None:
+        """What adapters add to a layer's product (`TokenAdapters.low`); the batch is that of the layer."""
+        return None if self.adapters is None else self.adapters.low(name, parts)
 
     @property
     def used_samples(self) -> Any:

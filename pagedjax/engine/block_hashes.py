@@ -15,11 +15,17 @@ from hashlib import blake2b
 import numpy as np
 
 
-def root(salt: str | None, block_size: int, tags: Sequence[str] = ()) -> str:
-    """The hash before the first block's. Requests with different salts or tags share no block."""
+def root(salt: str | None, block_size: int, tags: Sequence[str] = (), adapter: str = "") -> str:
+    """The hash before the first block's. Requests with different salts, tags or adapters share no block.
+
+    Args:
+        adapter: the digest of its content, and not its name: another adapter may have the name later.
+    """
     found = blake2b(f"{block_size}:{salt or ''}".encode(), digest_size=16).hexdigest()
     for tag in tags:
         found = blake2b(tag.encode(), key=bytes.fromhex(found), person=b"tag", digest_size=16).hexdigest()
+    if adapter:
+        found = blake2b(adapter.encode(), key=bytes.fromhex(found), person=b"adapter", digest_size=16).hexdigest()
     return found
 
 

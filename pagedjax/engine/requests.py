@@ -42,6 +42,7 @@ class SequenceData:
     stop_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None  # of structured outputs; branches have their own
     root: str | None = None  # the hash before the first block's (block_hashes.py); None: shares no blocks
+    adapter: int = field(default=0, kw_only=True)  # its slot; 0: none
     read: InitVar[RowOptions | None] = None  # what the engine's chain read from params; None: the default chain reads
     options: RowOptions = field(init=False)
     record: bytes = field(init=False)  # one `record_of_rows`, ready to be joined: a step packs hundreds of rows
@@ -113,6 +114,7 @@ def prepare(
     spare: int = 0,
     chain: RowChain = DEFAULT,
     grammar: Grammar | None = None,
+    adapter: tuple[int, str] = (0, ""),
 ) -> PreparedRequest:
     """Check a request as far as the scheduler cannot, and prepare it.
 
@@ -123,6 +125,7 @@ def prepare(
         spare: see `appended`.
         chain: the sampling options of the engine.
         grammar: what `params.structured_outputs` was compiled to.
+        adapter: its slot and the digest of its content.
 
     Raises:
         ValueError: a token id outside the vocabulary, options that `RowChain.read` refuses, beams without ids, more
@@ -144,7 +147,7 @@ def prepare(
     except ValueError as error:
         raise ValueError(f"request {names[0]!r}: {error}") from None
 
-    root, hashes = _hashes(prompt, row, state.config.block_size, tags) if caching else (None, ())
+    root, hashes = _hashes(prompt, row, state.config.block_size, tags, adapter[1]) if caching else (None, ())
     drops = bool(state.config.views) and state.config.views[0].window is not None  # token ids are in group 0
     request = Request(
         request_id=names[0],
@@ -167,7 +170,9 @@ def prepare(
         default = 0x9E3779B9 * (state.arrivals + 1 + i)
         seed = (default if row.seed is None else row.seed + i) % 2**32
         matcher = grammar.matcher() if grammar else None
-        sequences[name] = SequenceData(row, seed, len(prompt), tokens, stops, matcher, root, options)
+        sequences[name] = SequenceData(
+            row, seed, len(prompt), tokens, stops, matcher, root, options, adapter=adapter[0]
+        )
     search = None
     if isinstance(params, BeamSearchParams):
         limit = scheduler.final_length(request, state.config)
@@ -188,7 +193,7 @@ def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) 
 
 
 def _hashes(
-    prompt: np.ndarray, params: SamplingParams, size: int, tags: Sequence[str]
+    prompt: np.ndarray, params: SamplingParams, size: int, tags: Sequence[str], adapter: str
 ) -> tuple[str | None, tuple[str, ...]]:
     """What the hashes of a request grow from, and those of its prompt's full blocks.
 
@@ -198,7 +203,7 @@ def _hashes(
     every = params.prompt_logprobs is not None or (params.taps is not None and params.taps.of_every_token)
     if not params.enable_prefix_caching or every:
         return None, ()
-    root = block_hashes.root(params.cache_salt, size, tags)
+    root = block_hashes.root(params.cache_salt, size, tags, adapter)
     return root, block_hashes.chain(root, prompt, size)
 
 

@@ -94,12 +94,14 @@ def submit(
     user: str = "",
     tags: Sequence[str] = (),
     grammar: Grammar | None = None,
+    adapter: tuple[int, str] = (0, ""),
 ) -> EngineState:
     """Queue a request.
 
     Args:
         names: ids of its sequences; the first one is the request's.
         grammar: of its structured outputs.
+        adapter: its slot and the digest of its content.
 
     Raises:
         ValueError: the request can never run (see `scheduler.submit`, `prepare` and `taps.wanted_by`).
@@ -123,6 +125,7 @@ def submit(
         spare=runtime.spare,
         chain=runtime.options,
         grammar=grammar,
+        adapter=adapter,
     )
     after = scheduler.submit(before, prepared.request)
     log: tuple[LogEntry, ...] = (("submit", (prepared.request, prompt_token_ids)),)

@@ -12,7 +12,7 @@ import numpy as np
 from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
 from pagedjax.device.taps import NOTHING
-from pagedjax.engine import compilations, drafting, lookahead, pooling, requests, results, taps, token_masks
+from pagedjax.engine import adapters, compilations, drafting, lookahead, pooling, requests, results, taps, token_masks
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
@@ -181,6 +181,8 @@ def packed(
 ) -> Batch:
     """The arrays of a plan; arguments as in `send` and `drafted`."""
     batch = pack(plan, sequences, present(runtime), runtime.blanks, runtime.options)
+    if runtime.adapters:
+        batch = batch._replace(adapters=adapters.of_tokens(runtime.adapters, plan, sequences, len(batch.tokens)))
     if runtime.undrafted:
         blank = runtime.undrafted[len(batch.last)]
         if plan.drafts:
