@@ -21,6 +21,7 @@ from pagedjax.device import attention, linear
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, programs
+from pagedjax.host.types import Pending
 from pagedjax.params import BeamSearchParams, LoRARequest, PoolingParams, PoolingTask, SamplingParams
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
 from pagedjax.session import GenerationRequest, Params, Session, output_of
@@ -124,7 +125,12 @@ class LLM:
         """Forget what cached blocks hold, so that a measurement starts cold. Unfinished requests continue."""
         self.engine.reset_prefix_cache()
 
-    def update_params(self, tree: Any) -> None:
+    @property
+    def params_version(self) -> int:
+        """How often `update_params` has replaced the parameters; `CompletionOutput.versions` are such numbers."""
+        return self.engine.params_version
+
+    def update_params(self, tree: Any, pending: Pending | None = None) -> None:
         """Replace the model's parameters, e.g. by a trainer's after a step. Nothing is compiled; arrays are copied.
 
         The prefix cache is emptied. Other engines of the same loaded model keep their parameters.
@@ -132,11 +138,15 @@ class LLM:
         Args:
             tree: as in `from_params`, in the shapes and dtypes of the model's parameters. For an int8 model, matrices
                 are rounded here, or come with their scales.
+            pending: what becomes of unfinished requests (docs/design/trainer-parity.md). All keep their tokens so far.
+                "restart" computes their keys and values again with the new parameters. "keep" leaves those that are in
+                the cache.
 
         Raises:
-            ValueError: requests are unfinished, or a parameter differs (all are named). The model is unchanged.
+            ValueError: requests are unfinished and `pending` is None, or a parameter differs (all are named). The model
+                is unchanged.
         """
-        self.engine.update_params(tree)
+        self.engine.update_params(tree, pending)
 
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory: the cache, and the parameters, which move to the host (1) or are dropped (2).

@@ -173,7 +173,7 @@ class Session:
                 if not isinstance(branch, OutputBuilder):
                     continue
                 reason = reasons.get(name) if i == last[name] else None
-                deltas.append(TextDelta(name, token, branch.push(token, reason)))
+                deltas.append(TextDelta(name, token, branch.push(token, reason, result.params_version)))
                 if branch.finish_reason is not None:
                     del branches[name]
                     ended.append(name)

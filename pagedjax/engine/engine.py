@@ -12,10 +12,10 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet
 
-from pagedjax.config import EngineConfig, Resolved
+from pagedjax.config import EngineConfig, Resolved, one_of
 from pagedjax.device.adapters import Adapter
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.memory import MemoryReport
@@ -30,7 +30,7 @@ from pagedjax.engine.step import ScheduledStep, schedule, step
 from pagedjax.engine.tap_files import TapWriter
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import Recorder
-from pagedjax.host.types import Event, FinishReason, StepResult
+from pagedjax.host.types import Event, FinishReason, Pending, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar
 
@@ -207,21 +207,34 @@ class Engine:
 
     # parameters -------------------------------------------------------------------------------------------------------
 
-    def update_params(self, tree: Any) -> None:
+    @property
+    def params_version(self) -> int:
+        """How often `update_params` has replaced the parameters. Each `StepResult` has that of its own."""
+        return self._state.params_version
+
+    def update_params(self, tree: Any, pending: Pending | None = None) -> None:
         """Replace the parameters by copies of others, of the same shapes and dtypes, and forget the prefix cache.
 
+        Args:
+            pending: what becomes of unfinished requests, between two steps. All keep their tokens so far. "restart":
+                keys and values are computed again with the new parameters. "keep": those in the cache stay, and later
+                tokens are computed from them. None: there must be no such request.
+
         Raises:
-            ValueError: requests are unfinished, or a parameter differs (all are named). The engine is unchanged.
+            ValueError: requests are unfinished and `pending` is None, it has another value, or a parameter differs (all
+                are named). The engine is unchanged.
         """
-        if self.has_work:
+        one_of("pending", pending, (None, *get_args(Pending)))
+        if self.has_work and pending is None:
             raise ValueError(
                 f"{self._state.unfinished} requests are unfinished, and one model has to serve each to its end; "
-                "finish or cancel them before you update parameters"
+                "finish or cancel them before you update parameters, or say what becomes of them: pending='restart' "
+                "computes again what they have in the cache, 'keep' goes on with it"
             )
         self.runtime = self.runtime.with_params(tree)
         self._dropped = False
         self._shared &= {id(x) for x in self.runtime.leaves}  # ids of arrays that are gone may come again
-        self._set(state.forget(self._state._replace(ahead=Lookahead())))  # those steps used the old parameters
+        self._set(state.update(self._state, pending or "restart"))
 
     @interrupts.deferred()
     def sleep(self, level: int = 1) -> None:
@@ -325,7 +338,8 @@ class Engine:
         self._check_awake()
         self.record(None)
         state.roll_back(self._state)  # frees the old cache before the new one is allocated
-        old, new = self._state.drafting, state.init(self.runtime)
+        old, version = self._state.drafting, self._state.params_version
+        new = state.init(self.runtime)._replace(params_version=version)
         if old and new.drafting:
             times = {"seconds": old.seconds, "draft_seconds": old.draft_seconds, "warm": old.warm}
             new = new._replace(drafting=new.drafting._replace(**times))

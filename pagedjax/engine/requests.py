@@ -84,6 +84,13 @@ def appended(data: SequenceData, length: int, token: int, spare: int) -> Sequenc
     return data
 
 
+def without_hashes(data: SequenceData) -> SequenceData:
+    """The record of a sequence whose blocks are not shared from now on."""
+    data = copy.copy(data)
+    data.root = None
+    return data
+
+
 CORE = [("temperature", "f4"), ("num_top", "i4"), ("seed", "u4"), ("prompt_len", "i4"), ("prompt_logprobs", "?")]
 
 

@@ -4,6 +4,7 @@
     submit(runtime, state, names, prompt, params) -> state       or ValueError, and the state is the one before
     cancel(state, sequence_id) -> (state, events)
     forget(state) -> state                         the prefix cache
+    update(state, pending) -> state                after which the runtime has other parameters
     roll_back(state) -> state                      after a step that failed
 
 A state is used once: the next step donates its cache and writes tokens into its arrays. So an engine holds one state
@@ -25,11 +26,11 @@ from pagedjax.engine import drafting, pooling, taps
 from pagedjax.engine.drafting import Drafting
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.pooling import Pool, start
-from pagedjax.engine.requests import Sequences, apply_events, prepare
+from pagedjax.engine.requests import Sequences, apply_events, prepare, without_hashes
 from pagedjax.engine.runtime import Runtime
 from pagedjax.host import beams, scheduler
 from pagedjax.host.scheduler import SchedulerState
-from pagedjax.host.types import Event, Finished, FinishReason, StepResult
+from pagedjax.host.types import Event, Finished, FinishReason, Pending, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.structured.matcher import Grammar
 
@@ -49,6 +50,7 @@ class EngineState(NamedTuple):
     log: transitions that no recorder has written yet.
     pools: what is known of prompts that are pooled, by sequence id.
     wants: what sequences want of steps beside samples, by id; of those that want something.
+    params_version: how often the parameters were updated.
     """
 
     scheduler: SchedulerState
@@ -62,6 +64,7 @@ class EngineState(NamedTuple):
     log: tuple[LogEntry, ...] = ()
     pools: Map[str, Pool] = Map()
     wants: Map[str, Wanted] = Map()
+    params_version: int = 0
 
     @property
     def has_work(self) -> bool:
@@ -188,6 +191,30 @@ def _without(names: Iterable[str], kept: Map[str, Any]) -> Map[str, Any]:
 def forget(state: EngineState) -> EngineState:
     """Forget what cached blocks hold. Unfinished requests continue."""
     return state._replace(scheduler=scheduler.forget(state.scheduler), log=(*state.log, ("forget", ())))
+
+
+def update(state: EngineState, pending: Pending) -> EngineState:
+    """The next step has other parameters: nothing so far is found again, and predicted steps are dropped.
+
+    Args:
+        pending: see `scheduler.update`. With "keep", what a sequence computes from now on depends on old content too,
+            so its blocks have no hashes any more.
+    """
+    before, sequences, searches, version = state.scheduler, state.sequences, state.searches, state.params_version + 1
+    if pending == "restart":
+        searches = {group: search._replace(offers=()) for group, search in searches.items()}
+    else:
+        mixed = [*before.running.seqs, *(seq for seq in before.waiting if seq.blocks)]
+        names = [name for seq in mixed for name in (seq.request_id, *seq.request.forks)]
+        sequences = sequences.update({name: without_hashes(sequences[name]) for name in names})
+    return state._replace(
+        scheduler=scheduler.update(before, pending),
+        sequences=sequences,
+        searches=searches,
+        ahead=Lookahead(),
+        params_version=version,
+        log=(*state.log, ("update", (version, pending))),
+    )
 
 
 def roll_back(state: EngineState) -> EngineState:

@@ -121,6 +121,7 @@ def step(
         beams=ended,
         pooled=pooled,
         taps=tapped,
+        params_version=state.params_version,
     )
     return state._replace(drafting=learned and drafting.learned(learned, result)), result
 

@@ -7,6 +7,7 @@
     {"commit":{"sampled":[17],"hashes":{},"choices":{},"events":[{"event":"Admitted",...},{"event":"Sampled",...}]}}
     {"forget":{}}
     {"restart":{}}
+    {"update":{"version":3,"pending":"keep"}}
 
 The scheduler is pure. So the header, the submits, the cancels, the drafts that were offered, the sampled tokens, the
 hashes of filled blocks and the choices of beam searches determine every other byte (replay.py). A reader needs no
@@ -21,6 +22,8 @@ scheduler:
 - `offered` (drafts that there were, by sequence) and `drafts` (those that the rows got) are in the line of a step that
   was offered drafts. Then `sampled` has a list for each row with drafts: the accepted ones and one more token. The
   event `Verified` says how many blocks are left of those that a sequence had; the others were given back.
+- After an `update` the steps use new weights, of this version; `pending` says what becomes of the content of unfinished
+  sequences (`scheduler.update`). Tokens of later commits are of this version.
 - `sampled` is null for a row whose token is not used: a row inside a prompt, a beam's, or one that was cancelled.
 
 A line may also have notes: `{"commit":{...},"at":0.0312}`, seconds since the recording began (of a schedule and its
@@ -48,6 +51,7 @@ from pagedjax.host.types import (
     Event,
     Finished,
     FinishReason,
+    Pending,
     Plan,
     Request,
     Sampled,
@@ -56,7 +60,7 @@ from pagedjax.host.types import (
 )
 
 FORMAT = 2
-Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget", "restart"]
+Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget", "restart", "update"]
 KINDS = get_args(Kind)
 NOTES = ("at", "prompt")  # keys that may stand beside a transition on its line, in this order
 Hashes = Mapping[str, Sequence[str]]  # request id -> hashes of the blocks that a step filled
@@ -98,6 +102,10 @@ class Lines:
 
     def restart(self) -> None:
         self._write(restart_line(self._written))
+
+    def update(self, version: int, pending: Pending) -> None:
+        """New weights; `version` counts the updates of the engine."""
+        self._write(update_line(version, pending, self._written))
 
 
 class Recorder(Lines):
@@ -211,6 +219,12 @@ def forget_line() -> str:
 def restart_line(written: Written) -> str:
     written.clear()  # no sequence runs any more
     return dump({"restart": {}})
+
+
+def update_line(version: int, pending: Pending, written: Written) -> str:
+    if pending == "restart":
+        written.clear()
+    return dump({"update": {"version": version, "pending": pending}})
 
 
 def _event_records(events: Sequence[Event], written: Written) -> list[dict[str, Any]]:

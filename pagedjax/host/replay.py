@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import isfinite
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
+from pagedjax.config import one_of
 from pagedjax.host import scheduler
 from pagedjax.host.event_log import (
     FORMAT,
@@ -30,11 +31,12 @@ from pagedjax.host.event_log import (
     restart_line,
     schedule_line,
     submit_line,
+    update_line,
 )
 from pagedjax.host.kv_policies import View
 from pagedjax.host.policies import POLICIES, Policy, find
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
-from pagedjax.host.types import Choice, Event, Finished, Plan, Preempted, Request
+from pagedjax.host.types import Choice, Event, Finished, Pending, Plan, Preempted, Request
 
 
 class ReplayError(ValueError):
@@ -202,6 +204,12 @@ def _advance(
         return forget_line(), Transition(kind, scheduler.forget(state), None, ())
     if kind == "restart":
         return restart_line(written), Transition(kind, scheduler.restart(state), None, ())
+    if kind == "update":
+        version, pending = body["version"], body["pending"]
+        one_of("pending", pending, get_args(Pending))
+        if type(version) is not int:
+            raise ValueError(f"version is {version!r}; it must be an integer")
+        return update_line(version, pending, written), Transition(kind, scheduler.update(state, pending), None, ())
     return "", None
 
 

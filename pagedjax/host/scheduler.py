@@ -55,6 +55,7 @@ from pagedjax.host.types import (
     Finished,
     FinishReason,
     Item,
+    Pending,
     Plan,
     Preempted,
     Request,
@@ -81,6 +82,7 @@ __all__ = [
     "running",
     "schedule",
     "submit",
+    "update",
 ]
 
 NO_DRAFTS: Mapping[str, int] = MappingProxyType({})
@@ -380,6 +382,24 @@ def restart(state: SchedulerState) -> SchedulerState:
     back = tuple([seq._replace(computed=0, blocks=()) for seq in active])
     queue, left = (*back, *state.waiting), Running()
     return state._replace(pool=blocks.forget(pool), waiting=queue, running=left, forked=frozenset())
+
+
+def update(state: SchedulerState, pending: Pending) -> SchedulerState:
+    """The weights are others from now on, so no block so far is found again.
+
+    Args:
+        pending: "restart": everything that unfinished sequences have computed is computed again, also what is in host
+            blocks. "keep": they keep it. What they compute from it is of no single version, so it is never published.
+    """
+    if pending == "restart":
+        state = restart(state)
+        away = [block for seq in state.waiting for block in reversed(seq.blocks)]
+        host_pool = state.host_pool and blocks.release(state.host_pool, away)
+        waiting = tuple([seq._replace(computed=0, blocks=()) if seq.blocks else seq for seq in state.waiting])
+        return state._replace(host_pool=host_pool, waiting=waiting)
+    waiting = tuple([seq._replace(hashes=()) if seq.blocks else seq for seq in state.waiting])
+    active = state.running._replace(seqs=tuple([seq._replace(hashes=()) for seq in state.running.seqs]))
+    return forget(state)._replace(waiting=waiting, running=active)
 
 
 def _decodes_first(active: Running) -> tuple[Running, int, Running]:

@@ -23,6 +23,7 @@ from pagedjax.host.kv_policies import View
 
 HOLE = 0  # in a block table: a block that the sequence does not have (views.py); the id of the trash block
 FinishReason = Literal["stop", "length", "abort"]
+Pending = Literal["restart", "keep"]  # what new weights mean to what unfinished sequences have computed
 Item = TypeVar("Item")
 
 
@@ -307,6 +308,7 @@ class StepResult(NamedTuple):
     taps: tuple[Any, ...] = ()  # `engine.taps.TapPart`s of the sequences that asked
     draft_seconds: float = 0.0  # of a drafter's program on the device, part of device_seconds
     draft_rows: int = 0  # its rows with drafts, as a bucket
+    params_version: int = 0  # of the weights that computed it: how often they had been updated
 
     @property
     def host_seconds(self) -> float:

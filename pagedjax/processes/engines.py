@@ -30,7 +30,7 @@ from pagedjax.engine import interrupts
 from pagedjax.engine.engine import Engine
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule
-from pagedjax.host.types import Event, FinishReason, StepResult
+from pagedjax.host.types import Event, FinishReason, Pending, StepResult
 from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams
 from pagedjax.processes.connection import Message, text_of
 from pagedjax.processes.digest import Digest
@@ -148,10 +148,10 @@ class LeaderEngine(Engine):
         self._order("forget")
 
     @interrupts.deferred()
-    def update_params(self, tree: Any) -> None:
+    def update_params(self, tree: Any, pending: Pending | None = None) -> None:
         """Replace the parameters in all processes; each has them from itself (`FollowerEngine.follow`)."""
-        super().update_params(tree)
-        self._order("update_params", weights=fingerprint(self.model))
+        super().update_params(tree, pending)
+        self._order("update_params", weights=fingerprint(self.model), pending=pending)
         self.group.flush()
 
     @interrupts.deferred()
@@ -287,7 +287,7 @@ class FollowerEngine(Engine):
             case "update_params":
                 if new_params is None:
                     raise ValueError("process 0 has new parameters, and follow() got none here; give it new_params")
-                self.update_params(new_params())
+                self.update_params(new_params(), message["pending"])
                 if fingerprint(self.model) != message["weights"]:
                     raise ValueError("the new parameters are others than in process 0; give all processes the same")
         self._digest.input(message["input"], text_of(message))

@@ -50,6 +50,7 @@ class CompletionOutput:
     score: float | None = None  # of a beam: cumulative_logprob / len(token_ids) ** length_penalty
     tool_calls: tuple[ToolCall, ...] = ()  # of LLM.chat with tools; `text` has them too, as the model wrote them
     taps: TapArrays | None = None  # of SamplingParams.taps
+    versions: tuple[int, ...] = ()  # of each token, the `params_version` that made it; of a beam, which has many: none
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class OutputBuilder:
     chosen: dict[int, float] = field(default_factory=dict)  # log-probabilities of the tokens, by position
     num_cached: int | None = None  # tokens found in the cache at its first admission
     collected: Collected | None = None  # what its taps gave so far
+    versions: list[int] = field(default_factory=list)  # of the weights that made each token
 
     def __post_init__(self) -> None:
         p = self.params
@@ -120,12 +122,13 @@ class OutputBuilder:
             p.stop, min_tokens=p.min_tokens, include_stop_str_in_output=p.include_stop_str_in_output
         )
 
-    def push(self, token_id: int, reason: FinishReason | None) -> str:
+    def push(self, token_id: int, reason: FinishReason | None, version: int = 0) -> str:
         """Take the next token and, if the scheduler ended the request with it, why -> new text that is final.
 
         Sets `finish_reason` when the branch has ended, which a stop string can bring about before the scheduler.
         """
         self.token_ids.append(token_id)
+        self.versions.append(version)
         by_token = reason == "stop"
         if by_token and token_id not in self.eos:
             self.stop_reason = token_id
@@ -172,6 +175,7 @@ class OutputBuilder:
             cumulative_logprob=self.cumulative if wanted else None,
             logprobs=tuple(self.logprobs[i] for i in range(len(self.token_ids))) if wanted else None,
             taps=self.collected.arrays(len(self.token_ids)) if self.collected else None,
+            versions=tuple(self.versions),
         )
 
     def prompt_positions(self) -> tuple[PositionLogprobs | None, ...] | None:
@@ -204,5 +208,5 @@ class BeamOutputBuilder:
             for token in token_ids[:-1]:
                 branch.push(token, None)
             branch.push(token_ids[-1], reason)
-            outputs.append(replace(branch.completion(), cumulative_logprob=total, score=score))
+            outputs.append(replace(branch.completion(), cumulative_logprob=total, score=score, versions=()))
         return tuple(outputs)

@@ -64,7 +64,7 @@ def passed(fold: Fold, state: SchedulerState, events: Iterable[Event] = (), at: 
 
 
 def _stopped(fold: Fold, state: SchedulerState) -> Fold:
-    """Logs the sequences that returned to the queue because a step failed (scheduler.restart)."""
+    """Logs the sequences that returned to the queue because a step failed, or for new weights (`scheduler.restart`)."""
     if state.running.seqs is fold.state.running.seqs:
         return fold
     before = {seq.arrival for seq in fold.state.running.seqs}

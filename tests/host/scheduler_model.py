@@ -49,6 +49,7 @@ class ModelSequence:
     hashed: int = 0  # blocks whose hash the scheduler has
     group: int | None = None  # arrival of the first branch, if there are several
     away: list[int] = field(default_factory=list)  # its blocks in host memory while it waits
+    mixed: bool = False  # it has content of older weights, so nobody shares what it computes
 
     @property
     def name(self) -> str:
@@ -67,7 +68,7 @@ class ModelSequence:
         return self.request.beams and self.computed == self.known
 
     def shares(self) -> bool:
-        return not self.name.startswith("private")
+        return not self.name.startswith("private") and not self.mixed
 
     def key(self, stop: int, drafts: Sequence[int] = ()) -> str:
         """Its first `stop` tokens, spelled out, or those and drafts. Its name says the family: r17.2 is of family 2."""
@@ -643,7 +644,7 @@ class Model:
         sequence.request, computed = request, request.prompt_len - 1
         for number, name in enumerate(forks, 1):
             fork = ModelSequence(request._replace(request_id=name), sequence.arrival + number, group=sequence.group)
-            fork.computed, fork.hashed = computed, sequence.hashed
+            fork.computed, fork.hashed, fork.mixed = computed, sequence.hashed, sequence.mixed
             fork.table = sequence.table[: math.ceil(computed / self.config.block_size)]
             self.running.append(fork)
         return list(forks)
@@ -667,6 +668,18 @@ class Model:
             self.waiting.append(sequence)
             sequence.table, sequence.computed = [], 0
         self.forget()
+
+    def update(self, pending: str) -> None:
+        """New weights: all content is of older ones."""
+        if pending == "restart":
+            self.restart()
+            for sequence in self.waiting:
+                sequence.computed, sequence.away = 0, []
+            return
+        self.forget()
+        for sequence in [*self.running, *self.waiting]:
+            if sequence in self.running or sequence.away:
+                sequence.hashed, sequence.mixed = 0, True
 
     def why_ended(self, sequence: ModelSequence) -> FinishReason | None:
         request = sequence.request

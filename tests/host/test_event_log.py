@@ -76,6 +76,10 @@ def record(
             if plan is None and draw.random() < 0.05:
                 state = arrive("restart", scheduler.restart(state))
                 recorder.restart()
+            if plan is None and draw.random() < 0.05:
+                pending = draw.choice(["restart", "keep"])
+                state = arrive("update", scheduler.update(state, pending))
+                recorder.update(len(made), pending)
             if plan is None:
                 state, plan = scheduler.schedule(state, policy)
                 state = arrive("schedule", state, plan)
@@ -190,7 +194,8 @@ def test_the_format_is_fixed_byte_for_byte(tmp_path: Path):
     recorder.commit([7, 8], {}, {}, events)
     recorder.forget()
     recorder.restart()
-    state = scheduler.restart(scheduler.forget(state))
+    recorder.update(3, "keep")
+    state = scheduler.update(scheduler.restart(scheduler.forget(state)), "keep")
     state, plan = scheduler.schedule(state, FCFS)
     recorder.schedule(plan)
     recorder.close()
@@ -211,6 +216,7 @@ def test_the_format_is_fixed_byte_for_byte(tmp_path: Path):
         '{"event":"Sampled","step":0,"request_ids":["a"],"token_ids":[7]}]}}\n'
         '{"forget":{}}\n'
         '{"restart":{}}\n'
+        '{"update":{"version":3,"pending":"keep"}}\n'
         '{"schedule":{"step":1,"ids":["a","\\u00e9\\n"],"starts":[0,0],"counts":[4,1],'
         '"blocks":{"a":[3,4],"\\u00e9\\n":[1,2]},"copies":[],"tables":{},"swap_out":[],"swap_in":[],'
         '"admitted":["a","\\u00e9\\n"],"cached":[0,0],"preempted":[],"swapped":[],"waiting":0,"blocks_used":4}}\n'
@@ -249,6 +255,8 @@ def test_block_tables_can_be_rebuilt_from_the_log_alone(log: Path):
         gone = [event["request_id"] for event in body.get("events", ()) if event["event"] == "Finished"]
         for name in (*gone, *body.get("preempted", ())):
             tables.pop(name, None)
+        if kind == "restart" or body.get("pending") == "restart":
+            tables.clear()
         if kind == "schedule":
             tables |= body["tables"]
             for name, new in body["blocks"].items():
@@ -263,7 +271,7 @@ def test_every_changed_number_of_an_outcome_is_reported_with_its_line(log: Path)
     whole, tried = log.read_text(), 0
     for match in re.finditer(r"(?<=[\[,:])\d+(?=[\],}])", whole):
         number = whole.count("\n", 0, match.start()) + 1
-        if whole.splitlines()[number - 1].startswith(('{"pagedjax', '{"submit')):
+        if whole.splitlines()[number - 1].startswith(('{"pagedjax', '{"submit', '{"update')):
             continue
         log.write_text(whole[: match.start()] + str(int(match[0]) + 1) + whole[match.end() :])
         difference = verify(log).difference
@@ -301,8 +309,8 @@ def test_dropped_repeated_swapped_and_respelled_lines_are_detected(log: Path, ch
         kinds = {line[:9] for line in lines[at : at + 2]}
         if change == "swap" and kinds != {'{"schedul', '{"commit"'}:
             continue  # a submit may come a line later and change nothing
-        bare = ('{"forget":{}}', '{"restart":{}}')
-        if lines[at] in bare or (change == "swap" and lines[at + 1] in bare):
+        bare = ('{"forget":{}}', '{"restart":{}}', '{"update":{')
+        if lines[at].startswith(bare) or (change == "swap" and lines[at + 1].startswith(bare)):
             continue  # forgotten content may never be needed again, and no sequence may run
         if (
             change == "repeat"
@@ -352,7 +360,11 @@ def header(**changes: object) -> str:
         (5, '{"schedule":{', "line 5 is not JSON in ASCII"),
         (5, '{"schedule":"é"}', "line 5 is not JSON in ASCII"),
         (5, "[]", "line 5 is not a JSON object"),
-        (5, "{}", "line 5 is no transition; one has a single key: submit, schedule, commit, cancel, forget, restart"),
+        (
+            5,
+            "{}",
+            "line 5 is no transition; one has a single key: submit, schedule, commit, cancel, forget, restart, update",
+        ),
         (5, '{"step":{}}', "line 5 is no transition"),
         (5, '{"submit":{"request_id":"x"}}', "line 5 is a malformed submit: KeyError"),
         (
@@ -362,6 +374,7 @@ def header(**changes: object) -> str:
         ),
         (5, '{"submit":7}', "line 5 is a malformed submit: TypeError"),
         (5, '{"cancel":{}}', "line 5 is a malformed cancel: KeyError"),
+        (5, '{"update":{"version":1}}', "line 5 is a malformed update: KeyError"),
     ],
 )
 def test_a_malformed_line_is_an_error_with_its_number(log: Path, capsys, number: int, text: str, message: str):
@@ -378,6 +391,11 @@ def test_a_malformed_line_is_an_error_with_its_number(log: Path, capsys, number:
     ("text", "why"),
     [
         ('{"commit":{"sampled":[],"events":[]}}', "refused: a commit without a schedule before it"),
+        (
+            '{"update":{"version":1,"pending":"drop"}}',
+            "refused: pending is 'drop'; it must be one of 'restart', 'keep'",
+        ),
+        ('{"update":{"version":"a","pending":"keep"}}', "refused: version is 'a'; it must be an integer"),
         (
             '{"submit":{"request_id":"x","prompt_len":99,"max_tokens":1,"stop_token_ids":[],"forks":[],"hashes":[]}}',
             "refused: request 'x' has a prompt of 99 tokens",

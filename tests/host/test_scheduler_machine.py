@@ -293,6 +293,14 @@ class Driver:
             self.model.restart()
             self.check_new_state(scheduler.restart(self.state))
 
+    def update(self, pending: Any) -> None:
+        """The weights become others between two steps."""
+        if self.plan is None:
+            self.tally[f"updated, {pending}"] += bool(self.state.running.seqs)
+            self.tally["updated while some were swapped"] += any(seq.blocks for seq in self.state.waiting)
+            self.model.update(pending)
+            self.check_new_state(scheduler.update(self.state, pending))
+
     def count_ends(self, events: tuple[Event, ...]) -> None:
         self.tally.update(event.reason for event in events if isinstance(event, Finished))
 
@@ -326,6 +334,8 @@ class Driver:
             self.forget()
         if busy and draw.random() < 0.02:
             self.restart()
+        if busy and draw.random() < 0.04:
+            self.update(draw.choice(["restart", "keep"]))
         if busy and draw.random() < 0.05 and self.model.alive():
             name = draw.choice(self.model.names())
             self.cancel(name, "abort")
@@ -413,6 +423,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.driver.restart()
+
+    @rule(pending=st.sampled_from(["restart", "keep"]))
+    def update(self, pending: str) -> None:
+        self.driver.update(pending)
 
     @rule(number=st.integers(10, 60), seed=seeds, drafting=st.sampled_from([0.0, 0.7]))
     def traffic(self, number: int, seed: int, drafting: float) -> None:
@@ -503,6 +517,9 @@ def test_the_driver_reaches_every_kind_of_event():
         "shared",
         "forgot",
         "restarted",
+        "updated, restart",
+        "updated, keep",
+        "updated while some were swapped",
         "preempted",
         "cut",
         "stop",
@@ -518,7 +535,7 @@ def test_the_driver_reaches_every_kind_of_event_in_baseline_modes():
     """On random configs from a fixed seed. Pieces of equal size leave no holes, so other modes are drawn more often."""
     draw = random.Random(0)
     tally: Counter[str] = Counter()
-    times = {"none": 6, "oracle": 4, "pow2": 4, "max": 1}
+    times = {"none": 8, "oracle": 6, "pow2": 6, "max": 2}
     for mode in itertools.chain(*([mode] * times[mode[2]] for mode in BASELINES)):
         config = config_of(
             mode,
