@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from pagedjax.engine.tap_files import read_taps
     from pagedjax.engine.taps import TapArrays
     from pagedjax.llm import LLM
-    from pagedjax.params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams, Taps
+    from pagedjax.params import (
+        BeamSearchParams,
+        LoRARequest,
+        PoolingParams,
+        SamplingParams,
+        StructuredOutputsParams,
+        Taps,
+    )
     from pagedjax.text.outputs import CompletionOutput, RequestOutput
     from pagedjax.text.pooling import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
     from pagedjax.weights.pretrained import from_params, load_model
@@ -27,6 +34,7 @@ _HOME = {
     "BeamSearchParams": "params",
     "StructuredOutputsParams": "params",
     "PoolingParams": "params",
+    "LoRARequest": "params",
     "Taps": "params",
     "TapArrays": "engine.taps",
     "read_taps": "engine.tap_files",
@@ -45,6 +53,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "Engine",
     "EngineConfig",
+    "LoRARequest",
     "PoolingParams",
     "PoolingRequestOutput",
     "RequestOutput",

@@ -19,7 +19,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 WeightDType = Literal["float32", "bfloat16", "float16", "int8"]
 CacheDType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn"]
 PolicyName = Literal["fcfs", "priority", "shortest", "fair", "longest_prefix", "static"]
-KVPolicyName = Literal["full", "streaming"]
+KVPolicyName = Literal["full", "streaming", "quest"]
 Reservation = Literal["none", "oracle", "pow2", "max"]
 Preemption = Literal["recompute", "swap"]
 Compilation = Literal["eager", "lazy", "background"]
@@ -101,32 +101,50 @@ class Speculative:
             )
 
 
+_KV_POLICY_SIZES: dict[str, tuple[str, Any, int | None]] = {  # by field: its policy, its default, the least integer
+    "sinks": ("streaming", 4, 0),
+    "window": ("streaming", 1020, 1),
+    "tokens": ("quest", 1024, 1),
+    "dense_layers": ("quest", 2, 0),
+    "dense_prompts": ("quest", True, None),
+}
+
+
 @dataclass(frozen=True)
 class KVPolicyOptions:
     """Which blocks of its sequence a query still sees (docs/design/kv-policies.md).
 
     name: "full": all. "streaming": the first tokens and the last ones (StreamingLLM, arXiv 2309.17453); other blocks
-        are given back. A `KVPolicy` of your own is "module:NAME" or "folder/file.py:NAME".
+        are given back. "quest": it reads the blocks whose keys fit it best (arXiv 2406.10774); all blocks are kept. A
+        `KVPolicy` of your own is "module:NAME" or "folder/file.py:NAME".
     sinks: of "streaming", the first tokens that every query sees; None is 4.
     window: of "streaming", the last tokens that a query sees at least, its own included; None is 1020.
+    tokens: of "quest", the tokens that a query reads at most, its own block included; None is 1024.
+    dense_layers: of "quest", the first layers, in which a query reads all; None is 2.
+    dense_prompts: of "quest", whether queries of prompts read all; None is True.
     """
 
     name: str = "full"
     sinks: int | None = None
     window: int | None = None
+    tokens: int | None = None
+    dense_layers: int | None = None
+    dense_prompts: bool | None = None
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and ":" in self.name):
             one_of("kv_policy", self.name, get_args(KVPolicyName))
-        for name, least, usual in (("sinks", 0, 4), ("window", 1, 1020)):
+        for name, (of, usual, least) in _KV_POLICY_SIZES.items():
             value = getattr(self, name)
-            if self.name == "streaming" and value is None:
+            if self.name == of and value is None:
                 object.__setattr__(self, name, usual)
-            elif value is not None and self.name != "streaming":
+            elif value is not None and self.name != of:
                 what = f"kv_policy.{name} is {value!r}, and kv_policy.name {self.name!r}"
-                raise ValueError(f"{what}, which takes no sizes; leave it out, or use 'streaming'")
-            elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"kv_policy.{name} is {value!r}; it must be an integer of at least {least} tokens")
+                raise ValueError(f"{what}, which does not take it; leave it out, or use {of!r}")
+            elif value is not None and least is None and not isinstance(value, bool):
+                raise ValueError(f"kv_policy.{name} is {value!r}; it must be True or False")
+            elif value is not None and least is not None and not (type(value) is int and value >= least):
+                raise ValueError(f"kv_policy.{name} is {value!r}; it must be an integer of at least {least}")
 
     @staticmethod
     def read(value: Any) -> KVPolicyOptions | None:
@@ -230,12 +248,16 @@ class EngineConfig:
     enable_prefix_caching: keep full blocks after their requests ended and share them with requests that begin alike.
     chunked_prefill, mixed_steps: whether a budget may cut prompts, and whether prompts and decodes share steps. Without
         them steps are made as earlier engines made them (host/step_kinds.py), to compare with.
-    kv_policy: which blocks of its sequence a query still sees: "full" (None), "streaming", one of your own, or a
+    kv_policy: which blocks of its sequence a query still sees: "full" (None), "streaming", "quest", your own, or a
         `KVPolicyOptions` as a mapping, such as {"name": "streaming", "sinks": 4, "window": 1020}. Blocks that no query
         sees any more are free for others. All but "full" change tokens.
     free_window_blocks: give blocks back that lie before the windows of layers that have one. It changes no token.
     reservation: "none" is paging. Else a sequence takes, when it enters, one contiguous piece of the cache for its
         whole life, as engines before paging did (host/reservation.py); it needs enable_prefix_caching=False.
+    enable_lora: requests may have adapters of low rank (docs/design/adapters.md). It needs one device, and products
+        that can add those of low rank; it excludes draft models.
+    max_loras: adapters that an engine has at once, beside none, at most.
+    max_lora_rank: the rank of an adapter, at most; those of lower ranks are padded with zeros.
     row_features: sampling options of one's own (docs/design/logits-processors.md), each "module:NAME" or
         "folder/file.py:NAME" of a `RowFeature`.
     max_tap_bytes: bytes of what the taps of one request may give (docs/design/taps.md); None is 1 GiB.
@@ -269,13 +291,17 @@ class EngineConfig:
     free_window_blocks: bool = True
     reservation: Reservation = "none"
     batch_invariant: bool = False
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
     row_features: tuple[str, ...] = ()
     max_tap_bytes: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         open_ones = "max_model_len", "num_blocks", "max_tap_bytes"
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", *open_ones):
+        sizes = "block_size", "max_num_batched_tokens", "max_num_seqs", "max_loras", "max_lora_rank"
+        for name in (*sizes, *open_ones):
             value = getattr(self, name)
             if value is None and name in open_ones:
                 continue
@@ -316,11 +342,12 @@ class EngineConfig:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed!r}; it must be an integer in [0, 2**32)")
         switches = "enable_prefix_caching", "chunked_prefill", "mixed_steps", "free_window_blocks", "batch_invariant"
-        for name in switches:
+        for name in (*switches, "enable_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         one_of("reservation", self.reservation, get_args(Reservation))
         self._check_kv_policy()
+        self._check_adapters()
         if self.reservation != "none" and self.enable_prefix_caching:
             raise ValueError(
                 f"reservation is {self.reservation!r}, which shares no blocks, but enable_prefix_caching "
@@ -372,6 +399,21 @@ class EngineConfig:
     def is_baseline(self) -> bool:
         """Whether steps or reservations are those of an earlier engine (host/step_kinds.py, host/reservation.py)."""
         return self.reservation != "none" or not (self.chunked_prefill and self.mixed_steps)
+
+    def _check_adapters(self) -> None:
+        """Raises ValueError for what adapters cannot be combined with."""
+        if not self.enable_lora:
+            return
+        if self.speculative is not None and self.speculative.method in ON_DEVICE:
+            raise ValueError(
+                f"enable_lora is True and speculative.method is {self.speculative.method!r}, whose model has no "
+                "adapters; use the method 'ngram' or 'suffix', or enable_lora=False"
+            )
+        if self.mesh is not None or self.devices is not None:
+            raise ValueError(
+                f"enable_lora is True, mesh {self.mesh} and devices {self.devices}: adapters are on the first device "
+                "alone; leave mesh and devices out, or merge the adapter into the weights"
+            )
 
     def _check_kv_policy(self) -> None:
         """Raises ValueError for what a KV policy cannot be combined with."""

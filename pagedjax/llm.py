@@ -22,7 +22,7 @@ from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, programs
 from pagedjax.host.types import Pending
-from pagedjax.params import BeamSearchParams, PoolingParams, PoolingTask, SamplingParams
+from pagedjax.params import BeamSearchParams, LoRARequest, PoolingParams, PoolingTask, SamplingParams
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
 from pagedjax.session import GenerationRequest, Params, Session, output_of
 from pagedjax.text import pooling
@@ -40,6 +40,7 @@ from pagedjax.vllm_names.engine_arguments import ARGUMENTS, EngineArguments, eng
 from pagedjax.weights.draft_model import load_draft_model
 from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel, from_params, load_model
 
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all, or one for each
 Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping as vLLM has it: {"prompt": ...}, {"prompt_token_ids": ...}
 
 
@@ -169,6 +170,65 @@ class LLM:
         """
         self.engine.wake_up(tags)
 
+    # adapters (docs/design/adapters.md) -------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Read an adapter's folder, and load it under a name, also while requests are unfinished. Nothing is compiled.
+
+        An adapter that has the name is replaced; unfinished requests keep theirs. It stays until it is unloaded.
+
+        Raises:
+            ValueError, FileNotFoundError: the engine has no adapters, the folder is none that fits the model, or all
+                `max_loras` slots are taken. Nothing changes.
+        """
+        self._load(LoRARequest(name, lora_path=os.fspath(path)), keep=True)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Unfinished requests continue with it.
+
+        Raises:
+            ValueError: there is no such adapter.
+        """
+        self.engine.unload_adapter(name)
+
+    def _load(self, request: LoRARequest, *, keep: bool, needed: Iterable[str] = ()) -> None:
+        from pagedjax.weights.adapter_files import read_adapter
+
+        if not self.engine.config.enable_lora:
+            raise ValueError(f"adapter {request.lora_name!r} is wanted, and this engine has none; set enable_lora=True")
+        adapter = read_adapter(request.lora_path, self.engine.model.config, request.lora_name)
+        self.engine.load_adapter(adapter, keep=keep, needed=needed)
+
+    def _adapters(self, requests: Any, count: int) -> list[str | None]:
+        """The names of the adapters of `count` prompts. Those that are not there are loaded.
+
+        Raises:
+            ValueError: something else than `LoRARequest`s, a name with two folders, or as `load_adapter`.
+        """
+        if requests is None:
+            return [None] * count
+        each = list(requests) if isinstance(requests, (list, tuple)) else [requests] * count
+        if len(each) != count:
+            raise ValueError(f"{len(each)} lora_request for {count} prompts; give one for all, or one for each")
+        wanted: dict[str, LoRARequest] = {}
+        for one in each:
+            if one is not None and not isinstance(one, LoRARequest):
+                raise ValueError(f"lora_request is {one!r:.80}; it must be a LoRARequest, or a list of them and None")
+            if one is not None and wanted.setdefault(one.lora_name, one).lora_path != one.lora_path:
+                paths = f"{wanted[one.lora_name].lora_path!r} and {one.lora_path!r}"
+                raise ValueError(f"lora_request {one.lora_name!r} has the folders {paths}; give each its own name")
+        most = self.engine.config.max_loras
+        if self.engine.config.enable_lora and len(wanted) > most:
+            raise ValueError(
+                f"{len(wanted)} adapters in one call, and max_loras is {most}; raise it, or make two calls"
+            )
+        for name, one in wanted.items():
+            here = self.engine.adapters.get(name)
+            stays = here is not None and one.lora_path in ("", here.source)
+            if one.lora_path and (one.load_inplace or not stays):
+                self._load(one, keep=False, needed=wanted)
+        return [one and one.lora_name for one in each]
+
     def start_profile(self, folder: str | os.PathLike[str] = "profile") -> None:
         """Write a trace of what the host and the devices do from now on, for Perfetto or XProf."""
         jax.profiler.start_trace(folder)
@@ -224,6 +284,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] | None = 0,
         user: str | Sequence[str] = "",
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Complete prompts in one batch. Returns the outputs in the order of the prompts.
 
@@ -234,6 +295,7 @@ class LLM:
                 run in the same steps.
             priority, user: one for all, or one for each; used by the policies "priority" (the lower number first) and
                 "fair".
+            lora_request: the adapter of all, or of each prompt.
 
         Raises:
             ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
@@ -241,10 +303,15 @@ class LLM:
         texts, prompts = zip(*map(_text_and_prompt, _several(prompts)), strict=True)
         order = (0 if priority is None else priority), user
         ids = [self._tokens(p) for p in prompts]
-        return self._run(texts, ids, _each(sampling_params, len(ids)), use_tqdm, *order)
+        return self._run(texts, ids, _each(sampling_params, len(ids)), use_tqdm, *order, lora_request=lora_request)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: Adapters = None,
     ) -> list[BeamSearchOutput]:
         """Search every prompt, and return the results in vLLM's form. `generate` takes `BeamSearchParams` too.
 
@@ -253,7 +320,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params is {params!r:.80}; it must be BeamSearchParams")
-        outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, lora_request=lora_request)
         return [beam_search_output(output, params, self.tokenizer) for output in outputs]
 
     def chat(
@@ -266,6 +333,7 @@ class LLM:
         tool_choice: str | Mapping[str, Any] | None = None,
         parallel_tool_calls: bool = True,
         tool_call_parser: str | None = None,
+        lora_request: Adapters = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: lists of {"role": ..., "content": ...}.
 
@@ -274,6 +342,7 @@ class LLM:
                 its `tool_calls`, and stay in its `text` too. They are valid: a grammar forbids others.
             tool_call_parser: how the model writes calls, one of `tools.formats.PARSERS`; None finds it in the chat
                 template.
+            lora_request: as in `generate`.
 
         Raises:
             ValueError: as `generate`; or a tool, the choice, or a message about calls is wrong.
@@ -284,7 +353,8 @@ class LLM:
         params = [use.applied(one, self.tokenizer)[0] for one in _each(sampling_params, len(ids))]
         for one in params if use.tools else ():
             use.compiled(self.session.grammars, one)
-        return [use.read(output) for output in self._run(prompts, ids, params, use_tqdm)]
+        outputs = self._run(prompts, ids, params, use_tqdm, lora_request=lora_request)
+        return [use.read(output) for output in outputs]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Yields the text of one completion as it becomes final. Closing the iterator frees the request's blocks."""
@@ -320,17 +390,19 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt: its pooled hidden states, of length 1 unless `normalize` is False.
 
         Args:
             prompts: as in `generate`.
             pooling_params: one for all, or one for each; None is `PoolingParams()`.
+            lora_request: as in `generate`.
 
         Raises:
             ValueError: a prompt or parameter that cannot be served. Nothing ran, and the engine is usable.
         """
-        outputs = self._pooled(_several(prompts), pooling_params, "embed", use_tqdm)
+        outputs = self._pooled(_several(prompts), pooling_params, "embed", use_tqdm, lora_request)
         return [pooling.embedding(output) for output in outputs]
 
     def encode(
@@ -340,6 +412,7 @@ class LLM:
         *,
         pooling_task: PoolingTask | None = None,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Hidden states after the last norm as arrays; arguments and errors are those of `embed`.
 
@@ -347,7 +420,7 @@ class LLM:
             pooling_task: "token_embed" gives an array [tokens, H], "embed" a pooled one [H]; None is the task of the
                 parameters, or else "token_embed". Rows have length 1 unless `normalize` is False.
         """
-        return self._pooled(_several(prompts), pooling_params, pooling_task, use_tqdm)
+        return self._pooled(_several(prompts), pooling_params, pooling_task, use_tqdm, lora_request)
 
     def score(
         self,
@@ -372,14 +445,16 @@ class LLM:
         pairs = zip(firsts, seconds, strict=True)
         return [pooling.similarity(str(i), one, other) for i, (one, other) in enumerate(pairs)]
 
-    def _pooled(self, prompts: list[Prompt], params: Any, task: PoolingTask | None, use_tqdm: bool) -> list[Any]:
+    def _pooled(
+        self, prompts: list[Prompt], params: Any, task: PoolingTask | None, use_tqdm: bool, lora_request: Any = None
+    ) -> list[Any]:
         each, own = _each(params, len(prompts), PoolingParams), self._loaded.pooling
         each = [pooling.resolved(one, task or one.task or "token_embed", own) for one in each]
         limit = self.engine.config.max_model_len
         texts, plain = zip(*map(_text_and_prompt, prompts), strict=True)
         ids = [pooling.truncated(self._tokens(p), one, limit) for p, one in zip(plain, each, strict=True)]
         self.warn_if_not_made_for_embeddings()
-        return self._run(texts, ids, each, use_tqdm, what="embedding")
+        return self._run(texts, ids, each, use_tqdm, what="embedding", lora_request=lora_request)
 
     def warn_if_not_made_for_embeddings(self) -> None:
         """One warning, once, for a model whose hidden states were not trained to be embeddings."""
@@ -401,7 +476,15 @@ class LLM:
         return ids
 
     def _run(
-        self, texts, ids, params, use_tqdm: bool, priority: Any = 0, user: Any = "", what: str = "generating"
+        self,
+        texts,
+        ids,
+        params,
+        use_tqdm: bool,
+        priority: Any = 0,
+        user: Any = "",
+        what: str = "generating",
+        lora_request: Any = None,
     ) -> list[Any]:
         """The outputs of prompts, whose tokens are `ids`, with parameters of generation or pooling for each."""
         columns = (
@@ -409,10 +492,12 @@ class LLM:
             params,
             _one_each("priority", priority, int, len(ids)),
             _one_each("user", user, str, len(ids)),
+            self._adapters(lora_request, len(ids)),
         )
         rows = zip(ids, *columns, strict=True)
         requests = [
-            GenerationRequest(self._kept(tokens, p), p, text, rank, name) for tokens, text, p, rank, name in rows
+            GenerationRequest(self._kept(tokens, p), p, text, rank, name, adapter=adapter)
+            for tokens, text, p, rank, name, adapter in rows
         ]
         outputs = self.session.add(requests)
         branches = {name: branch for one in outputs for name, branch in one.items()}

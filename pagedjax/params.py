@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, replace
 from functools import cache
@@ -473,3 +474,36 @@ class PoolingParams:
             enable_prefix_caching=self.enable_prefix_caching and self.kind == "LAST",
             cache_salt=self.cache_salt,
         )
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The adapter of a request (docs/design/adapters.md), under vLLM's names.
+
+    Attributes:
+        lora_name: what the engine calls it. An adapter that is loaded under this name is used, unless `lora_path` is
+            another folder.
+        lora_int_id: vLLM's number of it; nothing here depends on it.
+        lora_path: its folder, as PEFT saves it; "" is one that is loaded.
+        load_inplace: read the folder again, because its files may be others.
+        base_model_name: for people.
+
+    Raises:
+        ValueError: a name or path that is no text, or a number below 1.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+    load_inplace: bool = False
+    base_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lora_path, os.PathLike):
+            object.__setattr__(self, "lora_path", os.fspath(self.lora_path))
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise ValueError(f"lora_name is {self.lora_name!r:.80}; it must be a text that is not empty")
+        if not isinstance(self.lora_path, str):
+            raise ValueError(f"lora_path is {self.lora_path!r:.80}; it must be a folder")
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id is {self.lora_int_id!r:.80}; it must be an integer of at least 1")

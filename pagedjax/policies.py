@@ -1,6 +1,6 @@
 """Policies, under their public name: of the scheduler (host/policies.py), and KV policies (host/kv_policies.py)."""
 
-from pagedjax.host.kv_policies import KVPolicy, View, streaming
+from pagedjax.host.kv_policies import KVPolicy, TopBlocks, View, quest, streaming
 from pagedjax.host.policies import (
     FAIR,
     FCFS,
@@ -30,8 +30,10 @@ __all__ = [
     "Cached",
     "KVPolicy",
     "Policy",
+    "TopBlocks",
     "View",
     "by_key",
     "find",
+    "quest",
     "streaming",
 ]

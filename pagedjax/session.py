@@ -29,6 +29,7 @@ class GenerationRequest:
 
     prompt: its text, None if token ids were given.
     grammar: of `params.structured_outputs`; None: `Session.add` compiles it.
+    adapter: the name of one that the engine has loaded; None: the model alone.
     """
 
     prompt_token_ids: Sequence[int]
@@ -37,6 +38,7 @@ class GenerationRequest:
     priority: int = 0
     user: str = ""
     grammar: Grammar | None = None
+    adapter: str | None = None
 
 
 class TextDelta(NamedTuple):
@@ -99,6 +101,8 @@ class Session:
                 width = params.beam_width if isinstance(params, BeamSearchParams) else params.n
                 first, *forks = names = self.engine.new_ids(width)
                 order: dict[str, Any] = {"priority": request.priority, "user": request.user, "grammar": grammar}
+                if request.adapter is not None:
+                    order["adapter"] = request.adapter
                 self.engine.add(first, request.prompt_token_ids, params, forks=forks, **order)
                 added.append(self._outputs(names, request.prompt_token_ids, params))
         except BaseException:

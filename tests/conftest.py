@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,37 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Engines on a mesh need several devices. The first one is the default, as before.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cases that the mark `default_cases` does not name are slow: most cost the compilation of an engine."""
+    unknown: dict[str, set[str]] = {}
+    for item in items:
+        if not (mark := item.get_closest_marker("default_cases")):
+            continue
+        case = item.callspec.id  # type: ignore[attr-defined]
+        name = item.nodeid.removesuffix(f"[{case}]")
+        unknown.setdefault(name, set(mark.args)).discard(case)
+        if case not in mark.args:
+            item.add_marker("slow")
+    selected = any("[" in item.nodeid and "::" in argument for item in items[:1] for argument in item.config.args)
+    if not selected and (wrong := {name: cases for name, cases in unknown.items() if cases}):
+        raise pytest.UsageError(f"default_cases names cases that do not exist: {wrong}")
+
+
+@pytest.fixture(scope="session")
+def documented_file(tmp_path_factory) -> Callable[[str, str], Path]:
+    """(page of docs/design, name) -> the file of that name that the page shows, written to a folder."""
+
+    def write(page: str, name: str) -> Path:
+        text = (Path(__file__).parents[1] / "docs" / "design" / page).read_text("utf-8")
+        (code,) = re.findall(rf"```python\n(# {re.escape(name)}.*?)```", text, re.DOTALL)
+        path = tmp_path_factory.mktemp("documented") / name
+        path.write_text(code, "utf-8")
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="session")

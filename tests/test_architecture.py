@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pagedjax.policies": ("pagedjax.host",),
     "pagedjax.device": (
         *("pagedjax.config", "pallas_kernels.paged_attention", "pallas_kernels.kv_write", "pallas_kernels.linear"),
+        "pallas_kernels.shared.page_bits",
     ),
     "pagedjax.models": ("pagedjax.device",),
     "pagedjax.text": ("pagedjax.params", "pagedjax.host.types"),

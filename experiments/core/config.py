@@ -38,12 +38,17 @@ from pagedjax.params import SamplingParams
 
 # Keys without influence on the measurement; they are not in a point's hash.
 _NOT_MEASURED = ("name", "question", "repeats", "sweep")
-# Fields that a point's key has only if they are set, so that other keys are those of versions before these fields.
+# Fields that a point's key has only with another value than their default, so that other keys are those of versions
+# before these fields.
 LATER = {
-    "engine": ("speculative", "mesh", "devices", "linear_impl", "kv_policy", "row_features", "max_tap_bytes"),
+    "engine": (
+        *("speculative", "mesh", "devices", "linear_impl", "kv_policy", "free_window_blocks", "batch_invariant"),
+        *("row_features", "max_tap_bytes", "enable_lora", "max_loras", "max_lora_rank"),
+    ),
     "simulate": ("mesh", "hop_s"),
     "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens", "taps"),
 }
+_KINDS = {"engine": EngineConfig, "simulate": Simulate, "sampling": SamplingParams}
 # Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.
 NEED_TEXT = {
     "stop": "use sampling.stop_token_ids",
@@ -318,8 +323,9 @@ def point_key(experiment: Experiment, content: str) -> str:
         values["engine"]["speculative"] |= drafter
     if isinstance(policy := experiment.engine.kv_policy, KVPolicyOptions):
         values["engine"]["kv_policy"]["name"] = _own_source(policy.name)
-    if experiment.engine.free_window_blocks:  # as in the keys of versions before this field
-        del values["engine"]["free_window_blocks"]
+        for name in ("tokens", "dense_layers", "dense_prompts"):  # not in the keys of versions before these fields
+            if getattr(policy, name) is None:
+                del values["engine"]["kv_policy"][name]
     values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}
     values["engine"]["row_features"] = tuple(map(_own_source, experiment.engine.row_features))
     values["model"] = _model_source(experiment.model)
@@ -330,8 +336,9 @@ def point_key(experiment: Experiment, content: str) -> str:
         steps = (Path(experiment.simulate.fit) / STEPS).read_bytes()
         values["simulate"]["fit"] = hashlib.sha256(steps).hexdigest()
     for section, names in LATER.items():
+        usual = {field.name: field.default for field in dataclasses.fields(_KINDS[section])}
         for name in names:
-            if section in values and values[section][name] in (None, ()):
+            if section in values and values[section][name] == usual[name]:
                 del values[section][name]
     if "file" in values["workload"]:  # a file counts by content, not by path
         values["workload"]["file"] = hashlib.sha256(content.encode()).hexdigest()

@@ -18,6 +18,7 @@ from pagedjax.config import own_value
 from pagedjax.device.batch import Batch
 from pallas_kernels import kv_write
 from pallas_kernels.paged_attention import IMPLS, Implementation, paged_attention
+from pallas_kernels.shared.page_bits import read, stored
 
 # (q, k_pages, v_pages, block_tables, seq_lens, cu_q_lens, *, window, soft_cap) -> [T, N, D]
 Attend = Callable[..., jax.Array]
@@ -55,8 +56,8 @@ def choose(wanted: str | None, device: Any, *, invariant: bool = False, **sizes:
         ValueError: the wanted one cannot serve this cache on this device; the message gives the reason. There is no
             fallback.
     """
-    if invariant and (not_here := _not_invariant(wanted, device, **sizes)):
-        raise ValueError(not_here)
+    if invariant and (reason := _not_invariant(wanted, device, **sizes)):
+        raise ValueError(f"batch_invariant is True, and {reason}; or set batch_invariant=False")
     if wanted is None:
         return next(name for name in DEFAULTS if not find(name).obstacle(device, **sizes))
     if wrong := find(wanted).obstacle(device, **sizes):
@@ -65,14 +66,14 @@ def choose(wanted: str | None, device: Any, *, invariant: bool = False, **sizes:
 
 
 def _not_invariant(wanted: str | None, device: Any, **sizes: Any) -> str:
-    """Returns why an engine cannot be batch-invariant with this attention; empty if it can."""
+    """Returns why an engine cannot be batch-invariant with this attention, and a remedy; empty if it can."""
     impl = find(wanted or DEFAULTS[0])
+    able = ", ".join(repr(name) for name, one in IMPLS.items() if one.invariant)
     if not impl.invariant:
-        able = ", ".join(repr(name) for name, one in IMPLS.items() if one.invariant)
-        what = f"batch_invariant is True, and attention_impl {wanted!r} has no batch-invariant form"
-        return f"{what}; those that have one: {able}"
-    reason = impl.obstacle(device, **sizes)
-    return f"batch_invariant is True, and attention_impl {impl.name!r} {reason}" if reason else ""
+        return f"attention_impl {wanted!r} has no batch-invariant form; those that have one: {able}"
+    if obstacle := impl.obstacle(device, **sizes):
+        return f"the attention that has a batch-invariant form, {able}, {obstacle}; change that"
+    return ""
 
 
 def page_row(impl: str | None, head_dim: int) -> int:
@@ -83,6 +84,9 @@ def page_row(impl: str | None, head_dim: int) -> int:
 def page_dtype(impl: str | None, dtype: str) -> str:
     """Returns the dtype of pages whose keys and values are of `dtype`: the same, or integers of their bits."""
     return find(impl or "xla").page_dtype(dtype)
+
+
+numbers_in, stored_in = read, stored  # the numbers in pages, and numbers as pages of a dtype have them
 
 
 def prepare(wanted: str | None, dtype: str) -> None:
@@ -129,7 +133,7 @@ def probabilities(
     """
     if not isinstance(attend, Bound) or attend.impl.probabilities is None:
         name = attend.impl.name if isinstance(attend, Bound) else attend
-        raise ValueError(f"attention {name!r} has no `probabilities`, so nobody can look at them; add that field")
+        raise ValueError(f"attention {name!r} has no `probabilities`, which taps of attention read; add that field")
     arrays = q, k_pages, rows.block_tables, rows.seq_lens
     return attend.impl.probabilities(*arrays, tuple(heads), scale=attend.scale, **options)
 

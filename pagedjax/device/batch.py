@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from pagedjax.device.layer_groups import LayerGroups
 from pagedjax.device.row_features.chain import DEFAULT, FeatureRows, RowChain
+
+if TYPE_CHECKING:
+    from pagedjax.device.linear import LowRank
+    from pagedjax.device.token_adapters import TokenAdapters
 
 MAX_TOP = 20  # most top log-probabilities of a request
 
@@ -52,6 +57,29 @@ class AttentionRows(NamedTuple):
     of_samples: Any  # [R] the row of the token that each sample follows
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Selection:
+    """Queries read some of the blocks that they see (a KV policy; selection.py).
+
+    Attributes:
+        blocks: that a query reads at most, its own included.
+        dense_layers: the first layers, in which every query reads all that it sees.
+        dense_prompts: queries of prompts read all that they see.
+    """
+
+    blocks: int
+    dense_layers: int
+    dense_prompts: bool
+
+
+class Selecting(NamedTuple):
+    """Which queries of a step select blocks."""
+
+    selection: Selection
+    tokens: Any  # [T] bool
+
+
 class GroupTables(NamedTuple):
     """Block tables of the groups of layers behind the first one, whose tables the batch has itself."""
 
@@ -77,6 +105,8 @@ class Batch(NamedTuple):
     drafted: Drafted | None = None  # in every step of an engine that accepts drafts by rejection sampling
     seen: AttentionRows | None = None  # in every step of an engine with a KV policy
     groups: GroupTables | None = None  # in every step of an engine with several groups of layers
+    selecting: Selecting | None = None  # in every step of an engine whose KV policy selects blocks
+    adapters: TokenAdapters | None = None  # in every step of an engine with adapters
 
     @property
     def used_tokens(self) -> Any:
@@ -95,6 +125,8 @@ class Batch(NamedTuple):
 
     def of_layer(self, layer: int) -> Batch:
         """The batch as a layer sees it: with the tables of its group alone."""
+        if self.adapters is not None:
+            self = self._replace(adapters=self.adapters.of_layer(layer))
         if self.groups is None:
             return self
         layout, slots, tables = self.groups
@@ -102,6 +134,10 @@ class Batch(NamedTuple):
         if group == 0:
             return self._replace(groups=None)
         return self._replace(slots=slots[group - 1], block_tables=tables[group - 1], groups=None)
+
+    def low(self, name: str, parts: tuple[int, ...]) -> LowRank | None:
+        """What adapters add to a layer's product (`TokenAdapters.low`); the batch is that of the layer."""
+        return None if self.adapters is None else self.adapters.low(name, parts)
 
     @property
     def used_samples(self) -> Any:
@@ -148,6 +184,7 @@ class Shapes(NamedTuple):
     keeps_probs: bool = False  # whether steps take the probabilities that drafts were drawn from
     view: tuple[int, tuple[int, ...]] | None = None  # of a KV policy: a `host.kv_policies.View` with a window
     layout: LayerGroups | None = None  # of several groups of layers
+    selection: Selection | None = None  # of a KV policy
 
     def bucket(self, num_tokens: int) -> int:
         """The smallest T that holds `num_tokens`."""

@@ -19,7 +19,7 @@ it: XLA for a CPU writes a few such floats by converting the whole array to a wi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,11 +38,37 @@ class DraftPages(NamedTuple):
     features: jax.Array | None  # [P, S, F] of the activations' dtype; a draft model needs none
 
 
+class BoundedKeys(NamedTuple):
+    """The keys of a layer whose queries select blocks (selection.py)."""
+
+    pages: jax.Array  # as in `KVCache.k`
+    bounds: jax.Array  # [P, K, 2, D] of the pages' dtype: of each full block, the least and the largest of its keys
+
+    @property
+    def block_size(self) -> int:
+        return self.pages.shape[2] * self.pages.shape[3] // self.bounds.shape[3]
+
+
 class KVCache(NamedTuple):
     k: tuple[jax.Array, ...]  # L x [P, K, S, D], or in rows of several tokens
     v: tuple[jax.Array, ...]
     tokens: jax.Array  # [P, S] int32
     draft: DraftPages | None = None
+    bounds: tuple[jax.Array | None, ...] = ()  # L x `BoundedKeys.bounds`, None in dense layers; () without a selection
+
+    @property
+    def layers(self) -> list[tuple[jax.Array | BoundedKeys, jax.Array]]:
+        """The keys and values of each page array."""
+        bounds = self.bounds or (None,) * len(self.k)
+        keys = [k if own is None else BoundedKeys(k, own) for k, own in zip(self.k, bounds, strict=True)]
+        return list(zip(keys, self.v, strict=True))
+
+    def with_layers(self, layers: Sequence[tuple[jax.Array | BoundedKeys, jax.Array]]) -> KVCache:
+        """The cache with these `layers`."""
+        keys, v = zip(*layers, strict=True)
+        k = tuple([one.pages if isinstance(one, BoundedKeys) else one for one in keys])
+        bounds = tuple([one.bounds if isinstance(one, BoundedKeys) else None for one in keys])
+        return self._replace(k=k, v=v, bounds=bounds if self.bounds else ())
 
 
 class DraftSizes(NamedTuple):
@@ -78,6 +104,7 @@ def init(
     dtype: str,
     row: int | None = None,
     draft: DraftSizes | None = None,
+    dense_layers: int | None = None,
     sharding: CacheSharding | None = None,
     zeros: Callable[..., Any] = jnp.zeros,
 ) -> KVCache:
@@ -87,6 +114,7 @@ def init(
         dtype: of the pages, `attention.page_dtype`.
         row: numbers in a row of a page, a multiple of head_dim; None is head_dim, a token a row.
         draft: of a drafter's pages, whose keys and values are of `dtype` too.
+        dense_layers: the first layers, which have no bounds; None: no layer has.
         sharding: over the devices of a mesh, with kv_heads each; None is the default device.
         zeros: (shape, dtype, device=sharding) -> array.
 
@@ -100,6 +128,10 @@ def init(
     shape = (blocks + 1, kv_heads * sharding.devices, block_size * head_dim // row, row)
     k, v = (tuple(zeros(shape, dtype, device=sharding.heads) for _ in range(layers)) for _ in "kv")
     cache = KVCache(k, v, zeros((blocks + 1, block_size), jnp.int32, device=sharding.copies))
+    if dense_layers is not None:
+        ends = *shape[:2], 2, head_dim
+        bounds = [zeros(ends, dtype, device=sharding.heads) for _ in range(layers - dense_layers)]
+        cache = cache._replace(bounds=(None,) * dense_layers + tuple(bounds))
     if draft is None:
         return cache
     own: dict[str, Any] = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
@@ -124,9 +156,14 @@ def kv_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtyp
     return 2 * layers * block_size * kv_heads * head_dim * jnp.dtype(dtype).itemsize
 
 
-def block_bytes(*, block_size: int, dtype: str, draft: DraftSizes | None = None, **sizes: Any) -> int:
-    """Bytes of one block: `kv_bytes`, TOKEN_BYTES a slot, and a drafter's part."""
+def block_bytes(
+    *, block_size: int, dtype: str, draft: DraftSizes | None = None, dense_layers: int | None = None, **sizes: Any
+) -> int:
+    """Bytes of one block: `kv_bytes`, TOKEN_BYTES a slot, bounds, which are as large as one slot's, and a drafter's
+    part."""
     total = kv_bytes(block_size=block_size, dtype=dtype, **sizes) + TOKEN_BYTES * block_size
+    if dense_layers is not None:
+        total += kv_bytes(block_size=1, dtype=dtype, **sizes | {"layers": sizes["layers"] - dense_layers})
     if draft is not None:
         own = {"layers": draft.layers, "kv_heads": draft.kv_heads, "head_dim": draft.head_dim}
         total += kv_bytes(block_size=block_size, dtype=dtype, **own)

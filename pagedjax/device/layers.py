@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.device.checks import check_shape
-from pagedjax.device.linear import Implementation, Matrix, Norm, find, linear
+from pagedjax.device.linear import Implementation, LowRank, Matrix, Norm, find, linear
 from pagedjax.device.row_reductions import row_means
 
 
@@ -74,6 +74,7 @@ class Linear(nnx.Module):
         residual: jax.Array | None = None,
         rows: tuple[int, int] | None = None,
         sizes: jax.Array | None = None,
+        low: LowRank | None = None,
         dtype: jax.typing.DTypeLike | None = None,
     ) -> jax.Array:
         """As `linear`: norm(x), the product, then the activation of gates, then the residual is added."""
@@ -88,6 +89,7 @@ class Linear(nnx.Module):
             "scales": values(self.weight_scales),
             "rows": rows,
             "sizes": sizes,
+            "low": low,
         }
         matrix, bias, dtype = self.weight.matrix, values(self.bias), dtype or x.dtype
         if not self.axes:

@@ -11,10 +11,21 @@ from functools import cache
 from typing import Any
 
 from pagedjax.config import own_value
-from pallas_kernels.linear import IMPLS, Implementation, Matrix, Norm, linear
+from pallas_kernels.linear import IMPLS, Implementation, LowRank, Matrix, Norm, linear
 from pallas_kernels.linear.cpu import differentiable
 
-__all__ = ["DIFFERENTIABLE", "IMPLS", "Implementation", "Matrix", "Norm", "choose", "find", "linear", "prepare"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "IMPLS",
+    "Implementation",
+    "LowRank",
+    "Matrix",
+    "Norm",
+    "choose",
+    "find",
+    "linear",
+    "prepare",
+]
 
 DEFAULTS = "cpu", "xla"  # the first one that can serve is the default; "xla" runs everywhere
 DIFFERENTIABLE = differentiable.IMPLEMENTATION.name  # for `score`, and not for engines

@@ -133,7 +133,8 @@ class Placement:
         """
         heads: Any = P(None, AXES)
         copies: Any = P()
-        cache, each = KVCache(heads, heads, copies, copies), cast("list[NamedSharding]", [x.sharding for x in leaves])
+        cache = KVCache(heads, heads, copies, copies, heads)
+        each = cast("list[NamedSharding]", [x.sharding for x in leaves])
         specs = tuple(sharding.spec for sharding in each), cache, copies
         # check_vma: loops of attention carry values of both kinds, equal on all devices and not
         return jax.shard_map(program, mesh=self.mesh, in_specs=specs, out_specs=(cache, copies), check_vma=False)

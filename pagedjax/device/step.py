@@ -111,6 +111,8 @@ def make_step(
         (model, drafter), feed = modules(leaves), batch.feed
         if feed is not None:
             batch = batch._replace(tokens=jnp.where(feed.rows >= 0, feed.tokens[feed.rows], batch.tokens))
+        if batch.adapters is not None:
+            batch = batch._replace(adapters=batch.adapters.routed())
         cache = cache._replace(tokens=write_tokens(cache.tokens, batch.tokens, batch.slots))
         taps = bound.model.taps if bound else ()
         needed = (*taps, *wanted.outputs(model.config.layers))
@@ -222,8 +224,12 @@ def _check(batch: Batch) -> None:
     for slots, tables in zip(*batch.groups[1:], strict=True) if batch.groups is not None else ():
         check_shape("groups.slots", slots, (t,))
         check_shape("groups.block_tables", tables, batch.block_tables.shape)
+    if batch.selecting is not None:
+        check_shape("selecting.tokens", batch.selecting.tokens, (t,))
     if batch.feed is not None:
         check_shape("feed.rows", batch.feed.rows, (t,))
+    if batch.adapters is not None:
+        check_shape("adapters.slots", batch.adapters.slots, (t,))
     if batch.drafted is not None:
         check_shape("drafted.tokens", batch.drafted.tokens, batch.last.shape)
         if batch.drafted.probs is not None:

@@ -3,7 +3,8 @@
     h[0] = H(salt, tokens[0:S])    h[i] = H(h[i - 1], tokens[i S : (i + 1) S])
 
 Two blocks with the same hash hold the same keys and values, because these depend only on the tokens up to their own
-position. A hash has 128 bits of BLAKE2b, so two contents of a run do not get the same hash, by accident or on purpose.
+position, and under a KV policy that selects blocks on the length of the prompt (`selected`). A hash has 128 bits of
+BLAKE2b, so two contents of a run do not get the same hash, by accident or on purpose.
 """
 
 from __future__ import annotations
@@ -14,12 +15,24 @@ from hashlib import blake2b
 import numpy as np
 
 
-def root(salt: str | None, block_size: int, tags: Sequence[str] = ()) -> str:
-    """The hash before the first block's. Requests with different salts or tags share no block."""
+def root(salt: str | None, block_size: int, tags: Sequence[str] = (), adapter: str = "") -> str:
+    """The hash before the first block's. Requests with different salts, tags or adapters share no block.
+
+    Args:
+        adapter: the digest of its content, and not its name: another adapter may have the name later.
+    """
     found = blake2b(f"{block_size}:{salt or ''}".encode(), digest_size=16).hexdigest()
     for tag in tags:
         found = blake2b(tag.encode(), key=bytes.fromhex(found), person=b"tag", digest_size=16).hexdigest()
+    if adapter:
+        found = blake2b(adapter.encode(), key=bytes.fromhex(found), person=b"adapter", digest_size=16).hexdigest()
     return found
+
+
+def selected(parent: str, prompt_len: int) -> str:
+    """What the hashes of blocks with generated tokens grow from where queries of prompts read other blocks than those
+    of generated tokens (`TopBlocks.dense_prompts`): the same tokens have other keys in a longer prompt."""
+    return blake2b(b"%d" % prompt_len, key=bytes.fromhex(parent), person=b"selected", digest_size=16).hexdigest()
 
 
 def chain(parent: str, tokens: np.ndarray, block_size: int) -> tuple[str, ...]:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 from weakref import WeakSet
 
 from pagedjax.config import EngineConfig, Resolved, one_of
+from pagedjax.device.adapters import Adapter
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.memory import MemoryReport
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowFeature
-from pagedjax.engine import interrupts, runtime, sleep, state
+from pagedjax.engine import adapters, interrupts, runtime, sleep, state
+from pagedjax.engine.adapters import AdapterTable, InSlot
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.state import EngineState
@@ -126,6 +129,7 @@ class Engine:
         user: str = "",
         tags: Sequence[str] = (),
         grammar: Grammar | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Queue a request. `priority` and `user` matter to the policies of those names, see host/policies.py.
 
@@ -137,15 +141,21 @@ class Engine:
                 comes in a `StepResult` under `request_id`.
             tags: opaque names; requests with other tags share no cached blocks.
             grammar: what `params.structured_outputs` was compiled to (pagedjax/structured).
+            adapter: the name of a loaded one. The request keeps it, whatever is loaded or unloaded later.
 
         Raises:
             ValueError: the request can never run (see `scheduler.submit` and `requests.prepare`). The engine is
                 unchanged.
         """
         self._check_awake()
-        options = {"priority": priority, "user": user, "tags": tags, "grammar": grammar}
-        names = (request_id, *forks)
+        options: dict[str, Any] = {"priority": priority, "user": user, "tags": tags, "grammar": grammar}
+        names, table = (request_id, *forks), self.runtime.adapters
+        if adapter is not None:
+            here = adapters.of_name(table, adapter)
+            options["adapter"] = here.slot, here.digest
         self._set(state.submit(self.runtime, self._state, names, prompt_token_ids, params, **options))
+        if adapter is not None and table:
+            self.runtime = replace(self.runtime, adapters=adapters.used(table, adapter))
 
     def cancel(self, request_id: str, reason: FinishReason = "abort") -> tuple[Event, ...]:
         """End a request at any time; its blocks are free at once. An unknown id does nothing.
@@ -159,6 +169,43 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold. Unfinished requests continue."""
         self._set(state.forget(self._state))
+
+    # adapters (docs/design/adapters.md) -------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> Mapping[str, InSlot]:
+        """The adapters that requests may use, by name."""
+        return self.runtime.adapters.names if self.runtime.adapters else {}
+
+    def load_adapter(self, adapter: Adapter, *, keep: bool = True, needed: Iterable[str] = ()) -> None:
+        """Load an adapter, or replace the one of its name. Unfinished requests keep theirs. Nothing is compiled.
+
+        Args:
+            keep: it stays until it is unloaded. Else it gives way when another one needs its slot.
+            needed: names of adapters that may not give way to it.
+
+        Raises:
+            ValueError: the engine has no adapters, this one does not fit, or no slot is free. The engine is unchanged.
+        """
+        table = self._adapter_table(adapter.name)
+        in_use = adapters.slots_in_use(self._state.sequences)
+        after = adapters.loaded(table, adapter, in_use, keep=keep, needed=frozenset(needed))
+        self.runtime = replace(self.runtime, adapters=after)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Unfinished requests continue with it.
+
+        Raises:
+            ValueError: there is no such adapter.
+        """
+        self.runtime = replace(self.runtime, adapters=adapters.unloaded(self._adapter_table(name), name))
+
+    def _adapter_table(self, name: str) -> AdapterTable:
+        if self.runtime.adapters is None:
+            raise ValueError(f"adapter {name!r} is wanted, and this engine has none; set enable_lora=True")
+        return self.runtime.adapters
+
+    # parameters -------------------------------------------------------------------------------------------------------
 
     @property
     def params_version(self) -> int:

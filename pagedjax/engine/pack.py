@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pagedjax.device.batch import Batch, DraftBatch, DraftShape, GroupTables, SamplingBatch, Shapes
+from pagedjax.device.batch import Batch, DraftBatch, DraftShape, GroupTables, SamplingBatch, Selecting, Shapes
 from pagedjax.device.row_features.chain import DEFAULT, RowChain
 from pagedjax.device.row_features.token_mask import TOKEN_MASK
 from pagedjax.engine import seen_rows, token_masks
@@ -73,15 +73,20 @@ def pack(
     sampled_row[: len(row_of)] = row_of
     last[: len(row_of)] = cu_q_lens[1:][row_of] - 1 + ahead
     records = np.frombuffer(b"".join([m.record for m in mine]), record_of_rows(chain))
-    targets = _targets(plan, mine, records["prompt_logprobs"], t, cu_q_lens)
+    targets, prompt_lens = _targets(plan, mine, records["prompt_logprobs"], t, cu_q_lens), records["prompt_len"]
     known, masks = np.asarray(plan.lengths, np.int32), token_masks.of_samples(plan, mine)
     if plan.drafts:
         known = known[row_of] + ahead + np.repeat(plan.drafts, np.asarray(plan.drafts, np.int32) + 1)
         mine, records = [mine[i] for i in row_of], records[row_of]
     sampling = _sampling(mine, records, known, blanks[r], chain, masks)
     seen = seen_rows.rows_of(shapes, t, tables, plan.starts, plan.counts, last) if shapes.view else None
+    selecting = None
+    if shapes.selection:
+        selects = np.zeros(t, bool)
+        selects[:total] = positions[:total] >= prompt_lens[row] if shapes.selection.dense_prompts else True
+        selecting = Selecting(shapes.selection, selects)
     rows_and_samples = seq_lens, cu_q_lens, last, sampled_row, targets, sampling
-    return Batch(tokens, positions, slots, tables, *rows_and_samples, seen=seen, groups=groups)
+    return Batch(tokens, positions, slots, tables, *rows_and_samples, seen=seen, groups=groups, selecting=selecting)
 
 
 def pack_drafts(

@@ -42,6 +42,7 @@ class SequenceData:
     stop_ids: tuple[int, ...] = ()
     matcher: Matcher | None = None  # of structured outputs; branches have their own
     root: str | None = None  # the hash before the first block's (block_hashes.py); None: shares no blocks
+    adapter: int = field(default=0, kw_only=True)  # its slot; 0: none
     read: InitVar[RowOptions | None] = None  # what the engine's chain read from params; None: the default chain reads
     options: RowOptions = field(init=False)
     record: bytes = field(init=False)  # one `record_of_rows`, ready to be joined: a step packs hundreds of rows
@@ -120,6 +121,7 @@ def prepare(
     spare: int = 0,
     chain: RowChain = DEFAULT,
     grammar: Grammar | None = None,
+    adapter: tuple[int, str] = (0, ""),
 ) -> PreparedRequest:
     """Check a request as far as the scheduler cannot, and prepare it.
 
@@ -130,6 +132,7 @@ def prepare(
         spare: see `appended`.
         chain: the sampling options of the engine.
         grammar: what `params.structured_outputs` was compiled to.
+        adapter: its slot and the digest of its content.
 
     Raises:
         ValueError: a token id outside the vocabulary, options that `RowChain.read` refuses, beams without ids, more
@@ -151,7 +154,7 @@ def prepare(
     except ValueError as error:
         raise ValueError(f"request {names[0]!r}: {error}") from None
 
-    root, hashes = _hashes(prompt, row, state.config.block_size, tags) if caching else (None, ())
+    root, hashes = _hashes(prompt, row, state.config.block_size, tags, adapter[1]) if caching else (None, ())
     drops = bool(state.config.views) and state.config.views[0].window is not None  # token ids are in group 0
     request = Request(
         request_id=names[0],
@@ -174,7 +177,9 @@ def prepare(
         default = 0x9E3779B9 * (state.arrivals + 1 + i)
         seed = (default if row.seed is None else row.seed + i) % 2**32
         matcher = grammar.matcher() if grammar else None
-        sequences[name] = SequenceData(row, seed, len(prompt), tokens, stops, matcher, root, options)
+        sequences[name] = SequenceData(
+            row, seed, len(prompt), tokens, stops, matcher, root, options, adapter=adapter[0]
+        )
     search = None
     if isinstance(params, BeamSearchParams):
         limit = scheduler.final_length(request, state.config)
@@ -195,7 +200,7 @@ def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) 
 
 
 def _hashes(
-    prompt: np.ndarray, params: SamplingParams, size: int, tags: Sequence[str]
+    prompt: np.ndarray, params: SamplingParams, size: int, tags: Sequence[str], adapter: str
 ) -> tuple[str | None, tuple[str, ...]]:
     """What the hashes of a request grow from, and those of its prompt's full blocks.
 
@@ -205,7 +210,7 @@ def _hashes(
     every = params.prompt_logprobs is not None or (params.taps is not None and params.taps.of_every_token)
     if not params.enable_prefix_caching or every:
         return None, ()
-    root = block_hashes.root(params.cache_salt, size, tags)
+    root = block_hashes.root(params.cache_salt, size, tags, adapter)
     return root, block_hashes.chain(root, prompt, size)
 
 
@@ -239,13 +244,18 @@ def apply_events(sequences: Sequences, events: Sequence[Event], before: Running,
 
 
 def hashes_of_filled(
-    plan: Plan, sequences: Mapping[str, SequenceData], size: int, sampled: Sequence[Sample] = ()
+    plan: Plan,
+    sequences: Mapping[str, SequenceData],
+    size: int,
+    sampled: Sequence[Sample] = (),
+    dense_prompts: bool = False,
 ) -> dict[str, tuple[str, ...]]:
     """By sequence id, the hashes of the blocks that a plan fills with generated tokens.
 
     Args:
         sampled: of a plan with drafts, what `drafting.verified` returned. Accepted drafts are in the sequences' tokens,
             behind the known ones; no hash is made over a rejected one.
+        dense_prompts: queries of generated tokens read some of the blocks that those of a prompt read.
     """
     hashes = {}
     counts = accepted(plan, sampled).counts if plan.drafts else plan.counts
@@ -255,6 +265,8 @@ def hashes_of_filled(
             data = sequences[seq.request.request_id]
             if data.root is not None:
                 parent = seq.hashes[-1] if known else data.root
+                if dense_prompts and known == data.prompt_len // size:  # the first block with generated tokens
+                    parent = block_hashes.selected(parent, data.prompt_len)
                 tokens = data.tokens[known * size : full * size]
                 hashes[seq.request.request_id] = block_hashes.chain(parent, tokens, size)
     return hashes

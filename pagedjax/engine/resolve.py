@@ -12,13 +12,16 @@ from jax.experimental import multihost_utils
 
 from pagedjax.config import MAX_TAP_BYTES, ON_DEVICE, EngineConfig, KVPolicyOptions, Resolved
 from pagedjax.device import attention, cache, linear, memory
-from pagedjax.device.batch import Shapes, token_buckets
+from pagedjax.device.batch import Selection, Shapes, token_buckets
 from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.layer_groups import LayerGroups, layer_groups
-from pagedjax.device.models import Model
-from pagedjax.host import kv_policies
+from pagedjax.device.models import Model, split
+from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.host import blocks, kv_policies
 from pagedjax.host.kv_policies import View
 from pagedjax.host.reservation import table_width
+
+VECTOR = 16  # float32 numbers of the widest vector of a CPU
 
 
 def resolve(
@@ -53,14 +56,14 @@ def resolve(
         raise ValueError(f"max_model_len is {length}, but the model was made for {m.max_len} tokens; lower it")
     kept = config.kv_cache_dtype or dtype
     sized = dataclasses.replace(config, max_model_len=length)
-    layout = layers_in_groups(sized, model)
-    views(sized, model)
-    size = cache.block_bytes(**block_shape(config.block_size, model, kept, draft=draft, layout=layout)) * groups(layout)
-    blocks = config.num_blocks
-    if blocks is None:
+    layout, selects = layers_in_groups(sized, model), selection(sized, model)
+    size = cache.block_bytes(**block_shape(config.block_size, model, kept, None, draft, layout, selects))
+    size *= groups(layout)
+    num_blocks = config.num_blocks
+    if num_blocks is None:
         useful = config.max_num_seqs * table_width(config, length)
-        blocks = min(useful, memory.blocks_that_fit(size, config.memory_fraction, found, activations))
-    memory.check_fit(blocks, size, found, activations)
+        num_blocks = min(useful, memory.blocks_that_fit(size, config.memory_fraction, found, activations))
+    memory.check_fit(num_blocks, size, found, activations)
     smallest = smallest_step(device.platform, dtype, m.linear)
     buckets = config.token_buckets or token_buckets(config.max_num_batched_tokens, smallest=smallest)
     if buckets[0] < smallest:
@@ -75,11 +78,15 @@ def resolve(
     }
     invariant = config.batch_invariant
     impl = attention.choose(config.attention_impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **sizes)
-    if invariant and not linear.find(m.linear).invariant:
-        able = ", ".join(repr(name) for name, one in linear.IMPLS.items() if one.invariant)
-        reason = f"the products are of linear_impl {m.linear!r}, whose sums depend on the shapes of a step"
-        raise ValueError(f"batch_invariant is True, and {reason}; those that serve: {able}, on one CPU without a mesh")
+    if invariant:
+        _check_invariant(m)
     check_draft(config, model, draft, length)
+    if selects is not None:  # rows of attention have one key head
+        one = sizes | {"kv_heads": 1, "heads": part.heads // part.kv_heads}
+        try:
+            attention.choose(impl, device, invariant=invariant, dtype=kept, query_dtype=dtype, **one)
+        except ValueError as error:
+            raise ValueError(f"kv_policy {getattr(config.kv_policy, 'name', None)!r}: {error}") from None
     if draft is not None:
         d = draft.layers
         sizes |= {"head_dim": d.head_dim, "kv_heads": d.kv_heads, "heads": d.heads}
@@ -96,7 +103,7 @@ def resolve(
         "weight_dtype": model.weight_dtype,
         "kv_cache_dtype": kept,
         "max_model_len": length,
-        "num_blocks": blocks,
+        "num_blocks": num_blocks,
         "attention_impl": impl,
         "linear_impl": m.linear,
         "token_buckets": buckets,
@@ -105,6 +112,20 @@ def resolve(
         "devices": model.placement and tuple(jax.devices().index(one) for one in model.placement.devices),
     }
     return Resolved(**values)
+
+
+def _check_invariant(m: DecoderConfig) -> None:
+    """Raises ValueError for a model whose products or widths let a token's bits depend on other tokens."""
+    if not linear.find(m.linear).invariant:
+        able = ", ".join(repr(name) for name, one in linear.IMPLS.items() if one.invariant)
+        reason = f"the products are of linear_impl {m.linear!r}, whose sums depend on the shapes of a step"
+        remedy = f"those that serve: {able}, on one CPU without a mesh; or set batch_invariant=False"
+        raise ValueError(f"batch_invariant is True, and {reason}; {remedy}")
+    if m.hidden % VECTOR:
+        raise ValueError(
+            f"batch_invariant is True, and the hidden size of the model is {m.hidden}: beyond a multiple of {VECTOR} "
+            "the compiler may round x * y + z in two ways; use another model, or set batch_invariant=False"
+        )
 
 
 def devices_of(model: Model) -> list[Any]:
@@ -183,11 +204,10 @@ def views(c: EngineConfig, model: Model) -> tuple[View, ...]:
     assert c.max_model_len is not None, "resolve the configuration first"
     windows, layout = _windows(c, model), layers_in_groups(c, model)
     if isinstance(c.kv_policy, KVPolicyOptions):
-        if any(windows):
+        if shorter := sorted({window for window in _windows(c, model, hold=False) if window}):
             raise ValueError(
-                f"kv_policy is {c.kv_policy.name!r}, and layers of the model have windows of "
-                f"{sorted({window for window in windows if window})} tokens, which are its own policy; use "
-                "kv_policy='full'"
+                f"kv_policy is {c.kv_policy.name!r}, and layers of the model have windows of {shorter} tokens, which "
+                "are its own policy; use kv_policy='full'"
             )
         return kv_policies.views(c, table_width(c, c.max_model_len))
     if not any(windows):
@@ -196,15 +216,48 @@ def views(c: EngineConfig, model: Model) -> tuple[View, ...]:
     return tuple([View(window and kv_policies.window_blocks(window, c.block_size)) for window in each])
 
 
-def _windows(c: EngineConfig, model: Model) -> list[int | None]:
+def selection(c: EngineConfig, model: Model) -> Selection | None:
+    """What queries read of what they see; None: all of it.
+
+    Args:
+        c: with its max_model_len. A selection that leaves nothing of so many tokens out is none.
+
+    Raises:
+        ValueError: see `views`; no layer selects; devices that share a key head.
+    """
+    seen = views(c, model)
+    top = kv_policies.find(c.kv_policy).selects if isinstance(c.kv_policy, KVPolicyOptions) else None
+    if top is None:
+        return None
+    assert c.max_model_len is not None, "resolve the configuration first"
+    width = table_width(c, c.max_model_len)
+    width = seen[0].width(width) if seen else width
+    most, layers = blocks.needed(top.tokens, c.block_size), model.config.layers
+    if top.dense_layers >= layers:
+        raise ValueError(
+            f"kv_policy.dense_layers is {top.dense_layers}, and the model has {layers} layers, so none selects blocks; "
+            f"set it to at most {layers - 1}, or use kv_policy='full'"
+        )
+    if model.placement and split.shared_keys(model.config, model.placement.sizes):
+        keys = model.config.kv_heads
+        raise ValueError(
+            f"kv_policy {getattr(c.kv_policy, 'name', None)!r} selects blocks for each key head, and on a mesh of "
+            f"{model.placement.sizes.size} devices several have a part of the queries of one of {keys} key heads; use "
+            f"at most {keys} devices, or kv_policy='full'"
+        )
+    return Selection(most, top.dense_layers, top.dense_prompts) if most < width else None
+
+
+def _windows(c: EngineConfig, model: Model, *, hold: bool = True) -> list[int | None]:
     """Of each layer, the window before which blocks are given back.
 
-    None are if a baseline or a draft model reads them, or the user wants to keep them.
+    None are if a baseline or a draft model reads them, or the user wants to keep them. With hold=False, that does not
+    matter.
     """
     assert c.max_model_len is not None, "resolve the configuration first"
     kinds, width = model.config.kinds, table_width(c, c.max_model_len)
     drafts = c.speculative is not None and c.speculative.method in ON_DEVICE
-    if c.is_baseline or drafts or not c.free_window_blocks:
+    if hold and (c.is_baseline or drafts or not c.free_window_blocks):
         return [None] * len(kinds)
     return [
         kind.window if kind.window and kv_policies.window_blocks(kind.window, c.block_size) < width else None
@@ -219,6 +272,7 @@ def block_shape(
     impl: str | None = None,
     draft: DraftModel | None = None,
     layout: LayerGroups | None = None,
+    selection: Selection | None = None,
 ) -> dict[str, Any]:
     """What a cache's blocks look like on one device, for `cache`; dtype is that of the keys and values in them.
 
@@ -226,6 +280,7 @@ def block_shape(
         impl: what reads them; None gives what has as many bytes.
         draft: whose pages are in them too.
         layout: of several groups of layers; a block then has the layers of one group.
+        selection: whose scores need bounds of a block's keys.
     """
     m, sizes = model.part, None
     heads = {"kv_heads": m.kv_heads, "head_dim": m.head_dim, "row": attention.page_row(impl, m.head_dim)}
@@ -235,14 +290,22 @@ def block_shape(
         sizes = cache.DraftSizes(d.layers, d.kv_heads, d.head_dim, draft.features, draft.dtype, row)
     dtype = attention.page_dtype(impl, dtype)
     layers = layout.size if layout else m.layers
-    return {"layers": layers, "block_size": block_size, **heads, "dtype": dtype, "draft": sizes}
+    dense = selection and selection.dense_layers
+    return {
+        "layers": layers,
+        "block_size": block_size,
+        **heads,
+        "dtype": dtype,
+        "draft": sizes,
+        "dense_layers": dense,
+    }
 
 
 def host_block_bytes(c: Resolved, model: Model, draft: DraftModel | None = None) -> int:
     """Bytes of a block in the swap space, with the heads of all devices of the process that has most of them. With
     several groups of layers, it is a block of each."""
     layout = layers_in_groups(c, model)
-    shape = block_shape(c.block_size, model, c.kv_cache_dtype, draft=draft, layout=layout)
+    shape = block_shape(c.block_size, model, c.kv_cache_dtype, None, draft, layout, selection(c, model))
     devices = max(Counter(device.process_index for device in devices_of(model)).values())
     return cache.block_bytes(**shape | {"kv_heads": shape["kv_heads"] * devices}) * groups(layout)
 
@@ -256,13 +319,13 @@ def host_blocks(c: Resolved, model: Model, draft: DraftModel | None = None) -> i
     if c.preemption != "swap":
         return 0
     size = host_block_bytes(c, model, draft)
-    blocks = memory.host_blocks(c.swap_space_gib, size)
-    if blocks < 1:
+    found = memory.host_blocks(c.swap_space_gib, size)
+    if found < 1:
         raise ValueError(
             f"preemption is 'swap', but swap_space_gib {c.swap_space_gib} does not hold one block of {size} bytes; "
             "raise it, or use preemption='recompute'"
         )
-    return blocks * groups(layers_in_groups(c, model))
+    return found * groups(layers_in_groups(c, model))
 
 
 def smallest_step(platform: str, dtype: str, linear: str) -> int:
@@ -280,4 +343,5 @@ def shapes(c: Resolved, model: Model) -> Shapes:
     if c.kv_policy is not None and (found := views(c, model)):
         assert found[0].window is not None, "else the policy would be full"
         view = found[0].window, found[0].kept
-    return Shapes(c.token_buckets, *sizes, drafts, probs, view, layers_in_groups(c, model))
+    rest = layers_in_groups(c, model), selection(c, model)
+    return Shapes(c.token_buckets, *sizes, drafts, probs, view, *rest)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from immutables import Map
 from tqdm import tqdm
 
 from pagedjax.config import EngineConfig, Resolved
@@ -34,7 +35,8 @@ from pagedjax.device.row_features import RowChain, RowFeature, chain, find
 from pagedjax.device.sampling import device_tile
 from pagedjax.device.step import BoundDraftModel, copy_blocks, make_draft, make_step, zeros
 from pagedjax.device.taps import NOTHING, Wanted
-from pagedjax.engine import compilations, drafters, programs
+from pagedjax.engine import adapters, compilations, drafters, programs
+from pagedjax.engine.adapters import AdapterTable
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.pack import pack
@@ -46,6 +48,7 @@ from pagedjax.engine.resolve import (
     host_blocks,
     layers_in_groups,
     resolve,
+    selection,
     shapes,
     views,
 )
@@ -76,6 +79,7 @@ class Runtime:
     drafter: None without speculation.
     draft_model: None unless the drafter is a model.
     undrafted: by the number of samples, the `Drafted` of a step without drafts; none unless the rule is "rejection".
+    adapters: None without `enable_lora`. Another table makes another runtime.
     spare: places behind the known tokens of a sequence, for tokens that are sent ahead unknown, and for drafts.
     copy: the compiled copy of COPIES blocks on the device.
     swap: the compiled transfers to and from the host; None without swapping.
@@ -98,6 +102,7 @@ class Runtime:
     drafter: Drafter | None
     draft_model: DraftModel | None
     undrafted: Mapping[int, Drafted]
+    adapters: AdapterTable | None
     spare: int
     startup: Mapping[str, Any]
 
@@ -162,7 +167,8 @@ def build(
     found = free_memory(model)  # before the cache takes its share
     resolved = resolve(config, model, found, draft=draft_model)
     sizes, leaves = shapes(resolved, model), _leaves(model, draft_model)
-    inputs = _blank_inputs(sizes, resolved, model, options, sizes.draft_shapes if draft_model else ())
+    table = adapters.init(model, resolved)
+    inputs = _blank_inputs(sizes, resolved, model, options, sizes.draft_shapes if draft_model else (), table)
     found = found._replace(free=max(found.free - inputs.nbytes, 0))
     before, started = compilations.counts(), time.perf_counter()
     compile_one = _compiler(model, draft_model, resolved, sizes, options, inputs, leaves)
@@ -221,6 +227,7 @@ def build(
         drafter=drafters.find(resolved.speculative) if resolved.speculative else None,
         draft_model=draft_model,
         undrafted=inputs.drafted,
+        adapters=table,
         spare=max(resolved.lookahead, sizes.drafts),
         startup={"compile": seconds, "warmup": 0.0, **made._asdict()},
     )
@@ -242,14 +249,19 @@ class BlankInputs(NamedTuple):
 
 
 def _blank_inputs(
-    sizes: Shapes, c: Resolved, model: Model, options: RowChain, draft_shapes: Sequence[DraftShape]
+    sizes: Shapes,
+    c: Resolved,
+    model: Model,
+    options: RowChain,
+    draft_shapes: Sequence[DraftShape],
+    table: AdapterTable | None,
 ) -> BlankInputs:
     samples = {shape.samples for shape in sizes.steps}
     several = samples | {shape.rows for shape in draft_shapes}
     sampling = {r: _on_devices(blank_sampling(r, options), model) for r in several}
     rejection = c.speculative is not None and c.speculative.rule == "rejection"
     drafted = {r: _undrafted(sizes, r, model) for r in samples} if rejection else {}
-    fixed = sampling, c.lookahead > 0, options, drafted
+    fixed = sampling, c.lookahead > 0, options, drafted, table
     steps = {shape: _blank_batch(sizes, shape, *fixed) for shape in sizes.steps}
     drafts = {shape: _blank_drafts(sizes, shape, sampling) for shape in draft_shapes}
     kept = [one for r, one in drafted.items() if r <= sizes.max_seqs]
@@ -294,7 +306,7 @@ def warmed_up(runtime: Runtime, pages: cache.KVCache) -> tuple[Runtime, cache.KV
     started = time.perf_counter()
     if runtime.config.compilation == "eager":
         shape = runtime.shapes.steps[0]
-        fixed = runtime.blanks, runtime.config.lookahead > 0, runtime.options, runtime.undrafted
+        fixed = runtime.blanks, runtime.config.lookahead > 0, runtime.options, runtime.undrafted, runtime.adapters
         blank = _blank_batch(runtime.shapes, shape, *fixed)
         pages, output = runtime.programs[shape](runtime.leaves, pages, blank)
         jax.block_until_ready(output)
@@ -320,7 +332,8 @@ def _leaves(model: Model, draft: DraftModel | None) -> tuple[Any, ...]:
 
 
 def _block(c: Resolved, model: Model, draft: DraftModel | None) -> dict[str, Any]:
-    return block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl, draft, layers_in_groups(c, model))
+    options = draft, layers_in_groups(c, model), selection(c, model)
+    return block_shape(c.block_size, model, c.kv_cache_dtype, c.attention_impl, *options)
 
 
 def _limits(c: Resolved, model: Model, draft: DraftModel | None) -> SchedulerConfig:
@@ -362,6 +375,7 @@ def _blank_batch(
     ahead: bool,
     options: RowChain,
     undrafted: Mapping[int, Drafted],
+    table: AdapterTable | None,
 ) -> Batch:
     """A step of a shape that computes nothing."""
     batch = pack(EMPTY_PLAN, {}, sizes._replace(tokens=(shape.tokens,)), blanks, options)
@@ -370,4 +384,6 @@ def _blank_batch(
         seen = batch.seen and batch.seen._replace(of_samples=last)
         batch = batch._replace(last=last, sampled_row=last, sampling=blanks[shape.samples], seen=seen)
     batch = batch._replace(drafted=undrafted.get(shape.samples))
+    if table:
+        batch = batch._replace(adapters=adapters.of_tokens(table, EMPTY_PLAN, Map(), shape.tokens))
     return batch._replace(feed=blank_feed(sizes, shape.tokens)) if ahead else batch

@@ -97,12 +97,14 @@ def submit(
     user: str = "",
     tags: Sequence[str] = (),
     grammar: Grammar | None = None,
+    adapter: tuple[int, str] = (0, ""),
 ) -> EngineState:
     """Queue a request.
 
     Args:
         names: ids of its sequences; the first one is the request's.
         grammar: of its structured outputs.
+        adapter: its slot and the digest of its content.
 
     Raises:
         ValueError: the request can never run (see `scheduler.submit`, `prepare` and `taps.wanted_by`).
@@ -126,17 +128,13 @@ def submit(
         spare=runtime.spare,
         chain=runtime.options,
         grammar=grammar,
+        adapter=adapter,
     )
     after = scheduler.submit(before, prepared.request)
     log: tuple[LogEntry, ...] = (("submit", (prepared.request, prompt_token_ids)),)
     if isinstance(params, SamplingParams) and params.taps:
         sizes = len(prompt_token_ids), scheduler.final_length(prepared.request, before.config), len(names)
-        if params.taps.attention and runtime.shapes.view:
-            raise ValueError(
-                f"request {names[0]!r}: taps.attention gives probabilities by position, and with kv_policy "
-                f"{getattr(config.kv_policy, 'name', None)!r} a query sees a part of them; use kv_policy='full'"
-            )
-        wanted = taps.wanted_by(names[0], params.taps, model, config.attention_impl, *sizes, config.max_tap_bytes)
+        wanted = taps.wanted_by(names[0], params.taps, runtime, *sizes)
         log += (("begin_taps", (names, len(prompt_token_ids))),)
     searches = {**state.searches, before.arrivals: prepared.search} if prepared.search else state.searches
     return state._replace(

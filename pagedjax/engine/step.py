@@ -12,7 +12,7 @@ import numpy as np
 from pagedjax.device.batch import Batch, Drafted, Feed, Shapes, StepShape, blank_feed
 from pagedjax.device.cache import KVCache
 from pagedjax.device.taps import NOTHING
-from pagedjax.engine import compilations, drafting, lookahead, pooling, requests, results, taps, token_masks
+from pagedjax.engine import adapters, compilations, drafting, lookahead, pooling, requests, results, taps, token_masks
 from pagedjax.engine.background import BackgroundPrograms
 from pagedjax.engine.lookahead import Lookahead, SentStep
 from pagedjax.engine.pack import drafted_tokens, pack, pack_drafts
@@ -86,7 +86,9 @@ def step(
     arrived = time.perf_counter()
 
     sampled = drafting.verified(plan, sequences, tokens) if plan.drafts else tokens[list(rows)].tolist()
-    hashes = requests.hashes_of_filled(plan, sequences, config.block_size, sampled)
+    selection = runtime.shapes.selection
+    selected = selection is not None and selection.dense_prompts
+    hashes = requests.hashes_of_filled(plan, sequences, config.block_size, sampled, selected)
     searches, choices, ended = state.searches, {}, ()
     if searches:
         searches, choices, ended = results.advance_searches(plan, searches, sent.output)
@@ -180,6 +182,8 @@ def packed(
 ) -> Batch:
     """The arrays of a plan; arguments as in `send` and `drafted`."""
     batch = pack(plan, sequences, present(runtime), runtime.blanks, runtime.options)
+    if runtime.adapters:
+        batch = batch._replace(adapters=adapters.of_tokens(runtime.adapters, plan, sequences, len(batch.tokens)))
     if runtime.undrafted:
         blank = runtime.undrafted[len(batch.last)]
         if plan.drafts:

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from pagedjax.device import attention
-from pagedjax.device.models import Model
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.taps import NOTHING, Tapped, Wanted, union
 from pagedjax.engine.lookahead import SentStep
 from pagedjax.engine.requests import SequenceData
 from pagedjax.engine.results import first_samples
+from pagedjax.engine.runtime import Runtime
 from pagedjax.host.drafts import Sample
 from pagedjax.host.types import Plan
 from pagedjax.params import Taps
@@ -32,22 +32,20 @@ Wants = Mapping[str, Wanted]  # by the id of a sequence, of those that want some
 # --- a request --------------------------------------------------------------------------------------------------------
 
 
-def wanted_by(
-    name: str, taps: Taps, model: Model, impl: str, prompt_len: int, tokens: int, branches: int, most: int
-) -> Wanted:
+def wanted_by(name: str, taps: Taps, runtime: Runtime, prompt_len: int, tokens: int, branches: int) -> Wanted:
     """What a request wants of the steps that compute it.
 
     Args:
         name: of the request.
-        impl: the implementation of attention.
         tokens: of a branch at its longest, with the prompt.
-        most: bytes of its arrays.
 
     Raises:
-        ValueError: layers or heads that the model does not have, experts of a dense layer, attention that nobody can
-            look at, or arrays of more than `most` bytes.
+        ValueError: layers or heads that the model does not have, experts of a dense layer, attention whose
+            probabilities the engine does not have, or arrays of more than `max_tap_bytes`.
     """
-    c, wanted = model.config, Wanted(taps.hidden_states, taps.attention, taps.experts)
+    model, config = runtime.model, runtime.config
+    c, impl, most = model.config, config.attention_impl, config.max_tap_bytes
+    wanted = Wanted(taps.hidden_states, taps.attention, taps.experts)
     what = f"request {name!r}: taps"
 
     def check(field: str, values: Iterable[int], limit: int, of: str) -> None:
@@ -66,6 +64,11 @@ def wanted_by(
     if wanted.attention and model.placement:
         raise ValueError(
             f"{what}.attention needs a model on one device, which has all heads; leave mesh and devices out"
+        )
+    if wanted.attention and (runtime.shapes.view or runtime.shapes.selection):
+        raise ValueError(
+            f"{what}.attention gives probabilities by position, and with kv_policy "
+            f"{getattr(config.kv_policy, 'name', None)!r} a query sees a part of them; use kv_policy='full'"
         )
     if wanted.attention and attention.find(impl).probabilities is None:
         remedy = "give its Implementation the field `probabilities`, or use 'xla'"

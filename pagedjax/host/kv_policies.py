@@ -7,16 +7,16 @@ A query in block b of its sequence sees the last `window` blocks up to b, and th
 ever. This depends on the position of the query alone, never on chunks, on other sequences or on the budget. So the
 tokens of a request are the same in any batch, and a block that is out of sight stays so: it can be given back.
 
-`quest` and other policies that select blocks by their content (docs/design/kv-policies.md) see fewer of the blocks that
-a view lists, and give none back. Such a selection is one more field of `KVPolicy`; `View` does not change.
+`quest` and other policies that select blocks by their content (docs/design/quest.md) read fewer of the blocks that a
+view lists, and give none back. So a selection is a field of `KVPolicy`, and `View` knows nothing of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
-from pagedjax.config import EngineConfig, KVPolicyOptions, own_value
+from pagedjax.config import EngineConfig, KVPolicyName, KVPolicyOptions, own_value
 from pagedjax.host import blocks
 
 
@@ -51,17 +51,32 @@ def never(start: int) -> bool:
     return False
 
 
+class TopBlocks(NamedTuple):
+    """A query reads the blocks with the best scores among those that it sees (Quest; device/selection.py).
+
+    tokens: that it reads at most, its own block included.
+    dense_layers: the first layers, in which it reads all.
+    dense_prompts: queries of prompts read all, so a prompt costs what it costs without a selection.
+    """
+
+    tokens: int
+    dense_layers: int = 2
+    dense_prompts: bool = True
+
+
 class KVPolicy(NamedTuple):
     """Which earlier tokens a query sees. Sizes are rounded up to blocks.
 
     name: for errors and documents.
     window: a query sees at least the last `window` tokens, its own included; None: all.
     keeps: (position of a block's first token) -> whether every later query sees that block as well.
+    selects: what a query reads of what it sees; None: all.
     """
 
     name: str
     window: int | None = None
     keeps: Callable[[int], bool] = never
+    selects: TopBlocks | None = None
 
 
 FULL = KVPolicy("full")
@@ -77,11 +92,17 @@ def streaming(sinks: int, window: int) -> KVPolicy:
     return KVPolicy("streaming", window, lambda start: start < sinks)
 
 
+def quest(tokens: int, dense_layers: int = 2, dense_prompts: bool = True) -> KVPolicy:
+    """The blocks with the best scores for a query (Quest, Tang et al. 2024, arXiv 2406.10774); see `TopBlocks`."""
+    return KVPolicy("quest", selects=TopBlocks(tokens, dense_layers, dense_prompts))
+
+
 def find(options: KVPolicyOptions) -> KVPolicy:
     """The policy of a configuration. "module:NAME" or "folder/file.py:NAME" is a `KVPolicy` of the user.
 
     Raises:
-        ValueError: no such module, file or value; a value that is no KVPolicy; a window below 1.
+        ValueError: no such module, file or value; a value that is no KVPolicy; a window below 1; a selection of less
+            than a token.
     """
     if options.name == "full":
         return FULL
@@ -89,11 +110,21 @@ def find(options: KVPolicyOptions) -> KVPolicy:
         assert options.sinks is not None, "the options have defaults"
         assert options.window is not None, "the options have defaults"
         return streaming(options.sinks, options.window)
-    policy = own_value("kv_policy", options.name, KVPolicy, ("full", "streaming"))
+    if options.name == "quest":
+        assert options.tokens is not None, "the options have defaults"
+        assert options.dense_layers is not None, "the options have defaults"
+        assert options.dense_prompts is not None, "the options have defaults"
+        return quest(options.tokens, options.dense_layers, options.dense_prompts)
+    policy = own_value("kv_policy", options.name, KVPolicy, get_args(KVPolicyName))
     if policy.window is not None and (type(policy.window) is not int or policy.window < 1):
         raise ValueError(
             f"kv_policy {options.name!r} has window {policy.window!r}; it must be None, or at least 1 token"
         )
+    top = policy.selects
+    sizes = isinstance(top, TopBlocks) and (top.tokens, top.dense_layers + 1)
+    if top is not None and not (sizes and all(type(size) is int and size >= 1 for size in sizes)):
+        what = "it must be None, or a TopBlocks of at least 1 token and at least 0 dense layers"
+        raise ValueError(f"kv_policy {options.name!r} has selects {top!r}; {what}")
     return policy
 
 

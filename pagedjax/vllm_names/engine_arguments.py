@@ -94,6 +94,7 @@ TABLE = (
         "`row_features`: a `RowFeature` or its `folder/file.py:NAME` ([how](logits-processors.md)); classes: an error",
         _as("row_features"),
     ),
+    taken("enable_lora max_loras max_lora_rank", "the same ([adapters](adapters.md))"),
     taken("max_logprobs", f"up to {MAX_LOGPROBS}, which is always allowed", _max_logprobs),
     taken("revision hf_token download_dir", "of a model from the hub"),
     taken("use_tqdm_on_load", "`progress`"),
@@ -172,11 +173,15 @@ TABLE = (
     nothing(
         "eplb_config expert_placement_strategy elastic_ep_max_dp_size ubatch_size dbo_decode_token_threshold "
         "dbo_prefill_token_threshold dp_sync_interval offload_backend cpu_offload_params offload_num_in_group "
-        "offload_prefetch_step offload_params kv_offloading_backend max_loras max_lora_rank max_cpu_loras lora_dtype "
-        "fully_sharded_loras lora_target_modules enable_tower_connector_lora specialize_active_lora "
-        "lora_extra_vocab_size long_lora_scaling_factors enable_mixed_moe_lora_format enable_moe_shared_loras "
-        "max_lora_cls_labels aux_output_config ec_manager_config max_prompt_adapters max_prompt_adapter_token",
+        "offload_prefetch_step offload_params kv_offloading_backend enable_mixed_moe_lora_format "
+        "enable_moe_shared_loras enable_tower_connector_lora max_lora_cls_labels aux_output_config ec_manager_config "
+        "max_prompt_adapters max_prompt_adapter_token",
         "details of an option that is refused when it is on",
+    ),
+    nothing(
+        "max_cpu_loras lora_dtype fully_sharded_loras specialize_active_lora lora_extra_vocab_size "
+        "long_lora_scaling_factors",
+        "adapters are on one device, in the dtype of activations; one that gave way is read again",
     ),
     nothing(
         "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend "
@@ -213,7 +218,8 @@ TABLE = (
     refused("kv_cache_memory_bytes", "the size of the cache is a number of blocks; use num_gpu_blocks_override"),
     refused("kv_cache_dtype_skip_layers calculate_kv_scales", "all layers keep one dtype; use kv_cache_dtype"),
     refused("kv_transfer_config kv_events_config ec_transfer_config", "engines share no cache; leave it out"),
-    refused("enable_lora enable_lora_bias default_mm_loras", "there are no adapters; merge them into the weights"),
+    refused("enable_lora_bias default_mm_loras", "adapters have factors alone; merge them into the weights"),
+    refused("lora_target_modules", "an adapter is served with all of its modules; train it without the others"),
     refused("enable_prompt_adapter enable_prompt_embeds enable_mm_embeds", "a prompt is text or token ids; give these"),
     refused("mm_encoder_only", "models here take text alone; leave it out"),
     refused(

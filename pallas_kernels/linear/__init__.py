@@ -1,6 +1,6 @@
 """Products of activations with weight matrices: one contract and several implementations, see `api`."""
 
 from pallas_kernels.linear.api import IMPLS, linear
-from pallas_kernels.linear.implementation import Implementation, Matrix, Norm
+from pallas_kernels.linear.implementation import Implementation, LowRank, Matrix, Norm
 
-__all__ = ["IMPLS", "Implementation", "Matrix", "Norm", "linear"]
+__all__ = ["IMPLS", "Implementation", "LowRank", "Matrix", "Norm", "linear"]

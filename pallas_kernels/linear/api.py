@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.linear import reference, xla
 from pallas_kernels.linear.cpu import implementation as cpu
-from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
+from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
 
 MODULES = reference, xla, cpu
 IMPLS: dict[str, Implementation] = {module.IMPLEMENTATION.name: module.IMPLEMENTATION for module in MODULES}
@@ -17,10 +17,12 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 # traced once for all layers that call it
-@partial(jax.jit, static_argnames=("matrix", "impl", "eps", "plus_one", "activation", "rows", "dtype"))
-def _linear(x, weight, sizes, norm, scales, bias, residual, *, matrix, impl, eps, plus_one, activation, rows, dtype):
+@partial(jax.jit, static_argnames=("matrix", "impl", "eps", "plus_one", "activation", "rows", "parts", "dtype"))
+def _linear(  # low: the arrays of a `LowRank`
+    x, weight, sizes, norm, scales, bias, residual, low, *, matrix, impl, eps, plus_one, activation, rows, parts, dtype
+):
     normalised = None if norm is None else Norm(norm, eps, plus_one)
-    epilogue = Epilogue(scales, bias, activation, residual)
+    epilogue = Epilogue(scales, bias, None if low is None else LowRank(*low, parts), activation, residual)
     return impl.multiply(x, weight, matrix, normalised, epilogue, rows, sizes, dtype)
 
 
@@ -37,13 +39,14 @@ def linear(
     residual: jax.Array | None = None,
     rows: tuple[int, int] | None = None,
     sizes: jax.Array | None = None,
+    low: LowRank | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Computes y = x W^T, and what comes directly before and after it.
 
     x is normalised in float32 and rounded to its dtype. Sums are in float32, over the inputs in one order that depends
-    on the shape of the weight alone. Scales, bias, activation and residual follow in float32, in this order; then the
-    result is rounded, once.
+    on the shape of the weight alone. Scales, bias, `low`, activation and residual follow in float32, in this order;
+    then the result is rounded, once.
 
     Args:
         x: [T, K] float32, bfloat16 or float16.
@@ -59,6 +62,7 @@ def linear(
         sizes: [count] int32: the number of tokens of each matrix, whose tokens come in the order of the matrices. With
             one matrix: how many tokens are not padding; None is all. Results of padding may be any finite numbers. No
             size is negative and their sum is at most T, which is not checked.
+        low: products of low rank that are added, before the activation. Not of several matrices.
         dtype: of the result; None is x's. float32 leaves it unrounded.
 
     Returns:
@@ -72,15 +76,18 @@ def linear(
         raise ValueError(f"impl is {impl!r}; it must be one of {', '.join(map(repr, IMPLS))}")
     chosen = IMPLS[impl] if isinstance(impl, str) else impl
     _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes)
+    if low is not None:
+        _check_low(x, matrix, low)
     eps, plus_one = (norm.eps, norm.plus_one) if norm else (0.0, False)
     return _linear(
-        *(x, weight, sizes, norm.weight if norm else None, scales, bias, residual),
+        *(x, weight, sizes, norm.weight if norm else None, scales, bias, residual, low and tuple(low[:-1])),
         matrix=matrix,
         impl=chosen,
         eps=eps,
         plus_one=plus_one,
         activation=activation,
         rows=rows,
+        parts=low and low.parts,
         dtype=jnp.dtype(dtype or x.dtype).name,
     )
 
@@ -107,3 +114,24 @@ def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> 
         raise ValueError(f"sizes is {sizes.dtype}; it must be int32")
     if rows is not None and (gated or count > 1 or not 0 <= rows[0] < rows[1] <= m):
         raise ValueError(f"rows is {rows}; it must be within [0, {m}], of one matrix without gates")
+
+
+def _check_low(x, matrix: Matrix, low: LowRank) -> None:
+    m, k, gated, count = matrix
+    if count > 1:
+        raise ValueError(f"low is given, and the weight has {count} matrices; it goes with one")
+    s, r = low.a.shape[:2]
+    padded, odd = -(-k // 16) * 16, m % (32 if gated else 16)
+    shapes = {"a": (low.a, (s, r, padded)), "slots": (low.slots, x.shape[:1]), "order": (low.order, x.shape[:1])}
+    for name, (array, shape) in (shapes | {"sizes": (low.sizes, (s,))}).items():
+        if array.shape != shape:
+            raise ValueError(f"low.{name} is {array.shape}; x {x.shape} and {s} slots of rank {r} need {shape}")
+        wanted = x.dtype if name == "a" else jnp.int32
+        if array.dtype != wanted:
+            raise ValueError(f"low.{name} is {array.dtype}; it must be {jnp.dtype(wanted).name}")
+    if low.b.shape[:2] != (s, r) or low.b.shape[2] < m + (16 if odd else 0) or low.b.dtype != x.dtype:
+        least = m + (16 if odd else 0)
+        raise ValueError(f"low.b is {low.b.dtype} {low.b.shape}; it must be {x.dtype} [{s}, {r}, {least} or more]")
+    if list(low.parts) != sorted(set(low.parts)) or low.parts[-1] != m or r % (4 * len(low.parts)):
+        what = f"they must ascend to {m}, and the rank {r} be a multiple of 4 for each"
+        raise ValueError(f"low.parts is {low.parts}; {what}")

@@ -39,17 +39,47 @@ class Norm(NamedTuple):
     plus_one: bool = False
 
 
+class LowRank(NamedTuple):
+    """Products of low rank beside the weight's, one for each token (LoRA, Hu et al. 2021): y += b[s]^T (a[s] x).
+
+    A weight may be several matrices that were joined, each with products of its own: the parts. The rows of `a` are
+    those of the first part, then of the second one; b is zero where its row and its output are of different parts.
+
+    a: [S, R, K'] of x's dtype: K numbers and zeros, to a multiple of 16.
+    b: [S, R, M'] of x's dtype, M' >= M + 16 unless M is a multiple of 16 (of 32 with gates).
+    slots: [T] int32: s of each token; 0 is none.
+    order: [T] int32: the tokens in the order of their slots.
+    sizes: [S] int32: the tokens of each slot.
+    parts: the last output + 1 of each part. R is a multiple of 4 for each.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    slots: jax.Array
+    order: jax.Array
+    sizes: jax.Array
+    parts: tuple[int, ...]
+
+    def ranks(self, first: int, last: int) -> tuple[int, int]:
+        """(first, last) rows of `a` that the outputs first : last need."""
+        each = self.a.shape[1] // len(self.parts)
+        ends = [sum(end <= output for end in self.parts) for output in (first, last - 1)]
+        return each * ends[0], each * (ends[1] + 1)
+
+
 class Epilogue(NamedTuple):
     """What is done with the sums of a product, in this order. All of it in float32.
 
     scales: [M] float32: sums are multiplied by them (of int8 weights).
     bias: [M] is added.
+    low: its products are added.
     activation: of the gates, which then multiply the other half; None for a weight that is not gated.
     residual: [T, width] is added.
     """
 
     scales: jax.Array | None = None
     bias: jax.Array | None = None
+    low: LowRank | None = None
     activation: str | None = None
     residual: jax.Array | None = None
 
@@ -82,6 +112,7 @@ class Implementation(NamedTuple):
     gather: (packed weight on the device, matrix, ids [T]) -> [T, K]: rows of a matrix, as an embedding needs them.
     prepare: () -> None. Starts work that is needed once a process, before any tracing.
     invariant: a token's results have the same bits beside any other tokens, with any number of them and of threads.
+    low_rank: whether it adds products of low rank; to others none are given.
     """
 
     name: str
@@ -92,3 +123,4 @@ class Implementation(NamedTuple):
     gather: Callable[[jax.Array, Matrix, jax.Array], jax.Array] = rows_of
     prepare: Callable[[], None] = _nothing
     invariant: bool = False
+    low_rank: bool = False

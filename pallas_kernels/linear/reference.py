@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,12 @@ def multiply(
 ) -> jax.Array:
     """See `api.linear`."""
     factors = normalised(x, norm).astype(jnp.float32)
+    if epilogue.low is not None:
+        a, b = (one.astype(jnp.float32) for one in epilogue.low[:2])
+        a, b, slots = a[..., : matrix.inputs], b[..., : matrix.outputs], epilogue.low.slots
+        h = jnp.einsum("tk,trk->tr", factors, a[slots], precision="highest")
+        added = jnp.einsum("tr,trm->tm", h, b[slots], precision="highest")
+        epilogue = with_added(epilogue, added)
     each = weight.astype(jnp.float32).reshape(matrix.count, -1, matrix.inputs)
     y = jnp.einsum("tk,emk->tem", factors, each, precision="highest")
     own = jnp.zeros(len(x), jnp.int32) if sizes is None else owner(sizes, len(x))
@@ -50,16 +57,24 @@ def normalised(x: jax.Array, norm: Norm | None) -> jax.Array:
     return (y * (1 + weight if norm.plus_one else weight)).astype(x.dtype)
 
 
-def finished(y: jax.Array, epilogue: Epilogue, own: jax.Array, rows: tuple[int, int] | None = None) -> jax.Array:
+def with_added(epilogue: Epilogue, added: jax.Array) -> Any:
+    """The epilogue with the products of low rank, [T, M] float32, in the place of their factors."""
+    return epilogue._replace(low=added)
+
+
+def finished(y: jax.Array, epilogue: Any, own: jax.Array, rows: tuple[int, int] | None = None) -> jax.Array:
     """[T, width] float32 from the sums [T, M of one matrix] of all rows.
 
     own: [T] the matrix of each token.
+    epilogue: with the products of low rank, [T, M], in the place of their factors.
     """
-    scales, bias, activation, residual = epilogue
+    scales, bias, added, activation, residual = epilogue
     for vector, combine in ((scales, jnp.multiply), (bias, jnp.add)):
         if vector is not None:
             each = vector.astype(jnp.float32).reshape(-1, y.shape[1])
             y = combine(y, each[0] if len(each) == 1 else each[own])
+    if added is not None:
+        y = y + added
     if activation is not None:
         gate, up = jnp.split(y, 2, axis=1)
         y = ACTIVATIONS[activation](gate) * up
@@ -68,4 +83,4 @@ def finished(y: jax.Array, epilogue: Epilogue, own: jax.Array, rows: tuple[int, 
     return y if residual is None else y + residual.astype(jnp.float32)
 
 
-IMPLEMENTATION = Implementation("reference", multiply)
+IMPLEMENTATION = Implementation("reference", multiply, low_rank=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
-from pallas_kernels.linear.reference import finished, normalised, owner
+from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
+from pallas_kernels.linear.reference import finished, normalised, owner, with_added
 
 
 def multiply(
@@ -21,6 +21,9 @@ def multiply(
 ) -> jax.Array:
     """See `api.linear`."""
     x = normalised(x, norm)
+    if epilogue.low is not None:
+        first, last = rows or (0, matrix.outputs)
+        epilogue = with_added(epilogue, _low_rank(x, epilogue.low, first, last))
     if rows is not None:
         weight = weight[slice(*rows)]
         epilogue = epilogue._replace(
@@ -37,6 +40,16 @@ def multiply(
     each = factor.reshape(matrix.count, -1, matrix.inputs).swapaxes(1, 2)
     y = jax.lax.ragged_dot(x, each, sizes, preferred_element_type=jnp.float32)
     return finished(y, epilogue, owner(sizes, len(x))).astype(dtype)
+
+
+def _low_rank(x: jax.Array, low: LowRank, first: int, last: int) -> jax.Array:
+    """[T, last - first] float32: the products of low rank of these outputs, of tokens that are sorted by slot."""
+    ranks = slice(*low.ranks(first, last))
+    a, b = low.a[:, ranks, : x.shape[1]].swapaxes(1, 2), low.b[:, ranks, first:last]
+    options = {"preferred_element_type": jnp.float32}
+    h = jax.lax.ragged_dot(x[low.order], a, low.sizes, **options).astype(x.dtype)
+    y = jax.lax.ragged_dot(h, b, low.sizes, **options)
+    return jnp.zeros_like(y).at[low.order].set(y, unique_indices=True)
 
 
 def _product(a: jax.Array, b: jax.Array, over: tuple[int, int]) -> jax.Array:
@@ -60,4 +73,4 @@ def _columns(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(y).T
 
 
-IMPLEMENTATION = Implementation("xla", multiply)
+IMPLEMENTATION = Implementation("xla", multiply, low_rank=True)

@@ -44,7 +44,7 @@ class Implementation(NamedTuple):
     invariant: as `attend`, for batch-invariant engines: the result of a query token has the same bits beside any other
         rows, in any chunk, with any block size and number of threads. None: it has no such form.
     probabilities: what it weighs values with, for some heads of single queries, the contract of
-        `probabilities.probabilities`; None: nobody can look at them. Those in `api.IMPLS` share that function.
+        `probabilities.probabilities`; None: they cannot be had. Those in `api.IMPLS` share that function.
     """
 
     name: str

@@ -135,6 +135,7 @@ def test_a_conversation_that_is_too_long_names_the_limit_and_the_remedies():
 # through an engine ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_turn_matches_the_library_and_finds_earlier_turns_in_the_cache(llm):
     llm.reset_prefix_cache()
     lines = ["the cat", "the other cat", "hears the rain"]

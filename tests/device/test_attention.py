@@ -69,6 +69,7 @@ def test_own_implementation_in_one_file_gives_the_tokens_of_reference(tiny_folde
     assert set(file["shapes"]) == {(41, m.kv_heads, 4, 2 * m.head_dim)}
 
 
+@pytest.mark.slow
 def test_own_implementation_chooses_the_dtype_of_its_pages(tiny_folder, own):
     """Also of a draft model's pages, which it reads too."""
     draft = {"speculative": {"method": "draft", "model": str(tiny_folder), "num_tokens": 2}}

@@ -31,6 +31,7 @@ def prompt_logprobs(llm) -> np.ndarray:
     return np.array([next(iter(row.values())).logprob for output in outputs for row in output.prompt_logprobs[1:]])
 
 
+@pytest.mark.default_cases("bfloat16-0.02-cpu", "float8_e4m3fn-0.3-cpu")
 @pytest.mark.parametrize("impl", ["cpu", "xla"])
 @pytest.mark.parametrize(("kind", "error"), [("bfloat16", 0.02), ("float16", 0.003), ("float8_e4m3fn", 0.3)])
 def test_log_probabilities_differ_by_no_more_than_the_rounding_explains(tiny, kind, error, impl):
@@ -70,6 +71,7 @@ def test_the_cache_holds_as_many_more_tokens_as_its_numbers_are_smaller(tiny):
         assert llm.engine.config.dtype == "float32"
 
 
+@pytest.mark.slow
 def test_without_a_word_the_cache_is_in_the_dtype_of_the_model(tiny_folder):
     config = LLM(tiny_folder, dtype="bfloat16", num_blocks=8, max_num_batched_tokens=8, progress=False).engine.config
     assert config.kv_cache_dtype == "bfloat16"

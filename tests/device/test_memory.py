@@ -298,6 +298,7 @@ def test_xla_has_no_product_of_one_row_in_16_bit_on_a_cpu(tiny_folder):
         resolve(EngineConfig(max_num_batched_tokens=8, token_buckets=(1, 8)), model)
 
 
+@pytest.mark.slow
 def test_a_lone_sequence_in_16_bit_gets_a_second_row_of_xlas_logits_on_a_cpu(tiny_folder):
     from pagedjax import LLM
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import chex
@@ -17,18 +16,14 @@ from pagedjax.weights import open_checkpoint
 from pallas_kernels.paged_attention import paged_attention
 from tests.device.test_llama import plain_run, softmax
 
-PAGE = Path(__file__).parents[2] / "docs" / "design" / "own-attention.md"
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 40, 1))]
 TAPS = Taps(hidden_states=(1, 2), attention={0: (0, 3), 1: 2})
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 64}
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory) -> Path:
-    code = re.findall(r"```python\n(# own_attention\.py.*?)```", PAGE.read_text("utf-8"), re.DOTALL)[0]
-    path = tmp_path_factory.mktemp("own") / "own_attention.py"
-    path.write_text(code, "utf-8")
-    return path
+def file(documented_file) -> Path:
+    return documented_file("own-attention.md", "own_attention.py")
 
 
 def plus_one(scores: np.ndarray, head: int) -> np.ndarray:

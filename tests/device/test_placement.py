@@ -35,6 +35,7 @@ def exchanges(text: str) -> Counter[str]:
     return Counter(re.findall(rf" (\w+\[[\d,]*\])\S* ({kinds})(?:-start)?\(", text))
 
 
+@pytest.mark.default_cases("4")
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_step_exchanges_what_it_must_and_no_more(tiny, n):
     on_mesh = engine(tiny, mesh={"tensor": n})

@@ -152,6 +152,7 @@ def assert_share(hits: np.ndarray, share: float) -> None:
 # --- the distribution is kept -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("all of truncation")
 @pytest.mark.parametrize("name", RULES)
 def test_drawn_and_accepted_tokens_have_the_models_distribution(name):
     row = RULES[name]

@@ -493,6 +493,7 @@ def test_no_token_past_the_vocabulary_is_drawn_also_from_nan():
     assert (tokens >= 0).all()
 
 
+@pytest.mark.default_cases("1", "6")
 @pytest.mark.parametrize("b", [1, TILE, TILE + 1, 2 * TILE, B])
 def test_rows_sampled_a_few_at_a_time_are_as_if_sampled_together(b):
     rules = ({"temperature": 0.9}, {}, {"temperature": 1.0, "top_p": 0.7}, {"logit_bias": {3: 9.0}})

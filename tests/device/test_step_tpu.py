@@ -33,6 +33,7 @@ def greedy(model, prompts, tokens: int, impl: str, **config) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_plain_xla(tmp_path, on_a_tpu):
     """A small random model: chunks of prompts beside decodes, and so few blocks that some sequences are preempted."""
     from pagedjax import load_model

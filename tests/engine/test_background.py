@@ -107,6 +107,7 @@ def expected(tiny):
     return outputs(LLM(tiny, progress=False, **SIZES))
 
 
+@pytest.mark.default_cases("{}")
 @pytest.mark.parametrize("config", [{}, {"lookahead": 2}, {"attention_impl": "xla", "linear_impl": "xla"}], ids=str)
 def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(tiny, gate, expected, config):
     llm = make(tiny, **config)

@@ -100,6 +100,7 @@ def test_no_output_has_a_bad_word_and_the_other_rows_are_unchanged(tiny_llm, wor
     assert found[2] == step_by_step(tiny_llm, PROMPTS[2], words[2:], 20)
 
 
+@pytest.mark.default_cases("lookahead")
 @pytest.mark.parametrize(
     "config",
     [

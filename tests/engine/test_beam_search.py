@@ -212,6 +212,7 @@ def test_one_beam_is_greedy_decoding(llm):
         assert one.cumulative_logprob == pytest.approx(out.outputs[0].cumulative_logprob, abs=1e-5)
 
 
+@pytest.mark.default_cases("num_blocks=28", "num_blocks=28 preemption=swap swap_space_gib=0.01")
 @pytest.mark.parametrize(
     "config",
     [

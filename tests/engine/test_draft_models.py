@@ -100,6 +100,7 @@ def finished(engine) -> tuple[list[int], int, int]:
 ONE_DRAFTER = ("k 1", "k 7", "blocks of 1", "blocks of 16")
 
 
+@pytest.mark.default_cases("head-k 7", "small-few blocks, swapped")
 @pytest.mark.parametrize(
     ("drafter", "case"),
     [
@@ -126,6 +127,7 @@ def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafte
         assert accepted > 0.85 * drafted
 
 
+@pytest.mark.default_cases("k 7")
 @pytest.mark.parametrize("case", CASES)
 def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
     k, config = CASES[case]
@@ -209,6 +211,7 @@ def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(tiny, folders, tm
 # --- rejection sampling -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["itself", "small", "head"])
 def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(tiny, folders, plain, tmp_path, drafter):
     outcomes, wanted = plain
@@ -225,6 +228,7 @@ def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(tiny, 
             assert found.accepted > 0.85 * found.drafted
 
 
+@pytest.mark.default_cases("ngram")
 @pytest.mark.parametrize("drafter", ["small", "ngram"])
 def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_drafts(tiny, folders, drafter):
     number, length, few = 2000, 4, [5, 9, 17, 33]
@@ -260,6 +264,7 @@ def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_draft
 # --- sizes, times, errors ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_block_has_the_drafters_pages(tiny, folders):
     for drafter in ("small", "head"):
         engine = speculating(tiny, folders, drafter, 2)
@@ -274,6 +279,7 @@ def test_a_block_has_the_drafters_pages(tiny, folders):
             chex.assert_shape(features, (65, 4, 64))
 
 
+@pytest.mark.default_cases("strict")
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders, rule):
     options = {"method": "draft", "model": folders.itself, "num_tokens": 3, "rule": rule}
@@ -358,6 +364,7 @@ def test_a_drafter_of_ones_own_has_a_function(tiny, tmp_path):
         LLM(tiny, progress=False, speculative={"method": method}, **CONFIG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtypes", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "float8_e4m3fn"}, {"weight_dtype": "int8"}]
 )

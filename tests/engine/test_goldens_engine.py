@@ -80,6 +80,7 @@ def test_prompt_log_probabilities_of_chunks_equal_transformers(smollm2):
         assert found == pytest.approx(expected, abs=1e-3), golden["name"]
 
 
+@pytest.mark.slow
 def test_preemption_changes_no_golden_token(smollm2):
     llm = engine(smollm2, block_size=8, max_num_batched_tokens=64, num_blocks=20, token_buckets=(16, 64))
     goldens = SHORT[:8]
@@ -89,6 +90,7 @@ def test_preemption_changes_no_golden_token(smollm2):
     assert all(tokens[str(i)] == g["token_ids"][:32] for i, g in enumerate(goldens))
 
 
+@pytest.mark.slow
 def test_a_seeded_request_is_independent_of_its_batch(smollm2):
     prompt = GOLDENS[0]["prompt_token_ids"]
     others = [g["prompt_token_ids"] for g in SHORT[1:16]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.cli import parser
 from pagedjax.device.row_features import find
 
-PAGE = Path(__file__).parents[2] / "docs" / "design" / "logits-processors.md"
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "num_blocks": 128}
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12], [20, 21]]
 PLAIN = SamplingParams(temperature=1.0, seed=1, max_tokens=120, ignore_eos=True, logprobs=1)
@@ -27,12 +25,8 @@ MARKED = replace(PLAIN, extra_args={"watermark": (GAMMA, DELTA, KEY)})
 
 
 @pytest.fixture(scope="module")
-def file(tmp_path_factory) -> Path:
-    """The file that the page shows."""
-    code = re.findall(r"```python\n(# watermark\.py.*?)```", PAGE.read_text("utf-8"), re.DOTALL)[0]
-    path = tmp_path_factory.mktemp("own") / "watermark.py"
-    path.write_text(code, "utf-8")
-    return path
+def file(documented_file) -> Path:
+    return documented_file("logits-processors.md", "watermark.py")
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,7 @@ def test_recordings_are_byte_identical_with_lookahead(llms, plain, tmp_path, dep
     assert sent >= steps + 5, "no prediction was wrong"
 
 
+@pytest.mark.default_cases("swapped")
 @pytest.mark.parametrize(
     "config",
     [
@@ -144,6 +145,7 @@ def test_recordings_are_byte_identical_under_preemption(tiny, tmp_path, config):
     assert preempted, "no sequence was preempted"
 
 
+@pytest.mark.default_cases("separate steps")
 @pytest.mark.parametrize(
     "config",
     [
@@ -256,6 +258,7 @@ def test_events_contain_no_placeholder_token(llms):
             assert not isinstance(event, Sampled) or lookahead.NO_TOKEN not in event.token_ids
 
 
+@pytest.mark.slow
 def test_predicted_steps_are_dropped_when_a_recording_starts(tiny, tmp_path):
     """A predicted step knows a sequence by its arrival number, which starts again at zero."""
     first = {}

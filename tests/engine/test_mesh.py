@@ -69,6 +69,7 @@ def compare_logprobs(one: list[Any], other: list[Any], atol: float) -> None:
             chex.assert_trees_all_close(a.logprob, b.logprob, atol=atol)
 
 
+@pytest.mark.default_cases("8/2-8")
 @pytest.mark.parametrize(
     ("name", "n"),
     [
@@ -80,6 +81,7 @@ def test_recordings_are_byte_identical(folders, tmp_path, name, n):
     compared(folders[name], tmp_path, mesh={"tensor": n})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -111,6 +113,7 @@ def random_model(name: str, dtype: str | None = None, weight_dtype: str | None =
     return from_params(nested(params), config, dtype=dtype or "float32", weight_dtype=weight_dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [slow("GPT-2, untied, exact GELU, a narrow MLP"), "Gemma 2, caps that bind", slow("Qwen2")]
 )
@@ -118,6 +121,7 @@ def test_families_with_biases_caps_and_norms_behind_a_sum(tmp_path, name):
     compared(random_model(name), tmp_path, seeds=(0,), mesh={"tensor": 4}, max_model_len=128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "dtype"),
     [
@@ -140,6 +144,7 @@ def test_experts_are_split_by_number_and_by_width(tmp_path, mesh, dtype):
     compared(model, tmp_path, seeds=(0,), mesh=mesh, max_model_len=128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -192,6 +197,7 @@ def test_an_orbax_checkpoint_goes_to_the_same_parts(folders, tmp_path, dtype):
     assert [x.sharding for x in one.model.leaves] == [x.sharding for x in other.model.leaves]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama 2", slow("Mixtral")])
 def test_in_16_bits_log_probabilities_are_close(name):
     """Partial sums are added in float32 before they are rounded, so a mesh differs by roundings of sums alone."""
@@ -223,6 +229,7 @@ def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folde
     assert llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids == before
 
 
+@pytest.mark.slow
 def test_an_engine_on_a_slice_of_devices_leaves_the_others_alone(folders, tmp_path):
     """Swapping, copies of branches, and an engine that is reset."""
     config = {"num_blocks": 20, "preemption": "swap", "swap_space_gib": 0.001, "max_model_len": 64}

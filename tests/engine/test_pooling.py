@@ -56,6 +56,7 @@ def embedded(llm: LLM, prompts: Sequence[Any], params: Any = None) -> list[np.nd
 # --- the vectors ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_cases("LAST-True", "LAST-False", "CLS-True", "CLS-False")
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_are_those_of_a_forward_pass_without_a_cache(tiny, hidden, kind, caching):
@@ -121,6 +122,7 @@ def test_bfloat16_states_are_pooled_in_float32(tiny_folder, hidden):
         assert vector @ pooled(hidden[3], kind) > 0.99
 
 
+@pytest.mark.slow
 def test_a_model_without_a_head_of_its_own_and_with_biases_is_pooled(tmp_path):
     folder = tiny_llama(tmp_path / "llama", layers=1, qkv_bias=True, seed=5)
     llm = make(folder)
@@ -155,6 +157,7 @@ def run(llm: LLM, kinds: Sequence[str], params: SamplingParams | BeamSearchParam
     return found
 
 
+@pytest.mark.default_cases("{}", "{'lookahead': 0}")
 @pytest.mark.parametrize("config", [{}, {"lookahead": 0}, {"num_blocks": 40}, {"linear_impl": "xla"}], ids=str)
 def test_rows_beside_embeddings_have_the_bits_that_they_have_beside_other_rows(tiny, config):
     """Beside pooled prompts that use the same programs, and beside those that use the programs with states."""
@@ -177,6 +180,9 @@ def test_embeddings_are_the_same_whatever_is_beside_them(llm):
         chex.assert_trees_all_close(alone.outputs.data, beside[f"p{i}"], atol=1e-6)
 
 
+@pytest.mark.default_cases(
+    "{'lookahead': 0}", "{'num_blocks': 30, 'max_num_seqs': 6}", "{'mixed_steps': False}", "{'compilation': 'lazy'}"
+)
 @pytest.mark.parametrize(
     "config",
     [

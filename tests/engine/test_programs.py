@@ -94,6 +94,7 @@ def test_programs_are_compiled_in_parallel(config, monkeypatch):
     programs.compile_all(build, config.token_buckets, config, lambda largest: config)
 
 
+@pytest.mark.slow
 def test_lazy_compiles_a_bucket_at_its_first_step_with_the_same_tokens(tiny):
     prompts = [list(range(3, 8)), list(range(20, 31))]
     eager = LLM(tiny, progress=False, **SIZES)

@@ -57,6 +57,7 @@ def weights(llm: LLM) -> int:
     return sum(sizes) - runtime.model.params["angles"].get_value().nbytes
 
 
+@pytest.mark.default_cases("lazy")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in KINDS]
 )
@@ -78,6 +79,7 @@ def test_it_frees_the_devices_and_wakes_up_as_it_was(tiny_folder, kind):
     assert compilations() == before
 
 
+@pytest.mark.default_cases("wake_up-lazy", "update_params-lazy")
 @pytest.mark.parametrize("kind", ["packed for the compiled kernel", "int8", "mesh", "draft model", "lazy"])
 @pytest.mark.parametrize("first", ["wake_up", "update_params"])
 def test_level_2_drops_the_parameters_and_an_update_restores_them(tiny, tiny_folder, tmp_path, kind, first):

@@ -153,6 +153,7 @@ CASES = {
 SLOW = ("k 1", "blocks of 16", "no prefix cache", "shortest first")  # each case compiles an engine
 
 
+@pytest.mark.default_cases("k 3", "few blocks, swapped", "prompts and decodes in turn")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 )
@@ -275,6 +276,7 @@ def test_a_prefix_is_found_with_the_blocks_of_accepted_drafts(tiny, plain, monke
     assert found[True, "output"] == found[False, "output"]
 
 
+@pytest.mark.slow
 def test_a_draft_stops_at_the_end_of_max_model_len(tiny, monkeypatch):
     """The last token is sampled and never computed, so drafts end one position before it; 64 ends a block."""
     always = Drafter("always", lambda memory, name, known, k: [5] * k)

@@ -77,7 +77,8 @@ def test_sweep_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixt
     assert sorted(entry.name for entry in folder.iterdir()) == names
     env = json.loads((folder / "env.json").read_text())
     assert env["engine"]["block_size"] == 4
-    assert [name for name, value in env["engine"].items() if value is None] == ["speculative", "mesh", "devices"]
+    without = ["speculative", "mesh", "devices", "kv_policy"]
+    assert [name for name, value in env["engine"].items() if value is None] == without
     assert env["startup"]["total"] > 0
     assert env["load_average"] is None or env["load_average"] >= 0
     assert env["stolen_share"] is None or 0 <= env["stolen_share"] <= 1
@@ -340,6 +341,7 @@ def made(tmp_path: Path) -> dict[str, int]:
     return {str(entry.parent): entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
 
 
+@pytest.mark.default_cases("experiments.core.environment.source")
 @pytest.mark.parametrize("what", ["experiments.core.environment.source", "experiments.core.environment._version"])
 def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
     what: str, simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -71,7 +71,7 @@ def test_a_process_that_finds_object_code_imports_no_numba(kept, tmp_path):
 
 @pytest.mark.parametrize(
     ("handler", "parts"),
-    [(cpu.HANDLER, ("attend", "attend_tile", "work")), (linear_cpu.HANDLER, ("multiply_tile", "work"))],
+    [(cpu.HANDLER, ("attend", "attend_piece", "attend_tile", "work")), (linear_cpu.HANDLER, ("multiply_tile", "work"))],
     ids=["attention", "linear"],
 )
 def test_object_code_is_kept_and_needs_no_symbol_of_numba_or_python(handler, parts):

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.linear import IMPLS, Matrix, Norm, linear
+from pallas_kernels.linear import IMPLS, LowRank, Matrix, Norm, linear
 
 ROOT = Path(__file__).parents[2]
 HERE = [name for name in IMPLS if name != "cpu" or importlib.util.find_spec("numba")]
@@ -45,9 +45,10 @@ def case(
     residual: bool = False,
     sizes: tuple[int, ...] | None = None,
     rows: tuple[int, int] | None = None,
+    low: tuple[int, int, tuple[int, ...]] | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Arguments of `linear`, with the weight as it is stored. norm: its `plus_one`."""
+    """Arguments of `linear`, with the weight as it is stored. norm: its `plus_one`. low: as in `low_rank`."""
     rng = np.random.default_rng(seed)
     matrix = Matrix(m, k, activation is not None, len(sizes or (t,)))
     weight = numbers(rng, m, k, dtype=dtype)
@@ -63,19 +64,38 @@ def case(
         "residual": numbers(rng, t, width, dtype=dtype) if residual else None,
         "rows": rows,
         "sizes": None if sizes is None else np.array(sizes, np.int32),
+        "low": low and low_rank(rng, t, matrix, dtype, *low),
     }
+
+
+def low_rank(
+    rng: np.random.Generator, t: int, matrix: Matrix, dtype: str, slots: int, rank: int, parts: tuple[int, ...]
+) -> LowRank:
+    """Products of low rank of tokens in any order. parts: the last output + 1 of each, in 64ths of all."""
+    m, k, gated, _ = matrix
+    ends = [m * end // 64 for end in parts]
+    a = np.zeros((slots, rank * len(ends), -(-k // 16) * 16), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    a[1:, :, :k] = numbers(rng, slots - 1, rank * len(ends), k) / np.sqrt(k)
+    b = np.zeros((slots, rank * len(ends), m + (16 if m % (32 if gated else 16) else 0)), a.dtype)
+    for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
+        b[1:, i * rank : (i + 1) * rank, first:last] = numbers(rng, slots - 1, rank, last - first)
+    own = rng.integers(0, slots, t).astype(np.int32)
+    sizes = np.bincount(own, minlength=slots).astype(np.int32)
+    return LowRank(a, b, own, np.argsort(own, kind="stable").astype(np.int32), sizes, tuple(ends))
 
 
 def run(arguments: dict[str, Any], impl: str) -> np.ndarray:
     own = dict(arguments)
     x, weight, matrix = own.pop("x"), own.pop("weight"), own.pop("matrix")
     packed = IMPLS[impl].pack(weight, matrix)
+    if own["low"] is not None:
+        own["low"] = LowRank(*map(jnp.asarray, own["low"][:-1]), own["low"].parts)
     return np.asarray(linear(jnp.asarray(x), jnp.asarray(packed), matrix, impl=impl, **own))
 
 
 def expected(arguments: dict[str, Any]) -> np.ndarray:
     """In float64, with x rounded after its norm."""
-    x, weight, _, norm, scales, bias, activation, residual, rows, sizes = arguments.values()
+    x, weight, _, norm, scales, bias, activation, residual, rows, sizes, low = arguments.values()
     if norm is not None:
         wide = x.astype(np.float32)
         root = np.sqrt((wide**2).mean(-1, keepdims=True) + np.float32(norm.eps))
@@ -85,6 +105,11 @@ def expected(arguments: dict[str, Any]) -> np.ndarray:
     if sizes is not None:
         own = np.repeat(np.arange(len(sizes)), sizes)
         y = y.reshape(len(x), len(sizes), -1)[np.arange(len(x)), own]
+    if low is not None:
+        a, b = (np.asarray(one, np.float64) for one in low[:2])
+        a, b, k = a[low.slots], b[low.slots], x.shape[1]
+        h = np.einsum("tk,trk->tr", x.astype(np.float64), a[..., :k])
+        y = y + np.einsum("tr,trm->tm", h, b[..., : y.shape[1]])
     if activation:
         gate, up = np.split(y, 2, axis=1)
         y = ACTIVATIONS[activation](gate) * up
@@ -97,6 +122,8 @@ def assert_contract(arguments: dict[str, Any], impl: str) -> None:
     chex.assert_shape(found, wanted.shape)
     chex.assert_type(found, arguments["x"].dtype)
     limit = ERROR[arguments["x"].dtype.name] * max(np.abs(wanted).max(), 1e-30)
+    if impl == "xla" and arguments["low"] is not None:  # it rounds the inner products to x's dtype
+        limit = 4 * limit
     chex.assert_trees_all_close(found.astype(np.float64), wanted, rtol=0, atol=limit)
 
 
@@ -114,6 +141,15 @@ CASES = {
     "gates of odd width": {"t": 5, "k": 40, "m": 2 * 37, "activation": "gelu_tanh", "norm": True},
     "rows": {"t": 9, "k": 64, "m": 192, "rows": (64, 160)},
     "rows within a panel": {"t": 9, "k": 64, "m": 100, "rows": (7, 99), "residual": True, "bias": True},
+    "low rank": {"t": 40, "k": 64, "m": 96, "low": (5, 8, (64,)), "residual": True, "bias": True},
+    "low rank of three parts": {"t": 13, "k": 48, "m": 128, "low": (3, 4, (32, 48, 64)), "norm": False},
+    "low rank of odd sizes": {"t": 29, "k": 33, "m": 37, "low": (4, 12, (20, 31, 64)), "norm": True},
+    "low rank of gates": {"t": 14, "k": 48, "m": 128, "low": (4, 8, (32, 64)), "activation": "silu", "norm": False},
+    "low rank of odd gates": {"t": 5, "k": 40, "m": 2 * 37, "low": (9, 16, (32, 64)), "activation": "gelu_tanh"},
+    "low rank by rows": {"t": 9, "k": 64, "m": 192, "low": (3, 8, (32, 48, 64)), "rows": (96, 192)},
+    "low rank by rows within a panel": {"t": 9, "k": 64, "m": 100, "rows": (7, 99), "low": (3, 8, (32, 64))},
+    "low rank, many tokens": {"t": 200, "k": 48, "m": 170, "residual": True, "low": (9, 8, (64,))},
+    "low rank, deep": {"t": 29, "k": 4200, "m": 64, "low": (3, 8, (64,))},
     "experts": {"t": 40, "k": 32, "m": 4 * 64, "sizes": (3, 0, 30, 7), "activation": "silu"},
     "experts without gates": {"t": 5, "k": 64, "m": 8 * 40, "sizes": (0, 0, 1, 0, 2, 1, 1, 0), "residual": True},
 }
@@ -173,6 +209,23 @@ def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it(k, m, dtype, int8
     for first, last in ((0, 1), (100, 107), (3, 67), (511, 512), (200, 256)):
         alone = run({**every, "x": every["x"][first:last]}, "cpu")
         chex.assert_trees_all_equal(alone, found[first:last])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.skipif("cpu" not in HERE, reason="the cpu extra is not installed")
+def test_bits_of_a_token_with_a_slot_depend_on_its_slot_alone(dtype):
+    """And a token without one has those of a product without low rank."""
+    every = case(200, 576, 2 * 320, dtype=dtype, activation="silu", norm=False, low=(6, 8, (32, 64)))
+    found, low = run(every, "cpu"), every["low"]
+    for first, last in ((0, 1), (100, 107), (3, 67), (199, 200)):
+        part = {
+            "x": every["x"][first:last],
+            "low": low._replace(slots=low.slots[first:last], order=low.order[first:last]),
+        }
+        chex.assert_trees_all_equal(run(every | part, "cpu"), found[first:last])
+    none = low.slots == 0
+    assert 0 < none.sum() < len(none)
+    chex.assert_trees_all_equal(run(every | {"low": None}, "cpu")[none], found[none])
 
 
 PADDED = {
@@ -261,11 +314,31 @@ def test_numbers_that_are_not_finite_stay_in_their_rows():
         ({"sizes": jnp.ones(1)}, "sizes is float32; it must be int32"),
         ({"sizes": jnp.zeros(2, jnp.int32)}, r"sizes is \(2,\); x \(3, 8\) and the weight \[64, 8\] need \(1,\)"),
         ({"matrix": Matrix(64, 8, False, 2)}, "sizes is missing; the weight has 2 matrices"),
+        ({"low": {}, "matrix": Matrix(64, 8, False, 2), "sizes": jnp.zeros(2, jnp.int32)}, "weight has 2 matrices; it"),
+        (
+            {"low": {"a": jnp.zeros((2, 4, 8))}},
+            r"low.a is \(2, 4, 8\); x \(3, 8\) and 2 slots of rank 4 need \(2, 4, 16\)",
+        ),
+        ({"low": {"slots": jnp.zeros(3)}}, "low.slots is float32; it must be int32"),
+        (
+            {"low": {"b": jnp.zeros((2, 4, 63))}},
+            r"low.b is float32 \(2, 4, 63\); it must be float32 \[2, 4, 64 or more",
+        ),
+        (
+            {"low": {"parts": (32, 64)}},
+            r"low.parts is \(32, 64\); they must ascend to 64, and the rank 4 be a multiple",
+        ),
         ({"matrix": Matrix(64, 8, False, 3)}, "64 outputs cannot be 3 matrices"),
     ],
 )
 def test_wrong_arguments_are_named(changed, message):
     arguments = {"x": jnp.zeros((3, 8)), "weight": jnp.zeros((64, 8)), "matrix": Matrix(64, 8), "impl": "xla"} | changed
+    if "low" in changed:
+        tokens = dict.fromkeys(("slots", "order"), jnp.zeros(3, jnp.int32))
+        right = LowRank(
+            jnp.zeros((2, 4, 16)), jnp.zeros((2, 4, 64)), **tokens, sizes=jnp.zeros(2, jnp.int32), parts=(64,)
+        )
+        arguments["low"] = right._replace(**changed["low"])
     with pytest.raises(ValueError, match=message):
         linear(arguments.pop("x"), arguments.pop("weight"), arguments.pop("matrix"), **arguments)
 

@@ -184,6 +184,7 @@ def interpreted(monkeypatch):
     monkeypatch.setitem(IMPLS, "pallas_tpu", IMPLS["pallas_tpu"]._replace(attend=attend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, slow({"window": 20, "soft_cap": 2.0})], ids=["plain", "window and cap"])
 def test_a_mixed_batch_keeps_the_contract(options, interpreted):
     rows = [(1, 33), (20, 40), (1, 1), (0, 0), (2, 100), (1, 64), (8, 70), (4, 17), (9, 9), (5, 48), (3, 3)]

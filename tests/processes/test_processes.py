@@ -230,6 +230,7 @@ def test_two_processes_serve_until_one_is_asked_to_stop(folder, tmp_path):
     assert verify(other).identical
 
 
+@pytest.mark.slow
 def test_clients_get_503_when_a_process_is_killed(folder, tmp_path):
     log = tmp_path / "run.jsonl"
     answers = []

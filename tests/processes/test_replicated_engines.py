@@ -116,6 +116,7 @@ def test_without_a_fault_nothing_differs(pair):
     pair.released()
 
 
+@pytest.mark.slow
 def test_prompts_that_are_pooled_go_through_all_processes(tiny, tmp_path):
     found: dict[str, Any] = {}
     with connected(timeout=300) as group:  # a step compiles in both

@@ -83,6 +83,7 @@ def test_the_process_ends_at_once_only_while_a_program_is_compiled(monkeypatch, 
     assert serve.ended(SimpleNamespace(engine=SimpleNamespace(background=None)), 0) == 0  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_server_whose_programs_are_missing(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))  # an empty one
     sizes = ("--max-num-seqs", "4", "--num-blocks", "64", "--max-num-batched-tokens", "64")

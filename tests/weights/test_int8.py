@@ -74,6 +74,7 @@ def test_each_row_has_its_own_scale_and_zeros_stay_zeros():
 ALIKE = [pytest.param(name, marks=pytest.mark.slow) for name in ("Llama 2", "Qwen2", "Mixtral")]
 
 
+@pytest.mark.default_cases("GPT-2")
 @pytest.mark.parametrize("name", ["GPT-2", "Gemma 2", "Qwen3-MoE", *ALIKE])
 def test_logits_are_those_of_the_rounded_weights_in_floats(name):
     """With every kind of matrix: fused, with bias, tied, of experts."""

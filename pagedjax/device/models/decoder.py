@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from pagedjax.device import cache as kv
-from pagedjax.device.attention import Attend, probabilities, write
+from pagedjax.device.attention import Attend, probabilities
 from pagedjax.device.batch import AttentionRows, Batch
 from pagedjax.device.layers import (
     Buffer,
@@ -38,6 +38,8 @@ from pagedjax.device.layers import (
 )
 from pagedjax.device.linear import Matrix, linear
 from pagedjax.device.row_reductions import row_sums, softmax, weighted_sums
+from pagedjax.device.selection import attend_selected, write
+from pagedjax.device.token_adapters import TokenAdapters
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 Finish = Callable[..., Any]  # (batch or None, *, routed=False) -> hidden states, or (hidden states, `Routes`)
@@ -142,6 +144,14 @@ class DecoderConfig:
     def qkv_rows(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
+    @property
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """Of a layer's matrices, the matrices that were joined to it: the last output + 1 of each (for `LowRank`)."""
+        qkv = tuple(heads * self.head_dim for heads in (self.heads, self.heads + self.kv_heads))
+        up = (self.intermediate, 2 * self.intermediate) if self.gated else (self.intermediate,)
+        hidden = (self.hidden,)
+        return {"attn.qkv": (*qkv, self.qkv_rows), "attn.out": hidden, "mlp.up": up, "mlp.down": hidden}
+
 
 def _norm(c: DecoderConfig, dtype: str, size: int | None = None) -> nnx.Module:
     size = c.hidden if size is None else size
@@ -187,7 +197,9 @@ class Attention(nnx.Module):
         """Queries [T, N, D], keys and values [T, K, D] of the wanted ones among all heads: first, last."""
         c, (first, last) = self.config, wanted
         rows = None if last - first == c.heads + 2 * c.kv_heads else (first * c.head_dim, last * c.head_dim)
-        found = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens).reshape(len(x), last - first, c.head_dim)
+        low = batch.low("attn.qkv", c.parts["attn.qkv"])
+        found = self.qkv(x, norm=norm, rows=rows, sizes=batch.used_tokens, low=low)
+        found = found.reshape(len(x), last - first, c.head_dim)
         bounds = [min(max(end - first, 0), last - first) for end in (c.heads, c.heads + c.kv_heads)]
         q, k, v = jnp.split(found, bounds, axis=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -197,8 +209,12 @@ class Attention(nnx.Module):
         return [q, k, v]
 
     def _output(self, q, k_pages, v_pages, batch: Batch, attend: Attend, residual) -> jax.Array:
-        y = attend(q, k_pages, v_pages, *batch.attention, window=self.kind.window, soft_cap=self.config.attn_cap)
-        return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens)
+        c, low = self.config, batch.low("attn.out", self.config.parts["attn.out"])
+        if isinstance(k_pages, kv.BoundedKeys):
+            y = attend_selected(attend, q, k_pages, v_pages, batch, scale=c.attn_scale, soft_cap=c.attn_cap)
+        else:
+            y = attend(q, k_pages, v_pages, *batch.attention, window=self.kind.window, soft_cap=c.attn_cap)
+        return self.out(y.reshape(len(q), -1), residual=residual, sizes=batch.used_tokens, low=low)
 
 
 class MLP(nnx.Module):
@@ -209,14 +225,31 @@ class MLP(nnx.Module):
         self.up = Linear(c.hidden, c.intermediate, gated=c.gated, **options)
         self.down = Linear(c.intermediate, c.hidden, axes=c.axes, **options)
         self.activation, self.gated = c.activation, c.gated
+        self.up_parts, self.down_parts = c.parts["mlp.up"], c.parts["mlp.down"]
 
-    def __call__(self, x: jax.Array, *, norm, residual=None, used: jax.Array | None = None) -> jax.Array:
-        """norm(x) [T, H] -> y + residual [T, H]. used: [1] how many tokens are not padding; None: all."""
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm,
+        residual=None,
+        used: jax.Array | None = None,
+        adapters: TokenAdapters | None = None,
+    ) -> jax.Array:
+        """norm(x) [T, H] -> y + residual [T, H].
+
+        Args:
+            used: [1] how many tokens are not padding; None: all.
+            adapters: of the tokens in this layer.
+        """
+        low_up = adapters and adapters.low("mlp.up", self.up_parts)
+        low_down = adapters and adapters.low("mlp.down", self.down_parts)
         if self.gated:
-            y = self.up(x, norm=norm, activation=self.activation, sizes=used)
+            y = self.up(x, norm=norm, activation=self.activation, sizes=used, low=low_up)
         else:  # rounded once, after the activation
-            y = ACTIVATIONS[self.activation](self.up(x, norm=norm, sizes=used, dtype=jnp.float32)).astype(x.dtype)
-        return self.down(y, residual=residual, sizes=used)
+            y = self.up(x, norm=norm, sizes=used, low=low_up, dtype=jnp.float32)
+            y = ACTIVATIONS[self.activation](y).astype(x.dtype)
+        return self.down(y, residual=residual, sizes=used, low=low_down)
 
 
 class Routes(NamedTuple):
@@ -331,7 +364,10 @@ class Block(nnx.Module):
         """After the attention y, to which x was added unless a norm follows it."""
         x = x + self.attn_post(y) if self.attn_post else y
         options = {"norm": self.mlp_norm, "residual": None if self.mlp_post else x, "used": batch.used_tokens}
-        y, routes = self.mlp.routed(x, **options) if isinstance(self.mlp, SparseMLP) else (self.mlp(x, **options), None)
+        if isinstance(self.mlp, SparseMLP):
+            y, routes = self.mlp.routed(x, **options)
+        else:
+            y, routes = self.mlp(x, **options, adapters=batch.adapters), None
         return x + self.mlp_post(y) if self.mlp_post else y, routes
 
 
@@ -408,7 +444,7 @@ class Decoder(nnx.Module):
         """
         x = self.embedded(batch)
         angles = angles_at(self.angles, batch.positions)
-        pages, outputs, routes = list(zip(cache.k, cache.v, strict=True)), [], {}
+        pages, outputs, routes = cache.layers, [], {}
         *first, last = enumerate(self.blocks)
         if self.config.layers - 1 in taps:
             first, last = [*first, last], None
@@ -435,9 +471,7 @@ class Decoder(nnx.Module):
                 found, last_routes = found if routed else (found, None)
             return (self.norm(found), last_routes) if routed else self.norm(found)
 
-        k_all, v_all = zip(*pages, strict=True)
-        cache = cache._replace(k=k_all, v=v_all)
-        return Run(cache, finish, tuple(outputs[layer] for layer in taps), routes)
+        return Run(cache.with_layers(pages), finish, tuple(outputs[layer] for layer in taps), routes)
 
     def attention_weights(
         self, layer: int, x: jax.Array, k_pages: jax.Array, batch: Batch, attend: Attend, heads: Sequence[int]
@@ -474,7 +508,7 @@ def samples_of(batch: Batch) -> Batch:
     count = batch.used_samples
     each = jnp.arange(len(batch.last) + 1, dtype=jnp.int32)
     positions, used = batch.positions[batch.last], each[:-1] < count
-    seen, groups = batch.seen, batch.groups
+    seen, groups, selecting, adapters = batch.seen, batch.groups, batch.selecting, batch.adapters
     if seen is not None:
         row = seen.of_samples
         lens = seen.seq_lens[row] - (seen.cu_q_lens[row + 1] - 1 - batch.last)
@@ -492,6 +526,8 @@ def samples_of(batch: Batch) -> Batch:
         cu_q_lens=jnp.minimum(each, count),
         seen=seen,
         groups=groups,
+        selecting=selecting and selecting._replace(tokens=selecting.tokens[batch.last]),
+        adapters=adapters and adapters.of_tokens(batch.last),
     )
 
 

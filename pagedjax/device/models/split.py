@@ -100,6 +100,12 @@ def heads(c: DecoderConfig, n: int) -> Heads:
     return Heads(queries, stored.repeat(copies))
 
 
+def shared_keys(c: DecoderConfig, mesh: MeshConfig) -> bool:
+    """Whether several devices have the same key head, and a part of its query heads."""
+    keys = heads(c, mesh.size).keys
+    return bool((np.unique(keys[keys != PADDING], return_counts=True)[1] > 1).any())
+
+
 def padding(c: DecoderConfig, mesh: MeshConfig) -> list[str]:
     """What is padded with zeros, or kept several times: a phrase each."""
     n, one, found = mesh.size, device_config(c, mesh), heads(c, mesh.size)

@@ -33,7 +33,8 @@ def multiply(
     Raises:
         ValueError: as `cpu.multiply`.
     """
-    scales, bias, activation, residual = epilogue
+    scales, bias, low, activation, residual = epilogue
+    assert low is None, "this implementation has no `low_rank`"
     kind = None if norm is None else (norm.eps, norm.plus_one)
     arrays = x, weight, norm and norm.weight, scales, bias, residual, sizes
     return _product((matrix, kind, activation, rows, dtype), *arrays)
@@ -42,8 +43,11 @@ def multiply(
 def _called(function: Any, options: Any, x, weight, norm, scales, bias, residual, sizes) -> jax.Array:
     """`multiply` of an implementation, from static options and arrays."""
     matrix, kind, activation, rows, dtype = options
-    normalised = None if kind is None else Norm(norm, *kind)
-    return function(x, weight, matrix, normalised, Epilogue(scales, bias, activation, residual), rows, sizes, dtype)
+    normalised, epilogue = (
+        None if kind is None else Norm(norm, *kind),
+        Epilogue(scales, bias, None, activation, residual),
+    )
+    return function(x, weight, matrix, normalised, epilogue, rows, sizes, dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

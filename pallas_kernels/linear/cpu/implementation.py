@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.linear.cpu import panels
-from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
+from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
 from pallas_kernels.shared.cpu.handler import Handler
 
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
-TARGET = "pallas_kernels.linear.cpu.1"
+TARGET = "pallas_kernels.linear.cpu.2"
 HANDLER = Handler("linear", TARGET, __package__ or "", Path(__file__).parent)
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
@@ -46,17 +46,28 @@ def multiply(
     first, last = rows or (0, each)
     start = first - first % (panels.PANEL // 2)  # of half a panel
     none = jnp.zeros(0, x.dtype)
-    scales, bias, activation, residual = epilogue
+    scales, bias, low, activation, residual = epilogue
     if residual is not None and start < first:
         residual = jnp.pad(residual, ((0, 0), (first - start, 0)))
     kind = 0 if norm is None else 1 + norm.plus_one
-    options = np.array([each, start, last, ACTIVATIONS[activation], kind], np.int32)
+    options = np.array([each, start, last, ACTIVATIONS[activation], kind, low is not None], np.int32)
     operands = x, weight, scales, bias, norm and norm.weight, residual, sizes
     operands = [none if a is None else a for a in operands]
     width = matrix.width if rows is None else last - start
     out = jax.ShapeDtypeStruct((len(x), width), dtype), _scratch(len(x), matrix)
     eps = np.full(1, norm.eps if norm else 0, np.float32)
-    return jax.ffi.ffi_call(TARGET, out)(*operands, options, eps)[0][:, first - start :]
+    more = () if low is None else (low.a, low.b, low.slots, _ranks(matrix, low))
+    return jax.ffi.ffi_call(TARGET, out)(*operands, options, eps, *more)[0][:, first - start :]
+
+
+def _ranks(matrix: Matrix, low: LowRank) -> np.ndarray:
+    """[halves of panels, 2] first and last rows of `low` that 16 outputs need."""
+    if matrix.gated:  # each half has as many gates as outputs that they multiply
+        half = matrix.outputs // 2
+        starts = [(at + i * half, (i + 1) * half) for at in range(0, half, LANES) for i in range(2)]
+    else:
+        starts = [(at, matrix.outputs) for at in range(0, matrix.outputs, LANES)]
+    return np.array([low.ranks(at, min(at + LANES, end)) for at, end in starts], np.int32)
 
 
 def _scratch(tokens: int, matrix: Matrix) -> Any:
@@ -112,4 +123,4 @@ def unpack(packed: Any, matrix: Matrix) -> np.ndarray:
     return panels.unpack(np.asarray(packed), shape, gated=matrix.gated, matrices=matrix.count)
 
 
-IMPLEMENTATION = Implementation("cpu", multiply, obstacle, pack, unpack, gather, prepare, invariant=True)
+IMPLEMENTATION = Implementation("cpu", multiply, obstacle, pack, unpack, gather, prepare, invariant=True, low_rank=True)

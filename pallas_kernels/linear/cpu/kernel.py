@@ -17,11 +17,14 @@ from numba import types
 from pallas_kernels.linear.cpu.vectors import (
     BFLOAT16,
     COLUMNS,
+    DOTS,
     INT8,
     PAIRS,
     PANEL,
     add_16,
+    add_rows,
     clear,
+    four_dots,
     gate,
     multiply,
     narrow,
@@ -90,7 +93,10 @@ CHUNKS, FIRST_PANEL, WANTED, GROUP = 520, 528, 536, 544  # items: chunks of tile
 TABLE, CHUNK_TABLE = 552, 560
 WORDS = 568  # of a packed token for a step: 2 if the CPU has no instruction for pairs
 WORKERS = 576  # threads at most
-JOB_BYTES = 584
+# Of products of low rank: addresses of factors, slots, ranks and the tokens' products with `a`; 0 without them
+LOW_A, LOW_B, SLOTS, RANKS, LOW_X = 584, 592, 600, 608, 616
+LOW_ROWS, LOW_K, LOW_M = 624, 632, 640  # rows of `a`, and lengths of rows of `a` and `b`
+JOB_BYTES = 648
 TILE_WORDS, CHUNK_WORDS = 3, 2  # a tile: first row, rows, matrix; a chunk: first tile, tiles
 
 RMS, RMS_PLUS_ONE = 1, 2
@@ -158,11 +164,80 @@ def _pack(job, tile, norm, rows):
     row_bytes, out = _row_bytes(load_word(job + K)), load_word(job + PACKED) + tile * load_word(job + TILE_BYTES)
     for i in range(columns):
         _row(job, first + i, norm, rows + i * row_bytes)
+        _low_row(job, first + i, rows + i * row_bytes)
     if columns == 1:
         copy_bytes(rows, out, 4 * _up(words, FULL))
         return
     for word in range(0, words, FULL):
         transpose(rows + 4 * word, row_bytes, out + 4 * columns * word, columns)
+
+
+@compiled
+def _low_row(job, row, x):
+    """The products of a normalised row of x with the rows of `a` of its slot."""
+    a = load_word(job + LOW_A)
+    if a == 0:
+        return
+    slot = load_int(load_word(job + SLOTS) + 4 * row)
+    if slot == 0:
+        return
+    size, number, length = load_word(job + X_SIZE), load_word(job + LOW_ROWS), load_word(job + LOW_K)
+    x_size = BFLOAT16 if size == BFLOAT16 and PAIRS and load_word(job + KIND) == BFLOAT16 else 4
+    first = a + size * length * number * slot
+    out = load_word(job + LOW_X) + 4 * number * row
+    for i in range(0, number, DOTS):
+        four_dots(x_size, x, size, first + size * length * i, length, length, out + 4 * i)
+
+
+@compiled
+def _low_rows(job, panel, half, slot):
+    """Returns (address in `b` for a slot, first row, rows) of the 16 outputs of a half of a panel."""
+    size, length = load_word(job + X_SIZE), load_word(job + LOW_M)
+    at, _ = _halves(job, panel, half)
+    if half == 1 and load_word(job + ACTIVATION) != 0:
+        at += load_word(job + OUTPUTS) // 2
+    ranks = load_word(job + RANKS) + 8 * (2 * panel + half)
+    first, last = load_int(ranks), load_int(ranks + 4)
+    start = load_word(job + LOW_B) + size * (length * (load_word(job + LOW_ROWS) * slot + first) + at)
+    return start, first, last - first
+
+
+@compiled
+def _add_low(job, panel, entry, sums):
+    """sums += products of low rank: the tokens' products with `a`, by the rows of `b`."""
+    row, columns, slots = load_word(entry), load_word(entry + 8), load_word(job + SLOTS)
+    size, number, length = load_word(job + X_SIZE), load_word(job + LOW_ROWS), load_word(job + LOW_M)
+    for half in range(2):
+        first, last = _halves(job, panel, half)
+        if last <= first:
+            continue
+        for i in range(columns):
+            slot = load_int(slots + 4 * (row + i))
+            if slot == 0:
+                continue
+            start, begin, count = _low_rows(job, panel, half, slot)
+            factors = load_word(job + LOW_X) + 4 * (number * (row + i) + begin)
+            add_rows(size, sums + 4 * (PANEL * i + FULL * half), factors, start, size * length, count)
+
+
+@compiled
+def _expect_low(job, panel, entry):
+    """Fetches the rows of `b` for a tile's sums."""
+    row, columns, slots = load_word(entry), load_word(entry + 8), load_word(job + SLOTS)
+    stride = load_word(job + X_SIZE) * load_word(job + LOW_M)
+    before = np.int32(0)
+    for i in range(columns):
+        slot = load_int(slots + 4 * (row + i))
+        if slot == before or slot == 0:
+            continue
+        before = slot
+        for half in range(2):
+            first, last = _halves(job, panel, half)
+            if last <= first:
+                continue
+            start, _, count = _low_rows(job, panel, half, slot)
+            for j in range(count):
+                prefetch(start + stride * j)
 
 
 @compiled
@@ -233,6 +308,8 @@ def _finish(job, panel, entry, sums, edges):
     residual, x_size = load_word(job + RESIDUAL), load_word(job + X_SIZE)
     if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
         scale_and_add(sums, edges, edges + 4 * PANEL, columns)
+    if load_word(job + LOW_A) != 0:
+        _add_low(job, panel, entry, sums)
     if kind != 0:
         gate(kind, sums, columns)
     spare = edges + 4 * 2 * PANEL
@@ -262,6 +339,8 @@ def _finish(job, panel, entry, sums, edges):
 @compiled
 def _expect(job, panel, entry):
     """Fetches the lines of the result, and of the residual, into which a tile's sums go."""
+    if load_word(job + LOW_A) != 0:
+        _expect_low(job, panel, entry)
     size, width, residual = load_word(job + OUT_SIZE), load_word(job + WIDTH), load_word(job + RESIDUAL)
     row, columns = load_word(entry), load_word(entry + 8)
     first, _ = _halves(job, panel, 0)
@@ -446,7 +525,9 @@ def _job(frame, workers):
     most = max(1, -(-tiles // several))
     table_at = JOB_BYTES
     chunks_at = table_at + 8 * TILE_WORDS * tiles
-    job = malloc(chunks_at + 8 * CHUNK_WORDS * tiles)
+    low_at = _up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
+    low_rows = dim(argument(frame, 9), 1) if load_int(options + 20) != 0 else 0
+    job = malloc(low_at + 4 * low_rows * rows)
     at, tile = 0, 0
     for matrix in range(matrices):
         count = rows if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
@@ -503,6 +584,17 @@ def _job(frame, workers):
     store_word(job + GROUP, group)
     store_word(job + TABLE, job + table_at)
     store_word(job + CHUNK_TABLE, job + chunks_at)
+    store_word(job + LOW_A, 0)
+    if low_rows > 0:
+        a, b = argument(frame, 9), argument(frame, 10)
+        store_word(job + LOW_A, data(a))
+        store_word(job + LOW_B, data(b))
+        store_word(job + SLOTS, data(argument(frame, 11)))
+        store_word(job + RANKS, data(argument(frame, 12)))
+        store_word(job + LOW_X, job + low_at)
+        store_word(job + LOW_ROWS, low_rows)
+        store_word(job + LOW_K, dim(a, 2))
+        store_word(job + LOW_M, dim(b, 2))
     return job
 
 

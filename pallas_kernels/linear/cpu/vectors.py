@@ -266,6 +266,66 @@ def transpose(typing, rows, row_bytes, out, columns):
     return types.void(*[types.intp] * 4), generate
 
 
+# --- products of low rank ---------------------------------------------------------------------------------------------
+
+DOTS = 4  # rows at a time
+
+
+@instruction
+def four_dots(typing, x_size, x, size, rows, stride, count, out):
+    """out [4] float32 = the products of x [count] with 4 rows, `stride` numbers apart, for a multiple of 16 numbers.
+
+    x_size, size: bytes of a number of x and of the rows.
+    """
+
+    def generate(context, builder, signature, args):
+        x_size, x, size, rows, stride, count, out = args
+        for one, other in ((4, 4), (4, 2), (2, 2)):
+            same = [builder.icmp_signed("==", a, ir.Constant(WORD, b)) for a, b in ((x_size, one), (size, other))]
+            with builder.if_then(builder.and_(*same)):
+                length = builder.mul(stride, ir.Constant(WORD, other))
+                starts = [builder.add(rows, builder.mul(length, ir.Constant(WORD, i))) for i in range(DOTS)]
+                totals = [cgutils.alloca_once(builder, floats(FULL)) for _ in starts]
+                for total in totals:
+                    builder.store(constant(0), total)
+
+                def piece(i, one=one, other=other, starts=starts, totals=totals):
+                    number = load(builder, x, i, FULL, one)
+                    for start, total in zip(starts, totals, strict=True):
+                        row = load(builder, start, i, FULL, other)
+                        builder.store(multiply_add(builder, number, row, builder.load(total)), total)
+
+                _each(builder, count, piece)
+                for i, total in enumerate(totals):
+                    found = fold(builder, builder.load(total), builder.fadd)
+                    builder.store(found, pointer(builder, builder.add(out, ir.Constant(WORD, 4 * i)), found.type))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 7), generate
+
+
+@instruction
+def add_rows(typing, size, sums, factors, rows, stride, count):
+    """sums [16] += the sum of `count` rows of 16 numbers, `stride` bytes apart, each times its factor (float32)."""
+
+    def generate(context, builder, signature, args):
+        size, sums, factors, rows, stride, count = args
+        start = ir.Constant(WORD, 0)
+        for one in (4, 2):
+            with builder.if_then(builder.icmp_signed("==", size, ir.Constant(WORD, one))):
+                total = cgutils.alloca_once(builder, floats(FULL))
+                builder.store(constant(0), total)
+                with cgutils.for_range(builder, count) as loop:
+                    factor = splat(builder, load_one(builder, factors, loop.index), FULL)
+                    row = load(builder, builder.add(rows, builder.mul(loop.index, stride)), start, FULL, one)
+                    builder.store(multiply_add(builder, factor, row, builder.load(total)), total)
+                y = builder.fadd(load(builder, sums, start, FULL), builder.load(total))
+                store(builder, y, sums, start)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 6), generate
+
+
 # --- after the products: sums of a tile -------------------------------------------------------------------------------
 
 

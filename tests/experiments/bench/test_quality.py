@@ -9,6 +9,7 @@ import pytest
 from experiments.bench import quality
 
 
+@pytest.mark.slow
 def test_quantized_variants_differ_slightly_from_baseline(tiny_folder, tmp_path, capsys):
     out = tmp_path / "quality.json"
     sizes = ["--windows", "3", "--length", "40", "--steps", "2", "--dtype", "float32"]

@@ -176,6 +176,7 @@ def quick(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(figures=json.loads(out.read_text()), text=said.getvalue(), file=out)
 
 
+@pytest.mark.slow
 def test_command_measures_every_point(quick):
     figures = quick.figures
     assert figures["command"] == "python -m experiments.bench.scale --quick --steps 2"

@@ -221,7 +221,7 @@ def test_point_key_covers_exactly_measured_values(tmp_path: Path) -> None:
     assert len({same, *others}) == len(others) + 1
 
 
-EARLIER_KEYS = {  # of the version before engine.mesh, engine.devices and simulate.mesh
+EARLIER_KEYS = {  # of the version before any field of `experiments.core.config.LATER`
     "a8d6b235305f884fa77d0707fcf159c321ed2d0a066a2db5c09ea44059b097a6": {},
     "5f636962a2f155e5eec98fcea169f2282db3d89ad273bdf5d426a0d129439684": {
         "engine": {"block_size": 8, "speculative": {"method": "ngram"}}
@@ -238,7 +238,7 @@ EARLIER_KEYS = {  # of the version before engine.mesh, engine.devices and simula
 }
 
 
-def test_point_key_without_a_mesh_is_that_of_earlier_versions(tmp_path: Path) -> None:
+def test_point_key_without_later_fields_is_that_of_earlier_versions(tmp_path: Path) -> None:
     for key, sections in EARLIER_KEYS.items():
         ends = {"sampling": {"ignore_eos": True}} if "simulate" in sections else {}
         assert points(tmp_path, **sections, **ends)[0].key == key

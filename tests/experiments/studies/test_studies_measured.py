@@ -140,6 +140,7 @@ def test_common_prefix_length():
     assert sharing.constant({2: 10.0, 4: 15.0, 6: None}) == pytest.approx(20.0)
 
 
+@pytest.mark.slow
 def test_sharing_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(sharing, "DEFAULT_MODEL", str(tiny_folder))
     monkeypatch.setattr(sharing, "pairs", lambda requests, whole=sharing.pairs: whole(4))
@@ -189,6 +190,7 @@ def test_predicted_runs_differ_in_one_key():
     assert len(prediction.cases(4.0, quick=False)) == 5
 
 
+@pytest.mark.slow
 def test_prediction_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     # before each of 20 runs, of all that the tests of a session hold
     monkeypatch.setattr("experiments.core.drive.gc", SimpleNamespace(collect=lambda: 0))

@@ -222,6 +222,7 @@ def test_oracle_errs_as_often_as_asked():
     assert oracle.propose(memory, "3", [0] * 503, 7) == [499], "nothing beyond the end"
 
 
+@pytest.mark.slow
 def test_measured_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "DEFAULT_MODEL", str(tiny_folder))
     monkeypatch.setattr(measured, "QUICK", measured.Size((2,), (1.0,), 24, 1))

@@ -218,6 +218,7 @@ def test_the_loss_ignores_tokens_that_the_head_does_not_know(case):
     chex.assert_trees_all_equal(case.loss(changed, case.place), case.loss(windows, case.place))
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_parameter(setup, run, model):
     """Of the run: no parameter of its head is where it began."""
     ids = np.array(json.loads((run.out / "head" / "config.json").read_text())["ids"], np.int32)

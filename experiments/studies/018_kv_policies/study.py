@@ -1,0 +1,326 @@
+"""018: what queries that read less cost in quality, and save in memory and time.
+
+Sources: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), tables 1 and 2; Quest (Tang et al. 2024, arXiv 2406.10774),
+table 1 and section 3. No config: it measures log-probabilities of text, answers, and the time of attention alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.bench.quality import windows_of
+from experiments.studies import figures
+from experiments.studies.findings import Claim, Findings, Interval, exactly, interval, markdown, rounded, span
+from pagedjax import LLM, SamplingParams, load_model
+from pagedjax.device import cache
+from pagedjax.engine import compilations
+from pagedjax.weights.pretrained import DEFAULT_MODEL, LoadedModel
+
+from . import timed
+from .timed import Times
+
+QUESTION = "What do KV policies cost in quality, and what do they save?"
+STREAMING = "StreamingLLM (Xiao et al. 2023), {}"
+QUEST = "Quest (Tang et al. 2024), {}"
+SINKS = 4
+SMALL, PAGE = 4, 16  # tokens of a block: for streaming, so that 4 sinks are a block; and as in Quest's paper
+NEEDLE = " The pass key is {0}. Remember it. {0} is the pass key. "
+HEAD = "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it.\n"
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+TAIL = "\nWhat is the pass key? The pass key is "
+WHY_MODEL = "how much a model relies on its first tokens differs from model to model, and ours is SmolLM2-135M"
+WHY_RECOMPUTED = "here keys keep their positions and the sinks stay far away; the paper numbers the tokens anew"
+WHY_KEYS = "the model is small, and its query heads share key heads in groups of 3, which select together"
+WHY_TIME = "the published time is of CUDA kernels on an RTX 4090; here scores are computed by XLA on a CPU"
+
+
+class Size(NamedTuple):
+    """The measurement.
+
+    windows, length: of the text. Log-probabilities count behind its first half.
+    sizes: tokens that a query reads at most.
+    fixed: the one of them for the claims about sinks.
+    recomputed: tokens whose log-probabilities come from the last `fixed` tokens alone, computed anew.
+    keys, hidden: prompts with a pass key, and their tokens.
+    budgets: tokens that a query reads of them.
+    contexts, batch, rounds, read: of the time of attention.
+    """
+
+    windows: int
+    length: int
+    sizes: tuple[int, ...]
+    fixed: int
+    recomputed: int
+    keys: int
+    hidden: int
+    budgets: tuple[int, ...]
+    contexts: tuple[int, ...]
+    batch: int
+    rounds: int
+    read: int
+
+
+FULL = Size(3, 2048, (64, 128, 256, 512), 256, 96, 10, 1024, (64, 128), (4096, 8192, 16384, 32768), 4, 9, 2048)
+QUICK = Size(1, 384, (64, 128), 128, 4, 2, 256, (64,), (1024, 2048), 1, 2, 256)
+
+
+def streaming(tokens: int, sinks: int = SINKS) -> dict[str, Any]:
+    """Engine options: a query sees `tokens` tokens at most, the first ones among them."""
+    window = tokens - sinks - 2 * SMALL + 1  # behind it the rest of two blocks is seen too
+    return {"block_size": SMALL, "kv_policy": {"name": "streaming", "sinks": sinks, "window": window}}
+
+
+def quest(tokens: int, *, dense_prompts: bool) -> dict[str, Any]:
+    options = {"name": "quest", "tokens": tokens, "dense_prompts": dense_prompts}
+    return {"block_size": PAGE, "kv_policy": options}
+
+
+def engine(model: LoadedModel, length: int, sequences: int, **options: Any) -> LLM:
+    budget = min(512, length)
+    sizes = {"max_model_len": length, "max_num_seqs": sequences, "max_num_batched_tokens": budget}
+    blocks = sequences * -(-length // options.get("block_size", PAGE))
+    common = {"token_buckets": (sequences, budget), "num_blocks": blocks, "enable_prefix_caching": False}
+    return LLM(model, progress=False, compilation="lazy", **(sizes | common | options))
+
+
+def logprobs(llm: LLM, windows: Sequence[Sequence[int]], last: int) -> np.ndarray:
+    """[windows, last] of the last tokens of each window."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    found = []
+    for output, window in zip(llm.generate([list(w) for w in windows], params, use_tqdm=False), windows, strict=True):
+        assert output.prompt_logprobs is not None, "SamplingParams asks for them"
+        rows = output.prompt_logprobs[-last:]
+        found.append([row[token].logprob for row, token in zip(rows, window[-last:], strict=True) if row is not None])
+    return np.array(found)
+
+
+class Texts(NamedTuple):
+    """[windows, length / 2] log-probabilities of the same tokens under each policy, by name."""
+
+    full: np.ndarray
+    streaming: Mapping[int, np.ndarray]  # by tokens
+    quest: Mapping[int, np.ndarray]
+    window: np.ndarray  # `fixed` tokens without sinks
+    more_sinks: np.ndarray  # `fixed` tokens, twice as many sinks
+    recomputed: np.ndarray  # [several] from the last `fixed` tokens alone
+    of_recomputed: np.ndarray  # [several] the same tokens, streaming
+
+
+def texts(model: LoadedModel, size: Size) -> Texts:
+    half = size.length // 2
+    plain = engine(model, size.length + 1, size.windows)
+    windows = windows_of(plain, size.windows, size.length)
+
+    def under(options: Mapping[str, Any]) -> np.ndarray:
+        return logprobs(engine(model, size.length + 1, size.windows, **options), windows, half)
+
+    some = {tokens: under(streaming(tokens)) for tokens in size.sizes}
+    places = np.linspace(0, size.windows * half - 1, size.recomputed).astype(int)
+    pieces = [windows[at // half][half + at % half + 1 - size.fixed : half + at % half + 1] for at in places]
+    anew = logprobs(engine(model, size.fixed + 1, size.windows), pieces, 1)
+    return Texts(
+        full=logprobs(plain, windows, half),
+        streaming=some,
+        quest={tokens: under(quest(tokens, dense_prompts=False)) for tokens in size.sizes},
+        window=under(streaming(size.fixed, 0)),
+        more_sinks=under(streaming(size.fixed, 2 * SINKS)),
+        recomputed=anew[:, 0],
+        of_recomputed=some[size.fixed].reshape(-1)[places],
+    )
+
+
+def perplexity(found: np.ndarray) -> float:
+    return math.exp(-found.mean())
+
+
+def over(above: np.ndarray, below: np.ndarray) -> Interval:
+    """Perplexity over perplexity, a window of the text each."""
+    return interval([math.exp(b.mean() - a.mean()) for a, b in zip(above, below, strict=True)])
+
+
+# --- pass keys --------------------------------------------------------------------------------------------------------
+
+
+def pass_key(encode: Any, tokens: int, draw: random.Random) -> tuple[list[int], str]:
+    """A prompt of so many tokens with a key at any depth, and the key."""
+    key = str(draw.randint(10000, 99999))
+    head, needle, tail, filler = ([*encode(text)] for text in (HEAD, NEEDLE.format(key), TAIL, FILLER))
+    room = tokens - len(head) - len(needle) - len(tail)
+    body = (filler * (room // len(filler) + 1))[:room]
+    depth = draw.randint(0, room)
+    return head + body[:depth] + needle + body[depth:] + tail, key
+
+
+def found_keys(model: LoadedModel, size: Size, options: Mapping[str, Any]) -> float:
+    """Per cent of the keys that an engine repeats."""
+    draw, encode = random.Random(0), model.tokenizer.encode
+    drawn = [pass_key(encode, size.hidden, draw) for _ in range(size.keys)]
+    llm = engine(model, size.hidden + 16, min(size.keys, 5), **options)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    outputs = llm.generate([prompt for prompt, _ in drawn], params, use_tqdm=False)
+    return 100 * sum(key in out.outputs[0].text for out, (_, key) in zip(outputs, drawn, strict=True)) / size.keys
+
+
+def keys(model: LoadedModel, size: Size) -> dict[str, float]:
+    """Per cent found, by policy."""
+    found = {"full": found_keys(model, size, {})}
+    for tokens in size.budgets:
+        found[f"quest, {tokens}"] = found_keys(model, size, quest(tokens, dense_prompts=True))
+        found[f"streaming, {tokens}"] = found_keys(model, size, streaming(tokens))
+    return found
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def bytes_read(context: int, tokens: int) -> float:
+    """Bytes of keys and values that full attention reads, over those that a selection reads, its bounds included."""
+    sizes: dict[str, Any] = {"layers": 1, "block_size": PAGE, "kv_heads": 1, "head_dim": 64, "dtype": "bfloat16"}
+    block = cache.kv_bytes(**sizes)
+    bounds = cache.block_bytes(**sizes, dense_layers=0) - cache.block_bytes(**sizes)
+    return context * block / (context * bounds + tokens * block)
+
+
+# --- findings ---------------------------------------------------------------------------------------------------------
+
+
+@compilations.disk_cache()
+def run(folder: Path, quick: bool) -> Findings:
+    size = QUICK if quick else FULL
+    model = load_model(DEFAULT_MODEL)
+    read, hidden, times = texts(model, size), keys(model, size), timed.times(model.model, size)
+    return Findings(
+        claims(read, hidden, times, size),
+        answers(read, hidden, times, size),
+        {"perplexity.svg": figure(read, size)},
+        [perplexities(read, size), key_table(hidden, size), time_table(times, size)],
+    )
+
+
+def claims(read: Texts, hidden: Mapping[str, float], times: Mapping[int, Times], size: Size) -> list[Claim]:
+    kept, tokens, longest = read.streaming[size.fixed], size.budgets[0], size.contexts[-1]
+    alike = math.exp(float(read.recomputed.mean() - read.of_recomputed.mean()))
+    seen = f"{size.fixed} of {size.length} tokens"
+    share = f"{tokens} of {size.hidden} tokens"
+    return [
+        Claim(
+            STREAMING.format("tables 1 and 2"),
+            f"perplexity of a window alone, over that of {SINKS} sinks and a window: {seen}",
+            (17.90 / 12.12, 5158.07 / 5.40),
+            over(read.window, kept),
+            1.1,
+            "x",
+            WHY_MODEL,
+        ),
+        Claim(
+            STREAMING.format("table 2"),
+            f"perplexity of {2 * SINKS} sinks, over that of {SINKS}: {seen}",
+            (12.02 / 12.09, 1.0),
+            over(read.more_sinks, kept),
+            1.02,
+            "x",
+            WHY_MODEL,
+        ),
+        Claim(
+            STREAMING.format("table 1"),
+            f"perplexity of {SINKS} sinks and a window, over that of a window computed anew: {seen}",
+            5.40 / 5.43,
+            exactly(alike),
+            1.05,
+            "x",
+            WHY_RECOMPUTED,
+        ),
+        Claim(
+            QUEST.format("table 1"),
+            f"pass keys found, {share}",
+            100.0,
+            exactly(hidden[f"quest, {tokens}"]),
+            1.1,
+            "%",
+            WHY_KEYS,
+        ),
+        Claim(
+            QUEST.format("table 1"),
+            f"pass keys that StreamingLLM finds, {share}",
+            (0.0, 5.0),
+            exactly(hidden[f"streaming, {tokens}"]),
+            1.1,
+            "%",
+            WHY_MODEL,
+        ),
+        Claim(
+            QUEST.format("section 3.4"),
+            "bytes of keys and values, over those of 4K of 64K tokens in blocks of 16",
+            8.0,
+            exactly(bytes_read(65536, 4096)),
+            1.01,
+            "x",
+        ),
+        Claim(
+            QUEST.format("section 4.3"),
+            f"time of self-attention, over that of {size.read:,} of {longest:,} tokens",
+            7.03,
+            span(times[longest].ratios),
+            1.25,
+            "x",
+            WHY_TIME,
+        ),
+    ]
+
+
+def answers(read: Texts, hidden: Mapping[str, float], times: Mapping[int, Times], size: Size) -> list[str]:
+    full, fixed, longest = perplexity(read.full), size.fixed, size.contexts[-1]
+
+    def more(found: np.ndarray) -> str:
+        return f"{100 * (perplexity(found) / full - 1):.1f} %"
+
+    alone = rounded(perplexity(read.window) / full)
+    found = ", ".join(f"{name}: {share:.0f} %" for name, share in hidden.items())
+    return [
+        f"A query that reads {fixed} of up to {size.length:,} tokens of Python's documentation costs "
+        f"{more(read.quest[fixed])} of perplexity if they are the best blocks (quest), and "
+        f"{more(read.streaming[fixed])} if they are the first {SINKS} and the last ones (streaming). Without the first "
+        f"ones, perplexity is {alone} times as high as with all tokens.",
+        f"Pass keys in {size.hidden:,} tokens that are found: {found}. The first digit comes from the prompt's last "
+        "query, which reads everything under quest.",
+        f"Attention to {longest:,} tokens takes {times[longest].middle:.2f} times as long as quest's to {size.read:,} "
+        f"of them, scores included ({times[longest].impl}, batch of {size.batch}). Streaming gives blocks back, and "
+        "quest keeps all.",
+    ]
+
+
+def perplexities(read: Texts, size: Size) -> str:
+    def cells(name: str, tokens: Any, found: np.ndarray) -> tuple[Any, ...]:
+        ratio = over(found, read.full)
+        return name, tokens, f"{perplexity(found):.2f}", f"{ratio.middle:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+
+    rows = [cells("full", size.length, read.full)]
+    rows += [cells("quest", tokens, found) for tokens, found in read.quest.items()]
+    rows += [cells(f"streaming, {SINKS} sinks", tokens, found) for tokens, found in read.streaming.items()]
+    rows += [cells(f"streaming, {2 * SINKS} sinks", size.fixed, read.more_sinks)]
+    rows += [cells("window alone", size.fixed, read.window)]
+    return markdown(("policy", "tokens read at most", "perplexity", "over that of full"), rows)
+
+
+def key_table(hidden: Mapping[str, float], size: Size) -> str:
+    return markdown(("policy, tokens read", f"keys found of {size.keys}, %"), [*hidden.items()])
+
+
+def time_table(times: Mapping[int, Times], size: Size) -> str:
+    rows = [(f"{n:,}", 1e3 * one.full, 1e3 * one.selected, f"{one.middle:.2f}") for n, one in times.items()]
+    return markdown(("context", "full, ms a layer", f"{size.read:,} selected tokens, ms", "times as long"), rows)
+
+
+def figure(read: Texts, size: Size) -> str:
+    lines = {
+        "quest": [(tokens, perplexity(found)) for tokens, found in read.quest.items()],
+        "streaming": [(tokens, perplexity(found)) for tokens, found in read.streaming.items()],
+        "full": [(tokens, perplexity(read.full)) for tokens in (size.sizes[0], size.sizes[-1])],
+    }
+    return figures.curves({"": lines}, "tokens that a query reads at most", "perplexity", log_x=2, dashed=("full",))

@@ -1,0 +1,90 @@
+"""The time of attention alone in study 018: one layer, single queries, full and with a selection of blocks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.device import attention
+from pagedjax.device.batch import Batch, Selecting, Selection
+from pagedjax.device.cache import BoundedKeys
+from pagedjax.device.models import Model
+from pagedjax.device.selection import attend_selected
+
+PAGE = 16
+
+
+class Times(NamedTuple):
+    """Seconds of one layer's attention, medians of the rounds, and the ratio of each round.
+
+    impl: the implementation of attention.
+    """
+
+    impl: str
+    full: float
+    selected: float
+    ratios: Sequence[float]
+
+    @property
+    def middle(self) -> float:
+        return statistics.median(self.ratios)
+
+
+def times(model: Model, size: Any) -> dict[int, Times]:
+    """By context; the two kinds take turns."""
+    return {context: _measured(model, context, size.batch, size.read, size.rounds) for context in size.contexts}
+
+
+def batch_of(batch: int, context: int, tokens: int) -> Batch:
+    """Rows of one query each, whose blocks are anywhere in the cache."""
+    width = context // PAGE
+    order = np.random.default_rng(0).permutation(batch * width) + 1
+    lens, offsets = jnp.full(batch, context, jnp.int32), jnp.arange(batch + 1, dtype=jnp.int32)
+    selecting = Selecting(Selection(tokens // PAGE, 0, True), jnp.ones(batch, bool))
+    nothing: Any = None
+    rows = jnp.asarray(order.reshape(batch, width), jnp.int32), lens, offsets
+    return Batch(*(nothing,) * 3, *rows, *(nothing,) * 4, selecting=selecting)
+
+
+def contenders(model: Model, impl: str, batch: int, context: int, tokens: int) -> dict[str, Any]:
+    """Compiled functions without arguments: the attention of one layer to random keys and values."""
+    c, rows = model.config, batch_of(batch, context, tokens)
+    draw = np.random.default_rng(1)
+    shape = batch * context // PAGE + 1, c.kv_heads, PAGE, c.head_dim
+    k, v = (jnp.asarray(draw.standard_normal(shape, np.float32)) for _ in "kv")
+    keys = BoundedKeys(k, jnp.stack([k.min(2), k.max(2)], axis=2))
+    q = jnp.asarray(draw.standard_normal((batch, c.heads, c.head_dim), np.float32))
+    attend = attention.attend(impl, c.attn_scale)
+
+    @jax.jit
+    def full(q: jax.Array, keys: BoundedKeys, v: jax.Array, rows: Batch) -> jax.Array:
+        return attend(q, keys.pages, v, *rows.attention, window=None, soft_cap=None)
+
+    @jax.jit
+    def selected(q: jax.Array, keys: BoundedKeys, v: jax.Array, rows: Batch) -> jax.Array:
+        return attend_selected(attend, q, keys, v, rows, scale=c.attn_scale)
+
+    return {"full": partial(full, q, keys, v, rows), "selected": partial(selected, q, keys, v, rows)}
+
+
+def _measured(model: Model, context: int, batch: int, tokens: int, rounds: int) -> Times:
+    c = model.config
+    sizes: dict[str, Any] = {"head_dim": c.head_dim, "block_size": PAGE, "kv_heads": c.kv_heads, "heads": c.heads}
+    impl = attention.choose(None, jax.devices()[0], dtype="float32", query_dtype="float32", **sizes)
+    both = contenders(model, impl, batch, context, tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in both}
+    for i in range(rounds + 1):  # the first round compiles
+        for name, one in both.items():
+            began = time.perf_counter()
+            jax.block_until_ready(one())
+            if i:
+                seconds[name].append(time.perf_counter() - began)
+    ratios = [a / b for a, b in zip(seconds["full"], seconds["selected"], strict=True)]
+    return Times(impl, *(statistics.median(seconds[name]) for name in ("full", "selected")), ratios)

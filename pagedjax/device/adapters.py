@@ -1,0 +1,124 @@
+"""Adapters of low rank (LoRA, Hu et al. 2021) on the device: stacked factors of all slots, beside the parameters.
+
+A layer's matrix with a slot s of an adapter gives W x + b[s]^T (a[s] x). Slot 0 is none: its factors are zeros. A step
+gets the slot of each token. So one batch has rows of many adapters, and an adapter is replaced by other arrays of the
+same shapes, without a compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pagedjax.device.linear import Matrix
+from pagedjax.device.models import matrices
+from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.device.token_adapters import Factors
+
+WIDTH = 16  # of vectors: rows of `a` are padded to a multiple
+ROWS = 4  # ranks are padded to a multiple
+
+
+class Part(NamedTuple):
+    """Where factors of an adapter belong: to the outputs of one part of a layer's matrix."""
+
+    layer: int
+    matrix: str  # "attn.qkv"
+    part: int  # of `DecoderConfig.parts`
+
+
+Parts = Mapping[Part, tuple[np.ndarray, np.ndarray]]  # a [r, K] and b [outputs of the part, r], scaled
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter as it was read (weights/adapter_files.py).
+
+    name: what requests call it by.
+    parts: its factors, scaled, in float32.
+    digest: of their content.
+    source: where it comes from, for people.
+    """
+
+    name: str
+    parts: Parts = field(repr=False)
+    digest: str
+    source: str = ""
+
+    @property
+    def rank(self) -> int:
+        """The largest of all its parts."""
+        return max((len(a) for a, _ in self.parts.values()), default=0)
+
+
+class Slots(NamedTuple):
+    """The shapes of the factors of all layers.
+
+    count: of adapters at once; there is one slot more, slot 0.
+    rank: of an adapter, at most.
+    dtype: of the factors: that of the activations.
+    """
+
+    count: int
+    rank: int
+    dtype: str
+
+
+def shapes(config: DecoderConfig, slots: Slots) -> tuple[dict[str, tuple[Any, Any]], ...]:
+    """By layer and matrix, the shapes of a and b of all slots."""
+    known, found = matrices(config), []
+    for layer in range(config.layers):
+        own = {name: known.get(f"blocks.{layer}.{name}.weight") for name in config.parts}
+        found.append({name: _shape(matrix, len(config.parts[name]), slots) for name, matrix in own.items() if matrix})
+    return tuple(found)
+
+
+def _shape(matrix: Matrix, parts: int, slots: Slots) -> tuple[Any, Any]:
+    s, r = slots.count + 1, parts * _padded(slots.rank, ROWS)
+    outputs = matrix.outputs + (WIDTH if matrix.outputs % (2 * WIDTH if matrix.gated else WIDTH) else 0)
+    shapes = (s, r, _padded(matrix.inputs, WIDTH)), (s, r, outputs)
+    return tuple(jax.ShapeDtypeStruct(shape, slots.dtype) for shape in shapes)
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def blank(config: DecoderConfig, slots: Slots) -> Factors:
+    """No adapter in any slot."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes(config, slots))
+
+
+def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) -> Factors:
+    """The factors with an adapter in a slot, in the place of what was there. It compiles nothing.
+
+    The old arrays stay as they are: steps that were sent may read them.
+    """
+    layers = []
+    for layer, stacked in enumerate(factors):
+        own = {}
+        for name, (a, b) in stacked.items():
+            new_a, new_b = np.array(a), np.array(b)  # copies on the host
+            new_a[slot], new_b[slot] = 0, 0
+            ends = config.parts[name]
+            rank = a.shape[1] // len(ends)
+            for i, (first, last) in enumerate(zip((0, *ends), ends, strict=False)):
+                if (found := parts.get(Part(layer, name, i))) is not None:
+                    down, up = found
+                    new_a[slot, i * rank : i * rank + len(down), : down.shape[1]] = down
+                    new_b[slot, i * rank : i * rank + len(down), first:last] = up.T
+            own[name] = jax.device_put(new_a, a.sharding), jax.device_put(new_b, b.sharding)
+        layers.append(own)
+    return tuple(layers)
+
+
+def sizes_of(config: DecoderConfig, name: str, part: int) -> tuple[int, int]:
+    """(inputs, outputs) of a part of a matrix."""
+    first, last = (0, *config.parts[name])[part : part + 2]
+    inputs = {"attn.out": config.heads * config.head_dim, "mlp.down": config.intermediate}
+    return inputs.get(name, config.hidden), last - first

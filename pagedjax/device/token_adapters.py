@@ -1,0 +1,45 @@
+"""Which adapter of low rank each token of a step uses (adapters.py), as products need it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pagedjax.device.linear import LowRank
+
+Factors = tuple[dict[str, tuple[Any, Any]], ...]  # by layer and matrix: a [S, R, K], b [S, R, M], see `LowRank`
+
+
+class TokenAdapters(NamedTuple):
+    """The adapters of a step's tokens.
+
+    slots: [T] i32; 0 is none.
+    factors: of all layers, or of one of them.
+    order: [T] i32, the tokens in the order of their slots; None from the host: `routed` finds it.
+    sizes: [S] i32, the tokens of each slot.
+    """
+
+    slots: Any
+    factors: Any
+    order: Any = None
+    sizes: Any = None
+
+    def routed(self) -> TokenAdapters:
+        """With the order of the tokens."""
+        slots = self.slots.astype(jnp.int32)
+        count = jax.tree.leaves(self.factors)[0].shape[0]
+        sizes = (slots[:, None] == jnp.arange(count)).sum(0, dtype=jnp.int32)
+        return TokenAdapters(slots, self.factors, jnp.argsort(slots, stable=True).astype(jnp.int32), sizes)
+
+    def of_layer(self, layer: int) -> TokenAdapters:
+        return self._replace(factors=self.factors[layer])
+
+    def of_tokens(self, tokens: Any) -> TokenAdapters:
+        """Those of some of the tokens."""
+        return self._replace(slots=self.slots[tokens]).routed()
+
+    def low(self, name: str, parts: tuple[int, ...]) -> LowRank:
+        """What a layer's matrix adds. parts: as `DecoderConfig.parts` has them."""
+        return LowRank(*self.factors[name], self.slots, self.order, self.sizes, parts)

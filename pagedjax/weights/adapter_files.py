@@ -1,0 +1,220 @@
+"""Adapters of low rank in PEFT's form, and in Orbax's: reading and writing.
+
+FOLDER/adapter_config.json            PEFT's `LoraConfig`
+FOLDER/adapter_model.safetensors      PEFT's tensors: NAME.lora_A.weight [r, in], NAME.lora_B.weight [out, r]
+FOLDER/params/                        or, in their place, the same names and arrays by Orbax
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from pagedjax.config import one_of
+from pagedjax.device.adapters import Adapter, Part, sizes_of
+from pagedjax.device.models import gpt2, llama
+from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.weights.architectures import ARCHITECTURES
+from pagedjax.weights.checkpoint import Tensor
+from pagedjax.weights.huggingface import read_json, read_safetensors
+from pagedjax.weights.safetensors_file import Group, write_file
+from pagedjax.weights.tree import nested
+
+CONFIG, TENSORS, PARAMS = "adapter_config.json", "adapter_model.safetensors", "params"
+PREFIX = "base_model.model."
+FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.[^.]+)?\.weight")
+# Options of PEFT that change what an adapter computes, and are not supported. Off is None, False, or what is empty.
+UNSUPPORTED = (
+    *("use_dora", "modules_to_save", "lora_bias", "layer_replication", "use_qalora", "target_parameters"),
+    *("trainable_token_indices", "alora_invocation_tokens"),
+)
+
+
+def read_adapter(folder: str | os.PathLike[str], config: DecoderConfig, name: str) -> Adapter:
+    """Read an adapter of a model.
+
+    Raises:
+        FileNotFoundError: no such folder, or a file is missing.
+        ValueError: an option or a module that is not supported, a damaged file, or factors of another model.
+    """
+    path = Path(folder).expanduser()
+    if not (path / CONFIG).is_file():
+        raise FileNotFoundError(f"{path} has no {CONFIG}; it must be the folder of a LoRA adapter, as PEFT saves it")
+    options = read_json(path / CONFIG)
+    _check_options(path, options)
+    factors = _factors(path, {name: tensor.read() for name, tensor in _tensors(path).items()})
+    return adapter_of(factors, options, config, name, source=str(path))
+
+
+def adapter_of(
+    factors: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    options: Mapping[str, Any],
+    config: DecoderConfig,
+    name: str,
+    source: str = "",
+) -> Adapter:
+    """An adapter from the factors A [r, in] and B [out, r] of modules of the model in transformers, by their names.
+
+    Args:
+        options: of PEFT's `LoraConfig`: lora_alpha, use_rslora, alpha_pattern; r is that of the factors.
+
+    Raises:
+        ValueError: a module that has no adapters here, or factors that do not fit it. All of them are named.
+    """
+    where, problems, parts = modules_of(config), [], {}
+    for module, (a, b) in sorted(factors.items()):
+        if module not in where:
+            problems.append(f"{module}: no such matrix, or it has no adapters here")
+            continue
+        places = where[module]
+        sizes = [sizes_of(config, place.matrix, place.part) for place in places]
+        inputs, outputs = sizes[0][0], [size for _, size in sizes]
+        if a.ndim != 2 or a.shape[1] != inputs or b.shape != (sum(outputs), len(a)):
+            found = f"A {a.shape} and B {b.shape}"
+            problems.append(f"{module}: {found}, and [r, {inputs}] and [{sum(outputs)}, r] fit")
+            continue
+        scaled = np.float32(scaling(options, module, len(a))) * b.astype(np.float32)
+        for place, rows in zip(places, np.split(scaled, np.cumsum(outputs)[:-1]), strict=True):
+            parts[place] = a.astype(np.float32), rows
+    if problems or not parts:
+        kinds = ", ".join(sorted({module.rpartition(".")[2] for module in where}))
+        lines = "\n  ".join(problems or ["it has no factors"])
+        raise ValueError(f"adapter {name!r} ({source}) does not fit the model; modules may be {kinds}\n  {lines}")
+    return Adapter(name, parts, digest(parts), source)
+
+
+def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:
+    """The matrices that may have adapters, by their names in transformers, and the parts of ours that each one is."""
+    found = {}
+    family = gpt2 if config.norm == "layer" else llama  # Gemma has Llama's names
+    for entry in family.param_table(config):
+        matrix = ".".join(entry.path[2:-1])
+        if entry.path[-1] != "weight" or matrix not in config.parts:
+            continue
+        layer, count = int(entry.path[1]), len(config.parts[matrix])
+        parts = [Part(layer, matrix, i) for i in range(count)]
+        each = [parts] if len(entry.sources) == 1 else [[part] for part in parts]
+        for source, own in zip(entry.sources, each, strict=True):
+            found[source.removesuffix(".weight")] = own
+    return found
+
+
+def scaling(options: Mapping[str, Any], module: str, rank: int) -> float:
+    """What multiplies B A: alpha / r, or alpha / sqrt(r) with rank stabilisation (rsLoRA, arXiv 2312.03732)."""
+    alpha = options.get("lora_alpha", 8)
+    for pattern, value in (options.get("alpha_pattern") or {}).items():  # as PEFT reads them: the first one that fits
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = value
+            break
+    return alpha / (math.sqrt(rank) if options.get("use_rslora") else rank)
+
+
+def digest(parts: Mapping[Part, tuple[np.ndarray, np.ndarray]]) -> str:
+    """A hash of all factors and where they belong: 128 bits, as those of blocks."""
+    found = blake2b(digest_size=16)
+    for place, factors in sorted(parts.items()):
+        for x in factors:
+            found.update(f"{place.layer} {place.matrix} {place.part} {x.shape};".encode())
+            found.update(np.ascontiguousarray(x, "<f4").tobytes())
+    return found.hexdigest()
+
+
+def _check_options(path: Path, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for what an adapter of plain LoRA is not."""
+    file = path / CONFIG
+    if options.get("peft_type") != "LORA":
+        raise ValueError(f"{file}: peft_type is {options.get('peft_type')!r}; 'LORA' is supported")
+    for name in UNSUPPORTED:
+        if options.get(name):
+            what = f"{file}: {name} is {options[name]!r:.80}, which is not supported"
+            raise ValueError(f"{what}; train the adapter without it, or merge it into the model's weights")
+    if options.get("bias", "none") != "none":
+        what = f"{file}: bias is {options['bias']!r}, and adapters here have factors alone"
+        raise ValueError(f"{what}; train with bias='none', or merge the adapter into the model's weights")
+    alphas = {"lora_alpha": options.get("lora_alpha", 8), **(options.get("alpha_pattern") or {})}
+    for name, alpha in alphas.items():
+        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+            raise ValueError(f"{file}: {name} is {alpha!r}; it must be a number")
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    if (path / TENSORS).is_file():
+        return read_safetensors(path / TENSORS)
+    if (path / PARAMS).is_dir():
+        from pagedjax.weights import orbax_checkpoint
+
+        return orbax_checkpoint.tensors(path / PARAMS)
+    others = ", ".join(sorted(file.name for file in path.glob("adapter_model.*")))
+    what = f"{path} has no {TENSORS} and no {PARAMS}/{f' (it has {others})' if others else ''}"
+    raise FileNotFoundError(f"{what}; save the adapter with safe_serialization=True")
+
+
+def _factors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The pairs of factors by module. Raises ValueError for other tensors, and factors without their other half."""
+    found: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
+    prefixes = tuple(filter(None, {one.prefix for one in ARCHITECTURES.values()}))
+    for name, values in tensors.items():
+        match = FACTOR.fullmatch(name.removeprefix(PREFIX))
+        if match is None:
+            what = f"{path} has the tensor {name}, which is no lora_A or lora_B of a matrix"
+            raise ValueError(f"{what}; train without it, or merge the adapter into the model's weights")
+        module = match["module"]
+        for prefix in prefixes:
+            module = module.removeprefix(prefix)
+        found[module][match["side"]] = values
+    for module, sides in found.items():
+        if len(sides) < 2:
+            raise ValueError(f"{path} has lora_{next(iter(sides))} of {module} and not the other factor; save it again")
+    return {module: (sides["A"], sides["B"]) for module, sides in found.items()}
+
+
+def write_adapter(
+    folder: str | os.PathLike[str],
+    factors: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    options: Mapping[str, Any],
+    to: Literal["safetensors", "orbax"] = "safetensors",
+) -> Path:
+    """Write an adapter as PEFT does, or with Orbax; PEFT reads the first form.
+
+    Args:
+        factors: float32, by module as in `adapter_of`, with the prefix of transformers ("transformer." of GPT-2).
+        options: beside what the factors say: lora_alpha, use_rslora, base_model_name_or_path.
+    """
+    one_of("to", to, ("safetensors", "orbax"))
+    path = Path(folder).expanduser().absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for module, (a, b) in factors.items():
+        for side, x in (("A", a), ("B", b)):
+            tensors[f"{PREFIX}{module}.lora_{side}.weight"] = np.ascontiguousarray(x, np.float32)
+    ranks = {module: len(a) for module, (a, _) in factors.items()}
+    rank = max(ranks.values())
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "rank_pattern": {module: r for module, r in ranks.items() if r != rank},
+        "target_modules": sorted({module.rpartition(".")[2] for module in factors}),
+        "bias": "none",
+        "inference_mode": True,
+        **options,
+    }
+    if to == "safetensors":
+        group = Group({name: x.shape for name, x in tensors.items()}, tensors.values)
+        write_file(path / TENSORS, [group], "float32")
+    else:
+        from pagedjax.weights import orbax_checkpoint
+
+        orbax_checkpoint.write(path / PARAMS, nested({name: jax.device_put(x) for name, x in tensors.items()}))
+    (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,129 @@
+"""Selections of blocks (selection.py) against a brute-force model in numpy's float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.device import attention
+from pagedjax.device.attention import numbers_in, stored_in
+from pagedjax.device.batch import Batch, Selecting, Selection
+from pagedjax.device.cache import BoundedKeys
+from pagedjax.device.selection import attend_selected, write
+from tests.engine.brute_quest import chosen_blocks
+
+K, G, D, S, M = 2, 2, 8, 4, 6
+SCALE = 0.5
+# (queries that read all, queries that select, tokens of the context)
+ROWS = [(0, 1, 21), (5, 0, 13), (3, 2, 24), (0, 3, 16), (0, 1, 1), (1, 0, 9)]
+T = 20  # 4 of them are padding
+DTYPES = "float32", "uint16", "uint8"  # of pages: float32, and the bits of bfloat16 and float8
+
+
+def batch_of(blocks: int, rng: np.random.Generator) -> Batch:
+    """ROWS over pages in any order; token t of a row is in the page of its position."""
+    tables = rng.permutation(np.arange(1, len(ROWS) * M + 1)).reshape(len(ROWS), M).astype(np.int32)
+    lens = np.array([total for _, _, total in ROWS], np.int32)
+    offsets = np.cumsum([0] + [a + b for a, b, _ in ROWS]).astype(np.int32)
+    selects, positions = np.zeros(T, bool), np.zeros(T, np.int32)
+    for i, (dense, some, total) in enumerate(ROWS):
+        selects[offsets[i] + dense : offsets[i + 1]] = True
+        positions[offsets[i] : offsets[i + 1]] = total - dense - some + np.arange(dense + some)
+    row = np.repeat(np.arange(len(ROWS)), np.diff(offsets))
+    slots = np.zeros(T, np.int32)
+    at = positions[: len(row)]
+    slots[: len(row)] = tables[row, at // S] * S + at % S
+    nothing: Any = None
+    fixed = nothing, nothing, nothing, nothing
+    selecting = Selecting(Selection(blocks, 0, True), jnp.asarray(selects | (np.arange(T) >= offsets[-1])))
+    arrays = map(jnp.asarray, (positions, positions, slots, tables, lens, offsets))
+    return Batch(*arrays, *fixed, selecting=selecting)
+
+
+def expected(q, k_pages, v_pages, batch: Batch, blocks: int) -> np.ndarray:
+    out = np.zeros((T, K * G, D))
+    tables, _, offsets = map(np.asarray, batch.attention)
+    for i, (dense, some, total) in enumerate(ROWS):
+        keys, values = (pages[tables[i]].transpose(1, 0, 2, 3).reshape(K, M * S, D) for pages in (k_pages, v_pages))
+        for j in range(dense + some):
+            t, seen = offsets[i] + j, total - dense - some + j + 1
+            for head in range(K):
+                mine = q[t, head * G : (head + 1) * G]
+                own = chosen_blocks(SCALE * mine, keys[head, :seen], S, blocks) if j >= dense else range(-(-seen // S))
+                tokens = np.array([n for n in range(seen) if n // S in own])
+                scores = SCALE * mine @ keys[head, tokens].T
+                weights = np.exp(scores - scores.max(1, keepdims=True))
+                out[t, head * G : (head + 1) * G] = weights / weights.sum(1, keepdims=True) @ values[head, tokens]
+    return out
+
+
+QUICK = [("cpu", "float32", 2), ("cpu", "uint16", 3), ("xla", "float32", 3)]
+EVERY = [(impl, dtype, n) for impl in ("xla", "cpu", "reference") for dtype in DTYPES for n in (2, 3, 6)]
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype", "blocks"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in EVERY]
+)
+def test_selected_attention_is_that_of_a_brute_force_model(impl, dtype, blocks):
+    if impl == "cpu" and attention.find(impl).obstacle(
+        jax.devices()[0], dtype="float32", query_dtype="float32", head_dim=D, block_size=S, kv_heads=1, heads=G
+    ):
+        pytest.skip("the compiled kernel is not here")
+    rng = np.random.default_rng(blocks)
+    batch = batch_of(blocks, rng)
+    q = rng.normal(0, 2, (T, K * G, D)).astype(np.float32)
+    kinds = jnp.dtype(dtype)
+    k_pages, v_pages = (stored_in(jnp.asarray(rng.normal(size=(M * len(ROWS) + 1, K, S, D))), kinds) for _ in "kv")
+    numbers = [np.asarray(numbers_in(pages).astype(jnp.float32), np.float64) for pages in (k_pages, v_pages)]
+    ends = jnp.stack(
+        [numbers_in(k_pages).astype(jnp.float32).min(2), numbers_in(k_pages).astype(jnp.float32).max(2)], 2
+    )
+    keys = BoundedKeys(k_pages, stored_in(ends, kinds))
+    attend = attention.attend(impl, SCALE)
+    found = np.array(
+        jax.jit(attend_selected, static_argnums=0, static_argnames="scale")(
+            attend, jnp.asarray(q), keys, v_pages, batch, scale=SCALE
+        )
+    )
+    wanted = expected(q.astype(np.float64), *numbers, batch, blocks)
+    used = int(batch.cu_q_lens[-1])
+    chex.assert_shape(found, (T, K * G, D))
+    chex.assert_trees_all_close(found[:used], wanted[:used].astype(np.float32), atol=1e-5, rtol=1e-5)
+    if blocks < M:
+        every = expected(q.astype(np.float64), *numbers, batch, M)
+        assert np.abs(found[:used] - every[:used]).max() > 1e-2, "nothing is left out: the comparison is blind"
+
+
+WRITE = jax.jit(write, static_argnums=0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_bounds_of_full_blocks_are_those_of_their_keys_after_any_writes(data):
+    """Slots are written again, as after a rejected draft, and the blocks of one step fill in any order."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    blocks, t = 5, 8
+    pages = jnp.zeros((blocks + 1, K, S, D))
+    keys, values = BoundedKeys(pages, jnp.full((blocks + 1, K, 2, D), 7.0)), pages
+    attend, expected = attention.attend("xla", 1.0), {}
+    nothing: Any = None
+    for _ in range(data.draw(st.integers(1, 6))):
+        slots = np.zeros(t, np.int32)
+        first, count = data.draw(st.integers(0, blocks * S - t)), data.draw(st.integers(1, t))
+        slots[:count] = S + first + np.arange(count)
+        batch = Batch(*[nothing] * 10)._replace(slots=jnp.asarray(slots), seq_lens=jnp.zeros(2, jnp.int32))
+        k = jnp.asarray(rng.normal(size=(t, K, D)), jnp.float32)
+        keys, values = WRITE(attend, keys, values, k, k, batch)
+        numbers = np.asarray(keys.pages)
+        for block in {int(slot) // S for slot in slots[:count] if slot % S == S - 1}:
+            expected[block] = np.stack([numbers[block].min(1), numbers[block].max(1)], 1)
+        for block in range(1, blocks + 1):
+            own = expected.get(block, np.full((K, 2, D), 7.0, np.float32))
+            chex.assert_trees_all_equal(np.asarray(keys.bounds[block]), own)

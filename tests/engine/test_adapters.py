@@ -1,0 +1,314 @@
+"""Adapters in an engine: rows of many in one step, against models that have them merged; and their slots."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+
+from pagedjax import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from pagedjax.engine import compilations
+from pagedjax.host.types import Sampled
+from tests.weights.tiny import tiny_llama
+from tests.weights.tiny_adapters import merged, random_factors, tiny_adapter
+
+SIZES: dict[str, Any] = {
+    **{"progress": False, "block_size": 8, "num_blocks": 120, "max_model_len": 64, "max_num_seqs": 8},
+    **{"max_num_batched_tokens": 32, "token_buckets": (32,), "compilation": "lazy"},
+}
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+RANKS = {"one": 4, "two": 8, "three": 3}
+PROMPTS = [list(range(5 + i, 5 + i + length)) for i, length in enumerate((3, 17, 9, 30, 5, 12, 1, 20))]
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("adapters") / "model", intermediate=104, tied=False)
+
+
+@pytest.fixture(scope="module")
+def folders(model) -> dict[str, Path]:
+    names = enumerate(RANKS.items())
+    return {name: tiny_adapter(model.parent / name, model, rank, seed=i) for i, (name, rank) in names}
+
+
+@pytest.fixture(scope="module")
+def llm(model) -> LLM:
+    return LLM(model, **SIZES, **LORA)
+
+
+@pytest.fixture(scope="module")
+def alone(model) -> dict[str | None, LLM]:
+    """By adapter, a model that has it merged; None: the model."""
+    factors = {name: random_factors(model, rank, seed=i) for i, (name, rank) in enumerate(RANKS.items())}
+    found = {
+        name: LLM(merged(model.parent / f"{name}-merged", model, factors[name], 0.5 / 1), **SIZES) for name in RANKS
+    }
+    return {None: LLM(model, **SIZES), **found}
+
+
+def answers(outputs: Any) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens, and their log-probabilities."""
+    each = [one for output in outputs for one in output.outputs]
+    tokens = [list(one.token_ids) for one in each]
+    return tokens, [[p[t].logprob for p, t in zip(one.logprobs, one.token_ids, strict=True)] for one in each]
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    (tokens, logprobs), (wanted_tokens, wanted_logprobs) = answers(found), answers(wanted)
+    assert tokens == wanted_tokens
+    chex.assert_trees_all_close(np.array(logprobs), np.array(wanted_logprobs), rtol=0, atol=1e-4)
+
+
+def requests(folders: dict[str, Path], names: list[str | None]) -> list[LoRARequest | None]:
+    return [name and LoRARequest(name, 1, folders[name]) for name in names]
+
+
+def one_by_one(alone: dict[str | None, LLM], names: Sequence[str | None], params: Any = PARAMS) -> list[Any]:
+    pairs = zip(names, PROMPTS, strict=False)
+    return [alone[name].generate([prompt], params, use_tqdm=False)[0] for name, prompt in pairs]
+
+
+NAMES = [None, "two", "one", "three", "one", None, "two", "three"]
+ENGINES: dict[str, dict[str, Any]] = {
+    "cpu": {"linear_impl": "cpu"},
+    "xla": {"linear_impl": "xla"},
+    "reference": {"linear_impl": "reference"},
+    "lookahead": {"lookahead": 1},
+    "drafts": {"speculative": {"method": "ngram", "num_tokens": 3}},
+    "preemption": {"num_blocks": 20, "enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_rows_of_many_adapters_are_as_in_models_that_have_them_merged(name, model, folders, alone):
+    llm = LLM(model, **SIZES | ENGINES[name], **LORA)
+    found = llm.generate(PROMPTS, PARAMS, lora_request=requests(folders, NAMES), use_tqdm=False)
+    assert_same(found, one_by_one(alone, NAMES))
+    again = llm.generate(PROMPTS, PARAMS, lora_request=requests(folders, NAMES[::-1]), use_tqdm=False)
+    assert_same(again, one_by_one(alone, NAMES[::-1]))
+    others = answers(one_by_one(alone, [None] * len(NAMES)))[1]
+    assert [abs(a[0] - b[0]) > 0.01 for a, b in zip(answers(found)[1], others, strict=True)] == list(map(bool, NAMES))
+
+
+def test_other_results_have_the_adapter_too(llm, folders, alone):
+    """Log-probabilities of the prompt, branches, beams and hidden states."""
+    three = requests(folders, ["three"])[0]
+    prompt, options = PROMPTS[3], {"use_tqdm": False}
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    found, wanted = (one.generate([prompt], params, **more, **options)[0] for one, more in pair(llm, alone, three))
+    chosen = [
+        [p[t].logprob for p, t in zip(out.prompt_logprobs[1:], prompt[1:], strict=True)] for out in (found, wanted)
+    ]
+    chex.assert_trees_all_close(*map(np.array, chosen), rtol=0, atol=1e-4)
+    for params in (SamplingParams(n=3, seed=1, max_tokens=5), BeamSearchParams(beam_width=2, max_tokens=4)):
+        each = [one.generate([prompt], params, **more, **options)[0] for one, more in pair(llm, alone, three)]
+        assert len({tuple(tuple(branch.token_ids) for branch in out.outputs) for out in each}) == 1
+    vectors = [one.embed([prompt], **more, **options)[0].outputs.embedding for one, more in pair(llm, alone, three)]
+    chex.assert_trees_all_close(*map(np.array, vectors), rtol=0, atol=1e-5)
+
+
+def pair(llm: LLM, alone: dict[str | None, LLM], request: LoRARequest) -> list[tuple[LLM, dict[str, Any]]]:
+    return [(llm, {"lora_request": request}), (alone[request.lora_name], {})]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_other_dtypes(dtype, model, folders, alone):
+    """int8: of the model's matrices alone; the adapter is exact."""
+    options = {"weight_dtype": "int8"} if dtype == "int8" else {"dtype": dtype}
+    llm = LLM(model, **SIZES, **LORA, **options)
+    found = answers(llm.generate(PROMPTS, PARAMS, lora_request=requests(folders, NAMES), use_tqdm=False))[1]
+    wanted = answers(one_by_one(alone, NAMES))[1]
+    firsts = [[each[0] for each in one] for one in (found, wanted)]
+    chex.assert_trees_all_close(*map(np.array, firsts), rtol=0, atol=0.15)
+
+
+# --- slots ------------------------------------------------------------------------------------------------------------
+
+
+def held(llm: LLM) -> dict[str, int]:
+    return {name: one.slot for name, one in llm.engine.adapters.items()}
+
+
+def test_an_adapter_that_no_request_needs_gives_way_to_a_later_one(model, folders, alone):
+    llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
+    for names in (["one", "two"], ["one"], ["three", None], ["two", "three"]):
+        found = llm.generate(PROMPTS[: len(names)], PARAMS, lora_request=requests(folders, names), use_tqdm=False)
+        assert_same(found, one_by_one(alone, names))
+    assert set(held(llm)) == {"two", "three"}
+
+
+def test_a_kept_adapter_stays_until_it_is_unloaded(model, folders, alone):
+    llm = LLM(model, **SIZES, **LORA | {"max_loras": 1})
+    llm.load_adapter("mine", folders["one"])
+    with pytest.raises(
+        ValueError, match=r"'two' has no slot: max_loras is 1, and 1 adapters are loaded \(mine\); unload"
+    ):
+        llm.generate([PROMPTS[0]], PARAMS, lora_request=requests(folders, ["two"]), use_tqdm=False)
+    mine = LoRARequest("mine")
+    assert_same(llm.generate([PROMPTS[0]], PARAMS, lora_request=mine, use_tqdm=False), one_by_one(alone, ["one"]))
+    llm.unload_adapter("mine")
+    with pytest.raises(ValueError, match="adapter 'mine' is not loaded; loaded are none; load it first"):
+        llm.generate([PROMPTS[0]], PARAMS, lora_request=mine, use_tqdm=False)
+    found = llm.generate([PROMPTS[0]], PARAMS, lora_request=requests(folders, ["two"]), use_tqdm=False)
+    assert_same(found, one_by_one(alone, ["two"]))
+
+
+def test_a_request_keeps_its_adapter_while_another_one_takes_its_name(model, folders, alone):
+    """And while it is unloaded. Nothing is compiled."""
+    llm = LLM(model, **SIZES, **LORA | {"max_loras": 2})
+    llm.load_adapter("mine", folders["one"])
+    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    wanted = [alone[name].generate([PROMPTS[1]], params, use_tqdm=False)[0] for name in ("one", "two")]
+    engine.add("a", PROMPTS[1], params, adapter="mine")
+    tokens: dict[str, list[int]] = {"a": [], "b": []}
+    step(engine, tokens), step(engine, tokens)
+    before = compilations.compilations()
+    llm.load_adapter("mine", folders["two"])
+    assert held(llm) == {"mine": 2}
+    engine.add("b", PROMPTS[1], params, adapter="mine")
+    with pytest.raises(
+        ValueError, match=r"no slot: .* \(mine\), and 1 that were replaced or unloaded serve unfinished"
+    ):
+        llm.load_adapter("other", folders["three"])
+    step(engine, tokens)
+    llm.unload_adapter("mine")
+    while engine.has_work:
+        step(engine, tokens)
+    assert compilations.compilations() == before
+    assert [tokens["a"], tokens["b"]] == [list(one.outputs[0].token_ids) for one in wanted]
+    llm.load_adapter("other", folders["three"])
+    assert held(llm) == {"other": 1}
+
+
+def step(engine: Any, tokens: dict[str, list[int]]) -> None:
+    for event in engine.step().events:
+        if isinstance(event, Sampled):
+            for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                tokens[name].append(token)
+
+
+def test_the_prefix_cache_is_salted_with_an_adapters_content(model, folders):
+    """Another adapter under an old name finds nothing; the same content under another name does."""
+    llm = LLM(model, **SIZES, **LORA)
+
+    def cached(name: str | None) -> int:
+        request = LoRARequest(name) if name else None
+        (output,) = llm.generate([PROMPTS[3]], PARAMS, lora_request=request, use_tqdm=False)
+        return output.num_cached_tokens
+
+    llm.load_adapter("mine", folders["one"])
+    assert [cached(None), cached(None), cached("mine"), cached("mine")] == [0, 24, 0, 24]
+    llm.load_adapter("mine", folders["two"])
+    assert [cached("mine"), cached("mine"), cached(None)] == [0, 24, 24]
+    llm.load_adapter("again", folders["one"])
+    assert cached("again") == 24
+
+
+def test_a_folder_is_read_again_if_a_request_says_so(model, folders, alone, tmp_path):
+    llm = LLM(model, **SIZES, **LORA)
+    shutil.copytree(folders["one"], tmp_path / "mine")
+    request = LoRARequest("mine", 1, tmp_path / "mine")
+    options: dict[str, Any] = {"use_tqdm": False}
+    assert_same(llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options), one_by_one(alone, ["one"]))
+    shutil.copytree(folders["two"], tmp_path / "mine", dirs_exist_ok=True)
+    assert_same(llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options), one_by_one(alone, ["one"]))
+    request = replace(request, load_inplace=True)
+    assert_same(llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options), one_by_one(alone, ["two"]))
+    request = LoRARequest("mine", 1, folders["three"])  # another folder
+    assert_same(llm.generate([PROMPTS[0]], PARAMS, lora_request=request, **options), one_by_one(alone, ["three"]))
+
+
+# --- bits -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_invariant_engine_stays_so(model, folders):
+    """The bits of a request do not depend on those beside it, nor on the slot of its adapter."""
+    options = SIZES | {"batch_invariant": True, "enable_prefix_caching": False}
+    every = LLM(model, **options, **LORA).generate(
+        PROMPTS, PARAMS, lora_request=requests(folders, NAMES), use_tqdm=False
+    )
+    one = LLM(model, **options, **LORA | {"max_loras": 2})
+    for name, prompt, among in reversed(list(zip(NAMES, PROMPTS, every, strict=True))):
+        found = one.generate([prompt], PARAMS, lora_request=requests(folders, [name])[0], use_tqdm=False)
+        chex.assert_trees_all_equal(answers(found), answers([among]))
+
+
+def test_rows_without_an_adapter_have_the_bits_of_an_engine_without_adapters(model, folders):
+    options = SIZES | {"batch_invariant": True, "enable_prefix_caching": False}
+    names = [None, "two", None, "three"]
+    found = LLM(model, **options, **LORA).generate(
+        PROMPTS[:4], PARAMS, lora_request=requests(folders, names), use_tqdm=False
+    )
+    plain = LLM(model, **options).generate(PROMPTS[:4], PARAMS, use_tqdm=False)
+    chex.assert_trees_all_equal(answers(found[0:3:2]), answers(plain[0:3:2]))
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_lora": 1}, "enable_lora is 1; it must be True or False"),
+        ({"enable_lora": True, "max_loras": 0}, "max_loras is 0; it must be an integer of at least 1"),
+        ({"enable_lora": True, "max_lora_rank": True}, "max_lora_rank is True; it must be an integer of at least 1"),
+        (
+            {"enable_lora": True, "mesh": {"tensor": 2}},
+            "adapters are on the first device alone; leave mesh and devices",
+        ),
+        (
+            {"enable_lora": True, "speculative": {"method": "draft", "model": "smollm2-135m"}},
+            "speculative.method is 'draft', whose model has no adapters; use the method 'ngram'",
+        ),
+    ],
+)
+def test_options_that_adapters_exclude_are_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(model, **SIZES | options)
+
+
+def test_products_that_add_none_of_low_rank_are_refused(model, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from pallas_kernels.linear import IMPLS\nMINE = IMPLS['xla']._replace(name='mine', low_rank=False)\n"
+    )
+    with pytest.raises(
+        ValueError, match=r"own.py:MINE' adds no products of low rank; use one of 'reference', 'xla', 'cpu'"
+    ):
+        LLM(model, **SIZES, **LORA, linear_impl=f"{own}:MINE")
+
+
+def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, tmp_path):
+    def refused(message: str, request: Any, engine: LLM = llm) -> None:
+        before = held(engine)
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            engine.generate([PROMPTS[0], PROMPTS[1]], PARAMS, lora_request=request, use_tqdm=False)
+        assert held(engine) == before
+        assert not engine.engine.has_work
+
+    large = tiny_adapter(tmp_path / "large", model, 9)
+    refused("adapter 'large' has rank 9, and max_lora_rank is 8; raise it", LoRARequest("large", 1, large))
+    refused("adapter 'one' is wanted, and this engine has none; set enable_lora=True", LoRARequest("one"), alone[None])
+    refused("adapter 'none' is not loaded", LoRARequest("none"))
+    refused("nowhere has no adapter_config.json", LoRARequest("none", 1, tmp_path / "nowhere"))
+    refused("1 lora_request for 2 prompts", [LoRARequest("one")])
+    refused("lora_request is 'one'; it must be a LoRARequest", "one")
+    paths = [LoRARequest("one", 1, folders["one"]), LoRARequest("one", 1, folders["two"])]
+    refused("lora_request 'one' has the folders", paths)
+    small = LLM(model, **SIZES, **LORA | {"max_loras": 1})
+    refused("2 adapters in one call, and max_loras is 1; raise it", requests(folders, ["one", "two"]), small)
+    for fields, message in (
+        ({"lora_name": ""}, "lora_name is ''; it must be a text"),
+        ({"lora_name": "a", "lora_int_id": 0}, "lora_int_id is 0; it must be an integer of at least 1"),
+        ({"lora_name": "a", "lora_path": 3}, "lora_path is 3; it must be a folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LoRARequest(**fields)

@@ -1,0 +1,388 @@
+"""Quest in the engine: against a brute-force model over whole texts, and requests against themselves alone.
+
+The oracle runs the model once over a whole text. Its attention is numpy's: of each query and key head, over the blocks
+that `brute_quest` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps
+from pagedjax.config import EngineConfig, KVPolicyOptions
+from pagedjax.device import cache as kv
+from pagedjax.device.batch import Batch
+from pagedjax.host import kv_policies
+from pagedjax.host.kv_policies import KVPolicy, TopBlocks
+from pagedjax.host.types import Sampled
+from tests.device.test_model_families import BODY
+from tests.engine.brute_quest import chosen_blocks
+from tests.engine.poison import poisoned
+from tests.engine.test_kv_policies import PROMPTS, SMALL, random_model
+
+QUEST: dict[str, Any] = {"name": "quest", "tokens": 16, "dense_layers": 1}
+EVERY = QUEST | {"dense_prompts": False}
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "another budget": {"max_num_batched_tokens": 7, "token_buckets": (7,)},
+    "preemption": {"num_blocks": 40},
+    "swapping": {"num_blocks": 34, "preemption": "swap"},
+    "lookahead": {"lookahead": 2},
+    "drafts": {"speculative": {"method": "ngram", "num_tokens": 4}},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "xla": {"attention_impl": "xla"},
+    "mesh": {"mesh": {"tensor": 2}},
+    "large buckets": {"max_num_batched_tokens": 128, "token_buckets": (128,)},
+}
+DEFAULT = ("preemption", "drafts")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Two key heads, each of two query heads, in three layers."""
+    return random_model(BODY | {"model_type": "llama"})
+
+
+def make(model, **config) -> LLM:
+    return LLM(model, progress=False, **(SMALL | config))
+
+
+def answers(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, params: Any = GREEDY) -> list[Any]:
+    return [out.outputs[0] for out in llm.generate(list(prompts), params, use_tqdm=False)]
+
+
+def tokens_of(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, params: Any = GREEDY) -> list[list[int]]:
+    return [list(answer.token_ids) for answer in answers(llm, prompts, params)]
+
+
+def brute_logits(model, text: Sequence[int], *, selects_from: int, size: int, blocks: int, dense_layers: int):
+    """[len(text), V] of a model over a text whose queries from a position on select blocks."""
+    c, t, layer = model.model.config, len(text), -1
+    group = c.heads // c.kv_heads
+
+    def attend(q, k_pages, v_pages, *_, window, soft_cap):
+        nonlocal layer
+        layer += 1
+        queries, keys, values = (np.asarray(a, np.float64) for a in (q, k_pages[1], v_pages[1]))
+        out = np.zeros((t, c.heads, c.head_dim))
+        for i in range(t):
+            for head in range(c.kv_heads):
+                mine = queries[i, head * group : (head + 1) * group]
+                tokens = np.arange(i + 1)
+                if layer >= dense_layers and i >= selects_from:
+                    tokens = tokens[
+                        np.isin(
+                            tokens // size, list(chosen_blocks(c.attn_scale * mine, keys[head, : i + 1], size, blocks))
+                        )
+                    ]
+                scores = c.attn_scale * mine @ keys[head, tokens].T
+                weights = np.exp(scores - scores.max(1, keepdims=True))
+                out[i, head * group : (head + 1) * group] = (
+                    weights / weights.sum(1, keepdims=True) @ values[head, tokens]
+                )
+        return jnp.asarray(out, jnp.float32)
+
+    sizes = {"kv_heads": c.kv_heads, "head_dim": c.head_dim, "dtype": "float32"}
+    pages, each = kv.init(layers=c.layers, blocks=1, block_size=t, **sizes), jnp.arange(t, dtype=jnp.int32)
+    rows = jnp.ones((1, 1), jnp.int32), jnp.full(1, t, jnp.int32), jnp.array([0, t], jnp.int32)
+    nothing: Any = None
+    batch = Batch(jnp.asarray(text, jnp.int32), each, t + each, *rows, each[-1:], each[:1], each, nothing)
+    module = nnx.merge(model.model.graphdef, model.model.params)
+    with jax.disable_jit():
+        _, hidden, _ = module.hidden(pages, batch, attend)
+    return np.asarray(module.logits(hidden))
+
+
+def logprobs_of(logits: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+    return np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))[np.arange(len(tokens)), list(tokens)]
+
+
+# --- against the brute-force model ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "size"),
+    [
+        (QUEST, 4),
+        (EVERY, 4),
+        pytest.param(QUEST | {"tokens": 21, "dense_layers": 0}, 7, marks=pytest.mark.slow),
+        pytest.param(EVERY | {"tokens": 1, "dense_layers": 2}, 8, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_tokens_and_logprobs_are_those_of_the_brute_force_model(model, policy, size):
+    llm = make(model, kv_policy=policy, block_size=size)
+    dense = policy.get("dense_prompts", True)
+    prompts = PROMPTS[:1] + PROMPTS[2:]
+    outs = llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0), use_tqdm=False
+    )
+    for prompt, out in zip(prompts, outs, strict=True):
+        (answer,) = out.outputs
+        text = [*prompt, *answer.token_ids][:-1]
+        selects = {"size": size, "blocks": -(-policy["tokens"] // size), "dense_layers": policy["dense_layers"]}
+        logits = brute_logits(model, text, selects_from=len(prompt) if dense else 0, **selects)[len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == list(answer.token_ids)
+        got = np.array([row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True)])
+        chex.assert_shape(got, (24,))
+        chex.assert_trees_all_close(got, logprobs_of(logits, answer.token_ids).astype(got.dtype), atol=2e-4, rtol=0)
+        full = brute_logits(model, text, selects_from=len(text), **selects)[len(prompt) - 1 :]
+        assert np.abs(logprobs_of(full, answer.token_ids) - got).max() > 1e-2, "nothing is left out: a blind comparison"
+
+
+def test_a_selection_of_all_blocks_gives_the_tokens_of_full_attention(model):
+    full = answers(make(model))
+    llm = make(model, kv_policy=QUEST | {"tokens": 128})
+    assert llm.engine.runtime.shapes.selection is not None
+    for got, wanted in zip(answers(llm), full, strict=True):
+        assert got.token_ids == wanted.token_ids
+        pairs = [
+            (a[t].logprob, b[t].logprob) for a, b, t in zip(got.logprobs, wanted.logprobs, got.token_ids, strict=True)
+        ]
+        mine, theirs = (np.array(column) for column in zip(*pairs, strict=True))
+        chex.assert_trees_all_close(mine, theirs, atol=1e-4, rtol=0)
+
+
+def test_a_selection_that_leaves_nothing_out_is_a_full_engine(model):
+    """The same programs and the same cache."""
+    wide, plain = (make(model, kv_policy=policy).engine.runtime for policy in (QUEST | {"tokens": 256}, None))
+    assert wide.shapes == plain.shapes
+    assert wide.memory.block_bytes == plain.memory.block_bytes
+
+
+# --- a request has the same tokens in any company -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(model) -> list[list[int]]:
+    llm = make(model, kv_policy=QUEST)
+    found = [tokens_of(llm, [prompt])[0] for prompt in PROMPTS]
+    assert found != tokens_of(make(model)), "the policy changes nothing: the comparisons are blind"
+    return found
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in VARIANTS]
+)
+def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(model, alone, variant):
+    llm = make(model, kv_policy=QUEST, **VARIANTS[variant])
+    if variant not in ("lookahead", "mesh"):  # a step that is sent ahead has written blocks that are still free
+        poisoned(llm.engine)
+    assert tokens_of(llm) == alone
+    assert tokens_of(llm) == alone, "after prefix hits"
+    assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "recomputed": {"num_blocks": 30, "max_num_batched_tokens": 24, "token_buckets": (24,)},
+    "swapped": {"num_blocks": 30, "preemption": "swap"},
+    "drafted": {"num_blocks": 36, "speculative": {"method": "suffix", "num_tokens": 3}},
+    "larger blocks": {"block_size": 8, "num_blocks": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def engines(model):
+    return cache(lambda name: make(model, kv_policy=QUEST, max_model_len=100, **ENGINES[name]))
+
+
+@pytest.fixture(scope="module")
+def tokens_alone(model):
+    """(size of a block, prompt, tokens) -> the answer of a request in an engine without a prefix cache."""
+    make_one = cache(
+        lambda size: make(model, kv_policy=QUEST, max_model_len=100, block_size=size, enable_prefix_caching=False)
+    )
+
+    @cache
+    def found(size: int, prompt: tuple[int, ...], count: int) -> list[int]:
+        return tokens_of(
+            make_one(size), [list(prompt)], SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        )[0]
+
+    return found
+
+
+def check_company(data: st.DataObject, names: Sequence[str], engines: Any, tokens_alone: Any) -> None:
+    """Requests that share beginnings, also with the outputs of others, enter an engine at different times."""
+    engine = engines(data.draw(st.sampled_from(names))).engine
+    engine.reset()
+    wanted, known, entries = {}, [tuple(PROMPTS[0][: data.draw(st.integers(1, 50))])], []
+    for i in range(data.draw(st.integers(2, 5))):
+        base = data.draw(st.sampled_from(known))
+        prompt = base[: data.draw(st.integers(1, len(base)))] + tuple(PROMPTS[2][: data.draw(st.integers(0, 9))])
+        prompt, count = prompt[:60], data.draw(st.integers(1, 30))
+        wanted[str(i)] = list(tokens_alone(engine.config.block_size, prompt, count))
+        known.append(prompt + tuple(wanted[str(i)]))
+        entries.append((data.draw(st.integers(0, 40)), str(i), prompt, count))
+    step = 0
+    while entries or engine.has_work:
+        for entry in [entry for entry in entries if entry[0] <= step or not engine.has_work]:
+            _, name, prompt, count = entry
+            engine.add(name, prompt, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+            entries.remove(entry)
+        result, step = engine.step(), step + 1
+        assert result is not None
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for name, token in zip(event.request_ids, event.token_ids, strict=True):
+                    assert token == wanted[name].pop(0), f"request {name}"
+    assert not any(wanted.values())
+
+
+FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@FEW
+@given(data=st.data())
+def test_company_changes_no_token(data, engines, tokens_alone):
+    check_company(data, ("recomputed", "swapped"), engines, tokens_alone)
+
+
+@pytest.mark.slow
+@settings(parent=FEW, max_examples=120)
+@given(data=st.data())
+def test_company_changes_no_token_in_any_engine(data, engines, tokens_alone):
+    check_company(data, tuple(ENGINES), engines, tokens_alone)
+
+
+def test_an_answer_in_a_longer_prompt_is_computed_again_unless_prompts_select(model):
+    """Blocks with generated tokens have keys of queries that selected; a prompt's own queries do not."""
+    for policy, shared in ((QUEST, len(PROMPTS[0]) // 4 * 4), (EVERY, (len(PROMPTS[0]) + 39) // 4 * 4)):
+        llm = make(model, kv_policy=policy)
+        (first,) = tokens_of(llm, PROMPTS[:1])
+        longer = [*PROMPTS[0], *first, 7]
+        llm.engine.add("again", longer, GREEDY)
+        result = llm.engine.step()
+        assert result is not None
+        assert result.plan.starts == (shared,)
+        while llm.engine.has_work:
+            llm.engine.step()
+        assert tokens_of(llm, [longer]) == tokens_of(make(model, kv_policy=policy), [longer])
+
+
+@pytest.mark.slow
+def test_branches_and_beams_do_not_depend_on_chunks(model):
+    draws = SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=30, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)
+    found = []
+    for budget in (16, 7):
+        llm = make(model, kv_policy=QUEST, max_num_batched_tokens=budget, token_buckets=(budget,))
+        outs = llm.generate([PROMPTS[0]] * 2, [draws, draws], use_tqdm=False)
+        searched = llm.beam_search([{"prompt_token_ids": PROMPTS[2]}], beams)
+        found.append(([[one.token_ids for one in out.outputs] for out in outs], searched[0].sequences[0].tokens))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_a_smaller_cache_has_bounds_of_its_own_numbers(model, dtype):
+    """The bounds have the dtype of the keys, so a selection of all blocks is that of full attention again."""
+    found = {
+        tokens: tokens_of(make(model, kv_cache_dtype=dtype, kv_policy=QUEST | {"tokens": tokens}))
+        for tokens in (16, 128)
+    }
+    assert found[128] == tokens_of(make(model, kv_cache_dtype=dtype)) != found[16]
+    varied = make(model, kv_cache_dtype=dtype, kv_policy=QUEST, num_blocks=40)
+    assert tokens_of(varied) == found[16]
+
+
+@pytest.mark.slow
+def test_a_selection_within_a_window(model, tmp_path):
+    """A policy of one's own with both: a query reads some of the blocks that it sees."""
+    text = "from pagedjax.policies import KVPolicy, TopBlocks\n"
+    text += "BOTH = KVPolicy('both', window=33, keeps=lambda start: start < 8, selects=TopBlocks({tokens}, 1))\n"
+    found = {}
+    for tokens in (16, 44, 45):
+        (tmp_path / f"own{tokens}.py").write_text(text.format(tokens=tokens), encoding="utf-8")
+        for name, more in (("", {}), ("again", {"num_blocks": 26, "max_num_batched_tokens": 7, "token_buckets": (7,)})):
+            llm = make(model, kv_policy=f"{tmp_path}/own{tokens}.py:BOTH", **more)
+            assert (llm.engine.runtime.shapes.selection is None) == (tokens == 45)
+            found[tokens, name] = tokens_of(llm)
+    assert found[16, ""] == found[16, "again"] != found[45, ""]
+    assert found[44, ""] == found[44, "again"]
+    assert found[45, ""] == found[45, "again"]
+
+
+# --- memory, options, errors ------------------------------------------------------------------------------------------
+
+
+def test_the_cache_has_bounds_of_the_layers_that_select(model):
+    """Two numbers for each dimension of a key: those of one slot."""
+    slot = 4 * 2 * model.model.config.kv_heads * model.model.config.head_dim
+    plain = make(model).engine.memory
+    for dense_layers in (0, 1, 2):
+        engine = make(model, kv_policy=QUEST | {"dense_layers": dense_layers}).engine
+        assert engine.memory.block_bytes == plain.block_bytes + (3 - dense_layers) * slot
+        assert engine.memory.cache == sum(array.nbytes for array in jax.tree.leaves(engine._state.cache))
+
+
+def test_names_are_short_for_options():
+    found = EngineConfig(kv_policy="quest").kv_policy
+    assert isinstance(found, KVPolicyOptions)
+    assert (found.tokens, found.dense_layers, found.dense_prompts) == (1024, 2, True)
+    assert kv_policies.find(found) == kv_policies.quest(1024)
+    assert found == KVPolicyOptions("quest", tokens=1024)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tokens": 0}, "kv_policy.tokens is 0; it must be an integer of at least 1"),
+        ({"dense_layers": -1}, "kv_policy.dense_layers is -1; it must be an integer of at least 0"),
+        ({"dense_prompts": 1}, "kv_policy.dense_prompts is 1; it must be True or False"),
+        ({"window": 8}, "kv_policy.window is 8, and kv_policy.name 'quest', which does not take it; .*'streaming'"),
+        ({"name": "streaming"}, "kv_policy.tokens is 16, and kv_policy.name 'streaming', which .* use 'quest'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(kv_policy=QUEST | {"dense_layers": None} | config)
+
+
+def test_what_a_selection_cannot_be_combined_with_is_refused(model, tmp_path):
+    with pytest.raises(ValueError, match=r"dense_layers is 3, and the model has 3 layers.*at most 2, or use kv_policy"):
+        make(model, kv_policy=QUEST | {"dense_layers": 3})
+    with pytest.raises(
+        ValueError, match=r"'quest' selects blocks for each key head.*mesh of 4 devices.*at most 2 devices"
+    ):
+        make(model, kv_policy=QUEST, mesh={"tensor": 4})
+    windows = random_model(BODY | {"model_type": "mistral", "sliding_window": 16})
+    for free in (True, False):
+        with pytest.raises(
+            ValueError, match=r"layers of the model have windows of \[16\] tokens.*use kv_policy='full'"
+        ):
+            make(windows, kv_policy=QUEST, free_window_blocks=free)
+    with pytest.raises(ValueError, match=r"taps.attention gives probabilities by position.*use kv_policy='full'"):
+        make(model, kv_policy=QUEST).generate([PROMPTS[1]], SamplingParams(taps=Taps(attention={0: 0})), use_tqdm=False)
+    (tmp_path / "own.py").write_text("from pagedjax.policies import *\nBAD = KVPolicy('bad', selects=3)\n", "utf-8")
+    with pytest.raises(ValueError, match=r"has selects 3; it must be None, or a TopBlocks of at least 1 token"):
+        make(model, kv_policy=f"{tmp_path}/own.py:BAD")
+
+
+def test_a_kernel_that_cannot_read_one_key_head_is_refused(model, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from pallas_kernels.paged_attention import IMPLS\n"
+        "def obstacle(device, *, kv_heads, **sizes):\n"
+        "    return 'needs two key heads' if kv_heads == 1 else ''\n"
+        "MINE = IMPLS['xla']._replace(name='mine', obstacle=obstacle)\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ValueError, match=r"kv_policy 'quest': attention_impl .*needs two key heads"):
+        make(model, kv_policy=QUEST, attention_impl=f"{tmp_path}/own.py:MINE")
+
+
+def test_policies_are_values():
+    assert kv_policies.quest(64, 1) == KVPolicy("quest", selects=TopBlocks(64, 1))
