@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.analysis import figures
 from experiments.bench.quality import windows_of
-from experiments.studies import figures
 from experiments.studies.findings import Claim, Findings, Interval, exactly, interval, markdown, rounded, span
 from pagedjax import LLM, SamplingParams, load_model
 from pagedjax.device import cache
