@@ -11,7 +11,9 @@ with the first one:
     same greedy  share of the greedy tokens after each window that come before the first different one
     step         median decode step, as a multiple of the first row's; all engines take turns
 
-If a row has another dtype than the first one, its figures include that rounding.
+If a row has another dtype than the first one, its figures include that rounding. Under quest, prompts read everything,
+so its perplexity is that of the first row, and greedy tokens differ; under "quest, prompts too" all queries select.
+`--kv-policy JSON` adds a row with a KV policy of your own, such as '{"name": "quest", "tokens": 128}'.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -28,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.core.environment import environment
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM, EngineConfig, SamplingParams
 from pagedjax.device.cache import TOKEN_BYTES
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
@@ -39,6 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "8-bit cache": {"kv_cache_dtype": "float8_e4m3fn"},
     "both": {"weight_dtype": "int8", "kv_cache_dtype": "float8_e4m3fn"},
     "streaming": {"kv_policy": {"name": "streaming", "sinks": 4, "window": 252}},
+    "quest": {"kv_policy": {"name": "quest", "tokens": 256}},
+    "quest, prompts too": {"kv_policy": {"name": "quest", "tokens": 256, "dense_prompts": False}},
 }
 GREEDY_TOKENS = 32
 TOGETHER = 16  # sequences that run at the same time, also in the timed steps
@@ -115,12 +119,20 @@ def decode_seconds(engines: Sequence[LLM], windows: Sequence[list[int]], steps: 
     return [statistics.median(mine) for mine in times]
 
 
-def compare(model: str, dtype: str | None, count: int, length: int, steps: int, names: Sequence[str]) -> list[Row]:
+def compare(
+    model: str,
+    dtype: str | None,
+    count: int,
+    length: int,
+    steps: int,
+    names: Sequence[str],
+    variants: Mapping[str, Mapping[str, Any]] = VARIANTS,
+) -> list[Row]:
     size = length + max(GREEDY_TOKENS, steps + 8)
     sizes: dict[str, Any] = {"max_num_seqs": TOGETHER, "max_model_len": size, "max_num_batched_tokens": 512}
     blocks = TOGETHER * -(-size // 16)
     common: dict[str, Any] = {"dtype": dtype, "token_buckets": (TOGETHER, 512), "num_blocks": blocks, **sizes}
-    engines = [LLM(model, **(common | VARIANTS[name])) for name in names]
+    engines = [LLM(model, **(common | variants[name])) for name in names]
     windows = windows_of(engines[0], count, length)
     readings = [read(llm, windows) for llm in engines]
     times = decode_seconds(engines, windows, steps)
@@ -154,6 +166,16 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def kv_policy(text: str) -> Any:
+    """The KV policy of --kv-policy. Raises argparse.ArgumentTypeError if it is no JSON, or no KV policy."""
+    try:
+        EngineConfig(kv_policy=(found := json.loads(text)))
+    except ValueError as error:
+        example = '{"name": "quest", "tokens": 128}'
+        raise argparse.ArgumentTypeError(f"{text!r} is no KV policy ({error}); write JSON such as {example}") from None
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -162,12 +184,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--steps", type=int, default=15, help="decode steps to time")
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=tuple(VARIANTS))
+    policies = {"type": kv_policy, "action": "append", "default": [], "metavar": "JSON"}
+    parser.add_argument("--kv-policy", **policies, help="one more row, by its KV policy")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if min(args.windows, args.steps, args.length - 1) < 1:
         parser.error("--windows and --steps must be at least 1, and --length at least 2")
     try:
-        rows = compare(args.model, args.dtype, args.windows, args.length, args.steps, args.variants)
+        more = {json.dumps(policy): {"kv_policy": policy} for policy in args.kv_policy}
+        names = [*args.variants, *more]
+        rows = compare(args.model, args.dtype, args.windows, args.length, args.steps, names, VARIANTS | more)
     except (OSError, ValueError) as error:  # the model is missing, or a length is beyond the model or the text
         parser.error(str(error))
     print(table(rows))

@@ -21,7 +21,7 @@ from immutables import Map
 
 from experiments.simulation import cost
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
-from pagedjax.config import EngineConfig
+from pagedjax.config import EngineConfig, KVPolicyOptions
 from pagedjax.device.batch import token_buckets
 from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
@@ -245,6 +245,11 @@ def refuse_unfelt(config: EngineConfig, simulate: Simulate, guesses: Guesses | N
         raise ValueError(
             "engine.kv_policy is set and simulate.kv_cache is false: an engine without a KV cache has no blocks to "
             "give back; leave one of them out"
+        )
+    if isinstance(config.kv_policy, KVPolicyOptions) and kv_policies.find(config.kv_policy).selects:
+        raise ValueError(
+            f"engine.kv_policy is {config.kv_policy.name!r}, which selects blocks, and a simulated step reads all that "
+            "a query sees; use a policy without a selection"
         )
     if config.preemption == "swap" and simulate.fit is not None:
         raise ValueError(

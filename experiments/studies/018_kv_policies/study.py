@@ -72,7 +72,7 @@ QUICK = Size(1, 384, (64, 128), 128, 4, 2, 256, (64,), (1024, 2048), 1, 2, 256)
 
 def streaming(tokens: int, sinks: int = SINKS) -> dict[str, Any]:
     """Engine options: a query sees `tokens` tokens at most, the first ones among them."""
-    window = tokens - sinks - 2 * SMALL + 1  # behind it the rest of two blocks is seen too
+    window = tokens - sinks - SMALL + 1  # the rest of its first block is seen too
     return {"block_size": SMALL, "kv_policy": {"name": "streaming", "sinks": sinks, "window": window}}
 
 

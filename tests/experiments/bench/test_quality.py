@@ -8,13 +8,18 @@ import pytest
 
 from experiments.bench import quality
 
+NAMES = [name for name in quality.VARIANTS if not name.startswith("quest")]  # the tiny model has two layers, all dense
+
 
 @pytest.mark.slow
 def test_quantized_variants_differ_slightly_from_baseline(tiny_folder, tmp_path, capsys):
     out = tmp_path / "quality.json"
     sizes = ["--windows", "3", "--length", "40", "--steps", "2", "--dtype", "float32"]
-    quality.main(["--model", str(tiny_folder), *sizes, "--json", str(out)])
+    own = '{"name": "quest", "tokens": 16, "dense_layers": 1}'
+    quality.main(["--model", str(tiny_folder), *sizes, "--json", str(out), "--kv-policy", own, "--variants", *NAMES])
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows[own]["difference"] < 1e-4, "prompts read everything"
+    assert rows[own]["same_greedy"] < 1
     first, weights, cache, both = (rows[name] for name in ("as it is", "int8 weights", "8-bit cache", "both"))
     assert (first["difference"], first["same_best"], first["same_greedy"]) == (0, 1, 1)
     for row in (weights, cache, both):
@@ -36,6 +41,16 @@ def test_agreement_counts_tokens_before_first_difference():
 def test_too_short_text_is_an_error(tiny_llm):
     with pytest.raises(ValueError, match="windows of 4000 tokens are more than the text has"):
         quality.windows_of(tiny_llm, 2000, 4000)
+
+
+def test_unknown_kv_policy_is_an_error(capsys):
+    for text, message in (
+        ('{"name": "quets"}', "kv_policy is 'quets'; it must be one of"),
+        ("quest", "write JSON such as"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            quality.main(["--kv-policy", text])
+        assert message in capsys.readouterr().err
 
 
 def test_missing_model_is_an_error(capsys):

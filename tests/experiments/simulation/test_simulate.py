@@ -148,6 +148,7 @@ def test_whole_batches_need_static_policy():
             {"chip": "h200", "kv_cache": False},
             "kv_policy is set and simulate.kv_cache is f",
         ),
+        ({"kv_policy": "quest"}, {"chip": "h200"}, r"kv_policy is 'quest', which selects .* use a policy without"),
         ({"preemption": "swap"}, {"fit": "runs/x"}, r"preemption is 'swap', .*set engine.preemption: recompute"),
     ],
     ids=str,
