@@ -82,7 +82,8 @@ def _shape(matrix: Matrix, parts: int, slots: Slots) -> tuple[Any, Any]:
     s, r = slots.count + 1, parts * _padded(slots.rank, ROWS)
     outputs = matrix.outputs + (WIDTH if matrix.outputs % (2 * WIDTH if matrix.gated else WIDTH) else 0)
     shapes = (s, r, _padded(matrix.inputs, WIDTH)), (s, r, outputs)
-    return tuple(jax.ShapeDtypeStruct(shape, slots.dtype) for shape in shapes)
+    a, b = (jax.ShapeDtypeStruct(shape, slots.dtype) for shape in shapes)
+    return a, b
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -42,4 +42,5 @@ class TokenAdapters(NamedTuple):
 
     def low(self, name: str, parts: tuple[int, ...]) -> LowRank:
         """What a layer's matrix adds. parts: as `DecoderConfig.parts` has them."""
-        return LowRank(*self.factors[name], self.slots, self.order, self.sizes, parts)
+        a, b = self.factors[name]
+        return LowRank(a, b, self.slots, self.order, self.sizes, parts)

@@ -22,7 +22,10 @@ def _linear(  # low: the arrays of a `LowRank`
     x, weight, sizes, norm, scales, bias, residual, low, *, matrix, impl, eps, plus_one, activation, rows, parts, dtype
 ):
     normalised = None if norm is None else Norm(norm, eps, plus_one)
-    epilogue = Epilogue(scales, bias, None if low is None else LowRank(*low, parts), activation, residual)
+    if low is not None:
+        a, b, slots, order, each = low
+        low = LowRank(a, b, slots, order, each, parts)
+    epilogue = Epilogue(scales, bias, low, activation, residual)
     return impl.multiply(x, weight, matrix, normalised, epilogue, rows, sizes, dtype)
 
 

@@ -83,9 +83,13 @@ def quest(tokens: int, *, dense_prompts: bool) -> dict[str, Any]:
 
 def engine(model: LoadedModel, length: int, sequences: int, **options: Any) -> LLM:
     budget = min(512, length)
-    sizes = {"max_model_len": length, "max_num_seqs": sequences, "max_num_batched_tokens": budget}
+    sizes: dict[str, Any] = {"max_model_len": length, "max_num_seqs": sequences, "max_num_batched_tokens": budget}
     blocks = sequences * -(-length // options.get("block_size", PAGE))
-    common = {"token_buckets": (sequences, budget), "num_blocks": blocks, "enable_prefix_caching": False}
+    common: dict[str, Any] = {
+        "token_buckets": (sequences, budget),
+        "num_blocks": blocks,
+        "enable_prefix_caching": False,
+    }
     return LLM(model, progress=False, compilation="lazy", **(sizes | common | options))
 
 

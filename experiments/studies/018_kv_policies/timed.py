@@ -49,8 +49,10 @@ def batch_of(batch: int, context: int, tokens: int) -> Batch:
     lens, offsets = jnp.full(batch, context, jnp.int32), jnp.arange(batch + 1, dtype=jnp.int32)
     selecting = Selecting(Selection(tokens // PAGE, 0, True), jnp.ones(batch, bool))
     nothing: Any = None
-    rows = jnp.asarray(order.reshape(batch, width), jnp.int32), lens, offsets
-    return Batch(*(nothing,) * 3, *rows, *(nothing,) * 4, selecting=selecting)
+    tables = jnp.asarray(order.reshape(batch, width), jnp.int32)
+    rows = {"block_tables": tables, "seq_lens": lens, "cu_q_lens": offsets, "selecting": selecting}
+    others = "tokens", "positions", "slots", "last", "sampled_row", "targets", "sampling"
+    return Batch(**dict.fromkeys(others, nothing), **rows)
 
 
 def contenders(model: Model, impl: str, batch: int, context: int, tokens: int) -> dict[str, Any]:
@@ -87,4 +89,4 @@ def _measured(model: Model, context: int, batch: int, tokens: int, rounds: int) 
             if i:
                 seconds[name].append(time.perf_counter() - began)
     ratios = [a / b for a, b in zip(seconds["full"], seconds["selected"], strict=True)]
-    return Times(impl, *(statistics.median(seconds[name]) for name in ("full", "selected")), ratios)
+    return Times(impl, statistics.median(seconds["full"]), statistics.median(seconds["selected"]), ratios)

@@ -61,7 +61,7 @@ class Eagle(nnx.Module):
 
     def layer(
         self, embedded: jax.Array, before: jax.Array, k_pages, v_pages, batch: Batch, attend: Attend
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, Any, Any]:
         """(u [T, H], k_pages, v_pages) from embeddings [T, H], and the features [T, H] of the tokens before."""
         x = self.join(jnp.concatenate([self.embed_norm(embedded), self.feature_norm(before)], axis=-1))
         return self.block(x, k_pages, v_pages, batch, angles_at(self.angles, batch.positions), attend)
