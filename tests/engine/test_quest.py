@@ -24,7 +24,7 @@ from pagedjax.config import EngineConfig, KVPolicyOptions
 from pagedjax.device import cache as kv
 from pagedjax.device.batch import Batch
 from pagedjax.host import kv_policies
-from pagedjax.host.kv_policies import KVPolicy, TopBlocks
+from pagedjax.host.kv_policies import KVPolicy, TopBlocks, View
 from pagedjax.host.types import Sampled
 from tests.device.test_model_families import BODY
 from tests.engine.brute_quest import chosen_blocks
@@ -386,3 +386,10 @@ def test_a_kernel_that_cannot_read_one_key_head_is_refused(model, tmp_path):
 
 def test_policies_are_values():
     assert kv_policies.quest(64, 1) == KVPolicy("quest", selects=TopBlocks(64, 1))
+
+
+def test_the_documents_example_sees_a_window_and_reads_a_part_of_it(documented_file):
+    file = documented_file("quest.md", "quest_in_window.py")
+    policy = kv_policies.find(KVPolicyOptions(f"{file}:MINE"))
+    assert policy.selects == TopBlocks(256)
+    assert kv_policies.view(policy, 16, 1000) == View(1 + 2048 // 16, (0,))
