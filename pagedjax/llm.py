@@ -222,6 +222,10 @@ class LLM:
             raise ValueError(
                 f"{len(wanted)} adapters in one call, and max_loras is {most}; raise it, or make two calls"
             )
+        if wanted and not self.engine.config.enable_lora:
+            raise ValueError(
+                f"adapter {next(iter(wanted))!r} is wanted, and this engine has none; set enable_lora=True"
+            )
         for name, one in wanted.items():
             here = self.engine.adapters.get(name)
             stays = here is not None and one.lora_path in ("", here.source)

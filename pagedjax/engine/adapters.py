@@ -149,7 +149,8 @@ def check(table: AdapterTable, adapter: Adapter) -> None:
     """Raises ValueError unless an adapter fits the model and the slots."""
     if adapter.rank > table.slots.rank:
         raise ValueError(
-            f"adapter {adapter.name!r} has rank {adapter.rank}, and max_lora_rank is {table.slots.rank}; raise it"
+            f"adapter {adapter.name!r} has rank {adapter.rank}, and max_lora_rank is {table.slots.rank}; "
+            f"set max_lora_rank={adapter.rank}"
         )
     for place, (a, b) in adapter.parts.items():
         inputs, outputs = adapters.sizes_of(table.config, place.matrix, place.part)

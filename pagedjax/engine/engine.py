@@ -212,6 +212,7 @@ class Engine:
         """How often `update_params` has replaced the parameters. Each `StepResult` has that of its own."""
         return self._state.params_version
 
+    @interrupts.deferred()
     def update_params(self, tree: Any, pending: Pending | None = None) -> None:
         """Replace the parameters by copies of others, of the same shapes and dtypes, and forget the prefix cache.
 

@@ -202,14 +202,15 @@ def views(c: EngineConfig, model: Model) -> tuple[View, ...]:
         ValueError: a KV policy for a model whose layers have windows.
     """
     assert c.max_model_len is not None, "resolve the configuration first"
-    windows, layout = _windows(c, model), layers_in_groups(c, model)
     if isinstance(c.kv_policy, KVPolicyOptions):
-        if shorter := sorted({window for window in _windows(c, model, hold=False) if window}):
+        windows = {kind.window for kind in model.config.kinds if kind.window and kind.window < c.max_model_len}
+        if shorter := sorted(windows):
             raise ValueError(
                 f"kv_policy is {c.kv_policy.name!r}, and layers of the model have windows of {shorter} tokens, which "
                 "are its own policy; use kv_policy='full'"
             )
         return kv_policies.views(c, table_width(c, c.max_model_len))
+    windows, layout = _windows(c, model), layers_in_groups(c, model)
     if not any(windows):
         return ()
     each = layout.windows if layout else windows[:1]
@@ -248,16 +249,15 @@ def selection(c: EngineConfig, model: Model) -> Selection | None:
     return Selection(most, top.dense_layers, top.dense_prompts) if most < width else None
 
 
-def _windows(c: EngineConfig, model: Model, *, hold: bool = True) -> list[int | None]:
+def _windows(c: EngineConfig, model: Model) -> list[int | None]:
     """Of each layer, the window before which blocks are given back.
 
-    None are if a baseline or a draft model reads them, or the user wants to keep them. With hold=False, that does not
-    matter.
+    None are if a baseline or a draft model reads them, or the user wants to keep them.
     """
     assert c.max_model_len is not None, "resolve the configuration first"
     kinds, width = model.config.kinds, table_width(c, c.max_model_len)
     drafts = c.speculative is not None and c.speculative.method in ON_DEVICE
-    if hold and (c.is_baseline or drafts or not c.free_window_blocks):
+    if c.is_baseline or drafts or not c.free_window_blocks:
         return [None] * len(kinds)
     return [
         kind.window if kind.window and kv_policies.window_blocks(kind.window, c.block_size) < width else None

@@ -295,7 +295,7 @@ def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, 
         assert not engine.engine.has_work
 
     large = tiny_adapter(tmp_path / "large", model, 9)
-    refused("adapter 'large' has rank 9, and max_lora_rank is 8; raise it", LoRARequest("large", 1, large))
+    refused("adapter 'large' has rank 9, and max_lora_rank is 8; set max_lora_rank=9", LoRARequest("large", 1, large))
     refused("adapter 'one' is wanted, and this engine has none; set enable_lora=True", LoRARequest("one"), alone[None])
     refused("adapter 'none' is not loaded", LoRARequest("none"))
     refused("nowhere has no adapter_config.json", LoRARequest("none", 1, tmp_path / "nowhere"))

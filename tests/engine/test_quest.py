@@ -365,6 +365,10 @@ def test_what_a_selection_cannot_be_combined_with_is_refused(model, tmp_path):
             ValueError, match=r"layers of the model have windows of \[16\] tokens.*use kv_policy='full'"
         ):
             make(windows, kv_policy=QUEST, free_window_blocks=free)
+    # A window that gives no block back, and still hides tokens.
+    windows = random_model(BODY | {"model_type": "mistral", "sliding_window": 50})
+    with pytest.raises(ValueError, match=r"layers of the model have windows of \[50\] tokens.*use kv_policy='full'"):
+        make(windows, kv_policy=QUEST, block_size=16, max_model_len=64)
     with pytest.raises(ValueError, match=r"taps.attention gives probabilities by position.*use kv_policy='full'"):
         make(model, kv_policy=QUEST).generate([PROMPTS[1]], SamplingParams(taps=Taps(attention={0: 0})), use_tqdm=False)
     (tmp_path / "own.py").write_text("from pagedjax.policies import *\nBAD = KVPolicy('bad', selects=3)\n", "utf-8")
