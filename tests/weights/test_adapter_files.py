@@ -1,0 +1,69 @@
+"""Files of adapters: both forms, scaling, and what is refused."""
+
+from __future__ import annotations
+
+import chex
+import numpy as np
+import pytest
+
+from pagedjax.weights.adapter_files import read_adapter, write_adapter
+from tests.weights.tiny_adapters import random_factors, tiny_adapter
+
+
+@pytest.fixture(scope="module")
+def config(tiny):
+    return tiny.model.config
+
+
+def test_both_forms_are_the_same_adapter(tiny_folder, tmp_path, config):
+    factors = random_factors(tiny_folder, 4)
+    one, other = (
+        read_adapter(write_adapter(tmp_path / to, factors, {"lora_alpha": 8}, to), config, to)
+        for to in ("safetensors", "orbax")
+    )
+    assert one.digest == other.digest
+    assert one.rank == other.rank == 4
+    chex.assert_trees_all_equal(dict(one.parts), dict(other.parts))
+    a, b = factors["model.layers.1.self_attn.o_proj"]
+    (found,) = (pair for place, pair in one.parts.items() if (place.layer, place.matrix) == (1, "attn.out"))
+    chex.assert_trees_all_close(found[1] @ found[0], 8 / 4 * b @ a, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        ({"lora_alpha": 6}, 6 / 4),
+        ({"lora_alpha": 6, "use_rslora": True}, 6 / 2),
+        ({"lora_alpha": 6, "alpha_pattern": {"o_proj": 10}}, 10 / 4),
+        ({"lora_alpha": 6, "alpha_pattern": {"q_proj": 10}}, 6 / 4),
+    ],
+)
+def test_options_scale_as_pefts(tiny_folder, tmp_path, config, options, scale):
+    adapter = read_adapter(tiny_adapter(tmp_path / "a", tiny_folder, 4, **options), config, "a")
+    a, b = random_factors(tiny_folder, 4)["model.layers.0.self_attn.o_proj"]
+    (found,) = (pair for place, pair in adapter.parts.items() if (place.layer, place.matrix) == (0, "attn.out"))
+    chex.assert_trees_all_close(found[1] @ found[0], (scale * b @ a).astype(np.float32), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; 'LORA' is supported"),
+        ({"use_dora": True}, "use_dora is True, which is not supported; train the adapter without it"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which is not supported"),
+        ({"bias": "all"}, "bias is 'all', and adapters here have factors alone; train with bias='none'"),
+        ({"lora_alpha": "many"}, "lora_alpha is 'many'; it must be a number"),
+    ],
+)
+def test_options_that_are_not_supported_are_refused(tiny_folder, tmp_path, config, options, message):
+    with pytest.raises(ValueError, match=message):
+        read_adapter(tiny_adapter(tmp_path / "a", tiny_folder, **options), config, "a")
+
+
+def test_modules_and_shapes_of_another_model_are_refused(tiny_folder, tmp_path, config):
+    (module, (a, b)), *_ = random_factors(tiny_folder, 4).items()
+    for factors in ({"model.layers.0.self_attn.w_proj": (a, b)}, {module: (a[:, :-1], b)}):
+        with pytest.raises(ValueError, match=r"adapter 'a' .*does not fit the model; modules may be"):
+            read_adapter(write_adapter(tmp_path / "a", factors, {}), config, "a")
+    with pytest.raises(FileNotFoundError, match=r"has no adapter_config.json; it must be the folder of a LoRA adapter"):
+        read_adapter(tmp_path / "nowhere", config, "a")
