@@ -21,6 +21,7 @@ from pagedjax.device import attention, linear
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.row_features import RowFeature
 from pagedjax.engine import compilations, programs
+from pagedjax.engine.adapters import no_adapters
 from pagedjax.host.types import Pending
 from pagedjax.params import BeamSearchParams, LoRARequest, PoolingParams, PoolingTask, SamplingParams
 from pagedjax.processes.engines import FollowerEngine, LeaderEngine, make_engine
@@ -195,7 +196,7 @@ class LLM:
         from pagedjax.weights.adapter_files import read_adapter
 
         if not self.engine.config.enable_lora:
-            raise ValueError(f"adapter {request.lora_name!r} is wanted, and this engine has none; set enable_lora=True")
+            raise no_adapters(request.lora_name)
         adapter = read_adapter(request.lora_path, self.engine.model.config, request.lora_name)
         self.engine.load_adapter(adapter, keep=keep, needed=needed)
 
@@ -223,9 +224,7 @@ class LLM:
                 f"{len(wanted)} adapters in one call, and max_loras is {most}; raise it, or make two calls"
             )
         if wanted and not self.engine.config.enable_lora:
-            raise ValueError(
-                f"adapter {next(iter(wanted))!r} is wanted, and this engine has none; set enable_lora=True"
-            )
+            raise no_adapters(next(iter(wanted)))
         for name, one in wanted.items():
             here = self.engine.adapters.get(name)
             stays = here is not None and one.lora_path in ("", here.source)

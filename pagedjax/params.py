@@ -505,5 +505,7 @@ class LoRARequest:
             raise ValueError(f"lora_name is {self.lora_name!r:.80}; it must be a text that is not empty")
         if not isinstance(self.lora_path, str):
             raise ValueError(f"lora_path is {self.lora_path!r:.80}; it must be a folder")
+        if self.lora_path:  # the same folder in one spelling
+            object.__setattr__(self, "lora_path", os.path.normpath(os.path.expanduser(self.lora_path)))
         if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise ValueError(f"lora_int_id is {self.lora_int_id!r:.80}; it must be an integer of at least 1")

@@ -72,7 +72,7 @@ def _not_invariant(wanted: str | None, device: Any, **sizes: Any) -> str:
     if not impl.invariant:
         return f"attention_impl {wanted!r} has no batch-invariant form; those that have one: {able}"
     if obstacle := impl.obstacle(device, **sizes):
-        return f"the attention that has a batch-invariant form, {able}, {obstacle}; change that"
+        return f"attention_impl {impl.name!r}, which has a batch-invariant form, {obstacle}"
     return ""
 
 

@@ -125,15 +125,14 @@ class Batch(NamedTuple):
 
     def of_layer(self, layer: int) -> Batch:
         """The batch as a layer sees it: with the tables of its group alone."""
-        if self.adapters is not None:
-            self = self._replace(adapters=self.adapters.of_layer(layer))
+        batch = self if self.adapters is None else self._replace(adapters=self.adapters.of_layer(layer))
         if self.groups is None:
-            return self
+            return batch
         layout, slots, tables = self.groups
         group, _ = layout.places[layer]
         if group == 0:
-            return self._replace(groups=None)
-        return self._replace(slots=slots[group - 1], block_tables=tables[group - 1], groups=None)
+            return batch._replace(groups=None)
+        return batch._replace(slots=slots[group - 1], block_tables=tables[group - 1], groups=None)
 
     def low(self, name: str, parts: tuple[int, ...]) -> LowRank | None:
         """What adapters add to a layer's product (`TokenAdapters.low`); the batch is that of the layer."""

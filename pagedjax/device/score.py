@@ -61,6 +61,15 @@ def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
         raise ValueError(f"tokens is {list(shape)}; the model's longest context is {c.max_len}: cut the sequences")
     if lengths is not None and np.shape(lengths) != shape[:1]:
         raise ValueError(f"lengths is {list(np.shape(lengths))}; tokens {list(shape)} need one for each sequence")
+    # Arrays of a function that is traced have no values yet.
+    if not isinstance(tokens, jax.core.Tracer) and not 0 <= np.min(tokens) <= np.max(tokens) < c.vocab_size:
+        ids = f"{np.min(tokens)} to {np.max(tokens)}"
+        raise ValueError(f"tokens are {ids}; this vocabulary has 0 to {c.vocab_size - 1}, also behind a sequence")
+    if lengths is not None and not isinstance(lengths, jax.core.Tracer):
+        several = np.asarray(lengths)
+        if not np.issubdtype(several.dtype, np.integer) or several.min() < 0 or several.max() > shape[1]:
+            what = f"lengths is {several.dtype} {several.tolist()!r:.80}"
+            raise ValueError(f"{what}; each must be an integer from 0 to {shape[1]}, the width of tokens")
     if c.axes:
         raise ValueError(f"the module is a part of a model on a mesh with axes {c.axes}; give a whole module")
 

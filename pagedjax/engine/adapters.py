@@ -1,7 +1,7 @@
 """The adapters of an engine: which one is in which slot, and what happens when they are loaded, replaced and unloaded.
 
     init(model, config) -> table                              or None, without adapters
-    loaded(table, adapter, used) -> table                     under a new name, or in the place of an old adapter
+    loaded(table, adapter, busy) -> table                     under a new name, or in the place of an old adapter
     unloaded(table, name) -> table
     of_tokens(table, plan, sequences, t) -> the adapters of a step's tokens
 
@@ -72,12 +72,12 @@ def init(model: Model, config: Resolved) -> AdapterTable | None:
 
 
 def loaded(
-    table: AdapterTable, adapter: Adapter, used: Set[int], *, keep: bool, needed: Set[str] = frozenset()
+    table: AdapterTable, adapter: Adapter, busy: Set[int], *, keep: bool, needed: Set[str] = frozenset()
 ) -> AdapterTable:
     """With an adapter under its name. Of the same content, nothing is copied.
 
     Args:
-        used: slots of unfinished requests.
+        busy: slots of unfinished requests.
         keep: until it is unloaded.
         needed: names of adapters that may not give way.
 
@@ -90,12 +90,12 @@ def loaded(
         found = here._replace(kept=here.kept or keep, source=adapter.source, turn=table.turns)
         return table._replace(names={**table.names, adapter.name: found}, turns=table.turns + 1)
     others = {name: one for name, one in table.names.items() if name != adapter.name}
-    taken = used | {one.slot for one in others.values()}
+    taken = busy | {one.slot for one in others.values()}
     free = [slot for slot in range(1, table.slots.count + 1) if slot not in taken]
     if not free:
-        idle = [name for name, one in others.items() if not one.kept and one.slot not in used and name not in needed]
+        idle = [name for name, one in others.items() if not one.kept and one.slot not in busy and name not in needed]
         if not idle:
-            raise ValueError(_full(table, adapter.name, others, used))
+            raise ValueError(_full(table, adapter.name, others, busy))
         oldest = min(idle, key=lambda name: others[name].turn)
         free = [others.pop(oldest).slot]
     slot = free[0]
@@ -105,8 +105,8 @@ def loaded(
     return table._replace(names={**others, adapter.name: found}, factors=factors, turns=table.turns + 1)
 
 
-def _full(table: AdapterTable, name: str, others: Mapping[str, InSlot], used: Set[int]) -> str:
-    leaving = len(used - {one.slot for one in others.values()} - {0})
+def _full(table: AdapterTable, name: str, others: Mapping[str, InSlot], busy: Set[int]) -> str:
+    leaving = len(busy - {one.slot for one in others.values()} - {0})
     what = f"adapter {name!r} has no slot: max_loras is {table.slots.count}, and {len(others)} adapters are loaded"
     rest = f", and {leaving} that were replaced or unloaded serve unfinished requests" if leaving else ""
     return (
@@ -124,10 +124,15 @@ def unloaded(table: AdapterTable, name: str) -> AdapterTable:
     return table._replace(names={other: one for other, one in table.names.items() if other != name})
 
 
+def no_adapters(name: str) -> ValueError:
+    """The error of an engine without adapters."""
+    return ValueError(f"adapter {name!r} is wanted, and this engine has none; set enable_lora=True")
+
+
 def of_name(table: AdapterTable | None, name: str) -> InSlot:
     """Raises ValueError if there is no such adapter."""
     if table is None:
-        raise ValueError(f"adapter {name!r} is wanted, and this engine has none; set enable_lora=True")
+        raise no_adapters(name)
     if name not in table.names:
         known = ", ".join(map(repr, sorted(table.names))) or "none"
         raise ValueError(f"adapter {name!r} is not loaded; loaded are {known}; load it first (load_adapter)")

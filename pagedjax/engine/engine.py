@@ -202,7 +202,7 @@ class Engine:
 
     def _adapter_table(self, name: str) -> AdapterTable:
         if self.runtime.adapters is None:
-            raise ValueError(f"adapter {name!r} is wanted, and this engine has none; set enable_lora=True")
+            raise adapters.no_adapters(name)
         return self.runtime.adapters
 
     # parameters -------------------------------------------------------------------------------------------------------

@@ -120,12 +120,18 @@ def find(options: KVPolicyOptions) -> KVPolicy:
         raise ValueError(
             f"kv_policy {options.name!r} has window {policy.window!r}; it must be None, or at least 1 token"
         )
-    top = policy.selects
-    sizes = isinstance(top, TopBlocks) and (top.tokens, top.dense_layers + 1)
-    if top is not None and not (sizes and all(type(size) is int and size >= 1 for size in sizes)):
-        what = "it must be None, or a TopBlocks of at least 1 token and at least 0 dense layers"
-        raise ValueError(f"kv_policy {options.name!r} has selects {top!r}; {what}")
+    if policy.selects is not None and not _selects(policy.selects):
+        what = "it must be None, or a TopBlocks of at least 1 token, at least 0 dense layers, and a bool"
+        raise ValueError(f"kv_policy {options.name!r} has selects {policy.selects!r}; {what}")
     return policy
+
+
+def _selects(top: object) -> bool:
+    """Whether a value of the user is a selection."""
+    if not isinstance(top, TopBlocks):
+        return False
+    integers = type(top.tokens) is int and type(top.dense_layers) is int
+    return integers and top.tokens >= 1 and top.dense_layers >= 0 and isinstance(top.dense_prompts, bool)
 
 
 def window_blocks(tokens: int, block_size: int) -> int:

@@ -152,6 +152,9 @@ def test_an_engines_own_module_is_scored_without_gradients(module):
         (np.zeros((2, 3)), None, r"tokens is float64 \[2, 3\]; it must be integers"),
         (np.zeros((2, 0), int), None, r"tokens is int64 \[2, 0\]"),
         (np.zeros((1, 257), int), None, r"tokens is \[1, 257\]; the model's longest context is 256: cut the sequences"),
+        (np.full((2, 3), 320), None, r"tokens are 320 to 320; this vocabulary has 0 to 319"),
+        (np.zeros((2, 3), int), np.array([1, 4]), r"lengths is int64 \[1, 4\]; each must be an integer from 0 to 3"),
+        (np.zeros((2, 3), int), np.array([1.5, 2]), r"lengths is float64 .* must be an integer from 0 to 3"),
         (np.zeros((2, 3), int), np.ones(3), r"lengths is \[3\]; tokens \[2, 3\] need one for each sequence"),
     ],
 )
@@ -161,6 +164,6 @@ def test_wrong_shapes_are_refused(module, tokens, lengths, message):
 
 
 def test_what_cannot_be_batch_invariant_is_refused():
-    message = r"batch_invariant is True, and .*, 'cpu', reads pages of .* not of float16; .* set batch_invariant=False"
+    message = r"batch_invariant is True, and attention_impl 'cpu', .* not of float16; .* set batch_invariant=False"
     with pytest.raises(ValueError, match=message):
         score(module_of("Qwen3", "float16"), np.ones((1, 4), int), batch_invariant=True)

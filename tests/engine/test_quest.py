@@ -19,7 +19,7 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagedjax import LLM, BeamSearchParams, SamplingParams, Taps
+from pagedjax import BeamSearchParams, SamplingParams, Taps
 from pagedjax.config import EngineConfig, KVPolicyOptions
 from pagedjax.device import cache as kv
 from pagedjax.device.batch import Batch
@@ -29,11 +29,10 @@ from pagedjax.host.types import Sampled
 from tests.device.test_model_families import BODY
 from tests.engine.brute_quest import chosen_blocks
 from tests.engine.poison import poisoned
-from tests.engine.test_kv_policies import PROMPTS, SMALL, random_model
+from tests.engine.test_kv_policies import GREEDY, PROMPTS, answers, make, random_model, tokens_of
 
 QUEST: dict[str, Any] = {"name": "quest", "tokens": 16, "dense_layers": 1}
 EVERY = QUEST | {"dense_prompts": False}
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=0)
 VARIANTS: dict[str, dict[str, Any]] = {
     "another budget": {"max_num_batched_tokens": 7, "token_buckets": (7,)},
     "preemption": {"num_blocks": 40},
@@ -52,18 +51,6 @@ DEFAULT = ("preemption", "drafts")
 def model():
     """Two key heads, each of two query heads, in three layers."""
     return random_model(BODY | {"model_type": "llama"})
-
-
-def make(model, **config) -> LLM:
-    return LLM(model, progress=False, **(SMALL | config))
-
-
-def answers(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, params: Any = GREEDY) -> list[Any]:
-    return [out.outputs[0] for out in llm.generate(list(prompts), params, use_tqdm=False)]
-
-
-def tokens_of(llm: LLM, prompts: Sequence[list[int]] = PROMPTS, params: Any = GREEDY) -> list[list[int]]:
-    return [list(answer.token_ids) for answer in answers(llm, prompts, params)]
 
 
 def brute_logits(model, text: Sequence[int], *, selects_from: int, size: int, blocks: int, dense_layers: int):
@@ -386,6 +373,17 @@ def test_a_kernel_that_cannot_read_one_key_head_is_refused(model, tmp_path):
     )
     with pytest.raises(ValueError, match=r"kv_policy 'quest': attention_impl .*needs two key heads"):
         make(model, kv_policy=QUEST, attention_impl=f"{tmp_path}/own.py:MINE")
+
+
+def test_a_batch_invariant_engine_stays_so(model):
+    """The scores decide what is read, and they are a product of XLA."""
+    llm = make(model, kv_policy=EVERY, batch_invariant=True, num_blocks=120)
+    alone = [answers(llm, [prompt])[0] for prompt in PROMPTS]
+    llm.reset_prefix_cache()
+    for found, wanted in zip(answers(llm), alone, strict=True):
+        assert found.token_ids == wanted.token_ids
+        bits = [[p.logprob for entry in one.logprobs for p in entry.values()] for one in (found, wanted)]
+        chex.assert_trees_all_equal(*map(np.array, bits))
 
 
 def test_policies_are_values():

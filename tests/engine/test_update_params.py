@@ -87,6 +87,7 @@ def continued(llm: LLM, prompt: list[int], tokens: list[int]) -> list[tuple[int,
     return [(token, entry[token].logprob) for token, entry in zip(one.token_ids, chances, strict=True)]
 
 
+@pytest.mark.default_cases("ahead", "swapping")
 @pytest.mark.parametrize("name", ENGINES)
 def test_after_a_restart_all_is_as_if_the_weights_had_been_there_before(model, new, updated, tmp_path, name):
     """Bit for bit, also of requests that were swapped out, and with predicted steps on the device."""
@@ -118,6 +119,7 @@ def test_after_a_restart_all_is_as_if_the_weights_had_been_there_before(model, n
     assert text.count('{"update":{"version":1,"pending":"restart"}}') == 1
 
 
+@pytest.mark.default_cases("plain")
 @pytest.mark.parametrize("name", ENGINES)
 def test_keep_goes_on_with_the_old_cache_and_new_requests_do_not_find_it(model, new, updated, tmp_path, name):
     """The oracle of old requests is a step of its own: a cache of the old weights, read by a program with the new."""
