@@ -10,7 +10,7 @@ new weights. The trainer computes log-probabilities by `score`. With `--exact` (
 bits, so the two policies are one and the divergence between them (KL) is exactly 0. With `--no-exact` it is measured.
 
     OUT/run.json            the options of the run; a command with other options is refused
-    OUT/checkpoints/STEP/   parameters, optimiser, the log. A killed run resumes from the last one, bit for bit
+    OUT/checkpoints/STEP/   parameters, optimiser, the log. A stopped run resumes from the last one, bit for bit
     OUT/log.json            of each step: reward, share of right answers, KL, largest difference of a log-probability
     OUT/reward.svg          reward and KL over the steps
     OUT/model/              a folder for LLM(model=...)
