@@ -60,6 +60,7 @@ def test_preemption_changes_no_token_in_8_bits_either(tiny, params):
     assert test_swapping.run(swapping, params)[0] == roomy
 
 
+@pytest.mark.slow
 def test_the_cache_holds_as_many_more_tokens_as_its_numbers_are_smaller(tiny):
     for kind in KINDS:
         llm = make(tiny, kv_cache_dtype=kind, attention_impl="xla")

@@ -100,7 +100,7 @@ def finished(engine) -> tuple[list[int], int, int]:
 ONE_DRAFTER = ("k 1", "k 7", "blocks of 1", "blocks of 16")
 
 
-@pytest.mark.default_cases("head-k 7", "small-few blocks, swapped")
+@pytest.mark.default_cases("head-k 7")
 @pytest.mark.parametrize(
     ("drafter", "case"),
     [
@@ -178,6 +178,7 @@ def dense_drafts(tiny, folder: str, known: list[int], drafts: list[int]) -> tupl
     return best, lead
 
 
+@pytest.mark.default_cases("config0")
 @pytest.mark.parametrize("config", [{}, {"block_size": 16, "num_blocks": 24}, SWAPPED, {"max_num_batched_tokens": 8}])
 def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(tiny, folders, tmp_path, monkeypatch, config):
     folder = shutil.copytree(folders.head, tmp_path / "head")
@@ -279,7 +280,7 @@ def test_a_block_has_the_drafters_pages(tiny, folders):
             chex.assert_shape(features, (65, 4, 64))
 
 
-@pytest.mark.default_cases("strict")
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["strict", "rejection"])
 def test_an_engine_learns_what_drafts_on_the_device_cost(tiny, folders, rule):
     options = {"method": "draft", "model": folders.itself, "num_tokens": 3, "rule": rule}

@@ -123,7 +123,7 @@ def test_recordings_are_byte_identical_with_lookahead(llms, plain, tmp_path, dep
     assert sent >= steps + 5, "no prediction was wrong"
 
 
-@pytest.mark.default_cases("swapped")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

@@ -163,6 +163,7 @@ def test_drafts_are_verified_on_a_mesh(folders, tmp_path, options):
     assert any(result[0].drafts for run in mesh for result in run.results if len(result) == 5)
 
 
+@pytest.mark.default_cases("8/2")
 @pytest.mark.parametrize("name", ["8/2", "9/3"])
 def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
     """An engine with the parameters of another model says what that model says."""
@@ -211,6 +212,7 @@ def test_in_16_bits_log_probabilities_are_close(name):
     chex.assert_trees_all_close(np.array(found[0]), np.array(found[1]), atol=0.05)
 
 
+@pytest.mark.slow
 def test_parameters_in_the_order_of_a_mesh_are_refused_and_come_back_whole(folders, tmp_path):
     """8 and 4 heads on 2 devices: nothing is padded, so shapes cannot tell. They would be permuted twice."""
     one = load_model(folders["8/4"])

@@ -152,6 +152,7 @@ def test_capacity_of_md1_queue_matches_theory(
     assert waits_less(found["met"] * 0.9, step, 0.02 - step) > 0.9 > waits_less(found["unmet"] * 1.1, step, 0.02 - step)
 
 
+@pytest.mark.slow
 def test_trace_capacity_by_time_scale_and_percentile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stamps = [f"2023-11-16 18:15:{10 + i // 10}.{i % 10}00000,16,4" for i in range(80)]
     (tmp_path / "trace.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *stamps]))

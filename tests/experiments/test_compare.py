@@ -260,6 +260,7 @@ def test_numbers_of_drafts_are_compared_if_a_side_has_them(tmp_path: Path, capsy
     assert "--metric is 'speculation.drafts'" in output_of(capsys, *explicit, status=2)
 
 
+@pytest.mark.slow
 def test_compare_reads_measured_sweeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

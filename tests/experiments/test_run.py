@@ -136,6 +136,7 @@ def test_runs_with_speculation_report_their_drafts(tmp_path: Path) -> None:
     assert drafted["metrics"]["output_tokens"] - prompts == sum(step["decodes"] + step["accepted"] for step in steps[1])
 
 
+@pytest.mark.slow
 def test_a_mesh_is_swept_and_written_into_results(tmp_path: Path, model: str) -> None:
     path = write_config(tmp_path, model, sweep={"grid": {"engine.mesh": [None, {"tensor": 2}]}})
     assert run.main([str(path), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
@@ -341,7 +342,7 @@ def made(tmp_path: Path) -> dict[str, int]:
     return {str(entry.parent): entry.stat().st_mtime_ns for entry in tmp_path.rglob("summary.json")}
 
 
-@pytest.mark.default_cases("experiments.core.environment.source")
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["experiments.core.environment.source", "experiments.core.environment._version"])
 def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
     what: str, simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -374,6 +375,7 @@ def test_runs_of_other_code_are_named_and_not_mixed_with_new_repeats(
     assert "NOTE" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_stopped_no_resume_leaves_unreached_runs_missing(
     simulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ def test_workloads_have_the_shapes_that_they_say():
     assert [one.name for one in speculation.workloads(list, 320, 16, ("prose",))] == ["prose"]
 
 
+@pytest.mark.slow
 def test_each_engine_has_a_row_and_the_plain_one_the_ratio_1(tiny):
     options = {"method": "ngram", "num_tokens": 3, "adaptive": False}
     engines = {

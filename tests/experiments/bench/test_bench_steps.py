@@ -33,6 +33,7 @@ def test_floor_products_have_the_shapes_of_the_step(tiny):
     chex.assert_trees_all_close(sums, [w.sum() for w in weights], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_lower_bounds_command(tiny_folder, tmp_path, capsys):
     out = tmp_path / "lower_bounds.json"
     sizes = ["--batches", "1", "3", "--prompts", "9", "--context", "20", "--repeats", "3"]
@@ -58,6 +59,7 @@ def test_attention_of_lower_bounds_reads_every_page_and_as_many_bytes(tiny_folde
     chex.assert_trees_all_close(sums, [jnp.float32(numbers * (1 + i)) for i in range(c.layers)])
 
 
+@pytest.mark.slow
 def test_idle_command_reads_trace(tiny_folder, tmp_path, capsys):
     out = tmp_path / "idle.json"
     for _ in range(3):  # other processes can disturb the clocks of the trace and of the engine
