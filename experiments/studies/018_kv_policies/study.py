@@ -36,7 +36,10 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 TAIL = "\nWhat is the pass key? The pass key is "
 WHY_MODEL = "how much a model relies on its first tokens differs from model to model, and ours is SmolLM2-135M"
 WHY_RECOMPUTED = "here keys keep their positions and the sinks stay far away; the paper numbers the tokens anew"
-WHY_KEYS = "the model is small, and its query heads share key heads in groups of 3, which select together"
+WHY_KEYS = (
+    "64 tokens are 4 blocks of a model of 135M, where the paper's are 32 blocks of one of 7B; a selection for each "
+    "query head, as in the paper, found as few in 128 tokens, and 90 % in 512, where ours found 70 %"
+)
 WHY_TIME = "the published time is of CUDA kernels on an RTX 4090; here scores are computed by XLA on a CPU"
 
 
@@ -66,7 +69,7 @@ class Size(NamedTuple):
     read: int
 
 
-FULL = Size(3, 2048, (64, 128, 256, 512), 256, 96, 10, 1024, (64, 128), (4096, 8192, 16384, 32768), 4, 9, 2048)
+FULL = Size(3, 2048, (64, 128, 256, 512), 256, 96, 10, 1024, (64, 512), (4096, 8192, 16384, 32768), 4, 9, 2048)
 QUICK = Size(1, 384, (64, 128), 128, 4, 2, 256, (64,), (1024, 2048), 1, 2, 256)
 
 
