@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx

@@ -291,15 +291,15 @@ def test_a_selection_within_a_window(model, tmp_path):
     text = "from pagedjax.policies import KVPolicy, TopBlocks\n"
     text += "BOTH = KVPolicy('both', window=33, keeps=lambda start: start < 8, selects=TopBlocks({tokens}, 1))\n"
     found = {}
-    for tokens in (16, 44, 45):
+    for tokens in (16, 40, 41):  # a query sees 9 blocks of 4 tokens in its window, and 2 before it
         (tmp_path / f"own{tokens}.py").write_text(text.format(tokens=tokens), encoding="utf-8")
         for name, more in (("", {}), ("again", {"num_blocks": 26, "max_num_batched_tokens": 7, "token_buckets": (7,)})):
             llm = make(model, kv_policy=f"{tmp_path}/own{tokens}.py:BOTH", **more)
-            assert (llm.engine.runtime.shapes.selection is None) == (tokens == 45)
+            assert (llm.engine.runtime.shapes.selection is None) == (tokens == 41)
             found[tokens, name] = tokens_of(llm)
-    assert found[16, ""] == found[16, "again"] != found[45, ""]
-    assert found[44, ""] == found[44, "again"]
-    assert found[45, ""] == found[45, "again"]
+    assert found[16, ""] == found[16, "again"] != found[41, ""]
+    assert found[40, ""] == found[40, "again"]
+    assert found[41, ""] == found[41, "again"]
 
 
 # --- memory, options, errors ------------------------------------------------------------------------------------------
