@@ -1,0 +1,89 @@
+"""What do adapters cost? An engine without them, and engines with eight, in turn, several rounds.
+
+    python -m experiments.bench.adapters [--ranks 8 16] [--rounds 5] [--json out.json]
+
+A batch of 32 requests, each with one of eight adapters of all matrices of attention and MLP. "decodes" has prompts of
+16 tokens and outputs of 96: almost all steps are decodes of 32 requests. "prompts" has prompts of 256 tokens and
+outputs of 8. For each rank one engine runs both "8 adapters" and "no adapter", where no request uses any. A ratio is
+seconds of the engine without adapters over those of the other one, in the same round: the share of the speed that is
+left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.bench.in_turn import Workload, cell, requests_of, rounds, seconds, share
+from experiments.core.environment import environment
+from pagedjax import LLM, LoRARequest, load_model
+from pagedjax.device.adapters import Adapter, sizes_of
+from pagedjax.device.models.decoder import DecoderConfig
+from pagedjax.weights.adapter_files import adapter_of, modules_of
+from pagedjax.weights.pretrained import DEFAULT_MODEL
+
+ADAPTERS = 8
+WORKLOADS = {"decodes": Workload(32, (16, 16), (96, 96)), "prompts": Workload(32, (256, 256), (8, 8))}
+ENGINE: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 512, "num_blocks": 1024}
+
+
+def random_adapter(config: DecoderConfig, name: str, rank: int, seed: int) -> Adapter:
+    """An adapter of every matrix that may have one."""
+    rng, factors = np.random.default_rng(seed), {}
+    for module, places in modules_of(config).items():
+        sizes = [sizes_of(config, place.matrix, place.part) for place in places]
+        outputs = sum(size for _, size in sizes)
+        a, b = rng.standard_normal((rank, sizes[0][0])), rng.standard_normal((outputs, rank))
+        factors[module] = a.astype(np.float32) / 24, b.astype(np.float32) / 24
+    return adapter_of(factors, {"lora_alpha": rank}, config, name)
+
+
+def measured(without: LLM, engines: dict[int, LLM], name: str, count: int) -> dict[str, Any]:
+    """engines: by rank, with the adapters "0" to "7" loaded."""
+    jobs = requests_of(WORKLOADS[name], without.engine.model.config.vocab_size, seed=1234)
+    each = [LoRARequest(str(i % ADAPTERS)) for i in range(len(jobs[0]))]
+    runs = {"without": partial(seconds, without, *jobs)}
+    for rank, llm in engines.items():
+        runs[f"rank {rank}, no adapter"] = partial(seconds, llm, *jobs)
+        runs[f"rank {rank}, {ADAPTERS} adapters"] = partial(seconds, llm, *jobs, lora_request=each)
+    found = rounds(runs, count)
+    ratios = {which: share(found, "without", which) for which in list(runs)[1:]}
+    return {"workload": name, "seconds": found, "shares": ratios}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    model = load_model(args.model, dtype=args.dtype)
+    without, engines = LLM(model, progress=False, **ENGINE), {}
+    for rank in args.ranks:
+        options = {"enable_lora": True, "max_loras": ADAPTERS, "max_lora_rank": rank}
+        engines[rank] = LLM(model, progress=False, **ENGINE, **options)
+        for i in range(ADAPTERS):
+            engines[rank].engine.load_adapter(random_adapter(model.model.config, str(i), rank, seed=i))
+    found = [measured(without, engines, name, args.rounds) for name in args.workloads]
+    print("| workload | engine | median seconds | share of the speed without adapters |\n|---|---|---:|---:|")
+    for one in found:
+        for which, times in one["seconds"].items():
+            left = cell(one["shares"][which]) if which in one["shares"] else ""
+            print(f"| {one['workload']} | {which} | {statistics.median(times):.2f} | {left} |")
+    if args.json:
+        about = {"environment": environment(), "model": args.model, "dtype": args.dtype}
+        args.json.write_text(json.dumps({**about, "workloads": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
