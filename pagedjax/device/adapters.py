@@ -7,7 +7,7 @@ same shapes, without a compilation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pagedjax.device.linear import Matrix
+from pagedjax.device.linear import Matrix, find
 from pagedjax.device.models import matrices
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.token_adapters import Factors
 
+PackLow = Callable[[np.ndarray, Matrix], np.ndarray]  # of `Implementation`
 WIDTH = 16  # of vectors: rows of `a` are padded to a multiple
 ROWS = 4  # ranks are padded to a multiple
 
@@ -71,17 +72,18 @@ class Slots(NamedTuple):
 
 def shapes(config: DecoderConfig, slots: Slots) -> tuple[dict[str, tuple[Any, Any]], ...]:
     """By layer and matrix, the shapes of a and b of all slots."""
-    known, found = matrices(config), []
+    known, pack_low, found = matrices(config), find(config.linear).pack_low, []
     for layer in range(config.layers):
         own = {name: known.get(f"blocks.{layer}.{name}.weight") for name in config.parts}
-        found.append({name: _shape(matrix, len(config.parts[name]), slots) for name, matrix in own.items() if matrix})
+        parts = {name: len(ends) for name, ends in config.parts.items()}
+        found.append({name: _shape(matrix, parts[name], slots, pack_low) for name, matrix in own.items() if matrix})
     return tuple(found)
 
 
-def _shape(matrix: Matrix, parts: int, slots: Slots) -> tuple[Any, Any]:
+def _shape(matrix: Matrix, parts: int, slots: Slots, pack_low: PackLow) -> tuple[Any, Any]:
     s, r = slots.count + 1, parts * _padded(slots.rank, ROWS)
-    outputs = matrix.outputs + (WIDTH if matrix.outputs % (2 * WIDTH if matrix.gated else WIDTH) else 0)
-    shapes = (s, r, _padded(matrix.inputs, WIDTH)), (s, r, outputs)
+    packed = pack_low(np.zeros((0, r, matrix.outputs)), matrix)
+    shapes = (s, r, _padded(matrix.inputs, WIDTH)), (s, *packed.shape[1:])
     a, b = (jax.ShapeDtypeStruct(shape, slots.dtype) for shape in shapes)
     return a, b
 
@@ -100,19 +102,20 @@ def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) 
 
     The old arrays stay as they are: steps that were sent may read them.
     """
-    layers = []
+    layers, known, pack_low = [], matrices(config), find(config.linear).pack_low
     for layer, stacked in enumerate(factors):
         own = {}
         for name, (a, b) in stacked.items():
             new_a, new_b = np.array(a), np.array(b)  # copies on the host
-            new_a[slot], new_b[slot] = 0, 0
-            ends = config.parts[name]
-            rank = a.shape[1] // len(ends)
+            matrix, ends = known[f"blocks.{layer}.{name}.weight"], config.parts[name]
+            rank, joined = a.shape[1] // len(ends), np.zeros((1, a.shape[1], ends[-1]), b.dtype)
+            new_a[slot] = 0
             for i, (first, last) in enumerate(zip((0, *ends), ends, strict=False)):
                 if (found := parts.get(Part(layer, name, i))) is not None:
                     down, up = found
                     new_a[slot, i * rank : i * rank + len(down), : down.shape[1]] = down
-                    new_b[slot, i * rank : i * rank + len(down), first:last] = up.T
+                    joined[0, i * rank : i * rank + len(down), first:last] = up.T
+            new_b[slot] = pack_low(joined, matrix)[0]
             own[name] = jax.device_put(new_a, a.sharding), jax.device_put(new_b, b.sharding)
         layers.append(own)
     return tuple(layers)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pagedjax.device.linear import LowRank
 
-Factors = tuple[dict[str, tuple[Any, Any]], ...]  # by layer and matrix: a [S, R, K], b [S, R, M], see `LowRank`
+Factors = tuple[dict[str, tuple[Any, Any]], ...]  # by layer and matrix: a and b of a `LowRank`
 
 
 class TokenAdapters(NamedTuple):

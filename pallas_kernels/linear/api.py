@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.linear import reference, xla
 from pallas_kernels.linear.cpu import implementation as cpu
@@ -80,7 +81,7 @@ def linear(
     chosen = IMPLS[impl] if isinstance(impl, str) else impl
     _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes)
     if low is not None:
-        _check_low(x, matrix, low)
+        _check_low(x, matrix, low, chosen)
     eps, plus_one = (norm.eps, norm.plus_one) if norm else (0.0, False)
     return _linear(
         *(x, weight, sizes, norm.weight if norm else None, scales, bias, residual, low and tuple(low[:-1])),
@@ -119,12 +120,12 @@ def _check(x, matrix, norm, scales, bias, activation, residual, rows, sizes) -> 
         raise ValueError(f"rows is {rows}; it must be within [0, {m}], of one matrix without gates")
 
 
-def _check_low(x, matrix: Matrix, low: LowRank) -> None:
-    m, k, gated, count = matrix
+def _check_low(x, matrix: Matrix, low: LowRank, impl: Implementation) -> None:
+    m, k, _, count = matrix
     if count > 1:
         raise ValueError(f"low is given, and the weight has {count} matrices; it goes with one")
     s, r = low.a.shape[:2]
-    padded, odd = -(-k // 16) * 16, m % (32 if gated else 16)
+    padded, b_shape = -(-k // 16) * 16, (s, *impl.pack_low(np.zeros((0, r, m)), matrix).shape[1:])
     shapes = {"a": (low.a, (s, r, padded)), "slots": (low.slots, x.shape[:1]), "order": (low.order, x.shape[:1])}
     for name, (array, shape) in (shapes | {"sizes": (low.sizes, (s,))}).items():
         if array.shape != shape:
@@ -132,9 +133,8 @@ def _check_low(x, matrix: Matrix, low: LowRank) -> None:
         wanted = x.dtype if name == "a" else jnp.int32
         if array.dtype != wanted:
             raise ValueError(f"low.{name} is {array.dtype}; it must be {jnp.dtype(wanted).name}")
-    if low.b.shape[:2] != (s, r) or low.b.shape[2] < m + (16 if odd else 0) or low.b.dtype != x.dtype:
-        least = m + (16 if odd else 0)
-        raise ValueError(f"low.b is {low.b.dtype} {low.b.shape}; it must be {x.dtype} [{s}, {r}, {least} or more]")
+    if low.b.shape != b_shape or low.b.dtype != x.dtype:
+        raise ValueError(f"low.b is {low.b.dtype} {low.b.shape}; impl {impl.name!r} needs {x.dtype} {b_shape}")
     if list(low.parts) != sorted(set(low.parts)) or low.parts[-1] != m or r % (4 * len(low.parts)):
         what = f"they must ascend to {m}, and the rank {r} be a multiple of 4 for each"
         raise ValueError(f"low.parts is {low.parts}; {what}")

@@ -46,7 +46,7 @@ class LowRank(NamedTuple):
     those of the first part, then of the second one; b is zero where its row and its output are of different parts.
 
     a: [S, R, K'] of x's dtype: K numbers and zeros, to a multiple of 16.
-    b: [S, R, M'] of x's dtype, M' >= M + 16 unless M is a multiple of 16 (of 32 with gates).
+    b: [S, R, M] of x's dtype, as `Implementation.pack_low` of the implementation made it.
     slots: [T] int32: s of each token; 0 is none.
     order: [T] int32: the tokens in the order of their slots.
     sizes: [S] int32: the tokens of each slot.
@@ -96,6 +96,10 @@ def as_it_is(weight: Any, matrix: Matrix) -> Any:
     return weight
 
 
+def low_as_it_is(b: Any, matrix: Matrix) -> Any:
+    return b
+
+
 def rows_of(weight: jax.Array, matrix: Matrix, ids: jax.Array) -> jax.Array:
     return weight[ids]
 
@@ -113,6 +117,7 @@ class Implementation(NamedTuple):
     prepare: () -> None. Starts work that is needed once a process, before any tracing.
     invariant: a token's results have the same bits beside any other tokens, with any number of them and of threads.
     low_rank: whether it adds products of low rank; to others none are given.
+    pack_low: (b [S, R, M] of a `LowRank` on the host, matrix) -> the same numbers [S, ...] in its own layout.
     """
 
     name: str
@@ -124,3 +129,4 @@ class Implementation(NamedTuple):
     prepare: Callable[[], None] = _nothing
     invariant: bool = False
     low_rank: bool = False
+    pack_low: Callable[[np.ndarray, Matrix], np.ndarray] = low_as_it_is

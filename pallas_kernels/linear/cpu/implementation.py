@@ -16,7 +16,7 @@ from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRa
 from pallas_kernels.shared.cpu.handler import Handler
 
 # Programs on disk contain the target: a handler that takes other arguments needs another number.
-TARGET = "pallas_kernels.linear.cpu.2"
+TARGET = "pallas_kernels.linear.cpu.3"
 HANDLER = Handler("linear", TARGET, __package__ or "", Path(__file__).parent)
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
@@ -123,4 +123,10 @@ def unpack(packed: Any, matrix: Matrix) -> np.ndarray:
     return panels.unpack(np.asarray(packed), shape, gated=matrix.gated, matrices=matrix.count)
 
 
-IMPLEMENTATION = Implementation("cpu", multiply, obstacle, pack, unpack, gather, prepare, invariant=True, low_rank=True)
+def pack_low(b: np.ndarray, matrix: Matrix) -> np.ndarray:
+    return panels.pack_low(b, gated=matrix.gated)
+
+
+IMPLEMENTATION = Implementation(
+    *("cpu", multiply, obstacle, pack, unpack, gather, prepare), invariant=True, low_rank=True, pack_low=pack_low
+)

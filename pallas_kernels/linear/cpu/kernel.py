@@ -95,13 +95,14 @@ WORDS = 568  # of a packed token for a step: 2 if the CPU has no instruction for
 WORKERS = 576  # threads at most
 # Of products of low rank: addresses of factors, slots, ranks and the tokens' products with `a`; 0 without them
 LOW_A, LOW_B, SLOTS, RANKS, LOW_X = 584, 592, 600, 608, 616
-LOW_ROWS, LOW_K, LOW_M = 624, 632, 640  # rows of `a`, and lengths of rows of `a` and `b`
+LOW_ROWS, LOW_K, LOW_HALVES = 624, 632, 640  # rows of `a`, the length of one, and halves of panels of a slot of `b`
 JOB_BYTES = 648
 TILE_WORDS, CHUNK_WORDS = 3, 2  # a tile: first row, rows, matrix; a chunk: first tile, tiles
 
 RMS, RMS_PLUS_ONE = 1, 2
 DEEP = 2048  # steps of a tile at most that are computed while its sums stay in registers
 GROUP_BYTES, GROUP_PANELS = 400 << 10, 16  # of panels that an item reads: they stay in a core's cache
+LINE_BYTES = 64  # of a cache line
 CHUNK_TILES = 16  # tiles of an item at most, if their sums wait for the rest of their steps
 LEAST_TILES = 8  # tiles of an item at least, if there are two times as many or more
 SUMS, EDGES = 4 * PANEL * COLUMNS, 4 * 4 * PANEL  # bytes of a tile's sums, and of a panel's scales and biases
@@ -192,21 +193,17 @@ def _low_row(job, row, x):
 @compiled
 def _low_rows(job, panel, half, slot):
     """Returns (address in `b` for a slot, first row, rows) of the 16 outputs of a half of a panel."""
-    size, length = load_word(job + X_SIZE), load_word(job + LOW_M)
-    at, _ = _halves(job, panel, half)
-    if half == 1 and load_word(job + ACTIVATION) != 0:
-        at += load_word(job + OUTPUTS) // 2
     ranks = load_word(job + RANKS) + 8 * (2 * panel + half)
     first, last = load_int(ranks), load_int(ranks + 4)
-    start = load_word(job + LOW_B) + size * (length * (load_word(job + LOW_ROWS) * slot + first) + at)
-    return start, first, last - first
+    row = load_word(job + LOW_ROWS) * (load_word(job + LOW_HALVES) * slot + 2 * panel + half) + first
+    return load_word(job + LOW_B) + load_word(job + X_SIZE) * FULL * row, first, last - first
 
 
 @compiled
 def _add_low(job, panel, entry, sums):
     """sums += products of low rank: the tokens' products with `a`, by the rows of `b`."""
     row, columns, slots = load_word(entry), load_word(entry + 8), load_word(job + SLOTS)
-    size, number, length = load_word(job + X_SIZE), load_word(job + LOW_ROWS), load_word(job + LOW_M)
+    size, number = load_word(job + X_SIZE), load_word(job + LOW_ROWS)
     for half in range(2):
         first, last = _halves(job, panel, half)
         if last <= first:
@@ -217,14 +214,14 @@ def _add_low(job, panel, entry, sums):
                 continue
             start, begin, count = _low_rows(job, panel, half, slot)
             factors = load_word(job + LOW_X) + 4 * (number * (row + i) + begin)
-            add_rows(size, sums + 4 * (PANEL * i + FULL * half), factors, start, size * length, count)
+            add_rows(size, sums + 4 * (PANEL * i + FULL * half), factors, start, count)
 
 
 @compiled
 def _expect_low(job, panel, entry):
     """Fetches the rows of `b` for a tile's sums."""
     row, columns, slots = load_word(entry), load_word(entry + 8), load_word(job + SLOTS)
-    stride = load_word(job + X_SIZE) * load_word(job + LOW_M)
+    row_bytes = load_word(job + X_SIZE) * FULL
     before = np.int32(0)
     for i in range(columns):
         slot = load_int(slots + 4 * (row + i))
@@ -236,8 +233,8 @@ def _expect_low(job, panel, entry):
             if last <= first:
                 continue
             start, _, count = _low_rows(job, panel, half, slot)
-            for j in range(count):
-                prefetch(start + stride * j)
+            for at in range(0, row_bytes * count, LINE_BYTES):
+                prefetch(start + at)
 
 
 @compiled
@@ -594,7 +591,7 @@ def _job(frame, workers):
         store_word(job + LOW_X, job + low_at)
         store_word(job + LOW_ROWS, low_rows)
         store_word(job + LOW_K, dim(a, 2))
-        store_word(job + LOW_M, dim(b, 2))
+        store_word(job + LOW_HALVES, dim(b, 1))
     return job
 
 

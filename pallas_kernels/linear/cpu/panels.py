@@ -4,6 +4,8 @@
     int8        [P, K, 32]
     bfloat16    [P, (K + 1) / 2, 32, 2]   pairs of inputs, for instructions that multiply pairs
 
+The factors b [R, M] of products of low rank (`LowRank`) have the same outputs beside each other: [2 P, R, 16].
+
 A gated weight has 16 outputs of the gate in each panel, and behind them the 16 of `up` that they are multiplied with.
 Outputs are padded to whole panels with zeros, and inputs to pairs. Rows of several matrices are packed each by itself.
 """
@@ -37,6 +39,16 @@ def arranged(xp: Any, weight: Any, *, gated: bool = False, matrices: int = 1) ->
     panels = found.reshape(e * m // PANEL, PANEL, k)
     pairs = panels.reshape(-1, PANEL, k // 2, 2) if weight.dtype.name == "bfloat16" else panels
     return pairs.swapaxes(1, 2)
+
+
+def pack_low(b: np.ndarray, *, gated: bool = False) -> np.ndarray:
+    """b [S, R, M] -> [S, halves of panels, R, 16]: a half reads its factors one after the other."""
+    slots, rank, m = b.shape
+    parts, half = (2, m // 2) if gated else (1, m)
+    halves = -(-half // (PANEL // parts)) * 2 // parts  # of each part
+    found = np.pad(b.reshape(slots, rank, parts, half), ((0, 0), (0, 0), (0, 0), (0, halves * PANEL // 2 - half)))
+    found = found.reshape(slots, rank, parts, halves, PANEL // 2).transpose(0, 3, 2, 1, 4)
+    return found.reshape(slots, halves * parts, rank, PANEL // 2)
 
 
 def _padded(xp: Any, weights: Any, gated: bool) -> Any:
