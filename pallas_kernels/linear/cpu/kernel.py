@@ -21,10 +21,11 @@ from pallas_kernels.linear.cpu.vectors import (
     INT8,
     PAIRS,
     PANEL,
+    TOGETHER,
     add_16,
     add_rows,
     clear,
-    four_dots,
+    dots,
     gate,
     multiply,
     narrow,
@@ -53,6 +54,7 @@ from pallas_kernels.shared.cpu.memory import (
     sched_yield,
     store_byte,
     store_float,
+    store_int,
     store_word,
 )
 from pallas_kernels.shared.cpu.vectors import FULL
@@ -96,8 +98,9 @@ WORKERS = 576  # threads at most
 # Of products of low rank: addresses of factors, slots, ranks and the tokens' products with `a`; 0 without them
 LOW_A, LOW_B, SLOTS, RANKS, LOW_X = 584, 592, 600, 608, 616
 LOW_ROWS, LOW_K, LOW_HALVES = 624, 632, 640  # rows of `a`, the length of one, and halves of panels of a slot of `b`
-JOB_BYTES = 648
-TILE_WORDS, CHUNK_WORDS = 3, 2  # a tile: first row, rows, matrix; a chunk: first tile, tiles
+ORDER = 648  # address of the tokens in the order of the tiles; 0: as they come
+JOB_BYTES = 656
+TILE_WORDS, CHUNK_WORDS = 3, 2  # a tile: place of its first row, rows, matrix; a chunk: first tile, tiles
 
 RMS, RMS_PLUS_ONE = 1, 2
 DEEP = 2048  # steps of a tile at most that are computed while its sums stay in registers
@@ -164,8 +167,9 @@ def _pack(job, tile, norm, rows):
     first, columns, words = load_word(entry), load_word(entry + 8), load_word(job + STEPS) * load_word(job + WORDS)
     row_bytes, out = _row_bytes(load_word(job + K)), load_word(job + PACKED) + tile * load_word(job + TILE_BYTES)
     for i in range(columns):
-        _row(job, first + i, norm, rows + i * row_bytes)
-        _low_row(job, first + i, rows + i * row_bytes)
+        _row(job, _token(job, first + i), norm, rows + i * row_bytes)
+    if load_word(job + LOW_A) != 0:
+        _low_rows(job, first, columns, rows)
     if columns == 1:
         copy_bytes(rows, out, 4 * _up(words, FULL))
         return
@@ -173,25 +177,46 @@ def _pack(job, tile, norm, rows):
         transpose(rows + 4 * word, row_bytes, out + 4 * columns * word, columns)
 
 
+# --- products of low rank ---------------------------------------------------------------------------------------------
+
+
 @compiled
-def _low_row(job, row, x):
-    """The products of a normalised row of x with the rows of `a` of its slot."""
-    a = load_word(job + LOW_A)
-    if a == 0:
-        return
-    slot = load_int(load_word(job + SLOTS) + 4 * row)
-    if slot == 0:
-        return
+def _token(job, place):
+    """The row of x and of the result at a place of the tiles."""
+    order = load_word(job + ORDER)
+    return place if order == 0 else load_int(order + 4 * place)
+
+
+@compiled
+def _run(job, place, end):
+    """Returns (slot, tokens): the slot of the token at a place, and how many from there have it, at most TOGETHER."""
+    slots, order = load_word(job + SLOTS), load_word(job + ORDER)
+    slot, tokens = load_int(slots + 4 * load_int(order + 4 * place)), 1
+    most = min(TOGETHER, end - place)
+    while tokens < most and load_int(slots + 4 * load_int(order + 4 * (place + tokens))) == slot:
+        tokens += 1
+    return slot, tokens
+
+
+@compiled
+def _low_rows(job, first, columns, x):
+    """The products of a tile's normalised rows with the rows of `a` of their slots. first: place of the tile."""
     size, number, length = load_word(job + X_SIZE), load_word(job + LOW_ROWS), load_word(job + LOW_K)
     x_size = BFLOAT16 if size == BFLOAT16 and PAIRS and load_word(job + KIND) == BFLOAT16 else 4
-    first = a + size * length * number * slot
-    out = load_word(job + LOW_X) + 4 * number * row
-    for i in range(0, number, DOTS):
-        four_dots(x_size, x, size, first + size * length * i, length, length, out + 4 * i)
+    stride, at = _row_bytes(load_word(job + K)), 0
+    while at < columns:
+        slot, tokens = _run(job, first + at, first + columns)
+        if slot != 0:
+            rows = load_word(job + LOW_A) + size * length * number * slot
+            out = load_word(job + LOW_X) + 4 * number * (first + at)
+            for i in range(0, number, DOTS):
+                row = rows + size * length * i
+                dots(tokens, x_size, x + stride * at, stride, size, row, size * length, length, out + 4 * i, 4 * number)
+        at += tokens
 
 
 @compiled
-def _low_rows(job, panel, half, slot):
+def _low_factors(job, panel, half, slot):
     """Returns (address in `b` for a slot, first row, rows) of the 16 outputs of a half of a panel."""
     ranks = load_word(job + RANKS) + 8 * (2 * panel + half)
     first, last = load_int(ranks), load_int(ranks + 4)
@@ -202,39 +227,57 @@ def _low_rows(job, panel, half, slot):
 @compiled
 def _add_low(job, panel, entry, sums):
     """sums += products of low rank: the tokens' products with `a`, by the rows of `b`."""
-    row, columns, slots = load_word(entry), load_word(entry + 8), load_word(job + SLOTS)
-    size, number = load_word(job + X_SIZE), load_word(job + LOW_ROWS)
-    for half in range(2):
-        first, last = _halves(job, panel, half)
-        if last <= first:
-            continue
-        for i in range(columns):
-            slot = load_int(slots + 4 * (row + i))
-            if slot == 0:
-                continue
-            start, begin, count = _low_rows(job, panel, half, slot)
-            factors = load_word(job + LOW_X) + 4 * (number * (row + i) + begin)
-            add_rows(size, sums + 4 * (PANEL * i + FULL * half), factors, start, count)
+    place, columns = load_word(entry), load_word(entry + 8)
+    size, number, at = load_word(job + X_SIZE), load_word(job + LOW_ROWS), 0
+    while at < columns:
+        slot, tokens = _run(job, place + at, place + columns)
+        for half in range(2 if slot != 0 else 0):
+            first, last = _halves(job, panel, half)
+            if last > first:
+                rows, begin, count = _low_factors(job, panel, half, slot)
+                factors = load_word(job + LOW_X) + 4 * (number * (place + at) + begin)
+                own = sums + 4 * (PANEL * at + FULL * half)
+                add_rows(tokens, size, own, factors, 4 * number, rows, count)
+        at += tokens
 
 
 @compiled
 def _expect_low(job, panel, entry):
     """Fetches the rows of `b` for a tile's sums."""
-    row, columns, slots = load_word(entry), load_word(entry + 8), load_word(job + SLOTS)
-    row_bytes = load_word(job + X_SIZE) * FULL
-    before = np.int32(0)
-    for i in range(columns):
-        slot = load_int(slots + 4 * (row + i))
-        if slot == before or slot == 0:
-            continue
-        before = slot
-        for half in range(2):
+    place, columns = load_word(entry), load_word(entry + 8)
+    row_bytes, at = load_word(job + X_SIZE) * FULL, 0
+    while at < columns:
+        slot, tokens = _run(job, place + at, place + columns)
+        for half in range(2 if slot != 0 else 0):
             first, last = _halves(job, panel, half)
-            if last <= first:
-                continue
-            start, _, count = _low_rows(job, panel, half, slot)
-            for at in range(0, row_bytes * count, LINE_BYTES):
-                prefetch(start + at)
+            if last > first:
+                rows, _, count = _low_factors(job, panel, half, slot)
+                for byte in range(0, row_bytes * count, LINE_BYTES):
+                    prefetch(rows + byte)
+        at += tokens
+
+
+@compiled
+def _sort_by_slot(slots, count, number, order):
+    """order [count] int32 = the tokens in the order of their slots. Returns how many have a slot.
+
+    number: of slots. Behind the order is room for `number` + 1 counters.
+    """
+    starts = order + 4 * count
+    for slot in range(number + 1):
+        store_int(starts + 4 * slot, 0)
+    for token in range(count):
+        after = starts + 4 * (load_int(slots + 4 * token) + 1)
+        store_int(after, load_int(after) + 1)
+    none = load_int(starts + 4)
+    for slot in range(1, number):
+        store_int(starts + 4 * slot, load_int(starts + 4 * slot) + load_int(starts + 4 * (slot - 1)))
+    for token in range(count):
+        start = starts + 4 * load_int(slots + 4 * token)
+        place = load_int(start)
+        store_int(order + 4 * place, token)
+        store_int(start, place + 1)
+    return count - none
 
 
 @compiled
@@ -315,12 +358,12 @@ def _finish(job, panel, entry, sums, edges):
         count, at = last - first, first - load_word(job + FIRST)
         if count <= 0:
             continue
-        if count == FULL and residual == 0:
+        if count == FULL and residual == 0 and load_word(job + ORDER) == 0:
             out = load_word(job + OUT) + size * (row * width + at)
             write_columns(size, sums + 4 * FULL * half, out, size * width, columns)
             continue
         for i in range(columns):
-            here, place = sums + 4 * (PANEL * i + FULL * half), (row + i) * width + at
+            here, place = sums + 4 * (PANEL * i + FULL * half), _token(job, row + i) * width + at
             if count == FULL:
                 if residual != 0:
                     add_16(x_size, here, residual + x_size * place)
@@ -341,9 +384,9 @@ def _expect(job, panel, entry):
     size, width, residual = load_word(job + OUT_SIZE), load_word(job + WIDTH), load_word(job + RESIDUAL)
     row, columns = load_word(entry), load_word(entry + 8)
     first, _ = _halves(job, panel, 0)
-    at = row * width + first - load_word(job + FIRST)
+    at = first - load_word(job + FIRST)
     for i in range(columns):
-        place = at + i * width
+        place = at + _token(job, row + i) * width
         prefetch_written(load_word(job + OUT) + size * place)
         prefetch_written(load_word(job + OUT) + size * (place + FULL))
         if residual != 0:
@@ -524,7 +567,9 @@ def _job(frame, workers):
     chunks_at = table_at + 8 * TILE_WORDS * tiles
     low_at = _up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
     low_rows = dim(argument(frame, 9), 1) if load_int(options + 20) != 0 else 0
-    job = malloc(low_at + 4 * low_rows * rows)
+    order_at = low_at + 4 * low_rows * rows
+    slots = dim(argument(frame, 9), 0) if low_rows > 0 else 0
+    job = malloc(order_at + (4 * (rows + slots + 1) if low_rows > 0 else 0))
     at, tile = 0, 0
     for matrix in range(matrices):
         count = rows if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
@@ -582,8 +627,10 @@ def _job(frame, workers):
     store_word(job + TABLE, job + table_at)
     store_word(job + CHUNK_TABLE, job + chunks_at)
     store_word(job + LOW_A, 0)
-    if low_rows > 0:
+    store_word(job + ORDER, 0)
+    if low_rows > 0 and _sort_by_slot(data(argument(frame, 11)), at, slots, job + order_at) > 0:
         a, b = argument(frame, 9), argument(frame, 10)
+        store_word(job + ORDER, job + order_at)
         store_word(job + LOW_A, data(a))
         store_word(job + LOW_B, data(b))
         store_word(job + SLOTS, data(argument(frame, 11)))

@@ -268,69 +268,96 @@ def transpose(typing, rows, row_bytes, out, columns):
 
 # --- products of low rank ---------------------------------------------------------------------------------------------
 
-DOTS = 4  # rows at a time
+# Tokens of one slot, at most TOGETHER, are computed together, so that factors are read once for all of them. A token's
+# numbers are added in the same order in any company.
+TOGETHER = 4
+DOTS = 4  # rows of `a` at a time
+
+
+def _each_number(builder, tokens, generate):
+    """Generates code that runs generate(1) to generate(TOGETHER), by the value of `tokens` at run time."""
+    for number in range(1, TOGETHER + 1):
+        with builder.if_then(builder.icmp_signed("==", tokens, ir.Constant(WORD, number))):
+            generate(number)
+
+
+def _rows_at(builder, address, stride, number):
+    return [builder.add(address, builder.mul(stride, ir.Constant(WORD, i))) for i in range(number)]
 
 
 @instruction
-def four_dots(typing, x_size, x, size, rows, stride, count, out):
-    """out [4] float32 = the products of x [count] with 4 rows, `stride` numbers apart, for a multiple of 16 numbers.
+def dots(typing, tokens, x_size, x, x_stride, size, rows, stride, count, out, out_stride):
+    """out [tokens, 4] = the products of rows x [tokens, count] with 4 rows, for a multiple of 16 numbers.
 
-    x_size, size: bytes of a number of x and of the rows.
+    x_size, size: bytes of a number of x and of the rows. Strides are in bytes.
     """
 
     def generate(context, builder, signature, args):
-        x_size, x, size, rows, stride, count, out = args
+        tokens, x_size, x, x_stride, size, rows, stride, count, out, out_stride = args
+
+        def sums(number, one, other):
+            own, starts = _rows_at(builder, x, x_stride, number), _rows_at(builder, rows, stride, DOTS)
+            totals = [[cgutils.alloca_once(builder, floats(FULL)) for _ in starts] for _ in own]
+            for total in itertools.chain(*totals):
+                builder.store(constant(0), total)
+
+            def piece(i):
+                factors = [load(builder, start, i, FULL, other) for start in starts]
+                for token, own_totals in zip(own, totals, strict=True):
+                    numbers = load(builder, token, i, FULL, one)
+                    for factor, total in zip(factors, own_totals, strict=True):
+                        builder.store(multiply_add(builder, numbers, factor, builder.load(total)), total)
+
+            _each(builder, count, piece)
+            for place, own_totals in zip(_rows_at(builder, out, out_stride, number), totals, strict=True):
+                for i, total in enumerate(own_totals):
+                    found = fold(builder, builder.load(total), builder.fadd)
+                    builder.store(found, pointer(builder, builder.add(place, ir.Constant(WORD, 4 * i)), found.type))
+
         for one, other in ((4, 4), (4, 2), (2, 2)):
             same = [builder.icmp_signed("==", a, ir.Constant(WORD, b)) for a, b in ((x_size, one), (size, other))]
             with builder.if_then(builder.and_(*same)):
-                length = builder.mul(stride, ir.Constant(WORD, other))
-                starts = [builder.add(rows, builder.mul(length, ir.Constant(WORD, i))) for i in range(DOTS)]
-                totals = [cgutils.alloca_once(builder, floats(FULL)) for _ in starts]
-                for total in totals:
-                    builder.store(constant(0), total)
-
-                def piece(i, one=one, other=other, starts=starts, totals=totals):
-                    number = load(builder, x, i, FULL, one)
-                    for start, total in zip(starts, totals, strict=True):
-                        row = load(builder, start, i, FULL, other)
-                        builder.store(multiply_add(builder, number, row, builder.load(total)), total)
-
-                _each(builder, count, piece)
-                for i, total in enumerate(totals):
-                    found = fold(builder, builder.load(total), builder.fadd)
-                    builder.store(found, pointer(builder, builder.add(out, ir.Constant(WORD, 4 * i)), found.type))
+                _each_number(builder, tokens, lambda number, one=one, other=other: sums(number, one, other))
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 7), generate
+    return types.void(*[types.intp] * 10), generate
 
 
 @instruction
-def add_rows(typing, size, sums, factors, rows, count):
-    """sums [16] += the sum of `count` rows of 16 numbers, each times its factor (float32). count: a multiple of 4.
+def add_rows(typing, tokens, size, sums, factors, stride, rows, count):
+    """sums [tokens, 32][:, :16] += factors [tokens, count] . rows [count, 16], for an even number of rows.
 
-    Four sums, which are added in the end: so no product waits for the one before it.
+    size: bytes of a number of the rows. stride: of the tokens' factors (float32), in bytes.
     """
 
     def generate(context, builder, signature, args):
-        size, sums, factors, rows, count = args
-        zero, steps = ir.Constant(WORD, 0), ir.Constant(WORD, DOTS)
+        tokens, size, sums, factors, stride, rows, count = args
+        zero, two = ir.Constant(WORD, 0), ir.Constant(WORD, 2)
+
+        def products(number, one):
+            own = _rows_at(builder, factors, stride, number)
+            totals = [[cgutils.alloca_once(builder, floats(FULL)) for _ in range(2)] for _ in own]  # even, odd rows
+            for total in itertools.chain(*totals):
+                builder.store(constant(0), total)
+            with cgutils.for_range_slice(builder, zero, count, two) as (index, _):
+                for parity in range(2):
+                    at = builder.add(index, ir.Constant(WORD, parity))
+                    row = load(builder, rows, builder.mul(at, ir.Constant(WORD, FULL)), FULL, one)
+                    for token, total in zip(own, totals, strict=True):
+                        factor = splat(builder, load_one(builder, token, at), FULL)
+                        sum_ = multiply_add(builder, factor, row, builder.load(total[parity]))
+                        builder.store(sum_, total[parity])
+            places = _rows_at(builder, sums, ir.Constant(WORD, 4 * PANEL), number)
+            for place, (even, odd) in zip(places, totals, strict=True):
+                total = builder.fadd(builder.load(even), builder.load(odd))
+                store(builder, builder.fadd(load(builder, place, zero, FULL), total), place, zero)
+
         for one in (4, 2):
             with builder.if_then(builder.icmp_signed("==", size, ir.Constant(WORD, one))):
-                totals = [cgutils.alloca_once(builder, floats(FULL)) for _ in range(DOTS)]
-                for total in totals:
-                    builder.store(constant(0), total)
-                with cgutils.for_range_slice(builder, zero, count, steps) as (index, _):
-                    for i, total in enumerate(totals):
-                        at = builder.add(index, ir.Constant(WORD, i))
-                        factor = splat(builder, load_one(builder, factors, at), FULL)
-                        row = load(builder, rows, builder.mul(at, ir.Constant(WORD, FULL)), FULL, one)
-                        builder.store(multiply_add(builder, factor, row, builder.load(total)), total)
-                a, b, c, d = (builder.load(total) for total in totals)
-                total = builder.fadd(builder.fadd(a, b), builder.fadd(c, d))
-                store(builder, builder.fadd(load(builder, sums, zero, FULL), total), sums, zero)
+                _each_number(builder, tokens, lambda number, one=one: products(number, one))
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 5), generate
+    return types.void(*[types.intp] * 7), generate
 
 
 # --- after the products: sums of a tile -------------------------------------------------------------------------------
