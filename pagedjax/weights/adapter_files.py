@@ -47,7 +47,7 @@ def read_adapter(folder: str | os.PathLike[str], config: DecoderConfig, name: st
         FileNotFoundError: no such folder, or a file is missing.
         ValueError: an option or a module that is not supported, a damaged file, or factors of another model.
     """
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))  # an unknown user stays as it is; Path.expanduser raises
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(f"{path} has no {CONFIG}; it must be the folder of a LoRA adapter, as PEFT saves it")
     options = read_json(path / CONFIG)
