@@ -141,7 +141,10 @@ def _check_options(path: Path, options: Mapping[str, Any]) -> None:
     if options.get("bias", "none") != "none":
         what = f"{file}: bias is {options['bias']!r}, and adapters here have factors alone"
         raise ValueError(f"{what}; train with bias='none', or merge the adapter into the model's weights")
-    alphas = {"lora_alpha": options.get("lora_alpha", 8), **(options.get("alpha_pattern") or {})}
+    patterns = options.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{file}: alpha_pattern is {patterns!r:.80}; it must be an object")
+    alphas = {"lora_alpha": options.get("lora_alpha", 8), **patterns}
     for name, alpha in alphas.items():
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
             raise ValueError(f"{file}: {name} is {alpha!r}; it must be a number")
