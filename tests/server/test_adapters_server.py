@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,6 @@ from tests.server.support import (
     idle,
     served_to,
     serving,
-    serving_without_leaks,
     started,
     wait_until,
 )
@@ -68,6 +68,21 @@ def http(open_server) -> Iterator[httpx.Client]:
         yield client
         for name in list(open_server.worker.llm.engine.adapters):
             assert client.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+
+
+@pytest.fixture
+def slow(open_server, monkeypatch) -> Iterator[threading.Event]:
+    """Steps of the server wait for 20 ms each until this event is set, so that a test sees requests that run."""
+    session, ended = open_server.worker.llm.session, threading.Event()
+    step = session.step
+
+    def waiting() -> Any:
+        ended.wait(0.02)
+        return step()
+
+    monkeypatch.setattr(session, "step", waiting)
+    yield ended
+    ended.set()
 
 
 def load(http: httpx.Client, name: str, folder: Path, **more: Any) -> httpx.Response:
@@ -136,7 +151,7 @@ def test_embeddings_have_the_adapter_too(http, library, folders):
 def test_requests_of_several_adapters_run_together(open_server, http, library, folders):
     for name in RANKS:
         loaded(http, name, folders[name])
-    names, most = [*RANKS, None] * 6, 0
+    names = [*RANKS, None] * 6
 
     async def one(client: httpx.AsyncClient, i: int, name: str | None) -> str:
         body = {**GREEDY, "max_tokens": 12, "model": name or "tiny", "prompt": [20 + i, 30, 40]}
@@ -152,7 +167,6 @@ def test_requests_of_several_adapters_run_together(open_server, http, library, f
     prompts = [[20 + i, 30, 40] for i in range(len(names))]
     wanted = library.generate(prompts, params, lora_request=requests, use_tqdm=False)
     assert found == [output.outputs[0].text for output in wanted]
-    assert most == 0
 
 
 def test_the_list_of_models_has_the_adapters(http, folders):
@@ -184,12 +198,11 @@ def test_the_list_of_models_has_the_adapters(http, folders):
 
 
 def test_a_stream_keeps_its_adapter_while_others_are_loaded_and_it_is_replaced_and_unloaded(
-    open_server, http, library, folders
+    open_server, http, library, folders, slow
 ):
     params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     loaded(http, "mine", folders["one"])
     body = {**GREEDY, "max_tokens": 400, "model": "mine", "prompt": PROMPT, "stream": True}
-    running = open_server.worker.llm.engine
     with httpx.stream("POST", f"{open_server.url}/v1/completions", json=body, timeout=60) as answer:
         pieces = streamed(answer.iter_lines())
         text = next(pieces)
@@ -199,7 +212,8 @@ def test_a_stream_keeps_its_adapter_while_others_are_loaded_and_it_is_replaced_a
         other = completed(http, **GREEDY, model="other", prompt=PROMPT)["choices"][0]["text"]
         assert unload(http, "mine").status_code == 200
         plain = completed(http, **GREEDY, prompt=PROMPT)["choices"][0]["text"]
-        assert running.scheduler_state.running.seqs, "the stream ended too early for this test"
+        assert open_server.worker.llm.engine.scheduler_state.running.seqs, "the stream ended too early for this test"
+        slow.set()
         text += "".join(pieces)
     assert text == texts(library, folders, "one", params)
     assert [later, other, plain] == [texts(library, folders, name) for name in ("two", "three", None)]
@@ -250,11 +264,11 @@ def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(open_server
     assert idle(open_server.worker)
 
 
-def test_a_change_that_fails_leaves_the_engine_and_one_after_the_end_is_refused(tiny):
+def test_a_change_that_fails_leaves_the_engine_and_one_after_the_end_is_refused(tiny_llm):
     def fails(engine: Any) -> None:
         raise KeyError("here")
 
-    with serving(LLM(tiny, progress=False, **ENGINE)) as found:
+    with serving(tiny_llm) as found:
 
         async def change() -> None:
             await found.worker.change(fails)
@@ -271,9 +285,9 @@ def test_a_change_that_fails_leaves_the_engine_and_one_after_the_end_is_refused(
 # --- errors of the routes ---------------------------------------------------------------------------------------------
 
 
-def test_the_routes_are_off_by_default_and_have_the_key(tiny, folders):
-    llm = LLM(tiny, progress=False, **ENGINE, **LORA)
-    with served_to(llm, api_key="sesame") as (_, http):
+def test_the_routes_are_off_by_default_and_have_the_key(library, folders):
+    before = set(library.engine.adapters)
+    with served_to(library, api_key="sesame") as (_, http):
         for answer in (load(http, "one", folders["one"]), unload(http, "one")):
             assert (answer.status_code, error_of(answer)["code"]) == (401, "invalid_api_key")
         http.headers["Authorization"] = "Bearer sesame"
@@ -281,7 +295,7 @@ def test_the_routes_are_off_by_default_and_have_the_key(tiny, folders):
             assert answer.status_code == 404
             what = "this server loads and unloads no adapters for clients; have the operator start it with"
             assert error_of(answer)["message"] == f"{what} --allow-runtime-lora-updating"
-    assert not llm.engine.adapters
+    assert set(library.engine.adapters) == before
 
 
 def test_an_adapter_that_is_loaded_is_replaced_only_in_place(http, library, folders, tmp_path):
@@ -334,8 +348,8 @@ def test_what_cannot_be_loaded_is_refused_with_the_librarys_text(open_server, ht
     assert set(open_server.worker.llm.engine.adapters) == set(RANKS)
 
 
-def test_an_engine_without_adapters_refuses_them(tiny, folders):
-    with served_to(LLM(tiny, progress=False, **ENGINE), allow_runtime_lora_updating=True) as (_, http):
+def test_an_engine_without_adapters_refuses_them(tiny_llm, folders):
+    with served_to(tiny_llm, allow_runtime_lora_updating=True) as (_, http):
         message = "adapter 'one' is wanted, and this engine has none; set enable_lora=True"
         answer = load(http, "one", folders["one"])
         assert (answer.status_code, error_of(answer)["message"]) == (400, message)
@@ -390,7 +404,7 @@ def test_a_wrong_folder_of_the_command_is_an_error_before_it_serves(tiny_folder,
     assert "'poems' is no NAME=FOLDER; write poems=adapters/poems" in capsys.readouterr().err
 
 
-def test_the_metrics_name_the_adapters_of_requests(open_server, http, folders):
+def test_the_metrics_name_the_adapters_of_requests(http, folders, slow):
     def labels() -> dict[str, str]:
         families = text_string_to_metric_families(http.get("/metrics").text)
         (sample,) = next(one.samples for one in families if one.name == "pagedjax:lora_requests_info")
@@ -403,5 +417,6 @@ def test_the_metrics_name_the_adapters_of_requests(open_server, http, folders):
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(completed, http, **body, model=name) for name in ("one", "two")]
         wait_until(lambda: labels()["running_lora_adapters"] == "one,two" and labels()["waiting_lora_adapters"])
+        slow.set()
         assert all(answer.result()["choices"] for answer in answers)
     assert labels()["running_lora_adapters"] == ""
