@@ -264,22 +264,30 @@ def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(open_server
     assert idle(open_server.worker)
 
 
-def test_a_change_that_fails_leaves_the_engine_and_one_after_the_end_is_refused(tiny_llm):
+def test_a_change_that_fails_changes_nothing_and_one_behind_the_end_is_refused(tiny_llm):
+    goes_on, seen = threading.Event(), []
+
     def fails(engine: Any) -> None:
         raise KeyError("here")
 
     with serving(tiny_llm) as found:
 
-        async def change() -> None:
-            await found.worker.change(fails)
+        def begun(function: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(found.worker.change(function), found.worker._loop)
 
-        loop = found.worker._loop
         with pytest.raises(KeyError, match="here"):
-            asyncio.run_coroutine_threadsafe(change(), loop).result(30)
+            begun(fails).result(30)
         assert found.worker.healthy
-        found.worker.stop()
-        with pytest.raises(EngineStopped, match="the server is stopping"):
-            asyncio.run_coroutine_threadsafe(change(), loop).result(30)
+        first = begun(lambda engine: seen.append(goes_on.wait(30)))
+        found.worker.halt()
+        behind = begun(seen.append)
+        wait_until(lambda: found.worker._inbox.qsize() == 2)  # the end, and the change behind it
+        goes_on.set()
+        assert first.result(30) is None
+        for one in (behind, begun(seen.append)):
+            with pytest.raises(EngineStopped, match="the server is stopping"):
+                one.result(30)
+    assert seen == [True]
 
 
 # --- errors of the routes ---------------------------------------------------------------------------------------------
