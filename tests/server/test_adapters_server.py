@@ -265,10 +265,14 @@ def test_a_request_whose_adapter_goes_before_it_is_queued_is_refused(open_server
 
 
 def test_a_change_that_fails_changes_nothing_and_one_behind_the_end_is_refused(tiny_llm):
-    goes_on, seen = threading.Event(), []
+    runs, goes_on, seen = threading.Event(), threading.Event(), []
 
     def fails(engine: Any) -> None:
         raise KeyError("here")
+
+    def waits(engine: Any) -> None:
+        runs.set()
+        seen.append(goes_on.wait(30))
 
     with serving(tiny_llm) as found:
 
@@ -278,7 +282,8 @@ def test_a_change_that_fails_changes_nothing_and_one_behind_the_end_is_refused(t
         with pytest.raises(KeyError, match="here"):
             begun(fails).result(30)
         assert found.worker.healthy
-        first = begun(lambda engine: seen.append(goes_on.wait(30)))
+        first = begun(waits)
+        assert runs.wait(30)
         found.worker.halt()
         behind = begun(seen.append)
         wait_until(lambda: found.worker._inbox.qsize() == 2)  # the end, and the change behind it
