@@ -251,6 +251,13 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
+def _named_folder(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=FOLDER; write poems=adapters/poems")
+    return name, folder
+
+
 def _mapping(text: str) -> dict[str, Any]:
     """Of a JSON object, or of NAME=VALUE,... with integers, true, false or words."""
     pairs = [part.partition("=") for part in text.split(",")]
@@ -341,6 +348,20 @@ def parser() -> argparse.ArgumentParser:
         "--tool-call-parser",
         choices=("hermes", "llama3_json", "mistral"),
         help="how the model writes calls of tools; the default is found in its chat template",
+    )
+    server.add_argument(
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=_named_folder,
+        metavar="NAME=FOLDER",
+        help="adapters, which requests name as their model; needs --enable-lora",
+    )
+    server.add_argument(
+        "--allow-runtime-lora-updating",
+        action="store_true",
+        help="clients may load adapters, from any folder that this process can read, and unload them",
     )
     server.add_argument(
         "--lecture-endpoints",

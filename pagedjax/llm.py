@@ -359,7 +359,13 @@ class LLM:
         outputs = self._run(prompts, ids, params, use_tqdm, lora_request=lora_request)
         return [use.read(output) for output in outputs]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[str]:
         """Yields the text of one completion as it becomes final. Closing the iterator frees the request's blocks."""
         (params,) = _each(sampling_params, 1)
         if isinstance(self.tokenizer, NoTokenizer):
@@ -370,7 +376,8 @@ class LLM:
         if params.taps:
             raise ValueError("taps come with an output, and a stream is text; use generate")
         _, prompt = _text_and_prompt(prompt)
-        (branches,) = self.session.add([GenerationRequest(self._kept(self._tokens(prompt), params), params)])
+        ids, (adapter,) = self._kept(self._tokens(prompt), params), self._adapters(lora_request, 1)
+        (branches,) = self.session.add([GenerationRequest(ids, params, adapter=adapter)])
         (branch,) = branches.values()
         assert isinstance(branch, OutputBuilder)
         sent, ended = 0, False
@@ -433,17 +440,19 @@ class LLM:
         *,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
+        lora_request: Adapters = None,
     ) -> list[ScoringRequestOutput]:
         """The cosine similarity of the embeddings of two texts, for each pair.
 
         Args:
             text_1: one text for all of `text_2`, or one for each.
             pooling_params: as in `embed`, one for all.
+            lora_request: the adapter of all texts, or of each: those of `text_1`, then those of `text_2`.
         """
         ones, others = _several(text_1), _several(text_2)
         if len(ones) not in (1, len(others)):
             raise ValueError(f"text_1 has {len(ones)} texts and text_2 {len(others)}; give one, or one for each")
-        found = self._pooled([*ones, *others], pooling_params, "embed", use_tqdm)
+        found = self._pooled([*ones, *others], pooling_params, "embed", use_tqdm, lora_request)
         firsts, seconds = found[: len(ones)] * (len(others) // len(ones)), found[len(ones) :]
         pairs = zip(firsts, seconds, strict=True)
         return [pooling.similarity(str(i), one, other) for i, (one, other) in enumerate(pairs)]

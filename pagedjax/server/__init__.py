@@ -8,6 +8,7 @@ tool_answers.py  calls of tools in answers
 streaming.py   server-sent events, and waiting that ends when the client leaves
 app.py         options and routes
 responses_api.py, response_items.py  POST /v1/responses
+adapters.py    adapters by the field model; POST /v1/load_lora_adapter, /v1/unload_lora_adapter
 vllmini.py     two routes as the engine vllmini has them: POST /generate, GET /result/{id}
 errors.py      responses that are errors
 middleware.py  the API key, and the size of a body

@@ -15,7 +15,7 @@ from starlette.concurrency import run_in_threadpool
 from pagedjax import __version__, viewer
 from pagedjax.llm import LLM
 from pagedjax.params import BeamSearchParams, SamplingParams
-from pagedjax.server import embeddings, forms, responses, responses_api, schema, vllmini
+from pagedjax.server import adapters, embeddings, forms, responses, responses_api, schema, vllmini
 from pagedjax.server.errors import ApiError, add_errors, in_thread, submit
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
@@ -54,6 +54,8 @@ class Options:
     result_seconds: how long a result of `POST /generate` is kept after it was last asked for.
     tool_call_parser: how the model writes calls of tools, one of `tools.formats.PARSERS`; None finds it in the model's
         chat template.
+    allow_runtime_lora_updating: whether clients may load and unload adapters. They can name any folder that this
+        process can read, so allow it only if you trust all clients.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Options:
     lecture_endpoints: bool = True
     result_seconds: float = 300.0
     tool_call_parser: str | None = None
+    allow_runtime_lora_updating: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_body_bytes"):
@@ -99,6 +102,7 @@ def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -
     app.state.worker = worker
     add_errors(app)
     add_routes(app, worker, options, metrics)
+    adapters.add_routes(app, worker, options.name, options.allow_runtime_lora_updating)
     if options.lecture_endpoints:
         vllmini.add_routes(app, worker, options.result_seconds)
     add_viewer(app, live, options)
@@ -111,34 +115,38 @@ def create_app(llm: LLM, options: Options, observers: Sequence[Observer] = ()) -
 
 
 def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics) -> None:
-    llm, limit = worker.llm, worker.llm.engine.config.max_model_len
+    llm = worker.llm
+
+    def check_model(name: str | None) -> None:
+        adapters.check_model(llm, name, options.name)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue a prompt, or several."""
-        _check_model(body.model, options)
+        check_model(body.model)
         requests, style = await in_thread(_completion_requests, llm, body, options)
         return await _answer(worker, request, body, requests, style)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        _check_model(body.model, options)
+        check_model(body.model)
         requests, style = await in_thread(_chat_requests, llm, body, options)
         return await _answer(worker, request, body, requests, style)
 
     @app.post("/v1/embeddings")
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
         """The pooled hidden states of an input, or of several."""
-        _check_model(body.model, options)
+        check_model(body.model)
         requests = await in_thread(_embedding_requests, llm, body, options)
         outputs = await _completed(worker, request, await submit(worker, requests, deltas=False, field="input"))
         if outputs is None:
             return Response(status_code=CLIENT_LEFT)
-        return await run_in_threadpool(embeddings.answer, options.name, body.encoding_format == "base64", outputs)
+        name = body.model or options.name
+        return await run_in_threadpool(embeddings.answer, name, body.encoding_format == "base64", outputs)
 
     def prepared(body: ChatRequest) -> tuple[list[GenerationRequest], Style]:
-        _check_model(body.model, options)
+        check_model(body.model)
         return _chat_requests(llm, body, options)
 
     responses_api.add_routes(app, worker, prepared)
@@ -146,24 +154,24 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a prompt, or of a conversation in the model's template."""
-        _check_model(body.model, options)
+        check_model(body.model)
         return await in_thread(_tokenized, llm, body, options)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens, special ones included."""
-        _check_model(body.model, options)
+        check_model(body.model)
         return await in_thread(_detokenized, llm, body)
 
     @app.get("/v1/models")
     async def models() -> JSON:
-        """The one model that is served."""
-        return {"object": "list", "data": [_model(options.name, limit)]}
+        """The model that is served, and its adapters."""
+        return {"object": "list", "data": list(adapters.cards(llm, options.name).values())}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSON:
-        _check_model(name, options)
-        return _model(options.name, limit)
+        check_model(name)
+        return adapters.cards(llm, options.name)[name or options.name]
 
     @app.get("/health")
     async def health() -> Response:
@@ -195,12 +203,6 @@ def add_viewer(app: FastAPI, live: viewer.Live, options: Options) -> None:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def _check_model(name: str | None, options: Options) -> None:
-    if name not in (None, "", options.name):
-        message = f"the model {name!r:.200} is not served here; {options.name!r} is"
-        raise ApiError(404, message, param="model", code="model_not_found")
-
-
 def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) -> tuple[list[GenerationRequest], Style]:
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
@@ -222,7 +224,7 @@ def _completion_requests(llm: LLM, body: CompletionRequest, options: Options) ->
         shown = text if len(ids) == len(whole) else None
         requests.append(_request(llm, ids, shown, params, body, options, grammar))
     style = Style(
-        options.name,
+        body.model or options.name,
         chat=False,
         tokenizer=llm.tokenizer,
         logprobs=body.logprobs,
@@ -247,7 +249,7 @@ def _chat_requests(llm: LLM, body: ChatRequest, options: Options) -> tuple[list[
     params, ignored = forms.with_tools(llm, params, use, body)
     grammar = forms.grammar(llm, params, use, body)
     style = Style(
-        options.name,
+        body.model or options.name,
         chat=True,
         tokenizer=llm.tokenizer,
         logprobs=logprobs,
@@ -266,7 +268,7 @@ def _kept(llm: LLM, ids: Any, body: GenerationBody) -> Any:
 
 def _embedding_requests(llm: LLM, body: EmbeddingRequest, options: Options) -> list[GenerationRequest]:
     order = _priority(body, options), (body.user or "") if options.allow_user else ""
-    return embeddings.requests(llm, body, *order)
+    return embeddings.requests(llm, body, *order, adapters.adapter_of(body.model, options.name))
 
 
 def _request(
@@ -280,7 +282,8 @@ def _request(
         what = f"{name}: {len(ids)} tokens, but max_model_len is {limit} and one token must be left for output"
         raise ValueError(f"{what}; shorten it to {limit - 1} tokens")
     user = (body.user or "") if options.allow_user else ""
-    return GenerationRequest(ids, params, text, _priority(body, options), user, grammar)
+    adapter = adapters.adapter_of(body.model, options.name)
+    return GenerationRequest(ids, params, text, _priority(body, options), user, grammar, adapter)
 
 
 def _priority(body: GenerationBody | EmbeddingRequest, options: Options) -> int:
@@ -361,7 +364,3 @@ async def _completed(worker: Worker, request: Request, submission: Submission) -
 def _selects_best(request: GenerationRequest) -> bool:
     params = request.params
     return isinstance(params, BeamSearchParams) or (isinstance(params, SamplingParams) and params.drawn().n > params.n)
-
-
-def _model(name: str, limit: int) -> JSON:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "pagedjax", "root": name, "max_model_len": limit}

@@ -22,7 +22,9 @@ from pagedjax.text import pooling
 POOLING = ("dimensions", "normalize", "use_activation", "pooling_type", "truncate_prompt_tokens", "cache_salt")
 
 
-def requests(llm: LLM, body: EmbeddingRequest, priority: int, user: str) -> list[GenerationRequest]:
+def requests(
+    llm: LLM, body: EmbeddingRequest, priority: int, user: str, adapter: str | None
+) -> list[GenerationRequest]:
     """A request for each input.
 
     Raises:
@@ -45,7 +47,7 @@ def requests(llm: LLM, body: EmbeddingRequest, priority: int, user: str) -> list
         if len(ids) > limit:  # checked here, so that the engine's thread does not spend time on it
             remedy = f"shorten it, or set truncate_prompt_tokens to at most {limit}"
             raise ValueError(f"{which} has {len(ids)} tokens, but max_model_len is {limit}; {remedy}")
-        found.append(GenerationRequest(ids, params, text, priority, user))
+        found.append(GenerationRequest(ids, params, text, priority, user, adapter=adapter))
     return found
 
 

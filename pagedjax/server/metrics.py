@@ -6,6 +6,7 @@ changed. Times are seconds, with the definitions of experiments/core/metrics.py.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ class _Request:
 
     added: float
     branches: int
+    adapter: str | None
     scheduled: float | None = None
 
 
@@ -110,6 +112,11 @@ class Metrics:
             labels = "model_name", "position"
             counter = prometheus.Counter(f"{PREFIX}:{name}", text, labels, registry=self.registry)
             self._positions = [counter.labels(model, i) for i in range(config.speculative.num_tokens)]
+        self._max_loras, self._adapters = config.max_loras, None
+        if config.enable_lora:
+            name, text = "lora_requests_info", "Adapters of unfinished requests, at a time in seconds since 1970"
+            labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
+            self._adapters = prometheus.Gauge(f"{PREFIX}:{name}", text, labels, registry=self.registry)
         info = prometheus.Info(f"{PREFIX}:cache_config", "Of the cache", registry=self.registry)
         fields = ("block_size", "num_blocks", "enable_prefix_caching", "kv_cache_dtype", "swap_space_gib")
         info.info({name: str(getattr(config, name)) for name in fields})
@@ -132,12 +139,21 @@ class Metrics:
             self._gauges["num_requests_swapped"].set(sum(bool(seq.blocks) for seq in state.waiting))
             self._gauges["kv_cache_usage_perc"].set(used(state) / state.config.num_blocks)
         self._gauges["num_requests_waiting"].set(waiting)
+        if self._adapters is not None:
+            running, queued = ((), ()) if state is None else (state.running.seqs, state.waiting)
+            self._adapters.clear()  # as vLLM has it: names are labels, the value is the time
+            self._adapters.labels(self._max_loras, self._named(running), self._named(queued)).set(time.time())
         return prometheus.generate_latest(self.registry).decode()
+
+    def _named(self, seqs: Iterable[Any]) -> str:
+        """The adapters of sequences, as a list with commas."""
+        branches = (self._branches.get(seq.request_id) for seq in seqs)
+        return ",".join(sorted({one.request.adapter for one in branches if one and one.request.adapter}))
 
     # as an observer, in the engine's thread ---------------------------------------------------------------------------
 
     def added(self, names: Sequence[str], request: GenerationRequest, at: float, after: SchedulerState) -> None:
-        timed = _Request(at, len(names))
+        timed = _Request(at, len(names), request.adapter)
         self._branches |= {name: _Branch(timed) for name in names}
         width = request.params.beam_width if isinstance(request.params, BeamSearchParams) else request.params.n
         self._histograms["request_prompt_tokens"].observe(len(request.prompt_token_ids))

@@ -20,6 +20,8 @@ MAX_STOP = 1000  # characters of a stop string; so many characters of an answer 
 MAX_FIELDS = 256  # of an object, more than any request needs
 MAX_TEXT = 2**20  # characters to /tokenize, tokens to /detokenize
 MAX_FIELD_TOKENS = 4096  # tokens that a field lists or biases
+MAX_NAME = 256  # characters of an adapter's name
+MAX_PATH = 4096  # characters of its folder
 
 
 def at_most(limit: int) -> Callable[[Any], Any]:
@@ -329,6 +331,21 @@ class LectureRequest(Strict):
 
     prompt: Annotated[str, Field(min_length=1)]
     max_length: Positive = 100
+
+
+class LoadAdapterRequest(Strict):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterRequest(Strict):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+    lora_int_id: int | None = None  # vLLM's number of it, which it ignores too
 
 
 def given(request: BaseModel, names: Sequence[str]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import uvicorn
 
 from pagedjax.llm import LLM
 from pagedjax.processes.join import joined, leave
+from pagedjax.server import adapters
 from pagedjax.server.app import Options, create_app
 from pagedjax.server.worker import Worker
 
@@ -144,7 +145,9 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         lecture_endpoints=args.lecture_endpoints,
         result_seconds=args.result_seconds,
         tool_call_parser=args.tool_call_parser,
+        allow_runtime_lora_updating=args.allow_runtime_lora_updating,
     )
+    folders = adapters.modules(args.lora_modules, options.name, engine, options.allow_runtime_lora_updating)
     if engine.get("policy") == "fair" and not options.allow_user:
         log.warning("the policy is fair, but the field user of requests is ignored; add --allow-user to share by it")
     group = joined()
@@ -153,6 +156,8 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
         return follow(LLM(args.model, **start), group, args.record)
     with bound_socket(args.host, args.port) as listener:
         llm = LLM(args.model, **start)
+        for name, folder in folders.items():
+            llm.load_adapter(name, folder)
         if args.record:
             llm.engine.record(args.record, times=True)
         try:

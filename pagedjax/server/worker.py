@@ -1,9 +1,10 @@
-"""The engine's thread. Only this thread uses the engine; requests and cancellations reach it through a queue.
+"""The engine's thread. Only this thread uses the engine; requests, cancellations and changes reach it through a queue.
 
     submission = await worker.submit(requests)      # ValueError: one can never run; QueueFull: try again later
     async for delta in submission: ...              # new tokens, of all requests
     submission.outputs                              # when all requests have ended
     worker.cancel(submission)                       # at any time; its blocks are free before the next step
+    await worker.change(function)                   # function(engine), between two steps
 
 One call to the event loop delivers everything that a step produced, for all requests.
 
@@ -21,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
+from pagedjax.engine.engine import Engine
 from pagedjax.host.scheduler import SchedulerState
 from pagedjax.host.types import Event, FinishReason, StepResult
 from pagedjax.llm import LLM
@@ -179,24 +181,38 @@ class Worker:
             QueueFull: no room in the queue.
             EngineStopped: the engine has ended.
         """
-        assert self._loop is not None, "call start first"
         waiting = self.waiting
         if waiting + len(requests) > self.max_queue:
             seconds = max(1, min(60, round(self._seconds_per_request * waiting)))
             raise QueueFull(waiting, self.max_queue, seconds)
         submission = Submission(requests, deltas)
-        accepted: asyncio.Future[None] = self._loop.create_future()
         self._submitted += len(requests)
-        self._inbox.put(("add", submission, accepted))
-        if self._stopped:  # read after the put, so that an end in between is noticed
-            accepted.cancel()
-            raise self._reason() from self.error
+        accepted = self._put("add", submission)
         try:
             await accepted
         except asyncio.CancelledError:  # the client left before the request was queued
             self.cancel(submission)
             raise
         return submission
+
+    async def change(self, function: Callable[[Engine], None]) -> None:
+        """Call a function with the engine between two steps. What it raises is raised here, and steps continue: it must
+        leave the engine unchanged then.
+
+        Raises:
+            EngineStopped: the engine has ended.
+        """
+        await self._put("change", function)
+
+    def _put(self, verb: str, content: Any) -> asyncio.Future[None]:
+        """Send a message to the engine's thread -> its answer."""
+        assert self._loop is not None, "call start first"
+        answer: asyncio.Future[None] = self._loop.create_future()
+        self._inbox.put((verb, content, answer))
+        if self._stopped:  # read after the put, so that an end in between is noticed
+            answer.cancel()
+            raise self._reason() from self.error
+        return answer
 
     def cancel(self, submission: Submission) -> None:
         """End its unfinished requests."""
@@ -220,16 +236,18 @@ class Worker:
         wait = not self._session.branches
         while True:
             try:
-                verb, submission, accepted = self._inbox.get(block=wait)
+                verb, content, answer = self._inbox.get(block=wait)
             except queue.Empty:
                 return True
             wait = False
             if verb == "stop":
                 return False
             if verb == "add":
-                self._add(submission, accepted)
+                self._add(content, answer)
+            elif verb == "change":
+                self._change(content, answer)
             else:
-                self._cancel(submission)
+                self._cancel(content)
 
     def _add(self, submission: Submission, accepted: asyncio.Future[None]) -> None:
         try:
@@ -247,6 +265,14 @@ class Worker:
                 self._notify("added", tuple(branches), submission.requests[i], submission.received_at, state)
             self._call_in_loop(_accept, accepted)
         self._received += len(submission.requests)
+
+    def _change(self, function: Callable[[Engine], None], done: asyncio.Future[None]) -> None:
+        try:
+            function(self.llm.engine)
+        except Exception as error:
+            self._call_in_loop(_refuse, done, error)
+        else:
+            self._call_in_loop(_accept, done)
 
     def _cancel(self, submission: Submission) -> None:
         """Abandon each unfinished request of the submission once."""
@@ -324,9 +350,9 @@ class Worker:
         self._owners.clear()
         self._call_in_loop(_deliver, [(submission, error) for submission in submissions.values()])
         while not self._inbox.empty():
-            verb, _, accepted = self._inbox.get()
-            if verb == "add":
-                self._call_in_loop(_refuse, accepted, error)
+            _, _, answer = self._inbox.get()
+            if answer is not None:
+                self._call_in_loop(_refuse, answer, error)
 
     def _reason(self) -> EngineStopped:
         return EngineStopped("the server is stopping" if self.error is None else f"the engine failed: {self.error}")

@@ -47,7 +47,7 @@ def read_adapter(folder: str | os.PathLike[str], config: DecoderConfig, name: st
         FileNotFoundError: no such folder, or a file is missing.
         ValueError: an option or a module that is not supported, a damaged file, or factors of another model.
     """
-    path = Path(folder).expanduser()
+    path = Path(os.path.expanduser(folder))  # an unknown user stays as it is; Path.expanduser raises
     if not (path / CONFIG).is_file():
         raise FileNotFoundError(f"{path} has no {CONFIG}; it must be the folder of a LoRA adapter, as PEFT saves it")
     options = read_json(path / CONFIG)
@@ -141,7 +141,10 @@ def _check_options(path: Path, options: Mapping[str, Any]) -> None:
     if options.get("bias", "none") != "none":
         what = f"{file}: bias is {options['bias']!r}, and adapters here have factors alone"
         raise ValueError(f"{what}; train with bias='none', or merge the adapter into the model's weights")
-    alphas = {"lora_alpha": options.get("lora_alpha", 8), **(options.get("alpha_pattern") or {})}
+    patterns = options.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{file}: alpha_pattern is {patterns!r:.80}; it must be an object")
+    alphas = {"lora_alpha": options.get("lora_alpha", 8), **patterns}
     for name, alpha in alphas.items():
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
             raise ValueError(f"{file}: {name} is {alpha!r}; it must be a number")

@@ -114,6 +114,13 @@ def test_other_results_have_the_adapter_too(llm, folders, alone):
         assert len({tuple(tuple(branch.token_ids) for branch in out.outputs) for out in each}) == 1
     vectors = [one.embed([prompt], **more, **options)[0].outputs.embedding for one, more in pair(llm, alone, three)]
     chex.assert_trees_all_close(*map(np.array, vectors), rtol=0, atol=1e-5)
+    scores = [
+        one.score([prompt], [PROMPTS[1]], **more, **options)[0].outputs.score for one, more in pair(llm, alone, three)
+    ]
+    chex.assert_trees_all_close(*scores, rtol=0, atol=1e-5)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    streams = ["".join(one.stream(prompt, params, **more)) for one, more in pair(llm, alone, three)]
+    assert streams[0] == streams[1] != "".join(llm.stream(prompt, params))
 
 
 def pair(llm: LLM, alone: dict[str | None, LLM], request: LoRARequest) -> list[tuple[LLM, dict[str, Any]]]:
@@ -302,6 +309,10 @@ def test_adapters_that_cannot_be_served_are_refused(llm, model, folders, alone, 
     refused("nowhere has no adapter_config.json", LoRARequest("none", 1, tmp_path / "nowhere"))
     refused("1 lora_request for 2 prompts", [LoRARequest("one")])
     refused("lora_request is 'one'; it must be a LoRARequest", "one")
+    with pytest.raises(ValueError, match="2 lora_request for 1 prompts"):
+        next(llm.stream(PROMPTS[0], lora_request=requests(folders, ["one", "two"])))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 lora_request for 2 prompts"):
+        llm.score(PROMPTS[0], PROMPTS[1], lora_request=requests(folders, ["one"]), use_tqdm=False)
     paths = [LoRARequest("one", 1, folders["one"]), LoRARequest("one", 1, folders["two"])]
     refused("lora_request 'one' has the folders", paths)
     small = LLM(model, **SIZES, **LORA | {"max_loras": 1})

@@ -17,7 +17,8 @@ EXAMPLES = 40  # of each operation
 @pytest.fixture(scope="module")
 def small(tiny):
     """A server with short sequences, so that valid requests are answered soon."""
-    with serving(LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 24})) as found:
+    llm = LLM(tiny, progress=False, **{**ENGINE, "max_model_len": 24})
+    with serving(llm, allow_runtime_lora_updating=True) as found:
         yield found
         state = found.worker.llm.engine.scheduler_state
         assert found.worker.healthy
