@@ -7,7 +7,7 @@ same shapes, without a compilation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     part: int  # of `DecoderConfig.parts`
 
 
-Parts = Mapping[Part, tuple[np.ndarray, np.ndarray]]  # a [r, K] and b [outputs of the part, r], scaled
+Parts = Mapping[Part, tuple[Any, Any]]  # a [r, K] and b [outputs of the part, r], scaled: arrays of numpy or JAX
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,16 +106,36 @@ def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) 
         for name, (a, b) in stacked.items():
             new_a, new_b = np.array(a), np.array(b)  # copies on the host
             new_a[slot], new_b[slot] = 0, 0
-            ends = config.parts[name]
-            rank = a.shape[1] // len(ends)
-            for i, (first, last) in enumerate(zip((0, *ends), ends, strict=False)):
-                if (found := parts.get(Part(layer, name, i))) is not None:
-                    down, up = found
-                    new_a[slot, i * rank : i * rank + len(down), : down.shape[1]] = down
-                    new_b[slot, i * rank : i * rank + len(down), first:last] = up.T
+            for of_a, down, of_b, up in _places(config, Part(layer, name, 0), a.shape[1], parts):
+                new_a[slot][of_a], new_b[slot][of_b] = down, up
             own[name] = jax.device_put(new_a, a.sharding), jax.device_put(new_b, b.sharding)
         layers.append(own)
     return tuple(layers)
+
+
+def only(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
+    """The factors of one adapter, in slot 1, as a function of its parts that can be differentiated."""
+    rank = max(len(a) for a, _ in parts.values())
+    layers = []
+    for layer, stacked in enumerate(blank(config, Slots(1, rank, dtype))):
+        own = {}
+        for name, (a, b) in stacked.items():
+            for of_a, down, of_b, up in _places(config, Part(layer, name, 0), a.shape[1], parts):
+                a, b = a.at[1, *of_a].set(down.astype(a.dtype)), b.at[1, *of_b].set(up.astype(b.dtype))
+            own[name] = a, b
+        layers.append(own)
+    return tuple(layers)
+
+
+def _places(config: DecoderConfig, first: Part, rows: int, parts: Parts) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Of each part of a matrix that has factors: where they belong in a slot's [R, K] and [R, M], and what."""
+    ends = config.parts[first.matrix]
+    rank = rows // len(ends)
+    for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        if (found := parts.get(first._replace(part=i))) is not None:
+            a, b = found
+            own = slice(i * rank, i * rank + len(a))
+            yield (own, slice(a.shape[1])), a, (own, slice(start, end)), b.T
 
 
 def sizes_of(config: DecoderConfig, name: str, part: int) -> tuple[int, int]:
