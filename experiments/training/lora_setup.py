@@ -14,6 +14,7 @@ class LoraSetup:
     modules: kinds of matrices that have factors, as PEFT's target_modules, with commas between them; "all": every one.
     context: tokens of a window of text.
     batch: windows of text in a step. lists: to sort in a step.
+    held_out: examples of each task that no step trains on.
     rate: the highest learning rate.
     """
 
@@ -25,4 +26,5 @@ class LoraSetup:
     context: int = 96
     batch: int = 16
     lists: int = 32
+    held_out: int = 64
     rate: float = 5e-3

@@ -16,7 +16,6 @@ from experiments.training.lora_setup import LoraSetup
 from pagedjax.text.tokenizer import Tokenizer
 
 DIGITS = 4  # of a list to sort, all different
-HELD_OUT = 64  # examples of a task that no step trains on, at most
 
 
 class Examples(NamedTuple):
@@ -55,7 +54,7 @@ def tasks(tokenizer: Tokenizer, setup: LoraSetup) -> dict[str, Task]:
     """By the name of its adapter.
 
     Raises:
-        ValueError: the context has no room for a list.
+        ValueError: the context has no room for a list, there is too little text or there are too few lists.
     """
     return {"upper": capitals(tokenizer, setup), "sort": sorting(tokenizer, setup)}
 
@@ -76,8 +75,9 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
         rng = np.random.default_rng((setup.seed, step, 2))
         return of_windows(train, rng.integers(len(train) - setup.context, size=setup.batch), 1)
 
-    apart = max(setup.context, (len(held_out) - setup.context) // HELD_OUT)
-    places = np.arange(0, len(held_out) - setup.context, apart)[:HELD_OUT]
+    if (most := len(held_out) // setup.context) < setup.held_out:
+        raise ValueError(f"--held_out is {setup.held_out}; the held-out text has {most} windows: lower it or --context")
+    places = np.arange(setup.held_out) * (len(held_out) // setup.held_out)
     return Task(batch, of_windows(held_out, places, setup.context // 3), lambda _, said: said.isupper())
 
 
@@ -95,7 +95,10 @@ def sorting(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
     if (width := len("".join(question(range(DIGITS))))) > setup.context:
         raise ValueError(f"--context is {setup.context}; a list to sort has up to {width} tokens: raise it")
     lists = np.random.default_rng(0).permutation(list(permutations(range(10), DIGITS)))
-    held_out, train = lists[:HELD_OUT], lists[HELD_OUT:]
+    if setup.held_out + setup.lists > len(lists):
+        what = f"--held_out is {setup.held_out} and --lists {setup.lists}"
+        raise ValueError(f"{what}; there are {len(lists)} lists: lower one of them")
+    held_out, train = lists[: setup.held_out], lists[setup.held_out :]
 
     def examples(several: np.ndarray) -> Examples:
         pairs = [[tokenizer.encode(part, False) for part in question(digits)] for digits in several.tolist()]

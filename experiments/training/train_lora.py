@@ -193,7 +193,7 @@ def serve(model: LoadedModel, folders: Mapping[str, Path], several: Mapping[str,
     """
     width = max(task.held_out.tokens.shape[1] for task in several.values()) + 1  # one token follows an example
     rows = 32
-    sizes = {"max_num_seqs": rows, "max_num_batched_tokens": 128, "token_buckets": (rows, 128)}
+    sizes: dict[str, Any] = {"max_num_seqs": rows, "max_num_batched_tokens": 2 * rows, "token_buckets": (2 * rows,)}
     sizes |= {"max_model_len": width, "num_blocks": rows * (width // 16 + 1)}
     ranks = max(read_json(folder / "adapter_config.json")["r"] for folder in folders.values())
     lora = {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": ranks}
@@ -214,8 +214,9 @@ def serve(model: LoadedModel, folders: Mapping[str, Path], several: Mapping[str,
         found, right = np.zeros(task.held_out.tokens.shape, np.float32), []
         for i in range(len(found)):
             given, answered = next(outs), next(outs)
-            pairs = zip(given.prompt_token_ids[1:], given.prompt_logprobs[1:], strict=True)
-            found[i, 1 : task.held_out.lengths[i]] = [entry[token].logprob for token, entry in pairs]
+            entries: Any = given.prompt_logprobs
+            pairs = zip(given.prompt_token_ids[1:], entries[1:], strict=True)
+            found[i, 1 : len(entries)] = [entry[token].logprob for token, entry in pairs]
             right.append(task.right(llm.tokenizer.decode(task.held_out.answer(i)), answered.outputs[0].text))
         return Served(found, float(np.mean(right)))
 
@@ -279,7 +280,7 @@ def train(
     begin(out, {**dataclasses.asdict(setup), "model": fingerprint(loaded.model), "text": text})
     with opened(out) as manager:
         done, state, losses = restore(manager, trainer.start)
-        say(about(config, state.params) + (f"; {done} of {setup.steps} steps are done" if done else ""))
+        say(about(state.params) + (f"; {done} of {setup.steps} steps are done" if done else ""))
         say(f"{'step':>6}" + "".join(f"  {name + ': train':>12} {'held out':>8}" for name in several))
         while done < setup.steps:
             values = []
@@ -306,10 +307,9 @@ def train(
     return losses, found
 
 
-def about(config: DecoderConfig, params: Mapping[str, Factors]) -> str:
+def about(params: Mapping[str, Factors]) -> str:
     sizes = [sum(x.size for x in jax.tree.leaves(own)) for own in params.values()]
-    modules = len(next(iter(params.values())))
-    return f"{sizes[0]:,} parameters of each adapter, for {modules} matrices in {config.layers} layers"
+    return f"{sizes[0]:,} parameters of each adapter, for {len(next(iter(params.values())))} matrices"
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{field.name}", **kind)
     args = parser.parse_args(argv)
     setup = LoraSetup(**{field.name: getattr(args, field.name) for field in dataclasses.fields(LoraSetup)})
-    for name in ("every", "steps", "rank", "context", "batch", "lists"):
+    for name in ("every", "steps", "rank", "context", "batch", "lists", "held_out"):
         if (value := getattr(args, name)) < 1:
             parser.error(f"--{name} is {value}; it must be at least 1; leave it out for the default")
     for name in ("alpha", "rate"):

@@ -43,7 +43,7 @@ def _called(function: Any, options: Any, x, weight, norm, scales, bias, low, res
     """`multiply` of an implementation, from static options and arrays."""
     matrix, kind, parts, activation, rows, dtype = options
     normalised = None if kind is None else Norm(norm, *kind)
-    added = None if low is None else LowRank(*low, parts)
+    added = None if low is None else LowRank(*low, parts=parts)
     epilogue = Epilogue(scales, bias, added, activation, residual)
     return function(x, weight, matrix, normalised, epilogue, rows, sizes, dtype)
 
