@@ -76,7 +76,7 @@ def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
         return of_windows(train, rng.integers(len(train) - setup.context, size=setup.batch), 1)
 
     if (most := len(held_out) // setup.context) < setup.held_out:
-        raise ValueError(f"--held_out is {setup.held_out}; the held-out text has {most} windows: lower it or --context")
+        raise ValueError(f"--held-out is {setup.held_out}; the held-out text has {most} windows: lower it or --context")
     places = np.arange(setup.held_out) * (len(held_out) // setup.held_out)
     return Task(batch, of_windows(held_out, places, setup.context // 3), lambda _, said: said.isupper())
 
@@ -96,7 +96,7 @@ def sorting(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
         raise ValueError(f"--context is {setup.context}; a list to sort has up to {width} tokens: raise it")
     lists = np.random.default_rng(0).permutation(list(permutations(range(10), DIGITS)))
     if setup.held_out + setup.lists > len(lists):
-        what = f"--held_out is {setup.held_out} and --lists {setup.lists}"
+        what = f"--held-out is {setup.held_out} and --lists {setup.lists}"
         raise ValueError(f"{what}; there are {len(lists)} lists: lower one of them")
     held_out, train = lists[: setup.held_out], lists[setup.held_out :]
 

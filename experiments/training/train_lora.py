@@ -315,6 +315,10 @@ def about(params: Mapping[str, Factors]) -> str:
 # --- command line -----------------------------------------------------------------------------------------------------
 
 
+def option(name: str) -> str:
+    return name.replace("_", "-")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of a model, as train_tiny writes one")
@@ -324,12 +328,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", **forms, help="form of the adapters; PEFT reads safetensors (default: %(default)s)")
     for field in dataclasses.fields(LoraSetup):
         kind = {"default": field.default, "type": type(field.default), "help": "default: %(default)s"}
-        parser.add_argument(f"--{field.name}", **kind)
+        parser.add_argument(f"--{option(field.name)}", **kind)
     args = parser.parse_args(argv)
     setup = LoraSetup(**{field.name: getattr(args, field.name) for field in dataclasses.fields(LoraSetup)})
     for name in ("every", "steps", "rank", "context", "batch", "lists", "held_out"):
         if (value := getattr(args, name)) < 1:
-            parser.error(f"--{name} is {value}; it must be at least 1; leave it out for the default")
+            parser.error(f"--{option(name)} is {value}; it must be at least 1; leave it out for the default")
     for name in ("alpha", "rate"):
         if not 0 < (value := getattr(args, name)) < math.inf:
             parser.error(f"--{name} is {value}; it must be above 0 and finite; leave it out for the default")

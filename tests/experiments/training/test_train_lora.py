@@ -264,8 +264,8 @@ def test_wrong_options_are_refused(tmp_path, capsys, options, message):
         (["--modules", "q_proj,c_attn"], "--modules has 'c_attn'; this model has q_proj,k_proj,v_proj,o_proj,.*: use"),
         (["--context", "64"], "--context is 64; this model has room for 63 tokens: lower it"),
         (["--context", "30"], "--context is 30; a list to sort has up to 38 tokens: raise it"),
-        (["--held_out", "9999"], r"--held_out is 9999; the held-out text has \d+ windows: lower it or --context"),
-        (["--lists", "5040"], "--held_out is 64 and --lists 5040; there are 5040 lists: lower one of them"),
+        (["--held-out", "9999"], r"--held-out is 9999; the held-out text has \d+ windows: lower it or --context"),
+        (["--lists", "5040"], "--held-out is 64 and --lists 5040; there are 5040 lists: lower one of them"),
     ],
 )
 def test_options_that_do_not_fit_the_model_are_refused_before_anything_is_written(
