@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from flax import nnx
 
 from pagedjax.weights.convert import check_free, complete_folder
 
@@ -21,7 +20,7 @@ Loss = dict[str, Any]  # {"step", "train", "held_out"}
 
 
 class State(NamedTuple):
-    params: nnx.State
+    params: Any  # of what is trained
     optimiser: Any  # optax's state, which also counts the steps
 
 

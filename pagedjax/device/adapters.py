@@ -7,7 +7,7 @@ same shapes, without a compilation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from pagedjax.device.models import matrices
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.token_adapters import Factors
 
-PackLow = Callable[[np.ndarray, Matrix], np.ndarray]  # of `Implementation`
+PackLow = Callable[[Any, Matrix], Any]  # of `Implementation`
 WIDTH = 16  # of vectors: rows of `a` are padded to a multiple
 ROWS = 4  # ranks are padded to a multiple
 
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     part: int  # of `DecoderConfig.parts`
 
 
-Parts = Mapping[Part, tuple[np.ndarray, np.ndarray]]  # a [r, K] and b [outputs of the part, r], scaled
+Parts = Mapping[Part, tuple[Any, Any]]  # a [r, K] and b [outputs of the part, r], scaled: arrays of numpy or JAX
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,18 +107,40 @@ def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) 
         own = {}
         for name, (a, b) in stacked.items():
             new_a, new_b = np.array(a), np.array(b)  # copies on the host
-            matrix, ends = known[f"blocks.{layer}.{name}.weight"], config.parts[name]
-            rank, joined = a.shape[1] // len(ends), np.zeros((1, a.shape[1], ends[-1]), b.dtype)
+            joined = np.zeros((1, a.shape[1], config.parts[name][-1]), b.dtype)
             new_a[slot] = 0
-            for i, (first, last) in enumerate(zip((0, *ends), ends, strict=False)):
-                if (found := parts.get(Part(layer, name, i))) is not None:
-                    down, up = found
-                    new_a[slot, i * rank : i * rank + len(down), : down.shape[1]] = down
-                    joined[0, i * rank : i * rank + len(down), first:last] = up.T
-            new_b[slot] = pack_low(joined, matrix)[0]
+            for of_a, down, of_b, up in _places(config, Part(layer, name, 0), a.shape[1], parts):
+                new_a[slot][of_a], joined[0][of_b] = down, up
+            new_b[slot] = pack_low(joined, known[f"blocks.{layer}.{name}.weight"])[0]
             own[name] = jax.device_put(new_a, a.sharding), jax.device_put(new_b, b.sharding)
         layers.append(own)
     return tuple(layers)
+
+
+def only(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
+    """The factors of one adapter, in slot 1, as a function of its parts that can be differentiated."""
+    rank = max(len(a) for a, _ in parts.values())
+    layers, known, pack_low = [], matrices(config), find(config.linear).pack_low
+    for layer, stacked in enumerate(blank(config, Slots(1, rank, dtype))):
+        own = {}
+        for name, (a, _) in stacked.items():
+            joined = jnp.zeros((2, a.shape[1], config.parts[name][-1]), a.dtype)
+            for of_a, down, of_b, up in _places(config, Part(layer, name, 0), a.shape[1], parts):
+                a, joined = a.at[1, *of_a].set(down.astype(a.dtype)), joined.at[1, *of_b].set(up.astype(a.dtype))
+            own[name] = a, pack_low(joined, known[f"blocks.{layer}.{name}.weight"])
+        layers.append(own)
+    return tuple(layers)
+
+
+def _places(config: DecoderConfig, first: Part, rows: int, parts: Parts) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """Of each part of a matrix that has factors: where they belong in a slot's [R, K] and [R, M], and what."""
+    ends = config.parts[first.matrix]
+    rank = rows // len(ends)
+    for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        if (found := parts.get(first._replace(part=i))) is not None:
+            a, b = found
+            own = slice(i * rank, i * rank + len(a))
+            yield (own, slice(a.shape[1])), a, (own, slice(start, end)), b.T
 
 
 def sizes_of(config: DecoderConfig, name: str, part: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 
-from pagedjax.device import attention, linear, windows
+from pagedjax.device import adapters, attention, linear, windows
 from pagedjax.device.models.decoder import Decoder, DecoderConfig
 from pagedjax.device.row_reductions import log_softmax
 
@@ -24,7 +24,12 @@ TILE = 512  # tokens whose logits exist at the same time
 
 
 def score(
-    module: Decoder, tokens: ArrayLike, lengths: ArrayLike | None = None, *, batch_invariant: bool = False
+    module: Decoder,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
+    *,
+    batch_invariant: bool = False,
+    adapter: adapters.Parts | None = None,
 ) -> jax.Array:
     """The log-probability of each token after the tokens before it, under the model's own distribution.
 
@@ -37,21 +42,26 @@ def score(
         tokens: [B, L] integers; behind a shorter sequence any ids of the vocabulary.
         lengths: [B] the tokens of each sequence; None: all are L tokens.
         batch_invariant: compute the bits of `LLM(batch_invariant=True)`, in the dtype of the module.
+        adapter: of low rank, of all tokens: the `parts` of an `Adapter`, or arrays that are trained. The result can be
+            differentiated with respect to them.
 
     Returns:
         [B, L] float32. The first place is 0, because no token is before it, and so are those behind a sequence.
 
     Raises:
-        ValueError: tokens or lengths have other shapes, L is above the model's longest context, the module is a part of
-            a model on a mesh, or nothing computes it batch-invariantly; the message names the values.
+        ValueError: tokens, lengths or factors have other shapes, L is above the model's longest context, the module is
+            a part of a model on a mesh, its products add none of low rank, or nothing computes it batch-invariantly;
+            the message names the values.
     """
     _check(module.config, tokens, lengths)
+    if adapter is not None:
+        _check_adapter(module.config, adapter)
     if batch_invariant:
         module = _batch_invariant(module)
     graphdef, state = nnx.split(module)
     tokens = jnp.asarray(tokens, jnp.int32)
     lengths = jnp.full(len(tokens), tokens.shape[1]) if lengths is None else jnp.asarray(lengths)
-    return _score(graphdef, batch_invariant, state, tokens, lengths)
+    return _score(graphdef, batch_invariant, state, tokens, lengths, adapter and dict(adapter))
 
 
 def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
@@ -73,6 +83,23 @@ def _check(c: DecoderConfig, tokens: Any, lengths: Any) -> None:
             raise ValueError(f"{what}; each must be an integer from 0 to {shape[1]}, the width of tokens")
     if c.axes:
         raise ValueError(f"the module is a part of a model on a mesh with axes {c.axes}; give a whole module")
+
+
+def _check_adapter(c: DecoderConfig, parts: adapters.Parts) -> None:
+    if not linear.find(c.linear).low_rank:
+        raise ValueError(f"adapter is given, and linear_impl {c.linear!r} adds no products of low rank; use 'xla'")
+    if not parts:
+        raise ValueError("adapter has no factors; give those of one matrix at least, or None")
+    layers = adapters.shapes(c, adapters.Slots(1, 1, "float32"))
+    for place, (a, b) in parts.items():
+        known = layers[place.layer] if 0 <= place.layer < c.layers else {}
+        if place.matrix not in known or not 0 <= place.part < len(c.parts[place.matrix]):
+            what = f"adapter has factors at {place}, and none belong there in this model"
+            raise ValueError(f"{what}; layers 0 to {c.layers - 1} have {', '.join(layers[0])}")
+        inputs, outputs = adapters.sizes_of(c, place.matrix, place.part)
+        if np.ndim(a) != 2 or a.shape[1] != inputs or b.shape != (outputs, len(a)):
+            found = f"a {list(a.shape)} and b {list(b.shape)}"
+            raise ValueError(f"adapter has {found} at {place}; [r, {inputs}] and [{outputs}, r] fit")
 
 
 def _batch_invariant(module: Decoder) -> Decoder:
@@ -101,10 +128,11 @@ def _parts(config: DecoderConfig, dtype: str) -> tuple[nnx.GraphDef, nnx.State]:
 
 @partial(jax.jit, static_argnums=(0, 1))  # without it each operation would be rounded by itself, as in no engine
 def _score(
-    graphdef: nnx.GraphDef, batch_invariant: bool, state: nnx.State, tokens: jax.Array, lengths: jax.Array
+    graphdef: nnx.GraphDef, batch_invariant: bool, state: nnx.State, tokens: jax.Array, lengths: jax.Array, parts: Any
 ) -> jax.Array:
     module: Decoder = nnx.merge(graphdef, state)
-    hidden, _ = windows.hidden(module, tokens, batch_invariant=batch_invariant)
+    factors = parts and adapters.only(module.config, parts, module.dtype)
+    hidden, _ = windows.hidden(module, tokens, batch_invariant=batch_invariant, adapter=factors)
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1))).reshape(-1)
     several = -len(hidden) % TILE if len(hidden) > TILE else 0
     tile = min(TILE, len(hidden))

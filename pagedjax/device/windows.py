@@ -17,6 +17,7 @@ from pagedjax.device.attention import IMPLS, Attend, Bound, Implementation
 from pagedjax.device.batch import Batch
 from pagedjax.device.cache import init
 from pagedjax.device.models.decoder import Decoder
+from pagedjax.device.token_adapters import Factors, TokenAdapters
 
 
 def packed(tokens: jax.Array) -> Batch:
@@ -90,10 +91,22 @@ def attend(scale: float, *, batch_invariant: bool = False) -> Attend:
 
 
 def hidden(
-    module: Decoder, tokens: jax.Array, taps: Sequence[int] = (), *, batch_invariant: bool = False
+    module: Decoder,
+    tokens: jax.Array,
+    taps: Sequence[int] = (),
+    *,
+    batch_invariant: bool = False,
+    adapter: Factors | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Windows [B, S] -> ([B S, H] after the final norm, [B S, H] after each of the layers `taps`)."""
+    """Windows [B, S] -> ([B S, H] after the final norm, [B S, H] after each of the layers `taps`).
+
+    Args:
+        adapter: of all tokens (`adapters.only`).
+    """
     c, (b, s) = module.config, tokens.shape
     sizes: dict[str, Any] = {"layers": c.layers, "block_size": s, "kv_heads": c.kv_heads, "head_dim": c.head_dim}
     pages = init(blocks=b - 1, dtype=module.dtype, **sizes)  # shapes alone: nothing reads or writes them
-    return module.hidden(pages, packed(tokens), attend(c.attn_scale, batch_invariant=batch_invariant), taps)[1:]
+    batch = packed(tokens)
+    if adapter is not None:
+        batch = batch._replace(adapters=TokenAdapters(jnp.ones(b * s, jnp.int32), adapter).routed())
+    return module.hidden(pages, batch, attend(c.attn_scale, batch_invariant=batch_invariant), taps)[1:]

@@ -71,6 +71,18 @@ def adapter_of(
     Raises:
         ValueError: a module that has no adapters here, or factors that do not fit it. All of them are named.
     """
+    parts = parts_of(factors, options, config, f"{name!r} ({source})")
+    return Adapter(name, parts, digest(parts), source)
+
+
+def parts_of(
+    factors: Mapping[str, tuple[Any, Any]], options: Mapping[str, Any], config: DecoderConfig, name: str
+) -> dict[Part, tuple[Any, Any]]:
+    """What `adapter_of` has: arrays of numpy, or of JAX, by which the result can be differentiated (for `score`).
+
+    Args:
+        name: of the adapter, for errors.
+    """
     where, problems, parts = modules_of(config), [], {}
     for module, (a, b) in sorted(factors.items()):
         if module not in where:
@@ -84,13 +96,14 @@ def adapter_of(
             problems.append(f"{module}: {found}, and [r, {inputs}] and [{sum(outputs)}, r] fit")
             continue
         scaled = np.float32(scaling(options, module, len(a))) * b.astype(np.float32)
-        for place, rows in zip(places, np.split(scaled, np.cumsum(outputs)[:-1]), strict=True):
-            parts[place] = a.astype(np.float32), rows
+        ends = np.cumsum(outputs).tolist()
+        for place, first, last in zip(places, (0, *ends), ends, strict=False):
+            parts[place] = a.astype(np.float32), scaled[first:last]
     if problems or not parts:
         kinds = ", ".join(sorted({module.rpartition(".")[2] for module in where}))
         lines = "\n  ".join(problems or ["it has no factors"])
-        raise ValueError(f"adapter {name!r} ({source}) does not fit the model; modules may be {kinds}\n  {lines}")
-    return Adapter(name, parts, digest(parts), source)
+        raise ValueError(f"adapter {name} does not fit the model; modules may be {kinds}\n  {lines}")
+    return parts
 
 
 def modules_of(config: DecoderConfig) -> dict[str, list[Part]]:

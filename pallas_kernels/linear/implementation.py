@@ -117,7 +117,8 @@ class Implementation(NamedTuple):
     prepare: () -> None. Starts work that is needed once a process, before any tracing.
     invariant: a token's results have the same bits beside any other tokens, with any number of them and of threads.
     low_rank: whether it adds products of low rank; to others none are given.
-    pack_low: (b [S, R, M] of a `LowRank` on the host, matrix) -> the same numbers [S, ...] in its own layout.
+    pack_low: (b [S, R, M] of a `LowRank`, matrix) -> the same numbers [S, ...] in its own layout. b is an array of
+        numpy or of jax.numpy, also in a trace; so is the result.
     """
 
     name: str
@@ -129,4 +130,4 @@ class Implementation(NamedTuple):
     prepare: Callable[[], None] = _nothing
     invariant: bool = False
     low_rank: bool = False
-    pack_low: Callable[[np.ndarray, Matrix], np.ndarray] = low_as_it_is
+    pack_low: Callable[[Any, Matrix], Any] = low_as_it_is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import chex
@@ -13,9 +14,11 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax import LLM, SamplingParams
+from pagedjax import LLM, LoRARequest, SamplingParams
 from pagedjax.device import score as scores
+from pagedjax.device.adapters import Part, sizes_of
 from pagedjax.models import Decoder, score
+from pagedjax.weights.adapter_files import modules_of, parts_of, read_adapter, write_adapter
 from pagedjax.weights.trained import whole
 from tests.engine.test_batch_invariance import COMMON, ENGINES, VOCAB, model_of
 
@@ -26,9 +29,9 @@ DRAWN = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True, 
 Rollout = tuple[np.ndarray, np.ndarray, np.ndarray]  # tokens [B, L], lengths [B], log-probabilities [B, L]
 
 
-def rollout(llm: LLM, prompts: list[list[int]] = PROMPTS) -> Rollout:
+def rollout(llm: LLM, prompts: list[list[int]] = PROMPTS, **options: Any) -> Rollout:
     """What an engine draws, padded with other tokens, and the log-probabilities that it gives."""
-    outs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], DRAWN, use_tqdm=False)
+    outs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], DRAWN, use_tqdm=False, **options)
     ids = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outs]
     lengths = np.array([len(one) for one in ids])
     tokens = np.full((len(ids), lengths.max()), 7, np.int32)
@@ -143,6 +146,94 @@ def test_an_engines_own_module_is_scored_without_gradients(module):
     chex.assert_trees_all_equal(score(own, tokens, lengths, batch_invariant=True), wanted)
     chex.assert_trees_all_close(score(own, tokens, lengths), wanted, rtol=0, atol=1e-4)
     assert whole(model)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+ALPHA = {"lora_alpha": 5}
+
+
+def factors_of(config: Any, rank: int, seed: int = 0) -> Any:
+    rng, found = np.random.default_rng(seed), {}
+    for name, places in modules_of(config).items():
+        sizes = [sizes_of(config, place.matrix, place.part) for place in places]
+        shapes = (rank, sizes[0][0]), (sum(outputs for _, outputs in sizes), rank)
+        a, b = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+        found[name] = a / np.float32(a.shape[1]) ** 0.5, b / np.float32(4)
+    return found
+
+
+def with_merged(module: Decoder, parts: Any) -> Decoder:
+    """Each W replaced by W + b a, in a copy."""
+    graphdef, state = nnx.split(module)
+    copy: Any = nnx.merge(graphdef, jax.tree.map(jnp.array, state))
+    for place, (a, b) in parts.items():
+        layer, name = copy.blocks[place.layer], place.matrix.split(".")
+        matrix = getattr(getattr(layer, name[0]), name[1]).weight
+        first, last = (0, *module.config.parts[place.matrix])[place.part : place.part + 2]
+        matrix[...] = matrix[...].at[first:last].add(b @ a)
+    return copy
+
+
+ALSO = [("Qwen3", True), ("GPT-2", False), ("GPT-2", True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"), [("Qwen3", False), *(pytest.param(*one, marks=pytest.mark.slow) for one in ALSO)]
+)
+def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(name, exact):
+    module = module_of(name)
+    factors = factors_of(module.config, 5)
+    tokens, lengths = np.random.default_rng(0).integers(3, VOCAB, (3, 40)), np.array([40, 7, 29])
+
+    def total(factors: Any, merge: bool) -> Any:
+        parts = parts_of(factors, ALPHA, module.config, name)
+        options = {} if merge else {"adapter": parts, "batch_invariant": exact}
+        found = score(with_merged(module, parts) if merge else module, tokens, lengths, **options)
+        return (found * jnp.linspace(0, 1, tokens.shape[1])).sum() / tokens.size, found
+
+    both = [jax.jit(jax.value_and_grad(partial(total, merge=merge), has_aux=True)) for merge in (True, False)]
+    ((_, wanted), gradient), ((_, found), ours) = (one(factors) for one in both)
+    assert np.abs(wanted - score(module, tokens, lengths)).max() > 0.1, "the adapter hardly matters"
+    chex.assert_trees_all_close(found, wanted, rtol=0, atol=1e-4)
+    chex.assert_trees_all_close(ours, gradient, rtol=1e-3, atol=1e-5)
+    absent = jax.tree.map(np.zeros_like, parts_of(factors, ALPHA, module.config, name))
+    chex.assert_trees_all_equal(score(module, tokens, lengths, adapter=absent), score(module, tokens, lengths))
+
+
+def test_an_adapter_has_the_bits_of_a_batch_invariant_engine(tmp_path):
+    module = module_of("Qwen3")
+    factors = factors_of(module.config, 5)
+    folder = write_adapter(tmp_path / "adapter", factors, ALPHA)
+    llm = LLM(model_of("Qwen3"), **COMMON, **ENGINES["two buckets"], enable_lora=True, max_loras=2, max_lora_rank=12)
+    llm.load_adapter("one", folder)
+    tokens, lengths, wanted = rollout(llm, lora_request=LoRARequest("one"))
+    adapter = read_adapter(folder, module.config, "one").parts
+    chex.assert_trees_all_equal(score(module, tokens, lengths, batch_invariant=True, adapter=adapter), wanted)
+    chex.assert_trees_all_close(score(module, tokens, lengths, adapter=adapter), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({}, "adapter has no factors; give those of one matrix at least, or None"),
+        (
+            {Part(9, "attn.out", 0): (1, 1)},
+            r"at Part\(layer=9, .* layers 0 to 2 have attn.qkv, attn.out, mlp.up, mlp.down",
+        ),
+        ({Part(0, "attn.out", 1): (1, 1)}, r"part=1\), and none belong there in this model"),
+        (
+            {Part(0, "attn.out", 0): (np.zeros((2, 3)), np.zeros((4, 2)))},
+            r"adapter has a \[2, 3\] and b \[4, 2\] at Part.*; \[r, \d+\] and \[\d+, r\] fit",
+        ),
+    ],
+)
+def test_factors_of_another_model_are_refused(module, adapter, message):
+    with pytest.raises(ValueError, match=message):
+        score(module, np.ones((1, 4), int), adapter=adapter)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

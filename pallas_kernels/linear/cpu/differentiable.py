@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels.linear import xla
 from pallas_kernels.linear.cpu import implementation as cpu
 from pallas_kernels.linear.cpu import panels
-from pallas_kernels.linear.implementation import Epilogue, Implementation, Matrix, Norm
+from pallas_kernels.linear.implementation import Epilogue, Implementation, LowRank, Matrix, Norm
 
 
 def multiply(
@@ -34,27 +34,27 @@ def multiply(
         ValueError: as `cpu.multiply`.
     """
     scales, bias, low, activation, residual = epilogue
-    assert low is None, "this implementation has no `low_rank`"
     kind = None if norm is None else (norm.eps, norm.plus_one)
-    arrays = x, weight, norm and norm.weight, scales, bias, residual, sizes
-    return _product((matrix, kind, activation, rows, dtype), *arrays)
+    arrays = x, weight, norm and norm.weight, scales, bias, low and tuple(low[:-1]), residual, sizes
+    return _product((matrix, kind, low and low.parts, activation, rows, dtype), *arrays)
 
 
-def _called(function: Any, options: Any, x, weight, norm, scales, bias, residual, sizes) -> jax.Array:
+def _called(function: Any, options: Any, x, weight, norm, scales, bias, low, residual, sizes) -> jax.Array:
     """`multiply` of an implementation, from static options and arrays."""
-    matrix, kind, activation, rows, dtype = options
-    normalised, epilogue = (
-        None if kind is None else Norm(norm, *kind),
-        Epilogue(scales, bias, None, activation, residual),
-    )
+    matrix, kind, parts, activation, rows, dtype = options
+    normalised = None if kind is None else Norm(norm, *kind)
+    added = None if low is None else LowRank(*low, parts=parts)
+    epilogue = Epilogue(scales, bias, added, activation, residual)
     return function(x, weight, matrix, normalised, epilogue, rows, sizes, dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(options: Any, x: jax.Array, weight: jax.Array, *others: Any) -> jax.Array:
-    matrix = options[0]
+    matrix, (norm, scales, bias, low, *rest) = options[0], others
     packed = panels.arranged(jnp, weight, gated=matrix.gated, matrices=matrix.count)
-    return _called(cpu.multiply, options, x, packed, *others)
+    if low is not None:
+        low = low[0], cpu.pack_low(low[1], matrix), *low[2:]
+    return _called(cpu.multiply, options, x, packed, norm, scales, bias, low, *rest)
 
 
 def _forward(options: Any, *arrays: Any) -> tuple[jax.Array, Any]:
@@ -66,4 +66,6 @@ def _backward(options: Any, arrays: Any, cotangent: jax.Array) -> Any:
 
 
 _product.defvjp(_forward, _backward)
-IMPLEMENTATION = Implementation("cpu_differentiable", multiply, cpu.obstacle, prepare=cpu.prepare, invariant=True)
+IMPLEMENTATION = Implementation(
+    "cpu_differentiable", multiply, cpu.obstacle, prepare=cpu.prepare, invariant=True, low_rank=True
+)

@@ -123,8 +123,8 @@ def unpack(packed: Any, matrix: Matrix) -> np.ndarray:
     return panels.unpack(np.asarray(packed), shape, gated=matrix.gated, matrices=matrix.count)
 
 
-def pack_low(b: np.ndarray, matrix: Matrix) -> np.ndarray:
-    return panels.pack_low(b, gated=matrix.gated)
+def pack_low(b: Any, matrix: Matrix) -> Any:
+    return panels.arranged_low(jnp if isinstance(b, jax.Array) else np, b, gated=matrix.gated)
 
 
 IMPLEMENTATION = Implementation(

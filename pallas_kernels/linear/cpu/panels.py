@@ -41,12 +41,12 @@ def arranged(xp: Any, weight: Any, *, gated: bool = False, matrices: int = 1) ->
     return pairs.swapaxes(1, 2)
 
 
-def pack_low(b: np.ndarray, *, gated: bool = False) -> np.ndarray:
-    """b [S, R, M] -> [S, halves of panels, R, 16]: a half reads its factors one after the other."""
+def arranged_low(xp: Any, b: Any, *, gated: bool = False) -> Any:
+    """b [S, R, M] -> [S, halves of panels, R, 16], of `xp`: a half reads its factors one after the other."""
     slots, rank, m = b.shape
     parts, half = (2, m // 2) if gated else (1, m)
     halves = -(-half // (PANEL // parts)) * 2 // parts  # of each part
-    found = np.pad(b.reshape(slots, rank, parts, half), ((0, 0), (0, 0), (0, 0), (0, halves * PANEL // 2 - half)))
+    found = xp.pad(b.reshape(slots, rank, parts, half), ((0, 0), (0, 0), (0, 0), (0, halves * PANEL // 2 - half)))
     found = found.reshape(slots, rank, parts, halves, PANEL // 2).transpose(0, 3, 2, 1, 4)
     return found.reshape(slots, halves * parts, rank, PANEL // 2)
 

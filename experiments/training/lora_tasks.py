@@ -1,0 +1,114 @@
+"""The tasks of a training run of adapters: text in capitals, and lists to sort. Each has answers that can be checked.
+
+An example is a prompt and what should follow it. The loss is that of the tokens behind the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.training.data import texts
+from experiments.training.lora_setup import LoraSetup
+from pagedjax.text.tokenizer import Tokenizer
+
+DIGITS = 4  # of a list to sort, all different
+
+
+class Examples(NamedTuple):
+    """N examples of L tokens at most. Arrays of numpy."""
+
+    tokens: Any  # [N, L] int32, padded
+    lengths: Any  # [N] int32: of prompt and answer
+    prompts: Any  # [N] int32: of the prompt alone
+
+    @property
+    def counts(self) -> Any:
+        """[N, L] bool: the tokens behind the prompts, whose loss counts."""
+        places = np.arange(self.tokens.shape[1])
+        return (places >= self.prompts[:, None]) & (places < self.lengths[:, None])
+
+    def prompt(self, i: int) -> list[int]:
+        return self.tokens[i, : self.prompts[i]].tolist()
+
+    def answer(self, i: int) -> list[int]:
+        return self.tokens[i, self.prompts[i] : self.lengths[i]].tolist()
+
+
+class Task(NamedTuple):
+    """What an adapter learns.
+
+    batch: step -> the examples of that step, which depend on seed and step alone, so a run can resume at any step.
+    right: (what should follow, what a model said) -> whether that is right. Both are text.
+    """
+
+    batch: Callable[[int], Examples]
+    held_out: Examples
+    right: Callable[[str, str], bool]
+
+
+def tasks(tokenizer: Tokenizer, setup: LoraSetup) -> dict[str, Task]:
+    """By the name of its adapter.
+
+    Raises:
+        ValueError: the context has no room for a list, there is too little text or there are too few lists.
+    """
+    return {"upper": capitals(tokenizer, setup), "sort": sorting(tokenizer, setup)}
+
+
+# --- capitals ---------------------------------------------------------------------------------------------------------
+
+
+def capitals(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
+    """Python's documentation in capitals. A held-out window has a prompt, a third of it."""
+    train, held_out = (np.array(tokenizer.encode("\n\n".join(topics).upper()), np.int32) for topics in texts())
+
+    def of_windows(tokens: np.ndarray, places: np.ndarray, prompt: int) -> Examples:
+        rows, size = len(places), setup.context
+        found = tokens[places[:, None] + np.arange(size)]
+        return Examples(found, np.full(rows, size, np.int32), np.full(rows, prompt, np.int32))
+
+    def batch(step: int) -> Examples:
+        rng = np.random.default_rng((setup.seed, step, 2))
+        return of_windows(train, rng.integers(len(train) - setup.context, size=setup.batch), 1)
+
+    if (most := len(held_out) // setup.context) < setup.held_out:
+        raise ValueError(f"--held-out is {setup.held_out}; the held-out text has {most} windows: lower it or --context")
+    places = np.arange(setup.held_out) * (len(held_out) // setup.held_out)
+    return Task(batch, of_windows(held_out, places, setup.context // 3), lambda _, said: said.isupper())
+
+
+# --- sorting ----------------------------------------------------------------------------------------------------------
+
+
+def question(digits: Sequence[int]) -> tuple[str, str]:
+    """A line of Python's prompt, and Python's answer."""
+    return f">>> sorted({list(digits)})\n", f"{sorted(digits)}\n"
+
+
+def sorting(tokenizer: Tokenizer, setup: LoraSetup) -> Task:
+    """Lists of different digits to sort. The held-out lists are in no step."""
+    # Every list has as many characters, of which each is one token at most.
+    if (width := len("".join(question(range(DIGITS))))) > setup.context:
+        raise ValueError(f"--context is {setup.context}; a list to sort has up to {width} tokens: raise it")
+    lists = np.random.default_rng(0).permutation(list(permutations(range(10), DIGITS)))
+    if setup.held_out + setup.lists > len(lists):
+        what = f"--held-out is {setup.held_out} and --lists {setup.lists}"
+        raise ValueError(f"{what}; there are {len(lists)} lists: lower one of them")
+    held_out, train = lists[: setup.held_out], lists[setup.held_out :]
+
+    def examples(several: np.ndarray) -> Examples:
+        pairs = [[tokenizer.encode(part, False) for part in question(digits)] for digits in several.tolist()]
+        lengths = np.array([len(prompt) + len(answer) for prompt, answer in pairs], np.int32)
+        tokens = np.zeros((len(pairs), width), np.int32)
+        for i, (prompt, answer) in enumerate(pairs):
+            tokens[i, : lengths[i]] = *prompt, *answer
+        return Examples(tokens, lengths, np.array([len(prompt) for prompt, _ in pairs], np.int32))
+
+    def batch(step: int) -> Examples:
+        return examples(np.random.default_rng((setup.seed, step, 3)).choice(train, setup.lists, replace=False))
+
+    return Task(batch, examples(held_out), lambda wanted, said: said == wanted)

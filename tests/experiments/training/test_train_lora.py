@@ -1,0 +1,277 @@
+"""Training adapters: step 0 is the base, the engine gives the trainer's numbers, a stopped run resumes bit-exact."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.training import train_lora, train_tiny
+from experiments.training.data import prepare
+from experiments.training.forward import initial
+from experiments.training.lora_setup import LoraSetup
+from experiments.training.lora_tasks import DIGITS, question, tasks
+from experiments.training.setup import Setup, hf_config
+from pagedjax import load_model
+from pagedjax.device.models import llama
+from pagedjax.models import score
+from pagedjax.weights.adapter_files import read_adapter
+from pagedjax.weights.convert import convert
+
+ROOT = Path(__file__).parents[3]
+SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=64)
+SETUP = LoraSetup(steps=12, rank=4, alpha=8, context=40, batch=4, lists=8, held_out=8, rate=2e-2)
+EVERY = 4
+NAMES = ["upper", "sort"]
+# a process that kills itself while the second checkpoint is due
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from experiments.training import train_lora
+from experiments.training.lora_setup import LoraSetup
+original = train_lora.save
+def save(manager, step, *rest):
+    if step > int(sys.argv[4]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    original(manager, step, *rest)
+train_lora.save = save
+train_lora.train(Path(sys.argv[1]), Path(sys.argv[2]), eval(sys.argv[3]), int(sys.argv[4]))
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A folder as train_tiny writes it, with initial weights."""
+    folder = tmp_path_factory.mktemp("lora") / "model"
+    params = nnx.state(initial(llama.from_hf(hf_config(SMALL)), 0), nnx.Param)
+    train_tiny.write_model(folder, SMALL, prepare(SMALL.vocab).tokenizer, params)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory) -> Any:
+    """A run without interruption."""
+    out, said = tmp_path_factory.mktemp("runs") / "whole", []
+    losses, report = train_lora.train(model, out, SETUP, EVERY, say=said.append)
+    return SimpleNamespace(out=out, losses=losses, report=report, said=said)
+
+
+@pytest.fixture(scope="module")
+def loaded(model) -> Any:
+    return load_model(model, dtype="float32", linear_impl="xla")
+
+
+@pytest.fixture(scope="module")
+def module(loaded) -> Any:
+    return nnx.merge(loaded.model.graphdef, loaded.model.params)
+
+
+@pytest.fixture(scope="module")
+def several(loaded) -> Any:
+    return tasks(loaded.tokenizer, SETUP)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for name in NAMES for path in (folder / name).iterdir()}
+
+
+def test_each_adapter_beats_the_others_on_its_task_and_the_engine_has_the_trainers_numbers(whole):
+    assert [entry["step"] for entry in whole.losses] == [4, 8, 12]
+    first, _, last = whole.losses
+    table = whole.report["held_out"]
+    assert list(table) == ["base", *NAMES]
+    for name in NAMES:
+        assert last["train"][name] < first["train"][name]
+        assert last["held_out"][name] < first["held_out"][name]
+        assert abs(table[name][name]["loss"] - last["held_out"][name]) < 1e-4
+        assert table[name][name]["loss"] + 0.1 < min(table[other][name]["loss"] for other in table if other != name)
+        assert all(0 <= by_task[name]["right"] <= 1 for by_task in table.values())
+    assert 0 < whole.report["largest_difference"] < 1e-4
+    assert json.loads((whole.out / "log.json").read_text()) == whole.losses
+    assert json.loads((whole.out / "report.json").read_text()) == whole.report
+    assert whole.said[0] == "2,432 parameters of each adapter, for 7 matrices"
+    assert [line.split()[0] for line in whole.said[2:5]] == ["4", "8", "12"]
+    assert [line.split()[0] for line in whole.said[6:9]] == ["base", *NAMES]
+    assert whole.said[9].startswith("the trainer's log-probabilities are the engine's within ")
+
+
+def test_step_0_is_the_base_which_never_changes(module, several):
+    before = jax.tree.map(np.array, nnx.state(module))
+    trainer = train_lora.make_trainer(SETUP, module, NAMES)
+    state, start = trainer.start, jax.tree.map(np.array, trainer.start.params)
+    held_out = several["sort"].held_out
+    base = trainer.chances(None, held_out)
+    chex.assert_shape(base, held_out.tokens.shape)
+    chex.assert_trees_all_equal(base, score(module, held_out.tokens, held_out.lengths))
+    for name in NAMES:
+        chex.assert_trees_all_equal(trainer.chances(state.params[name], held_out), base)
+    different = [(a != b).any() for (a, _), (b, _) in zip(*(start[name].values() for name in NAMES), strict=True)]
+    assert all(different), "each adapter has its own A"
+    for step in range(2):  # in the first step B is zero, so A has no gradient
+        state, _ = trainer.update(state, {name: task.batch(step) for name, task in several.items()})
+    changed = jax.tree.map(lambda x, y: bool((x != y).any()), start, state.params)
+    assert all(jax.tree.leaves(changed)), "all factors learn"
+    chex.assert_trees_all_equal(nnx.state(module), before)
+    chex.assert_trees_all_equal(trainer.chances(None, held_out), base)
+
+
+class Stops(Exception):
+    pass
+
+
+@pytest.mark.slow
+def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypatch):
+    out, original, said = tmp_path / "run", train_lora.save, []
+
+    def save(manager: Any, step: int, *rest: Any) -> None:
+        if step > EVERY:
+            raise Stops
+        original(manager, step, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train_lora, "save", save)
+        with pytest.raises(Stops):
+            train_lora.train(model, out, SETUP, EVERY, say=said.append)
+    assert not (out / "upper").exists()
+    losses, report = train_lora.train(model, out, SETUP, EVERY, say=said.append)
+    assert said[3].endswith("; 4 of 12 steps are done")
+    assert (losses, report) == (whole.losses, whole.report)
+    assert files(out) == files(whole.out)
+    with pytest.raises(ValueError, match=r"holds another run: rank is 8, there 4"):
+        train_lora.train(model, out, replace(SETUP, rank=8), EVERY)
+
+
+@pytest.mark.slow
+def test_a_killed_process_resumes_to_the_same_bits(whole, model, tmp_path):
+    out = tmp_path / "run"
+    child = [sys.executable, "-c", CHILD, str(model), str(out), repr(SETUP), str(EVERY)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(child, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    losses, report = train_lora.train(model, out, SETUP, EVERY, say=lambda _: None)
+    assert (losses, report) == (whole.losses, whole.report)
+    assert files(out) == files(whole.out)
+
+
+@pytest.mark.slow
+def test_some_modules_and_orbax_folders(model, module, tmp_path):
+    out, said = tmp_path / "run", []
+    setup = replace(SETUP, steps=2, modules="q_proj, down_proj")
+    _, report = train_lora.train(model, out, setup, 2, say=said.append)
+    before = [read_adapter(out / name, module.config, name) for name in NAMES]
+    assert {place.matrix for one in before for place in one.parts} == {"attn.qkv", "mlp.down"}
+    _, again = train_lora.train(model, out, setup, 2, to="orbax", say=said.append)
+    assert again == report
+    assert {path.name for path in (out / "upper").iterdir()} == {"adapter_config.json", "params"}
+    after = [read_adapter(out / name, module.config, name) for name in NAMES]
+    assert [one.digest for one in after] == [one.digest for one in before]
+
+
+@pytest.mark.oracle
+def test_peft_gives_the_same_log_probabilities(whole, model, module, several, tmp_path):
+    torch, peft, transformers = (pytest.importorskip(name) for name in ("torch", "peft", "transformers"))
+    base = convert(model, tmp_path / "base", to="safetensors", progress=False)
+    for name in NAMES:
+        held_out = several[name].held_out
+        adapter = read_adapter(whole.out / name, module.config, name).parts
+        wanted = np.asarray(score(module, held_out.tokens, held_out.lengths, adapter=adapter))
+        found = transformers.AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+        found = peft.PeftModel.from_pretrained(found, whole.out / name)
+        ids = torch.tensor(held_out.tokens, dtype=torch.long)
+        with torch.no_grad():
+            logits = found(ids[:, :-1]).logits.log_softmax(-1)
+        chosen = logits.gather(-1, ids[:, 1:, None])[..., 0].numpy()
+        counts = held_out.counts[:, 1:]
+        chex.assert_trees_all_close(chosen[counts], wanted[:, 1:][counts], rtol=0, atol=1e-4)
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+def test_held_out_lists_are_in_no_step_and_answers_are_pythons(loaded, several):
+    decode = loaded.tokenizer.decode
+    held_out = several["sort"].held_out
+    asked = {decode(held_out.prompt(i)) for i in range(SETUP.held_out)}
+    assert len(asked) == SETUP.held_out
+    trained = [several["sort"].batch(step) for step in range(40)]
+    assert not asked & {decode(batch.prompt(i)) for batch in trained for i in range(SETUP.lists)}
+    for i in range(5):
+        prompt, answer = decode(held_out.prompt(i)), decode(held_out.answer(i))
+        digits = ast.literal_eval(prompt.removeprefix(">>> sorted(").removesuffix(")\n"))
+        assert len(set(digits)) == DIGITS
+        assert (prompt, answer) == question(digits) == (f">>> sorted({digits})\n", f"{sorted(digits)}\n")
+        assert several["sort"].right(answer, answer)
+        assert not several["sort"].right(answer, answer.replace("]", ", 1]"))
+
+
+def test_capitals_are_the_documentations(loaded, several):
+    batch, held_out = several["upper"].batch(3), several["upper"].held_out
+    for examples in (batch, held_out):
+        assert all(loaded.tokenizer.decode(row).upper() == loaded.tokenizer.decode(row) for row in examples.tokens)
+    assert [int(x) for x in (batch.counts.sum(), held_out.counts.sum())] == [4 * 39, 8 * 27]
+    assert held_out.prompts.tolist() == [13] * 8
+    right = several["upper"].right
+    assert [right("", said) for said in ("THE X.", "The x.", "...", "")] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_depend_on_seed_and_step_alone(loaded, several, name):
+    one, again, later = (several[name].batch(step) for step in (3, 3, 4))
+    other = tasks(loaded.tokenizer, replace(SETUP, seed=1))[name].batch(3)
+    chex.assert_trees_all_equal(one, again)
+    assert (one.tokens != later.tokens).any()
+    assert (one.tokens != other.tokens).any()
+
+
+# --- bad arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--rank", "0"], "--rank is 0; it must be at least 1"),
+        (["--alpha", "0"], "--alpha is 0.0; it must be above 0 and finite"),
+        (["--rate", "nan"], "--rate is nan; it must be above 0 and finite"),
+        (["--seed", "-1"], r"--seed is -1; it must be in \[0, 2\*\*32\)"),
+        (["--to", "gguf"], r"--to: invalid choice: 'gguf' \(choose from '?safetensors'?, '?orbax'?\)"),
+        ([], "where no config.json is; python -m experiments.training.train_tiny --out FOLDER makes one"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, capsys, options, message):
+    with pytest.raises(SystemExit):
+        train_lora.main(["--model", str(tmp_path), "--out", str(tmp_path / "out"), *options])
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--modules", "q_proj,c_attn"], "--modules has 'c_attn'; this model has q_proj,k_proj,v_proj,o_proj,.*: use"),
+        (["--context", "64"], "--context is 64; this model has room for 63 tokens: lower it"),
+        (["--context", "30"], "--context is 30; a list to sort has up to 38 tokens: raise it"),
+        (["--held-out", "9999"], r"--held-out is 9999; the held-out text has \d+ windows: lower it or --context"),
+        (["--lists", "5040"], "--held-out is 64 and --lists 5040; there are 5040 lists: lower one of them"),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused_before_anything_is_written(
+    model, tmp_path, capsys, options, message
+):
+    words = ["--model", str(model), "--out", str(tmp_path / "out"), "--context", "40", *options]
+    assert train_lora.main(words) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
