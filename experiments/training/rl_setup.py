@@ -17,7 +17,7 @@ class RLSetup:
 
     steps: int = 200
     seed: int = 0
-    sums: int = 16
+    sums: int = 32
     group: int = 16
     largest: int = 4
     answer: int = 2
