@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +27,7 @@ from pagedjax.device.models import llama
 from pagedjax.models import score
 from pagedjax.weights.adapter_files import read_adapter
 from pagedjax.weights.convert import convert
+from tests.experiments.training.child import killed
 
 ROOT = Path(__file__).parents[3]
 SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=64)
@@ -158,10 +155,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypa
 @pytest.mark.slow
 def test_a_killed_process_resumes_to_the_same_bits(whole, model, tmp_path):
     out = tmp_path / "run"
-    child = [sys.executable, "-c", CHILD, str(model), str(out), repr(SETUP), str(EVERY)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(child, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    killed(CHILD, model, out, repr(SETUP), EVERY)
     losses, report = train_lora.train(model, out, SETUP, EVERY, say=lambda _: None)
     assert (losses, report) == (whole.losses, whole.report)
     assert files(out) == files(whole.out)

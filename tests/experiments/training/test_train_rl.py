@@ -27,11 +27,26 @@ from experiments.training.train_rl import Rollouts
 from pagedjax import LLM, load_model
 from pagedjax.device.models import llama
 from pagedjax.weights.tree import named
+from tests.experiments.training.child import killed
 
 pytest.importorskip("numba")
 
 SMALL = Setup(vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32)
 SETUP = RLSetup(steps=6, sums=4, group=4, rate=3e-3)
+# a process that kills itself in its fifth step, after the second checkpoint
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+from experiments.training import train_rl
+from experiments.training.rl_setup import RLSetup
+original = train_rl.roll_out
+def roll_out(llm, setup, step):
+    if step == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(llm, setup, step)
+train_rl.roll_out = roll_out
+train_rl.train(Path(sys.argv[1]), Path(sys.argv[2]), eval(sys.argv[3]), 2)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +113,15 @@ def test_a_stopped_run_resumes_to_the_same_bits(whole, model, tmp_path, monkeypa
     assert len(again) == 1
     with pytest.raises(ValueError, match=r"holds another run: rate is 0.1, there 0.003"):
         train_rl.train(model, tmp_path / "run", replace(SETUP, rate=0.1), 2)
+
+
+@pytest.mark.slow
+def test_a_killed_process_resumes_to_the_same_bits(whole, model, tmp_path):
+    out, log, _ = whole
+    killed(CHILD, model, tmp_path / "run", repr(SETUP))
+    assert not (tmp_path / "run" / "model").exists()
+    assert train_rl.train(model, tmp_path / "run", SETUP, 2, say=lambda _: None) == log
+    chex.assert_trees_all_equal(stored(tmp_path / "run" / "model"), stored(out / "model"))
 
 
 @pytest.mark.slow

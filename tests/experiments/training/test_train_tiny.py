@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,6 +27,7 @@ from pagedjax.device import attention, cache, windows
 from pagedjax.device.models import llama
 from pagedjax.engine import compilations
 from pagedjax.weights.tree import named
+from tests.experiments.training.child import killed
 
 ROOT = Path(__file__).parents[3]
 SETUP = Setup(steps=24, vocab=300, layers=1, hidden=32, heads=4, kv_heads=2, context=32, batch=4)
@@ -223,11 +223,8 @@ def test_run_learns_and_writes_model(run):
 @pytest.mark.parametrize("where", ["between", pytest.param("while saving", marks=pytest.mark.slow)])
 def test_killed_run_resumes_bit_exact(run, tmp_path, where):
     out = tmp_path / "tiny"
-    child = [sys.executable, "-c", CHILD, where, str(out), repr(SETUP), str(EVERY)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(child, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["8"]
+    printed = killed(CHILD, where, out, repr(SETUP), EVERY)
+    assert [line.split()[0] for line in printed.splitlines()[2:]] == ["8"]
     assert not (out / "model").exists()
     said = []
     assert train_tiny.train(out, SETUP, EVERY, say=said.append) == run.losses

@@ -1,0 +1,20 @@
+"""A training process that kills itself, as the kernel kills one that has no memory left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def killed(code: str, *arguments: object) -> str:
+    """Run Python code that must end by SIGKILL. Returns what it printed."""
+    child = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(child, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stdout
