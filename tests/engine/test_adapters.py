@@ -127,6 +127,7 @@ def pair(llm: LLM, alone: dict[str | None, LLM], request: LoRARequest) -> list[t
     return [(llm, {"lora_request": request}), (alone[request.lora_name], {})]
 
 
+@pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_other_dtypes(dtype, model, folders, alone):
     """int8: of the model's matrices alone; the adapter is exact."""
@@ -237,6 +238,7 @@ def test_a_folder_is_read_again_if_a_request_says_so(model, folders, alone, tmp_
 # --- bits -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_batch_invariant_engine_stays_so(model, folders):
     """The bits of a request do not depend on those beside it, nor on the slot of its adapter."""
     options = SIZES | {"batch_invariant": True, "enable_prefix_caching": False}

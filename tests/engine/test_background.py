@@ -129,6 +129,7 @@ def test_requests_are_answered_by_the_largest_program_and_later_by_their_own(tin
     assert {result.padded_tokens for result in steps(llm)} > {4, 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_program_that_comes_in_while_a_step_runs_serves_the_next_one(tiny, gate, expected, lookahead):
     llm = make(tiny, lookahead=lookahead)
@@ -230,6 +231,7 @@ def test_an_engine_that_is_dropped_is_not_kept_by_its_thread(tiny, gate):
     assert len(gate.begun) < 4
 
 
+@pytest.mark.slow
 def test_python_ends_while_a_program_is_compiled(tiny_folder):
     program = (
         "import sys\nfrom pagedjax import LLM\n"

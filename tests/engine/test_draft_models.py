@@ -127,7 +127,7 @@ def test_outputs_are_those_without_drafts(tiny, folders, plain, tmp_path, drafte
         assert accepted > 0.85 * drafted
 
 
-@pytest.mark.default_cases("k 7")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
     k, config = CASES[case]
@@ -178,7 +178,7 @@ def dense_drafts(tiny, folder: str, known: list[int], drafts: list[int]) -> tupl
     return best, lead
 
 
-@pytest.mark.default_cases("config0")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, {"block_size": 16, "num_blocks": 24}, SWAPPED, {"max_num_batched_tokens": 8}])
 def test_a_head_drafts_in_an_engine_what_it_drafts_in_training(tiny, folders, tmp_path, monkeypatch, config):
     folder = shutil.copytree(folders.head, tmp_path / "head")
@@ -229,7 +229,7 @@ def test_with_rejection_greedy_requests_keep_their_tokens_and_runs_replay(tiny, 
             assert found.accepted > 0.85 * found.drafted
 
 
-@pytest.mark.default_cases("ngram")
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["small", "ngram"])
 def test_with_rejection_outputs_have_the_distribution_of_an_engine_without_drafts(tiny, folders, drafter):
     number, length, few = 2000, 4, [5, 9, 17, 33]
@@ -358,6 +358,7 @@ def test_a_draft_model_of_another_vocabulary_or_dtype_is_refused(tiny, folders, 
         Engine(tiny.model, config, draft_model=draft._replace(dtype="bfloat16"))
 
 
+@pytest.mark.slow
 def test_a_drafter_of_ones_own_has_a_function(tiny, tmp_path):
     (tmp_path / "mine.py").write_text("from pagedjax.engine.drafters import Drafter\nMINE = Drafter('mine', None)\n")
     method = f"{tmp_path / 'mine.py'}:MINE"

@@ -71,6 +71,10 @@ def everyone() -> dict:
     return greedy | {f"d{i}": (prompt, DRAWN) for i, prompt in enumerate(PROMPTS)}
 
 
+@pytest.mark.default_cases(
+    "{'block_size': 1, 'num_blocks': 600}",
+    "{'block_size': 16, 'max_num_batched_tokens': 512, 'token_buckets': (8, 512)}",
+)
 @pytest.mark.parametrize(
     "config",
     [
@@ -210,6 +214,7 @@ def test_output_is_cut_off_at_the_models_limit(tiny):
     assert end.reason == "length"
 
 
+@pytest.mark.slow
 def test_many_copies_of_a_step_are_made_in_groups(tiny, monkeypatch):
     """20 branches write behind the block that they share, all in one step: more than are copied at a time."""
     prompt, n = PROMPTS[1][:11], 20

@@ -82,6 +82,7 @@ def run(engine, monkeypatch, broken=()):
     return tokens, [(b.request_id, [s.token_ids for s in b.sequences]) for b in found], preempted
 
 
+@pytest.mark.default_cases("plain")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_failed_step_is_computed_again_with_the_same_tokens(tiny, monkeypatch, tmp_path, mode):
     expected = run(make(tiny).engine, monkeypatch)

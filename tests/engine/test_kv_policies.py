@@ -131,10 +131,7 @@ def streamed(tiny) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        pytest.param(name, marks=() if name in ("swapping", "no prefix cache") else pytest.mark.slow)
-        for name in VARIANTS
-    ],
+    [pytest.param(name, marks=() if name == "swapping" else pytest.mark.slow) for name in VARIANTS],
 )
 def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(tiny, streamed, variant):
     llm = make(tiny, kv_policy=STREAMING, **VARIANTS[variant])
@@ -145,6 +142,7 @@ def test_tokens_do_not_depend_on_chunks_batch_mates_or_how_blocks_are_kept(tiny,
     assert llm.engine.scheduler_state.pool.num_free == llm.engine.config.num_blocks
 
 
+@pytest.mark.slow
 def test_branches_and_beams_under_a_policy_do_not_depend_on_chunks(tiny):
     draws = SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=30, ignore_eos=True)
     beams = BeamSearchParams(beam_width=3, max_tokens=20, ignore_eos=True)

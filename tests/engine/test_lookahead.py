@@ -221,6 +221,7 @@ def test_device_time_is_within_the_step(llms):
         assert result.compilations == 0
 
 
+@pytest.mark.slow
 def test_no_prediction_overwrites_cached_content(tiny):
     """Nearly every block holds cached content, so a step that would overwrite some waits until it is certain."""
     runs = {}

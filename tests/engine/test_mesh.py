@@ -163,7 +163,7 @@ def test_drafts_are_verified_on_a_mesh(folders, tmp_path, options):
     assert any(result[0].drafts for run in mesh for result in run.results if len(result) == 5)
 
 
-@pytest.mark.default_cases("8/2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["8/2", "9/3"])
 def test_new_parameters_are_split_as_the_old_ones(folders, tmp_path, name):
     """An engine with the parameters of another model says what that model says."""

@@ -180,9 +180,7 @@ def test_embeddings_are_the_same_whatever_is_beside_them(llm):
         chex.assert_trees_all_close(alone.outputs.data, beside[f"p{i}"], atol=1e-6)
 
 
-@pytest.mark.default_cases(
-    "{'lookahead': 0}", "{'num_blocks': 30, 'max_num_seqs': 6}", "{'mixed_steps': False}", "{'compilation': 'lazy'}"
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mesh": {"mesh": {"tensor": 2}},
     "large buckets": {"max_num_batched_tokens": 128, "token_buckets": (128,)},
 }
-DEFAULT = ("preemption", "drafts")
+DEFAULT = ("preemption",)
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,7 @@ def test_tokens_and_logprobs_are_those_of_the_brute_force_model(model, policy, s
         assert np.abs(logprobs_of(full, answer.token_ids) - got).max() > 1e-2, "nothing is left out: a blind comparison"
 
 
+@pytest.mark.slow
 def test_a_selection_of_all_blocks_gives_the_tokens_of_full_attention(model):
     full = answers(make(model))
     llm = make(model, kv_policy=QUEST | {"tokens": 128})
@@ -233,6 +234,7 @@ FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck
 
 @FEW
 @given(data=st.data())
+@pytest.mark.slow
 def test_company_changes_no_token(data, engines, tokens_alone):
     check_company(data, ("recomputed", "swapped"), engines, tokens_alone)
 
@@ -375,6 +377,7 @@ def test_a_kernel_that_cannot_read_one_key_head_is_refused(model, tmp_path):
         make(model, kv_policy=QUEST, attention_impl=f"{tmp_path}/own.py:MINE")
 
 
+@pytest.mark.slow
 def test_a_batch_invariant_engine_stays_so(model):
     """The scores decide what is read, and they are a product of XLA."""
     llm = make(model, kv_policy=EVERY, batch_invariant=True, num_blocks=120)
