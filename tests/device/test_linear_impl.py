@@ -127,6 +127,7 @@ def test_packed_weights_are_not_copied_by_jax(tiny_folder):
         assert jax.device_put(found).unsafe_buffer_pointer() == found.ctypes.data
 
 
+@pytest.mark.slow
 def test_new_parameters_are_packed_and_nothing_is_compiled(tiny_folder):
     _, llm = outputs(load_model(tiny_folder), "cpu")
     tree = jax.tree.map(lambda x: x * np.float32(0.5) if x.ndim > 1 else x, whole(llm.engine.model))

@@ -265,6 +265,7 @@ def test_live_frames_of_an_engine_match_its_recording(tiny, tmp_path: Path, pree
     assert log_of(watched) == log  # though the end of a search is the next step's in a recording
 
 
+@pytest.mark.slow
 def test_live_frames_of_a_speculating_engine_match_its_recording(tiny, tmp_path: Path):
     llm = LLM(
         tiny, progress=False, block_size=4, num_blocks=40, max_num_seqs=4, max_num_batched_tokens=32,

@@ -65,6 +65,7 @@ def test_a_damaged_file_is_named(tmp_path, text):
         pooling_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_model_pools_as_its_files_say_and_without_a_warning(tiny_folder, tmp_path):
     folder = write(shutil.copytree(tiny_folder, tmp_path / "model"), "Transformer", "Pooling", mean_tokens=True)
     llm = LLM(folder, progress=False, max_num_seqs=2, max_num_batched_tokens=32, token_buckets=(32,), num_blocks=32)

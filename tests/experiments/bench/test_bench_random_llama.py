@@ -24,6 +24,7 @@ def test_random_model_is_reproducible_and_has_the_shape():
         chex.assert_trees_all_equal(model, other)
 
 
+@pytest.mark.slow
 def test_random_llama_command(tmp_path, capsys):
     out = tmp_path / "figures.json"
     sizes = ["--seqs", "3", "--context", "20", "--tokens", "4", "--budget", "16", "--dtype", "float32"]

@@ -103,6 +103,7 @@ def test_slowdown_is_geometric_mean():
     assert timed.slower(times, list(times), "a", "b") == pytest.approx([4.0, 2.0])
 
 
+@pytest.mark.slow
 def test_decode_attention_study_on_tiny_model(tiny_folder, monkeypatch, tmp_path):
     grid = timed.Grid((64, 128), (8,), 512, 2, 1)
     for name, value in {"DEFAULT_MODEL": str(tiny_folder), "QUICK": grid}.items():
