@@ -228,6 +228,7 @@ def limited(monkeypatch, free: int) -> None:
     monkeypatch.setattr(memory, "_system", lambda: (2**40, free))
 
 
+@pytest.mark.slow
 def test_where_memory_binds_the_measured_step_has_its_place_beside_the_cache(tiny, monkeypatch):
     from pagedjax import LLM
 

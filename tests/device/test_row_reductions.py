@@ -55,6 +55,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(function, width):
     assert_rows_are_independent(function, numbers(ROWS, width))
 
 
+@pytest.mark.default_cases("320")
 @pytest.mark.parametrize("vocabulary", [320, 49152])
 def test_weights_and_draws_do_not_depend_on_the_number_of_rows(vocabulary):
     def drawn(logits: jax.Array, temperature: jax.Array, share: jax.Array) -> tuple[jax.Array, jax.Array]:

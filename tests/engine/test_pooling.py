@@ -56,7 +56,7 @@ def embedded(llm: LLM, prompts: Sequence[Any], params: Any = None) -> list[np.nd
 # --- the vectors ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.default_cases("LAST-True", "LAST-False", "CLS-True", "CLS-False")
+@pytest.mark.default_cases("LAST-True", "CLS-False")
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_are_those_of_a_forward_pass_without_a_cache(tiny, hidden, kind, caching):
@@ -285,6 +285,7 @@ def test_the_last_tokens_state_compiles_nothing_and_others_compile_once(tiny):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_prompt_may_have_as_many_tokens_as_the_model(tiny, llm):
     embedded(llm, [[7] * 508])
     short = make(tiny, max_model_len=40)

@@ -125,6 +125,7 @@ def test_parts_wake_up_alone(tiny_folder):
         llm.wake_up(tags="all")
 
 
+@pytest.mark.slow
 def test_a_loaded_model_that_others_use_is_not_deleted(tiny):
     one, two = (LLM(tiny, progress=False, linear_impl="xla", **SIZES) for _ in range(2))
     want = tokens(one)

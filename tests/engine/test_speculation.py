@@ -153,7 +153,7 @@ CASES = {
 SLOW = ("k 1", "blocks of 16", "no prefix cache", "shortest first")  # each case compiles an engine
 
 
-@pytest.mark.default_cases("k 3", "few blocks, swapped", "prompts and decodes in turn")
+@pytest.mark.default_cases("k 3", "prompts and decodes in turn")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 )
@@ -346,6 +346,7 @@ def test_lookahead_and_speculation_are_refused_together():
         EngineConfig(lookahead=1, speculative={"method": "ngram"})
 
 
+@pytest.mark.slow
 def test_a_drafter_of_ones_own_is_a_value_in_a_file(tiny, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

@@ -67,7 +67,7 @@ def counted(llm: LLM, kind: type) -> list[int]:
     return seen
 
 
-@pytest.mark.default_cases("recomputed")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["recomputed", "speculation"])
 def test_an_answer_that_ends_has_its_form(tiny, kind):
     reasons = answers(LLM(tiny, progress=False, **SIZES, **KINDS[kind]), SCHEMAS[::4], 1)

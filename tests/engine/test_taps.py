@@ -100,7 +100,7 @@ def test_arrays_are_those_of_a_forward_pass_and_tokens_do_not_change(llm, tiny_f
     [
         {"num_blocks": 26},
         slow({"num_blocks": 26, "preemption": "swap", "swap_space_gib": 0.001}),
-        {"lookahead": 2},
+        slow({"lookahead": 2}),
         {"speculative": {"method": "ngram", "num_tokens": 3, "adaptive": False, "ngram_min": 1}},
         slow({"attention_impl": "xla", "linear_impl": "xla"}),
         slow({"mixed_steps": False, "chunked_prefill": False, "max_num_batched_tokens": 64, "token_buckets": (64,)}),
@@ -199,6 +199,7 @@ def test_attention_alone_shares_prefixes_and_hidden_states_do_not(llm, tiny_fold
             check(tiny_folder, PROMPTS[1], output.outputs[0].token_ids, output.outputs[0].taps, params.taps)
 
 
+@pytest.mark.slow
 def test_experts_of_chunks_are_those_of_a_whole_prompt():
     """Layers 0 and 2 have experts; the last layer is computed for all tokens. A mesh gives the same."""
     model, taps = random_model("Qwen3-MoE"), Taps(hidden_states=3, experts=(0, 2))

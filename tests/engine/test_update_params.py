@@ -87,7 +87,7 @@ def continued(llm: LLM, prompt: list[int], tokens: list[int]) -> list[tuple[int,
     return [(token, entry[token].logprob) for token, entry in zip(one.token_ids, chances, strict=True)]
 
 
-@pytest.mark.default_cases("ahead", "swapping")
+@pytest.mark.default_cases("swapping")
 @pytest.mark.parametrize("name", ENGINES)
 def test_after_a_restart_all_is_as_if_the_weights_had_been_there_before(model, new, updated, tmp_path, name):
     """Bit for bit, also of requests that were swapped out, and with predicted steps on the device."""
