@@ -151,6 +151,7 @@ def test_a_program_that_comes_in_while_a_step_runs_serves_the_next_one(tiny, gat
     assert outputs(llm)[0] == expected[0]
 
 
+@pytest.mark.slow
 def test_what_is_compiled_behind_a_step_is_not_counted_as_its_own(tiny, gate):
     llm = make(tiny)
     before = compilations.counts()
@@ -175,6 +176,7 @@ def test_a_failed_compilation_is_logged_and_survived(tiny, gate, expected, caplo
     assert 4 not in {result.padded_tokens for result in steps(llm)}
 
 
+@pytest.mark.slow
 def test_recordings_do_not_depend_on_which_programs_exist(tiny, gate, tmp_path):
     written = []
     for name, compilation in (("behind", "background"), ("first", "eager")):

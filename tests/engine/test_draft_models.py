@@ -142,6 +142,7 @@ def test_every_draft_of_the_model_itself_is_accepted(tiny, folders, case):
     assert drafts == accepted > 10
 
 
+@pytest.mark.slow
 def test_drafts_behind_a_prefix_that_was_found_are_as_good_as_behind_one_that_was_computed(tiny, folders):
     """Elsewhere acceptance fell after prefix hits (vllm#47930): the drafter had not computed what was shared."""
     engine, prompt = speculating(tiny, folders, "itself", 4), tokens(30, 3)

@@ -138,6 +138,7 @@ def test_branches_share_the_prompts_arrays_and_have_their_own_behind_it(llm, tin
     check(tiny_folder, PROMPTS[0], best.outputs[0].token_ids, best.outputs[0].taps)
 
 
+@pytest.mark.slow
 def test_requests_with_different_taps_share_a_step(llm, tiny_folder):
     several = [Taps(hidden_states=2, attention={1: (0, 2)}), Taps((1,), ((1, (1,)),))]
     outputs = llm.generate([PROMPTS[0]] * 2, [replace(PARAMS, taps=taps) for taps in several], use_tqdm=False)

@@ -186,6 +186,7 @@ def test_keep_with_the_same_weights_changes_no_token(model):
     chex.assert_trees_all_equal(answers[0], answers[2])
 
 
+@pytest.mark.slow
 def test_nothing_that_old_content_went_into_is_found_later(model, new, updated):
     """Blocks that are filled after the update, at the end of a prompt whose beginning is old."""
     llm = LLM(model, **SIZES | {"max_num_batched_tokens": 16, "token_buckets": (16,)})

@@ -51,6 +51,7 @@ def test_arguments_without_a_result_are_refused(wrong, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_run_without_full_decode_step_is_an_error(capsys):
     sizes = ["--seqs", "3", "--context", "20", "--tokens", "2", "--budget", "16", "--dtype", "float32"]
     assert random_llama.main(["--shape", "small", "--impls", "xla", *sizes]) == 1

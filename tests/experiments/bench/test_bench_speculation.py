@@ -44,6 +44,7 @@ def test_each_engine_has_a_row_and_the_plain_one_the_ratio_1(tiny):
     json.dumps([plain, ngram])
 
 
+@pytest.mark.slow
 def test_other_tokens_than_those_of_the_plain_engine_fail_the_run(tiny, tmp_path):
     other = LLM(tiny_llama(tmp_path / "other", tied=True), progress=False, **SMALL)
     with pytest.raises(RuntimeError, match="edit: other gave other tokens than the plain engine"):

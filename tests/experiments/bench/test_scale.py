@@ -192,6 +192,7 @@ def test_command_measures_every_point(quick):
         assert point["compiled"]["activations"] >= point["paper"]["activations"]
 
 
+@pytest.mark.slow
 def test_report_has_table_and_sentence_per_factor(quick):
     heading, *_ = quick.text.splitlines()
     assert heading.startswith("## cpu/scale: `python -m experiments.bench.scale --quick --steps 2`, 20")
@@ -203,6 +204,7 @@ def test_report_has_table_and_sentence_per_factor(quick):
     assert "weights, cache and inputs, to the byte." in " ".join(quick.text.split())
 
 
+@pytest.mark.slow
 def test_show_repeats_the_report_of_kept_figures(quick, capsys):
     assert scale.main(["--show", str(quick.file)]) == 0
     assert capsys.readouterr().out == quick.text

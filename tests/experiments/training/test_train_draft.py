@@ -253,6 +253,7 @@ def test_vocabulary_has_the_ids_of_most_probability():
     assert draft_data.vocabulary(windows, 4, 12).dtype == np.int32
 
 
+@pytest.mark.slow
 def test_stored_features_are_the_models_layers_and_shares_its_probabilities(run, model):
     windows = draft_data.stored(run.out / "held_out.npz")
     n, s = windows.tokens.shape
@@ -274,6 +275,7 @@ def test_stored_features_are_the_models_layers_and_shares_its_probabilities(run,
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
     assert [entry["step"] for entry in run.losses] == [4, 8, 12]
     first, *_, last = run.losses
@@ -295,6 +297,7 @@ def test_run_learns_and_writes_a_head_that_an_engine_uses(run, model):
     assert ids == draft_data.vocabulary(windows, SIZES["vocabulary"], 320).tolist()
 
 
+@pytest.mark.slow
 def test_killed_run_resumes_bit_exact(setup, run, model, tmp_path):
     out = tmp_path / "draft"
     child = [sys.executable, "-c", CHILD, str(out), repr(setup), str(EVERY)]
@@ -310,6 +313,7 @@ def test_killed_run_resumes_bit_exact(setup, run, model, tmp_path):
     assert said[-1].split(": ", 1)[1] == run.said[-1].split(": ", 1)[1]
 
 
+@pytest.mark.slow
 def test_folder_of_another_run_is_refused_and_unchanged(setup, run, capsys):
     before = sorted(path.name for path in run.out.rglob("*"))
     other = replace(setup, steps=9, seed=2, batch=2)

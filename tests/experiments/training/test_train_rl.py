@@ -83,6 +83,7 @@ def test_the_policies_are_one_in_exact_mode(whole, model):
     assert LLM(out / "model", num_blocks=4, max_num_seqs=1, compilation="lazy", progress=False).tokenizer.encode("1+1=")
 
 
+@pytest.mark.slow
 def test_the_divergence_is_measured_without_exact_mode(model, tmp_path):
     log = train_rl.train(model, tmp_path / "run", replace(SETUP, steps=2, exact=False), 1, say=lambda _: None)
     assert all(0 <= entry["kl"] < 1e-6 for entry in log)
