@@ -44,6 +44,7 @@ def test_ratios_are_of_the_same_round():
     assert "1.50 (1.00-2.00)" in startup.answers_table(runs).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_failed_process_error_has_reason(tmp_path, capsys):
     assert startup.main(["--model", str(tmp_path), "--repeats", "1"]) == 1
     assert "config.json" in capsys.readouterr().err
