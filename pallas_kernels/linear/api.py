@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.linear import reference, xla
 from pallas_kernels.linear.cpu import implementation as cpu
@@ -125,7 +124,8 @@ def _check_low(x, matrix: Matrix, low: LowRank, impl: Implementation) -> None:
     if count > 1:
         raise ValueError(f"low is given, and the weight has {count} matrices; it goes with one")
     s, r = low.a.shape[:2]
-    padded, b_shape = -(-k // 16) * 16, (s, *impl.pack_low(np.zeros((0, r, m)), matrix).shape[1:])
+    padded = -(-k // 16) * 16
+    b_shape = jax.eval_shape(partial(impl.pack_low, matrix=matrix), jax.ShapeDtypeStruct((s, r, m), x.dtype)).shape
     shapes = {"a": (low.a, (s, r, padded)), "slots": (low.slots, x.shape[:1]), "order": (low.order, x.shape[:1])}
     for name, (array, shape) in (shapes | {"sizes": (low.sizes, (s,))}).items():
         if array.shape != shape:
