@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class RequestRecord(NamedTuple):
     max_tokens: int  # of each branch
     first_scheduled: float | None
     branches: tuple[BranchRecord, ...]
+    replica: int = 0  # that computed it
 
     @property
     def queue(self) -> float | None:
@@ -113,16 +114,23 @@ class StepRecord(NamedTuple):
     drafts: int = 0  # that were verified
     accepted: int = 0  # drafts that became output tokens
     decodes: int = 0  # decode rows
+    replica: int = 0
 
 
 def request_records(
-    results: Sequence[StepResult], items: Sequence[WorkItem], start: float, branches: int = 1
+    results: Sequence[StepResult],
+    items: Sequence[WorkItem],
+    start: float,
+    branches: int = 1,
+    replicas: Mapping[str, int] | None = None,
 ) -> list[RequestRecord]:
     """One record for each item, in the order of `items`.
 
     Args:
+        results: of all replicas, those of one in the order of its steps.
         start: the run's beginning (time.perf_counter).
         branches: the number of branches of each request.
+        replicas: request id -> its replica, if there are several.
 
     Raises:
         ValueError: a step has a request that is not among `items`.
@@ -158,15 +166,20 @@ def request_records(
                 BranchRecord(name, tuple(times[name]), tuple(tokens[name]), preemptions[name], reasons.get(name))
                 for name in request
             ),
+            replica=replicas.get(item.request_id, 0) if replicas else 0,
         )
         for item, request in zip(items, names, strict=True)
     ]
 
 
 def step_records(
-    results: Sequence[StepResult], start: float, block_size: int, config: SchedulerConfig | None = None
+    results: Sequence[StepResult],
+    start: float,
+    block_size: int,
+    config: SchedulerConfig | None = None,
+    replica: int = 0,
 ) -> list[StepRecord]:
-    """One record for each step.
+    """One record for each step of one replica.
 
     A plan has only the sequences that compute something in its step; others may stay in the cache without a share of
     the budget. So the cached tokens of each sequence are carried from step to step: rows set them, preemption and
@@ -222,6 +235,7 @@ def step_records(
                 context_tokens=work.context,
                 pairs=work.pairs,
                 **speculation.counted(plan, result.events)._asdict(),
+                replica=replica,
             )
         )
     return records
@@ -252,6 +266,7 @@ def summarize(
     slo: Slo | None = None,
     *,
     speculates: bool = False,
+    replicas: int = 1,
 ) -> dict[str, Any]:
     """The summary of a run. Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
 
@@ -263,6 +278,9 @@ def summarize(
     sum(entries of block tables), over the running sequences of every step, for shared prompts of branches and for
     prefixes found in the cache. Sequences without a row in a step count with the blocks they own. A request whose
     branches have not forked yet is one sequence.
+
+    With several replicas, `steps` are those of all in the order of their ends. Blocks and slots are those of one
+    replica; `between_steps_s` is a sum over all of them.
 
     With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean number of tokens
     that a decode row gives in a step.
@@ -303,7 +321,7 @@ def summarize(
         "step_s": spread(step.seconds for step in steps),
         "device_s": spread(step.device_seconds for step in steps),
         "host_s": spread(step.host_seconds for step in steps),
-        "between_steps_s": duration - sum(step.seconds for step in steps),
+        "between_steps_s": replicas * duration - sum(step.seconds for step in steps),
         "sequences_per_step": spread(float(step.sequences) for step in steps),
         "tokens_computed": sum(step.tokens for step in steps),
         "tokens_padded": sum(step.padded_tokens for step in steps),
