@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from experiments.core.config import Experiment, Point
-from experiments.core.metrics import RequestRecord, StepRecord, request_records, step_records, summarize
+from experiments.core.metrics import (
+    RequestRecord,
+    RequestRecorder,
+    StepRecord,
+    StepRecorder,
+    request_records,
+    step_records,
+    summarize,
+)
 from experiments.core.replicas import by_end, drive_replicas, of_replicas
 from experiments.core.submit import LONGEST_SLEEP, Engine, in_order, submit
 from experiments.core.workloads import WorkItem, Workload, build
@@ -88,32 +96,36 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     for one in engines:
         one.reset()  # removes cached prefixes and counters of the warm-up
     gc.collect()  # so that garbage of the previous run costs this one no time
-    start, results, where = _driven(engines, experiment, workload.items)
-    block_size, limits = engine.config.block_size, engine.scheduler_state.config
-    branches = experiment.sampling.drawn().n
-    requests = request_records([one for run in results for one in run], workload.items, start, branches, where)
-    steps = by_end(step_records(run, start, block_size, limits, replica) for replica, run in enumerate(results))
+    requests, steps = _recorded(engines, experiment, workload.items)
+    block_size, replicas = engine.config.block_size, experiment.num_replicas
     speculates = engine.config.speculative is not None
-    summary = summarize(
-        requests, steps, block_size, experiment.slo, speculates=speculates, replicas=experiment.num_replicas
-    )
+    summary = summarize(requests, steps, block_size, experiment.slo, speculates=speculates, replicas=replicas)
     if experiment.replicas:
-        summary["replicas"] = of_replicas(requests, steps, len(engines), summary["duration_s"])
+        summary["replicas"] = of_replicas(requests, steps, replicas, summary["duration_s"])
     return Measured(workload, requests, steps, summary, why_failed(steps, summary))
 
 
-def _driven(
+def _recorded(
     engines: Sequence[Any], experiment: Experiment, items: Sequence[WorkItem]
-) -> tuple[float, Sequence[list[StepResult]], dict[str, int]]:
-    """Run the requests -> (start, the results of each engine, the replica of each request)."""
+) -> tuple[list[RequestRecord], list[StepRecord]]:
+    """Run the requests -> the records of these and of the steps. Those of a real engine are made after the run."""
     engine, sampling, replicas = engines[0], experiment.sampling, experiment.replicas
+    block_size, limits, branches = engine.config.block_size, engine.scheduler_state.config, sampling.drawn().n
     if replicas is None:
         clock = (engine.clock, engine.sleep) if experiment.simulate else ()
         start, results = drive(engine, items, sampling, *clock)
-        return start, [results], {}
+        return request_records(results, items, start, branches), step_records(results, start, block_size, limits)
+    of_requests = RequestRecorder(items, 0.0, branches)
+    of_steps = [StepRecorder(0.0, block_size, limits, replica) for replica in range(len(engines))]
+    steps: list[list[StepRecord]] = [[] for _ in engines]
+
+    def note(replica: int, result: StepResult) -> None:
+        of_requests.add(result)
+        steps[replica].append(of_steps[replica].record(result))
+
     known = engine.config.num_blocks if replicas.known_blocks is None else replicas.known_blocks
-    driven = drive_replicas(engines, routing.find(replicas.router), known, items, sampling)
-    return 0.0, driven.results, driven.replicas
+    where = drive_replicas(engines, routing.find(replicas.router), known, items, sampling, note)
+    return of_requests.records(where), by_end(steps)
 
 
 def check_lengths(items: Sequence[WorkItem], limit: int) -> None:

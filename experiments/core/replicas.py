@@ -8,9 +8,9 @@ routed when it arrives, by what is known then: the end of a request is known whe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush, merge
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from experiments.core.metrics import RequestRecord, StepRecord
 from experiments.core.submit import LONGEST_SLEEP, Engine, in_order, submit
@@ -32,25 +32,20 @@ class VirtualEngine(Engine, Protocol):
     def sleep(self, seconds: float) -> None: ...
 
 
-class Driven(NamedTuple):
-    """A run of several replicas."""
-
-    results: tuple[list[StepResult], ...]  # of each replica
-    replicas: dict[str, int]  # request id -> its replica
-
-
 def drive_replicas(
     engines: Sequence[VirtualEngine],
     router: Router,
     known_blocks: int,
     items: Sequence[WorkItem],
     sampling: SamplingParams,
-) -> Driven:
-    """Run `items` to their end, from time 0. One engine makes the steps that `drive` makes with it.
+    note: Callable[[int, StepResult], None],
+) -> dict[str, int]:
+    """Run `items` to their end, from time 0 -> request id to its replica. One engine makes the steps of `drive`.
 
     Args:
         engines: equal ones; the replica i is engines[i].
         known_blocks: see `routing.init`.
+        note: called with a replica and each of its steps. None is kept here: a long run has millions of them.
 
     Raises:
         ValueError: an engine refused a request (with its reason), or items are not in order of arrival.
@@ -59,7 +54,7 @@ def drive_replicas(
     for replica in range(len(engines)):
         state = routing.joined(state, replica)
     hashes = router.prefixes and config.enable_prefix_caching
-    driven = Driven(tuple([] for _ in engines), {})
+    replicas: dict[str, int] = {}
     steps: list[tuple[float, int]] = []  # a heap: when each replica that has work begins its next step
     ended: list[tuple[float, int, str]] = []  # a heap: when a request ended, where, and its id
     branches: dict[str, str] = {}  # unfinished branch -> its request
@@ -71,7 +66,7 @@ def drive_replicas(
         result = engine.step()
         if result is None:
             raise RuntimeError(f"replica {replica} has work but makes no step: its scheduler is stuck")
-        driven.results[replica].append(result)
+        note(replica, result)
         for event in result.events:
             if isinstance(event, Finished):
                 request_id = branches.pop(event.request_id)
@@ -99,10 +94,10 @@ def drive_replicas(
         names = branch_ids(item.request_id, params.n)
         branches.update(dict.fromkeys(names, item.request_id))
         unfinished[item.request_id] = len(names)
-        driven.replicas[item.request_id] = int(replica)
+        replicas[item.request_id] = int(replica)
     while steps:
         step()
-    return driven
+    return replicas
 
 
 def by_end(steps: Iterable[Sequence[StepRecord]]) -> list[StepRecord]:

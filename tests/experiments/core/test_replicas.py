@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from experiments.simulation.cost import Simulate
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
+from pagedjax.host.types import StepResult
 from pagedjax.routing import LEAST_LOADED, PREFIX, ROUND_ROBIN, ROUTERS, Router
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -82,12 +84,19 @@ def engines(count: int, **options) -> list[SimulatedEngine]:
     return [SimulatedEngine(settings, lambda work: 1.0, vocab_size=1000, simulate=simulate) for _ in range(count)]
 
 
+def ignored(replica: int, result: StepResult) -> None:
+    pass
+
+
 def test_each_replica_steps_on_its_own_clock():
     """Steps of one second; each request takes as many as it has output tokens."""
     work = [WorkItem("a", 0.0, (20,) * 5, 3), WorkItem("b", 0.5, (20,) * 5, 2), WorkItem("c", 1.5, (20,) * 5, 1)]
-    driven = drive_replicas(engines(2), ROUND_ROBIN, 32, work, GREEDY)
-    assert driven.replicas == {"a": 0, "b": 1, "c": 0}
-    times = [[(one.started, one.finished, len(one.plan.seqs)) for one in results] for results in driven.results]
+    times: list[list[tuple[float, float, int]]] = [[], []]
+
+    def note(replica: int, result: StepResult) -> None:
+        times[replica].append((result.started, result.finished, len(result.plan.seqs)))
+
+    assert drive_replicas(engines(2), ROUND_ROBIN, 32, work, GREEDY, note) == {"a": 0, "b": 1, "c": 0}
     assert times == [[(0.0, 1.0, 1), (1.0, 2.0, 1), (2.0, 3.0, 2)], [(0.5, 1.5, 1), (1.5, 2.5, 1)]]
 
 
@@ -101,7 +110,7 @@ def test_the_end_of_a_request_is_known_when_its_last_step_has_ended(arrival: flo
         seen.append((state.loads[0].requests, state.loads[1].requests))
         return LEAST_LOADED.choose(state, request)
 
-    drive_replicas(engines(2), Router("seeing", choose), 32, work, GREEDY)
+    drive_replicas(engines(2), Router("seeing", choose), 32, work, GREEDY, ignored)
     assert seen == [(0, 0), (1, 0), (load, 1)]
 
 
@@ -113,11 +122,11 @@ def test_a_router_sees_the_hashes_that_the_engine_publishes():
         seen.append(request)
         return 0
 
-    drive_replicas(made, Router("seeing", choose), 32, work, GREEDY)
+    drive_replicas(made, Router("seeing", choose), 32, work, GREEDY, ignored)
     assert {key for request in seen for key in request.hashes} == set(made[0].scheduler_state.pool.contents)
     assert [request.tokens for request in seen] == [35] * 4
     seen.clear()
-    drive_replicas(engines(1, enable_prefix_caching=False), Router("seeing", choose), 32, work, GREEDY)
+    drive_replicas(engines(1, enable_prefix_caching=False), Router("seeing", choose), 32, work, GREEDY, ignored)
     assert [request.hashes for request in seen] == [()] * 4
 
 
@@ -228,3 +237,22 @@ def test_prefix_is_least_loaded_where_nothing_is_shared():
         for name in (PREFIX.name, LEAST_LOADED.name)
     }
     assert found[PREFIX.name] == found[LEAST_LOADED.name]
+
+
+@pytest.fixture
+def documented() -> list[str]:
+    """The code of docs/design/routing.md."""
+    text = (CONFIGS.parent / "docs/design/routing.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_documented_transitions_run(documented):
+    exec(compile(documented[0], "routing.md", "exec"), {})
+
+
+def test_the_documented_router_runs_in_the_simulator(documented, tmp_path):
+    (tmp_path / "mine.py").write_text(documented[1], encoding="utf-8")
+    (point,) = expand({**RAW, "replicas": {"count": 4, "router": "mine.py:TWO_CHOICES"}}, folder=tmp_path)
+    found = measured_at(point)
+    assert found.failed is None
+    assert {request.replica for request in found.requests} == {0, 1, 2, 3}
