@@ -59,6 +59,7 @@ def measured_at(point: config.Point):
     "change",
     [
         {},
+        {"workload": {key: value for key, value in RAW["workload"].items() if key != "arrivals"}},
         {"workload": {**RAW["workload"], "arrivals": {"process": "poisson", "rate": 3.0}}},  # with idle gaps
         {"workload": {**RAW["workload"], "arrivals": {"process": "gamma", "rate": 300.0, "burstiness": 0.1}}},
         {"sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}, "cache_tokens": 512},
@@ -67,7 +68,7 @@ def measured_at(point: config.Point):
             "simulate": {"step_s": 0.01, "model": "llama-3-8b", "whole_batches": True},
         },
     ],
-    ids=["busy", "idle", "bursts", "branches", "batches"],
+    ids=["busy", "at once", "idle", "bursts", "branches", "batches"],
 )
 def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
     alone = measured({**RAW, **change})
@@ -183,6 +184,7 @@ def test_a_run_records_replicas_and_runs_again(tmp_path):
     assert {request.replica for request in store.read_requests(folder)} == {1}
     assert {json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()} == {1}
     assert (folder / "router.py").read_text() == MINE
+    assert "Replica 0 in the first repeat" in (tmp_path / "runs/replicated/report.html").read_text()
     (again,) = load(folder / "config.yaml")
     assert again.experiment.replicas == Replicas(2, f"{folder / 'router.py'}:FIRST")
     assert [request.replica for request in measured_at(again).requests] == [1] * 60
