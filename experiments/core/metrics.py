@@ -118,7 +118,7 @@ class StepRecord(NamedTuple):
 
 
 class RequestRecorder:
-    """Collects the records of requests from results, so that nobody needs to keep those: a long run has millions."""
+    """Collects the records of requests from results, so that nobody needs to keep those and their plans."""
 
     def __init__(self, items: Sequence[WorkItem], start: float, branches: int = 1) -> None:
         """See `request_records`."""

@@ -45,7 +45,7 @@ def drive_replicas(
     Args:
         engines: equal ones; the replica i is engines[i].
         known_blocks: see `routing.init`.
-        note: called with a replica and each of its steps. None is kept here: a long run has millions of them.
+        note: called with a replica and each of its steps. None is kept here: their plans would fill the memory.
 
     Raises:
         ValueError: an engine refused a request (with its reason), or items are not in order of arrival.
