@@ -148,7 +148,8 @@ def other_workload(a: dict[str, Any], b: dict[str, Any]) -> str | None:
 
 def _asked(request: RequestRecord) -> dict[str, Any]:
     """The input of a request: its record without the results."""
-    inputs = {key: value for key, value in request._asdict().items() if key not in ("request_id", "first_scheduled")}
+    others = ("request_id", "first_scheduled", "replica")
+    inputs = {key: value for key, value in request._asdict().items() if key not in others}
     return {**inputs, "branches": len(request.branches)}
 
 

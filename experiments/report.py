@@ -157,8 +157,9 @@ def sections(rows: Sequence[PointRow], axes: Axes) -> list[dict[str, Any]]:
 
 
 def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One run over time: sequences that run and wait, tokens, and the use of the cache."""
+    """One run over time: sequences that run and wait, tokens, and the use of the cache; of replicas, the first one."""
     fastest = sweep_points.best(rows, THROUGHPUT)
+    steps = [step for step in steps if not step.get("replica")]
     if len(steps) < 2 or fastest is None:
         return []
     from experiments.analysis import plots
@@ -177,7 +178,8 @@ def timeline(rows: Sequence[PointRow], steps: Sequence[dict[str, Any]]) -> list[
         {"title": title, "unit": unit, "svg": Markup(plots.timeline_plot(edges, series, title)), "legend": list(series)}
         for title, unit, series in shown
     ]
-    note = f"The first repeat of the fastest point, {fastest.label}."
+    which = "Replica 0 in the first" if "replica" in steps[0] else "The first"
+    note = f"{which} repeat of the fastest point, {fastest.label}."
     return [{"title": "One run over time", "note": note, "figures": figures}]
 
 

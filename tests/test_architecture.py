@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pagedjax.params": ("pagedjax.vllm_names",),
     "pagedjax.host": LEAVES,
     "pagedjax.policies": ("pagedjax.host",),
+    "pagedjax.routing": ("pagedjax.config",),
     "pagedjax.device": (
         *("pagedjax.config", "pallas_kernels.paged_attention", "pallas_kernels.kv_write", "pallas_kernels.linear"),
         "pallas_kernels.shared.page_bits",
@@ -75,6 +76,7 @@ LIBRARIES: dict[str, set[str]] = {
     "pagedjax.vllm_names": set(),
     "pagedjax.params": set(),
     "pagedjax.host": {"immutables"},
+    "pagedjax.routing": {"immutables"},
     "pagedjax.viewer": {"immutables"},
     "pallas_kernels": {"jax"},
     # compiled code for CPUs, loaded when it is first used
@@ -295,10 +297,14 @@ def loaded_by(statement: str) -> set[str]:
 
 
 HEAVY = {"jax", "jaxlib", "flax", "optax", "chex", "numpy", "transformers", "torch"}
-LIGHT = [name for name in ALL if rule_of(name, MAY_IMPORT) in ("pagedjax.host", "pagedjax.viewer", *LEAVES)]
+LIGHT = [
+    name
+    for name in ALL
+    if rule_of(name, MAY_IMPORT) in ("pagedjax.host", "pagedjax.routing", "pagedjax.viewer", *LEAVES)
+]
 
 
-def test_host_and_viewer_load_no_arrays():
+def test_host_routing_and_viewer_load_no_arrays():
     """In one process: a module that loads an array library would show."""
     loaded = loaded_by("; ".join(f"import {name}" for name in LIGHT))
     assert {name.split(".")[0] for name in loaded} & HEAVY == set()

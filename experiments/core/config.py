@@ -11,6 +11,7 @@
     repeats: 3
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
     simulate: {chip: h200, model: llama-3-8b}    # no device: a cost model advances a clock, see simulate.py
+    replicas: {count: 16, router: prefix}        # several simulated engines; router: mine.py:NAME is your own
 
 A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives points key by key.
 """
@@ -23,15 +24,17 @@ import hashlib
 import importlib
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.core.overrides import combinations, override_all, put
 from experiments.core.strict_yaml import load_file, parse
-from experiments.core.workloads import AZURE, Spec, Trace, check
+from experiments.core.workloads import AZURE, Spec, Synthetic, Trace, check
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
+from pagedjax import routing
 from pagedjax.config import EngineConfig, KVPolicyOptions
 from pagedjax.host import policies
 from pagedjax.params import SamplingParams
@@ -46,9 +49,10 @@ LATER = {
         *("row_features", "max_tap_bytes", "enable_lora", "max_loras", "max_lora_rank"),
     ),
     "simulate": ("mesh", "hop_s"),
+    "workload": ("prefixes",),
     "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens", "taps"),
 }
-_KINDS = {"engine": EngineConfig, "simulate": Simulate, "sampling": SamplingParams}
+_KINDS = {"engine": EngineConfig, "simulate": Simulate, "sampling": SamplingParams, "workload": Synthetic}
 # Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.
 NEED_TEXT = {
     "stop": "use sampling.stop_token_ids",
@@ -89,6 +93,26 @@ class Slo:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """Equal engines, and the router that gives each request to one of them (pagedjax/routing).
+
+    known_blocks: hashes of blocks that the router remembers of each replica; None: as many as it has blocks.
+    """
+
+    count: int = 1
+    router: str = "prefix"
+    known_blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"count is {self.count}; it must be at least 1")
+        if self.known_blocks is not None and self.known_blocks < 0:
+            raise ValueError(
+                f"known_blocks is {self.known_blocks}; it must be at least 0, or null for the blocks of a replica"
+            )
+
+
+@dataclass(frozen=True)
 class Experiment:
     """One point of a sweep, checked. `reseed`: repeat r draws its workload from seed + r instead of seed."""
 
@@ -105,6 +129,7 @@ class Experiment:
     seed: int = 0
     reseed: bool = False
     simulate: Simulate | None = None
+    replicas: Replicas | None = None
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or any(c in self.name for c in '/\\:*?"<>|'):
@@ -128,6 +153,11 @@ class Experiment:
             raise ValueError(
                 "sampling.ignore_eos is false, and a simulation has no tokens that could end a request; set it to true"
             )
+        if self.replicas and not self.simulate:
+            raise ValueError(
+                f"replicas.count is {self.replicas.count} and there is no simulate section, but a measured run has 1 "
+                "engine; add one, or leave replicas out"
+            )
         size = self.engine.block_size
         if self.cache_tokens is not None and self.engine.num_blocks is not None:
             raise ValueError("cache_tokens and engine.num_blocks are both given; give one of them")
@@ -142,6 +172,10 @@ class Experiment:
         if self.cache_tokens is None:
             return self.engine
         return dataclasses.replace(self.engine, num_blocks=self.cache_tokens // self.engine.block_size)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.replicas.count if self.replicas else 1
 
 
 class Point(NamedTuple):
@@ -223,7 +257,8 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
 def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     """The experiment with absolute paths of the files of one's own; tried from `folder`, then from the current folder.
 
-    A policy is read here. An attention implementation and a drafter need jax, so only their files' presence is checked.
+    A policy and a router are read here. An attention implementation and a drafter need jax, so only their files'
+    presence is checked.
     """
     found: dict[str, Any] = {key: _placed(key, getattr(experiment.engine, key), folder) for key in OWN_VALUES}
     found["row_features"] = tuple(_placed("row_features", one, folder) for one in experiment.engine.row_features)
@@ -231,14 +266,25 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
         method = _placed("speculative.method", speculative.method, folder)
         found["speculative"] = dataclasses.replace(speculative, method=method)
     experiment = dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, **found))
-    try:
-        policies.find(experiment.engine.policy)
-    except Exception as error:  # a user's file may raise anything
-        if isinstance(error, ValueError) and str(error).startswith("policy "):
-            raise ValueError(f"engine.{error}") from error
-        spec, what = experiment.engine.policy, f"{type(error).__name__}: {error}"
-        raise ValueError(f"engine.policy is {spec!r}, whose file raises {what}; correct the file") from error
+    _readable("engine.policy", policies.find, experiment.engine.policy)
+    if replicas := experiment.replicas:
+        router = _placed("router", replicas.router, folder)
+        experiment = dataclasses.replace(experiment, replicas=dataclasses.replace(replicas, router=router))
+        _readable("replicas.router", routing.find, router)
     return experiment
+
+
+def _readable(key: str, find: Callable[[str], Any], spec: str | None) -> None:
+    """Raises ValueError, beginning with the key, if `find` cannot read a value of one's own."""
+    assert spec is not None
+    section, _, name = key.partition(".")
+    try:
+        find(spec)
+    except Exception as error:  # a user's file may raise anything
+        if isinstance(error, ValueError) and str(error).startswith(f"{name} "):
+            raise ValueError(f"{section}.{error}") from error
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{key} is {spec!r}, whose file raises {what}; correct the file") from error
 
 
 def _placed(key: str, value: str | None, folder: Path) -> str | None:
@@ -247,7 +293,7 @@ def _placed(key: str, value: str | None, folder: Path) -> str | None:
     if not (colon and where.endswith(".py")):
         return value
     place = next((place for place in (folder / where, Path(where)) if place.is_file()), folder / where)
-    if key != "policy" and not place.is_file():  # the error for a policy comes from `policies.find`
+    if key not in ("policy", "router") and not place.is_file():  # the errors for these come from their `find`
         raise ValueError(f"engine.{key} is {value!r}, but there is no file {where}")
     return f"{place.resolve()}:{name}"
 
@@ -335,10 +381,14 @@ def point_key(experiment: Experiment, content: str) -> str:
     elif experiment.simulate.fit is not None:
         steps = (Path(experiment.simulate.fit) / STEPS).read_bytes()
         values["simulate"]["fit"] = hashlib.sha256(steps).hexdigest()
+    if experiment.replicas is None:
+        del values["replicas"]
+    else:
+        values["replicas"]["router"] = _own_source(experiment.replicas.router)
     for section, names in LATER.items():
         usual = {field.name: field.default for field in dataclasses.fields(_KINDS[section])}
         for name in names:
-            if section in values and values[section][name] == usual[name]:
+            if section in values and values[section].get(name, ...) == usual[name]:
                 del values[section][name]
     if "file" in values["workload"]:  # a file counts by content, not by path
         values["workload"]["file"] = hashlib.sha256(content.encode()).hexdigest()

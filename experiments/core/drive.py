@@ -1,4 +1,7 @@
-"""Open-loop driver of one engine: requests arrive at their times, whether or not the engine keeps up."""
+"""Open-loop driver: requests arrive at their times, whether or not the engine keeps up.
+
+`drive` runs one engine. `replicas.drive_replicas` runs several simulated ones.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,24 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from experiments.core.config import Experiment, Point
-from experiments.core.metrics import RequestRecord, StepRecord, request_records, step_records, summarize
-from experiments.core.workloads import WorkItem, Workload, branch_ids, build
+from experiments.core.metrics import (
+    RequestRecord,
+    RequestRecorder,
+    StepRecord,
+    StepRecorder,
+    request_records,
+    step_records,
+    summarize,
+)
+from experiments.core.replicas import by_end, drive_replicas, of_replicas
+from experiments.core.submit import LONGEST_SLEEP, Engine, in_order, submit
+from experiments.core.workloads import WorkItem, Workload, build
+from pagedjax import routing
 from pagedjax.host.types import StepResult
 from pagedjax.params import SamplingParams
-
-LONGEST_SLEEP = 0.05  # seconds; longer waits are split, so that an interrupt takes effect soon
-
-
-class Engine(Protocol):
-    """The methods of an engine that a run uses (pagedjax.engine.engine.Engine)."""
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, forks: Sequence[str] = ()
-    ) -> None: ...
-
-    def step(self) -> StepResult | None: ...
-
-    def reset(self) -> None: ...
 
 
 class Measured(NamedTuple):
@@ -60,15 +56,12 @@ def drive(
         ValueError: the engine refused a request (with its reason), or items are not in order of arrival.
         RuntimeError: the engine has work but makes no step.
     """
-    if any(a.arrival > b.arrival for a, b in pairwise(items)):
-        raise ValueError("the workload's items must be in order of arrival")
-    drawn = sampling.drawn()
-    pending = deque((item, dataclasses.replace(drawn, max_tokens=item.max_tokens)) for item in items)
+    pending = deque(in_order(items, sampling))
     results: list[StepResult] = []
     start = clock()
     while pending or engine.has_work:
         while pending and pending[0][0].arrival <= clock() - start:
-            _add(engine, *pending.popleft())
+            submit(engine, *pending.popleft())
         result = engine.step() if engine.has_work else None
         if result is not None:
             results.append(result)
@@ -78,17 +71,6 @@ def drive(
         elif engine.has_work:
             raise RuntimeError("the engine has work but makes no step: its scheduler is stuck")
     return start, results
-
-
-def _add(engine: Engine, item: WorkItem, params: SamplingParams) -> None:
-    try:
-        _, *forks = branch_ids(item.request_id, params.n)
-        engine.add(item.request_id, item.prompt_token_ids, params, forks=forks)
-    except ValueError as error:
-        raise ValueError(
-            f"the engine refused {item.request_id} ({len(item.prompt_token_ids)} prompt tokens, at most "
-            f"{item.max_tokens} output tokens): {error}. Bound the workload's lengths, or raise the engine's limit"
-        ) from error
 
 
 def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -> None:
@@ -104,21 +86,46 @@ def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -
 def measure(llm: Any, point: Point, repeat: int) -> Measured:
     """One repeat of a point on an engine of its configuration: warm up, reset, run, summarize."""
     experiment, engine = point.experiment, llm.engine
+    engines = llm.engines if experiment.replicas else (engine,)
     seed = experiment.seed + (repeat if experiment.reseed else 0)
     workload = build(experiment.workload, point.content, seed, llm.tokenizer.vocab_size, llm.tokenizer.encode)
     check_lengths(workload.items, engine.config.max_model_len)
     engine.reset()
     if experiment.simulate is None:
         warm_up(engine, experiment, workload.items)
-    engine.reset()  # removes cached prefixes and counters of the warm-up
+    for one in engines:
+        one.reset()  # removes cached prefixes and counters of the warm-up
     gc.collect()  # so that garbage of the previous run costs this one no time
-    clock = (engine.clock, engine.sleep) if experiment.simulate else ()
-    start, results = drive(engine, workload.items, experiment.sampling, *clock)
-    requests = request_records(results, workload.items, start, experiment.sampling.drawn().n)
-    steps = step_records(results, start, llm.engine.config.block_size, llm.engine.scheduler_state.config)
+    requests, steps = _recorded(engines, experiment, workload.items)
+    block_size, replicas = engine.config.block_size, experiment.num_replicas
     speculates = engine.config.speculative is not None
-    summary = summarize(requests, steps, engine.config.block_size, experiment.slo, speculates=speculates)
+    summary = summarize(requests, steps, block_size, experiment.slo, speculates=speculates, replicas=replicas)
+    if experiment.replicas:
+        summary["replicas"] = of_replicas(requests, steps, replicas, summary["duration_s"])
     return Measured(workload, requests, steps, summary, why_failed(steps, summary))
+
+
+def _recorded(
+    engines: Sequence[Any], experiment: Experiment, items: Sequence[WorkItem]
+) -> tuple[list[RequestRecord], list[StepRecord]]:
+    """Run the requests -> the records of these and of the steps. Those of a real engine are made after the run."""
+    engine, sampling, replicas = engines[0], experiment.sampling, experiment.replicas
+    block_size, limits, branches = engine.config.block_size, engine.scheduler_state.config, sampling.drawn().n
+    if replicas is None:
+        clock = (engine.clock, engine.sleep) if experiment.simulate else ()
+        start, results = drive(engine, items, sampling, *clock)
+        return request_records(results, items, start, branches), step_records(results, start, block_size, limits)
+    of_requests = RequestRecorder(items, 0.0, branches)
+    of_steps = [StepRecorder(0.0, block_size, limits, replica) for replica in range(len(engines))]
+    steps: list[list[StepRecord]] = [[] for _ in engines]
+
+    def note(replica: int, result: StepResult) -> None:
+        of_requests.add(result)
+        steps[replica].append(of_steps[replica].record(result))
+
+    known = engine.config.num_blocks if replicas.known_blocks is None else replicas.known_blocks
+    where = drive_replicas(engines, routing.find(replicas.router), known, items, sampling, note)
+    return of_requests.records(where), by_end(steps)
 
 
 def check_lengths(items: Sequence[WorkItem], limit: int) -> None:

@@ -22,7 +22,8 @@ class Run(NamedTuple):
 
 def engine_key(experiment: Experiment) -> Hashable:
     """Points with equal keys share one engine: they differ in workload, sampling or repeats only."""
-    return experiment.model, experiment.simulate, dataclasses.astuple(experiment.engine_config)
+    engine = dataclasses.astuple(experiment.engine_config)
+    return experiment.model, experiment.simulate, experiment.num_replicas, engine
 
 
 def weights_key(experiment: Experiment) -> tuple[Any, ...]:
@@ -98,7 +99,8 @@ class Engines:
 
     def _build(self, experiment: Experiment) -> Any:
         if experiment.simulate is not None:
-            return SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model)
+            config, count = experiment.engine_config, experiment.num_replicas
+            return SimulatedLLM(experiment.simulate, config, experiment.model, count)
         key, config, before = weights_key(experiment), experiment.engine_config, len(self._engines)
         if self._weights is not None and self._weights[0] != key:
             self._engines.clear()

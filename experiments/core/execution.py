@@ -77,14 +77,18 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str
 def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
     """config.yaml with its copies, requests.jsonl and steps.jsonl of a run. Times are rounded to microseconds.
 
-    Only an engine with speculation has columns of drafts.
+    Only an engine with speculation has columns of drafts, and only several replicas have a column of theirs.
     """
-    left_out = () if llm.engine.config.speculative else speculation.COLUMNS
+    alone = () if run.point.experiment.replicas else ("replica",)
+    left_out = alone if llm.engine.config.speculative else (*alone, *speculation.COLUMNS)
 
     def branches(request: RequestRecord) -> list[dict[str, Any]]:
         return [{**b._asdict(), "token_times": [round(time, 6) for time in b.token_times]} for b in request.branches]
 
-    requests = [{**request._asdict(), "branches": branches(request)} for request in measured.requests]
+    requests = [
+        {key: value for key, value in request._asdict().items() if key not in alone} | {"branches": branches(request)}
+        for request in measured.requests
+    ]
     steps = [
         {
             key: round(value, 6) if isinstance(value, float) else value
@@ -103,8 +107,8 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
 def config_files(run: Run, engine: Any) -> dict[str, str]:
     """config.yaml, which runs this point again: the experiment without its sweep, the engine as it was resolved.
 
-    A small workload file and a policy's file are copied beside it. Other paths in it (a model, a large file, a fitted
-    run) are absolute or the user's own, and must still exist.
+    A small workload file, a policy's and a router's are copied beside it. Other paths in it (a model, a large file, a
+    fitted run) are absolute or the user's own, and must still exist.
     """
     experiment = run.point.experiment
     values = dataclasses.asdict(experiment)
@@ -115,9 +119,11 @@ def config_files(run: Run, engine: Any) -> dict[str, str]:
         name = f"workload{Path(run.point.source).suffix}"
         copies = {name: run.point.content} if len(run.point.content) <= COPIED else {}
         values["workload"]["file"] = name if copies else run.point.source
-    where, _, name = experiment.engine.policy.rpartition(":")
-    if where.endswith(".py") and Path(where).is_file():
-        copies["policy.py"] = Path(where).read_text(encoding="utf-8")
-        values["engine"]["policy"] = f"policy.py:{name}"
+    own = [("engine", "policy"), *([("replicas", "router")] if experiment.replicas else [])]
+    for section, key in own:
+        where, _, name = values[section][key].rpartition(":")
+        if where.endswith(".py") and Path(where).is_file():
+            copies[f"{key}.py"] = Path(where).read_text(encoding="utf-8")
+            values[section][key] = f"{key}.py:{name}"
     head = f"# Point {run.point.key}, repeat {run.repeat}.\n# python -m experiments.run THIS_FILE measures it again.\n"
     return {"config.yaml": head + store.yaml_text(values), **copies}

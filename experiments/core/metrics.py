@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class RequestRecord(NamedTuple):
     max_tokens: int  # of each branch
     first_scheduled: float | None
     branches: tuple[BranchRecord, ...]
+    replica: int = 0  # that computed it
 
     @property
     def queue(self) -> float | None:
@@ -113,10 +114,61 @@ class StepRecord(NamedTuple):
     drafts: int = 0  # that were verified
     accepted: int = 0  # drafts that became output tokens
     decodes: int = 0  # decode rows
+    replica: int = 0
+
+
+class RequestRecorder:
+    """Collects the records of requests from results, so that nobody needs to keep those and their plans."""
+
+    def __init__(self, items: Sequence[WorkItem], start: float, branches: int = 1) -> None:
+        """See `request_records`."""
+        self._start = start
+        self._requests = [(item, branch_ids(item.request_id, branches)) for item in items]
+        self._scheduled: dict[str, float] = {}
+        self._times: dict[str, list[float]] = {name: [] for _, names in self._requests for name in names}
+        self._tokens: dict[str, list[int]] = {name: [] for name in self._times}
+        self._preemptions = dict.fromkeys(self._times, 0)
+        self._reasons: dict[str, str] = {}
+
+    def add(self, result: StepResult) -> None:
+        """Raises ValueError for a step with a request that is not in the workload."""
+        started, finished = result.started - self._start, result.finished - self._start
+        for seq in result.plan.seqs:
+            if seq.request_id not in self._times:
+                raise ValueError(f"step {result.plan.step} runs the request {seq.request_id!r}, not in the workload")
+            self._scheduled.setdefault(seq.request_id, started)
+        for request_id in result.plan.preempted:
+            self._preemptions[request_id] += 1
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
+                    self._times[request_id].append(finished)
+                    self._tokens[request_id].append(token)
+            elif isinstance(event, Finished):
+                self._reasons[event.request_id] = event.reason
+
+    def _branch(self, name: str) -> BranchRecord:
+        times, tokens = tuple(self._times[name]), tuple(self._tokens[name])
+        return BranchRecord(name, times, tokens, self._preemptions[name], self._reasons.get(name))
+
+    def records(self, replicas: Mapping[str, int] | None = None) -> list[RequestRecord]:
+        """See `request_records`."""
+        return [
+            RequestRecord(
+                request_id=item.request_id,
+                arrival=item.arrival,
+                prompt_tokens=len(item.prompt_token_ids),
+                max_tokens=item.max_tokens,
+                first_scheduled=self._scheduled.get(item.request_id),
+                branches=tuple(map(self._branch, names)),
+                replica=replicas.get(item.request_id, 0) if replicas else 0,
+            )
+            for item, names in self._requests
+        ]
 
 
 def request_records(
-    results: Sequence[StepResult], items: Sequence[WorkItem], start: float, branches: int = 1
+    results: Iterable[StepResult], items: Sequence[WorkItem], start: float, branches: int = 1
 ) -> list[RequestRecord]:
     """One record for each item, in the order of `items`.
 
@@ -127,59 +179,29 @@ def request_records(
     Raises:
         ValueError: a step has a request that is not among `items`.
     """
-    scheduled: dict[str, float] = {}
-    names = [branch_ids(item.request_id, branches) for item in items]
-    times: dict[str, list[float]] = {name: [] for request in names for name in request}
-    tokens: dict[str, list[int]] = {name: [] for name in times}
-    preemptions = dict.fromkeys(times, 0)
-    reasons: dict[str, str] = {}
+    recorder = RequestRecorder(items, start, branches)
     for result in results:
-        for seq in result.plan.seqs:
-            if seq.request_id not in times:
-                raise ValueError(f"step {result.plan.step} runs the request {seq.request_id!r}, not in the workload")
-            scheduled.setdefault(seq.request_id, result.started - start)
-        for request_id in result.plan.preempted:
-            preemptions[request_id] += 1
-        for event in result.events:
-            if isinstance(event, Sampled):
-                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
-                    times[request_id].append(result.finished - start)
-                    tokens[request_id].append(token)
-            elif isinstance(event, Finished):
-                reasons[event.request_id] = event.reason
-    return [
-        RequestRecord(
-            request_id=item.request_id,
-            arrival=item.arrival,
-            prompt_tokens=len(item.prompt_token_ids),
-            max_tokens=item.max_tokens,
-            first_scheduled=scheduled.get(item.request_id),
-            branches=tuple(
-                BranchRecord(name, tuple(times[name]), tuple(tokens[name]), preemptions[name], reasons.get(name))
-                for name in request
-            ),
-        )
-        for item, request in zip(items, names, strict=True)
-    ]
+        recorder.add(result)
+    return recorder.records()
 
 
-def step_records(
-    results: Sequence[StepResult], start: float, block_size: int, config: SchedulerConfig | None = None
-) -> list[StepRecord]:
-    """One record for each step.
+class StepRecorder:
+    """Makes the records of one replica's steps, one by one.
 
     A plan has only the sequences that compute something in its step; others may stay in the cache without a share of
     the budget. So the cached tokens of each sequence are carried from step to step: rows set them, preemption and
     finish remove them.
-
-    Args:
-        config: of the scheduler, if queries do not see all blocks (pagedjax/host/views.py).
     """
-    groups = config.groups if config else 1
-    cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
-    records = []
-    for result in results:
-        plan, work = result.plan, work_of(result.plan, result.padded_tokens, config=config)
+
+    def __init__(self, start: float, block_size: int, config: SchedulerConfig | None = None, replica: int = 0) -> None:
+        """See `step_records`."""
+        self._start, self._block_size, self._config, self._replica = start, block_size, config, replica
+        self._groups = config.groups if config else 1
+        self._cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
+
+    def record(self, result: StepResult) -> StepRecord:
+        cached, groups, block_size = self._cached, self._groups, self._block_size
+        plan, work = result.plan, work_of(result.plan, result.padded_tokens, config=self._config)
         for request_id in plan.preempted:
             cached.pop(request_id, None)
         for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
@@ -196,35 +218,45 @@ def step_records(
         finished = [event for event in result.events if isinstance(event, Finished)]
         for event in finished:
             cached.pop(event.request_id, None)
-        records.append(
-            StepRecord(
-                step=plan.step,
-                started=result.started - start,
-                seconds=result.finished - result.started,
-                device_seconds=result.device_seconds,
-                host_seconds=result.host_seconds,
-                sequences=len(plan.seqs),
-                tokens=plan.num_tokens,
-                prompt_tokens=_prompt_tokens(plan),
-                padded_tokens=result.padded_tokens,
-                sampled=sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled)),
-                admitted=len(plan.admitted),
-                admitted_tokens=sum(event.num_tokens for event in entered),
-                hit_tokens=sum(event.num_cached for event in entered),
-                preempted=len(plan.preempted),
-                finished=len(finished),
-                waiting=plan.num_waiting,
-                blocks_used=plan.blocks_used,
-                blocks_listed=listed,
-                num_blocks=plan.num_blocks,
-                held_tokens=held,
-                compilations=result.compilations,
-                context_tokens=work.context,
-                pairs=work.pairs,
-                **speculation.counted(plan, result.events)._asdict(),
-            )
+        return StepRecord(
+            step=plan.step,
+            started=result.started - self._start,
+            seconds=result.finished - result.started,
+            device_seconds=result.device_seconds,
+            host_seconds=result.host_seconds,
+            sequences=len(plan.seqs),
+            tokens=plan.num_tokens,
+            prompt_tokens=_prompt_tokens(plan),
+            padded_tokens=result.padded_tokens,
+            sampled=sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled)),
+            admitted=len(plan.admitted),
+            admitted_tokens=sum(event.num_tokens for event in entered),
+            hit_tokens=sum(event.num_cached for event in entered),
+            preempted=len(plan.preempted),
+            finished=len(finished),
+            waiting=plan.num_waiting,
+            blocks_used=plan.blocks_used,
+            blocks_listed=listed,
+            num_blocks=plan.num_blocks,
+            held_tokens=held,
+            compilations=result.compilations,
+            context_tokens=work.context,
+            pairs=work.pairs,
+            **speculation.counted(plan, result.events)._asdict(),
+            replica=self._replica,
         )
-    return records
+
+
+def step_records(
+    results: Iterable[StepResult], start: float, block_size: int, config: SchedulerConfig | None = None
+) -> list[StepRecord]:
+    """One record for each step of one replica.
+
+    Args:
+        config: of the scheduler, if queries do not see all blocks (pagedjax/host/views.py).
+    """
+    recorder = StepRecorder(start, block_size, config)
+    return [recorder.record(result) for result in results]
 
 
 def _prompt_tokens(plan: Plan) -> int:
@@ -252,6 +284,7 @@ def summarize(
     slo: Slo | None = None,
     *,
     speculates: bool = False,
+    replicas: int = 1,
 ) -> dict[str, Any]:
     """The summary of a run. Shares are between 0 and 1; keys that end in `_s` are seconds, in `_per_s` per second.
 
@@ -263,6 +296,9 @@ def summarize(
     sum(entries of block tables), over the running sequences of every step, for shared prompts of branches and for
     prefixes found in the cache. Sequences without a row in a step count with the blocks they own. A request whose
     branches have not forked yet is one sequence.
+
+    With several replicas, `steps` are those of all in the order of their ends. Blocks and slots are those of one
+    replica; `between_steps_s` is a sum over all of them.
 
     With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean number of tokens
     that a decode row gives in a step.
@@ -303,7 +339,7 @@ def summarize(
         "step_s": spread(step.seconds for step in steps),
         "device_s": spread(step.device_seconds for step in steps),
         "host_s": spread(step.host_seconds for step in steps),
-        "between_steps_s": duration - sum(step.seconds for step in steps),
+        "between_steps_s": replicas * duration - sum(step.seconds for step in steps),
         "sequences_per_step": spread(float(step.sequences) for step in steps),
         "tokens_computed": sum(step.tokens for step in steps),
         "tokens_padded": sum(step.padded_tokens for step in steps),

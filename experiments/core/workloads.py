@@ -87,6 +87,7 @@ class Synthetic:
     """Random token ids whose lengths follow distributions.
 
     shared_prefix: tokens at the start of all prompts, like a system prompt; those of `prompt` follow.
+    prefixes: how many different prefixes of that length there are; each request has one of them, drawn evenly.
     """
 
     kind: Literal["synthetic"]
@@ -95,11 +96,15 @@ class Synthetic:
     output: Lengths
     arrivals: Arrivals = AT_ONCE
     shared_prefix: int = 0
+    prefixes: int = 1
 
     def __post_init__(self) -> None:
         _at_least_one("count", self.count)
         if self.shared_prefix < 0:
             raise ValueError(f"shared_prefix is {self.shared_prefix!r}; it must be at least 0 tokens")
+        _at_least_one("prefixes", self.prefixes)
+        if self.prefixes > 1 and not self.shared_prefix:
+            raise ValueError(f"prefixes is {self.prefixes} and shared_prefix is 0; set shared_prefix to their length")
 
 
 @dataclass(frozen=True)
@@ -166,13 +171,16 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     Raises:
         ValueError: an empty workload, or a line of the file that cannot be read.
     """
-    lengths, tokens, arrivals, outputs, shared = (np.random.default_rng([seed, stream]) for stream in range(5))
+    streams = (np.random.default_rng([seed, stream]) for stream in range(6))
+    lengths, tokens, arrivals, outputs, shared, which = streams
     if isinstance(spec, Synthetic):
         prompt_lens, cut_prompts = draw_lengths(spec.prompt, spec.count, lengths)
         output_lens, cut_outputs = draw_lengths(spec.output, spec.count, outputs)
         times = draw_arrivals(spec.arrivals, spec.count, arrivals)
-        (prefix,) = random_prompts([spec.shared_prefix], vocab_size, shared)
-        prompts = [prefix + own for own in random_prompts(prompt_lens, vocab_size, tokens)]
+        prefixes = random_prompts([spec.shared_prefix] * spec.prefixes, vocab_size, shared)
+        begins = [prefixes[i] for i in which.integers(0, spec.prefixes, spec.count)]
+        own = random_prompts(prompt_lens, vocab_size, tokens)
+        prompts = [begin + rest for begin, rest in zip(begins, own, strict=True)]
         return Workload(_items(times, prompts, output_lens), cut_prompts, cut_outputs)
     if isinstance(spec, Trace):
         times, contexts, generated = read_trace(spec, content)

@@ -290,8 +290,12 @@ def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> Engine
 class SimulatedLLM:
     """The attributes of an `LLM` that `experiments.core.drive.measure` uses."""
 
-    def __init__(self, simulate: Simulate, config: EngineConfig, model: str) -> None:
-        """`model` gives the shape if the simulation names none, and the tokenizer if a workload has text."""
+    def __init__(self, simulate: Simulate, config: EngineConfig, model: str, count: int = 1) -> None:
+        """`model` gives the shape if the simulation names none, and the tokenizer if a workload has text.
+
+        Args:
+            count: of equal engines, `engines`; `engine` is the first.
+        """
         shape, memory, devices = _shape(simulate, config, model), None, 1
         vocabulary = shape.vocabulary
         if simulate.fit is not None:
@@ -312,13 +316,12 @@ class SimulatedLLM:
         host_blocks = 0
         if config.preemption == "swap":
             host_blocks = int(config.swap_space_gib * 2**30 / (config.block_size * devices * shape.token_bytes))
-        self.engine = SimulatedEngine(
-            resolved(config, shape, memory),
-            self.step_time,
-            vocab_size=vocabulary,
-            host_blocks=host_blocks,
-            simulate=simulate,
+        config = resolved(config, shape, memory)
+        self.engines = tuple(
+            SimulatedEngine(config, self.step_time, vocab_size=vocabulary, host_blocks=host_blocks, simulate=simulate)
+            for _ in range(count)
         )
+        self.engine = self.engines[0]
         self.tokenizer = _Tokenizer(model, vocabulary)
         self.startup: dict[str, float] = {}
 

@@ -127,7 +127,8 @@ def simulated(
     for point in config.load(file, overrides):
         experiment = point.experiment
         assert experiment.simulate is not None, "studies measure real engines through experiments.run"
-        llm = SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model)
+        options = experiment.simulate, experiment.engine_config, experiment.model, experiment.num_replicas
+        llm = SimulatedLLM(*options)
         summaries = []
         for repeat in range(repeats or experiment.repeats):
             measured = measure(llm, point, repeat)
@@ -148,6 +149,7 @@ def results_of(
     for point in config.load(file, overrides):
         experiment = point.experiment
         assert experiment.simulate is not None, "studies measure real engines through experiments.run"
+        assert experiment.replicas is None, "`simulated` measures replicas"
         runs = []
         for repeat in range(repeats or experiment.repeats):
             llm = SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model)

@@ -14,6 +14,8 @@ from hashlib import blake2b
 
 import numpy as np
 
+from pagedjax.params import SamplingParams
+
 
 def root(salt: str | None, block_size: int, tags: Sequence[str] = (), adapter: str = "") -> str:
     """The hash before the first block's. Requests with different salts, tags or adapters share no block.
@@ -43,3 +45,25 @@ def chain(parent: str, tokens: np.ndarray, block_size: int) -> tuple[str, ...]:
         parent = blake2b(data[start : start + size], key=bytes.fromhex(parent), digest_size=16).hexdigest()
         hashes.append(parent)
     return tuple(hashes)
+
+
+def of_prompt(
+    prompt: Sequence[int] | np.ndarray,
+    params: SamplingParams,
+    block_size: int,
+    tags: Sequence[str] = (),
+    adapter: str = "",
+) -> tuple[str | None, tuple[str, ...]]:
+    """What the hashes of a request grow from, and those of its prompt's full blocks. A router needs the same ones.
+
+    Log-probabilities and hidden states of a prompt need every one of its tokens computed, so such a request shares
+    nothing: (None, ()).
+
+    Args:
+        adapter: see `root`.
+    """
+    every = params.prompt_logprobs is not None or (params.taps is not None and params.taps.of_every_token)
+    if not params.enable_prefix_caching or every:
+        return None, ()
+    start = root(params.cache_salt, block_size, tags, adapter)
+    return start, chain(start, np.asarray(prompt), block_size)

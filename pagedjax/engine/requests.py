@@ -154,7 +154,8 @@ def prepare(
     except ValueError as error:
         raise ValueError(f"request {names[0]!r}: {error}") from None
 
-    root, hashes = _hashes(prompt, row, state.config.block_size, tags, adapter[1]) if caching else (None, ())
+    size = state.config.block_size
+    root, hashes = block_hashes.of_prompt(prompt, row, size, tags, adapter[1]) if caching else (None, ())
     drops = bool(state.config.views) and state.config.views[0].window is not None  # token ids are in group 0
     request = Request(
         request_id=names[0],
@@ -197,21 +198,6 @@ def _checked(request_id: str, prompt_token_ids: Sequence[int], vocab_size: int) 
                 what = f"request {request_id!r} has token id {token!r}"
                 raise ValueError(f"{what}; the vocabulary is 0 to {vocab_size - 1}, in integers")
     return prompt.astype(np.int64)
-
-
-def _hashes(
-    prompt: np.ndarray, params: SamplingParams, size: int, tags: Sequence[str], adapter: str
-) -> tuple[str | None, tuple[str, ...]]:
-    """What the hashes of a request grow from, and those of its prompt's full blocks.
-
-    Log-probabilities and hidden states of a prompt need every one of its tokens computed, so such a request shares
-    nothing.
-    """
-    every = params.prompt_logprobs is not None or (params.taps is not None and params.taps.of_every_token)
-    if not params.enable_prefix_caching or every:
-        return None, ()
-    root = block_hashes.root(params.cache_salt, size, tags, adapter)
-    return root, block_hashes.chain(root, prompt, size)
 
 
 def apply_events(sequences: Sequences, events: Sequence[Event], before: Running, spare: int = 0) -> Sequences:

@@ -83,6 +83,17 @@ def test_shared_prefix_changes_only_the_start_of_prompts() -> None:
         replace(plain, shared_prefix=-1)
 
 
+def test_each_prompt_begins_with_one_of_the_prefixes() -> None:
+    one = Synthetic("synthetic", 40, Uniform("uniform", 3, 9), Fixed("fixed", 4), shared_prefix=30)
+    first, items = (make(spec, seed=1, vocab=1000).items for spec in (one, replace(one, prefixes=4)))
+    prefixes = [item.prompt_token_ids[:30] for item in items]
+    assert len(set(prefixes)) == 4
+    assert first[0].prompt_token_ids[:30] in prefixes, "the first prefix is the one that was alone"
+    assert [item.prompt_token_ids[30:] for item in items] == [item.prompt_token_ids[30:] for item in first]
+    more = make(replace(one, prefixes=4, count=60), seed=1, vocab=1000).items
+    assert [item.prompt_token_ids for item in more[:40]] == [item.prompt_token_ids for item in items]
+
+
 def test_random_streams_are_independent() -> None:
     shape = (Uniform("uniform", 1, 99), Uniform("uniform", 1, 99))
     one = make(Synthetic("synthetic", 20, *shape))

@@ -1,0 +1,41 @@
+"""Routers: which replica of an engine gets a request. Pure, as the scheduler is; imports no jax, no numpy and no Ray.
+
+state.py      RouterState: the replicas, their unfinished requests, the prefixes they know; `joined`, `left`, `finished`
+prefixes.py   the prefixes that one replica knows, in bounded memory
+routers.py    a router as a value, `route`, and the routers that are shipped
+"""
+
+from __future__ import annotations
+
+from pagedjax.routing.routers import (
+    LEAST_LOADED,
+    PREFIX,
+    ROUND_ROBIN,
+    ROUTERS,
+    Router,
+    by_prefix,
+    find,
+    lightest,
+    route,
+)
+from pagedjax.routing.state import Load, Replica, RouterRequest, RouterState, finished, init, joined, left
+
+__all__ = [
+    "LEAST_LOADED",
+    "PREFIX",
+    "ROUND_ROBIN",
+    "ROUTERS",
+    "Load",
+    "Replica",
+    "Router",
+    "RouterRequest",
+    "RouterState",
+    "by_prefix",
+    "find",
+    "finished",
+    "init",
+    "joined",
+    "left",
+    "lightest",
+    "route",
+]

@@ -1,0 +1,138 @@
+"""The state of a router, and its transitions beside `route` (routers.py). Each returns a new state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from immutables import Map
+
+from pagedjax.routing.prefixes import Prefixes, depth
+
+Replica = str | int  # its name or its number
+
+
+class RouterRequest(NamedTuple):
+    """A request as a router sees it: counts and hashes, never text or token values."""
+
+    request_id: str
+    tokens: int  # at its longest: the prompt, and the most output tokens of all its branches
+    hashes: tuple[str, ...] = ()  # of the prompt's full blocks, `engine.block_hashes.of_prompt`; (): shares no blocks
+    user: str = ""
+
+
+class Load(NamedTuple):
+    """The unfinished requests of a replica, and their tokens at their longest."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
+class Routed(NamedTuple):
+    """An unfinished request."""
+
+    replica: Replica
+    tokens: int
+
+
+class RouterState(NamedTuple):
+    replicas: tuple[Replica, ...]  # those present, in the order in which they joined
+    loads: Map[Replica, Load]  # of each replica that is present
+    known: Map[Replica, Prefixes]  # what each has in its cache, as far as the router can know
+    unfinished: Map[str, Routed]  # by request id
+    last: Replica | None  # who got the last request, or the one that had joined before it if that one has left
+    known_blocks: int  # most hashes that are remembered of each replica
+
+    @property
+    def turn(self) -> tuple[Replica, ...]:
+        """The replicas in turn: first the one after `last`, in the order of joining."""
+        if self.last is None:
+            return self.replicas
+        after = self.replicas.index(self.last) + 1
+        return self.replicas[after:] + self.replicas[:after]
+
+    def known_prefix(self, replica: Replica, request: RouterRequest) -> int:
+        """Blocks at the beginning of the request's prompt that earlier requests brought to the replica."""
+        return depth(self.known[replica], request.hashes)
+
+
+def init(known_blocks: int = 1 << 16) -> RouterState:
+    """A router without replicas.
+
+    Args:
+        known_blocks: hashes to remember of each replica, best as many as its cache has blocks; about 300 bytes each.
+
+    Raises:
+        ValueError: `known_blocks` is below 0.
+    """
+    if known_blocks < 0:
+        raise ValueError(f"known_blocks is {known_blocks}; it must be at least 0, which remembers no prefix")
+    return RouterState((), Map(), Map(), Map(), None, known_blocks)
+
+
+def joined(state: RouterState, replica: Replica) -> RouterState:
+    """The state with one replica more, which has no requests and knows nothing.
+
+    Raises:
+        ValueError: it is present.
+    """
+    if replica in state.loads:
+        raise ValueError(f"replica {replica!r} is present already; give it another name, or let it leave first")
+    return state._replace(
+        replicas=(*state.replicas, replica),
+        loads=state.loads.set(replica, Load()),
+        known=state.known.set(replica, Prefixes(state.known_blocks)),
+    )
+
+
+def left(state: RouterState, replica: Replica) -> RouterState:
+    """The state without a replica. Its prefixes and its unfinished requests are forgotten.
+
+    Those who still wait for these requests route them again, under the same ids if they like.
+
+    Raises:
+        ValueError: it is not present.
+    """
+    if replica not in state.loads:
+        raise ValueError(f"replica {replica!r} is not present, so it cannot leave; present: {_listed(state)}")
+    at, others = state.replicas.index(replica), tuple(one for one in state.replicas if one != replica)
+    last = state.last
+    if last == replica:  # so that the turn goes on where it was
+        last = others[at - 1] if others else None
+    kept = state.unfinished.mutate()
+    for request_id, routed in state.unfinished.items():
+        if routed.replica == replica:
+            del kept[request_id]
+    loads, known = state.loads.delete(replica), state.known.delete(replica)
+    return state._replace(replicas=others, loads=loads, known=known, unfinished=kept.finish(), last=last)
+
+
+def finished(state: RouterState, request_id: str) -> RouterState:
+    """The state after the end of a request, whatever ended it. Without change if none of that id is unfinished: the
+    end of a request may be told after its replica has left."""
+    routed = state.unfinished.get(request_id)
+    if routed is None:
+        return state
+    load = state.loads[routed.replica]
+    less = Load(load.requests - 1, load.tokens - routed.tokens)
+    return state._replace(loads=state.loads.set(routed.replica, less), unfinished=state.unfinished.delete(request_id))
+
+
+def check(state: RouterState) -> None:
+    """The invariants that hold between any two transitions. Raises AssertionError."""
+    present = set(state.replicas)
+    assert len(present) == len(state.replicas), "a replica is present twice"
+    assert present == set(state.loads) == set(state.known), "a replica is lost or left over"
+    assert state.last is None or state.last in present, "the turn is at a replica that has left"
+    found = dict.fromkeys(state.replicas, Load())
+    for routed in state.unfinished.values():
+        load = found[routed.replica]
+        found[routed.replica] = Load(load.requests + 1, load.tokens + routed.tokens)
+    assert found == dict(state.loads), "loads are not those of the unfinished requests"
+    for known in state.known.values():
+        assert len(known.stamps) <= known.most == state.known_blocks, "more hashes than may be remembered"
+        assert {stamp: key for key, stamp in known.stamps.items()} == dict(known.hashes), "a stamp is wrong"
+        assert all(known.oldest <= stamp < known.newest for stamp in known.hashes), "a stamp is out of range"
+
+
+def _listed(state: RouterState) -> str:
+    return ", ".join(map(repr, state.replicas)) or "none"

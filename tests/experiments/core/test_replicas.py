@@ -1,0 +1,260 @@
+"""Several simulated engines behind a router: times, records, configs, and the example of configs/."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import run
+from experiments.core import config, store
+from experiments.core.config import Replicas, expand, load
+from experiments.core.drive import measure
+from experiments.core.replicas import drive_replicas
+from experiments.core.workloads import WorkItem
+from experiments.simulation.cost import Simulate
+from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
+from pagedjax import SamplingParams
+from pagedjax.config import EngineConfig
+from pagedjax.host.types import StepResult
+from pagedjax.routing import LEAST_LOADED, PREFIX, ROUND_ROBIN, ROUTERS, Router
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+RAW = {
+    "name": "replicated",
+    "model": "nothing is loaded",
+    "engine": {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 64, "block_size": 8},
+    "cache_tokens": 1024,
+    "workload": {
+        "kind": "synthetic",
+        "count": 60,
+        "shared_prefix": 64,
+        "prefixes": 6,
+        "prompt": {"dist": "uniform", "low": 4, "high": 40},
+        "output": {"dist": "uniform", "low": 2, "high": 20},
+        "arrivals": {"process": "poisson", "rate": 60.0},
+    },
+    "sampling": {"temperature": 0.0, "ignore_eos": True},
+    "simulate": {"chip": "h200", "model": "llama-3-8b"},
+}
+
+
+def measured(raw: dict):
+    (point,) = expand(raw, folder=Path())
+    return measured_at(point)
+
+
+def measured_at(point: config.Point):
+    made = point.experiment
+    assert made.simulate is not None
+    return measure(SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"workload": {key: value for key, value in RAW["workload"].items() if key != "arrivals"}},
+        {"workload": {**RAW["workload"], "arrivals": {"process": "poisson", "rate": 3.0}}},  # with idle gaps
+        {"workload": {**RAW["workload"], "arrivals": {"process": "gamma", "rate": 300.0, "burstiness": 0.1}}},
+        {"sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}, "cache_tokens": 512},
+        {
+            "engine": {**RAW["engine"], "policy": "static", "mixed_steps": False},
+            "simulate": {"step_s": 0.01, "model": "llama-3-8b", "whole_batches": True},
+        },
+    ],
+    ids=["busy", "at once", "idle", "bursts", "branches", "batches"],
+)
+def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
+    alone = measured({**RAW, **change})
+    behind = measured({**RAW, **change, "replicas": {"router": router}})
+    assert behind.requests == alone.requests
+    assert behind.steps == alone.steps
+    assert behind.summary.pop("replicas")["count"] == 1
+    assert behind.summary == alone.summary
+
+
+def engines(count: int, **options) -> list[SimulatedEngine]:
+    settings = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,), **options)
+    simulate = Simulate(step_s=1.0)
+    return [SimulatedEngine(settings, lambda work: 1.0, vocab_size=1000, simulate=simulate) for _ in range(count)]
+
+
+def ignored(replica: int, result: StepResult) -> None:
+    pass
+
+
+def test_each_replica_steps_on_its_own_clock():
+    """Steps of one second; each request takes as many as it has output tokens."""
+    work = [WorkItem("a", 0.0, (20,) * 5, 3), WorkItem("b", 0.5, (20,) * 5, 2), WorkItem("c", 1.5, (20,) * 5, 1)]
+    times: list[list[tuple[float, float, int]]] = [[], []]
+
+    def note(replica: int, result: StepResult) -> None:
+        times[replica].append((result.started, result.finished, len(result.plan.seqs)))
+
+    assert drive_replicas(engines(2), ROUND_ROBIN, 32, work, GREEDY, note) == {"a": 0, "b": 1, "c": 0}
+    assert times == [[(0.0, 1.0, 1), (1.0, 2.0, 1), (2.0, 3.0, 2)], [(0.5, 1.5, 1), (1.5, 2.5, 1)]]
+
+
+@pytest.mark.parametrize(("arrival", "load"), [(1.99, 1), (2.0, 0), (2.5, 0)])
+def test_the_end_of_a_request_is_known_when_its_last_step_has_ended(arrival: float, load: int):
+    """Replica 0 has a request until 2 s."""
+    work = [WorkItem("a", 0.0, (20,) * 5, 2), WorkItem("b", 0.0, (20,) * 5, 9), WorkItem("c", arrival, (20,) * 5, 1)]
+    seen = []
+
+    def choose(state, request):
+        seen.append((state.loads[0].requests, state.loads[1].requests))
+        return LEAST_LOADED.choose(state, request)
+
+    drive_replicas(engines(2), Router("seeing", choose), 32, work, GREEDY, ignored)
+    assert seen == [(0, 0), (1, 0), (load, 1)]
+
+
+def test_a_router_sees_the_hashes_that_the_engine_publishes():
+    work = [WorkItem(name, i, (20 + i % 2,) * 33 + (i,), 1) for i, name in enumerate("abcd")]
+    made, seen = engines(1), []
+
+    def choose(state, request):
+        seen.append(request)
+        return 0
+
+    drive_replicas(made, Router("seeing", choose), 32, work, GREEDY, ignored)
+    assert {key for request in seen for key in request.hashes} == set(made[0].scheduler_state.pool.contents)
+    assert [request.tokens for request in seen] == [35] * 4
+    seen.clear()
+    drive_replicas(engines(1, enable_prefix_caching=False), Router("seeing", choose), 32, work, GREEDY, ignored)
+    assert [request.hashes for request in seen] == [()] * 4
+
+
+def test_replicas_share_no_blocks_and_each_request_has_one():
+    found = measured({**RAW, "replicas": {"count": 3, "router": "round_robin"}})
+    assert found.failed is None
+    assert [request.replica for request in found.requests] == [i % 3 for i in range(60)]
+    assert {step.replica for step in found.steps} == {0, 1, 2}
+    ends = [step.started + step.seconds for step in found.steps]
+    assert ends == sorted(ends)
+    assert found.summary["duration_s"] == ends[-1]
+    assert found.summary["replicas"]["requests"] == {"least": 20, "mean": 20, "most": 20}
+    idle = 1 - found.summary["replicas"]["busy_share"]["mean"]
+    assert found.summary["between_steps_s"] == pytest.approx(3 * idle * ends[-1])
+    assert found == measured({**RAW, "replicas": {"count": 3, "router": "round_robin"}})
+
+
+def test_prefix_finds_more_than_the_others_on_the_example():
+    points = [
+        point._replace(
+            experiment=dataclasses.replace(
+                point.experiment, workload=dataclasses.replace(point.experiment.workload, count=200)
+            )
+        )
+        for point in load(CONFIGS / "routers.yaml")
+    ]
+    found = {point.swept["replicas.router"]: measured_at(point) for point in points}
+    shares = {name: one.summary["prefix_hit_share"] for name, one in found.items()}
+    assert shares["prefix"] > 1.2 * max(shares["round_robin"], shares["least_loaded"])
+    assert {one.failed for one in found.values()} == {None}
+    first = {name: one.summary["ttft_s"]["mean"] for name, one in found.items()}
+    assert first["prefix"] < min(first["round_robin"], first["least_loaded"])
+
+
+def test_known_blocks_bound_what_prefix_finds():
+    shares = {
+        known: measured({**RAW, "replicas": {"count": 3, "known_blocks": known}}).summary["prefix_hit_share"]
+        for known in (0, None)
+    }
+    assert shares[0] < shares[None]
+
+
+MINE = "from pagedjax.routing import Router\nFIRST = Router('first', lambda state, request: state.replicas[-1])\n"
+
+
+def test_a_run_records_replicas_and_runs_again(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    sweep = {"grid": {"replicas.router": ["least_loaded", "mine.py:FIRST"], "replicas.count": [1, 2]}}
+    (tmp_path / "one.yaml").write_text(json.dumps({**RAW, "sweep": sweep}), encoding="utf-8")
+    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    summaries = [json.loads(line) for line in (tmp_path / "runs/replicated/runs.jsonl").read_text().splitlines()]
+    assert [one["metrics"]["replicas"]["count"] for one in summaries] == [1, 2, 1, 2]
+    folder = tmp_path / "runs/replicated" / summaries[3]["run"]
+    assert {request.replica for request in store.read_requests(folder)} == {1}
+    assert {json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()} == {1}
+    assert (folder / "router.py").read_text() == MINE
+    assert "Replica 0 in the first repeat" in (tmp_path / "runs/replicated/report.html").read_text()
+    (again,) = load(folder / "config.yaml")
+    assert again.experiment.replicas == Replicas(2, f"{folder / 'router.py'}:FIRST")
+    assert [request.replica for request in measured_at(again).requests] == [1] * 60
+
+
+def test_a_run_without_replicas_has_no_column_of_them(tmp_path):
+    (tmp_path / "one.yaml").write_text(json.dumps(RAW), encoding="utf-8")
+    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    (folder,) = (tmp_path / "runs/replicated").glob("*/0")
+    for name in ("requests.jsonl", "steps.jsonl"):
+        assert "replica" not in json.loads((folder / name).read_text().splitlines()[0])
+
+
+def test_points_without_replicas_keep_their_key_and_others_have_their_own():
+    changes = [{}, {"replicas": None}]
+    changes += [{"replicas": options} for options in ({}, {"count": 2}, {"router": "least_loaded"})]
+    keys = [expand({**RAW, **change}, folder=Path())[0].key for change in changes]
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"replicas": {"count": 0}}, "replicas.count is 0; it must be at least 1"),
+        ({"replicas": {"known_blocks": -1}}, r"replicas.known_blocks is -1; it must be at least 0, or null for the"),
+        ({"replicas": {"router": "prefixes"}}, "replicas.router is 'prefixes'; write one of round_robin, least_loaded"),
+        ({"replicas": {"router": "none.py:A"}}, r"replicas.router is '.*none.py:A', but there is no file"),
+        ({"replicas": {"router": "bad.py:A"}}, "replicas.router is '.*', whose file raises ZeroDivisionError.*correct"),
+        ({"replicas": {"number": 2}}, "unknown key replicas.'number'"),
+        (
+            {"replicas": {"count": 2}, "simulate": None},
+            "replicas.count is 2 and there is no simulate section, but a measured run has 1 engine; add one, or leave",
+        ),
+        ({"workload": {**RAW["workload"], "prefixes": 0}}, "workload.prefixes is 0; it must be at least 1"),
+        (
+            {"workload": {**RAW["workload"], "shared_prefix": 0}},
+            "workload.prefixes is 6 and shared_prefix is 0; set shared_prefix to their length",
+        ),
+    ],
+)
+def test_wrong_sections_are_reported(tmp_path, change: dict, message: str):
+    (tmp_path / "bad.py").write_text("1 / 0", encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        expand({**RAW, **change}, folder=tmp_path)
+
+
+def test_prefix_is_least_loaded_where_nothing_is_shared():
+    workload = {**RAW["workload"], "shared_prefix": 0, "prefixes": 1}
+    found = {
+        name: measured({**RAW, "workload": workload, "replicas": {"count": 3, "router": name}}).requests
+        for name in (PREFIX.name, LEAST_LOADED.name)
+    }
+    assert found[PREFIX.name] == found[LEAST_LOADED.name]
+
+
+@pytest.fixture
+def documented() -> list[str]:
+    """The code of docs/design/routing.md."""
+    text = (CONFIGS.parent / "docs/design/routing.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_documented_transitions_run(documented):
+    exec(compile(documented[0], "routing.md", "exec"), {})
+
+
+def test_the_documented_router_runs_in_the_simulator(documented, tmp_path):
+    (tmp_path / "mine.py").write_text(documented[1], encoding="utf-8")
+    (point,) = expand({**RAW, "replicas": {"count": 4, "router": "mine.py:TWO_CHOICES"}}, folder=tmp_path)
+    found = measured_at(point)
+    assert found.failed is None
+    assert {request.replica for request in found.requests} == {0, 1, 2, 3}
