@@ -94,7 +94,8 @@ def test_every_implementation_serves_every_family(name, int8):
             chex.assert_trees_all_close(np.array(logprobs), np.array(expected), atol=2e-4)
 
 
-@pytest.mark.parametrize("impl", ["cpu", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["cpu", "xla"])
 def test_padding_of_a_bucket_changes_nothing_of_experts(impl):
     """Their tokens are sorted by expert, and padding has none."""
     kind, settings = CASES["Qwen3-MoE"]

@@ -108,6 +108,7 @@ def test_a_failed_step_is_computed_again_with_the_same_tokens(tiny, monkeypatch,
     assert text.count('{"schedule"') == text.count('{"commit"')
 
 
+@pytest.mark.slow
 def test_blocks_that_a_failed_step_overwrote_are_not_found(tiny, monkeypatch):
     """The step evicts what was cached, runs, and fails: the state from before it would still promise that content."""
     llm = make(tiny, num_blocks=8)

@@ -110,6 +110,7 @@ def plain(llms, tmp_path_factory):
     return {seed: (run, (folder / f"{seed}.jsonl").read_bytes()) for seed, run in runs.items()}
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_recordings_are_byte_identical_with_lookahead(llms, plain, tmp_path, depth):
     runs = []

@@ -64,6 +64,7 @@ def expected(cold):
     return alone
 
 
+@pytest.mark.default_cases("config0-drawn-params1", "config1-greedy-params0", "config2-drawn-params1")
 @pytest.mark.parametrize(("name", "params"), [("greedy", GREEDY), ("drawn", DRAWN)])
 @pytest.mark.parametrize("config", [{}, {"block_size": 1, "num_blocks": 800}, {"block_size": 16, "num_blocks": 9}])
 def test_prefix_caching_changes_no_token(tiny, expected, name, params, config):

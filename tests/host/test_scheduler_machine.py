@@ -531,6 +531,7 @@ def test_the_driver_reaches_every_kind_of_event():
         assert tally[happened] >= 20, f"{happened}: {tally}"
 
 
+@pytest.mark.slow
 def test_the_driver_reaches_every_kind_of_event_in_baseline_modes():
     """On random configs from a fixed seed. Pieces of equal size leave no holes, so other modes are drawn more often."""
     draw = random.Random(0)
@@ -575,6 +576,7 @@ def test_random_transitions_match_the_reference_model_in_long_runs(configs):
     run_machine(configs, examples=300, steps=60, at_least=50_000)
 
 
+@pytest.mark.default_cases("1-24-6", "2-9-7", "3-7-32", "4-5-7", "8-2-6")
 @pytest.mark.parametrize("budget", [6, 7, 32])
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 24), (2, 9), (3, 7), (4, 5), (8, 2)])
 def test_every_request_ends_when_the_pool_has_blocks_for_little_more_than_one(

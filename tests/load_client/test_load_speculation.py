@@ -36,6 +36,7 @@ def test_a_server_that_does_not_answer_has_no_counts():
     assert speculation.fetch("http://127.0.0.1:9/v1", None) == Drafts()
 
 
+@pytest.mark.default_cases("speculative1")
 @pytest.mark.parametrize("speculative", [None, {"method": "ngram", "num_tokens": 3, "adaptive": False}])
 def test_a_load_run_prints_the_accepted_drafts(tiny, tmp_path, speculative):
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "token_buckets": (8, 32), "num_blocks": 64}

@@ -35,6 +35,9 @@ def floats_of(arguments: dict[str, Any]) -> dict[str, jax.Array]:
     return jax.tree.map(jnp.asarray, found)
 
 
+@pytest.mark.default_cases(
+    "odd sizes-float32", "gates of odd width-bfloat16", "experts-float32", "rows within a panel-float32"
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_results_are_those_of_the_kernel_and_gradients_those_of_xla(name, dtype):

@@ -159,6 +159,7 @@ def failed(folder: Path, tmp_path: Path, faults: dict[int, str], processes: int 
     return reasons.pop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [

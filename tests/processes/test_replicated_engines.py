@@ -83,6 +83,7 @@ def pair(tiny, tmp_path):
         yield Pair(tiny, group, tmp_path / "follower.jsonl", compilation="lazy")
 
 
+@pytest.mark.default_cases("", "swapped")
 @pytest.mark.parametrize(
     "config", [{}, SWAPPED, {"lookahead": 2}, SPECULATIVE], ids=["", "swapped", "lookahead", "adaptive drafts"]
 )

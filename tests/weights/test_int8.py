@@ -118,6 +118,7 @@ def test_int8_weights_of_a_16_bit_model_are_rounded_from_the_stored_values(tiny_
     assert (half.dtype, half.weight_dtype, exact.weight_dtype) == ("bfloat16", "int8", "int8")
 
 
+@pytest.mark.slow
 def test_an_engine_reports_int8_weights_and_a_quarter_of_the_memory(tiny_folder, tiny):
     llm, whole = LLM(tiny_folder, weight_dtype="int8", **SMALL), LLM(tiny, **SMALL)
     assert (llm.engine.config.weight_dtype, whole.engine.config.weight_dtype) == ("int8", "float32")

@@ -64,6 +64,7 @@ def test_plan_is_decode_at_given_context():
     assert len({block for seq in whole.seqs for block in seq.blocks}) == 3 * 2, "sequences share no block"
 
 
+@pytest.mark.slow
 def test_all_contenders_compute_equal_attention(tiny):
     model, batch, context = tiny.model, 3, 40
     c = model.config
