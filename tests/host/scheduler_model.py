@@ -744,7 +744,7 @@ class Model:
             self.waiting.append(sequence)
             return
         others = self.owned()
-        sequence.computed, sequence.table = gone.computed, shared
+        sequence.computed, sequence.table = gone.computed, list(shared)
         self.running.append(sequence)
         self.idle = [block for block in self.idle if block not in shared]
         self.take(sequence, new)
