@@ -11,9 +11,9 @@
     {"release":{"request_id":"c","length":6,"computed":5,"blocks":[1,2],"hashes":["..."]}}
     {"adopt":{"request":{"request_id":"d",...},"length":6,"computed":5,"from":[1,2],"hashes":["..."],"blocks":[4,3],...}}
 
-The scheduler is pure. So the header, the submits, the cancels, the sequences that were adopted, the drafts that were offered, the sampled tokens, the
-hashes of filled blocks and the choices of beam searches determine every other byte (replay.py). A reader needs no
-scheduler:
+The scheduler is pure. So the header, the submits, the cancels, the sequences that were adopted, the drafts that were
+offered, the sampled tokens, the hashes of filled blocks and the choices of beam searches determine every other byte
+(replay.py). A reader needs no scheduler:
 
 - `blocks` are the blocks that a sequence got in this step, after those it had. It has none after it was preempted or
   finished.

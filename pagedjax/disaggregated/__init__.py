@@ -1,0 +1,7 @@
+"""Prefill and decode by two engines: one computes prompts, the other one goes on with their blocks."""
+
+from __future__ import annotations
+
+from pagedjax.disaggregated.pair import PrefillDecode
+
+__all__ = ["PrefillDecode"]
