@@ -70,8 +70,7 @@ class PairSession:
         self._check()
 
     def _check(self) -> None:
-        here, there = (handover.facts(one.engine.runtime, one.engine._state) for one in (self.decode, self.prefill))
-        handover.check_equal(here, there)
+        handover.check_equal(self.decode.engine.facts, self.prefill.engine.facts)
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
         """As `Session.add`. The requests must be able to run in both engines, and to leave the first one.
@@ -85,6 +84,8 @@ class PairSession:
             if not isinstance(params, SamplingParams) or params.taps:
                 what = "taps" if isinstance(params, SamplingParams) else type(params).__name__
                 raise ValueError(f"a request has {what}, which one engine computes; use `prefill` or `decode` alone")
+            if request.adapter is not None:
+                handover.adapter_of(self.decode.engine.runtime, self.prefill.engine.adapters[request.adapter].digest)
         added = self.prefill.add(requests)
         names = {name for branches in added for name in branches}
         try:
@@ -141,6 +142,7 @@ class PairSession:
     def abandon(self, branches: Branches) -> tuple[Event, ...]:
         """Cancel the branches that are unfinished, in either engine."""
         self._mine.difference_update(branches)
-        there = {mine: branches[name] for name in branches if (mine := self._ids.pop(name, None))}
-        here = {name: branch for name, branch in branches.items() if branch not in there.values()}
+        moved = {name: mine for name in branches if (mine := self._ids.pop(name, None))}
+        here = {name: branch for name, branch in branches.items() if name not in moved}
+        there = {mine: branches[name] for name, mine in moved.items()}
         return self.prefill.abandon(here) + self.decode.abandon(there)

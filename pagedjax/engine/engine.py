@@ -169,6 +169,11 @@ class Engine:
 
     # another engine goes on with a request (handover.py) -------------------------------------------------------------
 
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What must be equal in two engines that hand requests over."""
+        return handover.facts(self.runtime, self._state)
+
     def handover(self, request_id: str) -> Handover:
         """What another engine needs to go on with an unfinished sequence, and nothing changes here (`handover`)."""
         return handover.handover(self.runtime, self._state, request_id)

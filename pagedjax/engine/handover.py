@@ -156,7 +156,7 @@ def adopt(
         spare=runtime.spare,
         chain=runtime.options,
         grammar=grammar or found.grammar,
-        adapter=_adapter(runtime, name, found.adapter),
+        adapter=adapter_of(runtime, found.adapter),
         seed=found.seed,
     )
     data = prepared.sequences[name]
@@ -186,8 +186,8 @@ def adopt(
     return state, adopted
 
 
-def _adapter(runtime: Runtime, name: str, digest: str) -> tuple[int, str]:
-    """The slot of the adapter with this content, and its digest."""
+def adapter_of(runtime: Runtime, digest: str) -> tuple[int, str]:
+    """The slot of the adapter with this content, and its digest. Raises ValueError if it is not loaded."""
     if not digest:
         return 0, ""
     known = runtime.adapters.names if runtime.adapters else {}
@@ -195,7 +195,8 @@ def _adapter(runtime: Runtime, name: str, digest: str) -> tuple[int, str]:
         if one.digest == digest:
             return one.slot, digest
     here = ", ".join(f"{key!r} ({one.digest})" for key, one in sorted(known.items())) or "none"
-    raise ValueError(f"sequence {name!r} needs the adapter of content {digest}; loaded here: {here}; load it first")
+    what = f"a sequence needs the adapter of content {digest}, and the engine that goes on with it has {here}"
+    raise ValueError(f"{what}; load the adapter into both engines (load_adapter)")
 
 
 def _check_processes() -> None:
