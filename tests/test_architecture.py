@@ -51,6 +51,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *BELOW_SESSION,
         *("pagedjax.tools", "pagedjax.processes", "pagedjax.session", "pagedjax.vllm_names"),
     ),
+    "pagedjax.disaggregated": (
+        *("pagedjax.params", "pagedjax.host", "pagedjax.engine", "pagedjax.session", "pagedjax.llm"),
+    ),
     "pagedjax.viewer": ("pagedjax.host",),
     "pagedjax.server": (
         *BELOW_SESSION,

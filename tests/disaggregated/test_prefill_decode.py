@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from typing import Any
 
 import chex
@@ -12,6 +13,7 @@ from pagedjax import LLM, BeamSearchParams, PoolingParams, SamplingParams, Struc
 from pagedjax.disaggregated import PrefillDecode
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Preempted
+from pagedjax.viewer import read_recording
 from tests.engine.test_batch_invariance import VOCAB, model_of
 from tests.engine.test_update_params import SIZES
 
@@ -112,6 +114,7 @@ def test_tokens_and_logprobs_are_those_of_one_engine_bit_for_bit(model, one, pla
         llm.engine.record(None)
         report = replay.verify(tmp_path / f"{file}.jsonl")
         assert report.identical, report.difference
+        assert len(read_recording.read(tmp_path / f"{file}.jsonl").frames) >= report.steps
         if "small pool" in name:
             assert bool(report.preemptions) == (file == ("prefill" if "prefill" in name else "decode"))
     text = (tmp_path / "decode.jsonl").read_text()
@@ -277,7 +280,7 @@ def test_engines_that_differ_are_refused(tiny, tinies, options, message):
 
 
 def test_another_model_or_another_version_of_the_weights_is_refused(tinies, plain, tiny):
-    with pytest.raises(ValueError, match="model.head_dim is 16 where the sequence was and 32 here"):
+    with pytest.raises(ValueError, match=r"model\.head_dim is 16 where the sequence was and 32 here"):
         PrefillDecode(tinies[0], plain)
     other = LLM(tiny, progress=False, compilation="lazy", **SMALL)
     pair = PrefillDecode(tinies[0], other)
@@ -291,3 +294,12 @@ def test_a_request_that_the_decoding_engine_can_never_run_is_refused_before_any_
     with pytest.raises(ValueError, match="raise num_blocks to 6"):
         pair.generate("hello", SamplingParams(max_tokens=90), use_tqdm=False)
     emptied(tinies[0])
+
+
+def test_the_example_of_the_page_runs(documented_file, tiny, tiny_llm):
+    example = runpy.run_path(str(documented_file("disaggregation.md", "two_engines.py")))
+    sizes = {"max_num_seqs": 8, "num_blocks": 64, "compilation": "lazy", "progress": False}
+    found = example["answers"](tiny, ["one and ", "two and "], **sizes)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
+    wanted = tiny_llm.generate(["one and ", "two and "], params, use_tqdm=False)
+    assert [output.outputs[0].text for output in found] == [output.outputs[0].text for output in wanted]
