@@ -141,7 +141,7 @@ def adopt(
     _check_processes()
     check_equal(facts(runtime, state), found.facts)
     released, before = found.released, state.scheduler
-    request, prompt = released.request, found.tokens[: released.request.prompt_len]
+    request, prompt = released.request, found.tokens[: released.request.prompt_len].tolist()
     prepared = prepare(
         before,
         (name,),

@@ -219,9 +219,9 @@ def _advance(
     return "", None
 
 
-def _request(fields: Mapping[str, Any]) -> Request:
+def _request(fields: dict[str, Any]) -> Request:
     return Request(
-        **dict(fields)
+        **fields
         | {"stop_token_ids": frozenset(fields["stop_token_ids"])}
         | {name: tuple(fields.get(name, ())) for name in ("forks", "hashes", "tags")}
     )

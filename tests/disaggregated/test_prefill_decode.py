@@ -12,7 +12,7 @@ import pytest
 from pagedjax import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams, Taps
 from pagedjax.disaggregated import PrefillDecode
 from pagedjax.host import replay, scheduler
-from pagedjax.host.types import Preempted
+from pagedjax.host.types import Preempted, Sampled
 from pagedjax.viewer import read_recording
 from tests.engine.test_batch_invariance import VOCAB, model_of
 from tests.engine.test_update_params import SIZES
@@ -164,9 +164,19 @@ def test_a_transfer_that_fails_is_computed_again(model, one, plain, tmp_path, ca
     assert replay.verify(tmp_path / "decode.jsonl").identical
 
 
+def note(llm: LLM, found: dict[str, list[int]]) -> Any:
+    """Run a step, and note its tokens by sequence -> its events."""
+    result: Any = llm.engine.step()
+    for event in result.events:
+        for name, token in zip(event.request_ids, event.token_ids, strict=True) if isinstance(event, Sampled) else ():
+            found.setdefault(name, []).append(token)
+    return result.events
+
+
 def test_without_room_a_sequence_is_queued_and_computed_again(model, one, plain):
     """What `adopt` does by itself. `PrefillDecode` waits for room."""
-    decode = LLM(model, **SIZES | {"max_num_seqs": 1})
+    sizes: dict[str, Any] = SIZES | {"max_num_seqs": 1}
+    decode = LLM(model, **sizes)
     plain.engine.reset()
     params = PARAMS[0]
     wanted = answers(one, PROMPTS[:3], params)
@@ -174,10 +184,7 @@ def test_without_room_a_sequence_is_queued_and_computed_again(model, one, plain)
     for i, prompt in enumerate(PROMPTS[:3]):
         plain.engine.add(f"r{i}", prompt, params)
     while len(found) < 3:
-        for event in plain.engine.step().events:
-            if hasattr(event, "token_ids"):
-                for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                    found.setdefault(name, []).append(token)
+        note(plain, found)
     here = []
     for i in range(3):
         handed = plain.engine.handover(f"r{i}")
@@ -187,11 +194,7 @@ def test_without_room_a_sequence_is_queued_and_computed_again(model, one, plain)
     assert here == [True, False, False]
     assert not plain.engine.has_work
     while decode.engine.has_work:
-        for event in decode.engine.step().events:
-            assert not isinstance(event, Preempted)
-            if hasattr(event, "token_ids"):
-                for name, token in zip(event.request_ids, event.token_ids, strict=True):
-                    found[name].append(token)
+        assert not any(isinstance(event, Preempted) for event in note(decode, found))
     assert [tuple(found[f"r{i}"]) for i in range(3)] == [wanted[i][0][0] for i in range(3)]
     emptied(plain, decode)
 
@@ -227,7 +230,7 @@ def test_stop_strings_text_and_structured_outputs_continue(tiny_llm, tinies):
     pair = PrefillDecode(*tinies)
     steps = watched(pair.session)
     params = [
-        SamplingParams(temperature=0.9, seed=i, max_tokens=40, stop=[chr(ord("a") + i)], logprobs=1) for i in range(4)
+        SamplingParams(temperature=0.9, seed=i, max_tokens=40, stop=chr(ord("a") + i), logprobs=1) for i in range(4)
     ]
     form = StructuredOutputsParams(regex="[a-c]{3}-[0-9]{4}")
     params += [SamplingParams(temperature=1.0, seed=i, max_tokens=30, structured_outputs=form) for i in range(3)]
@@ -274,7 +277,7 @@ def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
         ({"kv_policy": {"name": "streaming", "sinks": 16, "window": 32}}, r"kv_policy is \(\) where the sequence was"),
     ],
 )
-def test_engines_that_differ_are_refused(tiny, tinies, options, message):
+def test_engines_that_differ_are_refused(tiny, tinies, options: Any, message):
     with pytest.raises(ValueError, match=message):
         PrefillDecode(tinies[0], LLM(tiny, progress=False, compilation="lazy", **SMALL | options))
 
@@ -290,7 +293,8 @@ def test_another_model_or_another_version_of_the_weights_is_refused(tinies, plai
 
 
 def test_a_request_that_the_decoding_engine_can_never_run_is_refused_before_any_step(tiny, tinies):
-    pair = PrefillDecode(tinies[0], LLM(tiny, progress=False, compilation="lazy", **SMALL | {"num_blocks": 3}))
+    sizes: dict[str, Any] = SMALL | {"num_blocks": 3}
+    pair = PrefillDecode(tinies[0], LLM(tiny, progress=False, compilation="lazy", **sizes))
     with pytest.raises(ValueError, match="raise num_blocks to 6"):
         pair.generate("hello", SamplingParams(max_tokens=90), use_tqdm=False)
     emptied(tinies[0])
@@ -298,7 +302,7 @@ def test_a_request_that_the_decoding_engine_can_never_run_is_refused_before_any_
 
 def test_the_example_of_the_page_runs(documented_file, tiny, tiny_llm):
     example = runpy.run_path(str(documented_file("disaggregation.md", "two_engines.py")))
-    sizes = {"max_num_seqs": 8, "num_blocks": 64, "compilation": "lazy", "progress": False}
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 64, "compilation": "lazy", "progress": False}
     found = example["answers"](tiny, ["one and ", "two and "], **sizes)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
     wanted = tiny_llm.generate(["one and ", "two and "], params, use_tqdm=False)

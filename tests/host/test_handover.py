@@ -112,9 +112,9 @@ def test_sequences_move_between_schedulers_at_any_time():
 
 def test_the_moves_of_a_fixed_seed_are_of_every_kind():
     draw, tally = random.Random(0), Counter[str]()
-    for _ in range(6):
-        one = small_config(draw)
-        pair = Pair((one, small_config(draw)._replace(block_size=one.block_size)), tally)
+    for size in (1, 2, 3, 4) * 2:
+        one, two = (small_config(draw)._replace(block_size=size) for _ in range(2))
+        pair = Pair((one, two._replace(num_blocks=draw.choice([10, 60]), max_num_seqs=8)), tally)
         for _ in range(30):
             pair.sides[draw.randrange(2)].traffic(draw.randint(1, 3), draw.randrange(2**32))
             pair.move(draw.randrange(2), draw)
@@ -122,7 +122,7 @@ def test_the_moves_of_a_fixed_seed_are_of_every_kind():
         for driver in pair.sides:
             driver.drain(seed=0)
     wanted = ("adopted", "adopted in flight", "waits", "some blocks shared", "refused", "rejected there")
-    assert all(tally[name] for name in wanted), tally
+    assert all(tally[name] for name in wanted), {name: tally[name] for name in wanted}
 
 
 def prompt_computed(config: SchedulerConfig = SMALL, **fields) -> scheduler.SchedulerState:
@@ -247,3 +247,17 @@ def test_the_recordings_of_both_sides_replay(tmp_path):
     lines = (tmp_path / "decode.jsonl").read_text().splitlines()
     assert '"from":[1,2,3],"hashes":["h0","ha"],"blocks":[1,2,3],"copies":[[1,1],[2,2],[3,3]]' in lines[1]
     assert '"copies":[[4,4],[5,5]]' in lines[2], "the second one shares its first block"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"release":{}}', "line 2 is a malformed release: KeyError"),
+        ('{"release":{"request_id":"x"}}', "refused: sequence 'x' is not unfinished here"),
+        ('{"adopt":{"request":{}}}', "line 2 is a malformed adopt: KeyError"),
+    ],
+)
+def test_wrong_lines_of_a_recording_are_named(tmp_path, line, message):
+    recorded(tmp_path / "run.jsonl", SMALL, lambda recorder, state: recorder._write(line))
+    with pytest.raises(replay.ReplayError, match=message):
+        list(replay.replay(tmp_path / "run.jsonl"))
