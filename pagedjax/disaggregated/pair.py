@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pagedjax.engine import handover
+from pagedjax.engine import handover, interrupts
 from pagedjax.host import request_limits, scheduler
 from pagedjax.host.types import Event
 from pagedjax.llm import LLM
@@ -116,6 +116,7 @@ class PairSession:
         tokens = sum(one.tokens for one in (prefilled, decoded) if one)
         return PairStep(ended, tokens, moved, again)
 
+    @interrupts.deferred()  # a sequence is in one of the engines, and this session knows in which
     def _move(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Hand over every sequence whose prompt is computed and that has room -> (all ids, those computed again)."""
         source, target = self.prefill.engine, self.decode.engine

@@ -219,7 +219,7 @@ def _advance(
     return "", None
 
 
-def _request(fields: dict[str, Any]) -> Request:
+def _request(fields: Any) -> Request:
     return Request(
         **fields
         | {"stop_token_ids": frozenset(fields["stop_token_ids"])}

@@ -6,6 +6,7 @@ import runpy
 from typing import Any
 
 import chex
+import jax
 import numpy as np
 import pytest
 
@@ -146,6 +147,9 @@ def test_a_transfer_that_fails_is_computed_again(model, one, plain, tmp_path, ca
 
     def breaks(blocks):
         count[0] += 1
+        if count[0] == 5:  # as if the program that writes had failed: it was given the cache
+            for array in jax.tree.leaves(decode.engine._state.cache):
+                array.delete()
         if count[0] % 2:
             raise ConnectionError("the cable is out")
         return pages(blocks)
@@ -157,6 +161,7 @@ def test_a_transfer_that_fails_is_computed_again(model, one, plain, tmp_path, ca
         del plain.engine.pages
     emptied(plain, decode)
     assert sum(len(step.again) for step in steps) >= 3
+    assert '{"restart":{}}' in (tmp_path / "decode.jsonl").read_text()
     assert "is computed again, because its blocks did not arrive: ConnectionError('the cable is out')" in caplog.text
     for llm in (plain, decode):
         llm.engine.record(None)
