@@ -52,7 +52,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("pagedjax.tools", "pagedjax.processes", "pagedjax.session", "pagedjax.vllm_names"),
     ),
     "pagedjax.disaggregated": (
-        *("pagedjax.params", "pagedjax.host", "pagedjax.engine", "pagedjax.session", "pagedjax.llm"),
+        *("pagedjax.params", "pagedjax.host", "pagedjax.device", "pagedjax.engine", "pagedjax.structured.matcher"),
+        *("pagedjax.session", "pagedjax.llm"),
     ),
     "pagedjax.viewer": ("pagedjax.host",),
     "pagedjax.server": (

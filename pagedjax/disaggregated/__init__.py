@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from pagedjax.disaggregated.pair import PrefillDecode
+from pagedjax.disaggregated.transfer import Offer, Transfers
 
-__all__ = ["PrefillDecode"]
+__all__ = ["Offer", "PrefillDecode", "Transfers"]
