@@ -150,6 +150,11 @@ class Session:
         if self.branches:
             self._results.append(result)
 
+    @property
+    def behind(self) -> bool:
+        """Whether other sessions ran steps whose results are not folded yet."""
+        return bool(self._results)
+
     def _folded(self, result: StepResult) -> SessionStep:
         """The result, folded into the branches."""
         branches, events = self.branches, list(result.events)

@@ -52,6 +52,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *BELOW_SESSION,
         *("pagedjax.tools", "pagedjax.processes", "pagedjax.session", "pagedjax.vllm_names"),
     ),
+    "pagedjax.disaggregated": (
+        *("pagedjax.params", "pagedjax.host", "pagedjax.device", "pagedjax.engine", "pagedjax.structured.matcher"),
+        *("pagedjax.session", "pagedjax.llm"),
+    ),
     "pagedjax.viewer": ("pagedjax.host",),
     "pagedjax.server": (
         *BELOW_SESSION,

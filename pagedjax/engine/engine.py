@@ -21,9 +21,10 @@ from pagedjax.device.draft_model import DraftModel
 from pagedjax.device.memory import MemoryReport
 from pagedjax.device.models import Model
 from pagedjax.device.row_features import RowFeature
-from pagedjax.engine import adapters, interrupts, runtime, sleep, state
+from pagedjax.engine import adapters, handover, interrupts, runtime, sleep, state
 from pagedjax.engine.adapters import AdapterTable, InSlot
 from pagedjax.engine.background import BackgroundPrograms
+from pagedjax.engine.handover import Fetch, Handover
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.state import EngineState
 from pagedjax.engine.step import ScheduledStep, schedule, step
@@ -165,6 +166,43 @@ class Engine:
         after, events = state.cancel(self._state, request_id, reason)
         self._set(after)
         return events
+
+    # another engine goes on with a request (handover.py) -------------------------------------------------------------
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What must be equal in two engines that hand requests over."""
+        return handover.facts(self.runtime, self._state)
+
+    def handover(self, request_id: str) -> Handover:
+        """What another engine needs to go on with an unfinished sequence, and nothing changes here (`handover`)."""
+        return handover.handover(self.runtime, self._state, request_id)
+
+    def has_room(self, found: Handover) -> bool:
+        """Whether a sequence of another engine would run here in the next step."""
+        return handover.has_room(self.runtime, self._state, found)
+
+    def pages(self, blocks: Sequence[int]) -> Any:
+        """Copies of the pages of blocks, on the device, as `adopt` fetches them."""
+        assert self._state.cache is not None, "a sequence has content, so there is a cache"
+        return handover.take(self._state.cache, blocks)
+
+    @interrupts.deferred()
+    def adopt(self, request_id: str, found: Handover, fetch: Fetch, *, grammar: Grammar | None = None) -> bool:
+        """Go on with a sequence of another engine -> whether its content is here; else it is computed again.
+
+        Raises:
+            ValueError: see `handover.adopt`. The engine is unchanged.
+        """
+        self._check_awake()
+        options = self.runtime, self._state, request_id, found, fetch
+        after, adopted = handover.adopt(*options, grammar=grammar)
+        self._set(after)
+        return bool(adopted.blocks)
+
+    def release(self, request_id: str) -> None:
+        """Forget a sequence that another engine has adopted. Its full blocks stay in the prefix cache."""
+        self._set(handover.release(self._state, request_id))
 
     def reset_prefix_cache(self) -> None:
         """Forget what cached blocks hold. Unfinished requests continue."""

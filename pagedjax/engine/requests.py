@@ -122,6 +122,7 @@ def prepare(
     chain: RowChain = DEFAULT,
     grammar: Grammar | None = None,
     adapter: tuple[int, str] = (0, ""),
+    seed: int | None = None,
 ) -> PreparedRequest:
     """Check a request as far as the scheduler cannot, and prepare it.
 
@@ -133,6 +134,7 @@ def prepare(
         chain: the sampling options of the engine.
         grammar: what `params.structured_outputs` was compiled to.
         adapter: its slot and the digest of its content.
+        seed: of a single sequence that another engine began; None: that of its parameters.
 
     Raises:
         ValueError: a token id outside the vocabulary, options that `RowChain.read` refuses, beams without ids, more
@@ -176,10 +178,11 @@ def prepare(
     sequences = {}
     for i, name in enumerate(names):
         default = 0x9E3779B9 * (state.arrivals + 1 + i)
-        seed = (default if row.seed is None else row.seed + i) % 2**32
+        own = (default if row.seed is None else row.seed + i) % 2**32
         matcher = grammar.matcher() if grammar else None
         sequences[name] = SequenceData(
-            row, seed, len(prompt), tokens, stops, matcher, root, options, adapter=adapter[0]
+            *(row, own if seed is None else seed, len(prompt), tokens, stops, matcher, root, options),
+            adapter=adapter[0],
         )
     search = None
     if isinstance(params, BeamSearchParams):

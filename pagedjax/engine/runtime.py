@@ -110,6 +110,10 @@ class Runtime:
     def scheduler_config(self) -> SchedulerConfig:
         return _limits(self.config, self.model, self.draft_model)
 
+    @property
+    def cache_shapes(self) -> cache.KVCache:
+        return _cache_shapes(self.config, self.model, self.draft_model)
+
     def new_cache(self) -> cache.KVCache:
         sizes = _block(self.config, self.model, self.draft_model)
         sharding = _cache_sharding(self.model)

@@ -8,10 +8,12 @@
     {"forget":{}}
     {"restart":{}}
     {"update":{"version":3,"pending":"keep"}}
+    {"release":{"request_id":"c","length":6,"computed":5,"blocks":[1,2],"hashes":["..."]}}
+    {"adopt":{"request":{"request_id":"d",...},"length":6,"computed":5,"from":[1,2],"hashes":["..."],"blocks":[4,3],...}}
 
-The scheduler is pure. So the header, the submits, the cancels, the drafts that were offered, the sampled tokens, the
-hashes of filled blocks and the choices of beam searches determine every other byte (replay.py). A reader needs no
-scheduler:
+The scheduler is pure. So the header, the submits, the cancels, the sequences that were adopted, the drafts that were
+offered, the sampled tokens, the hashes of filled blocks and the choices of beam searches determine every other byte
+(replay.py). A reader needs no scheduler:
 
 - `blocks` are the blocks that a sequence got in this step, after those it had. It has none after it was preempted or
   finished.
@@ -24,6 +26,9 @@ scheduler:
   event `Verified` says how many blocks are left of those that a sequence had; the others were given back.
 - After an `update` the steps use new weights, of this version; `pending` says what becomes of the content of unfinished
   sequences (`scheduler.update`). Tokens of later commits are of this version.
+- A `release` hands a sequence to another scheduler (handover.py), with these blocks; it has none here any more. An
+  `adopt` takes one: `from` are its blocks where it was, `blocks` are those here, none if it has to be computed again,
+  and `copies` are (from, to). The line of `blocks` of a step has those that follow.
 - `sampled` is null for a row whose token is not used: a row inside a prompt, a beam's, or one that was cancelled.
 
 A line may also have notes: `{"commit":{...},"at":0.0312}`, seconds since the recording began (of a schedule and its
@@ -47,12 +52,14 @@ from pagedjax import __version__
 from pagedjax.host.drafts import Sample
 from pagedjax.host.types import (
     HOLE,
+    Adopted,
     Choice,
     Event,
     Finished,
     FinishReason,
     Pending,
     Plan,
+    Released,
     Request,
     Sampled,
     SchedulerConfig,
@@ -60,7 +67,7 @@ from pagedjax.host.types import (
 )
 
 FORMAT = 2
-Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget", "restart", "update"]
+Kind = Literal["init", "submit", "schedule", "commit", "cancel", "forget", "restart", "update", "release", "adopt"]
 KINDS = get_args(Kind)
 NOTES = ("at", "prompt")  # keys that may stand beside a transition on its line, in this order
 Hashes = Mapping[str, Sequence[str]]  # request id -> hashes of the blocks that a step filled
@@ -106,6 +113,12 @@ class Lines:
     def update(self, version: int, pending: Pending) -> None:
         """New weights; `version` counts the updates of the engine."""
         self._write(update_line(version, pending, self._written))
+
+    def release(self, released: Released) -> None:
+        self._write(release_line(released, self._written))
+
+    def adopt(self, released: Released, adopted: Adopted) -> None:
+        self._write(adopt_line(released, adopted, self._written))
 
 
 class Recorder(Lines):
@@ -159,11 +172,15 @@ def noted(line: str, notes: Mapping[str, Any]) -> str:
 
 
 def submit_line(request: Request) -> str:
+    return dump({"submit": request_record(request)})
+
+
+def request_record(request: Request) -> dict[str, Any]:
     fields = request._asdict() | {"stop_token_ids": sorted(request.stop_token_ids)}
     for name in ("tags", "keeps_blocks"):  # so that a log without them is the same in every version
         if not fields[name]:
             del fields[name]
-    return dump({"submit": fields})
+    return fields
 
 
 def cancel_line(request_id: str, reason: str, events: Sequence[Event], written: Written) -> str:
@@ -225,6 +242,21 @@ def update_line(version: int, pending: Pending, written: Written) -> str:
     if pending == "restart":
         written.clear()
     return dump({"update": {"version": version, "pending": pending}})
+
+
+def release_line(released: Released, written: Written) -> str:
+    name = released.request.request_id
+    written.pop(name, None)
+    body = {"request_id": name, "length": released.length, "computed": released.computed}
+    return dump({"release": body | {"blocks": released.blocks, "hashes": released.hashes}})
+
+
+def adopt_line(released: Released, adopted: Adopted, written: Written) -> str:
+    if adopted.blocks:
+        written[released.request.request_id] = adopted.blocks
+    body = {"request": request_record(released.request), "length": released.length, "computed": released.computed}
+    body |= {"from": released.blocks, "hashes": released.hashes}
+    return dump({"adopt": body | {"blocks": adopted.blocks, "copies": adopted.copies}})
 
 
 def _event_records(events: Sequence[Event], written: Written) -> list[dict[str, Any]]:

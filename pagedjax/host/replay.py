@@ -23,11 +23,13 @@ from pagedjax.host.event_log import (
     NOTES,
     Kind,
     Written,
+    adopt_line,
     cancel_line,
     commit_line,
     forget_line,
     header_line,
     noted,
+    release_line,
     restart_line,
     schedule_line,
     submit_line,
@@ -36,7 +38,7 @@ from pagedjax.host.event_log import (
 from pagedjax.host.kv_policies import View
 from pagedjax.host.policies import POLICIES, Policy, find
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
-from pagedjax.host.types import Choice, Event, Finished, Pending, Plan, Preempted, Request
+from pagedjax.host.types import Choice, Event, Finished, Pending, Plan, Preempted, Released, Request
 
 
 class ReplayError(ValueError):
@@ -179,11 +181,7 @@ def _advance(
 ) -> tuple[str, Transition | None]:
     """Take the inputs of a line, ignore its outcomes -> the line that it should be and the transition."""
     if kind == "submit":
-        request = Request(
-            **body
-            | {"stop_token_ids": frozenset(body["stop_token_ids"])}
-            | {name: tuple(body.get(name, ())) for name in ("forks", "hashes", "tags")}
-        )
+        request = _request(body)
         return submit_line(request), Transition(kind, scheduler.submit(state, request), None, ())
     if kind == "cancel":
         state, events = scheduler.cancel(state, body["request_id"], body["reason"])
@@ -210,7 +208,23 @@ def _advance(
         if type(version) is not int:
             raise ValueError(f"version is {version!r}; it must be an integer")
         return update_line(version, pending, written), Transition(kind, scheduler.update(state, pending), None, ())
+    if kind == "release":
+        state, released = scheduler.release(state, body["request_id"])
+        return release_line(released, written), Transition(kind, state, None, ())
+    if kind == "adopt":
+        numbers = body["length"], body["computed"], tuple(body["from"]), tuple(body["hashes"])
+        released = Released(_request(body["request"]), *numbers)
+        state, adopted = scheduler.adopt(state, policy, released)
+        return adopt_line(released, adopted, written), Transition(kind, state, None, ())
     return "", None
+
+
+def _request(fields: Any) -> Request:
+    return Request(
+        **fields
+        | {"stop_token_ids": frozenset(fields["stop_token_ids"])}
+        | {name: tuple(fields.get(name, ())) for name in ("forks", "hashes", "tags")}
+    )
 
 
 def _rows(path: str | PathLike[str]) -> Iterator[tuple[int, str, dict[str, Any]]]:

@@ -27,7 +27,8 @@ one or more tokens. The rules:
     has at most at one time. A chunk is then cut where no block is free for its next token.
 
 The rules are in these files: preemption.py (5, 7), admission.py (3), prefix_sharing.py (finding blocks), branches.py
-(4, 6), drafts.py (8), views.py (10), request_limits.py (`submit`), state.py (the state and its invariants).
+(4, 6), drafts.py (8), views.py (10), request_limits.py (`submit`), handover.py (`release` and `adopt`, between two
+schedulers), state.py (the state and its invariants).
 step_kinds.py and reservation.py are baselines that replace rules 1 to 3.
 """
 
@@ -44,6 +45,7 @@ from pagedjax.config import Reservation, one_of
 from pagedjax.host import blocks, branches, prefix_sharing, request_limits, step_kinds, views
 from pagedjax.host.admission import Admission, admit
 from pagedjax.host.drafts import Sample, accepted, flat, give_back, grant, kept
+from pagedjax.host.handover import adopt, has_room, release
 from pagedjax.host.policies import Policy
 from pagedjax.host.preemption import make_room
 from pagedjax.host.request_limits import Rejected, final_length
@@ -72,12 +74,15 @@ __all__ = [
     "Rejected",
     "SchedulerConfig",
     "SchedulerState",
+    "adopt",
     "cancel",
     "check",
     "commit",
     "final_length",
     "forget",
+    "has_room",
     "init",
+    "release",
     "restart",
     "running",
     "schedule",

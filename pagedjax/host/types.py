@@ -192,6 +192,24 @@ def current(seqs: tuple[Seq, ...], lengths: tuple[int, ...], computed: tuple[int
     )
 
 
+class Released(NamedTuple):
+    """An unfinished sequence that one scheduler has let go of, for another one to adopt (handover.py)."""
+
+    request: Request
+    length: int  # prompt + generated tokens
+    computed: int  # tokens of it that `blocks` hold
+    blocks: tuple[int, ...]  # of the computed tokens, in the cache that it leaves; HOLE: one that it does not have
+    hashes: tuple[str, ...]  # of its first full blocks, as far as they are known
+
+
+class Adopted(NamedTuple):
+    """Where a sequence is after it was adopted."""
+
+    computed: int  # 0: it waits, and is computed again
+    blocks: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...]  # (block in the cache that it left, block here)
+
+
 class Admitted(NamedTuple):
     step: int
     request_id: str

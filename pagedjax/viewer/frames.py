@@ -55,7 +55,8 @@ def start_from(state: SchedulerState) -> Fold:
 
 def passed(fold: Fold, state: SchedulerState, events: Iterable[Event] = (), at: float | None = None) -> Fold:
     """Applies a change of the state that is no step. A request that is gone without an event was aborted."""
-    fold = _arrived(fold, [seq for seq in state.waiting if seq.arrival >= fold.state.arrivals], at)
+    unfinished = (*state.waiting, *state.running.seqs)  # one that was adopted may run at once
+    fold = _arrived(fold, [seq for seq in unfinished if seq.arrival >= fold.state.arrivals], at)
     fold = fold._replace(at=fold.at if at is None else at)
     if fold.state.pool.hashes and not state.pool.hashes:
         fold = fold._replace(log=(*fold.log, ["forgot", None]))

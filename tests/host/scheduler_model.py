@@ -23,6 +23,7 @@ from pagedjax.host import blocks
 from pagedjax.host.scheduler import SchedulerConfig, SchedulerState, running
 from pagedjax.host.types import (
     Admitted,
+    Adopted,
     Beamed,
     Choice,
     Event,
@@ -31,6 +32,7 @@ from pagedjax.host.types import (
     Forked,
     Plan,
     Preempted,
+    Released,
     Request,
     Resumed,
     Sampled,
@@ -711,6 +713,55 @@ class Model:
                     for each in (other.name, *other.request.forks)
                 ]
         return []
+
+    def leave(self, name: str) -> ModelSequence | None:
+        """Takes a sequence out, with its table; None if it cannot leave alone."""
+        sequence = next((each for each in self.alive() if each.name == name), None)
+        if sequence is None or sequence.request.forks or sequence.request.beams or not sequence.request.max_tokens:
+            return None
+        gone = copy(sequence)
+        gone.table, gone.away = gone.table[: math.ceil(gone.computed / self.config.block_size)], []
+        gone.computed = gone.computed if sequence in self.running else 0
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self.release(sequence)
+        return gone
+
+    def enter(
+        self, gone: ModelSequence, found: Released, slots: Mapping[tuple[int, int], str], adopted: Adopted
+    ) -> None:
+        """Takes over a sequence that left another model, whose cache has `slots`."""
+        size, c = self.config.block_size, self.config
+        sequence = ModelSequence(found.request, self.arrivals, list(gone.outputs), 0, [], len(found.hashes))
+        sequence.mixed = gone.mixed
+        self.arrivals += 1
+        whole = [sequence.key((j + 1) * size) for j in range(min(gone.computed // size, sequence.hashed))]
+        shared = [self.published[key] for key in whole if key in self.published]
+        new = math.ceil(sequence.known / size) - len(shared)
+        rows = min(c.max_num_seqs, c.max_num_batched_tokens) - sum(each.width for each in self.running)
+        free = self.free() - sum(block in self.idle for block in shared)
+        if self.waiting or not rows or not gone.computed or new > free or c.reservation != "none":
+            assert adopted == Adopted(0, (), ()), "a sequence runs without room"
+            self.waiting.append(sequence)
+            return
+        others = self.owned()
+        sequence.computed, sequence.table = gone.computed, list(shared)
+        self.running.append(sequence)
+        self.idle = [block for block in self.idle if block not in shared]
+        self.take(sequence, new)
+        assert adopted.computed == gone.computed
+        sequence.table = list(adopted.blocks)
+        fresh = set(sequence.table) - set(shared)
+        assert len(fresh) == new, "a block was handed out twice"
+        assert not fresh & (others | set(self.idle)), "a block was taken that others have"
+        assert len(adopted.copies) == len(gone.table) - len(shared), "a block is copied whose content is here"
+        for source, target in adopted.copies:
+            assert target in fresh, "a copy overwrites what others read"
+            for offset in range(size):
+                self.slots[target, offset] = slots.get((source, offset), "nothing")
+        for at in range(sequence.computed):
+            assert self.slots[sequence.table[at // size], at % size] == sequence.key(at + 1), "wrong content"
+        for j, key in enumerate(whole):
+            self.published.setdefault(key, sequence.table[j])
 
     def compare(self, state: SchedulerState) -> None:
         """Compares the real state with the model, block by block."""

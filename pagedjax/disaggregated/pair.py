@@ -1,0 +1,149 @@
+"""`PrefillDecode`: two engines of one process as one `LLM`. A request changes engines when its prompt is computed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pagedjax.engine import handover, interrupts
+from pagedjax.host import request_limits, scheduler
+from pagedjax.host.types import Event
+from pagedjax.llm import LLM
+from pagedjax.params import SamplingParams
+from pagedjax.session import Branches, GenerationRequest, Session
+
+
+class PrefillDecode:
+    """Two LLMs of the same model: `prefill` computes prompts, `decode` the tokens after the first.
+
+    A sequence is handed over when `decode` has a row and blocks for it; until then `prefill` goes on with it. The two
+    may be on different devices, or meshes. Their tokens are those of one engine.
+
+    Args:
+        prefill, decode: with the same weights, which are not compared.
+
+    Raises:
+        ValueError: they are one engine, or a fact of their models or caches differs (`engine.handover.facts`).
+    """
+
+    def __init__(self, prefill: LLM, decode: LLM) -> None:
+        self.session = PairSession(prefill.session, decode.session)
+        self._llm = copy.copy(prefill)
+        self._llm.session = self.session  # type: ignore[assignment]
+
+    def generate(self, *args: Any, **options: Any) -> list[Any]:
+        """As `LLM.generate`, of sampled sequences. Raises ValueError for beam searches and taps, too."""
+        return self._llm.generate(*args, **options)
+
+    def chat(self, *args: Any, **options: Any) -> list[Any]:
+        """As `LLM.chat`."""
+        return self._llm.chat(*args, **options)
+
+    def stream(self, *args: Any, **options: Any) -> Iterator[str]:
+        """As `LLM.stream`."""
+        return self._llm.stream(*args, **options)
+
+
+class PairStep(NamedTuple):
+    """What a step of either engine, or of both, brought.
+
+    moved: ids of the sequences that changed engines; `again`: those of them that `decode` computes again.
+    """
+
+    ended: tuple[str, ...]
+    tokens: int
+    moved: tuple[str, ...]
+    again: tuple[str, ...]
+
+
+class PairSession:
+    """The session of two engines: what `LLM` needs of a `Session`. Its ids are those of `prefill`."""
+
+    def __init__(self, prefill: Session, decode: Session) -> None:
+        if prefill.engine is decode.engine:
+            raise ValueError("prefill and decode are one engine; give two, e.g. LLM(...) twice with devices=")
+        self.prefill, self.decode = prefill, decode
+        self.grammars, self.grammar_of = prefill.grammars, prefill.grammar_of
+        self._ids: dict[str, str] = {}  # of sequences that moved: prefill's id -> decode's
+        self._mine: set[str] = set()  # prefill's ids of sequences that have not moved or ended
+        self._check()
+
+    def _check(self) -> None:
+        handover.check_equal(self.decode.engine.facts, self.prefill.engine.facts)
+
+    def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
+        """As `Session.add`. The requests must be able to run in both engines, and to leave the first one.
+
+        Raises:
+            ValueError: no sampled sequences, taps, a request that can never run, or facts differ.
+        """
+        self._check()
+        for request in requests:
+            params = request.params
+            if not isinstance(params, SamplingParams) or params.taps:
+                what = "taps" if isinstance(params, SamplingParams) else type(params).__name__
+                raise ValueError(f"a request has {what}, which one engine computes; use `prefill` or `decode` alone")
+            if request.adapter is not None:
+                handover.adapter_of(self.decode.engine.runtime, self.prefill.engine.adapters[request.adapter].digest)
+        added = self.prefill.add(requests)
+        names = {name for branches in added for name in branches}
+        try:
+            for seq in self.prefill.engine.scheduler_state.waiting:
+                if seq.request_id in names:
+                    own = seq.request._replace(request_id=f"p{seq.request_id}", forks=())
+                    request_limits.check(self.decode.engine.scheduler_state, own)
+        except BaseException:
+            for branches in added:
+                self.prefill.abandon(branches)
+            raise
+        self._mine |= names
+        return added
+
+    def step(self) -> PairStep:
+        """A step of each engine that has work of this session, and between them the handovers."""
+        prefilled = self.prefill.step() if self._mine else None
+        ended = prefilled.ended if prefilled else ()
+        self._mine.difference_update(ended)
+        moved, again = self._move()
+        decoded = self.decode.step() if self._ids else None
+        if decoded:
+            gone = {mine: name for name, mine in self._ids.items()}
+            here = [gone[mine] for mine in decoded.ended if mine in gone]
+            for name in here:
+                del self._ids[name]
+            ended = (*ended, *here)
+        tokens = sum(one.tokens for one in (prefilled, decoded) if one)
+        return PairStep(ended, tokens, moved, again)
+
+    @interrupts.deferred()  # a sequence is in one of the engines, and this session knows in which
+    def _move(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Hand over every sequence whose prompt is computed and that has room -> (all ids, those computed again)."""
+        source, target = self.prefill.engine, self.decode.engine
+        moved, again = [], []
+        if self.prefill.behind:  # the text of a sequence must have all its tokens
+            return (), ()
+        for seq in scheduler.running(source.scheduler_state):
+            name, left = seq.request_id, seq.length - seq.computed
+            if name not in self._mine or left != 1 or not seq.computed or seq.request.forks:
+                continue
+            found = source.handover(name)
+            if not target.has_room(found):
+                break
+            (mine,) = target.new_ids(1)
+            if not target.adopt(mine, found, source.pages):
+                again.append(name)
+            source.release(name)
+            self.decode.branches[mine] = self.prefill.branches.pop(name)
+            self._mine.discard(name)
+            self._ids[name] = mine
+            moved.append(name)
+        return tuple(moved), tuple(again)
+
+    def abandon(self, branches: Branches) -> tuple[Event, ...]:
+        """Cancel the branches that are unfinished, in either engine."""
+        self._mine.difference_update(branches)
+        moved = {name: mine for name in branches if (mine := self._ids.pop(name, None))}
+        here = {name: branch for name, branch in branches.items() if name not in moved}
+        there = {mine: branches[name] for name, mine in moved.items()}
+        return self.prefill.abandon(here) + self.decode.abandon(there)

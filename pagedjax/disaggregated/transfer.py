@@ -1,0 +1,102 @@
+"""Handovers between two processes: the pages go from device to device by `jax.experimental.transfer`.
+
+    prefill   transfers = Transfers("10.0.0.1:0"); offer = transfers.offer(engine, "a"); engine.release("a")
+    decode    transfers = Transfers("10.0.0.2:0"); transfers.adopt(engine, "b", offer)
+
+An `Offer` is small and can be pickled; how it gets to the other process is the caller's. Pickle executes what it reads,
+so take offers from processes that you trust alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import transfer
+from jax.sharding import SingleDeviceSharding
+
+from pagedjax.device.cache import KVCache
+from pagedjax.engine.engine import Engine
+from pagedjax.engine.handover import Handover, take
+from pagedjax.structured.matcher import Grammar
+
+POLL_SECONDS = 0.001
+
+
+class Offer(NamedTuple):
+    """A sequence whose pages wait to be fetched, once.
+
+    address: of the process that has them.
+    uuid: of these pages there.
+    shapes: shape and dtype of each page array; its first axis has the blocks of `found.released.blocks`, in order.
+    """
+
+    found: Handover
+    address: str
+    uuid: int
+    shapes: tuple[tuple[tuple[int, ...], str], ...]
+
+
+class Transfers:
+    """The end of this process. Keep it as long as offers are open.
+
+    Args:
+        address: host and port of this process that others can reach; port 0 is any.
+        timeout: seconds to wait for pages. Then the sequence is computed again.
+    """
+
+    def __init__(self, address: str, *, timeout: float = 10.0) -> None:
+        self._device = jax.local_devices()[0]
+        host = address.rpartition(":")[0]
+        if not host:
+            raise ValueError(f"address is {address!r}; it must be HOST:PORT, e.g. 127.0.0.1:0")
+        self._server = transfer.start_transfer_server(self._device.client, address, [f"{host}:0"])
+        self._uuids = itertools.count(1)
+        self._timeout = timeout
+
+    def offer(self, engine: Engine, request_id: str) -> Offer:
+        """Copy the pages of a sequence, and hold them until they are fetched. Then the engine may release it.
+
+        Raises:
+            ValueError: see `Engine.handover`.
+        """
+        found, uuid = engine.handover(request_id)._replace(grammar=None), next(self._uuids)
+        if not found.released.blocks:
+            return Offer(found, self._server.address(), uuid, ())
+        pages = jax.device_put(engine.pages(found.released.blocks), self._device)
+        leaves = jax.tree.leaves(pages)
+        self._server.await_pull(uuid, leaves)
+        return Offer(found, self._server.address(), uuid, tuple([(x.shape, str(x.dtype)) for x in leaves]))
+
+    def adopt(self, engine: Engine, request_id: str, offer: Offer, *, grammar: Grammar | None = None) -> bool:
+        """`Engine.adopt` with the pages of an offer -> whether they are here; else the sequence is computed again.
+
+        Args:
+            grammar: of its structured outputs, compiled in this process (`Session.grammar_of`).
+
+        Raises:
+            ValueError: see `Engine.adopt`.
+        """
+        structure = jax.tree.structure(engine.runtime.cache_shapes)
+
+        def fetch(blocks: Sequence[int]) -> KVCache:
+            pages = jax.tree.unflatten(structure, self._pulled(offer))
+            own = {block: row for row, block in enumerate(offer.found.released.blocks)}
+            return take(pages, [own[block] for block in blocks])
+
+        return engine.adopt(request_id, offer.found, fetch, grammar=grammar)
+
+    def _pulled(self, offer: Offer) -> list[Any]:
+        """All page arrays of an offer. Raises if they do not come, in time."""
+        where = SingleDeviceSharding(self._device)
+        wanted = [jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape, dtype in offer.shapes]
+        until = time.monotonic() + self._timeout
+        found = self._server.connect(offer.address).pull(offer.uuid, wanted)
+        while not all(x.is_ready() for x in found):  # a peer that is gone may never answer
+            if time.monotonic() > until:
+                raise TimeoutError(f"no pages from {offer.address} in {self._timeout} s; is that process alive?")
+            time.sleep(POLL_SECONDS)
+        return found

@@ -1,0 +1,228 @@
+"""Handing a sequence from one engine to another, with the keys and values that it has (docs/design/disaggregation.md).
+
+    found = handover(runtime, state, name)                     what the other engine needs to know
+    state, adopted = adopt(runtime, state, name, found, fetch)  on the other side; fetch(blocks) -> their pages
+    state = release(state, name)                               the sequence is gone here
+
+Blocks are known by their hashes. So the adopting engine fetches only those that it does not have, and shares the
+others. If they cannot be fetched, or there is no room, the sequence is queued with its tokens and computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from pagedjax.device.cache import KVCache
+from pagedjax.device.step import into_cache, out_of_cache
+from pagedjax.engine.lookahead import Lookahead
+from pagedjax.engine.requests import prepare, without_hashes
+from pagedjax.engine.runtime import Runtime
+from pagedjax.engine.state import EngineState, roll_back
+from pagedjax.host import scheduler
+from pagedjax.host.types import Adopted, Released
+from pagedjax.params import SamplingParams
+from pagedjax.structured.matcher import Grammar
+
+log = logging.getLogger("pagedjax.engine")
+
+Fetch = Callable[[Sequence[int]], KVCache]  # ids of n blocks in the cache of the other engine -> their pages [n, ...]
+
+
+class Handover(NamedTuple):
+    """An unfinished sequence on its way: everything but the pages of its blocks.
+
+    tokens: [length] int32, the prompt and what was generated.
+    seed: that its samples are drawn with; a position draws the same in every engine.
+    root: what its hashes grow from; None: it shares no blocks.
+    adapter: the digest of its content; "" without.
+    grammar: of structured outputs. It stays in its process: another one compiles it again from `params`.
+    facts: what must be equal in both engines.
+    """
+
+    released: Released
+    tokens: np.ndarray
+    params: SamplingParams
+    seed: int
+    root: str | None
+    adapter: str
+    grammar: Grammar | None
+    facts: Mapping[str, Any]
+
+
+def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
+    """What decides on the content of blocks, and on the tokens that follow. The weights are not looked at."""
+    c, model = runtime.config, runtime.model.config
+    found: dict[str, Any] = {f"model.{name}": value for name, value in vars(model).items()}
+    for name in ("model.linear", "model.axes"):  # how a device computes, and not what
+        del found[name]
+    same = "block_size", "max_model_len", "kv_cache_dtype", "dtype", "weight_dtype", "seed"
+    found |= {name: getattr(c, name) for name in same}
+    found |= {"kv_policy": runtime.scheduler_config.views, "selection": runtime.shapes.selection}
+    pages, structure = jax.tree.flatten(runtime.cache_shapes)
+    found |= {"pages": [f"{page.dtype}{list(page.shape[1:])}" for page in pages], "kinds of pages": str(structure)}
+    return found | {"params_version": state.params_version}
+
+
+def check_equal(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first fact that differs; the message has both values."""
+    for name, value in there.items():
+        if name not in here or here[name] != value:
+            what = f"{name} is {value!r:.200} where the sequence was and {here.get(name)!r:.200} here"
+            raise ValueError(f"{what}; engines that hand sequences over need the same model, cache and seed")
+
+
+def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
+    """What another engine needs to go on with a sequence. Nothing changes here.
+
+    Raises:
+        ValueError: `scheduler.release` refuses it, it has taps, its adapter was unloaded, or its engine has several
+            processes.
+    """
+    _check_processes()
+    _, found = scheduler.release(state.scheduler, name)
+    data = state.sequences[name]
+    if name in state.wants:
+        raise ValueError(f"sequence {name!r} has taps, whose arrays are collected by one engine; leave taps out")
+    digest = ""
+    if data.adapter and runtime.adapters:
+        digest = next((one.digest for one in runtime.adapters.names.values() if one.slot == data.adapter), "")
+        if not digest:
+            raise ValueError(f"sequence {name!r} has an adapter that was unloaded or replaced; let it end here")
+    grammar = data.matcher.grammar if data.matcher else None
+    tokens = data.tokens[: found.length].copy()
+    return Handover(found, tokens, data.params, data.seed, data.root, digest, grammar, facts(runtime, state))
+
+
+def release(state: EngineState, name: str) -> EngineState:
+    """The state without a sequence that another engine has adopted.
+
+    Raises:
+        ValueError: see `scheduler.release`.
+    """
+    after, found = scheduler.release(state.scheduler, name)
+    return state._replace(
+        scheduler=after,
+        sequences=state.sequences.delete(name),
+        ahead=state.ahead._replace(last=None),  # as in `state.cancel`
+        log=(*state.log, ("release", (found,))),
+    )
+
+
+def has_room(runtime: Runtime, state: EngineState, found: Handover) -> bool:
+    """Whether an engine would run a sequence in its next step. Else it queues it, to be computed again."""
+    return scheduler.has_room(state.scheduler, runtime.policy, found.released)
+
+
+def adopt(
+    runtime: Runtime,
+    state: EngineState,
+    name: str,
+    found: Handover,
+    fetch: Fetch,
+    *,
+    grammar: Grammar | None = None,
+) -> tuple[EngineState, Adopted]:
+    """Go on with a sequence of another engine. The old state must not be used again: its cache may be donated.
+
+    Args:
+        name: its id here.
+        fetch: gives the pages of blocks where the sequence was. If it raises, the sequence is computed again.
+        grammar: of its structured outputs; None: that of `found`.
+
+    Raises:
+        ValueError: a fact differs between the engines, the adapter is not here, or the request can never run here. The
+            state is unchanged.
+    """
+    _check_processes()
+    check_equal(facts(runtime, state), found.facts)
+    released, before = found.released, state.scheduler
+    request, prompt = released.request, found.tokens[: released.request.prompt_len].tolist()
+    prepared = prepare(
+        before,
+        (name,),
+        prompt,
+        found.params,
+        eos_token_ids=runtime.eos_token_ids,
+        vocab_size=runtime.model.config.vocab_size,
+        caching=runtime.config.enable_prefix_caching,
+        priority=request.priority,
+        user=request.user,
+        tags=request.tags,
+        spare=runtime.spare,
+        chain=runtime.options,
+        grammar=grammar or found.grammar,
+        adapter=adapter_of(runtime, found.adapter),
+        seed=found.seed,
+    )
+    data = prepared.sequences[name]
+    data.tokens = np.concatenate([found.tokens, np.zeros(runtime.spare + 1, np.int32)])
+    mine = released._replace(request=prepared.request)
+    if data.root is None or data.root != found.root:
+        data, mine = without_hashes(data), mine._replace(request=prepared.request._replace(hashes=()), hashes=())
+    after, adopted = scheduler.adopt(before, runtime.policy, mine)
+    cache = state.cache
+    if adopted.copies:
+        cache = runtime.new_cache() if cache is None else cache
+        try:
+            cache = put(cache, [to for _, to in adopted.copies], fetch([source for source, _ in adopted.copies]))
+        except Exception as error:
+            log.warning("sequence %r is computed again, because its blocks did not arrive: %r", name, error)
+            if cache is not state.cache or any(x.is_deleted() for x in jax.tree.leaves(cache)):
+                state = roll_back(state)
+            mine = mine._replace(computed=0, blocks=())
+            (after, adopted), cache = scheduler.adopt(state.scheduler, runtime.policy, mine), state.cache
+    state = state._replace(
+        scheduler=after,
+        sequences=state.sequences.set(name, data),
+        cache=cache,
+        ahead=Lookahead(),  # what was predicted does not know of these blocks
+        log=(*state.log, ("adopt", (mine, adopted))),
+    )
+    return state, adopted
+
+
+def adapter_of(runtime: Runtime, digest: str) -> tuple[int, str]:
+    """The slot of the adapter with this content, and its digest. Raises ValueError if it is not loaded."""
+    if not digest:
+        return 0, ""
+    known = runtime.adapters.names if runtime.adapters else {}
+    for one in known.values():
+        if one.digest == digest:
+            return one.slot, digest
+    here = ", ".join(f"{key!r} ({one.digest})" for key, one in sorted(known.items())) or "none"
+    what = f"a sequence needs the adapter of content {digest}, and the engine that goes on with it has {here}"
+    raise ValueError(f"{what}; load the adapter into both engines (load_adapter)")
+
+
+def _check_processes() -> None:
+    if (number := jax.process_count()) > 1:
+        what = f"an engine of {number} processes keeps its sequences"
+        raise ValueError(f"{what}; hand sequences over between engines of one process each")
+
+
+# pages ----------------------------------------------------------------------------------------------------------------
+
+
+def take(cache: KVCache, blocks: Sequence[int]) -> KVCache:
+    """Copies of whole blocks, in as many rows as the next power of two; those behind the blocks are of no use."""
+    return out_of_cache(cache, _padded(blocks))
+
+
+def put(cache: KVCache, blocks: Sequence[int], pages: KVCache) -> KVCache:
+    """Write pages, as `take` returns them, into blocks. They may come from other devices; the cache is donated."""
+    rows = _padded(blocks)
+    near = jax.device_put(pages, jax.tree.map(lambda own: own.sharding, cache))
+    jax.block_until_ready(near)  # before the cache is donated: what fails, fails here
+    return into_cache(cache, rows, near)
+
+
+def _padded(blocks: Sequence[int]) -> np.ndarray:
+    """Block ids, and the trash block up to a power of two, so that few programs are compiled."""
+    found = np.zeros(1 << max(len(blocks) - 1, 0).bit_length(), np.int32)
+    found[: len(blocks)] = blocks
+    return found

@@ -1,0 +1,85 @@
+"""Handovers of blocks that are more than keys and values of all tokens: windows, policies, adapters, meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.disaggregated import PrefillDecode
+from pagedjax.host import replay, scheduler
+from pagedjax.params import LoRARequest
+from tests.device.test_model_families import BODY
+from tests.engine.test_adapters import SIZES
+from tests.engine.test_kv_policies import GEMMA, GREEDY, PROMPTS, STREAMING, make, random_model, tokens_of
+from tests.engine.test_quest import QUEST
+from tests.weights.tiny import tiny_llama
+from tests.weights.tiny_adapters import tiny_adapter
+
+LLAMA = BODY | {"model_type": "llama"}
+# model, options of both, options of the engine that decodes
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "windows": (GEMMA, {}, {}),
+    "windows, small pool": (GEMMA, {}, {"num_blocks": 13}),
+    "streaming": (LLAMA, {"kv_policy": STREAMING}, {}),
+    "quest": (LLAMA, {"kv_policy": QUEST}, {}),
+    "smaller cache": (LLAMA, {"kv_cache_dtype": "float8_e4m3fn"}, {}),
+    "mesh to a device": (LLAMA, {"num_blocks": 61}, {"mesh": {"tensor": 2}, "devices": (2, 3)}),
+}
+
+
+@pytest.mark.default_cases("windows")
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_of_one_engine(tmp_path, name):
+    config, both, own = CASES[name]
+    model = random_model(config)
+    one, prefill, decode = make(model, **both), make(model, **both), make(model, **both | own)
+    if "mesh" in own:
+        prefill, decode = decode, prefill
+    for file, llm in (("prefill", prefill), ("decode", decode)):
+        llm.engine.record(tmp_path / f"{file}.jsonl")
+    pair = PrefillDecode(prefill, decode)
+    wanted = tokens_of(one)
+    for _ in range(2):
+        assert tokens_of(pair) == wanted  # type: ignore[arg-type]
+        for llm in (prefill, decode):
+            scheduler.check(llm.engine.scheduler_state)
+            assert llm.engine.scheduler_state.pool.num_free == llm.engine.scheduler_state.pool.num_blocks
+    for file, llm in (("prefill", prefill), ("decode", decode)):
+        llm.engine.record(None)
+        assert replay.verify(tmp_path / f"{file}.jsonl").identical
+    text = (tmp_path / "decode.jsonl").read_text()
+    assert text.count('{"adopt":') >= len(PROMPTS)
+    assert '"copies":[[' in text
+
+
+def test_an_adapter_is_found_by_its_content_in_another_slot(tmp_path):
+    folder = tiny_llama(tmp_path / "model", intermediate=104, tied=False)
+    adapters = [
+        LoRARequest(name, i + 1, str(tiny_adapter(tmp_path / name, folder, 4, seed=i)))
+        for i, name in enumerate(("one", "two"))
+    ]
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    prefill, decode = (LLM(folder, **SIZES, **lora) for _ in range(2))
+    prompts = [{"prompt_token_ids": list(range(5, 25))}] * 2
+    prefill.load_adapter(adapters[0].lora_name, adapters[0].lora_path)
+    prefill.load_adapter(adapters[1].lora_name, adapters[1].lora_path)
+    wanted = prefill.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    pair = PrefillDecode(prefill, decode)
+    with pytest.raises(
+        ValueError, match=r"needs the adapter of content \w+, and the engine that goes on with it has none"
+    ):
+        pair.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    decode.load_adapter(adapters[1].lora_name, adapters[1].lora_path)
+    decode.load_adapter(adapters[0].lora_name, adapters[0].lora_path)
+    found = pair.generate(prompts, GREEDY, lora_request=adapters, use_tqdm=False)
+    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (found, wanted)]
+    assert tokens[0] == tokens[1]
+    assert tokens[0][0] != tokens[0][1], "the adapters say different things"
+    prefill.engine.add("x", list(range(5, 30)), SamplingParams(max_tokens=5), adapter="one")
+    prefill.engine.step()
+    prefill.engine.unload_adapter("one")
+    with pytest.raises(ValueError, match="'x' has an adapter that was unloaded or replaced; let it end here"):
+        prefill.engine.handover("x")
+    prefill.engine.cancel("x")

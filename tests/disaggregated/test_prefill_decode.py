@@ -1,0 +1,314 @@
+"""Prefill by one engine and decode by another: the tokens of one engine, whatever happens on the way."""
+
+from __future__ import annotations
+
+import runpy
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from pagedjax import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams, Taps
+from pagedjax.disaggregated import PrefillDecode
+from pagedjax.host import replay, scheduler
+from pagedjax.host.types import Preempted, Sampled
+from pagedjax.viewer import read_recording
+from tests.engine.test_batch_invariance import VOCAB, model_of
+from tests.engine.test_update_params import SIZES
+
+pytest.importorskip("numba")
+
+PROMPTS = [np.random.default_rng(n).integers(3, VOCAB, n).tolist() for n in (3, 20, 37, 58, 16, 1)]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, logprobs=1, prompt_logprobs=1),
+    SamplingParams(temperature=1.0, seed=7, max_tokens=20, n=3, logprobs=0, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=9, max_tokens=24, frequency_penalty=1.5, presence_penalty=0.5, logprobs=0),
+    SamplingParams(temperature=0, repetition_penalty=1.6, max_tokens=24, min_tokens=9, logprobs=0),
+    SamplingParams(temperature=0.9, seed=1, max_tokens=1, logprobs=0),
+]
+# of the engine that decodes, and of the one that prefills; None is the shared engine
+CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
+    "plain": ({}, None),
+    "small pool": ({"num_blocks": 22}, None),
+    "few rows": ({"max_num_seqs": 3}, None),
+    "swapping": ({"num_blocks": 22, "preemption": "swap"}, None),
+    "ahead": ({"lookahead": 2}, {"lookahead": 2}),
+    "drafts": ({"speculative": {"method": "ngram", "num_tokens": 3}}, None),
+    "shares nothing": ({"enable_prefix_caching": False}, None),
+    "prefill small pool": ({"max_num_seqs": 1}, {"num_blocks": 15}),
+    "prefill shares nothing": (None, {"enable_prefix_caching": False}),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_of("Qwen3")
+
+
+@pytest.fixture(scope="module")
+def one(model) -> LLM:
+    return LLM(model, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> LLM:
+    return LLM(model, **SIZES)
+
+
+def answers(llm: Any, prompts=PROMPTS, params: Any = PARAMS) -> list[Any]:
+    """Token ids, log-probabilities and why they ended, of every branch."""
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [
+        [(one.token_ids, one.logprobs, one.cumulative_logprob, one.finish_reason) for one in output.outputs]
+        for output in outputs
+    ] + [output.prompt_logprobs for output in outputs]
+
+
+def emptied(*llms: LLM) -> None:
+    """All requests have ended, and no block is owned."""
+    for llm in llms:
+        state = llm.engine.scheduler_state
+        scheduler.check(state)
+        assert not llm.engine.has_work
+        assert state.pool.num_free == state.pool.num_blocks
+        assert not llm.engine._state.sequences
+
+
+def watched(session: Any) -> list[Any]:
+    """The steps of a pair's session, as they come; each is checked."""
+    steps, step = [], session.step
+
+    def noted() -> Any:
+        steps.append(step())
+        for side in (session.prefill, session.decode):
+            scheduler.check(side.engine.scheduler_state)
+        return steps[-1]
+
+    session.step = noted
+    return steps
+
+
+@pytest.mark.default_cases("plain", "small pool", "prefill small pool", "ahead")
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_and_logprobs_are_those_of_one_engine_bit_for_bit(model, one, plain, tmp_path, name):
+    """Twice: then both prefix caches have the prompts. Both recordings replay."""
+    decode, prefill = (plain if options is None else LLM(model, **SIZES | options) for options in CASES[name])
+    for llm in (prefill, decode):
+        llm.engine.reset()
+    for file, llm in (("prefill", prefill), ("decode", decode)):
+        llm.engine.record(tmp_path / f"{file}.jsonl")
+    wanted = answers(one)
+    pair = PrefillDecode(prefill, decode)
+    steps = watched(pair.session)
+    for _ in range(2):
+        chex.assert_trees_all_equal(answers(pair), wanted)
+        emptied(prefill, decode)
+    moved = [sequence for step in steps for sequence in step.moved]
+    assert len(moved) == len(set(moved)) >= 4
+    assert not any(step.again for step in steps)
+    if name in ("plain", "drafts", "shares nothing"):
+        assert len(moved) == 2 * 7, "all branches but the one of a single token"
+    for file, llm in (("prefill", prefill), ("decode", decode)):
+        llm.engine.record(None)
+        report = replay.verify(tmp_path / f"{file}.jsonl")
+        assert report.identical, report.difference
+        assert len(read_recording.read(tmp_path / f"{file}.jsonl").frames) >= report.steps
+        if "small pool" in name:
+            assert bool(report.preemptions) == (file == ("prefill" if "prefill" in name else "decode"))
+    text = (tmp_path / "decode.jsonl").read_text()
+    assert text.count('{"adopt":') == len(moved) == (tmp_path / "prefill.jsonl").read_text().count('{"release":')
+
+
+def test_blocks_that_the_decoding_engine_has_are_not_copied(model, plain):
+    decode = LLM(model, **SIZES)
+    plain.engine.reset()
+    pair, fetched = PrefillDecode(plain, decode), []
+    pages = plain.engine.pages
+    plain.engine.pages = lambda blocks: fetched.append(len(blocks)) or pages(blocks)  # type: ignore[method-assign]
+    try:
+        for tail in ([5], [6], [6, 7, 8, 9, 10, 11, 12, 13]):
+            pair.generate([{"prompt_token_ids": PROMPTS[3][:48] + tail}], PARAMS[0], use_tqdm=False)
+    finally:
+        del plain.engine.pages
+    assert fetched == [7, 1, 1], "six full blocks were there, and the last one is full"
+    assert len(decode.engine.scheduler_state.pool.contents) > 8, "what it generates is shared too"
+
+
+def test_a_transfer_that_fails_is_computed_again(model, one, plain, tmp_path, caplog):
+    decode = LLM(model, **SIZES)
+    plain.engine.reset()
+    plain.engine.record(tmp_path / "prefill.jsonl")
+    decode.engine.record(tmp_path / "decode.jsonl")
+    pair, count, pages = PrefillDecode(plain, decode), [0], plain.engine.pages
+    steps = watched(pair.session)
+
+    def breaks(blocks):
+        count[0] += 1
+        if count[0] == 5:  # as if the program that writes had failed: it was given the cache
+            for array in jax.tree.leaves(decode.engine._state.cache):
+                array.delete()
+        if count[0] % 2:
+            raise ConnectionError("the cable is out")
+        return pages(blocks)
+
+    plain.engine.pages = breaks  # type: ignore[method-assign]
+    try:
+        chex.assert_trees_all_equal(answers(pair), answers(one))
+    finally:
+        del plain.engine.pages
+    emptied(plain, decode)
+    assert sum(len(step.again) for step in steps) >= 3
+    assert '{"restart":{}}' in (tmp_path / "decode.jsonl").read_text()
+    assert "is computed again, because its blocks did not arrive: ConnectionError('the cable is out')" in caplog.text
+    for llm in (plain, decode):
+        llm.engine.record(None)
+    assert replay.verify(tmp_path / "prefill.jsonl").identical
+    assert replay.verify(tmp_path / "decode.jsonl").identical
+
+
+def note(llm: LLM, found: dict[str, list[int]]) -> Any:
+    """Run a step, and note its tokens by sequence -> its events."""
+    result: Any = llm.engine.step()
+    for event in result.events:
+        for name, token in zip(event.request_ids, event.token_ids, strict=True) if isinstance(event, Sampled) else ():
+            found.setdefault(name, []).append(token)
+    return result.events
+
+
+def test_without_room_a_sequence_is_queued_and_computed_again(model, one, plain):
+    """What `adopt` does by itself. `PrefillDecode` waits for room."""
+    sizes: dict[str, Any] = SIZES | {"max_num_seqs": 1}
+    decode = LLM(model, **sizes)
+    plain.engine.reset()
+    params = PARAMS[0]
+    wanted = answers(one, PROMPTS[:3], params)
+    found: dict[str, list[int]] = {}
+    for i, prompt in enumerate(PROMPTS[:3]):
+        plain.engine.add(f"r{i}", prompt, params)
+    while len(found) < 3:
+        note(plain, found)
+    here = []
+    for i in range(3):
+        handed = plain.engine.handover(f"r{i}")
+        assert decode.engine.has_room(handed) == (i == 0)
+        here.append(decode.engine.adopt(f"r{i}", handed, plain.engine.pages))
+        plain.engine.release(f"r{i}")
+    assert here == [True, False, False]
+    assert not plain.engine.has_work
+    while decode.engine.has_work:
+        assert not any(isinstance(event, Preempted) for event in note(decode, found))
+    assert [tuple(found[f"r{i}"]) for i in range(3)] == [wanted[i][0][0] for i in range(3)]
+    emptied(plain, decode)
+
+
+def test_a_cancelled_or_failed_call_leaves_nothing_behind(model, plain):
+    decode = LLM(model, **SIZES)
+    pair = PrefillDecode(plain, decode)
+    step, count = pair.session.step, [0]
+
+    def breaks():
+        count[0] += 1
+        if count[0] == 5:
+            raise KeyboardInterrupt
+        return step()
+
+    pair.session.step = breaks  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        answers(pair)
+    emptied(plain, decode)
+    assert not pair.session._ids
+    assert not pair.session._mine
+
+
+SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+
+
+@pytest.fixture(scope="module")
+def tinies(tiny) -> tuple[LLM, LLM]:
+    return LLM(tiny, progress=False, **SMALL), LLM(tiny, progress=False, **SMALL)
+
+
+def test_stop_strings_text_and_structured_outputs_continue(tiny_llm, tinies):
+    pair = PrefillDecode(*tinies)
+    steps = watched(pair.session)
+    params = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=40, stop=chr(ord("a") + i), logprobs=1) for i in range(4)
+    ]
+    form = StructuredOutputsParams(regex="[a-c]{3}-[0-9]{4}")
+    params += [SamplingParams(temperature=1.0, seed=i, max_tokens=30, structured_outputs=form) for i in range(3)]
+    prompts = [f"some words {i} and " for i in range(len(params))]
+    found, wanted = (llm.generate(prompts, params, use_tqdm=False) for llm in (pair, tiny_llm))
+    facts = [
+        [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].stop_reason) for o in x] for x in (found, wanted)
+    ]
+    assert facts[0] == facts[1]
+    assert any(output.outputs[0].finish_reason == "stop" for output in found[:4])
+    assert all(len(output.outputs[0].text) == 8 for output in found[4:])
+    assert sum(len(step.moved) for step in steps) >= 6
+    assert "".join(pair.stream(prompts[0], params[0])) == found[0].outputs[0].text
+    emptied(*tinies)
+
+
+def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
+    pair = PrefillDecode(*tinies)
+    for params, what in (
+        (BeamSearchParams(beam_width=2, max_tokens=4), "BeamSearchParams"),
+        (SamplingParams(max_tokens=4, taps=Taps(hidden_states=(0,))), "taps"),
+    ):
+        with pytest.raises(ValueError, match=f"a request has {what}, which one engine computes; use `prefill`"):
+            pair.generate("hello", params, use_tqdm=False)
+    engine = tinies[0].engine
+    engine.add("x", [5, 6, 7], PoolingParams())
+    with pytest.raises(ValueError, match="'x' is a prompt that samples nothing"):
+        engine.handover("x")
+    engine.cancel("x")
+    with pytest.raises(ValueError, match="sequence 'y' is not unfinished here"):
+        engine.handover("y")
+    with pytest.raises(ValueError, match="prefill and decode are one engine"):
+        PrefillDecode(tiny_llm, tiny_llm)
+    emptied(*tinies)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 8}, "block_size is 16 where the sequence was and 8 here"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is 'float32' where the sequence was and 'bfloat16' here"),
+        ({"max_model_len": 64}, "max_model_len is 512 where the sequence was and 64 here"),
+        ({"seed": 3}, "seed is 0 where the sequence was and 3 here"),
+        ({"kv_policy": {"name": "streaming", "sinks": 16, "window": 32}}, r"kv_policy is \(\) where the sequence was"),
+    ],
+)
+def test_engines_that_differ_are_refused(tiny, tinies, options: Any, message):
+    with pytest.raises(ValueError, match=message):
+        PrefillDecode(tinies[0], LLM(tiny, progress=False, compilation="lazy", **SMALL | options))
+
+
+def test_another_model_or_another_version_of_the_weights_is_refused(tinies, plain, tiny):
+    with pytest.raises(ValueError, match=r"model\.head_dim is 16 where the sequence was and 32 here"):
+        PrefillDecode(tinies[0], plain)
+    other = LLM(tiny, progress=False, compilation="lazy", **SMALL)
+    pair = PrefillDecode(tinies[0], other)
+    other.update_params(tiny.model.params)
+    with pytest.raises(ValueError, match="params_version is 0 where the sequence was and 1 here"):
+        pair.generate("hello", SamplingParams(max_tokens=4), use_tqdm=False)
+
+
+def test_a_request_that_the_decoding_engine_can_never_run_is_refused_before_any_step(tiny, tinies):
+    sizes: dict[str, Any] = SMALL | {"num_blocks": 3}
+    pair = PrefillDecode(tinies[0], LLM(tiny, progress=False, compilation="lazy", **sizes))
+    with pytest.raises(ValueError, match="raise num_blocks to 6"):
+        pair.generate("hello", SamplingParams(max_tokens=90), use_tqdm=False)
+    emptied(tinies[0])
+
+
+def test_the_example_of_the_page_runs(documented_file, tiny, tiny_llm):
+    example = runpy.run_path(str(documented_file("disaggregation.md", "two_engines.py")))
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "num_blocks": 64, "compilation": "lazy", "progress": False}
+    found = example["answers"](tiny, ["one and ", "two and "], **sizes)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=20)
+    wanted = tiny_llm.generate(["one and ", "two and "], params, use_tqdm=False)
+    assert [output.outputs[0].text for output in found] == [output.outputs[0].text for output in wanted]

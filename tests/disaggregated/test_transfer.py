@@ -1,0 +1,71 @@
+"""Handovers between two real processes, and what happens when one of them is killed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.disaggregated import Transfers
+from pagedjax.host import replay, scheduler
+from pagedjax.host.types import Sampled
+
+ENGINE: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
+PROMPTS = [np.random.default_rng(n).integers(3, 320, n).tolist() for n in (40, 7, 33)]
+PROMPTS.append([*PROMPTS[0][:32], 9, 9])  # two of its blocks are there already
+MAX_TOKENS = 12
+
+
+def test_an_address_without_a_host_is_refused():
+    with pytest.raises(ValueError, match="address is ':70'; it must be HOST:PORT"):
+        Transfers(":70")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [None, 2, 0])
+def test_tokens_are_those_of_one_engine_also_if_the_other_process_is_killed(tiny_folder, tiny_llm, tmp_path, killed):
+    """`killed`: after so many sequences were adopted."""
+    job = {"model": str(tiny_folder), "engine": ENGINE, "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+    job |= {"offers": str(tmp_path / "offers"), "recording": str(tmp_path / "prefill.jsonl")}
+    command = [sys.executable, "-m", "tests.disaggregated.sender", json.dumps(job)]
+    root = Path(__file__).parents[2]
+    llm = LLM(tiny_folder, progress=False, **ENGINE)
+    engine, transfers = llm.engine, Transfers("127.0.0.1:0", timeout=20.0)
+    engine.record(tmp_path / "decode.jsonl")
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "offered\n"
+            offers = pickle.loads((tmp_path / "offers").read_bytes())
+            here = []
+            for i, offer in enumerate(offers):
+                if i == killed:
+                    process.kill()
+                    process.wait()
+                here.append(transfers.adopt(engine, f"d{i}", offer))
+                scheduler.check(engine.scheduler_state)
+        finally:
+            process.kill()
+    tokens = [offer.found.tokens.tolist() for offer in offers]
+    while engine.has_work:
+        result: Any = engine.step()
+        for event in result.events:
+            for name, token in (
+                zip(event.request_ids, event.token_ids, strict=True) if isinstance(event, Sampled) else ()
+            ):
+                tokens[int(name[1:])].append(token)
+    each = [SamplingParams(temperature=0.9, seed=i, max_tokens=MAX_TOKENS, ignore_eos=True) for i in range(4)]
+    wanted = tiny_llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], each, use_tqdm=False)
+    assert tokens == [[*ids, *output.outputs[0].token_ids] for ids, output in zip(PROMPTS, wanted, strict=True)]
+    first_waits = here.index(False) if False in here else None
+    assert first_waits == killed
+    engine.record(None)
+    assert replay.verify(tmp_path / "prefill.jsonl").identical
+    assert replay.verify(tmp_path / "decode.jsonl").identical

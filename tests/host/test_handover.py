@@ -1,0 +1,263 @@
+"""Sequences between two schedulers: `release` and `adopt`, each side against the reference model."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from pagedjax.host import replay, scheduler
+from pagedjax.host.event_log import Recorder
+from pagedjax.host.policies import FCFS
+from pagedjax.host.scheduler import Rejected, SchedulerConfig
+from pagedjax.host.types import Adopted, Released, Request
+from tests.host.test_scheduler_machine import Driver, seeds, sizes, small_config
+
+SMALL = SchedulerConfig(4, 8, 16, 4, 64)
+others = st.fixed_dictionaries({name: draw for name, draw in sizes.items() if name != "block_size"})
+
+
+class Pair:
+    """Two schedulers with blocks of one size, each beside its model, and sequences that move between them."""
+
+    def __init__(self, configs: tuple[SchedulerConfig, SchedulerConfig], tally: Counter[str]) -> None:
+        self.sides, self.tally, self.moves = [Driver(config, tally) for config in configs], tally, 0
+
+    def move(self, source: int, draw: random.Random) -> None:
+        here, there = self.sides[source], self.sides[1 - source]
+        if not (names := here.model.names()):
+            return
+        name = draw.choice(names)
+        gone = here.model.leave(name)
+        if gone is None:
+            with pytest.raises(ValueError, match=f"{name!r} (is|has)"):
+                scheduler.release(here.state, name)
+            self.tally["refused"] += 1
+            return
+        state, found = scheduler.release(here.state, name)
+        here.check_new_state(state)
+        assert (found.length, found.computed, list(found.blocks)) == (gone.known, gone.computed, gone.table)
+        self.moves += 1
+        found = found._replace(request=found.request._replace(request_id=f"m{self.moves}{name}"))
+        if gone.name.startswith("private"):
+            found = found._replace(request=found.request._replace(request_id=f"private-m{self.moves}"))
+        if not there.model.accepts(found.request) or gone.known >= there.model.limit(found.request):
+            with pytest.raises(Rejected):
+                scheduler.adopt(there.state, FCFS, found)
+            self.tally["rejected there"] += 1
+            return
+        room = scheduler.has_room(there.state, FCFS, found)
+        state, adopted = scheduler.adopt(there.state, FCFS, found)
+        assert bool(adopted.blocks) == (room and found.computed > 0)
+        there.model.enter(gone, found, here.model.slots, adopted)
+        there.check_new_state(state)
+        self.tally["adopted"] += bool(adopted.blocks)
+        self.tally["adopted in flight"] += bool(adopted.blocks) and there.plan is not None
+        self.tally["waits"] += not adopted.blocks
+        self.tally["some blocks shared"] += 0 < len(adopted.copies) < len(found.blocks)
+
+    def begin_or_end_a_step(self, side: int, draw: random.Random) -> None:
+        driver = self.sides[side]
+        if driver.plan is None:
+            driver.schedule()
+        else:
+            driver.commit([draw.randrange(40) for _ in driver.plan.seqs], draw.randrange(2**32))
+
+
+class HandoverMachine(RuleBasedStateMachine):
+    tally: ClassVar[Counter[str]]
+
+    @initialize(size=st.integers(1, 8), one=others, two=others)
+    def start(self, size: int, one: dict, two: dict) -> None:
+        configs = [SchedulerConfig(size, **sizes) for sizes in (one, two)]
+        self.pair = Pair((configs[0], configs[1]), self.tally)
+
+    @rule(side=st.integers(0, 1), seed=seeds)
+    def move(self, side: int, seed: int) -> None:
+        self.pair.move(side, random.Random(seed))
+
+    @rule(side=st.integers(0, 1), number=st.integers(1, 6), seed=seeds, drafting=st.sampled_from([0.0, 0.7]))
+    def traffic(self, side: int, number: int, seed: int, drafting: float) -> None:
+        self.pair.sides[side].traffic(number, seed, drafting=drafting)
+
+    @rule(side=st.integers(0, 1), seed=seeds)
+    def begin_or_end_a_step(self, side: int, seed: int) -> None:
+        self.pair.begin_or_end_a_step(side, random.Random(seed))
+
+    @rule(seed=seeds)
+    def all_of_it_many_times(self, seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(15):
+            self.pair.sides[draw.randrange(2)].traffic(draw.randint(1, 3), draw.randrange(2**32))
+            self.pair.move(draw.randrange(2), draw)
+
+    def teardown(self) -> None:
+        for driver in self.pair.sides if hasattr(self, "pair") else ():
+            driver.drain(seed=0)
+
+
+def test_sequences_move_between_schedulers_at_any_time():
+    """Counts, owners, content of every slot, published blocks and their order of eviction, on both sides."""
+    HandoverMachine.tally = Counter()
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    bounds = settings(max_examples=10, stateful_step_count=10, deadline=None, suppress_health_check=checks)
+    run_state_machine_as_test(HandoverMachine, settings=bounds)
+
+
+def test_the_moves_of_a_fixed_seed_are_of_every_kind():
+    draw, tally = random.Random(0), Counter[str]()
+    for size in (1, 2, 3, 4) * 2:
+        one, two = (small_config(draw)._replace(block_size=size) for _ in range(2))
+        pair = Pair((one, two._replace(num_blocks=draw.choice([10, 60]), max_num_seqs=8)), tally)
+        for _ in range(30):
+            pair.sides[draw.randrange(2)].traffic(draw.randint(1, 3), draw.randrange(2**32))
+            pair.move(draw.randrange(2), draw)
+            pair.begin_or_end_a_step(draw.randrange(2), draw)
+        for driver in pair.sides:
+            driver.drain(seed=0)
+    wanted = ("adopted", "adopted in flight", "waits", "some blocks shared", "refused", "rejected there")
+    assert all(tally[name] for name in wanted), {name: tally[name] for name in wanted}
+
+
+def prompt_computed(config: SchedulerConfig = SMALL, **fields) -> scheduler.SchedulerState:
+    """A scheduler whose request "a", a prompt of 10 tokens, has its first token."""
+    fields = {"hashes": ("h0", "h1"), "stop_token_ids": frozenset({7})} | fields
+    state = scheduler.submit(scheduler.init(config), Request("a", 10, 8, **fields))
+    state, plan = scheduler.schedule(state, FCFS)
+    return scheduler.commit(state, plan, [1])[0]
+
+
+def test_a_released_sequence_leaves_its_full_blocks_in_the_prefix_cache():
+    state, found = scheduler.release(prompt_computed(), "a")
+    scheduler.check(state)
+    assert found[1:] == (11, 10, (1, 2, 3), ("h0", "h1"))
+    assert not state.running.seqs
+    assert not state.ids
+    assert dict(state.pool.contents) == {"h0": 1, "h1": 2}
+    assert state.pool.num_free == 8
+
+
+def test_blocks_that_are_there_already_are_shared_and_the_others_are_published():
+    _, found = scheduler.release(prompt_computed(), "a")
+    state = prompt_computed(hashes=("h0",))
+    found = found._replace(request=found.request._replace(request_id="b"))
+    state, adopted = scheduler.adopt(state, FCFS, found)
+    scheduler.check(state)
+    assert adopted == Adopted(10, (1, 4, 5), ((2, 4), (3, 5)))
+    assert dict(state.pool.contents) == {"h0": 1, "h1": 4}
+    state, plan = scheduler.schedule(state, FCFS)
+    assert (plan.counts, plan.starts) == ((1, 1), (10, 10)), "it decodes in the next step"
+    assert plan.admitted == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [(SMALL._replace(num_blocks=5), "blocks"), (SMALL._replace(max_num_seqs=1), "rows")],
+)
+def test_without_room_it_waits_and_is_computed_again(config, why):
+    _, found = scheduler.release(prompt_computed(), "a")
+    state = prompt_computed(config, hashes=("other",))
+    found = found._replace(request=found.request._replace(request_id="b"))
+    assert not scheduler.has_room(state, FCFS, found), why
+    state, adopted = scheduler.adopt(state, FCFS, found)
+    scheduler.check(state)
+    assert adopted == Adopted(0, (), ())
+    assert [(seq.length, seq.computed, seq.hashes) for seq in state.waiting] == [(11, 0, ("h0", "h1"))]
+
+
+def test_what_cannot_be_released_says_why():
+    state = scheduler.submit(scheduler.init(SMALL), Request("a", 10, 8, forks=("b",)))
+    with pytest.raises(ValueError, match=r"sequence 'x' is not unfinished here"):
+        scheduler.release(state, "x")
+    with pytest.raises(ValueError, match=r"'a' has 2 branches, whose prompt is not computed; release them one by one"):
+        scheduler.release(state, "a")
+    state = scheduler.submit(scheduler.init(SMALL), Request("a", 6, 4, forks=("b",), beams=True))
+    with pytest.raises(ValueError, match=r"'a' is a beam of a search"):
+        scheduler.release(state, "a")
+    state = scheduler.submit(scheduler.init(SMALL), Request("a", 10, 0))
+    with pytest.raises(ValueError, match=r"'a' is a prompt that samples nothing"):
+        scheduler.release(state, "a")
+
+
+def test_what_cannot_be_adopted_says_why():
+    _, found = scheduler.release(prompt_computed(), "a")
+    state = scheduler.init(SMALL)
+    with pytest.raises(Rejected, match=r"'a' has 11 tokens, and may have 11 here; raise max_model_len \(11\)"):
+        scheduler.adopt(scheduler.init(SMALL._replace(max_model_len=11)), FCFS, found)
+    with pytest.raises(Rejected, match="raise num_blocks to 5"):
+        scheduler.adopt(scheduler.init(SMALL._replace(num_blocks=4)), FCFS, found)
+    with pytest.raises(Rejected, match="request id 'a' is in use"):
+        scheduler.adopt(prompt_computed(), FCFS, found)
+    others = found._replace(request=found.request._replace(hashes=()))
+    with pytest.raises(ValueError, match="11 tokens, 10 of them computed, 3 blocks and 2 hashes, with blocks of 8"):
+        scheduler.adopt(scheduler.init(SMALL._replace(block_size=8)), FCFS, others)
+    with pytest.raises(ValueError, match="'a' has branches or beams, or samples nothing"):
+        scheduler.adopt(state, FCFS, found._replace(request=found.request._replace(forks=("b",))))
+
+
+def recorded(path: Path, config: SchedulerConfig, moves) -> None:
+    recorder = Recorder(path, config)
+    moves(recorder, scheduler.init(config))
+    recorder.close()
+
+
+def test_the_recordings_of_both_sides_replay(tmp_path):
+    moved: list[Released] = []
+
+    def steps(recorder, state, number):
+        for _ in range(number):
+            state, plan = scheduler.schedule(state, FCFS)
+            recorder.schedule(plan)
+            state, events = scheduler.commit(state, plan, [1] * len(plan.seqs))
+            recorder.commit([1] * len(plan.seqs), {}, {}, events)
+        return state
+
+    def prefill(recorder, state):
+        for name in "ab":
+            request = Request(name, 10, 8, hashes=("h0", f"h{name}"), tags=("t",))
+            recorder.submit(request)
+            state = scheduler.submit(state, request)
+        state = steps(recorder, state, 2)
+        for name in "ab":
+            state, found = scheduler.release(state, name)
+            recorder.release(found)
+            moved.append(found)
+        steps(recorder, state, 1)
+
+    def decode(recorder, state):
+        for found in moved:
+            state, adopted = scheduler.adopt(state, FCFS, found)
+            recorder.adopt(found, adopted)
+        assert state.running.seqs
+        while state.ids:
+            state = steps(recorder, state, 1)
+
+    recorded(tmp_path / "prefill.jsonl", SMALL, prefill)
+    recorded(tmp_path / "decode.jsonl", SMALL, decode)
+    recorded(tmp_path / "tight.jsonl", SMALL._replace(num_blocks=5), decode)
+    for name in ("prefill", "decode", "tight"):
+        report = replay.verify(tmp_path / f"{name}.jsonl")
+        assert report.identical, report.difference
+    lines = (tmp_path / "decode.jsonl").read_text().splitlines()
+    assert '"from":[1,2,3],"hashes":["h0","ha"],"blocks":[1,2,3],"copies":[[1,1],[2,2],[3,3]]' in lines[1]
+    assert '"copies":[[4,4],[5,5]]' in lines[2], "the second one shares its first block"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"release":{}}', "line 2 is a malformed release: KeyError"),
+        ('{"release":{"request_id":"x"}}', "refused: sequence 'x' is not unfinished here"),
+        ('{"adopt":{"request":{}}}', "line 2 is a malformed adopt: KeyError"),
+    ],
+)
+def test_wrong_lines_of_a_recording_are_named(tmp_path, line, message):
+    recorded(tmp_path / "run.jsonl", SMALL, lambda recorder, state: recorder._write(line))
+    with pytest.raises(replay.ReplayError, match=message):
+        list(replay.replay(tmp_path / "run.jsonl"))
