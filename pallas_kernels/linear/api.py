@@ -125,7 +125,7 @@ def _check_low(x, matrix: Matrix, low: LowRank, impl: Implementation) -> None:
         raise ValueError(f"low is given, and the weight has {count} matrices; it goes with one")
     s, r = low.a.shape[:2]
     padded = -(-k // 16) * 16
-    b_shape = jax.eval_shape(partial(impl.pack_low, matrix=matrix), jax.ShapeDtypeStruct((s, r, m), x.dtype)).shape
+    b_shape = jax.eval_shape(lambda b: impl.pack_low(b, matrix), jax.ShapeDtypeStruct((s, r, m), x.dtype)).shape
     shapes = {"a": (low.a, (s, r, padded)), "slots": (low.slots, x.shape[:1]), "order": (low.order, x.shape[:1])}
     for name, (array, shape) in (shapes | {"sizes": (low.sizes, (s,))}).items():
         if array.shape != shape:
