@@ -201,6 +201,7 @@ def test_an_adapter_scores_as_the_model_that_has_it_merged_with_its_gradient(nam
     chex.assert_trees_all_equal(score(module, tokens, lengths, adapter=absent), score(module, tokens, lengths))
 
 
+@pytest.mark.slow
 def test_an_adapter_has_the_bits_of_a_batch_invariant_engine(tmp_path):
     module = module_of("Qwen3")
     factors = factors_of(module.config, 5)

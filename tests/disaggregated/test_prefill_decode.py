@@ -91,7 +91,7 @@ def watched(session: Any) -> list[Any]:
     return steps
 
 
-@pytest.mark.default_cases("plain", "small pool", "prefill small pool", "ahead")
+@pytest.mark.default_cases("plain", "small pool")
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_and_logprobs_are_those_of_one_engine_bit_for_bit(model, one, plain, tmp_path, name):
     """Twice: then both prefix caches have the prompts. Both recordings replay."""

@@ -387,6 +387,7 @@ def test_other_dtypes_draft_too(tiny_folder, folders, dtypes):
             assert accepted > 0.7 * drafts
 
 
+@pytest.mark.slow
 def test_a_failed_step_after_its_drafts_is_rolled_back(tiny, folders, monkeypatch):
     wanted = asks(1)
     expected = run(LLM(tiny, progress=False, **CONFIG).engine, wanted, 1).tokens

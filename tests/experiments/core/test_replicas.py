@@ -54,6 +54,9 @@ def measured_at(point: config.Point):
     return measure(SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0)
 
 
+@pytest.mark.default_cases(
+    *("busy-prefix", "at once-round_robin", "idle-prefix", "bursts-least_loaded", "branches-prefix", "batches-prefix")
+)
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
     "change",
