@@ -14,18 +14,64 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
+from pallas_kernels.linear.cpu import low_rank
+from pallas_kernels.linear.cpu.job import (
+    ACTIVATION,
+    BIAS,
+    CHUNK_TABLE,
+    CHUNK_WORDS,
+    CHUNKS,
+    DONE,
+    EPS,
+    FIRST,
+    FIRST_PANEL,
+    GROUP,
+    ITEMS,
+    JOB_BYTES,
+    KIND,
+    LAST,
+    LOW_A,
+    NEXT,
+    NEXT_TILE,
+    NORM,
+    NORM_WEIGHT,
+    ORDER,
+    OUT,
+    OUT_SIZE,
+    OUTPUTS,
+    PACKED,
+    PANEL_BYTES,
+    PANELS,
+    RESIDUAL,
+    RMS_PLUS_ONE,
+    SCALES,
+    STEPS,
+    TABLE,
+    TILE_BYTES,
+    TILE_WORDS,
+    TILES,
+    TILES_DONE,
+    WANTED,
+    WEIGHT,
+    WIDTH,
+    WORDS,
+    WORKERS,
+    X_SIZE,
+    K,
+    X,
+    bytes_of_row,
+    halves,
+    token_at,
+    up,
+)
 from pallas_kernels.linear.cpu.vectors import (
     BFLOAT16,
     COLUMNS,
-    DOTS,
     INT8,
     PAIRS,
     PANEL,
-    TOGETHER,
     add_16,
-    add_rows,
     clear,
-    dots,
     gate,
     multiply,
     narrow,
@@ -54,7 +100,6 @@ from pallas_kernels.shared.cpu.memory import (
     sched_yield,
     store_byte,
     store_float,
-    store_int,
     store_word,
 )
 from pallas_kernels.shared.cpu.vectors import FULL
@@ -79,41 +124,11 @@ work, _define_work = linked("linear_work", 1)
 handler, _define_handler = linked("linear_handler", 1, types.intp)
 _address_of_work = address_of(work)
 
-# --- a job: all items of a call, shared by the threads ----------------------------------------------------------------
-
-# Words of a job: counters that the threads share, each in a cache line of its own, then constants that the handler
-# wrote.
-NEXT_TILE, TILES_DONE, NEXT, DONE = 64, 128, 192, 256
-TILES, ITEMS = 320, 328  # numbers of items
-X, X_SIZE, K, NORM, NORM_WEIGHT, EPS = 336, 344, 352, 360, 368, 376  # NORM: 0, RMS or RMS_PLUS_ONE; EPS: float32
-WEIGHT, KIND, PANELS, PANEL_BYTES = 384, 392, 400, 408  # panels of one matrix
-FIRST, LAST = 416, 424  # the outputs that are wanted, of one matrix
-SCALES, BIAS, ACTIVATION, RESIDUAL = 432, 440, 448, 456  # addresses, or 0; ACTIVATION: 0, SILU or GELU_TANH
-OUTPUTS, OUT, OUT_SIZE, WIDTH = 464, 472, 480, 488  # outputs of one matrix; of the result: address, bytes, row length
-PACKED, TILE_BYTES, STEPS = 496, 504, 512  # of packed tiles; STEPS: of a panel, an input each or a pair of them
-CHUNKS, FIRST_PANEL, WANTED, GROUP = 520, 528, 536, 544  # items: chunks of tiles by groups of panels
-TABLE, CHUNK_TABLE = 552, 560
-WORDS = 568  # of a packed token for a step: 2 if the CPU has no instruction for pairs
-WORKERS = 576  # threads at most
-# Of products of low rank: addresses of factors, slots, ranks and the tokens' products with `a`; 0 without them
-LOW_A, LOW_B, SLOTS, RANKS, LOW_X = 584, 592, 600, 608, 616
-LOW_ROWS, LOW_K, LOW_HALVES = 624, 632, 640  # rows of `a`, the length of one, and halves of panels of a slot of `b`
-ORDER = 648  # address of the tokens in the order of the tiles; 0: as they come
-JOB_BYTES = 656
-TILE_WORDS, CHUNK_WORDS = 3, 2  # a tile: place of its first row, rows, matrix; a chunk: first tile, tiles
-
-RMS, RMS_PLUS_ONE = 1, 2
 DEEP = 2048  # steps of a tile at most that are computed while its sums stay in registers
 GROUP_BYTES, GROUP_PANELS = 400 << 10, 16  # of panels that an item reads: they stay in a core's cache
-LINE_BYTES = 64  # of a cache line
 CHUNK_TILES = 16  # tiles of an item at most, if their sums wait for the rest of their steps
 LEAST_TILES = 8  # tiles of an item at least, if there are two times as many or more
 SUMS, EDGES = 4 * PANEL * COLUMNS, 4 * 4 * PANEL  # bytes of a tile's sums, and of a panel's scales and biases
-
-
-@compiled
-def _up(size, multiple):
-    return -(-size // multiple) * multiple
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
@@ -132,7 +147,7 @@ def _row(job, row, norm, out):
             store_float(rest + 4 * i, np.float32(0))
         copy_bytes(source + size * whole, rest, size * (k - whole))
         widen(size, rest, end, FULL)
-    padded = _up(k, FULL)
+    padded = up(k, FULL)
     if load_word(job + NORM) != 0:
         mean = sum_of_squares(out, padded) / np.float32(k)
         factor = np.float32(1) / square_root(mean + load_float(job + EPS))
@@ -152,11 +167,11 @@ def _norm_weights(job, out):
         return
     copy_bytes(load_word(job + NORM_WEIGHT), out, k * size)
     if size == BFLOAT16:
-        for start in range(_up(k, FULL) - FULL, -1, -FULL):
+        for start in range(up(k, FULL) - FULL, -1, -FULL):
             widen(BFLOAT16, out + 2 * start, out + 4 * start, FULL)
     for i in range(k if kind == RMS_PLUS_ONE else 0):
         store_float(out + 4 * i, np.float32(1) + load_float(out + 4 * i))
-    for i in range(k, _up(k, FULL)):
+    for i in range(k, up(k, FULL)):
         store_float(out + 4 * i, np.float32(0))
 
 
@@ -165,124 +180,16 @@ def _pack(job, tile, norm, rows):
     """Packs one tile of x. rows: scratch of 16 rows."""
     entry = load_word(job + TABLE) + 8 * TILE_WORDS * tile
     first, columns, words = load_word(entry), load_word(entry + 8), load_word(job + STEPS) * load_word(job + WORDS)
-    row_bytes, out = _row_bytes(load_word(job + K)), load_word(job + PACKED) + tile * load_word(job + TILE_BYTES)
+    row_bytes, out = bytes_of_row(load_word(job + K)), load_word(job + PACKED) + tile * load_word(job + TILE_BYTES)
     for i in range(columns):
-        _row(job, _token(job, first + i), norm, rows + i * row_bytes)
+        _row(job, token_at(job, first + i), norm, rows + i * row_bytes)
     if load_word(job + LOW_A) != 0:
-        _low_rows(job, first, columns, rows)
+        low_rank.multiply_rows(job, first, columns, rows)
     if columns == 1:
-        copy_bytes(rows, out, 4 * _up(words, FULL))
+        copy_bytes(rows, out, 4 * up(words, FULL))
         return
     for word in range(0, words, FULL):
         transpose(rows + 4 * word, row_bytes, out + 4 * columns * word, columns)
-
-
-# --- products of low rank ---------------------------------------------------------------------------------------------
-
-
-@compiled
-def _token(job, place):
-    """The row of x and of the result at a place of the tiles."""
-    order = load_word(job + ORDER)
-    return place if order == 0 else load_int(order + 4 * place)
-
-
-@compiled
-def _run(job, place, end):
-    """Returns (slot, tokens): the slot of the token at a place, and how many from there have it, at most TOGETHER."""
-    slots, order = load_word(job + SLOTS), load_word(job + ORDER)
-    slot, tokens = load_int(slots + 4 * load_int(order + 4 * place)), 1
-    most = min(TOGETHER, end - place)
-    while tokens < most and load_int(slots + 4 * load_int(order + 4 * (place + tokens))) == slot:
-        tokens += 1
-    return slot, tokens
-
-
-@compiled
-def _low_rows(job, first, columns, x):
-    """The products of a tile's normalised rows with the rows of `a` of their slots. first: place of the tile."""
-    size, number, length = load_word(job + X_SIZE), load_word(job + LOW_ROWS), load_word(job + LOW_K)
-    x_size = BFLOAT16 if size == BFLOAT16 and PAIRS and load_word(job + KIND) == BFLOAT16 else 4
-    stride, at = _row_bytes(load_word(job + K)), 0
-    while at < columns:
-        slot, tokens = _run(job, first + at, first + columns)
-        if slot != 0:
-            rows = load_word(job + LOW_A) + size * length * number * slot
-            out = load_word(job + LOW_X) + 4 * number * (first + at)
-            for i in range(0, number, DOTS):
-                row = rows + size * length * i
-                dots(tokens, x_size, x + stride * at, stride, size, row, size * length, length, out + 4 * i, 4 * number)
-        at += tokens
-
-
-@compiled
-def _low_factors(job, panel, half, slot):
-    """Returns (address in `b` for a slot, first row, rows) of the 16 outputs of a half of a panel."""
-    ranks = load_word(job + RANKS) + 8 * (2 * panel + half)
-    first, last = load_int(ranks), load_int(ranks + 4)
-    row = load_word(job + LOW_ROWS) * (load_word(job + LOW_HALVES) * slot + 2 * panel + half) + first
-    return load_word(job + LOW_B) + load_word(job + X_SIZE) * FULL * row, first, last - first
-
-
-@compiled
-def _add_low(job, panel, entry, sums):
-    """sums += products of low rank: the tokens' products with `a`, by the rows of `b`."""
-    place, columns = load_word(entry), load_word(entry + 8)
-    size, number, at = load_word(job + X_SIZE), load_word(job + LOW_ROWS), 0
-    while at < columns:
-        slot, tokens = _run(job, place + at, place + columns)
-        for half in range(2 if slot != 0 else 0):
-            first, last = _halves(job, panel, half)
-            if last > first:
-                rows, begin, count = _low_factors(job, panel, half, slot)
-                factors = load_word(job + LOW_X) + 4 * (number * (place + at) + begin)
-                own = sums + 4 * (PANEL * at + FULL * half)
-                add_rows(tokens, size, own, factors, 4 * number, rows, count)
-        at += tokens
-
-
-@compiled
-def _expect_low(job, panel, entry):
-    """Fetches the rows of `b` for a tile's sums."""
-    place, columns = load_word(entry), load_word(entry + 8)
-    row_bytes, at = load_word(job + X_SIZE) * FULL, 0
-    while at < columns:
-        slot, tokens = _run(job, place + at, place + columns)
-        for half in range(2 if slot != 0 else 0):
-            first, last = _halves(job, panel, half)
-            if last > first:
-                rows, _, count = _low_factors(job, panel, half, slot)
-                for byte in range(0, row_bytes * count, LINE_BYTES):
-                    prefetch(rows + byte)
-        at += tokens
-
-
-@compiled
-def _sort_by_slot(slots, count, number, order):
-    """order [count] int32 = the tokens in the order of their slots. Returns how many have a slot.
-
-    number: of slots. Behind the order is room for `number` + 1 counters.
-    """
-    starts = order + 4 * count
-    for slot in range(number + 1):
-        store_int(starts + 4 * slot, 0)
-    for token in range(count):
-        after = starts + 4 * (load_int(slots + 4 * token) + 1)
-        store_int(after, load_int(after) + 1)
-    none = load_int(starts + 4)
-    for slot in range(1, number):
-        store_int(starts + 4 * slot, load_int(starts + 4 * slot) + load_int(starts + 4 * (slot - 1)))
-    for token in range(count):
-        start = starts + 4 * load_int(slots + 4 * token)
-        place = load_int(start)
-        store_int(order + 4 * place, token)
-        store_int(start, place + 1)
-    return count - none
-
-
-@compiled
-def _row_bytes(k):
-    return 4 * (_up(k, FULL) + 2 * FULL)
 
 
 # --- the product ------------------------------------------------------------------------------------------------------
@@ -307,23 +214,11 @@ def _vector_of(address, size, first, last, out):
 
 
 @compiled
-def _halves(job, panel, half):
-    """Returns (first, last) outputs of one matrix in a half of a panel; none if they are not wanted."""
-    if load_word(job + ACTIVATION) != 0:
-        first, end = FULL * panel, load_word(job + OUTPUTS) // 2
-    else:
-        first, end = PANEL * panel + FULL * half, min(load_word(job + OUTPUTS), load_word(job + LAST))
-        if first < load_word(job + FIRST):
-            return first, first
-    return first, max(first, min(first + FULL, end))
-
-
-@compiled
 def _edges(job, panel, matrix, out):
     """out [2, 32] float32 = scales and biases of a panel; behind them, scratch of 32 numbers."""
     gated, outputs = load_word(job + ACTIVATION) != 0, load_word(job + OUTPUTS)
     for half in range(2):
-        first, last = _halves(job, panel, half)
+        first, last = halves(job, panel, half)
         at = (outputs // 2 if gated and half == 1 else 0) + outputs * matrix
         scales, bias = load_word(job + SCALES), load_word(job + BIAS)
         if scales == 0:
@@ -349,12 +244,12 @@ def _finish(job, panel, entry, sums, edges):
     if load_word(job + SCALES) != 0 or load_word(job + BIAS) != 0:
         scale_and_add(sums, edges, edges + 4 * PANEL, columns)
     if load_word(job + LOW_A) != 0:
-        _add_low(job, panel, entry, sums)
+        low_rank.add_sums(job, panel, entry, sums)
     if kind != 0:
         gate(kind, sums, columns)
     spare = edges + 4 * 2 * PANEL
     for half in range(2 if kind == 0 else 1):
-        first, last = _halves(job, panel, half)
+        first, last = halves(job, panel, half)
         count, at = last - first, first - load_word(job + FIRST)
         if count <= 0:
             continue
@@ -363,7 +258,7 @@ def _finish(job, panel, entry, sums, edges):
             write_columns(size, sums + 4 * FULL * half, out, size * width, columns)
             continue
         for i in range(columns):
-            here, place = sums + 4 * (PANEL * i + FULL * half), _token(job, row + i) * width + at
+            here, place = sums + 4 * (PANEL * i + FULL * half), token_at(job, row + i) * width + at
             if count == FULL:
                 if residual != 0:
                     add_16(x_size, here, residual + x_size * place)
@@ -380,13 +275,13 @@ def _finish(job, panel, entry, sums, edges):
 def _expect(job, panel, entry):
     """Fetches the lines of the result, and of the residual, into which a tile's sums go."""
     if load_word(job + LOW_A) != 0:
-        _expect_low(job, panel, entry)
+        low_rank.expect_factors(job, panel, entry)
     size, width, residual = load_word(job + OUT_SIZE), load_word(job + WIDTH), load_word(job + RESIDUAL)
     row, columns = load_word(entry), load_word(entry + 8)
-    first, _ = _halves(job, panel, 0)
+    first, _ = halves(job, panel, 0)
     at = first - load_word(job + FIRST)
     for i in range(columns):
-        place = at + _token(job, row + i) * width
+        place = at + token_at(job, row + i) * width
         prefetch_written(load_word(job + OUT) + size * place)
         prefetch_written(load_word(job + OUT) + size * (place + FULL))
         if residual != 0:
@@ -464,16 +359,16 @@ def _item(job, item, sums):
 def _scratch_bytes(k, steps):
     """Returns the bytes of scratch memory of a thread: rows of x, and weights of the norm; or sums of an item."""
     sums = SUMS * (1 if steps <= DEEP else CHUNK_TILES * GROUP_PANELS)
-    return max((FULL + 1) * _row_bytes(k), sums + EDGES * GROUP_PANELS) + 128
+    return max((FULL + 1) * bytes_of_row(k), sums + EDGES * GROUP_PANELS) + 128
 
 
 @compiled
 def _share(job):
     """Computes items until none is left, then waits for those that other threads have begun."""
     room = malloc(_scratch_bytes(load_word(job + K), load_word(job + STEPS)))
-    scratch = _up(room, 64)
+    scratch = up(room, 64)
     tiles, items = load_word(job + TILES), load_word(job + ITEMS)
-    norm = scratch + FULL * _row_bytes(load_word(job + K))
+    norm = scratch + FULL * bytes_of_row(load_word(job + K))
     ready = False
     while True:
         tile = fetch_add(job + NEXT_TILE, 1)
@@ -565,11 +460,9 @@ def _job(frame, workers):
     most = max(1, -(-tiles // several))
     table_at = JOB_BYTES
     chunks_at = table_at + 8 * TILE_WORDS * tiles
-    low_at = _up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
+    low_at = up(chunks_at + 8 * CHUNK_WORDS * tiles, 64)
     low_rows = dim(argument(frame, 9), 1) if load_int(options + 20) != 0 else 0
-    order_at = low_at + 4 * low_rows * rows
-    slots = dim(argument(frame, 9), 0) if low_rows > 0 else 0
-    job = malloc(order_at + (4 * (rows + slots + 1) if low_rows > 0 else 0))
+    job = malloc(low_at + (low_rank.room(frame, rows) if low_rows > 0 else 0))
     at, tile = 0, 0
     for matrix in range(matrices):
         count = rows if dim(sizes, 0) == 0 else load_int(data(sizes) + 4 * matrix)
@@ -616,7 +509,7 @@ def _job(frame, workers):
     store_word(job + OUT_SIZE, _size(out))
     store_word(job + WIDTH, dim(out, 1))
     store_word(job + PACKED, data(result(frame, 1)))
-    store_word(job + TILE_BYTES, 4 * (COLUMNS * _up(k, FULL) + 2 * FULL))
+    store_word(job + TILE_BYTES, 4 * (COLUMNS * up(k, FULL) + 2 * FULL))
     store_word(job + WORDS, 1 if PAIRS or kind != BFLOAT16 else 2)
     store_word(job + STEPS, steps)
     store_word(job + WORKERS, workers)
@@ -626,19 +519,7 @@ def _job(frame, workers):
     store_word(job + GROUP, group)
     store_word(job + TABLE, job + table_at)
     store_word(job + CHUNK_TABLE, job + chunks_at)
-    store_word(job + LOW_A, 0)
-    store_word(job + ORDER, 0)
-    if low_rows > 0 and _sort_by_slot(data(argument(frame, 11)), at, slots, job + order_at) > 0:
-        a, b = argument(frame, 9), argument(frame, 10)
-        store_word(job + ORDER, job + order_at)
-        store_word(job + LOW_A, data(a))
-        store_word(job + LOW_B, data(b))
-        store_word(job + SLOTS, data(argument(frame, 11)))
-        store_word(job + RANKS, data(argument(frame, 12)))
-        store_word(job + LOW_X, job + low_at)
-        store_word(job + LOW_ROWS, low_rows)
-        store_word(job + LOW_K, dim(a, 2))
-        store_word(job + LOW_HALVES, dim(b, 1))
+    low_rank.begin(job, frame, at, job + low_at, low_rows)
     return job
 
 

@@ -1,0 +1,157 @@
+"""Products of low rank beside those with the weight: tokens in the order of their slots, so that a tile has few slots.
+
+begin             the order of the tokens, when the work of a call is listed
+multiply_rows     a tile's tokens by the rows of `a`, when it is packed
+expect_factors    fetches rows of `b` before the sums of a tile are computed
+add_sums          adds the products with the rows of `b` to them
+"""
+
+from __future__ import annotations
+
+from pallas_kernels.linear.cpu.job import (
+    KIND,
+    LOW_A,
+    LOW_B,
+    LOW_HALVES,
+    LOW_K,
+    LOW_ROWS,
+    LOW_X,
+    ORDER,
+    RANKS,
+    SLOTS,
+    X_SIZE,
+    K,
+    bytes_of_row,
+    halves,
+)
+from pallas_kernels.linear.cpu.vectors import BFLOAT16, DOTS, PAIRS, PANEL, TOGETHER, add_rows, dots, prefetch
+from pallas_kernels.shared.cpu.memory import compiled, load_int, load_word, store_int, store_word
+from pallas_kernels.shared.cpu.vectors import FULL
+from pallas_kernels.shared.cpu.xla_call import argument, data, dim
+
+LINE_BYTES = 64  # of a cache line
+
+
+@compiled
+def _run(job, place, end):
+    """Returns (slot, tokens): the slot of the token at a place, and how many from there have it, at most TOGETHER."""
+    slots, order = load_word(job + SLOTS), load_word(job + ORDER)
+    slot, tokens = load_int(slots + 4 * load_int(order + 4 * place)), 1
+    most = min(TOGETHER, end - place)
+    while tokens < most and load_int(slots + 4 * load_int(order + 4 * (place + tokens))) == slot:
+        tokens += 1
+    return slot, tokens
+
+
+@compiled
+def multiply_rows(job, first, columns, x):
+    """The products of a tile's normalised rows with the rows of `a` of their slots. first: place of the tile."""
+    size, number, length = load_word(job + X_SIZE), load_word(job + LOW_ROWS), load_word(job + LOW_K)
+    x_size = BFLOAT16 if size == BFLOAT16 and PAIRS and load_word(job + KIND) == BFLOAT16 else 4
+    stride, at = bytes_of_row(load_word(job + K)), 0
+    while at < columns:
+        slot, tokens = _run(job, first + at, first + columns)
+        if slot != 0:
+            rows = load_word(job + LOW_A) + size * length * number * slot
+            out = load_word(job + LOW_X) + 4 * number * (first + at)
+            for i in range(0, number, DOTS):
+                row = rows + size * length * i
+                dots(tokens, x_size, x + stride * at, stride, size, row, size * length, length, out + 4 * i, 4 * number)
+        at += tokens
+
+
+@compiled
+def _factors(job, panel, half, slot):
+    """Returns (address in `b` for a slot, first row, rows) of the 16 outputs of a half of a panel."""
+    ranks = load_word(job + RANKS) + 8 * (2 * panel + half)
+    first, last = load_int(ranks), load_int(ranks + 4)
+    row = load_word(job + LOW_ROWS) * (load_word(job + LOW_HALVES) * slot + 2 * panel + half) + first
+    return load_word(job + LOW_B) + load_word(job + X_SIZE) * FULL * row, first, last - first
+
+
+@compiled
+def add_sums(job, panel, entry, sums):
+    """sums += products of low rank: the tokens' products with `a`, by the rows of `b`."""
+    place, columns = load_word(entry), load_word(entry + 8)
+    size, number, at = load_word(job + X_SIZE), load_word(job + LOW_ROWS), 0
+    while at < columns:
+        slot, tokens = _run(job, place + at, place + columns)
+        for half in range(2 if slot != 0 else 0):
+            first, last = halves(job, panel, half)
+            if last > first:
+                rows, start, count = _factors(job, panel, half, slot)
+                factors = load_word(job + LOW_X) + 4 * (number * (place + at) + start)
+                own = sums + 4 * (PANEL * at + FULL * half)
+                add_rows(tokens, size, own, factors, 4 * number, rows, count)
+        at += tokens
+
+
+@compiled
+def expect_factors(job, panel, entry):
+    """Fetches the rows of `b` for a tile's sums."""
+    place, columns = load_word(entry), load_word(entry + 8)
+    row_bytes, at = load_word(job + X_SIZE) * FULL, 0
+    while at < columns:
+        slot, tokens = _run(job, place + at, place + columns)
+        for half in range(2 if slot != 0 else 0):
+            first, last = halves(job, panel, half)
+            if last > first:
+                rows, _, count = _factors(job, panel, half, slot)
+                for byte in range(0, row_bytes * count, LINE_BYTES):
+                    prefetch(rows + byte)
+        at += tokens
+
+
+@compiled
+def _sort_by_slot(slots, count, number, order):
+    """order [count] int32 = the tokens in the order of their slots. Returns how many have a slot.
+
+    number: of slots. Behind the order is room for `number` + 1 counters.
+    """
+    starts = order + 4 * count
+    for slot in range(number + 1):
+        store_int(starts + 4 * slot, 0)
+    for token in range(count):
+        after = starts + 4 * (load_int(slots + 4 * token) + 1)
+        store_int(after, load_int(after) + 1)
+    none = load_int(starts + 4)
+    for slot in range(1, number):
+        store_int(starts + 4 * slot, load_int(starts + 4 * slot) + load_int(starts + 4 * (slot - 1)))
+    for token in range(count):
+        start = starts + 4 * load_int(slots + 4 * token)
+        place = load_int(start)
+        store_int(order + 4 * place, token)
+        store_int(start, place + 1)
+    return count - none
+
+
+@compiled
+def room(frame, rows):
+    """Returns the bytes of the tokens' products with `a`, and of their order."""
+    a = argument(frame, 9)
+    return 4 * dim(a, 1) * rows + 4 * (rows + dim(a, 0) + 1)
+
+
+@compiled
+def begin(job, frame, tokens, place, number):
+    """Lists the products of a call, if a token has a slot.
+
+    place: address of `room` bytes. number: of rows of `a`; 0 for a call without products of low rank.
+    """
+    store_word(job + LOW_A, 0)
+    store_word(job + ORDER, 0)
+    if number == 0:
+        return
+    a, b, slots, ranks = argument(frame, 9), argument(frame, 10), argument(frame, 11), argument(frame, 12)
+    order = place + 4 * number * dim(slots, 0)
+    if _sort_by_slot(data(slots), tokens, dim(a, 0), order) == 0:
+        return
+    store_word(job + ORDER, order)
+    store_word(job + LOW_A, data(a))
+    store_word(job + LOW_B, data(b))
+    store_word(job + SLOTS, data(slots))
+    store_word(job + RANKS, data(ranks))
+    store_word(job + LOW_X, place)
+    store_word(job + LOW_ROWS, number)
+    store_word(job + LOW_K, dim(a, 2))
+    store_word(job + LOW_HALVES, dim(b, 1))
