@@ -11,23 +11,19 @@ left.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.bench import in_turn
 from experiments.bench.in_turn import Workload, cell, requests_of, rounds, seconds, share
-from experiments.core.environment import environment
 from pagedjax import LLM, LoRARequest, load_model
 from pagedjax.device.adapters import Adapter, sizes_of
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.weights.adapter_files import adapter_of, modules_of
-from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 ADAPTERS = 8
 WORKLOADS = {"decodes": Workload(32, (16, 16), (96, 96)), "prompts": Workload(32, (256, 256), (8, 8))}
@@ -59,13 +55,8 @@ def measured(without: LLM, engines: dict[int, LLM], name: str, count: int) -> di
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--json", type=Path)
+    parser = in_turn.parser(__doc__, WORKLOADS)
+    parser.add_argument("--ranks", type=in_turn.at_least_1, nargs="+", default=[8, 16])
     args = parser.parse_args(argv)
     model = load_model(args.model, dtype=args.dtype)
     without, engines = LLM(model, progress=False, **ENGINE), {}
@@ -80,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for which, times in one["seconds"].items():
             left = cell(one["shares"][which]) if which in one["shares"] else ""
             print(f"| {one['workload']} | {which} | {statistics.median(times):.2f} | {left} |")
-    if args.json:
-        about = {"environment": environment(), "model": args.model, "dtype": args.dtype}
-        args.json.write_text(json.dumps({**about, "workloads": found}, indent=1) + "\n")
+    in_turn.keep(args, found)
 
 
 if __name__ == "__main__":

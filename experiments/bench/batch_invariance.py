@@ -10,18 +10,14 @@ the speed that is left.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from experiments.bench import in_turn
 from experiments.bench.in_turn import Workload, cell, requests_of, rounds, seconds, share
-from experiments.core.environment import environment
 from pagedjax import LLM, load_model
-from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 WORKLOADS = {"W1": Workload(64, (16, 256), (16, 128)), "long prompts": Workload(8, (1000, 1500), (16, 16))}
 ENGINE: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 1536, "num_blocks": 1536}
@@ -37,13 +33,7 @@ def measured(engines: Mapping[str, LLM], name: str, count: int) -> dict[str, Any
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
+    args = in_turn.parser(__doc__, WORKLOADS).parse_args(argv)
     model = load_model(args.model, dtype=args.dtype)
     modes = {"without": False, "with": True}
     engines = {which: LLM(model, progress=False, **ENGINE, batch_invariant=on) for which, on in modes.items()}
@@ -52,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for one in found:
         without, with_it = (statistics.median(one[f"seconds_{which}"]) for which in modes)
         print(f"| {one['workload']} | {without:.2f} / {with_it:.2f} | {cell(one)} |")
-    if args.json:
-        about = {"environment": environment(), "model": args.model, "dtype": args.dtype}
-        args.json.write_text(json.dumps({**about, "workloads": found}, indent=1) + "\n")
+    in_turn.keep(args, found)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,19 @@ share(seconds, "a", "b") -> seconds of a over those of b in the same round, with
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.core.environment import environment
 from pagedjax import LLM, SamplingParams
+from pagedjax.weights.pretrained import DEFAULT_MODEL
 
 
 class Workload(NamedTuple):
@@ -58,6 +63,31 @@ def share(found: Mapping[str, Sequence[float]], base: str, name: str) -> dict[st
     """The share of the base's speed that is left: its seconds over those of another run, round by round."""
     ratios = [a / b for a, b in zip(found[base], found[name], strict=True)]
     return {"ratio": round(statistics.median(ratios), 3), "ratios": [round(ratio, 3) for ratio in ratios]}
+
+
+def at_least_1(words: str) -> int:
+    """The type of an option that counts something."""
+    if not words.isdigit() or int(words) < 1:
+        raise argparse.ArgumentTypeError(f"{words!r} is given; it must be an integer of at least 1")
+    return int(words)
+
+
+def parser(description: str | None, workloads: Mapping[str, Workload]) -> argparse.ArgumentParser:
+    """The options that all such benchmarks have."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--rounds", type=at_least_1, default=5)
+    found.add_argument("--model", default=DEFAULT_MODEL)
+    found.add_argument("--dtype", default="float32")
+    found.add_argument("--workloads", nargs="+", choices=list(workloads), default=list(workloads))
+    found.add_argument("--json", type=Path)
+    return found
+
+
+def keep(args: argparse.Namespace, found: Sequence[Mapping[str, Any]]) -> None:
+    """Write the results to the file of `--json`, if there is one."""
+    if args.json:
+        about = {"environment": environment(), "model": args.model, "dtype": args.dtype}
+        args.json.write_text(json.dumps({**about, "workloads": found}, indent=1) + "\n")
 
 
 def cell(one: Mapping[str, Any]) -> str:
