@@ -38,7 +38,7 @@ from flax import nnx
 
 from experiments.core.optional_imports import require
 from experiments.training.checkpoints import Loss, State, begin, opened, restore, save
-from experiments.training.command import check_seed, exit_status
+from experiments.training.command import check_model, check_seed, exit_status
 from experiments.training.data import texts
 from experiments.training.lora_setup import LoraSetup
 from experiments.training.lora_tasks import Examples, Task, tasks
@@ -174,7 +174,7 @@ class Served(NamedTuple):
 
 
 def write(out: Path, model: Path, setup: LoraSetup, params: Mapping[str, Factors], to: Form) -> dict[str, Path]:
-    """Write the folder of each adapter, atomically, in the place of an older one."""
+    """Write the folder of each adapter. It is complete or absent: an older one is removed first."""
     prefix = ARCHITECTURES[read_json(model / "config.json")["model_type"]].prefix
     more = {**options(setup), "base_model_name_or_path": str(model)}
     for name, factors in params.items():
@@ -338,9 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 0 < (value := getattr(args, name)) < math.inf:
             parser.error(f"--{name} is {value}; it must be above 0 and finite; leave it out for the default")
     check_seed(parser, setup.seed)
-    if not (args.model / "config.json").is_file():
-        made = "python -m experiments.training.train_tiny --out FOLDER makes one, FOLDER/model"
-        parser.error(f"--model is {args.model}, where no config.json is; {made}")
+    check_model(parser, args.model)
     say = partial(print, flush=True)
     return exit_status(lambda: train(args.model, args.out, setup, args.every, to=args.to, say=say))
 

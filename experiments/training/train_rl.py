@@ -37,7 +37,7 @@ from flax import nnx
 from experiments.analysis.figures import curves
 from experiments.core.optional_imports import require
 from experiments.training.checkpoints import State, begin, opened, restore, save
-from experiments.training.command import check_seed, exit_status
+from experiments.training.command import check_model, check_seed, exit_status
 from experiments.training.rl_setup import RLSetup
 from experiments.training.rl_task import Sum, reward, sums
 from pagedjax import LLM, SamplingParams, load_model
@@ -242,9 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 0 < (value := getattr(args, name)) < 1:
             parser.error(f"--{name} is {value}; it must be above 0 and below 1; leave it out for the default")
     check_seed(parser, setup.seed)
-    if not (args.model / "config.json").is_file():
-        made = "python -m experiments.training.train_tiny --out FOLDER makes one, FOLDER/model"
-        parser.error(f"--model is {args.model}, where no config.json is; {made}")
+    check_model(parser, args.model)
     say = partial(print, flush=True)
     return exit_status(lambda: train(args.model, args.out, setup, args.every, say=say))
 

@@ -72,11 +72,18 @@ class Slots(NamedTuple):
 
 def shapes(config: DecoderConfig, slots: Slots) -> tuple[dict[str, tuple[Any, Any]], ...]:
     """By layer and matrix, the shapes of a and b of all slots."""
-    known, pack_low, found = matrices(config), find(config.linear).pack_low, []
+    pack_low, parts = find(config.linear).pack_low, {name: len(ends) for name, ends in config.parts.items()}
+    return tuple(
+        {name: _shape(matrix, parts[name], slots, pack_low) for name, matrix in own.items()} for own in adapted(config)
+    )
+
+
+def adapted(config: DecoderConfig) -> tuple[dict[str, Matrix], ...]:
+    """By layer, the matrices that may have adapters."""
+    known, found = matrices(config), []
     for layer in range(config.layers):
         own = {name: known.get(f"blocks.{layer}.{name}.weight") for name in config.parts}
-        parts = {name: len(ends) for name, ends in config.parts.items()}
-        found.append({name: _shape(matrix, parts[name], slots, pack_low) for name, matrix in own.items() if matrix})
+        found.append({name: matrix for name, matrix in own.items() if matrix})
     return tuple(found)
 
 
@@ -102,7 +109,7 @@ def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) 
 
     The old arrays stay as they are: steps that were sent may read them.
     """
-    layers, known, pack_low = [], matrices(config), find(config.linear).pack_low
+    layers, known, pack_low = [], adapted(config), find(config.linear).pack_low
     for layer, stacked in enumerate(factors):
         own = {}
         for name, (a, b) in stacked.items():
@@ -111,7 +118,7 @@ def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) 
             new_a[slot] = 0
             for of_a, down, of_b, up in _places(config, Part(layer, name, 0), a.shape[1], parts):
                 new_a[slot][of_a], joined[0][of_b] = down, up
-            new_b[slot] = pack_low(joined, known[f"blocks.{layer}.{name}.weight"])[0]
+            new_b[slot] = pack_low(joined, known[layer][name])[0]
             own[name] = jax.device_put(new_a, a.sharding), jax.device_put(new_b, b.sharding)
         layers.append(own)
     return tuple(layers)
@@ -120,14 +127,14 @@ def with_slot(factors: Factors, slot: int, config: DecoderConfig, parts: Parts) 
 def only(config: DecoderConfig, parts: Parts, dtype: str) -> Factors:
     """The factors of one adapter, in slot 1, as a function of its parts that can be differentiated."""
     rank = max(len(a) for a, _ in parts.values())
-    layers, known, pack_low = [], matrices(config), find(config.linear).pack_low
+    layers, known, pack_low = [], adapted(config), find(config.linear).pack_low
     for layer, stacked in enumerate(blank(config, Slots(1, rank, dtype))):
         own = {}
         for name, (a, _) in stacked.items():
             joined = jnp.zeros((2, a.shape[1], config.parts[name][-1]), a.dtype)
             for of_a, down, of_b, up in _places(config, Part(layer, name, 0), a.shape[1], parts):
                 a, joined = a.at[1, *of_a].set(down.astype(a.dtype)), joined.at[1, *of_b].set(up.astype(a.dtype))
-            own[name] = a, pack_low(joined, known[f"blocks.{layer}.{name}.weight"])
+            own[name] = a, pack_low(joined, known[layer][name])
         layers.append(own)
     return tuple(layers)
 

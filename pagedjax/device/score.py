@@ -90,7 +90,7 @@ def _check_adapter(c: DecoderConfig, parts: adapters.Parts) -> None:
         raise ValueError(f"adapter is given, and linear_impl {c.linear!r} adds no products of low rank; use 'xla'")
     if not parts:
         raise ValueError("adapter has no factors; give those of one matrix at least, or None")
-    layers = adapters.shapes(c, adapters.Slots(1, 1, "float32"))
+    layers = adapters.adapted(c)
     for place, (a, b) in parts.items():
         known = layers[place.layer] if 0 <= place.layer < c.layers else {}
         if place.matrix not in known or not 0 <= place.part < len(c.parts[place.matrix]):

@@ -46,7 +46,7 @@ def route(state: RouterState, router: Router, request: RouterRequest) -> tuple[R
     if request.tokens < 0:
         raise ValueError(f"request {name!r} has {request.tokens} tokens; give at least 0")
     chosen = router.choose(state, request)
-    if chosen not in state.loads:
+    if chosen not in state.replicas:  # compared and not hashed: it may be anything
         present = ", ".join(map(repr, state.replicas))
         raise ValueError(
             f"router {router.name!r} chose replica {chosen!r} for request {name!r}; present are {present}; its choose "
@@ -71,9 +71,9 @@ def lightest(state: RouterState, among: Iterable[Replica]) -> Replica:
 def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
     """The replica that knows the longest prefix of the prompt; ties go to the lightest, then to the next in turn.
 
-    Only replicas below the limit are considered: with the request, none has more unfinished ones than `slack` or
-    `factor` times the mean, whichever is more, rounded up. A replica with the mean or less is always below it. So
-    requests with a prefix that is asked for too often go to a second replica, which knows it from then on.
+    Only replicas below the limit are considered: with the request, the chosen one has no more unfinished ones than
+    `slack` or `factor` times the mean, whichever is more, rounded up. A replica with the mean or less is always below
+    it. So requests with a prefix that is asked for too often go to a second replica, which knows it from then on.
 
     Raises:
         ValueError: `factor` is below 1, or `slack` below 0.
@@ -84,7 +84,9 @@ def by_prefix(name: str, factor: float = FACTOR, slack: int = SLACK) -> Router:
         raise ValueError(f"slack is {slack}; it must be at least 0 requests")
 
     def choose(state: RouterState, request: RouterRequest) -> Replica:
-        limit = max(slack, math.ceil(factor * (len(state.unfinished) + 1) / len(state.replicas)))
+        count = len(state.replicas)
+        most = min(factor, count)  # a larger one limits nothing
+        limit = max(slack, math.ceil(most * (len(state.unfinished) + 1) / count))
         below = [replica for replica in state.turn if state.loads[replica].requests < limit]
         depths = [state.known_prefix(replica, request) for replica in below]
         longest = max(depths)

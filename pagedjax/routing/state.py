@@ -39,7 +39,7 @@ class RouterState(NamedTuple):
     loads: Map[Replica, Load]  # of each replica that is present
     known: Map[Replica, Prefixes]  # what each has in its cache, as far as the router can know
     unfinished: Map[str, Routed]  # by request id
-    last: Replica | None  # who got the last request, or the one that had joined before it if that one has left
+    last: Replica | None  # of the last request; when it leaves, the replica before it in the order of joining
     known_blocks: int  # most hashes that are remembered of each replica
 
     @property

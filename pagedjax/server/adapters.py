@@ -38,9 +38,13 @@ def check_model(llm: LLM, model: str | None, base: str) -> None:
     """Raises ApiError unless the field `model` names the model or an adapter."""
     name, here = adapter_of(model, base), sorted(llm.engine.adapters)
     if name is not None and name not in here:
-        more = f", and its adapters {', '.join(map(repr, here))}" if here else ""
-        message = f"the model {name!r:.200} is not served here; {base!r} is{more}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+        raise _not_served(name, base, here)
+
+
+def _not_served(name: str, base: str, here: Sequence[str]) -> ApiError:
+    more = f", and its adapters {', '.join(map(repr, here))}" if here else ""
+    message = f"the model {name!r:.200} is not served here; {base!r} is{more}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def cards(llm: LLM, base: str) -> dict[str, JSON]:
@@ -49,6 +53,18 @@ def cards(llm: LLM, base: str) -> dict[str, JSON]:
     card["max_model_len"] = llm.engine.config.max_model_len
     own = {name: {"id": name, "root": one.source, "parent": base} for name, one in sorted(llm.engine.adapters.items())}
     return {base: card} | {name: card | more for name, more in own.items()}
+
+
+def card(llm: LLM, model: str, base: str) -> JSON:
+    """What `/v1/models/{model}` says; "" is the model itself.
+
+    Raises:
+        ApiError: no model or adapter has this name.
+    """
+    found = cards(llm, base)  # read once: the engine's thread may unload an adapter at any time
+    if (model or base) not in found:
+        raise _not_served(model, base, sorted(found.keys() - {base}))
+    return found[model or base]
 
 
 def modules(pairs: Sequence[tuple[str, str]], base: str, engine: Mapping[str, Any], updating: bool) -> dict[str, str]:

@@ -170,8 +170,7 @@ def add_routes(app: FastAPI, worker: Worker, options: Options, metrics: Metrics)
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> JSON:
-        check_model(name)
-        return adapters.cards(llm, options.name)[name or options.name]
+        return adapters.card(llm, name, options.name)
 
     @app.get("/health")
     async def health() -> Response:

@@ -291,6 +291,10 @@ def test_prompts_with_another_salt_or_adapter_have_other_hashes():
             lambda s: routing.route(s, Router("mine", lambda state, request: 9), RouterRequest("a", 1)),
             "router 'mine' chose replica 9 for request 'a'; present are 0, 1; its choose must return one of",
         ),
+        (
+            lambda s: routing.route(s, Router("mine", lambda state, request: [0]), RouterRequest("a", 1)),
+            "router 'mine' chose replica [0] for request 'a'; present are 0, 1; its choose must return one of",
+        ),
         (lambda s: by_prefix("mine", factor=0.5), "factor is 0.5; it must be at least 1, or"),
         (lambda s: by_prefix("mine", factor=math.nan), "factor is nan; it must be at least 1"),
         (lambda s: by_prefix("mine", slack=-1), "slack is -1; it must be at least 0 requests"),
@@ -316,3 +320,10 @@ def test_a_wrong_router_of_ones_own_is_refused(tmp_path, code: str, message: str
     file.write_text(f"from pagedjax.routing import Router\n{code}\n", encoding="utf-8")
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         find(f"{file}:MINE")
+
+
+def test_a_factor_beyond_the_number_of_replicas_limits_nothing():
+    state, hashes = cluster(2), (b"a",)
+    for i in range(20):
+        state, chosen = routing.route(state, by_prefix("mine", 1e308, 0), RouterRequest(str(i), 1, hashes))
+        assert chosen == 0
