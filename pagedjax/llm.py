@@ -272,7 +272,7 @@ class LLM:
     def release(self) -> None:
         """Let `follow` return in the other processes. In a single process it does nothing."""
         if isinstance(self.engine, LeaderEngine):
-            self.engine.release()
+            self.engine.release_followers()
 
     @property
     def startup(self) -> dict[str, Any]:

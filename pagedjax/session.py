@@ -75,6 +75,10 @@ class Session:
         self._results: deque[StepResult] = deque()  # of steps that other sessions ran
         engine.sessions.add(self)
 
+    def another(self) -> Session:
+        """A session of the same engine, without requests."""
+        return Session(self.engine, self.tokenizer, self._eos)
+
     def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
         """Queue all requests, or none of them. Returns the branches of each.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,12 +14,15 @@ from pagedjax.llm import LLM
 from pagedjax.params import SamplingParams
 from pagedjax.session import Branches, GenerationRequest, Session
 
+log = logging.getLogger("pagedjax.disaggregated")
+
 
 class PrefillDecode:
     """Two LLMs of the same model: `prefill` computes prompts, `decode` the tokens after the first.
 
-    A sequence is handed over when `decode` has a row and blocks for it; until then `prefill` goes on with it. The two
-    may be on different devices, or meshes. Their tokens are those of one engine.
+    A sequence is handed over when `decode` has a row and blocks for it; until then `prefill` goes on with it. One that
+    `decode` refuses, e.g. because it sleeps or its weights were updated alone, ends in `prefill`, with a warning. The
+    two may be on different devices, or meshes. Their tokens are those of one engine.
 
     Args:
         prefill, decode: with the same weights, which are not compared.
@@ -63,13 +67,15 @@ class PairSession:
     def __init__(self, prefill: Session, decode: Session) -> None:
         if prefill.engine is decode.engine:
             raise ValueError("prefill and decode are one engine; give two, e.g. LLM(...) twice with devices=")
-        self.prefill, self.decode = prefill, decode
+        self.prefill, self.decode = prefill.another(), decode.another()  # calls of either engine alone are not mixed in
         self.grammars, self.grammar_of = prefill.grammars, prefill.grammar_of
         self._ids: dict[str, str] = {}  # of sequences that moved: prefill's id -> decode's
         self._mine: set[str] = set()  # prefill's ids of sequences that have not moved or ended
+        self._stay: set[str] = set()  # those of them that cannot move
         self._check()
 
     def _check(self) -> None:
+        handover.check_processes()
         handover.check_equal(self.decode.engine.facts, self.prefill.engine.facts)
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[Branches]:
@@ -118,21 +124,30 @@ class PairSession:
 
     @interrupts.deferred()  # a sequence is in one of the engines, and this session knows in which
     def _move(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Hand over every sequence whose prompt is computed and that has room -> (all ids, those computed again)."""
+        """Hand over every sequence whose prompt is computed and that has room -> (all ids, those computed again).
+
+        One that cannot move ends where it is.
+        """
+        self._stay &= self._mine
         source, target = self.prefill.engine, self.decode.engine
         moved, again = [], []
         if self.prefill.behind:  # the text of a sequence must have all its tokens
             return (), ()
         for seq in scheduler.running(source.scheduler_state):
             name, left = seq.request_id, seq.length - seq.computed
-            if name not in self._mine or left != 1 or not seq.computed or seq.request.forks:
+            if name not in self._mine - self._stay or left != 1 or not seq.computed or seq.request.forks:
                 continue
-            found = source.handover(name)
-            if not target.has_room(found):
-                break
-            (mine,) = target.new_ids(1)
-            if not target.adopt(mine, found, source.pages):
-                again.append(name)
+            try:
+                found = source.handover(name)
+                if not target.has_room(found):
+                    break
+                (mine,) = target.new_ids(1)
+                if not target.adopt(mine, found, source.pages):
+                    again.append(name)
+            except ValueError as error:  # refused, and nothing has changed
+                log.warning("sequence %r ends in the prefill engine: %s", name, error)
+                self._stay.add(name)
+                continue
             source.release(name)
             self.decode.branches[mine] = self.prefill.branches.pop(name)
             self._mine.discard(name)

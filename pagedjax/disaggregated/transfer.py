@@ -10,6 +10,7 @@ so take offers from processes that you trust alone.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from pagedjax.engine.handover import Handover, take
 from pagedjax.structured.matcher import Grammar
 
 POLL_SECONDS = 0.001
+log = logging.getLogger("pagedjax.disaggregated")
 
 
 class Offer(NamedTuple):
@@ -82,12 +84,22 @@ class Transfers:
         """
         structure = jax.tree.structure(engine.runtime.cache_shapes)
 
+        fetched = not offer.shapes
+
         def fetch(blocks: Sequence[int]) -> KVCache:
+            nonlocal fetched
+            fetched = True
             pages = jax.tree.unflatten(structure, self._pulled(offer))
             own = {block: row for row, block in enumerate(offer.found.released.blocks)}
             return take(pages, [own[block] for block in blocks])
 
-        return engine.adopt(request_id, offer.found, fetch, grammar=grammar)
+        here = engine.adopt(request_id, offer.found, fetch, grammar=grammar)
+        if not fetched:  # without room, or all blocks were here: the other process must not keep the pages
+            try:
+                self._pulled(offer)
+            except Exception as error:
+                log.warning("the pages of %r, which are not needed, were not fetched: %r", request_id, error)
+        return here
 
     def _pulled(self, offer: Offer) -> list[Any]:
         """All page arrays of an offer. Raises if they do not come, in time."""

@@ -219,6 +219,11 @@ def _averaged(seconds: Mapping[int, float], size: int, new: float) -> Mapping[in
     return {**seconds, size: before + WEIGHT * (new - before)}
 
 
+def left(drafting: Drafting, name: str, data: SequenceData, length: int) -> None:
+    """Show the drafter the output so far, [data.prompt_len : length], of a sequence that another engine has adopted."""
+    drafting.drafter.finished(drafting.memory, name, data.tokens[data.prompt_len : length])
+
+
 def ended(drafting: Drafting, events: Mapping[str, Finished], sequences: Mapping[str, SequenceData]) -> None:
     """Show the drafter the outputs of sequences that have ended, by their ids."""
     for name, event in events.items():

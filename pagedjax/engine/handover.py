@@ -19,6 +19,7 @@ import numpy as np
 
 from pagedjax.device.cache import KVCache
 from pagedjax.device.step import into_cache, out_of_cache
+from pagedjax.engine import drafting
 from pagedjax.engine.lookahead import Lookahead
 from pagedjax.engine.requests import prepare, without_hashes
 from pagedjax.engine.runtime import Runtime
@@ -62,6 +63,8 @@ def facts(runtime: Runtime, state: EngineState) -> dict[str, Any]:
         del found[name]
     same = "block_size", "max_model_len", "kv_cache_dtype", "dtype", "weight_dtype", "seed"
     found |= {name: getattr(c, name) for name in same}
+    found |= {"eos_token_ids": sorted(runtime.eos_token_ids)}
+    found |= {"row_features": sorted(feature.name for feature in runtime.options.features)}
     found |= {"kv_policy": runtime.scheduler_config.views, "selection": runtime.shapes.selection}
     pages, structure = jax.tree.flatten(runtime.cache_shapes)
     found |= {"pages": [f"{page.dtype}{list(page.shape[1:])}" for page in pages], "kinds of pages": str(structure)}
@@ -83,7 +86,7 @@ def handover(runtime: Runtime, state: EngineState, name: str) -> Handover:
         ValueError: `scheduler.release` refuses it, it has taps, its adapter was unloaded, or its engine has several
             processes.
     """
-    _check_processes()
+    check_processes()
     _, found = scheduler.release(state.scheduler, name)
     data = state.sequences[name]
     if name in state.wants:
@@ -105,6 +108,8 @@ def release(state: EngineState, name: str) -> EngineState:
         ValueError: see `scheduler.release`.
     """
     after, found = scheduler.release(state.scheduler, name)
+    if state.drafting:  # the rest of its output is not seen here
+        drafting.left(state.drafting, name, state.sequences[name], found.length)
     return state._replace(
         scheduler=after,
         sequences=state.sequences.delete(name),
@@ -138,7 +143,7 @@ def adopt(
         ValueError: a fact differs between the engines, the adapter is not here, or the request can never run here. The
             state is unchanged.
     """
-    _check_processes()
+    check_processes()
     check_equal(facts(runtime, state), found.facts)
     released, before = found.released, state.scheduler
     request, prompt = released.request, found.tokens[: released.request.prompt_len].tolist()
@@ -199,7 +204,8 @@ def adapter_of(runtime: Runtime, digest: str) -> tuple[int, str]:
     raise ValueError(f"{what}; load the adapter into both engines (load_adapter)")
 
 
-def _check_processes() -> None:
+def check_processes() -> None:
+    """Raises ValueError for engines of several processes."""
     if (number := jax.process_count()) > 1:
         what = f"an engine of {number} processes keeps its sequences"
         raise ValueError(f"{what}; hand sequences over between engines of one process each")

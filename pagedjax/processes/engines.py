@@ -194,7 +194,7 @@ class LeaderEngine(Engine):
         """
         raise ValueError("an engine of several processes does not sleep; end the processes to free their devices")
 
-    def release(self) -> None:
+    def release_followers(self) -> None:
         """Let the other processes return from `FollowerEngine.follow`."""
         self.group.order("release")
         self.group.flush()

@@ -14,8 +14,10 @@ from pagedjax import LLM, BeamSearchParams, PoolingParams, SamplingParams, Struc
 from pagedjax.disaggregated import PrefillDecode
 from pagedjax.host import replay, scheduler
 from pagedjax.host.types import Preempted, Sampled
+from pagedjax.session import GenerationRequest
 from pagedjax.viewer import read_recording
 from tests.engine.test_batch_invariance import VOCAB, model_of
+from tests.engine.test_row_features import FAVOUR
 from tests.engine.test_update_params import SIZES
 
 pytest.importorskip("numba")
@@ -223,6 +225,36 @@ def test_a_cancelled_or_failed_call_leaves_nothing_behind(model, plain):
     assert not pair.session._mine
 
 
+def test_calls_of_either_engine_alone_may_come_between(model, one, plain):
+    decode = LLM(model, **SIZES)
+    pair = PrefillDecode(plain, decode)
+    wanted = answers(one)
+    (branches,) = pair.session.add([GenerationRequest(PROMPTS[0], PARAMS[0])])
+    pair.session.step()
+    for llm in (decode, plain, pair):
+        assert answers(llm) == wanted
+    while any(branch.finish_reason is None for branch in branches.values()):
+        pair.session.step()
+    assert [list(branch.token_ids) for branch in branches.values()] == [list(ids) for ids, *_ in wanted[0]]
+    assert not pair.session._ids
+    emptied(plain, decode)
+
+
+def test_a_sequence_that_the_other_engine_refuses_ends_where_it_is(model, one, plain, caplog):
+    decode = LLM(model, **SIZES)
+    pair = PrefillDecode(plain, decode)
+    wanted = answers(one)
+    decode.sleep()
+    assert answers(pair) == wanted
+    assert "ends in the prefill engine: the engine sleeps" in caplog.text
+    emptied(plain)
+    decode.wake_up()
+    steps = watched(pair.session)
+    assert answers(pair) == wanted
+    assert any(step.moved for step in steps)
+    emptied(plain, decode)
+
+
 SMALL: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "token_buckets": (8, 64), "num_blocks": 256}
 
 
@@ -278,6 +310,7 @@ def test_what_one_engine_computes_is_refused(tinies, tiny_llm):
         ({"block_size": 8}, "block_size is 16 where the sequence was and 8 here"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype is 'float32' where the sequence was and 'bfloat16' here"),
         ({"max_model_len": 64}, "max_model_len is 512 where the sequence was and 64 here"),
+        ({"row_features": (FAVOUR,)}, r"row_features is \[.*\] where the sequence was and \[.*'favour'"),
         ({"seed": 3}, "seed is 0 where the sequence was and 3 here"),
         ({"kv_policy": {"name": "streaming", "sinks": 16, "window": 32}}, r"kv_policy is \(\) where the sequence was"),
     ],

@@ -60,7 +60,7 @@ class Pair:
         follower.receive = change(iter(follower.receive, None)).__next__
 
     def released(self) -> None:
-        self.leader.release()
+        self.leader.release_followers()
         self.group.threads[-1].join(60)
         assert self.outcome is True, self.outcome
 

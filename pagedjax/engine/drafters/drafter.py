@@ -21,7 +21,8 @@ class Drafter(NamedTuple):
             known ones, [n] int32, which it must not change. None: a program on the device drafts (draft_model.py),
             always as many as it may.
         start: () -> the memory of a new engine. A drafter may change its memory.
-        finished: (memory, sequence_id, output tokens) -> None, when a sequence has ended.
+        finished: (memory, sequence_id, output tokens) -> None, when a sequence has ended, or left for another
+            engine.
     """
 
     name: str
