@@ -19,9 +19,9 @@ from pagedjax.server.ray import options as cluster_options
 from pagedjax.server.ray.ingress import create_ingress
 from pagedjax.server.ray.options import ClusterOptions
 from pagedjax.server.ray.replica import Replica
-from pagedjax.server.ray.request_router import PureRouter
 
 REPLICAS = "replicas"  # the name of the deployment
+ROUTER = "pagedjax.server.ray.request_router.PureRouter"
 # Requests that Serve lets a replica have. A replica refuses by its own max_queue, with 429.
 ONGOING = 1 << 14
 log = logging.getLogger("pagedjax.server")
@@ -50,7 +50,7 @@ def application(options: ClusterOptions) -> Application:
         graceful_shutdown_timeout_s=options.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
-        request_router_config=RequestRouterConfig(request_router_class=PureRouter, request_router_kwargs=router),
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs=router),
     )
 
     def build() -> ASGIApp:

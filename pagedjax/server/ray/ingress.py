@@ -118,7 +118,7 @@ class Ingress:
         routed = None
         if target is None:
             routed = await self._router_request(scope["path"].removeprefix(scope.get("root_path", "")), body)
-        call = self._replicas.options(stream=True).answer.remote(
+        call: Any = self._replicas.options(stream=True).answer.remote(
             exchange.plain(scope), body, routed=routed, target=target
         )
         await _unless_client_leaves(call, receive, self._pass_on(call, send))

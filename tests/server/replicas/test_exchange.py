@@ -72,13 +72,14 @@ def test_a_client_that_leaves_ends_the_work(path, said):
 
     async def leaves() -> None:
         messages = exchange.answered(application(log), exchange.get(path), b"")
-        with pytest.raises(TimeoutError):
+        try:
             async with asyncio.timeout(0.2):
-                async for _ in messages:
-                    pass
-        await messages.aclose()
+                await body_of(messages)
+        finally:
+            await messages.aclose()
 
-    asyncio.run(leaves())
+    with pytest.raises(TimeoutError):
+        asyncio.run(leaves())
     assert log == said
 
 
@@ -97,14 +98,15 @@ def test_messages_that_are_ready_come_together():
 
 
 def test_an_error_of_the_application_comes_after_its_messages():
-    async def read() -> list:
-        messages = []
-        with pytest.raises(KeyError, match="broken"):
-            async for found in exchange.answered(application([]), exchange.get("/fails"), b""):
-                messages += found
-        return messages
+    messages = []
 
-    assert asyncio.run(read())[0]["status"] == 500
+    async def read() -> None:
+        async for found in exchange.answered(application([]), exchange.get("/fails"), b""):
+            messages.extend(found)
+
+    with pytest.raises(KeyError, match="broken"):
+        asyncio.run(read())
+    assert messages[0]["status"] == 500
 
 
 def test_metrics_of_all_replicas_are_one_page():
