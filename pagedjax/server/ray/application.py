@@ -12,7 +12,6 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 from starlette.types import ASGIApp
 
 from pagedjax.server.ray import options as cluster_options
@@ -50,7 +49,7 @@ def application(options: ClusterOptions) -> Application:
         graceful_shutdown_timeout_s=options.drain_seconds,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
-        request_router_config=RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs=router),
+        request_router_config={"request_router_class": ROUTER, "request_router_kwargs": router},
     )
 
     def build() -> ASGIApp:

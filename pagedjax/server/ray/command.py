@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import ray
 from ray import serve
 from ray.serve.schema import LoggingConfig
@@ -80,8 +81,7 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     options = options_of(args, engine)
     options.api_key()
     open_checkpoint(options.model)  # a model that is missing is an error now
-    with bound_socket(args.host, args.port) as listener:  # and so is a port in use
-        host, port = listener.getsockname()[:2]
+    host, port = address(args)
     start_ray(args.ray_address, log_level(args))
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which has a handler of its own
@@ -89,19 +89,56 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     try:
         if args.ray_address is None:
             cluster_options.check_room(options, application.resources_of(options), ray.cluster_resources())
-        shown = LoggingConfig(log_level=log_level(args), enable_access_log=args.log_level == "debug")
-        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=shown)
-        serve.run(application.application(options), name=NAME, route_prefix="/", logging_config=shown)
-        where = f"[{host}]" if ":" in host else host
+        url = deploy(options, host, port, args)
         count = f"{options.replicas} replica{'s' * (options.replicas != 1)}"
-        print(f"serving {options.of_server().name} on {count} at http://{where}:{port}/v1", flush=True)
+        print(f"serving {options.of_server().name} on {count} at {url}/v1", flush=True)
         while not stopped.wait(1.0):  # a wait without end would hold back the signal on some platforms
             pass
         serve.delete(NAME)  # the replicas drain
     finally:
-        serve.shutdown()
+        if args.ray_address is None:
+            serve.shutdown()
         ray.shutdown()
     return 0
+
+
+def address(args: argparse.Namespace) -> tuple[str, int]:
+    """Where Ray Serve is to listen.
+
+    Raises:
+        ValueError: a port that cannot be used. On a cluster it is not tried: Serve may listen there already.
+    """
+    if args.ray_address is not None:
+        if not 0 < args.port < 2**16:
+            raise ValueError(f"--port is {args.port}; on a cluster it must be from 1 to {2**16 - 1}")
+        return args.host, args.port
+    with bound_socket(args.host, args.port) as listener:
+        return listener.getsockname()[:2]
+
+
+def deploy(options: ClusterOptions, host: str, port: int, args: argparse.Namespace) -> str:
+    """Start the replicas, and wait until they are ready -> the address of the ingress.
+
+    Raises:
+        ValueError: the cluster serves an application of this name, or listens elsewhere already; or a replica cannot
+            start, with Ray's reason.
+    """
+    shown = LoggingConfig(log_level=log_level(args), enable_access_log=args.log_level == "debug")
+    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=shown)
+    if NAME in serve.status().applications:
+        raise ValueError(f"this cluster serves an application {NAME!r} already; stop the command that serves it")
+    try:
+        serve.run(application.application(options), name=NAME, route_prefix="/", logging_config=shown)
+    except RuntimeError as error:
+        raise ValueError(f"the replicas cannot start: {error}") from error
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    try:
+        httpx.get(f"{url}/health", timeout=30)
+    except httpx.HTTPError as error:
+        serve.delete(NAME)
+        what = f"the ingress cannot be reached at {url} ({error}): Ray Serve listens elsewhere on this cluster already"
+        raise ValueError(f"{what}; give that address with --host and --port") from error
+    return url
 
 
 def log_level(args: argparse.Namespace) -> str:

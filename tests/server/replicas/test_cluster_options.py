@@ -109,6 +109,7 @@ def test_a_router_of_ones_own_has_an_absolute_path(tmp_path, monkeypatch):
         (("--record-routing", "r.jsonl"), "--record-routing is given, and there is one engine"),
         (("--replicas", "2", "--api-key-file", "missing"), "No such file"),
         (("--replicas", "2", "--port", "70000"), "port is 70000"),
+        (("--replicas", "2", "--ray-address", "127.0.0.1:1", "--port", "0"), "--port is 0; on a cluster it must be"),
     ],
 )
 def test_a_wrong_command_line_ends_before_ray_starts(words, message, capsys):
