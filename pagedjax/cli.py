@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -308,11 +309,10 @@ def _named_folder(text: str) -> tuple[str, str]:
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """Of a JSON object, or of NAME=VALUE,... with integers, true, false or words."""
+    """Of a JSON object, or of NAME=VALUE,... with numbers, true, false or words."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not text.startswith("{") and all(name and value for name, _, value in pairs):
-        words = {"true": True, "false": False}
-        return {name: int(value) if value.isdecimal() else words.get(value, value) for name, _, value in pairs}
+        return {name: _plain(value) for name, _, value in pairs}
     try:
         value = json.loads(text)
     except ValueError:
@@ -321,6 +321,12 @@ def _mapping(text: str) -> dict[str, Any]:
         example = 'method=ngram,num_tokens=4 or \'{"method": "ngram"}\''
         raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=VALUE,... nor a JSON object; write {example}")
     return value
+
+
+def _plain(word: str) -> str | bool | int | float:
+    if re.fullmatch(r"\d+(\.\d+)?", word, re.ASCII):
+        return float(word) if "." in word else int(word)
+    return {"true": True, "false": False}.get(word, word)
 
 
 def _name_or_mapping(text: str) -> str | dict[str, Any]:

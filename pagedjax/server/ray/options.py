@@ -22,6 +22,7 @@ from pagedjax.server.app import Options
 from pagedjax.server.serve import name_of
 
 RESOURCES = ("num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env", "label_selector")
+AMOUNTS = ("num_cpus", "num_gpus", "memory")
 OF_THE_INGRESS = ("api_key", "lecture_endpoints", "allow_runtime_lora_updating")  # fields of Options
 
 
@@ -74,9 +75,11 @@ class ClusterOptions:
             if name in self.server:
                 remedy = "write api_key_file beside server" if name == "api_key" else "leave it out"
                 raise ValueError(f"server.{name} is not an option of replicas; {remedy}")
-        for name in self.resources or {}:
+        for name, value in (self.resources or {}).items():
             if name not in RESOURCES:
                 raise ValueError(f"resources has the unknown key {name!r}; Ray knows {', '.join(RESOURCES)}")
+            if name in AMOUNTS and not (isinstance(value, int | float) and value >= 0):
+                raise ValueError(f"resources.{name} is {value!r}; it must be a number of at least 0")
         routing.find(self.router)
         routing.init(self.known_blocks)
         from_dict(EngineConfig, dict(self.engine), where="engine.")

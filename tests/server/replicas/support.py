@@ -23,21 +23,25 @@ class Cluster(NamedTuple):
     process: subprocess.Popen[str]
     routing: Path  # the record of its router
     log: Path
+    key: str
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=60, headers={"Authorization": f"Bearer {self.key}"})
 
     def replicas(self) -> dict[str, bool]:
         """The replicas that are present -> whether they are healthy."""
-        answer = httpx.get(f"{self.url}/replicas", timeout=60)
+        answer = self.get("/replicas")
         return {one["name"]: one["healthy"] for one in answer.json()["data"]} if answer.status_code == 200 else {}
 
     def gauges(self, name: str) -> dict[str, float]:
         """A gauge of each replica."""
-        page = httpx.get(f"{self.url}/metrics", timeout=60).text
+        page = self.get("/metrics").text
         lines = [line for line in page.splitlines() if line.startswith(f"pagedjax:{name}{{")]
         return {line.split('replica="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
 
 @contextmanager
-def cluster(model: str, folder: Path, *words: str) -> Iterator[Cluster]:
+def cluster(model: str, folder: Path, *words: str, key: str = "none") -> Iterator[Cluster]:
     """`pagedjax serve --replicas` until the end of the block; then it is asked to stop, and must."""
     routing, log = folder / "routing.jsonl", folder / "log"
     command = [sys.executable, "-m", "pagedjax", "serve", model, *words, "--port", "0", "--log-level", "warning"]
@@ -54,7 +58,7 @@ def cluster(model: str, folder: Path, *words: str) -> Iterator[Cluster]:
         line = process.stdout.readline()
         assert line.startswith("serving "), log.read_text("utf-8")[-3000:]
         url = line.split(" at ")[1].strip().removesuffix("/v1")
-        made = Cluster(url, process, routing, log)
+        made = Cluster(url, process, routing, log, key)
         wait_until(lambda: all(made.replicas().values()), STARTS)
         yield made
         process.terminate()

@@ -24,6 +24,7 @@ WRONG = [
     ({"server": {"max_queues": 4}}, "unknown key server.'max_queues'; did you mean 'max_queue'?"),
     ({"engine": {"max_num_seq": 4}}, "unknown key engine.'max_num_seq'; did you mean 'max_num_seqs'?"),
     ({"resources": {"gpus": 1}}, "resources has the unknown key 'gpus'; Ray knows num_cpus, num_gpus"),
+    ({"resources": {"num_cpus": "half"}}, "resources.num_cpus is 'half'; it must be a number of at least 0"),
     ({"router": "nearest"}, "router is 'nearest'; write one of round_robin, least_loaded, prefix"),
     ({"known_blocks": -1}, "known_blocks is -1; it must be at least 0"),
     ({"autoscaling": {"max": 4}}, "autoscaling has the unknown field 'max'; see Ray Serve's AutoscalingConfig"),
@@ -88,7 +89,7 @@ def test_the_command_line_has_the_same_options(tmp_path, monkeypatch):
     assert found.model == str(tmp_path / "model")  # replicas have another working folder
     assert found.of_server().name == "model"
     assert found.engine == {"max_num_seqs": 8}
-    assert parsed("--replicas", "1", "--replica-resources", "num_gpus=2").resources == {"num_gpus": 2}
+    assert parsed("--replica-resources", "num_gpus=2,num_cpus=0.5").resources == {"num_gpus": 2, "num_cpus": 0.5}
 
 
 def test_a_router_of_ones_own_has_an_absolute_path(tmp_path, monkeypatch):
