@@ -7,18 +7,17 @@ routed when it arrives, by what is known then: the end of a request is known whe
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush, merge
 from typing import Any, Protocol
 
 from experiments.core.metrics import RequestRecord, StepRecord
-from experiments.core.submit import LONGEST_SLEEP, Engine, in_order, submit
-from experiments.core.workloads import WorkItem, branch_ids
+from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit
+from experiments.core.workloads import WorkItem
 from pagedjax import routing
 from pagedjax.config import EngineConfig
 from pagedjax.engine import block_hashes
-from pagedjax.host.types import Finished, StepResult
+from pagedjax.host.types import StepResult
 from pagedjax.params import SamplingParams
 from pagedjax.routing import Router, RouterRequest
 
@@ -39,6 +38,7 @@ def drive_replicas(
     items: Sequence[WorkItem],
     sampling: SamplingParams,
     note: Callable[[int, StepResult], None],
+    clients: int | None = None,
 ) -> dict[str, int]:
     """Run `items` to their end, from time 0 -> request id to its replica. One engine makes the steps of `drive`.
 
@@ -46,6 +46,7 @@ def drive_replicas(
         engines: equal ones; the replica i is engines[i].
         known_blocks: see `routing.init`.
         note: called with a replica and each of its steps. None is kept here: their plans would fill the memory.
+        clients: of a closed loop; None: an open loop (see `Sender`).
 
     Raises:
         ValueError: an engine refused a request (with its reason), or items are not in order of arrival.
@@ -57,8 +58,7 @@ def drive_replicas(
     replicas: dict[str, int] = {}
     steps: list[tuple[float, int]] = []  # a heap: when each replica that has work begins its next step
     ended: list[tuple[float, int, str]] = []  # a heap: when a request ended, where, and its id
-    branches: dict[str, str] = {}  # unfinished branch -> its request
-    unfinished: Counter[str] = Counter()  # request -> its unfinished branches
+    sender = Sender(items, sampling, clients)
 
     def step() -> None:
         _, replica = heappop(steps)
@@ -67,36 +67,28 @@ def drive_replicas(
         if result is None:
             raise RuntimeError(f"replica {replica} has work but makes no step: its scheduler is stuck")
         note(replica, result)
-        for event in result.events:
-            if isinstance(event, Finished):
-                request_id = branches.pop(event.request_id)
-                unfinished[request_id] -= 1
-                if not unfinished[request_id]:
-                    del unfinished[request_id]
-                    heappush(ended, (result.finished, replica, request_id))
+        for request_id in sender.ended(result, result.finished):
+            heappush(ended, (result.finished, replica, request_id))
         if engine.has_work:
             heappush(steps, (engine.now, replica))
 
-    for item, params in in_order(items, sampling):
-        while steps and steps[0][0] < item.arrival:
-            step()
-        while ended and ended[0][0] <= item.arrival:
+    while (at := sender.next) is not None or steps:
+        if at is None or (steps and steps[0][0] < at):
+            step()  # it may end a request before `at`, and free a client
+            continue
+        while ended and ended[0][0] <= at:
             state = routing.finished(state, heappop(ended)[2])
+        item, params = sender.send()
         keys = block_hashes.of_prompt(item.prompt_token_ids, params, config.block_size)[1] if hashes else ()
         tokens = len(item.prompt_token_ids) + params.n * params.max_tokens
         state, replica = routing.route(state, router, RouterRequest(item.request_id, tokens, keys))
         engine = engines[int(replica)]
         if not engine.has_work:
-            while engine.now < item.arrival:  # in the pieces in which `drive` sleeps, so that times are the same
-                engine.sleep(min(item.arrival - engine.now, LONGEST_SLEEP))
+            while engine.now < at:  # in the pieces in which `drive` sleeps, so that times are the same
+                engine.sleep(min(at - engine.now, LONGEST_SLEEP))
             heappush(steps, (engine.now, int(replica)))
         submit(engine, item, params)
-        names = branch_ids(item.request_id, params.n)
-        branches.update(dict.fromkeys(names, item.request_id))
-        unfinished[item.request_id] = len(names)
         replicas[item.request_id] = int(replica)
-    while steps:
-        step()
     return replicas
 
 
