@@ -266,8 +266,8 @@ ICI = {
 }
 
 # NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v4, v5e, v5p, v6e and TPU7x; 128 rows is the tile
-# of cuBLAS, of Hopper's kernels and of the MXU. NVIDIA's data sheet of the A10G, which only AWS has, gives 70 TFLOP/s of
-# dense bfloat16 and 140 with sparsity; the 125 that are often quoted are those of the A10.
+# of cuBLAS, of Hopper's kernels and of the MXU. NVIDIA's data sheet of the A10G for AWS gives 70 TFLOP/s of dense
+# bfloat16 and 140 with sparsity; the 125 that are often quoted are those of the A10.
 CHIPS = {
     "a10g": Chip(0.6e12, 70e12, 24e9, tile=128),
     "a100-40g": Chip(1.555e12, 312e12, 40e9, tile=128, network=NVLINK_3),

@@ -55,7 +55,15 @@ def measured_at(point: config.Point):
 
 
 @pytest.mark.default_cases(
-    *("closed-least_loaded", "busy-prefix", "at once-round_robin", "idle-prefix", "bursts-least_loaded", "branches-prefix", "batches-prefix")
+    *(
+        "closed-least_loaded",
+        "busy-prefix",
+        "at once-round_robin",
+        "idle-prefix",
+        "bursts-least_loaded",
+        "branches-prefix",
+        "batches-prefix",
+    )
 )
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
