@@ -160,8 +160,8 @@ def answer(by_cache: Sequence[Runs], sweep: Mapping[int, Runs], load: Mapping[in
     source, quiet = span([*map(gain, by_cache)]).middle, min(load)
     return [
         f"It pays where the prefixes that are in use fit into the caches of all {REPLICAS} replicas together and not "
-        f"into one. With prefixes of {held(best):.1f} caches it makes {rounded(gains[best])} times the tokens/s of round "
-        f"robin, and the first token comes {rounded(sooner(sweep[best]))} times as soon.",
+        f"into one. With prefixes of {held(best):.1f} caches it makes {rounded(gains[best])} times the tokens/s of "
+        f"round robin, and the first token comes {rounded(sooner(sweep[best]))} times as soon.",
         f"With prefixes of {held(few):.2f} caches, every replica soon has all of them, and it makes "
         f"{rounded(gains[few])} times. With {held(many):.0f} caches, {held(many) / REPLICAS:.1f} times what all "
         f"replicas hold, it makes {rounded(gains[many])} times.",
@@ -172,12 +172,13 @@ def answer(by_cache: Sequence[Runs], sweep: Mapping[int, Runs], load: Mapping[in
         f"first token comes {rounded(sooner(load[quiet]))} times as soon.",
         "The source does not give the memory of the cache, the tokens of a step, its sequences and the version of "
         "vLLM. Ours are vLLM's defaults, and ranges are over caches of "
-        f"{', '.join(f'{cache:,}' for cache in CACHES)} tokens. Each of the source's prefixes has 60 requests; ours draws them. Routing takes no time here. llm-d follows the "
-        "evictions of each replica, while `prefix` remembers what it sent. Times are those of a roofline, so tokens/s "
-        "and seconds are bounds, and their ratios are what to compare.",
+        f"{', '.join(f'{cache:,}' for cache in CACHES)} tokens. Each of the source's prefixes has 60 requests; ours "
+        "draws them. Routing takes no time here. llm-d follows the evictions of each replica, while `prefix` remembers "
+        "what it sent. Times are those of a roofline, so tokens/s and seconds are bounds, and their ratios are what to "
+        "compare.",
         "Anyscale (blog of 15 September 2025) has a first token 60 % sooner and 40 % more throughput with a model of "
-        "32 billion parameters. It is no claim here: we could not verify its GPUs, prefixes, clients and lengths, and its "
-        "baseline is the lighter of two random replicas.",
+        "32 billion parameters. It is no claim here: we could not verify its GPUs, prefixes, clients and lengths, and "
+        "its baseline is the lighter of two random replicas.",
     ]
 
 
