@@ -120,18 +120,29 @@ def _totals(totals: Resources) -> str:
     return ",".join(f"{names.get(k, k)}={v:g}" for k, v in sorted(totals.items()) if ":" not in k and "memory" not in k)
 
 
-def choose(waiting: Sequence[Run], mine: Set[Hashable], taken: Mapping[Hashable, Any], machine: Any) -> Run | None:
-    """The next run of a worker: the first of an engine that it has or that nobody has; else one of an engine that its
-    kind of machine has, which it builds too. None: the runs that are left belong to other kinds of machines.
+def choose(
+    waiting: Sequence[Run],
+    mine: Set[Hashable],
+    others: Set[Hashable],
+    kinds: Mapping[Hashable, Any],
+    kind: Any,
+    least: int = 2,
+) -> Run | None:
+    """The next run of a worker on this kind of machine: the first of an engine that it has or that no one has.
+
+    Else it helps: the first run of an engine with at least `least` runs that wait, because it builds that engine too.
+    None: the runs that are left are for others.
 
     Args:
         mine: keys of the engines that this worker has built.
-        taken: of every engine that was built, its key and the kind of machine.
+        others: those that other workers have built.
+        kinds: of the machine that an engine has run on.
     """
     keys = [engine_key(run.point.experiment) for run in waiting]
-    near = (i for i, key in enumerate(keys) if key in mine or key not in taken)
-    same = (i for i, key in enumerate(keys) if taken.get(key) == machine)
-    at = next(near, next(same, None))
+    allowed = [i for i, key in enumerate(keys) if kinds.get(key, kind) == kind]
+    near = (i for i in allowed if keys[i] in mine or keys[i] not in others)
+    much = (i for i in allowed if keys.count(keys[i]) >= least)
+    at = next(near, next(much, None))
     return None if at is None else waiting[at]
 
 
@@ -198,7 +209,7 @@ class _Team:
         self._actors: dict[int, Any] = {}  # by the number of their place
         self._machines: dict[int, dict[str, Any]] = {}  # environment of each worker that has answered
         self._built: dict[int, set[Hashable]] = {}
-        self._taken: dict[Hashable, Any] = {}
+        self._kinds: dict[Hashable, Any] = {}  # of the machine that an engine has run on
         self.busy: dict[Any, tuple[int, Run | None]] = {}  # reference -> a place, and its run; None: it starts
         self._reason, self._patient = "", True
         for place in range(len(workers.places)):
@@ -258,13 +269,15 @@ class _Team:
         return (machine["device"]["kind"], cpu["model"], cpu["cores"]) if self._workers.device else None
 
     def _give(self, place: int) -> None:
-        kind = self._kind(place)
-        if (run := choose(self._waiting, self._built[place], self._taken, kind)) is None:
+        kind, mine = self._kind(place), self._built[place]
+        others = {key for other, built in self._built.items() if other != place for key in built}
+        least = 2 if self._workers.device else 1  # a simulated engine costs nothing
+        if (run := choose(self._waiting, mine, others, self._kinds, kind, least)) is None:
             return
         self._waiting.remove(run)
         key = engine_key(run.point.experiment)
-        self._built[place].add(key)
-        self._taken.setdefault(key, kind)
+        mine.add(key)
+        self._kinds.setdefault(key, kind)
         self.busy[self._actors[place].measure.remote(run)] = (place, run)
 
     def _lost(self, place: int, run: Run | None, error: Exception) -> list[Result]:
@@ -283,8 +296,8 @@ class _Team:
         self._reason = reason
         ray.kill(self._actors.pop(place))
         self._built.pop(place)
-        kinds = {self._kind(other) for other in self._machines if other != place}
-        self._taken = {key: kind for key, kind in self._taken.items() if kind in kinds}
+        left = {self._kind(other) for other in self._machines if other != place}
+        self._kinds = {key: kind for key, kind in self._kinds.items() if kind in left}
 
     def left_over(self) -> list[Result]:
         """Failed runs, if no worker is left for them."""

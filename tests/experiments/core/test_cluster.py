@@ -73,10 +73,10 @@ def test_asked_resources_decide_how_many_workers_there_are():
     with pytest.raises(
         ValueError,
         match=r"--worker-resources is num_gpus=4, and no node .* has so much. Its nodes have "
-        r"TPU=4,num_cpus=8,num_gpus=2; num_cpus=3,num_gpus=1. Ask for less",
+        r"num_cpus=8,num_gpus=2,TPU=4; num_cpus=3,num_gpus=1. Ask for less",
     ):
         places_of(nodes, parse_resources("num_gpus=4"), measured=True)
-    with pytest.raises(ValueError, match="a worker needs num_cpus=1, and no node .* have nothing: there is no node"):
+    with pytest.raises(ValueError, match=r"a worker needs num_cpus=1, and no node .* have nothing: there is no node"):
         places_of([], None, measured=True)
 
 
@@ -101,19 +101,20 @@ def planned(sizes: list[int], repeats: int) -> list[Run]:
 def test_every_run_is_made_once_and_each_point_on_one_kind_of_machine(kinds, repeats, random):
     """Workers of two kinds ask for runs in any order, until no one gets any."""
     waiting = planned([1, 2, 4, 8, 16], repeats)
-    plan, taken, made = list(waiting), {}, []
+    plan, its, made = list(waiting), {}, []
     built: list[set] = [set() for _ in kinds]
     while waiting:
         asking = list(range(len(kinds)))
         random.shuffle(asking)
         for worker in asking:
-            chosen = choose(waiting, built[worker], taken, kinds[worker])
+            others = set().union(*built[:worker], *built[worker + 1 :])
+            chosen = choose(waiting, built[worker], others, its, kinds[worker])
             if chosen is None:
                 continue
             waiting.remove(chosen)
             key = engine_key(chosen.point.experiment)
             built[worker].add(key)
-            taken.setdefault(key, kinds[worker])
+            its.setdefault(key, kinds[worker])
             made.append((chosen, kinds[worker]))
     assert sorted((one.order, one.repeat) for one, _ in made) == sorted((one.order, one.repeat) for one in plan)
     assert len({(one.order, kind) for one, kind in made}) == len({one.order for one in plan})
@@ -122,11 +123,16 @@ def test_every_run_is_made_once_and_each_point_on_one_kind_of_machine(kinds, rep
 def test_a_worker_prefers_its_own_engines_and_then_new_ones():
     waiting = planned([4, 8], 2)
     keys = [engine_key(one.point.experiment) for one in waiting]
-    assert choose(waiting, set(), {}, "m") is waiting[0]
-    assert choose(waiting, set(), {keys[0]: "m"}, "m") is waiting[1], "another worker has the first engine"
-    assert choose(waiting, {keys[0]}, {keys[0]: "m"}, "m") is waiting[0]
-    assert choose(waiting, set(), dict.fromkeys(keys, "m"), "m") is waiting[0], "all are taken; it builds one too"
-    assert choose(waiting, set(), dict.fromkeys(keys, "m"), "other") is None
+    assert keys == [keys[0], keys[1], keys[1], keys[0]]
+    every = set(keys)
+    assert choose(waiting, set(), set(), {}, "m") is waiting[0]
+    assert choose(waiting, set(), {keys[0]}, {keys[0]: "m"}, "m") is waiting[1], "another worker has the first engine"
+    assert choose(waiting, {keys[0]}, set(), {keys[0]: "m"}, "m") is waiting[0]
+    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "m") is waiting[0], "it helps, and builds one too"
+    assert choose(waiting[1:], set(), every, {}, "m") is waiting[1]
+    assert choose(waiting[2:], set(), every, {}, "m") is None, "the last run of an engine is for who has it"
+    assert choose(waiting[2:], set(), every, {}, "m", least=1) is waiting[2]
+    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "other") is None
 
 
 @pytest.mark.parametrize(
@@ -211,7 +217,9 @@ def test_measured_runs_have_the_requests_and_tokens_of_one_process(tmp_path, mea
     seconds = []
     for one in spread:
         folder = tmp_path / "two/spread" / one["run"]
-        assert (folder / "config.yaml").read_text() == (tmp_path / "one/spread" / one["run"] / "config.yaml").read_text()
+        assert (folder / "config.yaml").read_text() == (
+            tmp_path / "one/spread" / one["run"] / "config.yaml"
+        ).read_text()
         where = json.loads((folder / "env.json").read_text())
         assert (where["source"], where["cpu"]["model"], where["device"]["kind"]) == (source(), cpu_model(), "cpu")
         assert where["worker"] == {"num_cpus": 1.0}
@@ -223,19 +231,23 @@ def test_measured_runs_have_the_requests_and_tokens_of_one_process(tmp_path, mea
 
 
 DIES = """
-import os, signal
+import os, pathlib, signal
 from pagedjax.policies import FCFS
 
 def order(*arguments):
-    os.kill(os.getpid(), signal.SIGKILL)
+    if pathlib.Path(MARK).exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return FCFS.order(*arguments)
 
-KILLS = FCFS._replace(order=order)
+KILLS = FCFS._replace(name="kills", order=order)
 """
 
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_a_failed_run_and_the_sweep_goes_on(tmp_path, measured, local_ray):
-    (tmp_path / "dies.py").write_text(DIES, encoding="utf-8")
+    mark = tmp_path / "mark"
+    mark.touch()
+    (tmp_path / "dies.py").write_text(DIES.replace("MARK", repr(str(mark))), encoding="utf-8")
     sweep = {"grid": {"engine.policy": ["fcfs", "dies.py:KILLS"], "engine.block_size": [4, 16]}}
     sections = {**SIMULATED, "sweep": sweep}
     assert measured(sections, "runs", "--backend", "ray") == 1
@@ -248,8 +260,13 @@ def test_a_worker_that_dies_is_a_failed_run_and_the_sweep_goes_on(tmp_path, meas
         assert {"config.yaml", "env.json", "error.txt", "summary.json", "policy.py"} == {
             path.name for path in folder.iterdir()
         }
-    (tmp_path / "dies.py").write_text("from pagedjax.policies import FCFS as KILLS", encoding="utf-8")
-    assert measured({**sections, "name": "spread"}, "runs", "--backend", "ray") == 0
+    kept = {one["run"]: (tmp_path / "runs/spread" / one["run"]).stat().st_mtime_ns for one in found[:4]}
+    mark.unlink()
+    assert measured(sections, "runs", "--backend", "ray") == 0, "failed runs are made again, and no others"
+    assert kept == {name: (tmp_path / "runs/spread" / name).stat().st_mtime_ns for name in kept}
+    assert measured({**sections, "name": "alone"}, "runs") == 0
+    alone = [json.loads(line) for line in (tmp_path / "runs/alone/runs.jsonl").read_text().splitlines()]
+    assert [one["metrics"] for one in summaries(tmp_path / "runs")] == [one["metrics"] for one in alone]
 
 
 @pytest.mark.slow
