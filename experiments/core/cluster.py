@@ -14,6 +14,7 @@ ended with the sweep.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import sys
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
@@ -172,7 +173,7 @@ def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: 
     ours = not ray.is_initialized()
     if ours:
         try:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             raise ValueError(f"--backend is ray, and there is no cluster to connect with: {error}") from error
     measured = any(run.point.experiment.simulate is None for run in runs)

@@ -90,7 +90,7 @@ def test_one_client_has_its_requests_one_after_another():
     assert {one.queue for one in requests} == {0.0}
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(
     clients=st.integers(1, 12),
     count=st.integers(1, 5),

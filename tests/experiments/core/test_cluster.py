@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import run
@@ -97,6 +97,7 @@ def planned(sizes: list[int], repeats: int) -> list[Run]:
     return plan_runs(config.expand(raw, Path()), alive=4)
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(["slow", "fast"]), min_size=1, max_size=4), st.integers(1, 5), st.randoms())
 def test_every_run_is_made_once_and_each_point_on_one_kind_of_machine(kinds, repeats, random):
     """Workers of two kinds ask for runs in any order, until no one gets any."""
