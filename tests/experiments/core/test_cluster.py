@@ -279,6 +279,15 @@ def test_resources_that_no_node_has_end_in_an_error(tmp_path, measured, local_ra
     assert measured(SIMULATED, "runs", "--backend", "ray", "--worker-resources", "num_gpus=1") == 2
 
 
+@pytest.mark.slow
+def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monkeypatch):
+    monkeypatch.setattr("experiments.core.cluster.code", lambda: {"source": "another", "jax": "0.0"})
+    assert measured(SIMULATED, "runs", "--backend", "ray") == 1
+    found = summaries(tmp_path / "runs")
+    assert len(found) == 4
+    assert all("a node has other code" in one["failed"] and "install the same" in one["failed"] for one in found)
+
+
 def alive(folder: Path) -> list[str]:
     """The processes with a folder in their command."""
     commands = []
