@@ -21,7 +21,7 @@ from experiments.core.metrics import (
     step_records,
     summarize,
 )
-from experiments.core.replicas import by_end, drive_replicas, of_replicas
+from experiments.core.replicas import Present, by_end, drive_replicas, of_replicas
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
 from experiments.core.workloads import WorkItem, Workload, build
 from pagedjax import routing
@@ -131,7 +131,8 @@ def _recorded(
         steps[replica].append(of_steps[replica].record(result))
 
     known = engine.config.num_blocks if replicas.known_blocks is None else replicas.known_blocks
-    where = drive_replicas(engines, routing.find(replicas.router), known, items, sampling, note, clients)
+    router, present = routing.find(replicas.router), Present(replicas.count, replicas.changes, of_requests.anew)
+    where = drive_replicas(engines, router, known, items, sampling, note, clients, present)
     return with_arrivals(of_requests.records(where), clients), by_end(steps)
 
 

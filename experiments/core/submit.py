@@ -76,10 +76,14 @@ class Sender:
         item, params = self._left.popleft()
         if self._free is not None:
             heappop(self._free)
+        self.began(item, params)
+        return item, params
+
+    def began(self, item: WorkItem, params: SamplingParams) -> None:
+        """The request is computed from its beginning, for the first time or anew."""
         names = branch_ids(item.request_id, params.n)
         self._requests.update(dict.fromkeys(names, item.request_id))
         self._unfinished[item.request_id] = len(names)
-        return item, params
 
     def ended(self, result: StepResult, at: float) -> list[str]:
         """The requests whose last branch ended in a step that ended at `at`, which frees their clients."""
