@@ -12,6 +12,7 @@
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
     simulate: {chip: h200, model: llama-3-8b}    # no device: a cost model advances a clock, see simulate.py
     replicas: {count: 16, router: prefix}        # several simulated engines; router: mine.py:NAME is your own
+                                                 # changes: [{at: 30.0, join: 2}, {at: 60.0, leave: 1}], see Change
 
 A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives points key by key.
 """
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.core.overrides import combinations, override_all, put
+from experiments.core.present import Replicas
 from experiments.core.strict_yaml import load_file, parse
 from experiments.core.workloads import AZURE, Spec, Synthetic, Trace, check
 from experiments.simulation import cost
@@ -90,26 +92,6 @@ class Slo:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value!r}; it must be above 0 seconds, or null for no target")
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Equal engines, and the router that gives each request to one of them (pagedjax/routing).
-
-    known_blocks: hashes of blocks that the router remembers of each replica; None: as many as it has blocks.
-    """
-
-    count: int = 1
-    router: str = "prefix"
-    known_blocks: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count is {self.count}; it must be at least 1")
-        if self.known_blocks is not None and self.known_blocks < 0:
-            raise ValueError(
-                f"known_blocks is {self.known_blocks}; it must be at least 0, or null for the blocks of a replica"
-            )
 
 
 @dataclass(frozen=True)
@@ -175,7 +157,7 @@ class Experiment:
 
     @property
     def num_replicas(self) -> int:
-        return self.replicas.count if self.replicas else 1
+        return self.replicas.ever if self.replicas else 1
 
 
 class Point(NamedTuple):
@@ -385,6 +367,8 @@ def point_key(experiment: Experiment, content: str) -> str:
         del values["replicas"]
     else:
         values["replicas"]["router"] = _own_source(experiment.replicas.router)
+        if not experiment.replicas.changes:  # not in the keys of versions before this field
+            del values["replicas"]["changes"]
     for section, names in LATER.items():
         usual = {field.name: field.default for field in dataclasses.fields(_KINDS[section])}
         for name in names:
