@@ -1,0 +1,93 @@
+"""The configuration of the documentation site: python -m sphinx -W docs build/docs
+
+It needs no network. PAGEDJAX_SOURCE, the web address of the repository's files (https://host/owner/name/blob/main),
+gives links to source files; without it they are text.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(ROOT), str(DOCS)]
+
+import _generate  # noqa: E402
+from _generate import docstrings, links  # noqa: E402
+
+from pagedjax import __version__  # noqa: E402
+
+project = "PagedJAX"
+author = "The PagedJAX authors"
+copyright = author
+version = release = __version__
+language = "en"
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
+exclude_patterns = ["_generate", "**/.ipynb_checkpoints"]
+highlight_language = "none"  # most blocks of the design notes are no program
+default_role = "code"
+
+# Markdown. Anchors of headings are GitHub's.
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+
+# Tutorials are notebooks in Markdown. They run when the site is built; what has not changed is not run again.
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(ROOT / "build" / "notebooks")
+nb_execution_timeout = 180
+nb_execution_raise_on_error = True
+nb_merge_streams = True
+
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_inherit_docstrings = False
+maximum_signature_line_length = 100
+python_display_short_literal_types = True
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+html_theme = "sphinx_book_theme"
+html_title = "PagedJAX"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "use_source_button": False,
+}
+html_copy_source = False
+
+
+def generate(app: Any) -> None:
+    """Before Sphinx looks for pages, because these are among them."""
+    _generate.write(DOCS / "reference" / "generated")
+
+
+def read_page(app: Any, name: str, source: list[str]) -> None:
+    page = Path(app.env.doc2path(name))
+    if page.suffix == ".md":
+        source[0] = links.outside(source[0], page, DOCS, os.environ.get("PAGEDJAX_SOURCE"))
+    if name == "design/README":
+        source[0] = links.with_toctree(source[0])
+
+
+def read_docstring(app: Any, what: str, name: str, item: Any, options: Any, lines: list[str]) -> None:
+    text = docstrings.text_of(item) if what == "class" else "\n".join(lines)
+    lines[:] = docstrings.to_rst(text, docstrings.field_names(item))
+
+
+def setup(app: Any) -> None:
+    app.connect("builder-inited", generate)
+    app.connect("source-read", read_page)
+    app.connect("autodoc-process-docstring", read_docstring)
