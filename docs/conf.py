@@ -78,6 +78,8 @@ def read_page(app: Any, name: str, source: list[str]) -> None:
     page = Path(app.env.doc2path(name))
     if page.suffix == ".md":
         source[0] = links.outside(source[0], page, DOCS, os.environ.get("PAGEDJAX_SOURCE"))
+    if name == "index" and not (DOCS / "tutorials" / "index.md").exists():
+        source[0] = source[0].replace("\ntutorials/index\n", "\n")
     if name == "design/README":
         source[0] = links.with_toctree(source[0])
 

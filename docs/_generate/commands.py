@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,7 +96,8 @@ def usage(name: str, parser: argparse.ArgumentParser) -> str:
     width = mock.patch.dict("os.environ", {"COLUMNS": "100", "NO_COLOR": "1"})
     try:
         with width:
-            return re.sub(r"^usage: ", "", parser.format_usage()).rstrip()
+            head, *rest = parser.format_usage().removeprefix("usage: ").rstrip().split("\n")
+            return "\n".join([head, *(line.removeprefix(" " * len("usage: ")) for line in rest)])
     finally:
         parser.prog = given
 
@@ -139,13 +139,21 @@ def _text(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str]
     if action.choices is not None:
         parts.append(f"One of {', '.join(literal(str(one)) for one in action.choices)}.")
     if _tells(action) and "default" not in help_text:
-        parts.append(f"The default is {literal(str(action.default))}.")
+        parts.append(f"The default is {literal(_shown(action.default))}.")
     return [" ".join(parts)] if parts else []
 
 
 def _tells(action: argparse.Action) -> bool:
     """Whether a default is worth a sentence."""
-    return action.default not in (None, False, argparse.SUPPRESS, "") and action.default != []
+    given = action.default
+    return given not in ("", argparse.SUPPRESS, []) and given is not None and given is not False
+
+
+def _shown(value: object) -> str:
+    """A default, where a file of the repository is named from its top."""
+    if isinstance(value, Path) and value.is_relative_to(ROOT):
+        return str(value.relative_to(ROOT))
+    return str(value).replace(f"{ROOT}/", "")
 
 
 def _expanded(parser: argparse.ArgumentParser, text: str | None, action: argparse.Action | None = None) -> str:

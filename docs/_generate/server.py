@@ -101,22 +101,34 @@ def schema_type(schema: dict[str, Any]) -> str:
 
 def _described(metric: Metric) -> str:
     text = f"{metric.text}. A {metric.kind}"
-    labels = f", with the labels {', '.join(f'`{label}`' for label in metric.labels)}" if metric.labels else ""
+    names = " and ".join(f"`{label}`" for label in metric.labels)
+    labels = f", with the label{'s' * (len(metric.labels) > 1)} {names}" if names else ""
     needs = f" It is there with `{metric.needs}`." if metric.needs else ""
     return inline(f"{text}{labels}.{needs}")
 
 
 def _operation(operation: dict[str, Any], document: dict[str, Any]) -> list[str]:
     lines = to_rst(operation.get("description", operation["summary"]))
-    items = [
-        f"{literal(one['name'])} ({one['in']}, {literal(schema_type(one['schema']))})"
-        for one in operation.get("parameters", [])
-    ]
+    for one in operation.get("parameters", []):
+        lines += [f"- {literal(one['name'])} ({one['in']}, {literal(schema_type(one['schema']))})"]
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     if "schema" in content:
-        body = document["components"]["schemas"][schema_type(content["schema"])]
-        items += [_field(name, one, name in body.get("required", [])) for name, one in body["properties"].items()]
-    return [*lines, *(f"- {item}" for item in items), ""]
+        lines += _body(document["components"]["schemas"][schema_type(content["schema"])])
+    return [*lines, ""]
+
+
+def _body(schema: dict[str, Any]) -> list[str]:
+    """The fields of a body; apart from them those that are ignored, and those that are refused with a hint."""
+    from pagedjax.server.schema import IGNORED
+
+    fields, required = schema["properties"], schema.get("required", [])
+    refused = [name for name, one in fields.items() if schema_type(one) == "null"]
+    ignored = [name for name in fields if name in IGNORED]
+    used = [name for name in fields if name not in (*refused, *ignored)]
+    lines = [f"- {_field(name, fields[name], name in required)}" for name in used]
+    for what, names in (("Accepted, and without an effect", ignored), ("Refused, with what to use instead", refused)):
+        lines += ["", f"{what}: {', '.join(map(literal, names))}."] if names else []
+    return lines
 
 
 def _field(name: str, schema: dict[str, Any], required: bool) -> str:
