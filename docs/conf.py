@@ -61,6 +61,7 @@ html_title = "PagedJAX"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
+    "navbar_persistent": [],  # the search field is in the sidebar
     "show_toc_level": 2,
     "use_download_button": False,
     "use_fullscreen_button": False,
