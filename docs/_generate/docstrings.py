@@ -24,10 +24,14 @@ ENTRY = re.compile(r"(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*): ?(.*)")
 
 
 def text_of(item: Any) -> str:
-    """The docstring of an object; "" without one, and for those that Python writes for dataclasses and tuples."""
-    made = item.__name__ + "(" if inspect.isclass(item) else "\0"
-    found = inspect.getdoc(item) or "" if not inspect.isclass(item) or item.__dict__.get("__doc__") else ""
-    return "" if found.startswith(made) else found
+    """The docstring of an object, or of the class that it extends; "" without one, and for those that Python writes."""
+    if not inspect.isclass(item):
+        return inspect.getdoc(item) or ""
+    for cls in inspect.getmro(item):
+        text = inspect.cleandoc(cls.__dict__.get("__doc__") or "")
+        if text and cls.__module__ not in ("builtins", "typing") and not text.startswith(f"{cls.__name__}("):
+            return text
+    return ""
 
 
 def field_names(item: Any) -> tuple[str, ...]:

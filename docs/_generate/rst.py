@@ -6,15 +6,14 @@ import re
 from collections.abc import Iterable
 
 SPECIAL = re.compile(r"([\\*_|`])")
-# What would begin a list, a directive, a field or a table if it stood at the start of a line.
-STARTS = re.compile(r"[-+*•]\s|\(?(?:\d+|[A-Za-z]|#|[ivxlcdmIVXLCDM]+)[.)]\s|\.\.|:|>>>|__|[-=~^\"'#+]{2,}$|/|-")
+# What could begin a list, a directive, a field, a table or a title at the start of a line. Code could not.
+STARTS = re.compile(r"(?!``)[^\w\s]|\(?([A-Za-z]|[\d#]+|[ivxlcdmIVXLCDM]+)[.)](\s|$)")
 
 
 def plain(text: str) -> str:
     """Text without any markup, on one line."""
     text = SPECIAL.sub(r"\\\1", " ".join(text.split()))
-    text = "\\" + text if STARTS.match(text) else text
-    return f"{text[:-1]}\\:" if text.endswith("::") else text
+    return _not_at_the_start(text)
 
 
 def literal(text: str) -> str:
@@ -37,9 +36,13 @@ def inline(text: str) -> str:
         else:
             words = SPECIAL.sub(r"\\\1", re.sub(r"\s+", " ", part))
             found += words
-    found = found.strip()
-    found = "\\" + found if STARTS.match(found) else found
-    return f"{found[:-1]}\\:" if found.endswith("::") else found
+    return _not_at_the_start(found.strip())
+
+
+def _not_at_the_start(text: str) -> str:
+    """Escaped text whose first and last characters are no markup of a block either."""
+    text = f"\\ {text}" if STARTS.match(text) else text
+    return f"{text[:-1]}\\:" if text.endswith("::") else text
 
 
 def indented(lines: Iterable[str], by: int = 3) -> list[str]:

@@ -1,0 +1,60 @@
+"""What is read from the HTML of a built site: names of anchors, links and pictures."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlparse
+
+
+class Read(NamedTuple):
+    """anchors: the ids of a page. targets: what its links, pictures, scripts and styles name."""
+
+    anchors: set[str]
+    targets: list[str]
+
+
+def read(page: str) -> Read:
+    """Reads the text of an HTML page."""
+    found = Read(set(), [])
+
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            given = dict(attrs)
+            found.anchors.update(value for name in ("id", "name") if (value := given.get(name)))
+            found.targets.extend(value for name in ("href", "src") if (value := given.get(name)))
+
+    Parser().feed(page)
+    return found
+
+
+def pages_of(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*.html")) if "_static" not in path.relative_to(folder).parts]
+
+
+def broken(folder: Path) -> list[str]:
+    """`page -> target` of each local target that does not exist, or whose anchor does not."""
+    known = {path.resolve(): read(path.read_text("utf-8")) for path in pages_of(folder)}
+    found = []
+    for path, (_, targets) in known.items():
+        for target in targets:
+            address = urlparse(target)
+            if address.scheme or address.netloc:
+                continue
+            place = (path.parent / unquote(address.path)).resolve() if address.path else path
+            anchor, other = unquote(address.fragment), known.get(place)
+            if not place.is_file() or (anchor and other and anchor not in other.anchors):
+                found.append(f"{path.relative_to(folder.resolve())} -> {target}")
+    return found
+
+
+def foreign(folder: Path) -> list[str]:
+    """Scripts, styles and pictures of other machines: a page with one of them needs a network."""
+    found = []
+    for path in pages_of(folder):
+        for target in read(path.read_text("utf-8")).targets:
+            address = urlparse(target)
+            if address.netloc and address.path.endswith((".js", ".css", ".png", ".svg", ".woff2")):
+                found.append(f"{path.name} -> {target}")
+    return found

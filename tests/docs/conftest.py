@@ -1,0 +1,32 @@
+"""The site's generators lie beside docs/conf.py, which imports them from its own folder; so do these tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+
+
+@pytest.fixture(scope="session")
+def build_site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """Builds the site as its users do, with every warning an error, but runs no tutorial -> the folder of its pages."""
+
+    def build() -> Path:
+        pytest.importorskip("sphinx", reason="the `docs` extra is not installed")
+        pages = tmp_path_factory.mktemp("site") / "pages"
+        command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-D", "nb_execution_mode=off"]
+        environment = {name: value for name, value in os.environ.items() if name != "PAGEDJAX_SOURCE"}
+        done = subprocess.run(
+            [*command, "docs", str(pages)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, done.stderr
+        return pages
+
+    return build

@@ -1,0 +1,63 @@
+"""Every page of the site in Chromium, in a laptop's and in a telephone's width.
+
+pip install -e '.[browser,docs]', a Chromium from the system's packages, and: pytest -m browser tests/docs
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.built_pages import pages_of
+
+pytestmark = pytest.mark.browser
+
+WIDTHS = (1280, 390)
+# How much wider than its window a page is, in pixels, and the pictures that were not loaded.
+SEEN = """() => ({
+  over: document.documentElement.scrollWidth - innerWidth,
+  missing: [...document.images].filter((one) => !one.complete || !one.naturalWidth).map((one) => one.src),
+})"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="the `browser` extra is not installed")
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if binary is None:
+        pytest.skip("there is no Chromium on this machine; install the system's package `chromium`")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def seen(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:
+    """By name of a page: what is wrong with it."""
+    found = {}
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    for path in pages:
+        page.goto(path.as_uri())
+        what = page.evaluate(SEEN)
+        if what["over"] > 0 or what["missing"]:
+            found[path.name] = what
+    page.close()
+    return found
+
+
+def test_a_wide_page_and_a_missing_picture_are_seen(chromium: Any, tmp_path: Path):
+    (tmp_path / "wide.html").write_text('<div style="width: 500px">x</div><img src="no.png">')
+    (tmp_path / "right.html").write_text("<p>x</p>")
+    found = seen(chromium, sorted(tmp_path.glob("*.html")), 390)
+    assert list(found) == ["wide.html"]
+    assert found["wide.html"]["over"] > 0
+    assert found["wide.html"]["missing"] == [(tmp_path / "no.png").as_uri()]
+
+
+def test_no_page_is_wider_than_its_window_or_misses_a_picture(chromium: Any, build_site: Callable[[], Path]):
+    pages = pages_of(build_site())
+    assert {width: seen(chromium, pages, width) for width in WIDTHS} == dict.fromkeys(WIDTHS, {})
