@@ -162,4 +162,3 @@ def _expanded(parser: argparse.ArgumentParser, text: str | None, action: argpars
     if action is not None:
         return parser._get_formatter()._expand_help(action)
     return text % {"prog": parser.prog} if "%(" in text else text
-

@@ -1,4 +1,4 @@
-"""The keys of an engine's config and of an experiment's YAML: names, types, defaults and texts, from the dataclasses."""
+"""The keys of an engine's config and of an experiment's YAML, from the dataclasses: names, types, defaults, texts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from _generate.docstrings import field_names, field_texts, text_of, to_rst
 from _generate.rst import directive, inline, literal, title
 
-INTRODUCTION = """The fields of `EngineConfig` are arguments of `LLM`, options of `pagedjax serve`, and the keys of the section
-`engine` of an experiment. An unknown key is an error that suggests the near name.
+INTRODUCTION = """The fields of `EngineConfig` are arguments of `LLM`, options of `pagedjax serve`, and the keys of
+the section `engine` of an experiment. An unknown key is an error that suggests the near name.
 
 `arrivals[poisson].rate` is the key `rate` of a section `arrivals` whose kind is `poisson`. A section that stands in
 several places is listed once."""
@@ -155,4 +155,3 @@ def _comments(cls: type) -> dict[str, str]:
             if mark and node.target.id not in explained:
                 found[node.target.id] = said.strip()
     return found
-

@@ -49,10 +49,11 @@ def metrics() -> list[Metric]:
     plain = {name for name, *_ in _registered()}
     with_drafts = {name for name, *_ in _registered(speculative={"method": "ngram"})}
     everything = _registered(speculative={"method": "ngram"}, enable_lora=True)
-    return [
-        Metric(name, kind, labels, text, "" if name in plain else "speculative" if name in with_drafts else "enable_lora")
-        for name, kind, labels, text in everything
-    ]
+
+    def needs(name: str) -> str:
+        return "" if name in plain else "speculative" if name in with_drafts else "enable_lora"
+
+    return [Metric(name, kind, labels, text, needs(name)) for name, kind, labels, text in everything]
 
 
 def endpoints_page() -> list[str]:

@@ -118,9 +118,7 @@ def test_a_function_without_a_shape_is_seen():
 
 
 def test_docstrings_give_the_shapes_of_arrays():
-    arrays = {
-        f"{name}: {argument}" for name, function in functions().items() for argument in without_shape(function)
-    }
+    arrays = {f"{name}: {argument}" for name, function in functions().items() for argument in without_shape(function)}
     assert arrays == WITHOUT_SHAPE
     assert sum(bool(ARRAY.search(str(inspect.unwrap(one).__annotations__))) for one in functions().values()) >= 4
 
