@@ -16,7 +16,7 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(DOCS)]
 
 import _generate  # noqa: E402
-from _generate import docstrings, links  # noqa: E402
+from _generate import docstrings, links, sources  # noqa: E402
 
 from pagedjax import __version__  # noqa: E402
 
@@ -36,9 +36,12 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
 
-# Tutorials are notebooks in Markdown. They run when the site is built; what has not changed is not run again.
+# Tutorials are notebooks in Markdown. They run when the site is built, unless neither they nor the code has changed.
 nb_execution_mode = "cache"
-nb_execution_cache_path = str(ROOT / "build" / "notebooks")
+nb_execution_cache_path = str(
+    ROOT / "build" / "notebooks" / sources.digest(ROOT / name for name in ("pagedjax", "pallas_kernels", "experiments"))
+)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # of their kernels
 nb_execution_timeout = 180
 nb_execution_raise_on_error = True
 nb_merge_streams = True

@@ -9,6 +9,7 @@ keys.py          the keys of an engine's config and of an experiment's YAML, fro
 commands.py      every command line, from its argparse parser
 server.py        endpoints from the OpenAPI document, options, and metrics from their registry
 links.py         links of pages to files outside docs/; the order of the design pages
+sources.py       a digest of the code that tutorials run
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def test_docstrings_give_the_shapes_of_arrays():
 
 def test_generators_load_without_what_they_describe():
     """conf.py can be read by tools without starting JAX."""
-    names = "api, commands, docstrings, keys, links, rst, server"
+    names = "api, commands, docstrings, keys, links, rst, server, sources"
     program = f"import sys; sys.path[:0] = ['docs']; from _generate import {names}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert {"jax", "numpy", "pagedjax", "fastapi", "sphinx"} & set(done.stdout.split()) == set()

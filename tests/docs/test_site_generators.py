@@ -11,7 +11,7 @@ from typing import Literal
 
 import _generate
 import pytest
-from _generate import commands, keys, links, server
+from _generate import commands, keys, links, server, sources
 
 from pagedjax.config import EngineConfig
 
@@ -230,6 +230,18 @@ def test_pages_are_written_once_and_old_ones_go(tmp_path: Path):
     _generate.write(tmp_path, {"a.rst": lambda: ["one"]})
     assert (tmp_path / "a.rst").stat().st_mtime_ns == before
     assert (tmp_path / "a.rst").read_text() == "one\n"
+
+
+def test_a_changed_line_and_a_new_name_change_the_digest(tmp_path: Path):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "a.py").write_text("1")
+    seen = [sources.digest([tmp_path / "p"]), sources.digest([tmp_path / "p"])]
+    (tmp_path / "p" / "a.py").write_text("2")
+    seen.append(sources.digest([tmp_path / "p"]))
+    (tmp_path / "p" / "a.py").rename(tmp_path / "p" / "b.py")
+    seen.append(sources.digest([tmp_path / "p"]))
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 3
 
 
 def test_the_index_of_the_reference_lists_every_generated_page():
