@@ -71,8 +71,9 @@ def endpoints_page() -> list[str]:
 
 
 ENDPOINTS = """Endpoints of `pagedjax serve`, from the OpenAPI document that a running server has at `/openapi.json`; a
-browser can read it at `/docs`; both need the key of a server that has one. Fields have the meaning that OpenAI's and vLLM's documents give them.
-`POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter` are off unless the operator allows them."""
+browser can read it at `/docs`. Both need the key of a server that has one. Fields have the meaning that OpenAI's and
+vLLM's documents give them. `POST /v1/load_lora_adapter` and `POST /v1/unload_lora_adapter` are off unless the operator
+allows them."""
 
 
 def metrics_page() -> list[str]:

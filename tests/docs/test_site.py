@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from _generate import api, docstrings
 
+import pagedjax
 from tests.docs import built_pages
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +146,11 @@ def test_broken_links_and_foreign_files_are_seen(tmp_path: Path):
         "b.html -> no%20such.png",
     ]
     assert built_pages.foreign(tmp_path) == ["a.html -> https://example.org/b.js"]
+
+
+def test_the_version_to_cite_is_the_package_s():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert (cited["version"], cited["license"]) == (pagedjax.__version__, "Apache-2.0")
 
 
 def inventory(path: Path) -> set[str]:
