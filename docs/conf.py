@@ -51,7 +51,7 @@ autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
-maximum_signature_line_length = 100
+maximum_signature_line_length = 72
 python_display_short_literal_types = True
 add_module_names = False
 toc_object_entries_show_parents = "hide"
@@ -93,7 +93,14 @@ def read_docstring(app: Any, what: str, name: str, item: Any, options: Any, line
     lines[:] = docstrings.to_rst(text, docstrings.field_names(item))
 
 
+def read_signature(
+    app: Any, what: str, name: str, item: Any, options: Any, words: str | None, result: str | None
+) -> tuple[str, str | None] | None:
+    return None if words is None else (docstrings.signature(words), result)
+
+
 def setup(app: Any) -> None:
     app.connect("builder-inited", generate)
     app.connect("source-read", read_page)
     app.connect("autodoc-process-docstring", read_docstring)
+    app.connect("autodoc-process-signature", read_signature)

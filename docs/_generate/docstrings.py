@@ -80,9 +80,10 @@ def field_texts(item: Any) -> dict[str, str]:
     return found
 
 
-def summary(text: str) -> str:
-    """The first paragraph on one line."""
-    return " ".join(text.strip().split("\n\n")[0].split())
+def signature(text: str) -> str:
+    """A signature whose defaults are names of functions, without their addresses, which differ in each build."""
+    named = re.sub(r"<function (?:[\w.]|<locals>)*?(\w+|<lambda>)(?: at 0x[0-9a-f]+)?>", r"\1", text)
+    return named.replace("<lambda>", "...")
 
 
 def to_rst(text: str, fields: Collection[str] = ()) -> list[str]:

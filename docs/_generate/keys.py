@@ -96,13 +96,10 @@ def _section(section: Section) -> list[str]:
     lines = [*title(f"`{section.path}`" if section.path else name, "~"), *_about(section.cls)]
     for key in section.keys:
         full = f"{section.path}.{key.name}" if section.path else key.name
-        text = [inline(key.text)] if key.text else []
-        lines += directive("confval", full, text, type=literal(key.type), default=_shown(key.default))
+        default = "" if key.default is None else f", the default is {literal(key.default)}"
+        text = ["", inline(key.text)] if key.text else []
+        lines += directive("confval", full, [literal(key.type) + default, *text])
     return lines
-
-
-def _shown(default: str | None) -> str | None:
-    return None if default is None else literal(default)
 
 
 def _about(cls: type) -> list[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 from _generate import api, rst
-from _generate.docstrings import entries, field_names, field_texts, text_of, to_rst
+from _generate.docstrings import entries, field_names, field_texts, signature, text_of, to_rst
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,6 +122,11 @@ def test_docstrings_that_python_writes_are_none():
         pass
 
     assert text_of(Inner) == SIZES.strip()
+
+
+def test_defaults_that_are_functions_have_no_address():
+    shown = "(a=<function f>, b=<function A.g at 0x7f01>, c=<function h.<locals>.<lambda> at 0x7f>, d: int = 3)"
+    assert signature(shown) == "(a=f, b=g, c=..., d: int = 3)"
 
 
 def test_lists_and_columns_are_kept():
