@@ -1,4 +1,4 @@
-"""Sections of a config for several simulated engines: `replicas`, equal ones, or `pools`, for prompts and for decodes."""
+"""Sections of a config for several simulated engines: `replicas`, equal ones; `pools`, for prompts and for decodes."""
 
 from __future__ import annotations
 
@@ -98,10 +98,12 @@ def check_pools(experiment: Experiment) -> None:
     if pools is None:
         return
     if experiment.replicas:
-        raise ValueError("replicas and pools are both given; give one: pools.prefill.count and pools.decode.count engines")
+        raise ValueError(
+            "replicas and pools are both given; give one: pools.prefill.count is the number of engines there"
+        )
     if not experiment.simulate:
         raise ValueError(
-            "pools is given and there is no simulate section, but a measured run has 1 engine; add one, or leave pools out"
+            "pools is given and there is no simulate section, but a measured run has 1 engine; add one, or leave it out"
         )
     of = {name: getattr(pools, name).simulate or experiment.simulate for name in POOLS}
     if of["prefill"].model != of["decode"].model:

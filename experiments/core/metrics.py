@@ -316,8 +316,8 @@ def summarize(
     prefixes found in the cache. Sequences without a row in a step count with the blocks they own. A request whose
     branches have not forked yet is one sequence.
 
-    With several replicas, or pools, `steps` are those of all in the order of their ends. Blocks and slots are those of one
-    replica; `between_steps_s` is a sum over all of them.
+    With several replicas, or pools, `steps` are those of all in the order of their ends. Blocks and slots are those of
+    one replica; `between_steps_s` is a sum over all of them.
 
     With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean number of tokens
     that a decode row gives in a step.

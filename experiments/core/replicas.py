@@ -163,9 +163,7 @@ def by_end(steps: Iterable[Sequence[StepRecord]]) -> list[StepRecord]:
     return list(merge(*steps, key=lambda step: step.started + step.seconds))
 
 
-def of_replicas(
-    where: Iterable[int], steps: Sequence[StepRecord], duration: float, replicas: range
-) -> dict[str, Any]:
+def of_replicas(where: Iterable[int], steps: Sequence[StepRecord], duration: float, replicas: range) -> dict[str, Any]:
     """How even the replicas were: requests, computed tokens and the share of the time in which they made steps.
 
     Args:

@@ -148,7 +148,7 @@ def results_of(
     for point in config.load(file, overrides):
         experiment = point.experiment
         assert experiment.simulate is not None, "studies measure real engines through experiments.run"
-        assert experiment.replicas is None and experiment.pools is None, "`simulated` measures several engines"
+        assert experiment.num_replicas == 1, "`simulated` measures several engines"
         runs = []
         for repeat in range(repeats or experiment.repeats):
             llm = SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model)
