@@ -123,7 +123,8 @@ def _recorded(
         return request_records(results, items, start, branches), step_records(results, start, block_size, limits)
     note = Recorder(engines, items, branches)
     if experiment.pools:
-        found = drive_pools(*llm.fleets(routing.find), llm.link, items, sampling, note)
+        prefill, decode = llm.fleets(routing.find)
+        found = drive_pools(prefill, decode, llm.link, items, sampling, note)
         return note.requests.records(found.prefill, found.transfers), by_end(note.steps)
     assert replicas is not None, "one of two"
     known = engine.config.num_blocks if replicas.known_blocks is None else replicas.known_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
@@ -158,7 +159,7 @@ def test_laws_of_any_run(case):
         assert len({one.replica for one in request.transfers}) <= 1, "branches were torn apart"
         moved = {one.branch_id: one for one in request.transfers}
         for branch in request.branches:
-            assert all(a < b for a, b in zip(branch.token_times, branch.token_times[1:], strict=False))
+            assert all(a < b for a, b in pairwise(branch.token_times))
             if branch.branch_id not in moved:
                 assert {engine for engine, _, _ in of_step[branch.branch_id]} == {request.replica}
                 continue
@@ -174,9 +175,9 @@ def test_laws_of_any_run(case):
             sent.setdefault(request.replica, []).append((end - one.bytes / link.bandwidth, end))
     for spans in sent.values():
         spans.sort()
-        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:], strict=False)), "a link sent two at a time"
+        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(spans)), "a link sent two at a time"
     for steps in found.steps:
-        assert all(a[1] <= b[0] for a, b in zip(steps, steps[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(steps))
     assert drive(*map(made, sizes), link, work, sampling) == found
 
 

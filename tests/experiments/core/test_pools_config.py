@@ -209,7 +209,7 @@ def test_wrong_sections_are_reported(tmp_path, change: dict, message: str):
 def test_a_pool_that_does_not_fit_its_chip_is_named():
     large = {"simulate": {"chip": "a100-40g", "model": "llama-3-8b"}, "cache_tokens": 8 * 10**6}
     (point,) = expand({**RAW, "pools": {"decode": large}}, folder=Path())
-    with pytest.raises(ValueError, match="pools.decode: weights of .* lower num_blocks, or use more or larger chips"):
+    with pytest.raises(ValueError, match=r"pools.decode: weights of .* lower num_blocks, or use more or larger chips"):
         engines.simulated(point.experiment)
 
 
