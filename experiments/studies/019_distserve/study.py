@@ -280,9 +280,9 @@ def answer(served: Served, both: Both, speeds: Mapping[str, Throughput]) -> list
         return ", ".join(f"{name} {said(both[kind, key])}" for key, name in NAMES.items())
 
     return [
-        f"Two GPUs for prompts and one for decodes serve {theirs['conversations']} requests/s of a GPU with conversations "
-        f"as they are estimated here, and {theirs['first turns']} with first turns alone; DistServe's simulator says "
-        "1.56. The lengths of prompts decide, and they are what is unknown.",
+        f"Two GPUs for prompts and one for decodes serve {theirs['conversations']} requests/s of a GPU with "
+        f"conversations as they are estimated here, and {theirs['first turns']} with first turns alone; DistServe's "
+        "simulator says 1.56. The lengths of prompts decide, and they are what is unknown.",
         *(f"Requests/s of a GPU with 90 % within 250 and 100 ms, {kind}: {gpu(kind)}." for kind in kinds()),
         f"Tokens/s of four saturated GPUs, split into the best pools: {'; '.join(parts)}. That agrees with vLLM's "
         "documentation: the gain is one of targets, and not of throughput.",
@@ -293,8 +293,8 @@ def answer(served: Served, both: Both, speeds: Mapping[str, Throughput]) -> list
         "coefficients are published, so it is no claim here.",
         "Unknown: the lengths of ShareGPT's conversations and their order (conversations here are exponential with a "
         f"mean of {talks} tokens before they are cut at 1,536; see study.py for why), the seeds, and what moving pages "
-        "cost in the measurements. A request of DistServe's simulator has one decode step more than here, and an engine "
-        "there decodes contexts of at most 50,000 tokens at a time; here its cache decides.",
+        "cost in the measurements. A request of DistServe's simulator has one decode step more than here, and an "
+        "engine there decodes contexts of at most 50,000 tokens at a time; here its cache decides.",
     ]
 
 
