@@ -209,9 +209,7 @@ Both = Mapping[tuple[float, str], Found]
 
 
 def example_claims(served: Served) -> list[Claim]:
-    what = (
-        "OPT-13B, conversations, 2 GPUs for prompts and 1 for decodes, P90 within 200 and 100 ms: requests/s of a GPU"
-    )
+    what = "OPT-13B, conversations, 2 + 1 GPUs for prompts and decodes, P90 within 200 and 100 ms: requests/s of a GPU"
     theirs, *others = (served[place].rates for place in PLACEMENTS)
     seeds = min(map(len, others))  # the same ones
     best = max(interval(rates).middle for rates in others)
@@ -282,8 +280,8 @@ def answer(served: Served, turns: Found, both: Both, speeds: Mapping[str, Throug
     return [
         f"Two GPUs for prompts and one for decodes serve {said(served[PLACEMENTS[0]])} requests/s of a GPU with "
         "conversations as they are estimated here; DistServe's simulator says 1.56 with the real ones. With first "
-        f"turns alone it is {said(turns)}, where the example's search ends: its 300 requests are too few for a queue there. "
-        "So the lengths decide, and they are what is unknown.",
+        f"turns alone it is {said(turns)}, where the example's search ends: its 300 requests are too few for a queue "
+        "there. So the lengths decide, and they are what is unknown.",
         f"Requests/s of a GPU with 80 % within 250 and 100 ms: {gpu}.",
         f"Tokens/s of four saturated GPUs, split into the best pools: {'; '.join(parts)}."
         + " The gain is one of targets, and not of throughput, as vLLM's documentation says." * slower,
