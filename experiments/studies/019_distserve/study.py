@@ -47,7 +47,7 @@ MEASURED = FACTORS["vLLM"] * 0.5  # requests/s of a GPU
 SHARES = (0.9, 0.8)
 SPLITS = ((1, 3), (2, 2), (3, 1))  # of four engines of one GPU
 WHY_DATA = "the data set is not used, and exponential lengths are an estimate of it"
-WHY_REAL = "the published one was measured, here the simulator's overhead of 3 ms is in each step; " + WHY_DATA
+WHY_REAL = "the published one was measured, here each step has the simulator's overhead of 2 or 3 ms; " + WHY_DATA
 WHY_QUEUE = "the measured engine falls behind sooner than its coefficients say; " + WHY_DATA
 WHY_SPEED = "the engines for prompts and for decodes each have one kind of step, and fewer of them wait"
 NAMES = {"pools": "2 + 1 GPUs", "vLLM": "1 GPU with vLLM, prompts first", "chunked": "1 GPU with chunked prefill"}
@@ -276,15 +276,20 @@ def answer(served: Served, turns: Found, both: Both, speeds: Mapping[str, Throug
         for kind, one in speeds.items()
     ]
     slower = all(over(one, below).middle < 1 for one in speeds.values() for below in (one.chunked, one.whole))
-    gpu = ", ".join(f"{name} {said(both[0.8, key])}" for key, name in NAMES.items())
+    gpu = "; ".join(
+        f"{100 * share:.0f} % within, "
+        + ", ".join(f"{name} {said(both[share, key])}" for key, name in NAMES.items() if (share, key) in both)
+        for share in SHARES
+    )
     return [
         f"Two GPUs for prompts and one for decodes serve {said(served[PLACEMENTS[0]])} requests/s of a GPU with "
         "conversations as they are estimated here; DistServe's simulator says 1.56 with the real ones. With first "
         f"turns alone it is {said(turns)}, where the example's search ends: its 300 requests are too few for a queue "
         "there. So the lengths decide, and they are what is unknown.",
-        f"Requests/s of a GPU with 80 % within 250 and 100 ms: {gpu}.",
+        f"Requests/s of a GPU at 250 and 100 ms: {gpu}. Two GPUs compute the longest prompts within 250 ms, which one "
+        "does not, so the gain depends on the share that is asked for.",
         f"Tokens/s of four saturated GPUs, split into the best pools: {'; '.join(parts)}."
-        + " The gain is one of targets, and not of throughput, as vLLM's documentation says." * slower,
+        + " So pools give no throughput, as vLLM's documentation says." * slower,
         "In that comparison all engines have the coefficients of DistServe's, and pages move in no time. Steps with "
         "chunks and decodes have an assumed time (profiles.py), the best case for them; whole prompts first need no "
         "assumption.",

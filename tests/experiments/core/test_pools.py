@@ -16,7 +16,7 @@ from experiments.core.metrics import RequestRecord
 from experiments.core.pools import Link, drive_pools
 from experiments.core.replicas import Fleet
 from experiments.core.workloads import WorkItem
-from experiments.simulation.cost import Simulate
+from experiments.simulation.cost import Simulate, StepTime, Work
 from experiments.simulation.simulate import Handover, SimulatedEngine
 from pagedjax import LLM, SamplingParams
 from pagedjax.config import EngineConfig
@@ -65,10 +65,11 @@ class CheckedEngine(SimulatedEngine):
         blocks.check(self.scheduler_state.pool, tables)
 
 
-def engines(count: int, seconds: float = 1.0, **options) -> list[CheckedEngine]:
+def engines(count: int, seconds: float | StepTime = 1.0, **options) -> list[CheckedEngine]:
     made = {"max_model_len": 96, "num_blocks": 64, "block_size": 4, "token_buckets": (2048,), **options}
-    config, simulate = EngineConfig(**made), Simulate(step_s=1.0)
-    return [CheckedEngine(config, lambda _: seconds, vocab_size=1000, simulate=simulate) for _ in range(count)]
+    config, simulate = EngineConfig(**made), Simulate(step_s=1.0, padded=False)
+    time: StepTime = seconds if callable(seconds) else lambda _: seconds
+    return [CheckedEngine(config, time, vocab_size=1000, simulate=simulate) for _ in range(count)]
 
 
 class Ran(NamedTuple):
@@ -179,6 +180,52 @@ def test_laws_of_any_run(case):
     for steps in found.steps:
         assert all(a[1] <= b[0] for a, b in pairwise(steps))
     assert drive(*map(made, sizes), link, work, sampling) == found
+
+
+def naive(work, link: Link, prompts: StepTime, decodes: StepTime) -> dict[str, list[float]]:
+    """Times of tokens with room for all: whole prompts, all that wait at once; then all decodes at once."""
+    times: dict[str, list[float]] = {item.request_id: [] for item in work}
+    waiting, now, free, moving = list(work), 0.0, 0.0, []
+    while waiting:
+        now = max(now, waiting[0].arrival)
+        batch = [item for item in waiting if item.arrival <= now]
+        waiting = waiting[len(batch) :]
+        now += prompts(Work(sum(len(item.prompt_token_ids) for item in batch), len(batch), 0, 0, 0))
+        for item in batch:
+            times[item.request_id].append(now)
+            if item.max_tokens > 1:
+                free = max(free, now) + -(-len(item.prompt_token_ids) // 4) * link.block_bytes / link.bandwidth
+                moving.append((free + link.latency, item))
+    now, running = 0.0, []
+    while moving or running:
+        if not running:
+            now = max(now, moving[0][0])
+        running += [item for arrived, item in moving if arrived <= now]
+        moving = [one for one in moving if one[0] > now]
+        now += decodes(Work(len(running), len(running), 0, 0, 0))
+        for item in running:
+            times[item.request_id].append(now)
+        running = [item for item in running if len(times[item.request_id]) < item.max_tokens]
+    return times
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs())
+def test_with_room_for_all_the_times_are_those_of_a_naive_model(case):
+    _, link, work, _ = case
+    options = {"mixed_steps": False, "chunked_prefill": False, "enable_prefix_caching": False}
+    options |= {"num_blocks": 400, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+
+    def prompts(work: Work) -> float:
+        return 0.123 + 0.01 * work.tokens
+
+    def decodes(work: Work) -> float:
+        return 0.0711 + 0.02 * work.sequences
+
+    found = drive(engines(1, prompts, **options), engines(1, decodes, **options), link, work)
+    for name, times in naive(work, link, prompts, decodes).items():
+        (request,) = [one for one in found.requests if one.request_id == name]
+        assert request.branches[0].token_times == pytest.approx(times)
 
 
 def test_times_by_hand():
