@@ -28,6 +28,7 @@ from experiments.core.replicas import Fleet, Unfinished, VirtualEngine, of_repli
 from experiments.core.submit import in_order, submit
 from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.simulate import Handover, SimulatedEngine, SimulatedLLM
+from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import HOLE, Finished, Request, StepResult
 from pagedjax.load_client.summary import spread
 from pagedjax.params import SamplingParams
@@ -36,6 +37,8 @@ from pagedjax.routing import Router
 
 class PoolEngine(VirtualEngine, Protocol):
     """An engine that hands sequences over (simulation.simulate.SimulatedEngine)."""
+
+    scheduler_state: SchedulerState
 
     def check(self, request: Request) -> None: ...
 
@@ -84,7 +87,12 @@ class Note(Protocol):
 
 
 def drive_pools(
-    prefill: Fleet, decode: Fleet, link: Link, items: Sequence[WorkItem], sampling: SamplingParams, note: Note
+    prefill: Fleet[PoolEngine],
+    decode: Fleet[PoolEngine],
+    link: Link,
+    items: Sequence[WorkItem],
+    sampling: SamplingParams,
+    note: Note,
 ) -> Where:
     """Run `items` to their end, from time 0.
 
@@ -115,7 +123,7 @@ def drive_pools(
 class _Run:
     """The state of a run of two pools, and its events."""
 
-    def __init__(self, prefill: Fleet, decode: Fleet, link: Link, note: Note) -> None:
+    def __init__(self, prefill: Fleet[PoolEngine], decode: Fleet[PoolEngine], link: Link, note: Note) -> None:
         self.prefills: dict[str, int] = {}
         self.transfers: dict[str, list[Transfer]] = {}
         self.moves: list[tuple[float, int, int, Any]] = []  # a heap: time, 0 for an arrival, order, what moves
@@ -123,7 +131,7 @@ class _Run:
         self._count = 0  # of moves
         self._free = [0.0] * len(prefill.engines)  # when each link is free
         self._arrived: list[deque[Moving]] = [deque() for _ in decode.engines]  # they wait for room
-        self._items: dict[str, tuple[WorkItem, SamplingParams]] = {}  # unfinished requests
+        self._items: dict[str, tuple[WorkItem, SamplingParams]] = {}  # by the id of the request
         self._branches: dict[str, str] = {}  # branch in `prefill` -> its request
         self._targets: dict[str, int] = {}  # request -> its engine of `decode`
         self._computing, self._decoding = Unfinished(), Unfinished()
@@ -202,7 +210,7 @@ class _Run:
         for event in result.events:
             if isinstance(event, Finished) and (request_id := self._decoding.ended(event.request_id)) is not None:
                 self._decode.ends(request_id, replica, result.finished)
-                del self._targets[request_id], self._items[request_id]
+                del self._targets[request_id]
         if waiting:  # even if nothing runs there any more
             self._decode.wake(target, engine.now)
 
@@ -241,10 +249,10 @@ class PooledLLM:
         except ValueError as error:
             raise ValueError(f"pools.{name}: {error}") from error
 
-    def fleets(self, find: Callable[[str], Router]) -> tuple[Fleet, Fleet]:
+    def fleets(self, find: Callable[[str], Router]) -> tuple[Fleet[PoolEngine], Fleet[PoolEngine]]:
         """`prefill` and `decode` behind their routers, each of which knows as many hashes as an engine has blocks."""
 
-        def fleet(pool: Pool, llm: SimulatedLLM) -> Fleet:
+        def fleet(pool: Pool, llm: SimulatedLLM) -> Fleet[PoolEngine]:
             assert llm.engine.config.num_blocks is not None, "see `resolved`"
             return Fleet(llm.engines, find(pool.router), llm.engine.config.num_blocks)
 

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush, merge
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from experiments.core.metrics import StepRecord
 from experiments.core.submit import LONGEST_SLEEP, Engine, in_order, submit
@@ -33,10 +33,13 @@ class VirtualEngine(Engine, Protocol):
     def sleep(self, seconds: float) -> None: ...
 
 
-class Fleet:
+E_co = TypeVar("E_co", bound=VirtualEngine, covariant=True)
+
+
+class Fleet(Generic[E_co]):
     """Engines behind a router, and when each of them begins its next step. The replica i is engines[i]."""
 
-    def __init__(self, engines: Sequence[Any], router: Router, known_blocks: int) -> None:
+    def __init__(self, engines: Sequence[E_co], router: Router, known_blocks: int) -> None:
         """See `drive_replicas`."""
         self.engines, self._router = engines, router
         state = routing.init(known_blocks)
