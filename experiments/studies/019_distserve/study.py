@@ -286,8 +286,8 @@ def answer(served: Served, turns: Found, both: Both, speeds: Mapping[str, Throug
         "conversations as they are estimated here; DistServe's simulator says 1.56 with the real ones. With first "
         f"turns alone it is {said(turns)}, where the example's search ends: its 300 requests are too few for a queue "
         "there. So the lengths decide, and they are what is unknown.",
-        f"Requests/s of a GPU at 250 and 100 ms: {gpu}. The longest prompts leave one GPU little or no time to wait, so "
-        "the gain depends on the share that is asked for.",
+        f"Requests/s of a GPU at 250 and 100 ms: {gpu}. The longest prompts leave one GPU little or no time to wait, "
+        "so the gain depends on the share that is asked for.",
         f"Tokens/s of four saturated GPUs, split into the best pools: {'; '.join(parts)}."
         + " So pools give no throughput, as vLLM's documentation says." * slower,
         "In that comparison all engines have the coefficients of DistServe's, and pages move in no time. Steps with "
