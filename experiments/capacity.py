@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from experiments.analysis.sweep_points import aligned, number
 from experiments.core import config, store, sweep
 from experiments.core.config import Point, Slo
-from experiments.core.distributions import AtOnce
+from experiments.core.distributions import AtOnce, ClosedLoop
 from experiments.core.engines import plan_runs
 from experiments.core.metrics import RequestRecord
 from experiments.core.overrides import override_all
@@ -150,9 +150,9 @@ def rate_of(workload: Spec) -> tuple[float, str, str]:
     """(rate, unit, key of the config that sets it) of a workload."""
     if isinstance(workload, Trace):
         return 1 / workload.time_scale if workload.time_scale else 1.0, "times as recorded", "workload.time_scale"
-    if isinstance(workload.arrivals, AtOnce):
+    if isinstance(workload.arrivals, AtOnce | ClosedLoop):
         raise ValueError(
-            "workload.arrivals.process is at_once, which has no rate; set one that has, such as "
+            f"workload.arrivals.process is {workload.arrivals.process}, which has no rate; set one that has, such as "
             "--set 'workload.arrivals={process: poisson, rate: 1.0}'"
         )
     return workload.arrivals.rate, "requests/s", "workload.arrivals.rate"

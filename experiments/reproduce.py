@@ -2,7 +2,7 @@
 
 Runs the studies of experiments/studies and writes README.md, figures and findings.json into the folder of each, and
 REPRODUCTION.md: every published number, ours with its interval, their ratio, and whether they agree or why not. Without
-names all studies run, in under half an hour on two cores. Studies that do not run keep their last findings. Studies of
+names all studies run, in about an hour on two cores. Studies that do not run keep their last findings. Studies of
 recorded traces (012, 015) need --traces, which this repository does not have; without it, their findings stay.
 
 --out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick, whose numbers are no

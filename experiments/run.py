@@ -3,7 +3,8 @@
 Each repeat of each point of the sweep becomes a folder (see store.py). The same command resumes a sweep that was
 stopped, even by SIGKILL: it measures only runs that are missing or failed. Runs made by other code, committed or not,
 are named and kept; if a repeat of their point is missing, the whole point is measured again. --no-resume measures
-everything again. Simulated points can run in several processes (--jobs, see parallel.py), with the same results.
+everything again. Simulated points can run in several processes (--jobs, see parallel.py), with the same results. With
+--backend ray, measured and simulated points run on the nodes of a Ray cluster (core/cluster.py).
 
 With --processes, start the same command in each process (core/processes.py); process 0 measures and writes.
 
@@ -23,7 +24,7 @@ from typing import Any
 
 from experiments import report
 from experiments.analysis import sweep_points
-from experiments.core import config, parallel, processes, store, sweep
+from experiments.core import cluster, config, parallel, processes, store, sweep
 from experiments.core.config import Experiment
 from experiments.core.engines import Run, engine_key, plan_runs
 from experiments.core.optional_imports import require
@@ -40,8 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.engines < 1:
             raise ValueError(f"--engines is {options.engines}; it must be at least 1")
         parallel.check(points, options.jobs, options.backend)
+        resources, on_ray = worker_resources(options), options.backend == "ray"
         plan = plan_runs(points, options.engines)
         group = None if options.dry_run else cli.join(options)
+        if group is not None and on_ray:
+            raise ValueError(
+                "--backend is ray, and this is one of several processes of an engine; leave one of them out"
+            )
         if group is not None and group.process:
             processes.follow(group, plan, sweep.make_engines(options.engines, quiet=True))
             return 0
@@ -57,6 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require(module)
         command = ["python", "-m", "experiments.run", *(sys.argv[1:] if arguments is None else arguments)]
         sweep.write_sweep(folder, points, shlex.join(command))
+        if on_ray and missing:
+            left = [run for run in plan if (run.point.key, run.repeat) not in done]
+            workers = cluster.connect(left, options.engines, resources, options.jobs)
+            measure_all: sweep.Measure = partial(cluster.results, workers=workers)
+        elif not on_ray and (options.jobs or 1) > 1:
+            measure_all = partial(parallel.results, jobs=options.jobs)
+        else:
+            measure_all = partial(sweep.in_turn, engines=sweep.make_engines(options.engines, quiet=options.quiet))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -64,11 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: cannot write to --out {options.out}: {error}", file=sys.stderr)
         return 2
     try:
-        if options.jobs > 1:
-            measure_all: sweep.Measure = partial(parallel.results, jobs=options.jobs, backend=options.backend)
-        else:
-            measure_all = partial(sweep.in_turn, engines=sweep.make_engines(options.engines, quiet=options.quiet))
-        summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=options.quiet)
+        summaries = sweep.measure_missing(plan, folder, done, measure_all, quiet=options.quiet, here=not on_ray)
     except KeyboardInterrupt:
         again = "the same command without --no-resume" if options.no_resume else "the same command"
         print(f"\nstopped; {again} resumes the sweep. Results so far: {folder}", file=sys.stderr)
@@ -92,13 +102,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a key; c is YAML")
     parser.add_argument("--out", default="runs", help="folder of results (default: runs)")
     parser.add_argument("--engines", type=int, default=4, help="engines kept alive at a time (default: 4)")
-    parser.add_argument("--jobs", type=int, default=1, help="simulated runs at a time (default: 1)")
+    parser.add_argument(
+        "--jobs", type=int, help="runs at a time (default: 1; with ray all that the cluster has room for)"
+    )
     parser.add_argument("--backend", choices=parallel.BACKENDS, default="loky", help="of --jobs (default: loky)")
+    what = "with ray, of each worker, such as num_cpus=2,num_gpus=1 (default: a GPU, or all processors of a node)"
+    parser.add_argument("--worker-resources", metavar="NAME=N,...", help=what)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and exit")
     parser.add_argument("--no-resume", action="store_true", help="measure everything again")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no table")
     cli.process_options(parser)
     return parser
+
+
+def worker_resources(options: argparse.Namespace) -> dict[str, float] | None:
+    """The value of --worker-resources. Raises ValueError if it is wrong, or has no use."""
+    if options.worker_resources is None:
+        return None
+    if options.backend != "ray":
+        raise ValueError("--worker-resources is given, and --backend is not ray; add --backend ray, or leave it out")
+    return cluster.parse_resources(options.worker_resources)
 
 
 def check_models(experiments: Iterable[Experiment], *, download: bool) -> None:

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,24 @@ def process_options(words: argparse.ArgumentParser) -> None:
     group.add_argument("--process-timeout", type=float, metavar="SECONDS", help=what)
 
 
+def replica_options(words: argparse.ArgumentParser) -> None:
+    """The options of `serve` for several engines."""
+    group = words.add_argument_group("replicas", "Several engines behind one address, on Ray; needs the extra ray.")
+    group.add_argument("--replicas", type=int, metavar="N", help="how many engines")
+    fields = "NAME=VALUE,... or a JSON object"
+    what = f"{fields}: Ray Serve's AutoscalingConfig, such as max_replicas=4,target_ongoing_requests=32"
+    group.add_argument("--autoscaling", type=_mapping, metavar="JSON", help=what)
+    what = f"{fields}: what one replica asks Ray for, such as num_gpus=2; default: its mesh's devices, or a CPU"
+    group.add_argument("--replica-resources", type=_mapping, metavar="JSON", help=what)
+    what = "which replica gets a request: round_robin, least_loaded, prefix (the default), or file.py:NAME"
+    group.add_argument("--router", metavar="NAME", help=what)
+    what = "hashes that the router remembers of each replica; best its number of blocks; default 65536"
+    group.add_argument("--known-blocks", type=int, metavar="N", help=what)
+    group.add_argument("--record-routing", metavar="FILE", help="record each assignment, for `pagedjax replay`")
+    what = "HOST:PORT of a Ray cluster, or auto; default: Ray starts on this machine"
+    group.add_argument("--ray-address", metavar="ADDRESS", help=what)
+
+
 def start_options(args: argparse.Namespace) -> dict[str, Any]:
     return {"progress": sys.stderr.isatty(), "compilation_cache": args.compilation_cache}
 
@@ -135,9 +154,23 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
+    """Verify a recorded run of an engine, or the recorded assignments of a router."""
     from pagedjax.host import replay
 
+    with open(args.file, encoding="utf-8") as lines:
+        if next(lines, "").startswith('{"routing":'):
+            return _replay_routing(args)
     return replay.main([args.file, *(["--policy", args.policy] if args.policy else [])])
+
+
+def _replay_routing(args: argparse.Namespace) -> int:
+    from pagedjax import routing
+    from pagedjax.routing import recording
+
+    with open(args.file, encoding="utf-8") as lines:
+        _, count = recording.replay(lines, routing.find(args.policy) if args.policy else None)
+    print(f"{args.file}: {count} assignments, all as recorded")
+    return 0
 
 
 def view(args: argparse.Namespace) -> int:
@@ -195,11 +228,28 @@ def serve(args: argparse.Namespace) -> int:
     from pagedjax.config import EngineConfig
 
     needs("serve", "fastapi", "uvicorn", "prometheus_client")
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    engine = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if replicated(args):
+        needs("ray", "ray")
+        from pagedjax.server.ray import command as cluster
+
+        return cluster.main(args, engine)
     join(args)
     from pagedjax.server import serve as command
 
-    names = [field.name for field in dataclasses.fields(EngineConfig)]
-    return command.main(args, {name: getattr(args, name) for name in names if getattr(args, name) is not None})
+    return command.main(args, engine)
+
+
+def replicated(args: argparse.Namespace) -> bool:
+    """Whether Ray runs the server. Raises ValueError for an option that goes with --replicas only."""
+    if args.replicas is not None or args.autoscaling is not None:
+        return True
+    for name in ("replica_resources", "router", "known_blocks", "record_routing", "ray_address"):
+        if getattr(args, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is given, and there is one engine; add --replicas N, or leave it out")
+    return False
 
 
 def bench_serve(args: argparse.Namespace) -> int:
@@ -259,11 +309,10 @@ def _named_folder(text: str) -> tuple[str, str]:
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """Of a JSON object, or of NAME=VALUE,... with integers, true, false or words."""
+    """Of a JSON object, or of NAME=VALUE,... with numbers, true, false or words."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not text.startswith("{") and all(name and value for name, _, value in pairs):
-        words = {"true": True, "false": False}
-        return {name: int(value) if value.isdecimal() else words.get(value, value) for name, _, value in pairs}
+        return {name: _plain(value) for name, _, value in pairs}
     try:
         value = json.loads(text)
     except ValueError:
@@ -272,6 +321,12 @@ def _mapping(text: str) -> dict[str, Any]:
         example = 'method=ngram,num_tokens=4 or \'{"method": "ngram"}\''
         raise argparse.ArgumentTypeError(f"{text!r} is neither NAME=VALUE,... nor a JSON object; write {example}")
     return value
+
+
+def _plain(word: str) -> str | bool | int | float:
+    if re.fullmatch(r"\d+(\.\d+)?", word, re.ASCII):
+        return float(word) if "." in word else int(word)
+    return {"true": True, "false": False}.get(word, word)
 
 
 def _name_or_mapping(text: str) -> str | dict[str, Any]:
@@ -378,11 +433,13 @@ def parser() -> argparse.ArgumentParser:
     default = "the default is background; with drafts or in several processes it is eager"
     add_engine_options(server, compilation=default)
     process_options(server)
+    replica_options(server)
     server.set_defaults(run=serve)
 
     two = commands.add_parser("replay", help="verify a recorded run", description="Replay a recorded run.")
-    two.add_argument("file", help="a JSONL file of Engine.record")
-    two.add_argument("--policy", help="the run's policy, if it is not built in: module:NAME or folder/file.py:NAME")
+    two.add_argument("file", help="a JSONL file of Engine.record, or of `pagedjax serve --record-routing`")
+    what = "the run's policy or router, if it is not built in: module:NAME or folder/file.py:NAME"
+    two.add_argument("--policy", metavar="NAME", help=what)
     two.set_defaults(run=replay)
 
     page = commands.add_parser("view", help="show a recorded run as a page", description=view.__doc__)

@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pagedjax.server": (
         *BELOW_SESSION,
         *("pagedjax.tools", "pagedjax.processes", "pagedjax.session", "pagedjax.llm", "pagedjax.viewer"),
-        "pagedjax.vllm_names",
+        *("pagedjax.vllm_names", "pagedjax.routing"),
     ),
     "pagedjax.load_client": (),
     "pagedjax.commands": (*BELOW_SESSION, "pagedjax.session", "pagedjax.llm"),

@@ -1,8 +1,9 @@
 """What does serving over HTTP cost, compared with the same requests through `LLM.generate`, in turn?
 
-    python -m experiments.bench.server [--requests 64] [--rounds 3] [--json out.json]
+    python -m experiments.bench.server [--requests 64] [--rounds 3] [--replicas] [--json out.json]
 
-The server is `pagedjax serve` in a separate process; the library and the server never have work at the same time. Each
+The server is `pagedjax serve` in a separate process; the library and the server never have work at the same time. With
+`--replicas` there is a second one, `pagedjax serve --replicas 1`: one engine behind an ingress on Ray Serve. Each
 request is a random prompt (16 to 256 tokens) with 16 to 128 output tokens, greedy, and all are sent at once. Over HTTP
 the answers come whole, and as a stream of server-sent events. A round is one pass of each way; ratios are of output
 tokens/s, round by round.
@@ -17,8 +18,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,6 @@ from experiments.core.optional_imports import require
 from pagedjax import LLM, SamplingParams
 from pagedjax.weights.pretrained import DEFAULT_MODEL
 
-WAYS = ("library", "whole", "streamed")
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 ENGINE: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 64, "max_model_len": 512}
 
@@ -78,11 +80,11 @@ async def over_http(url: str, work: Sequence[tuple[list[int], int]], stream: boo
         return time.perf_counter() - began
 
 
-def serve(model: str) -> tuple[subprocess.Popen[str], str]:
-    """`pagedjax serve` with the same engine -> its process and url."""
+def serve(model: str, *more: str) -> tuple[subprocess.Popen[str], str]:
+    """`pagedjax serve` with the same engine -> its process and url. `more`: options."""
     options = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", _option(value))]
     options += ["--compilation", "eager"]  # before it listens, as the library does
-    words = [sys.executable, "-m", "pagedjax", "serve", model, "--port", "0", "--log-level", "warning", *options]
+    words = [sys.executable, "-m", "pagedjax", "serve", model, "--port", "0", "--log-level", "warning", *options, *more]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -96,26 +98,30 @@ def _option(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def measure(model: str, count: int, rounds: int) -> dict[str, list[float]]:
+def measure(model: str, count: int, rounds: int, replicas: bool) -> dict[str, list[float]]:
     """Output tokens/s of each pass, by way."""
     llm = LLM(model, progress=False, **ENGINE)
     work = requests(count, llm.tokenizer.vocab_size)
-    tokens, found = sum(n for _, n in work), {way: [] for way in WAYS}
-    process, url = serve(model)
-    try:
-        warm = work[:4]
-        by_library(llm, warm)
-        asyncio.run(over_http(url, warm, stream=True))
+    ways: dict[str, Callable[[Sequence[tuple[list[int], int]]], float]] = {"library": partial(by_library, llm)}
+    servers = {"": (), **({", ingress": ("--replicas", "1")} if replicas else {})}
+    with ExitStack() as stop:
+        for name, options in servers.items():
+            process, url = serve(model, *options)
+            stop.callback(process.wait, 120)
+            stop.callback(process.terminate)
+            ways[f"whole{name}"] = partial(_pass, url, False)
+            ways[f"streamed{name}"] = partial(_pass, url, True)
+        for run in ways.values():
+            run(work[:4])
+        tokens, found = sum(n for _, n in work), {way: [] for way in ways}
         for i in range(rounds):
-            for way in WAYS if i % 2 else WAYS[::-1]:
-                seconds = (
-                    by_library(llm, work) if way == "library" else asyncio.run(over_http(url, work, way == "streamed"))
-                )
-                found[way].append(tokens / seconds)
-    finally:
-        process.terminate()
-        process.wait(60)
+            for way in ways if i % 2 else reversed(ways):
+                found[way].append(tokens / ways[way](work))
     return found
+
+
+def _pass(url: str, stream: bool, work: Sequence[tuple[list[int], int]]) -> float:
+    return asyncio.run(over_http(url, work, stream))
 
 
 def table(found: dict[str, list[float]]) -> str:
@@ -132,11 +138,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--replicas", action="store_true", help="one engine behind an ingress too; needs ray")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args(argv)
     if args.requests < 1 or args.rounds < 1:
         parser.error("--requests and --rounds must be at least 1")
-    found = measure(args.model, args.requests, args.rounds)
+    found = measure(args.model, args.requests, args.rounds, args.replicas)
     print(table(found))
     if args.json:
         kept: dict[str, Any] = {"environment": environment(), "requests": args.requests, "output_tokens_per_s": found}

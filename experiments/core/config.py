@@ -12,7 +12,8 @@
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
     simulate: {chip: h200, model: llama-3-8b}    # no device: a cost model advances a clock, see simulate.py
     replicas: {count: 16, router: prefix}        # several simulated engines; router: mine.py:NAME is your own
-    pools: {prefill: {count: 2}, decode: {count: 1}, link_gb_s: 50}   # in place of replicas, see clusters.py
+                                                 # changes: [{at: 30.0, join: 2}, {at: 60.0, leave: 1}], see Change
+    pools: {prefill: {count: 2}, decode: {count: 1}, link_gb_s: 50}   # in place of replicas, see pool_options.py
 
 A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives points key by key.
 """
@@ -30,9 +31,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from experiments.core import clusters
-from experiments.core.clusters import POOLS, Pool, Pools, Replicas
+from experiments.core import pool_options
 from experiments.core.overrides import combinations, override_all, put
+from experiments.core.pool_options import POOLS, Pool, Pools
+from experiments.core.present import Replicas
 from experiments.core.strict_yaml import load_file, parse
 from experiments.core.workloads import AZURE, Spec, Synthetic, Trace, check
 from experiments.simulation import cost
@@ -143,7 +145,7 @@ class Experiment:
                 f"replicas.count is {self.replicas.count} and there is no simulate section, but a measured run has 1 "
                 "engine; add one, or leave replicas out"
             )
-        clusters.check_pools(self)
+        pool_options.check_pools(self)
         size = self.engine.block_size
         if self.cache_tokens is not None and self.engine.num_blocks is not None:
             raise ValueError("cache_tokens and engine.num_blocks are both given; give one of them")
@@ -162,9 +164,7 @@ class Experiment:
     @property
     def num_replicas(self) -> int:
         """Engines of the whole experiment."""
-        if self.pools:
-            return self.pools.prefill.count + self.pools.decode.count
-        return self.replicas.count if self.replicas else 1
+        return self.pools.count if self.pools else self.replicas.ever if self.replicas else 1
 
 
 class Point(NamedTuple):
@@ -382,6 +382,8 @@ def point_key(experiment: Experiment, content: str) -> str:
         del values["replicas"]
     else:
         values["replicas"]["router"] = _own_source(experiment.replicas.router)
+        if not experiment.replicas.changes:  # not in the keys of versions before this field
+            del values["replicas"]["changes"]
     if experiment.pools is None:
         del values["pools"]
     else:

@@ -146,13 +146,28 @@ class Gamma:
             _check_above_zero(name, value)
 
 
-Arrivals = AtOnce | Poisson | Gamma
+@dataclass(frozen=True)
+class ClosedLoop:
+    """`clients` send one request each, and the next of the workload when their last one has ended."""
+
+    process: Literal["closed_loop"]
+    clients: int
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise ValueError(f"clients is {self.clients!r}; it must be at least 1")
+
+
+Arrivals = AtOnce | Poisson | Gamma | ClosedLoop
 AT_ONCE = AtOnce()
 
 
 def draw_arrivals(spec: Arrivals, count: int, rng: np.random.Generator) -> list[float]:
-    """Arrival times, ascending. The first one is 0, so that a run begins with work."""
-    if isinstance(spec, AtOnce):
+    """Arrival times, ascending. The first one is 0, so that a run begins with work.
+
+    In a closed loop all are 0: a request may be sent from then on, and a driver sends it when a client is free.
+    """
+    if isinstance(spec, AtOnce | ClosedLoop):
         return [0.0] * count
     shape = spec.burstiness if isinstance(spec, Gamma) else 1.0
     gaps = rng.gamma(shape, 1.0 / (spec.rate * shape), size=count)

@@ -1,4 +1,4 @@
-"""Open-loop driver: requests arrive at their times, whether or not the engine keeps up.
+"""Drivers: requests arrive at their times, whether or not the engine keeps up, or when a client is free.
 
 `drive` runs one engine. `replicas.drive_replicas` and `pools.drive_pools` run several simulated ones.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +22,8 @@ from experiments.core.metrics import (
     summarize,
 )
 from experiments.core.pools import drive_pools, of_pools
-from experiments.core.replicas import by_end, drive_replicas, of_replicas
-from experiments.core.submit import LONGEST_SLEEP, Engine, in_order, submit
+from experiments.core.replicas import Present, by_end, drive_replicas, of_replicas
+from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
 from experiments.core.workloads import WorkItem, Workload, build
 from pagedjax import routing
 from pagedjax.host.types import StepResult
@@ -47,29 +46,33 @@ def drive(
     sampling: SamplingParams,
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
+    clients: int | None = None,
 ) -> tuple[float, list[StepResult]]:
     """Run `items` to their end. Returns the start (of `clock`) and every step's result.
 
     A request is added between two steps, as soon as its arrival time has passed, with as many branches as `sampling`
     draws. Branch i uses the request's seed + i.
 
+    Args:
+        clients: of a closed loop; None: an open loop (see `Sender`).
+
     Raises:
         ValueError: the engine refused a request (with its reason), or items are not in order of arrival.
         RuntimeError: the engine has work but makes no step.
     """
-    pending = deque(in_order(items, sampling))
+    sender = Sender(items, sampling, clients)
     results: list[StepResult] = []
     start = clock()
-    while pending or engine.has_work:
-        while pending and pending[0][0].arrival <= clock() - start:
-            submit(engine, *pending.popleft())
+    while sender.left or engine.has_work:
+        while (at := sender.next) is not None and at <= clock() - start:
+            submit(engine, *sender.send())
         result = engine.step() if engine.has_work else None
         if result is not None:
             results.append(result)
-        elif pending:
-            wait = start + pending[0][0].arrival - clock()
-            sleep(min(max(wait, 0.0), LONGEST_SLEEP))
-        elif engine.has_work:
+            sender.ended(result, result.finished - start)
+        elif at is not None:
+            sleep(min(max(start + at - clock(), 0.0), LONGEST_SLEEP))
+        else:
             raise RuntimeError("the engine has work but makes no step: its scheduler is stuck")
     return start, results
 
@@ -98,7 +101,9 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     for one in engines:
         one.reset()  # removes cached prefixes and counters of the warm-up
     gc.collect()  # so that garbage of the previous run costs this one no time
-    requests, steps = _recorded(llm, engines, experiment, workload.items)
+    requests, steps = _recorded(llm, engines, experiment, workload)
+    sent = zip(workload.items, requests, strict=True)
+    workload = workload._replace(items=tuple(item._replace(arrival=request.arrival) for item, request in sent))
     block_size, replicas = engine.config.block_size, experiment.num_replicas
     speculates = engine.config.speculative is not None
     summary = summarize(requests, steps, block_size, experiment.slo, speculates=speculates, replicas=replicas)
@@ -112,24 +117,27 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
 
 
 def _recorded(
-    llm: Any, engines: Sequence[Any], experiment: Experiment, items: Sequence[WorkItem]
+    llm: Any, engines: Sequence[Any], experiment: Experiment, workload: Workload
 ) -> tuple[list[RequestRecord], list[StepRecord]]:
     """Run the requests -> the records of these and of the steps. Those of a real engine are made after the run."""
     engine, sampling, replicas = engines[0], experiment.sampling, experiment.replicas
+    items, clients = workload.items, workload.clients
     block_size, limits, branches = engine.config.block_size, engine.scheduler_state.config, sampling.drawn().n
     if replicas is None and experiment.pools is None:
         clock = (engine.clock, engine.sleep) if experiment.simulate else ()
-        start, results = drive(engine, items, sampling, *clock)
-        return request_records(results, items, start, branches), step_records(results, start, block_size, limits)
+        start, results = drive(engine, items, sampling, *clock, clients=clients)
+        found = request_records(results, items, start, branches)
+        return with_arrivals(found, clients), step_records(results, start, block_size, limits)
     note = Recorder(engines, items, branches)
     if experiment.pools:
         prefill, decode = llm.fleets(routing.find)
-        found = drive_pools(prefill, decode, llm.link, items, sampling, note)
-        return note.requests.records(found.prefill, found.transfers), by_end(note.steps)
+        moved = drive_pools(prefill, decode, llm.link, items, sampling, note, clients)
+        return with_arrivals(note.requests.records(moved.prefill, moved.transfers), clients), by_end(note.steps)
     assert replicas is not None, "one of two"
     known = engine.config.num_blocks if replicas.known_blocks is None else replicas.known_blocks
-    where = drive_replicas(engines, routing.find(replicas.router), known, items, sampling, note.step)
-    return note.requests.records(where), by_end(note.steps)
+    router, present = routing.find(replicas.router), Present(replicas.count, replicas.changes, note.requests.anew)
+    where = drive_replicas(engines, router, known, items, sampling, note.step, clients, present)
+    return with_arrivals(note.requests.records(where), clients), by_end(note.steps)
 
 
 class Recorder:

@@ -123,3 +123,12 @@ class Engines:
             self._weights = (key, self._load_model(experiment.model, **dict(zip(names, key[1:], strict=True))))
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         return self._make(model=self._weights[1], **fields)
+
+
+def simulated_engines() -> Engines:
+    """Of a process that has no device."""
+    return Engines(1, _no_device, _no_device)
+
+
+def _no_device(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a simulated run builds no engine of a device")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments.core import speculation, store
-from experiments.core.clusters import POOLS
 from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
 from experiments.core.metrics import RequestRecord
+from experiments.core.pool_options import POOLS
 from pagedjax.config import EngineConfig
 
 Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run (name -> text) and its summary
@@ -37,42 +37,52 @@ def noise(busy: float | None, since: tuple[int, int] | None) -> dict[str, float 
     return {"load_average": busy, "stolen_share": stolen_share(since)}
 
 
-def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> Result:
     """Measure one run: the files of its folder and its summary. An error becomes a failed run."""
     simulate = run.point.experiment.simulate
-    made = {"commit": where["commit"], "source": where["source"], "jax": where["versions"]["jax"]}
-    place = {**made, "device": simulate.name if simulate else where["device"]["kind"]}
-    head = {"schema": store.SCHEMA, **head_of(run), **place}
     before = load_average(), processor_time()
     try:
         llm = engines.get(run.point.experiment)
         measured = measure(llm, run.point, run.repeat)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        summary = {**head, "failed": reason, "workload": None, "metrics": None}
-        files = {
-            **config_files(run, run.point.experiment.engine_config),
-            "env.json": store.json_text({**where, **noise(*before)}),
-            "error.txt": traceback.format_exc(),
-        }
-    else:
-        summary = {
-            **head,
-            "failed": measured.failed,
-            "workload": measured.workload.describe(),
-            "metrics": measured.summary,
-        }
-        files = run_files(run, llm, measured)
-        startup = {**llm.startup, "total": engines.startup_seconds[engine_key(run.point.experiment)]}
-        resolved = dataclasses.asdict(llm.engine.config)
-        impls = {name: resolved[name] for name in ("attention_impl", "linear_impl")}
-        facts = {**impls, "engine": resolved, "startup": startup}
-        if simulate:
-            facts["simulate"] = dataclasses.asdict(simulate)
-        elif resolved["mesh"]:
-            facts["placement"] = str(llm.engine.model.placement)
-        files["env.json"] = store.json_text({**where, **facts, **noise(*before)})
+        return failed_run(run, {**where, **noise(*before)}, reason, traceback.format_exc())
+    summary = {
+        **_head(run, where),
+        "failed": measured.failed,
+        "workload": measured.workload.describe(),
+        "metrics": measured.summary,
+    }
+    files = run_files(run, llm, measured)
+    startup = {**llm.startup, "total": engines.startup_seconds[engine_key(run.point.experiment)]}
+    resolved = dataclasses.asdict(llm.engine.config)
+    impls = {name: resolved[name] for name in ("attention_impl", "linear_impl")}
+    facts = {**impls, "engine": resolved, "startup": startup}
+    if simulate:
+        facts["simulate"] = dataclasses.asdict(simulate)
+    elif resolved["mesh"]:
+        facts["placement"] = str(llm.engine.model.placement)
+    files["env.json"] = store.json_text({**where, **facts, **noise(*before)})
     return {**files, "summary.json": store.json_text(summary)}, summary
+
+
+def failed_run(run: Run, where: dict[str, Any], reason: str, trace: str) -> Result:
+    """The files and the summary of a run that has no numbers. `where`: the environment; `trace`: of error.txt."""
+    summary = {**_head(run, where), "failed": reason, "workload": None, "metrics": None}
+    files = {
+        **config_files(run, run.point.experiment.engine_config),
+        "env.json": store.json_text(where),
+        "error.txt": trace,
+    }
+    return {**files, "summary.json": store.json_text(summary)}, summary
+
+
+def _head(run: Run, where: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a summary that say which run it is, and by what it was made."""
+    simulate = run.point.experiment.simulate
+    made = {"commit": where["commit"], "source": where["source"], "jax": where["versions"]["jax"]}
+    device = simulate.name if simulate else where["device"]["kind"]
+    return {"schema": store.SCHEMA, **head_of(run), **made, "device": device}
 
 
 def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:

@@ -159,6 +159,13 @@ class RequestRecorder:
             elif isinstance(event, Finished):
                 self._reasons[event.request_id] = event.reason
 
+    def anew(self, request_id: str) -> None:
+        """The request is computed anew, because its replica failed: what was computed is forgotten."""
+        self._scheduled.pop(request_id, None)
+        for name in next(names for item, names in self._requests if item.request_id == request_id):
+            self._times[name], self._tokens[name], self._preemptions[name] = [], [], 0
+            self._reasons.pop(name, None)
+
     def _branch(self, name: str) -> BranchRecord:
         times, tokens = tuple(self._times[name]), tuple(self._tokens[name])
         return BranchRecord(name, times, tokens, self._preemptions[name], self._reasons.get(name))

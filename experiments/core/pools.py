@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple, Protocol
 
-from experiments.core.clusters import POOLS, Pool, of_pool
 from experiments.core.config import Experiment
+from experiments.core.fleet import Fleet, Unfinished
 from experiments.core.metrics import RequestRecord, StepRecord, Transfer
-from experiments.core.replicas import Fleet, Unfinished, VirtualEngine, of_replicas
-from experiments.core.submit import in_order, submit
+from experiments.core.pool_options import POOLS, Pool, of_pool
+from experiments.core.replicas import VirtualEngine, of_replicas
+from experiments.core.submit import Sender, submit
 from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.simulate import Handover, SimulatedEngine, SimulatedLLM
 from pagedjax.host.state import SchedulerState
@@ -93,22 +94,27 @@ def drive_pools(
     items: Sequence[WorkItem],
     sampling: SamplingParams,
     note: Note,
+    clients: int | None = None,
 ) -> Where:
     """Run `items` to their end, from time 0.
+
+    Args:
+        clients: of a closed loop; None: an open loop (see `Sender`).
 
     Raises:
         ValueError: an engine refused a request (with its reason), or items are not in order of arrival.
         RuntimeError: sequences are left, and no engine can make a step.
     """
-    run = _Run(prefill, decode, link, note)
-    pending = deque(in_order(items, sampling))
+    sender = Sender(items, sampling, clients)
+    run = _Run(prefill, decode, link, note, sender)
     while True:
-        arrival = pending[0][0].arrival if pending else math.inf
+        sent = sender.next
+        arrival = math.inf if sent is None else sent
         stepping = min(prefill.next, decode.next)
         if run.moves and run.moves[0][0] <= min(arrival, stepping):
             run.move()
-        elif pending and arrival <= stepping:
-            run.submit(*pending.popleft())
+        elif sent is not None and arrival <= stepping:
+            run.submit(arrival, *sender.send())
         elif decode.next <= prefill.next and decode.next < math.inf:
             run.step_decode()
         elif prefill.next < math.inf:
@@ -123,7 +129,9 @@ def drive_pools(
 class _Run:
     """The state of a run of two pools, and its events."""
 
-    def __init__(self, prefill: Fleet[PoolEngine], decode: Fleet[PoolEngine], link: Link, note: Note) -> None:
+    def __init__(
+        self, prefill: Fleet[PoolEngine], decode: Fleet[PoolEngine], link: Link, note: Note, sender: Sender
+    ) -> None:
         self.prefills: dict[str, int] = {}
         self.transfers: dict[str, list[Transfer]] = {}
         self.moves: list[tuple[float, int, int, Any]] = []  # a heap: time, 0 for an arrival, order, what moves
@@ -134,11 +142,11 @@ class _Run:
         self._items: dict[str, tuple[WorkItem, SamplingParams]] = {}  # by the id of the request
         self._branches: dict[str, str] = {}  # branch in `prefill` -> its request
         self._targets: dict[str, int] = {}  # request -> its engine of `decode`
-        self._computing, self._decoding = Unfinished(), Unfinished()
+        self._computing, self._sender = Unfinished(), sender
 
-    def submit(self, item: WorkItem, params: SamplingParams) -> None:
-        replica = self._prefill.route(item, params, item.arrival)
-        self._prefill.wake(replica, item.arrival)
+    def submit(self, now: float, item: WorkItem, params: SamplingParams) -> None:
+        replica = self._prefill.route(item, params, now)
+        self._prefill.wake(replica, now)
         engine = self._prefill.engines[replica]
         submit(engine, item, params)
         try:
@@ -163,6 +171,7 @@ class _Run:
         for event in result.events:
             if isinstance(event, Finished):
                 self._gone(event.request_id, replica, result.finished)
+        self._sender.ended(result, result.finished)
         engine = self._prefill.engines[replica]
         for name in engine.prefilled():
             request_id = self._gone(name, replica, result.finished)
@@ -189,7 +198,6 @@ class _Run:
         if request_id not in self._targets:  # the branches of a request go to one engine
             item, params = self._items[request_id]
             self._targets[request_id] = self._decode.route(item, params, now)
-            self._decoding.add(request_id, branch_ids(request_id, params.n))
         pages = sum(block != HOLE for block in found.released.blocks) * self._link.block_bytes
         sent = max(now, self._free[replica]) + pages / self._link.bandwidth
         self._free[replica] = sent
@@ -207,10 +215,9 @@ class _Run:
             raise RuntimeError(f"engine {target} of pools.decode has work but makes no step: its scheduler is stuck")
         number = replica + len(self._prefill.engines)
         self._note.step(number, result)
-        for event in result.events:
-            if isinstance(event, Finished) and (request_id := self._decoding.ended(event.request_id)) is not None:
-                self._decode.ends(request_id, replica, result.finished)
-                del self._targets[request_id]
+        for request_id in self._sender.ended(result, result.finished):
+            self._decode.ends(request_id, replica, result.finished)
+            del self._targets[request_id]
         if waiting:  # even if nothing runs there any more
             self._decode.wake(target, engine.now)
 

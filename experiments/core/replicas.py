@@ -1,25 +1,27 @@
 """Driver of several simulated engines behind a router (pagedjax/routing), in one loop of events.
 
-An event is an arrival, the begin of a replica's step, or the end of a request. They happen in the order of their
-times; at one time requests end first, then requests arrive, then steps begin, by number of the replica. A request is
-routed when it arrives, by what is known then: the end of a request is known when its last step has ended.
+An event is an arrival, the begin of a replica's step, the end of a request, or a change of the replicas. They happen in
+the order of their times; at one time requests end first, then replicas change, then requests of failed replicas are
+routed again, then requests arrive, then steps begin, by number of the replica. A request is routed when it arrives, by
+what is known then: the end of a request is known when its last step has ended.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush, merge
-from typing import Any, Generic, Protocol, TypeVar
+from heapq import heapify, heappop, heappush, merge
+from typing import Any, NamedTuple, Protocol
 
 from experiments.core.metrics import StepRecord
-from experiments.core.submit import LONGEST_SLEEP, Engine, in_order, submit
-from experiments.core.workloads import WorkItem, branch_ids
+from experiments.core.present import Change
+from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit
+from experiments.core.workloads import WorkItem
 from pagedjax import routing
 from pagedjax.config import EngineConfig
 from pagedjax.engine import block_hashes
-from pagedjax.host.types import Finished, StepResult
+from pagedjax.host.types import StepResult
 from pagedjax.params import SamplingParams
 from pagedjax.routing import Router, RouterRequest
 
@@ -33,89 +35,15 @@ class VirtualEngine(Engine, Protocol):
     def sleep(self, seconds: float) -> None: ...
 
 
-E_co = TypeVar("E_co", bound=VirtualEngine, covariant=True)
+class Present(NamedTuple):
+    """Which replicas are there. count: at the start; the others join by `changes`, in the order of their numbers.
 
+    anew: called with a request whose replica failed, before it is routed again.
+    """
 
-class Fleet(Generic[E_co]):
-    """Engines behind a router, and when each of them begins its next step. The replica i is engines[i]."""
-
-    def __init__(self, engines: Sequence[E_co], router: Router, known_blocks: int) -> None:
-        """See `drive_replicas`."""
-        self.engines, self._router = engines, router
-        state = routing.init(known_blocks)
-        for replica in range(len(engines)):
-            state = routing.joined(state, replica)
-        self._state = state
-        self._steps: list[tuple[float, int]] = []  # a heap
-        self._due: set[int] = set()  # the replicas in it
-        self._ended: list[tuple[float, int, str]] = []  # a heap: when a request ended, where, and its id
-
-    @property
-    def next(self) -> float:
-        """Seconds: when the next step begins. Infinity without one."""
-        return self._steps[0][0] if self._steps else math.inf
-
-    @property
-    def next_replica(self) -> int:
-        """Whose step is next. Only if there is one."""
-        return self._steps[0][1]
-
-    def wake(self, replica: int, now: float) -> None:
-        """The replica gets work at `now`: its next step begins then, or when the step before it has ended."""
-        engine = self.engines[replica]
-        if replica not in self._due:
-            while engine.now < now:  # in the pieces in which `drive` sleeps, so that times are the same
-                engine.sleep(min(now - engine.now, LONGEST_SLEEP))
-            heappush(self._steps, (engine.now, replica))
-            self._due.add(replica)
-
-    def step(self) -> tuple[int, StepResult | None]:
-        """The next step, by the replica that begins it first; None if it waits for blocks, and has to be woken."""
-        _, replica = heappop(self._steps)
-        self._due.remove(replica)
-        engine = self.engines[replica]
-        result = engine.step()
-        if result is not None and engine.has_work:
-            self.wake(replica, engine.now)
-        return replica, result
-
-    def route(self, item: WorkItem, params: SamplingParams, now: float) -> int:
-        """The replica that gets a request, by the ends known at `now`."""
-        while self._ended and self._ended[0][0] <= now:
-            self._state = routing.finished(self._state, heappop(self._ended)[2])
-        config = self.engines[0].config
-        keys: Sequence[str] = ()
-        if self._router.prefixes and config.enable_prefix_caching:
-            keys = block_hashes.of_prompt(item.prompt_token_ids, params, config.block_size)[1]
-        tokens = len(item.prompt_token_ids) + params.n * params.max_tokens
-        request = RouterRequest(item.request_id, tokens, tuple(keys))
-        self._state, replica = routing.route(self._state, self._router, request)
-        return int(replica)
-
-    def ends(self, request_id: str, replica: int, at: float) -> None:
-        """A request of this replica ends at a time that may be in the future."""
-        heappush(self._ended, (at, replica, request_id))
-
-
-class Unfinished:
-    """Branches that have not ended, by their requests."""
-
-    def __init__(self) -> None:
-        self._requests: dict[str, str] = {}  # branch -> its request
-        self._left: Counter[str] = Counter()  # request -> its unfinished branches
-
-    def add(self, request_id: str, branches: Sequence[str]) -> None:
-        self._requests.update(dict.fromkeys(branches, request_id))
-        self._left[request_id] = len(branches)
-
-    def ended(self, branch: str) -> str | None:
-        """The branch's request, if that was its last branch."""
-        request_id = self._requests.pop(branch)
-        self._left[request_id] -= 1
-        if self._left[request_id]:
-            return None
-        del self._left[request_id]
-        return request_id
+    count: int
+    changes: Sequence[Change] = ()
+    anew: Callable[[str], None] = lambda request_id: None
 
 
 def drive_replicas(
@@ -125,6 +53,8 @@ def drive_replicas(
     items: Sequence[WorkItem],
     sampling: SamplingParams,
     note: Callable[[int, StepResult], None],
+    clients: int | None = None,
+    present: Present | None = None,
 ) -> dict[str, int]:
     """Run `items` to their end, from time 0 -> request id to its replica. One engine makes the steps of `drive`.
 
@@ -132,33 +62,117 @@ def drive_replicas(
         engines: equal ones; the replica i is engines[i].
         known_blocks: see `routing.init`.
         note: called with a replica and each of its steps. None is kept here: their plans would fill the memory.
+        clients: of a closed loop; None: an open loop (see `Sender`).
+        present: None: all engines, from the beginning to the end.
 
     Raises:
         ValueError: an engine refused a request (with its reason), or items are not in order of arrival.
     """
-    fleet, unfinished = Fleet(engines, router, known_blocks), Unfinished()
-    replicas: dict[str, int] = {}
+    sender = Sender(items, sampling, clients)
+    cluster = _Cluster(engines, router, known_blocks, sender, note, present or Present(len(engines)))
+    while cluster.happens():
+        pass
+    return cluster.replicas
 
-    def step() -> None:
-        replica, result = fleet.step()
+
+class _Cluster:
+    """The loop's state: what each replica has, and heaps of what is to come."""
+
+    def __init__(
+        self,
+        engines: Sequence[VirtualEngine],
+        router: Router,
+        known_blocks: int,
+        sender: Sender,
+        note: Callable[[int, StepResult], None],
+        present: Present,
+    ) -> None:
+        self._engines, self._router, self._sender, self._note = engines, router, sender, note
+        self._hashes = router.prefixes and engines[0].config.enable_prefix_caching
+        self._state, self._joined = routing.init(known_blocks), 0
+        self._changes, self._anew = deque(present.changes), present.anew
+        self._join(present.count)
+        self.replicas: dict[str, int] = {}
+        self._unfinished: dict[str, tuple[WorkItem, SamplingParams]] = {}  # in the order in which they were sent
+        self._steps: list[tuple[float, int]] = []  # a heap: when each replica that has work begins its next step
+        self._ended: list[tuple[float, int, str]] = []  # a heap: when a request ended, where, and its id
+        self._again: list[tuple[float, int, str]] = []  # a heap: when a request is routed again, its order, and its id
+
+    def happens(self) -> bool:
+        """The next event. False: there is none."""
+        change = self._changes[0].at if self._changes else math.inf
+        again = self._again[0][0] if self._again else math.inf
+        sent = self._sender.next
+        at = min(change, again, math.inf if sent is None else sent)
+        if self._steps and self._steps[0][0] < at:
+            self._step()  # it may end a request before `at`, and free a client
+            return True
+        if not (self._steps or self._again or self._sender.left):
+            return False  # all requests have ended, so that changes to come are of no matter
+        while self._ended and self._ended[0][0] <= at:
+            self._state = routing.finished(self._state, heappop(self._ended)[2])
+        if at == change:
+            self._change(self._changes.popleft())
+        elif at == again:
+            _, _, request_id = heappop(self._again)
+            self._anew(request_id)
+            self._sender.began(*self._unfinished[request_id])
+            self._submit(at, *self._unfinished[request_id])
+        else:
+            self._submit(at, *self._sender.send())
+        return True
+
+    def _step(self) -> None:
+        _, replica = heappop(self._steps)
+        engine = self._engines[replica]
+        result = engine.step()
         if result is None:
             raise RuntimeError(f"replica {replica} has work but makes no step: its scheduler is stuck")
-        note(replica, result)
-        for event in result.events:
-            if isinstance(event, Finished) and (request_id := unfinished.ended(event.request_id)) is not None:
-                fleet.ends(request_id, replica, result.finished)
+        self._note(replica, result)
+        for request_id in self._sender.ended(result, result.finished):
+            del self._unfinished[request_id]
+            heappush(self._ended, (result.finished, replica, request_id))
+        if engine.has_work:
+            heappush(self._steps, (engine.now, replica))
 
-    for item, params in in_order(items, sampling):
-        while fleet.next < item.arrival:
-            step()
-        replica = fleet.route(item, params, item.arrival)
-        fleet.wake(replica, item.arrival)
-        submit(engines[replica], item, params)
-        unfinished.add(item.request_id, branch_ids(item.request_id, params.n))
-        replicas[item.request_id] = replica
-    while fleet.next < math.inf:
-        step()
-    return replicas
+    def _submit(self, at: float, item: WorkItem, params: SamplingParams) -> None:
+        """Route a request, and add it to its replica."""
+        size, prompt = self._engines[0].config.block_size, item.prompt_token_ids
+        keys = block_hashes.of_prompt(prompt, params, size)[1] if self._hashes else ()
+        tokens = len(prompt) + params.n * params.max_tokens
+        self._state, chosen = routing.route(self._state, self._router, RouterRequest(item.request_id, tokens, keys))
+        replica = int(chosen)
+        engine = self._engines[replica]
+        if not engine.has_work:
+            while engine.now < at:  # in the pieces in which `drive` sleeps, so that times are the same
+                engine.sleep(min(at - engine.now, LONGEST_SLEEP))
+            heappush(self._steps, (engine.now, replica))
+        submit(engine, item, params)
+        self._unfinished[item.request_id] = (item, params)
+        self.replicas[item.request_id] = replica
+
+    def _change(self, change: Change) -> None:
+        self._join(change.join)
+        for _ in range(change.leave):  # its steps go on until its requests have ended
+            self._state = routing.left(self._state, self._state.replicas[-1])
+        for _ in range(change.fail):
+            failed = self._state.replicas[-1]
+            self._state = routing.left(self._state, failed)
+            self._fail(int(failed), change.at)
+
+    def _join(self, count: int) -> None:
+        for _ in range(count):
+            self._state = routing.joined(self._state, self._joined)
+            self._joined += 1
+
+    def _fail(self, replica: int, at: float) -> None:
+        """It makes no further step. Its requests are routed again when the step that it makes has ended."""
+        self._steps = [step for step in self._steps if step[1] != replica]
+        heapify(self._steps)
+        when = max(at, self._engines[replica].now)
+        lost = [name for name in self._unfinished if self.replicas[name] == replica]
+        for order, request_id in enumerate(lost, len(self.replicas)):
+            heappush(self._again, (when, order, request_id))
 
 
 def by_end(steps: Iterable[Sequence[StepRecord]]) -> list[StepRecord]:
@@ -171,7 +185,8 @@ def of_replicas(where: Iterable[int], steps: Sequence[StepRecord], duration: flo
 
     Args:
         where: of each request, its replica.
-        replicas: their numbers; steps of others are ignored.
+        replicas: the numbers of those that were present at some time; steps of others are ignored. Shares are of the
+            whole run.
     """
     count, first = len(replicas), replicas.start
     asked, tokens, busy = ([0.0] * count for _ in range(3))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Protocol
 
+from experiments.core.metrics import RequestRecord
 from experiments.core.workloads import WorkItem, branch_ids
-from pagedjax.host.types import StepResult
+from pagedjax.host.types import Finished, StepResult
 from pagedjax.params import SamplingParams
 
 LONGEST_SLEEP = 0.05  # seconds; longer waits are split, so that an interrupt takes effect soon
@@ -39,6 +42,74 @@ def in_order(items: Sequence[WorkItem], sampling: SamplingParams) -> Iterator[tu
         raise ValueError("the workload's items must be in order of arrival")
     drawn = sampling.drawn()
     return ((item, dataclasses.replace(drawn, max_tokens=item.max_tokens)) for item in items)
+
+
+class Sender:
+    """The requests of a workload in the order and at the times at which they are sent.
+
+    In an open loop a request is sent at its arrival. In a closed loop a client is free when its last request has ended,
+    and the client that is free for the longest time sends the next one.
+    """
+
+    def __init__(self, items: Sequence[WorkItem], sampling: SamplingParams, clients: int | None = None) -> None:
+        """`clients`: of a closed loop; None is an open loop. Raises ValueError like `in_order`."""
+        self._left = deque(in_order(items, sampling))
+        self._free = None if clients is None else [0.0] * clients  # a heap: since when each free client is free
+        self._requests: dict[str, str] = {}  # unfinished branch -> its request
+        self._unfinished: Counter[str] = Counter()  # request -> its unfinished branches
+
+    @property
+    def left(self) -> bool:
+        """Whether a request has not been sent."""
+        return bool(self._left)
+
+    @property
+    def next(self) -> float | None:
+        """When the next request arrives, in seconds; None if there is none, or it waits for the end of another one."""
+        if not self._left or (self._free is not None and not self._free):
+            return None
+        arrival = self._left[0][0].arrival
+        return arrival if self._free is None else max(arrival, self._free[0])
+
+    def send(self) -> tuple[WorkItem, SamplingParams]:
+        """The next request, which has arrived."""
+        item, params = self._left.popleft()
+        if self._free is not None:
+            heappop(self._free)
+        self.began(item, params)
+        return item, params
+
+    def began(self, item: WorkItem, params: SamplingParams) -> None:
+        """The request is computed from its beginning, for the first time or anew."""
+        names = branch_ids(item.request_id, params.n)
+        self._requests.update(dict.fromkeys(names, item.request_id))
+        self._unfinished[item.request_id] = len(names)
+
+    def ended(self, result: StepResult, at: float) -> list[str]:
+        """The requests whose last branch ended in a step that ended at `at`, which frees their clients."""
+        done = []
+        for event in result.events:
+            if not isinstance(event, Finished):
+                continue
+            request_id = self._requests.pop(event.request_id)
+            self._unfinished[request_id] -= 1
+            if not self._unfinished[request_id]:
+                del self._unfinished[request_id]
+                done.append(request_id)
+                if self._free is not None:
+                    heappush(self._free, at)
+        return done
+
+
+def with_arrivals(requests: Sequence[RequestRecord], clients: int | None) -> list[RequestRecord]:
+    """The records with the arrivals of a closed loop: one request for each client at 0, then one at each end.
+
+    `requests` have their ends, and arrivals of 0. In an open loop nothing changes.
+    """
+    if clients is None:
+        return list(requests)
+    free = [0.0] * clients + sorted(request.e2e for request in requests if request.e2e is not None)
+    return [request._replace(arrival=at) for request, at in zip(requests, free, strict=False)]
 
 
 def submit(engine: Engine, item: WorkItem, params: SamplingParams) -> None:

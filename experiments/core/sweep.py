@@ -94,17 +94,23 @@ def measure_missing(
     *,
     quiet: bool,
     remedy: str = REMEDY,
+    here: bool = True,
 ) -> list[dict[str, Any]]:
-    """Measure the missing runs of `plan`. Returns the summaries of all its runs, in the order of the sweep."""
+    """Measure the missing runs of `plan`. Returns the summaries of all its runs, in the order of the sweep.
+
+    here: whether this process measures; workers on other machines know their own devices.
+    """
     missing = [run for run in plan if (run.point.key, run.repeat) not in done]
     write_index(folder, plan, done)  # now, so that an interrupted sweep can be read
     if missing:
         # if this sweep is interrupted, the next one must not take an old run for a new one
         store.set_aside([store.run_folder(folder, run.point.key, run.repeat) for run in missing])
-        where = environment(device=not all(run.point.experiment.simulate for run in plan))
+        where = environment(device=here and not all(run.point.experiment.simulate for run in plan))
         device = where["device"]["kind"]
-        other = {key: s for key, s in done.items() if s["device"] != device and not s["device"].startswith(SIMULATED)}
-        note_runs(other, folder, f"on another device ({device})", remedy)
+        measured = {key: s for key, s in done.items() if not (s["device"] or SIMULATED).startswith(SIMULATED)}
+        if here:
+            other = {key: s for key, s in measured.items() if s["device"] != device}
+            note_runs(other, folder, f"on another device ({device})", remedy)
         with (
             tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run") as bar,
             closing(measure_all(announced(missing, bar), where)) as results,

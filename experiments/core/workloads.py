@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.core.distributions import AT_ONCE, Arrivals, Lengths, clip, draw_arrivals, draw_lengths
+from experiments.core.distributions import AT_ONCE, Arrivals, ClosedLoop, Lengths, clip, draw_arrivals, draw_lengths
 
 FIRST_ORDINARY_TOKEN = 17  # lower ids are special in the embedded model (chat marks, padding, file names ...)
 AZURE = (
@@ -47,11 +47,15 @@ def branch_ids(request_id: str, branches: int) -> tuple[str, ...]:
 
 
 class Workload(NamedTuple):
-    """Requests in order of arrival, and how many drawn or recorded lengths were moved to their limits."""
+    """Requests in order of arrival, and how many drawn or recorded lengths were moved to their limits.
+
+    clients: of a closed loop, whose requests arrive when a client is free; None: an open loop.
+    """
 
     items: tuple[WorkItem, ...]
     clipped_prompts: int = 0
     clipped_outputs: int = 0
+    clients: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """The counts that a run records: requests, tokens, clipped lengths, seconds until the last arrival."""
@@ -171,6 +175,13 @@ def build(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) 
     Raises:
         ValueError: an empty workload, or a line of the file that cannot be read.
     """
+    arrivals = getattr(spec, "arrivals", None)  # a trace has its own
+    clients = arrivals.clients if isinstance(arrivals, ClosedLoop) else None
+    return _drawn(spec, content, seed, vocab_size, encode)._replace(clients=clients)
+
+
+def _drawn(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode) -> Workload:
+    """The workload without its clients; see `build`."""
     streams = (np.random.default_rng([seed, stream]) for stream in range(6))
     lengths, tokens, arrivals, outputs, shared, which = streams
     if isinstance(spec, Synthetic):

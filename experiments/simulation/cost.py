@@ -238,6 +238,7 @@ SHAPES = {
     "tinyllama-1.1b": Shape(22, 2048, 32, 4, 64, 5632, 32000, 2048),
     "gpt2-xl": Shape(48, 1600, 25, 25, 64, 6400, 50257, 1024, gated=False, tied=True),
     "smollm2-135m": Shape(30, 576, 9, 3, 64, 1536, 49152, 8192, tied=True),
+    "qwen2.5-7b": Shape(28, 3584, 28, 4, 128, 18944, 152064, 32768),
     "qwen3-0.6b": Shape(28, 1024, 16, 8, 128, 3072, 151936, 40960, tied=True),
 }
 
@@ -273,8 +274,10 @@ ICI = {
 }
 
 # NVIDIA's data sheets of A100, H100 and H200, Google Cloud's of TPU v4, v5e, v5p, v6e and TPU7x; 128 rows is the tile
-# of cuBLAS, of Hopper's kernels and of the MXU.
+# of cuBLAS, of Hopper's kernels and of the MXU. NVIDIA's data sheet of the A10G for AWS gives 70 TFLOP/s of dense
+# bfloat16 and 140 with sparsity; the 125 that are often quoted are those of the A10.
 CHIPS = {
+    "a10g": Chip(0.6e12, 70e12, 24e9, tile=128),
     "a100-40g": Chip(1.555e12, 312e12, 40e9, tile=128, network=NVLINK_3),
     "a100-80g": Chip(2.039e12, 312e12, 80e9, tile=128, network=NVLINK_3),
     "h100": Chip(3.35e12, 989e12, 80e9, tile=128, link=50e9, network=NVLINK_4),

@@ -154,9 +154,9 @@ def results_of(
             llm = SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model)
             seed = experiment.seed + (repeat if experiment.reseed else 0)
             vocabulary, encode = llm.tokenizer.vocab_size, llm.tokenizer.encode
-            items = build(experiment.workload, point.content, seed, vocabulary, encode).items
+            items, _, _, clients = build(experiment.workload, point.content, seed, vocabulary, encode)
             engine = llm.engine
-            _, results = drive(engine, items, experiment.sampling, engine.clock, engine.sleep)
+            _, results = drive(engine, items, experiment.sampling, engine.clock, engine.sleep, clients)
             runs.append((engine.scheduler_state.config, results))
         found.append((point, runs))
     return found

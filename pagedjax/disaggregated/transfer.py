@@ -111,4 +111,4 @@ class Transfers:
             if time.monotonic() > until:
                 raise TimeoutError(f"no pages from {offer.address} in {self._timeout} s; is that process alive?")
             time.sleep(POLL_SECONDS)
-        return found
+        return jax.block_until_ready(found)  # arrays of a transfer that was cut are ready too, and raise here

@@ -2,6 +2,7 @@
 
 state.py      RouterState: the replicas, their unfinished requests, the prefixes they know; `joined`, `left`, `finished`
 prefixes.py   the prefixes that one replica knows, in bounded memory
+recording.py  a record of a router's transitions, and its replay
 routers.py    a router as a value, `route`, and the routers that are shipped
 """
 

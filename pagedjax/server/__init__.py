@@ -13,6 +13,7 @@ vllmini.py     two routes as the engine vllmini has them: POST /generate, GET /r
 errors.py      responses that are errors
 middleware.py  the API key, and the size of a body
 metrics.py     Prometheus metrics, from the events of the engine
+ray/           several engines behind one address, on Ray Serve
 serve.py       the command: sockets, signals, options of the command line
 
 The load client is not here: see pagedjax/load_client.

@@ -92,7 +92,7 @@ def add_routes(app: FastAPI, worker: Worker, prepare: Prepare) -> None:
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation, in the format of OpenAI's Responses API."""
         try:
-            requests, style = await in_thread(_prepared, body, prepare)
+            requests, style = await in_thread(lambda: prepare(as_chat(body)))
         except ApiError as error:
             raise _renamed(error) from error
         answer, reader = Answer(_head(body, style)), CallReader(style.calls) if style.calls else None
@@ -182,7 +182,13 @@ def _head(body: ResponsesRequest, style: Style) -> JSON:
 # --- a response as a chat ---------------------------------------------------------------------------------------------
 
 
-def _prepared(body: ResponsesRequest, prepare: Prepare) -> tuple[list[GenerationRequest], Style]:
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The same request as a chat.
+
+    Raises:
+        ApiError: a field that no chat can have.
+        ValueError: an item of another type than messages, calls and their outputs.
+    """
     fields = {
         **schema.given(body, SHARED),
         "messages": messages(body),
@@ -192,10 +198,9 @@ def _prepared(body: ResponsesRequest, prepare: Prepare) -> tuple[list[Generation
         "response_format": _response_format(body.text.format if body.text else None),
     }
     try:
-        chat = ChatRequest.model_validate(fields)
+        return ChatRequest.model_validate(fields)
     except ValidationError as error:
         raise ApiError(400, *schema.first_error([dict(one) for one in error.errors()])) from error
-    return prepare(chat)
 
 
 def _renamed(error: ApiError) -> ApiError:

@@ -134,6 +134,7 @@ def test_the_default_model_name_is_that_of_the_folder_or_link(tmp_path, monkeypa
         ("tensor=2,expert=3", {"tensor": 2, "expert": 3}),
         ('{"tensor": 4}', {"tensor": 4}),
         ("method=ngram,num_tokens=4", {"method": "ngram", "num_tokens": 4}),
+        ("num_cpus=0.5,num_gpus=2", {"num_cpus": 0.5, "num_gpus": 2}),
         ('{"model": "a=b"}', {"model": "a=b"}),
         (
             "method=draft,model=runs/rate=0.1,adaptive=false",

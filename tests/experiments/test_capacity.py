@@ -175,6 +175,7 @@ def test_trace_capacity_by_time_scale_and_percentile(tmp_path: Path, capsys: pyt
     [
         (["--set", "slo={}"], "slo has no target to meet; give one in seconds"),
         (["--set", "workload.arrivals={process: at_once}"], "at_once, which has no rate; set one that has"),
+        (["--set", "workload.arrivals={process: closed_loop, clients: 2}"], "closed_loop, which has no rate; set one"),
         (["--set", "sweep={grid: {seed: [1, 2]}}"], "the config has 2 points and a capacity is one point's; fix seed"),
         (["--share", "90"], "--share is 90.0; it must be above 0 and at most 1"),
         (["--low", "0"], "--low is 0.0; it must be a rate above 0"),

@@ -446,7 +446,7 @@ def test_parallel_jobs_need_simulated_runs(
     for file, arguments, message in (
         (path, ["--jobs", "2"], "--jobs is 2, but 1 of 2 points are measured (such as simulate=None)"),
         (path, ["--jobs", "0"], "--jobs is 0; it must be at least 1"),
-        (whole, ["--jobs", "2", "--backend", "ray"], "--backend is ray, which is not installed: pip install ray"),
+        (whole, ["--jobs", "2", "--backend", "ray"], "--backend is ray, which is not installed: pip install 'pagedjax"),
     ):
         assert run.main([str(file), "--out", str(tmp_path), *arguments]) == 2
         assert message in capsys.readouterr().err

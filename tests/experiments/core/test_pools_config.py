@@ -10,9 +10,9 @@ import pytest
 
 from experiments import run
 from experiments.core import engines, store
-from experiments.core.clusters import Pool, Pools
 from experiments.core.config import Point, expand, load
 from experiments.core.drive import Measured, measure
+from experiments.core.pool_options import Pool, Pools
 from experiments.simulation.cost import SHAPES
 from experiments.studies.findings import simulated
 
@@ -101,6 +101,14 @@ def test_the_pools_may_have_different_chips_meshes_and_budgets():
     assert fast.summary["ttft_s"]["mean"] < slow.summary["ttft_s"]["mean"]
     blocks = {step.replica: step.num_blocks for step in fast.steps}
     assert blocks == {0: 256, 1: 128}
+
+
+def test_clients_of_a_closed_loop_send_when_their_last_request_has_ended():
+    workload = {**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 3}}
+    found = measured({**RAW, "workload": workload})
+    assert found.failed is None
+    ends = sorted(request.arrival + (request.e2e or 0.0) for request in found.requests)
+    assert [request.arrival for request in found.requests] == pytest.approx([0.0] * 3 + ends[:37])
 
 
 def test_branches_go_to_one_engine():

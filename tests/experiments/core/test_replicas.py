@@ -55,7 +55,15 @@ def measured_at(point: config.Point):
 
 
 @pytest.mark.default_cases(
-    *("busy-prefix", "at once-round_robin", "idle-prefix", "bursts-least_loaded", "branches-prefix", "batches-prefix")
+    *(
+        "closed-least_loaded",
+        "busy-prefix",
+        "at once-round_robin",
+        "idle-prefix",
+        "bursts-least_loaded",
+        "branches-prefix",
+        "batches-prefix",
+    )
 )
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
@@ -65,13 +73,14 @@ def measured_at(point: config.Point):
         {"workload": {key: value for key, value in RAW["workload"].items() if key != "arrivals"}},
         {"workload": {**RAW["workload"], "arrivals": {"process": "poisson", "rate": 3.0}}},  # with idle gaps
         {"workload": {**RAW["workload"], "arrivals": {"process": "gamma", "rate": 300.0, "burstiness": 0.1}}},
+        {"workload": {**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 5}}},
         {"sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}, "cache_tokens": 512},
         {
             "engine": {**RAW["engine"], "policy": "static", "mixed_steps": False},
             "simulate": {"step_s": 0.01, "model": "llama-3-8b", "whole_batches": True},
         },
     ],
-    ids=["busy", "at once", "idle", "bursts", "branches", "batches"],
+    ids=["busy", "at once", "idle", "bursts", "closed", "branches", "batches"],
 )
 def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
     alone = measured({**RAW, **change})

@@ -12,7 +12,7 @@ import pytest
 
 from experiments import reproduce
 from experiments.core import config
-from experiments.core.clusters import of_pool
+from experiments.core.pool_options import of_pool
 from experiments.core.workloads import build
 from experiments.simulation.profiles import PROFILES
 from experiments.studies.findings import interval

@@ -1,4 +1,4 @@
-"""Sections of a config for several simulated engines: `replicas`, equal ones; `pools`, for prompts and for decodes."""
+"""The section `pools` of a config: simulated engines for prompts, and others that go on with them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,6 @@ if TYPE_CHECKING:
     from experiments.core.config import Experiment
 
 POOLS = ("prefill", "decode")  # fields of Pools
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Equal engines, and the router that gives each request to one of them (pagedjax/routing).
-
-    known_blocks: hashes of blocks that the router remembers of each replica; None: as many as it has blocks.
-    """
-
-    count: int = 1
-    router: str = "prefix"
-    known_blocks: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count is {self.count}; it must be at least 1")
-        if self.known_blocks is not None and self.known_blocks < 0:
-            raise ValueError(
-                f"known_blocks is {self.known_blocks}; it must be at least 0, or null for the blocks of a replica"
-            )
 
 
 @dataclass(frozen=True)
@@ -74,6 +54,11 @@ class Pools:
             raise ValueError(f"link_gb_s is {self.link_gb_s}; it must be above 0, or null for no time")
         if self.latency_s < 0:
             raise ValueError(f"latency_s is {self.latency_s}; it must be at least 0 seconds")
+
+    @property
+    def count(self) -> int:
+        """Engines of both pools."""
+        return self.prefill.count + self.decode.count
 
 
 def of_pool(experiment: Experiment, name: str) -> Experiment:

@@ -1,0 +1,319 @@
+"""Runs on the nodes of a Ray cluster: python -m experiments.run CONFIG --backend ray [--worker-resources num_gpus=1].
+
+    connect(...)   -> Workers      the places that the nodes have for workers      ValueError: there are none
+    results(runs)  -> results, as they finish
+
+A worker is an actor: a process that reserves its resources and keeps its engines from run to run, as one process does.
+A point's runs stay on one kind of machine, so that its repeats differ by noise alone. If a worker dies, its run failed,
+and another worker takes its place. The parent process writes every folder, so a sweep stops and resumes as without Ray.
+
+Ray is that of RAY_ADDRESS, or the one that was started last on this machine. Without any, a local one is started, and
+ended with the sweep.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import sys
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from experiments.core.engines import Run, engine_key, simulated_engines
+from experiments.core.environment import code, environment
+from experiments.core.execution import Result, failed_run, one_run
+from experiments.core.sweep import make_engines
+
+NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # of an option of Ray: its name in a node's totals
+PATIENCE = 30.0  # seconds without a worker, after which a note says that the cluster is in use
+FORM = "write NAME=NUMBER, separated by commas, such as num_cpus=2,num_gpus=1"
+
+Resources = Mapping[
+    str, float
+]  # names are num_cpus, num_gpus, memory (bytes), and those of the cluster's own resources
+
+
+class Place(NamedTuple):
+    """What a worker reserves, and the id of its node; None is any node that has room."""
+
+    resources: Resources
+    node: str | None = None
+
+
+class Workers(NamedTuple):
+    """alive: engines that a worker keeps. device: runs are measured. ours: this process connected, and disconnects."""
+
+    places: tuple[Place, ...]
+    alive: int
+    device: bool
+    ours: bool
+
+
+def parse_resources(text: str) -> dict[str, float]:
+    """num_cpus=2,num_gpus=1 -> the resources of a worker.
+
+    Raises:
+        ValueError: a part is not NAME=NUMBER with a number above 0, or a name is there twice.
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = (word.strip() for word in part.partition("="))
+        try:
+            value = float(number)
+        except ValueError:
+            value = 0.0
+        if not name or not 0 < value < math.inf or name in found:
+            raise ValueError(f"--worker-resources has {part!r}; each name once, with a number above 0: {FORM}")
+        if name in ("CPU", "GPU", "cpu", "gpu"):
+            raise ValueError(f"--worker-resources has {name!r}; its name is num_{name.lower()}s")
+        found[name] = value
+    return found
+
+
+def places_of(nodes: Sequence[Mapping[str, Any]], resources: Resources | None, *, measured: bool) -> tuple[Place, ...]:
+    """The workers that the nodes have room for, if nothing else runs there.
+
+    By default a simulated run takes one processor, and a measured one all that could disturb it: a GPU with its part of
+    the node's processors where the cluster has GPUs, else all processors of a node.
+
+    Args:
+        nodes: as ray.nodes() lists them.
+        resources: of each worker; None: the default.
+
+    Raises:
+        ValueError: no node has room for a worker.
+    """
+    present = [(node["NodeID"], node["Resources"]) for node in nodes if node["Alive"]]
+    if resources is None and measured:
+        found = _whole(present)
+    else:
+        wanted = {"num_cpus": 1.0} if resources is None else resources
+        found = [Place(wanted) for _, totals in present for _ in range(_room(totals, wanted))]
+    if found:
+        return tuple(found)
+    asked = "a worker needs num_cpus=1" if resources is None else f"--worker-resources is {_words(resources)}"
+    have = "; ".join(_totals(totals) for _, totals in present) or "nothing: there is no node"
+    raise ValueError(f"{asked}, and no node of the Ray cluster has so much. Its nodes have {have}. Ask for less")
+
+
+def _whole(present: Sequence[tuple[str, Resources]]) -> list[Place]:
+    gpus = [(node, totals, int(totals.get("GPU", 0))) for node, totals in present if totals.get("GPU", 0) >= 1]
+    if not gpus:
+        return [Place({"num_cpus": totals["CPU"]}, node) for node, totals in present if totals.get("CPU", 0) >= 1]
+    found = []
+    for node, totals, count in gpus:
+        part = int(totals.get("CPU", 0) / count)
+        found += [Place({"num_gpus": 1.0, **({"num_cpus": float(part)} if part else {})}, node)] * count
+    return found
+
+
+def _room(totals: Resources, wanted: Resources) -> int:
+    return min(int(totals.get(NAMES.get(name, name), 0.0) / value + 1e-9) for name, value in wanted.items())
+
+
+def _words(resources: Resources) -> str:
+    return ",".join(f"{name}={value:g}" for name, value in resources.items())
+
+
+def _totals(totals: Resources) -> str:
+    names = {there: name for name, there in NAMES.items()}
+    return ",".join(f"{names.get(k, k)}={v:g}" for k, v in sorted(totals.items()) if ":" not in k and "memory" not in k)
+
+
+def choose(
+    waiting: Sequence[Run],
+    mine: Set[Hashable],
+    others: Set[Hashable],
+    kinds: Mapping[Hashable, Any],
+    kind: Any,
+    least: int = 2,
+) -> Run | None:
+    """The next run of a worker on this kind of machine: the first of an engine that it has or that no one has.
+
+    Else it helps: the first run of an engine with at least `least` runs that wait, because it builds that engine too.
+    None: the runs that are left are for others.
+
+    Args:
+        mine: keys of the engines that this worker has built.
+        others: those that other workers have built.
+        kinds: of the machine that an engine has run on.
+    """
+    keys = [engine_key(run.point.experiment) for run in waiting]
+    allowed = [i for i, key in enumerate(keys) if kinds.get(key, kind) == kind]
+    near = (i for i in allowed if keys[i] in mine or keys[i] not in others)
+    much = (i for i in allowed if keys.count(keys[i]) >= least)
+    at = next(near, next(much, None))
+    return None if at is None else waiting[at]
+
+
+class Worker:
+    """The process of an actor. Its engines live as long as it does."""
+
+    def __init__(self, alive: int, device: bool, resources: Resources) -> None:
+        self._engines = make_engines(alive, quiet=True) if device else simulated_engines()
+        self._where = {**environment(device=device), "worker": dict(resources)}
+
+    def machine(self) -> tuple[dict[str, Any], dict[str, str | None]]:
+        """The environment of this process, and its code."""
+        return self._where, code()
+
+    def measure(self, run: Run) -> Result:
+        return one_run(run, self._engines, self._where)
+
+
+def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: int | None) -> Workers:
+    """Connect with Ray, and find the places of workers for `runs`: at most `jobs`.
+
+    Raises:
+        ValueError: no node has room for a worker, or there is no cluster at RAY_ADDRESS.
+    """
+    import ray
+
+    ours = not ray.is_initialized()
+    if ours:
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            raise ValueError(f"--backend is ray, and there is no cluster to connect with: {error}") from error
+    measured = any(run.point.experiment.simulate is None for run in runs)
+    try:
+        places = places_of(ray.nodes(), resources, measured=measured)
+    except ValueError:
+        if ours:
+            ray.shutdown()
+        raise
+    most = min(len(runs), len(places) if jobs is None else jobs)
+    return Workers(places[:most], alive, measured, ours)
+
+
+def results(runs: Iterable[Run], where: dict[str, Any], workers: Workers) -> Generator[Result, None, None]:
+    """`one_run` of each of `runs` in a worker, as they finish. Closing the generator ends the workers."""
+    import ray
+
+    team = _Team(workers, list(runs), where)
+    try:
+        while team.busy:
+            yield from team.finished()
+        yield from team.left_over()
+    finally:
+        team.end()
+        if workers.ours:
+            ray.shutdown()
+
+
+class _Team:
+    """The workers, and what each of them does."""
+
+    def __init__(self, workers: Workers, waiting: list[Run], where: dict[str, Any]) -> None:
+        self._workers, self._waiting, self._where = workers, waiting, where
+        self._actors: dict[int, Any] = {}  # by the number of their place
+        self._machines: dict[int, dict[str, Any]] = {}  # environment of each worker that has answered
+        self._built: dict[int, set[Hashable]] = {}
+        self._kinds: dict[Hashable, Any] = {}  # of the machine that an engine has run on
+        self.busy: dict[Any, tuple[int, Run | None]] = {}  # reference -> a place, and its run; None: it starts
+        self._reason, self._patient = "", True
+        for place in range(len(workers.places)):
+            self._start(place)
+
+    def _start(self, place: int) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        resources, node = self._workers.places[place]
+        options: dict[str, Any] = {name: value for name, value in resources.items() if name in NAMES}
+        options.setdefault("num_cpus", 0)
+        if node is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        if own := {name: value for name, value in resources.items() if name not in NAMES}:
+            options["resources"] = own
+        worker = ray.remote(Worker).options(max_restarts=0, **options)
+        self._actors[place] = worker.remote(self._workers.alive, self._workers.device, resources)
+        self._built[place] = set()
+        self.busy[self._actors[place].machine.remote()] = (place, None)
+
+    def finished(self) -> list[Result]:
+        """Wait for a worker -> the results that it gives, none if it has started. It gets its next run."""
+        import ray
+
+        ready, _ = ray.wait(list(self.busy), num_returns=1, timeout=PATIENCE)
+        if not ready and self._patient and not self._machines:
+            self._patient = False
+            what = f"no worker after {PATIENCE:g} s; the cluster's processors or GPUs may be in use by others"
+            print(f"NOTE: {what}. Waiting", file=sys.stderr)
+        found = []
+        for reference in ready:
+            place, run = self.busy.pop(reference)
+            try:
+                answer = ray.get(reference)
+            except Exception as error:  # of Ray: the worker died, or its node lacks the code
+                found += self._lost(place, run, error)
+                continue
+            if run is None:
+                self._began(place, *answer)
+            else:
+                found.append(answer)
+        for place in self._actors.keys() - {place for place, _ in self.busy.values()}:
+            self._give(place)
+        return found
+
+    def _began(self, place: int, machine: dict[str, Any], its: dict[str, str | None]) -> None:
+        if its != code():
+            self._drop(place, f"a node has other code ({its}) than this process ({code()}); install the same on all")
+            return
+        self._machines[place] = machine
+
+    def _kind(self, place: int) -> Any:
+        """What numbers of a measured run depend on; simulated ones depend on no machine."""
+        machine = self._machines[place]
+        cpu = machine["cpu"]
+        return (machine["device"]["kind"], cpu["model"], cpu["cores"]) if self._workers.device else None
+
+    def _give(self, place: int) -> None:
+        kind, mine = self._kind(place), self._built[place]
+        others = {key for other, built in self._built.items() if other != place for key in built}
+        least = 2 if self._workers.device else 1  # a simulated engine costs nothing
+        if (run := choose(self._waiting, mine, others, self._kinds, kind, least)) is None:
+            return
+        self._waiting.remove(run)
+        key = engine_key(run.point.experiment)
+        mine.add(key)
+        self._kinds.setdefault(key, kind)
+        self.busy[self._actors[place].measure.remote(run)] = (place, run)
+
+    def _lost(self, place: int, run: Run | None, error: Exception) -> list[Result]:
+        """A worker is gone: its run failed. A new one takes its place, unless it died before it began."""
+        reason = f"the worker of this run is lost. {type(error).__name__}: {error}"
+        machine = self._machines.pop(place, self._where)
+        self._drop(place, reason)
+        if run is None:
+            return []
+        self._start(place)
+        return [failed_run(run, machine, reason, reason)]
+
+    def _drop(self, place: int, reason: str) -> None:
+        import ray
+
+        self._reason = reason
+        ray.kill(self._actors.pop(place))
+        self._built.pop(place)
+        left = {self._kind(other) for other in self._machines if other != place}
+        self._kinds = {key: kind for key, kind in self._kinds.items() if kind in left}
+
+    def left_over(self) -> list[Result]:
+        """Failed runs, if no worker is left for them."""
+        return [failed_run(run, self._where, self._reason, self._reason) for run in self._waiting]
+
+    def end(self) -> None:
+        import ray
+
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+
+def check() -> None:
+    """Raises ValueError without Ray."""
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError(
+            "--backend is ray, which is not installed: pip install 'pagedjax[ray]', or leave --backend out"
+        )

@@ -1,0 +1,105 @@
+"""A record of routing: the transitions of a router's state as JSON lines, and their replay.
+
+    {"routing": 1, "router": "prefix", "known_blocks": 65536}
+    {"joined": "a"}      {"left": "a"}      {"finished": "request-7"}
+    {"routed": "request-7", "to": "a", "tokens": 48, "hashes": ["9f..."], "user": ""}
+
+Routing is pure, so the same inputs give the same assignments: in a simulation, in a test, and again from this record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pagedjax.routing import routers, state
+from pagedjax.routing.routers import Router
+from pagedjax.routing.state import Replica, RouterRequest, RouterState
+
+FORMAT = 1
+
+
+class Recorder:
+    """Holds a router's state, makes its transitions, and writes each as a line. Not safe for several threads."""
+
+    def __init__(self, router: Router, known_blocks: int, path: Path | None = None) -> None:
+        """`path`: the file to write; None writes nothing.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.router, self.state = router, state.init(known_blocks)
+        self._file = None if path is None else path.open("w", encoding="utf-8", buffering=1)
+        self._write(routing=FORMAT, router=router.name, known_blocks=known_blocks)
+
+    def joined(self, replica: Replica) -> None:
+        self.state = state.joined(self.state, replica)
+        self._write(joined=replica)
+
+    def left(self, replica: Replica) -> None:
+        self.state = state.left(self.state, replica)
+        self._write(left=replica)
+
+    def route(self, request: RouterRequest) -> Replica:
+        self.state, chosen = routers.route(self.state, self.router, request)
+        name, tokens, hashes, user = request
+        self._write(routed=name, to=chosen, tokens=tokens, hashes=hashes, user=user)
+        return chosen
+
+    def finished(self, request_id: str) -> None:
+        """Does nothing if the request is not unfinished."""
+        if request_id in self.state.unfinished:
+            self.state = state.finished(self.state, request_id)
+            self._write(finished=request_id)
+
+    def close(self) -> None:
+        """Ends the file. Later transitions are not written."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, **line: Any) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterState, int]:
+    """Make the recorded transitions again -> the last state, and the number of assignments, all as recorded.
+
+    Args:
+        router: the one to replay with; None finds the recorded one among those that are shipped.
+
+    Raises:
+        ValueError: the text is no record, a transition is not possible, or an assignment differs; names the line.
+    """
+    now, found, count = None, router, 0
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+            if now is None:
+                if entry["routing"] != FORMAT:
+                    raise ValueError(f"format {entry['routing']!r} is not {FORMAT}, which this version reads")
+                found = found or routers.find(entry["router"])
+                now = state.init(entry["known_blocks"])
+            elif "routed" in entry:
+                request = RouterRequest(entry["routed"], entry["tokens"], tuple(entry["hashes"]), entry["user"])
+                assert found is not None
+                now, chosen = routers.route(now, found, request)
+                if chosen != entry["to"]:
+                    what = f"router {found.name!r} sends {request.request_id!r} to {chosen!r}"
+                    raise ValueError(f"{what}, and the record to {entry['to']!r}")
+                count += 1
+            elif "finished" in entry:
+                now = state.finished(now, entry["finished"])
+            else:
+                change = state.joined if "joined" in entry else state.left
+                now = change(now, entry["joined" if "joined" in entry else "left"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"line {number} is no transition of a router: {line.strip()!r:.80}") from error
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+    if now is None:
+        raise ValueError("the record is empty; its first line names the router")
+    return now, count

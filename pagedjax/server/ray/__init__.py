@@ -1,0 +1,16 @@
+"""Replicas of an engine on Ray Serve, behind one address. Needs the extra `ray`. `docs/design/replicas.md` explains it.
+
+options.py         the options, checked before anything starts
+application.py     `app`: the application of Ray Serve, for `serve run pagedjax.server.ray:app` and YAML files
+ingress.py         the one address: key, router, passing answers on
+prompts.py         what a router must know of a request, from its body
+request_router.py  Ray Serve's request router around a pure one of pagedjax.routing
+replica.py         one engine and its application, in a process of Ray's
+exchange.py        an HTTP exchange as values
+pages.py           the metrics of all replicas as one page
+command.py         `pagedjax serve --replicas N`
+"""
+
+from pagedjax.server.ray.application import app
+
+__all__ = ["app"]

@@ -1,0 +1,163 @@
+"""`pagedjax serve --replicas N`: replicas on this machine, or on the Ray cluster of --ray-address."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+from ray.serve.schema import LoggingConfig
+
+from pagedjax.server.ray import application
+from pagedjax.server.ray import options as cluster_options
+from pagedjax.server.ray.options import ClusterOptions
+from pagedjax.server.serve import bound_socket, name_of
+from pagedjax.weights.locate import open_checkpoint
+
+NAME = "pagedjax"  # of Serve's application
+OF_SERVER = ("max_queue", "min_priority", "max_priority", "allow_user", "result_seconds", "tool_call_parser")
+
+
+def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptions:
+    """The options of the command line. `engine`: fields of EngineConfig.
+
+    Raises:
+        ValueError: a wrong option, or one that replicas cannot have.
+    """
+    for name, given in (("--allow-runtime-lora-updating", args.allow_runtime_lora_updating),):
+        if given:
+            what = f"{name} changes one engine, and there are {args.replicas} replicas"
+            raise ValueError(f"{what}; name the adapters at the start, with --lora-modules")
+    if args.coordinator or args.processes:
+        raise ValueError("--replicas are engines of one process each; leave --coordinator and --processes out")
+    folders = dict(args.lora_modules)
+    if len(folders) < len(args.lora_modules):
+        raise ValueError("--lora-modules has a name twice; give each adapter its own")
+    server = {name: getattr(args, name) for name in OF_SERVER}
+    return ClusterOptions(
+        model=_absolute(args.model),
+        engine=engine,
+        server={
+            **server,
+            "name": args.served_model_name or name_of(args.model),
+            "max_body_bytes": int(args.max_body_mib * 2**20),
+            "allow_origins": tuple(args.allow_origin),
+        },
+        adapters={name: _absolute(folder) for name, folder in folders.items()},
+        replicas=1 if args.replicas is None else args.replicas,
+        autoscaling=args.autoscaling,
+        resources=args.replica_resources,
+        router=_absolute_file(args.router or "prefix"),
+        known_blocks=1 << 16 if args.known_blocks is None else args.known_blocks,
+        api_key_file=args.api_key_file and _absolute(args.api_key_file),
+        drain_seconds=args.drain_seconds,
+        record=args.record and os.path.abspath(args.record),
+        record_routing=args.record_routing and os.path.abspath(args.record_routing),
+        compilation_cache=args.compilation_cache,
+    )
+
+
+def _absolute(path: str) -> str:
+    """Of a path that exists here; a name stays. Replicas have another working folder."""
+    return os.path.abspath(path) if Path(path).exists() else path
+
+
+def _absolute_file(name: str) -> str:
+    where, colon, value = name.rpartition(":")
+    return f"{os.path.abspath(where)}{colon}{value}" if where.endswith(".py") else name
+
+
+def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
+    """Serve until SIGTERM or Ctrl-C. Unfinished requests have --drain-seconds to end."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("ray.serve").setLevel(log_level(args))
+    options = options_of(args, engine)
+    options.api_key()
+    open_checkpoint(options.model)  # a model that is missing is an error now
+    host, port = address(args)
+    start_ray(args.ray_address, log_level(args))
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which has a handler of its own
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        if args.ray_address is None:
+            cluster_options.check_room(options, application.resources_of(options), ray.cluster_resources())
+        url = deploy(options, host, port, args)
+        count = f"{options.replicas} replica{'s' * (options.replicas != 1)}"
+        print(f"serving {options.of_server().name} on {count} at {url}/v1", flush=True)
+        while not stopped.wait(1.0):  # a wait without end would hold back the signal on some platforms
+            pass
+        serve.delete(NAME)  # the replicas drain
+    finally:
+        if args.ray_address is None:
+            serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+def address(args: argparse.Namespace) -> tuple[str, int]:
+    """Where Ray Serve is to listen.
+
+    Raises:
+        ValueError: a port that cannot be used. On a cluster it is not tried: Serve may listen there already.
+    """
+    if args.ray_address is not None:
+        if not 0 < args.port < 2**16:
+            raise ValueError(f"--port is {args.port}; on a cluster it must be from 1 to {2**16 - 1}")
+        return args.host, args.port
+    with bound_socket(args.host, args.port) as listener:
+        return listener.getsockname()[:2]
+
+
+def deploy(options: ClusterOptions, host: str, port: int, args: argparse.Namespace) -> str:
+    """Start the replicas, and wait until they are ready -> the address of the ingress.
+
+    Raises:
+        ValueError: the cluster serves an application of this name, or listens elsewhere already; or a replica cannot
+            start, with Ray's reason.
+    """
+    shown = LoggingConfig(log_level=log_level(args), enable_access_log=args.log_level == "debug")
+    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=shown)
+    if NAME in serve.status().applications:
+        raise ValueError(f"this cluster serves an application {NAME!r} already; stop the command that serves it")
+    try:
+        serve.run(application.application(options), name=NAME, route_prefix="/", logging_config=shown)
+    except RuntimeError as error:
+        raise ValueError(f"the replicas cannot start: {error}") from error
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    try:
+        httpx.get(f"{url}/health", timeout=30)
+    except httpx.HTTPError as error:
+        serve.delete(NAME)
+        what = f"the ingress cannot be reached at {url} ({error}): Ray Serve listens elsewhere on this cluster already"
+        raise ValueError(f"{what}; give that address with --host and --port") from error
+    return url
+
+
+def log_level(args: argparse.Namespace) -> str:
+    """Of Ray. Its information about itself is shown with `--log-level debug`."""
+    return "WARNING" if args.log_level == "info" else args.log_level.upper()
+
+
+def start_ray(address: str | None, level: str) -> None:
+    """Connect to a cluster, or start Ray on this machine.
+
+    Raises:
+        ValueError: no cluster is at the address.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported
+    shown = {"log_to_driver": level != "ERROR", "logging_level": level}
+    if address is None:
+        ray.init(address="local", include_dashboard=False, **shown)
+        return
+    try:
+        ray.init(address=address, **shown)
+    except (ConnectionError, RuntimeError) as error:
+        raise ValueError(f"no Ray cluster is at {address!r}: {error}; start one with ray start --head") from error

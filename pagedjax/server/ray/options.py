@@ -1,0 +1,151 @@
+"""The options of a cluster: the `args` of a YAML for `serve deploy`, or what `pagedjax serve --replicas` was given.
+
+Everything here is checked before Ray starts a replica, so that a mistake is one early error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ray.serve.config import AutoscalingConfig
+
+from pagedjax import routing
+from pagedjax.config import EngineConfig, from_dict
+from pagedjax.server import adapters
+from pagedjax.server.app import Options
+from pagedjax.server.serve import name_of
+
+RESOURCES = ("num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env", "label_selector")
+AMOUNTS = ("num_cpus", "num_gpus", "memory")
+OF_THE_INGRESS = ("api_key", "lecture_endpoints", "allow_runtime_lora_updating")  # fields of Options
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Replicas of one model behind one address.
+
+    model: as `pagedjax serve` takes it. A folder must exist on every node.
+    engine: fields of EngineConfig, the same for each replica.
+    server: fields of `server.app.Options`, except the three of OF_THE_INGRESS.
+    adapters: folders of adapters that each replica loads, by name; needs `engine: {enable_lora: true}`.
+    replicas: how many there are, from the start and without `autoscaling` always.
+    autoscaling: fields of Ray Serve's AutoscalingConfig. Its `target_ongoing_requests`, per replica, has the default
+        `engine.max_num_seqs`; its `min_replicas` and `initial_replicas` have the default `replicas`.
+    resources: what a replica asks Ray for, as a deployment's `ray_actor_options`; None is `default_resources`.
+    router: "round_robin", "least_loaded", "prefix", or file.py:NAME on the node of the ingress.
+    known_blocks: see `routing.init`; best the number of a replica's blocks.
+    api_key_file: a file, on the node of the ingress, with the key that clients must send.
+    drain_seconds: for the unfinished requests of a replica that is to stop; then they are answered 503.
+    route_seconds: how long a request waits while no replica is present; then it is answered 503.
+    record: each replica records its engine's run into this file, with the replica's name before the ending.
+    record_routing: the ingress records the router's transitions into this file (`routing/recording.py`).
+    compilation_cache: keep compiled programs on disk.
+    """
+
+    model: str = "smollm2-135m"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    server: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    replicas: int = 1
+    autoscaling: Mapping[str, Any] | None = None
+    resources: Mapping[str, Any] | None = None
+    router: str = "prefix"
+    known_blocks: int = 1 << 16
+    api_key_file: str | None = None
+    drain_seconds: float = 60.0
+    route_seconds: float = 60.0
+    record: str | None = None
+    record_routing: str | None = None
+    compilation_cache: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that no replica or router can have."""
+        if self.replicas < 1:
+            raise ValueError(f"replicas is {self.replicas}; it must be at least 1")
+        for name in ("drain_seconds", "route_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in OF_THE_INGRESS:
+            if name in self.server:
+                remedy = "write api_key_file beside server" if name == "api_key" else "leave it out"
+                raise ValueError(f"server.{name} is not an option of replicas; {remedy}")
+        for name, value in (self.resources or {}).items():
+            if name not in RESOURCES:
+                raise ValueError(f"resources has the unknown key {name!r}; Ray knows {', '.join(RESOURCES)}")
+            if name in AMOUNTS and not (isinstance(value, int | float) and value >= 0):
+                raise ValueError(f"resources.{name} is {value!r}; it must be a number of at least 0")
+        routing.find(self.router)
+        routing.init(self.known_blocks)
+        from_dict(EngineConfig, dict(self.engine), where="engine.")
+        adapters.modules(tuple(self.adapters.items()), self.of_server().name, self.engine, False)
+        self.scaling()
+
+    def of_server(self) -> Options:
+        """The options of each replica's server."""
+        values = {"name": name_of(self.model), **self.server, "lecture_endpoints": False}
+        return from_dict(Options, values, where="server.")
+
+    def api_key(self) -> str | None:
+        """Raises OSError or ValueError if its file cannot be read or is empty."""
+        if self.api_key_file is None:
+            return None
+        key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+        if not key:
+            raise ValueError(f"the API key in {self.api_key_file} is empty; leave api_key_file out to need no key")
+        return key
+
+    def scaling(self) -> AutoscalingConfig | None:
+        """Raises ValueError for fields that Ray Serve refuses."""
+        if self.autoscaling is None:
+            return None
+        target = self.engine.get("max_num_seqs", EngineConfig.max_num_seqs)
+        least = {"min_replicas": self.replicas, "initial_replicas": self.replicas, "target_ongoing_requests": target}
+        if unknown := [name for name in self.autoscaling if name not in AutoscalingConfig.model_fields]:
+            raise ValueError(f"autoscaling has the unknown field {unknown[0]!r}; see Ray Serve's AutoscalingConfig")
+        try:
+            return AutoscalingConfig(**{**least, **self.autoscaling})
+        except ValueError as error:
+            raise ValueError(f"autoscaling: {error}") from error
+
+
+def of_args(args: Mapping[str, Any]) -> ClusterOptions:
+    """The options of a YAML's `args`, or of the words NAME=VALUE of `serve run`, whose values are then read as YAML.
+
+    Raises:
+        ValueError: an unknown or wrong option.
+    """
+    texts = {one.name for one in dataclasses.fields(ClusterOptions) if one.type in ("str", "str | None")}
+    typed = {
+        name: yaml.safe_load(value) if isinstance(value, str) and name not in texts else value
+        for name, value in args.items()
+    }
+    return from_dict(ClusterOptions, typed)
+
+
+def default_resources(cluster: Mapping[str, float], mesh: Mapping[str, int] | None) -> dict[str, Any]:
+    """What a replica asks for: its mesh's number of GPUs or TPU chips if the cluster has some, else one CPU.
+
+    Args:
+        cluster: amounts by name, as `ray.cluster_resources` has them.
+        mesh: of `EngineConfig`.
+    """
+    devices = math.prod((mesh or {}).values())
+    if cluster.get("GPU"):
+        return {"num_gpus": devices}
+    return {"resources": {"TPU": devices}} if cluster.get("TPU") else {"num_cpus": 1}
+
+
+def check_room(options: ClusterOptions, resources: Mapping[str, Any], cluster: Mapping[str, float]) -> None:
+    """Raises ValueError if a cluster of a fixed size has no room for the replicas."""
+    flat = {"CPU": resources.get("num_cpus", 0), "GPU": resources.get("num_gpus", 0), **resources.get("resources", {})}
+    for name, amount in flat.items():
+        if options.replicas * amount > cluster.get(name, 0):
+            what = f"replicas is {options.replicas}, and each needs {amount:g} {name}"
+            here = f"Ray has {cluster.get(name, 0):g}"
+            raise ValueError(f"{what}, but {here}; start fewer, or ask for less with --replica-resources")

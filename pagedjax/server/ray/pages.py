@@ -1,0 +1,31 @@
+"""The metrics of all replicas as one page of Prometheus's: each sample has the label `replica`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import prometheus_client as prometheus
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def merged(pages: Mapping[str, str]) -> str:
+    """`pages`: the page of each replica, by its name."""
+    families: dict[str, Metric] = {}
+    for replica, page in pages.items():
+        for family in text_string_to_metric_families(page):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples += [
+                sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples
+            ]
+    return prometheus.generate_latest(_Page(families.values())).decode()  # type: ignore[arg-type]
+
+
+class _Page:
+    """What `generate_latest` reads."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

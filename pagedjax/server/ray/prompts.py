@@ -1,0 +1,93 @@
+"""What a router must know of a request: its length and the hashes of its prompt's blocks, from the body of its HTTP
+request. The ingress tokenizes as the replica will. It checks nothing: a body that it cannot read goes to any replica,
+whose answer says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import ValidationError
+
+from pagedjax.engine import block_hashes
+from pagedjax.routing import RouterRequest
+from pagedjax.server import adapters, responses_api
+from pagedjax.server.app import Options
+from pagedjax.server.errors import ApiError
+from pagedjax.server.responses_api import ResponsesRequest
+from pagedjax.server.schema import ChatRequest, CompletionRequest, GenerationBody
+from pagedjax.text.tokenizer import Tokenizer
+from pagedjax.tools.use import tool_use
+from pagedjax.vllm_names.prompts import kept
+
+
+class Reader(NamedTuple):
+    """Reads requests as replicas do.
+
+    hashes: whether the router reads prefixes, and the replicas keep them.
+    """
+
+    tokenizer: Tokenizer
+    server: Options
+    max_model_len: int
+    block_size: int
+    hashes: bool
+
+
+def router_request(reader: Reader, request_id: str, path: str, body: bytes) -> RouterRequest:
+    """The request as the router sees it. Several prompts of one body have one router request, with the hashes of the
+    first one. Other endpoints have 0 tokens and no hashes."""
+    try:
+        if path == "/v1/completions":
+            completion = CompletionRequest.model_validate_json(body)
+            prompts, longest = _prompts(reader, completion), completion.max_tokens
+            return _of(reader, request_id, completion, prompts, 16 if longest is None else longest)
+        if path in ("/v1/chat/completions", "/v1/responses"):
+            if path == "/v1/responses":
+                chat = responses_api.as_chat(ResponsesRequest.model_validate_json(body))
+            else:
+                chat = ChatRequest.model_validate_json(body)
+            ids = _conversation(reader, chat)
+            longest = chat.max_completion_tokens or chat.max_tokens or reader.max_model_len - len(ids)
+            return _of(reader, request_id, chat, [ids], longest)
+    except (ValueError, ValidationError, ApiError):
+        pass  # the replica answers what is wrong
+    return RouterRequest(request_id, 0)
+
+
+def _of(
+    reader: Reader, request_id: str, body: GenerationBody, prompts: Sequence[Sequence[int]], longest: int
+) -> RouterRequest:
+    prompts = [kept(ids, body.truncate_prompt_tokens, reader.max_model_len) for ids in prompts]
+    branches = max(body.n or 1, body.best_of or 1)
+    tokens = sum(len(ids) + branches * max(longest, 0) for ids in prompts)
+    user = (body.user or "") if reader.server.allow_user else ""
+    return RouterRequest(request_id, tokens, _hashes(reader, body, prompts[0]), user)
+
+
+def _hashes(reader: Reader, body: GenerationBody, ids: Sequence[int]) -> tuple[str, ...]:
+    """Those of the prompt's full blocks. They need to differ from each other where the engine's do, and no more: an
+    adapter goes by its name, which stays the same for the life of a cluster."""
+    if not reader.hashes or body.prompt_logprobs is not None:
+        return ()
+    adapter = adapters.adapter_of(body.model, reader.server.name) or ""
+    root = block_hashes.root(body.cache_salt, reader.block_size, (), adapter)
+    return block_hashes.chain(root, np.asarray(ids), reader.block_size)
+
+
+def _prompts(reader: Reader, body: CompletionRequest) -> list[Sequence[int]]:
+    several: Any = body.prompt
+    if isinstance(several, str) or isinstance(several[0], int):
+        several = [several]
+    special = body.add_special_tokens is not False
+    return [reader.tokenizer.encode(one, special) if isinstance(one, str) else one for one in several]
+
+
+def _conversation(reader: Reader, body: ChatRequest) -> list[int]:
+    use = tool_use(
+        reader.tokenizer, body.tools, body.tool_choice, body.parallel_tool_calls, reader.server.tool_call_parser
+    )
+    messages = [message.plain() for message in body.messages]
+    return use.tokens(reader.tokenizer, messages, body.add_generation_prompt is not False)

@@ -1,0 +1,88 @@
+"""A replica: one engine in a process of Ray's, with the application that `pagedjax serve` has. It listens nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ray import serve
+from starlette.types import Message, Scope
+
+from pagedjax.llm import LLM
+from pagedjax.routing import RouterRequest
+from pagedjax.server.app import create_app
+from pagedjax.server.ray import exchange
+from pagedjax.server.ray.options import ClusterOptions
+from pagedjax.server.serve import served
+
+HEADER = b"x-replica"  # of each answer: the name of the replica that gave it
+
+
+class Answer(NamedTuple):
+    """A whole answer of one replica."""
+
+    replica: str
+    status: int
+    body: bytes
+
+
+class Replica:
+    """The methods that the ingress calls. Serve waits for those that run before it stops the replica."""
+
+    async def __init__(self, options: ClusterOptions) -> None:  # async: in the event loop that answers
+        self.name = serve.get_replica_context().replica_id.unique_id
+        self.llm = LLM(
+            options.model,
+            progress=False,
+            compilation_cache=options.compilation_cache,
+            **served(options.engine, None),
+        )
+        for name, folder in options.adapters.items():
+            self.llm.load_adapter(name, folder)
+        if options.record is not None:
+            path = Path(options.record)
+            self.llm.engine.record(path.with_suffix(f".{self.name}{path.suffix}"), times=True)
+        self.app = create_app(self.llm, options.of_server())
+        self.app.state.worker.start()
+
+    async def __del__(self) -> None:
+        """Serve calls it once, after the drain: unfinished requests are answered 503."""
+        self.app.state.worker.halt()
+        self.llm.engine.record(None)
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica for which this raises."""
+        worker = self.app.state.worker
+        if not worker.healthy:
+            raise RuntimeError(f"the engine of replica {self.name} has ended: {worker.error!r}")
+
+    async def facts(self) -> dict[str, int]:
+        """What the ingress must know of the engine."""
+        config = self.llm.engine.config
+        return {name: getattr(config, name) for name in ("max_model_len", "block_size", "enable_prefix_caching")}
+
+    async def answer(
+        self, scope: Scope, body: bytes, *, routed: RouterRequest | None = None, target: str | None = None
+    ) -> AsyncGenerator[list[Message], None]:
+        """The messages of the answer to an HTTP request. The first list is empty: the replica has taken the request.
+
+        Args:
+            routed, target: for the request router.
+        """
+        yield []
+        async for messages in exchange.answered(self.app, scope, body):
+            yield [self._named(message) for message in messages]
+
+    def _named(self, message: Message) -> Message:
+        if message["type"] != "http.response.start":
+            return message
+        return {**message, "headers": [*message.get("headers", ()), (HEADER, self.name.encode())]}
+
+    async def whole(self, path: str) -> Answer:
+        """The answer to GET, for pages that all replicas are asked for."""
+        messages: list[Any] = []
+        async for found in exchange.answered(self.app, exchange.get(path), b""):
+            messages += found
+        status = next(one["status"] for one in messages if one["type"] == "http.response.start")
+        return Answer(self.name, status, b"".join(one.get("body", b"") for one in messages))

@@ -1,0 +1,204 @@
+"""Simulated replicas that join, leave or fail during a run."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import run
+from experiments.core.config import expand, load
+from experiments.core.drive import measure
+from experiments.core.present import Change
+from experiments.core.replicas import Present, drive_replicas
+from experiments.core.workloads import WorkItem
+from experiments.simulation.cost import Simulate
+from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
+from pagedjax import SamplingParams
+from pagedjax.config import EngineConfig
+from pagedjax.host.types import StepResult
+from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+RAW = {
+    "name": "changes",
+    "model": "nothing is loaded",
+    "engine": {"max_num_seqs": 4, "max_model_len": 256, "max_num_batched_tokens": 64, "block_size": 8},
+    "cache_tokens": 512,
+    "workload": {
+        "kind": "synthetic",
+        "count": 30,
+        "shared_prefix": 32,
+        "prefixes": 4,
+        "prompt": {"dist": "uniform", "low": 4, "high": 40},
+        "output": {"dist": "uniform", "low": 2, "high": 20},
+        "arrivals": {"process": "poisson", "rate": 100.0},
+    },
+    "sampling": {"temperature": 0.0, "ignore_eos": True},
+    "simulate": {"step_s": 0.01, "model": "llama-3-8b"},
+    "replicas": {"count": 2, "router": "least_loaded"},
+}
+
+
+def measured(**changes):
+    (point,) = expand({**RAW, **changes}, folder=Path())
+    made = point.experiment
+    assert made.simulate is not None
+    return measure(SimulatedLLM(made.simulate, made.engine_config, made.model, made.num_replicas), point, 0)
+
+
+def by_hand(work: list[WorkItem], count: int, *changes: Change, router=ROUND_ROBIN):
+    """Steps of one second -> (replica of each request, begins of each replica's steps, requests computed anew)."""
+    config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
+    simulate, ever = Simulate(step_s=1.0), count + sum(change.join for change in changes)
+    engines = [SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=simulate) for _ in range(ever)]
+    begins: list[list[float]] = [[] for _ in engines]
+    anew: list[str] = []
+
+    def note(replica: int, result: StepResult) -> None:
+        begins[replica].append(result.started)
+
+    where = drive_replicas(engines, router, 32, work, GREEDY, note, None, Present(count, changes, anew.append))
+    return where, begins, anew
+
+
+def items(*rows: tuple[str, float, int]) -> list[WorkItem]:
+    return [WorkItem(name, arrival, (20,) * 5, output) for name, arrival, output in rows]
+
+
+def test_a_replica_gets_requests_from_when_it_joins():
+    work = items(("a", 0.0, 9), ("b", 1.5, 1), ("c", 2.0, 2), ("d", 2.5, 1))
+    where, begins, anew = by_hand(work, 1, Change(2.0, join=1), router=LEAST_LOADED)
+    assert where == {"a": 0, "b": 0, "c": 1, "d": 1}, "a change comes before an arrival at one time"
+    assert begins[1] == [2.0, 3.0]
+    assert anew == []
+
+
+def test_a_replica_that_leaves_ends_what_it_has():
+    work = items(("a", 0.0, 2), ("b", 0.0, 6), ("c", 1.5, 2), ("d", 3.0, 1))
+    where, begins, anew = by_hand(work, 2, Change(1.0, leave=1))
+    assert where == {"a": 0, "b": 1, "c": 0, "d": 0}
+    assert begins[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert anew == []
+
+
+def test_requests_of_a_replica_that_fails_are_computed_anew():
+    """It fails in its step from 1 to 2 s, which is its last; b has 2 of its 4 tokens then, and begins again."""
+    work = items(("a", 0.0, 3), ("b", 0.0, 4))
+    where, begins, anew = by_hand(work, 2, Change(1.5, fail=1))
+    assert (where, anew) == ({"a": 0, "b": 0}, ["b"])
+    assert begins == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 1.0]]
+
+
+def test_a_request_that_ended_in_the_last_step_is_not_computed_again():
+    where, begins, anew = by_hand(items(("a", 0.0, 1), ("b", 0.0, 2)), 2, Change(1.5, fail=1))
+    assert (where, anew) == ({"a": 0, "b": 1}, [])
+    assert begins == [[0.0], [0.0, 1.0]]
+
+
+def test_a_failure_after_the_last_arrival_is_felt():
+    where, begins, anew = by_hand(items(("a", 0.0, 2), ("b", 0.0, 9)), 2, Change(5.0, fail=1))
+    assert (where, anew) == ({"a": 0, "b": 0}, ["b"])
+    assert begins[0] == [0.0, 1.0, *(5.0 + i for i in range(9))]
+
+
+def test_changes_after_the_end_change_nothing():
+    late = {"changes": [{"at": 1e6, "join": 3}, {"at": 2e6, "fail": 4}]}
+    plain, changed = measured(), measured(replicas={**RAW["replicas"], **late})
+    assert (changed.requests, changed.steps) == (plain.requests, plain.steps)
+    assert (plain.summary["replicas"]["count"], changed.summary["replicas"]["count"]) == (2, 5)
+
+
+def drawn(present: int, rows: list[tuple[float, str, int]]) -> list[dict]:
+    """Changes in order that leave at least one replica."""
+    changes = []
+    for at, kind, count in sorted(rows):
+        count = count if kind == "join" else min(count, present - 1)
+        if count:
+            changes.append({"at": at, kind: count})
+            present += count if kind == "join" else -count
+    return changes
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 3),
+    rows=st.lists(
+        st.tuples(st.floats(0.0, 0.6), st.sampled_from(["join", "leave", "fail"]), st.integers(1, 2)), max_size=5
+    ),
+    router=st.sampled_from(sorted(ROUTERS)),
+    branches=st.integers(1, 2),
+    clients=st.one_of(st.none(), st.integers(1, 8)),
+)
+def test_laws_of_changes(count: int, rows: list, router: str, branches: int, clients: int | None):
+    arrivals = RAW["workload"]["arrivals"] if clients is None else {"process": "closed_loop", "clients": clients}
+    changes = drawn(count, rows)
+    found = measured(
+        replicas={"count": count, "router": router, "changes": changes},
+        workload={**RAW["workload"], "arrivals": arrivals},
+        sampling={"temperature": 0.8, "ignore_eos": True, "n": branches},
+    )
+    assert found.failed is None
+    for request in found.requests:
+        for branch in request.branches:
+            assert len(branch.token_ids) == request.max_tokens, "each token is there once"
+            assert all(a < b for a, b in pairwise(branch.token_times))
+            assert request.first_scheduled is not None
+            assert request.arrival <= request.first_scheduled < branch.token_times[0]
+    # by the rules of `Change`: when each replica begins, gets no more requests, and makes no more steps
+    begin, refuses, stops = dict.fromkeys(range(count), 0.0), {}, {}
+    present, joined = list(range(count)), count
+    for change in changes:
+        for _ in range(change.get("join", 0)):
+            begin[joined] = change["at"]
+            present.append(joined)
+            joined += 1
+        for _ in range(change.get("leave", 0)):
+            refuses[present.pop()] = change["at"]
+        for _ in range(change.get("fail", 0)):
+            gone = present.pop()
+            refuses[gone] = stops[gone] = change["at"]
+    for step in found.steps:
+        assert begin[step.replica] <= step.started + 1e-9
+        assert step.started <= stops.get(step.replica, float("inf")) + 1e-9
+    for request in found.requests:
+        assert request.arrival < refuses.get(request.replica, float("inf"))
+    gone = [replica for replica in stops if stops[replica] == 0.0]
+    assert not {request.replica for request in found.requests} & set(gone)
+
+
+def test_a_run_with_changes_runs_again_and_has_a_key_of_its_own(tmp_path):
+    changes = [{"at": 0.05, "join": 1}, {"at": 0.1, "fail": 2}]
+    raw = {**RAW, "replicas": {**RAW["replicas"], "changes": changes}}
+    keys = [expand(one, folder=Path())[0].key for one in (RAW, raw)]
+    assert keys[0] != keys[1]
+    plain = {**RAW, "replicas": {**RAW["replicas"], "changes": []}}
+    assert expand(plain, folder=Path())[0].key == keys[0]
+    (tmp_path / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
+    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    (summary,) = [json.loads(line) for line in (tmp_path / "runs/changes/runs.jsonl").read_text().splitlines()]
+    (again,) = load(tmp_path / "runs/changes" / summary["run"] / "config.yaml")
+    assert again.experiment.replicas is not None
+    assert again.experiment.replicas.changes == (Change(0.05, join=1), Change(0.1, fail=2))
+    assert summary["metrics"]["replicas"]["count"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([{"at": 1.0}], r"join, leave and fail are \(0, 0, 0\); one of them must be above 0, and the others 0"),
+        ([{"at": 1.0, "join": 1, "fail": 1}], r"join, leave and fail are \(1, 0, 1\); one of them must be"),
+        ([{"at": 1.0, "join": -1}], r"join, leave and fail are \(-1, 0, 0\); one of them must be above 0"),
+        ([{"at": -1.0, "join": 1}], r"at is -1.0; it must be at least 0 seconds, and finite"),
+        ([{"at": 2.0, "join": 1}, {"at": 1.0, "join": 1}], r"replicas.changes are at \[2.0, 1.0\] seconds; list them"),
+        ([{"at": 1.0, "leave": 1}, {"at": 2.5, "fail": 1}], "replicas.changes leave 0 replicas at 2.5 s; at least 1"),
+        ([{"at": 1.0, "stop": 1}], "unknown key replicas.changes.*'stop'"),
+    ],
+)
+def test_wrong_changes_are_reported(changes: list, message: str):
+    with pytest.raises(ValueError, match=message):
+        expand({**RAW, "replicas": {"count": 2, "changes": changes}}, folder=Path())

@@ -1,0 +1,328 @@
+"""Sweeps on a Ray cluster: places and choices as pure functions, and a local cluster that measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import run
+from experiments.core import config
+from experiments.core.cluster import Place, choose, parse_resources, places_of
+from experiments.core.engines import Run, engine_key, plan_runs
+from experiments.core.environment import cpu_model, source
+from tests.weights.tiny import tiny_llama
+
+ROOT = Path(__file__).parents[3]
+WORKLOAD = {
+    "kind": "synthetic",
+    "count": 5,
+    "prompt": {"dist": "uniform", "low": 2, "high": 12},
+    "output": {"dist": "uniform", "low": 2, "high": 6},
+    "arrivals": {"process": "closed_loop", "clients": 2},
+}
+MEASURED = {
+    "name": "spread",
+    "engine": {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 32, "token_buckets": [16]},
+    "cache_tokens": 256,
+    "workload": WORKLOAD,
+    "sampling": {"temperature": 0.0, "ignore_eos": True},
+    "warmup": {"requests": 1, "max_tokens": 2},
+    "repeats": 2,
+    "sweep": {"grid": {"engine.block_size": [4, 16]}},
+}
+SIMULATED = {**MEASURED, "model": "nothing is loaded", "simulate": {"chip": "h200", "model": "llama-3-8b"}}
+
+
+def node(name: str, alive: bool = True, **totals: float) -> dict[str, Any]:
+    usual = {"memory": 1e9, "object_store_memory": 1e9, f"node:{name}": 1.0}
+    return {"NodeID": name, "Alive": alive, "Resources": {**usual, **totals}}
+
+
+def test_a_measured_run_has_a_node_s_processors_alone():
+    nodes = [node("a", CPU=8.0), node("b", CPU=16.0), node("dead", alive=False, CPU=4.0), node("head")]
+    assert places_of(nodes, None, measured=True) == (Place({"num_cpus": 8}, "a"), Place({"num_cpus": 16}, "b"))
+
+
+def test_a_measured_run_has_a_gpu_where_the_cluster_has_some():
+    nodes = [node("a", CPU=9.0, GPU=2.0), node("b", CPU=16.0), node("c", CPU=1.0, GPU=2.0)]
+    part, none = {"num_gpus": 1.0, "num_cpus": 4.0}, {"num_gpus": 1.0}
+    assert places_of(nodes, None, measured=True) == (*[Place(part, "a")] * 2, *[Place(none, "c")] * 2)
+
+
+def test_a_simulated_run_has_one_processor():
+    assert places_of([node("a", CPU=2.0), node("b", CPU=1.0)], None, measured=False) == (Place({"num_cpus": 1.0}),) * 3
+
+
+def test_asked_resources_decide_how_many_workers_there_are():
+    nodes = [node("a", CPU=8.0, GPU=2.0, TPU=4.0), node("b", CPU=3.0, GPU=1.0)]
+    for text, count in (("num_cpus=2", 5), ("num_cpus=2,num_gpus=1", 3), ("num_gpus=0.5", 6), ("TPU=4", 1)):
+        asked = parse_resources(text)
+        assert places_of(nodes, asked, measured=True) == (Place(asked),) * count
+    with pytest.raises(
+        ValueError,
+        match=r"--worker-resources is num_gpus=4, and no node .* has so much. Its nodes have "
+        r"num_cpus=8,num_gpus=2,TPU=4; num_cpus=3,num_gpus=1. Ask for less",
+    ):
+        places_of(nodes, parse_resources("num_gpus=4"), measured=True)
+    with pytest.raises(ValueError, match=r"a worker needs num_cpus=1, and no node .* have nothing: there is no node"):
+        places_of([], None, measured=True)
+
+
+@pytest.mark.parametrize("text", ["", "num_cpus", "num_cpus=", "=2", "num_cpus=0", "num_cpus=-1", "a=1,a=2", "a=inf"])
+def test_resources_are_names_with_numbers(text: str):
+    with pytest.raises(ValueError, match=r"--worker-resources has '.*'; each name once, with a number above 0: write"):
+        parse_resources(text)
+
+
+def test_resources_have_the_names_of_ray_s_options():
+    assert parse_resources("num_cpus=2, num_gpus=0.5,TPU=4") == {"num_cpus": 2.0, "num_gpus": 0.5, "TPU": 4.0}
+    with pytest.raises(ValueError, match=r"--worker-resources has 'GPU'; its name is num_gpus"):
+        parse_resources("GPU=1")
+
+
+def planned(sizes: list[int], repeats: int) -> list[Run]:
+    raw = {**SIMULATED, "repeats": repeats, "sweep": {"grid": {"engine.block_size": sizes}}}
+    return plan_runs(config.expand(raw, Path()), alive=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(["slow", "fast"]), min_size=1, max_size=4), st.integers(1, 5), st.randoms())
+def test_every_run_is_made_once_and_each_point_on_one_kind_of_machine(kinds, repeats, random):
+    """Workers of two kinds ask for runs in any order, until no one gets any."""
+    waiting = planned([1, 2, 4, 8, 16], repeats)
+    plan, its, made = list(waiting), {}, []
+    built: list[set] = [set() for _ in kinds]
+    while waiting:
+        asking = list(range(len(kinds)))
+        random.shuffle(asking)
+        for worker in asking:
+            others = set().union(*built[:worker], *built[worker + 1 :])
+            chosen = choose(waiting, built[worker], others, its, kinds[worker])
+            if chosen is None:
+                continue
+            waiting.remove(chosen)
+            key = engine_key(chosen.point.experiment)
+            built[worker].add(key)
+            its.setdefault(key, kinds[worker])
+            made.append((chosen, kinds[worker]))
+    assert sorted((one.order, one.repeat) for one, _ in made) == sorted((one.order, one.repeat) for one in plan)
+    assert len({(one.order, kind) for one, kind in made}) == len({one.order for one in plan})
+
+
+def test_a_worker_prefers_its_own_engines_and_then_new_ones():
+    waiting = planned([4, 8], 2)
+    keys = [engine_key(one.point.experiment) for one in waiting]
+    assert keys == [keys[0], keys[1], keys[1], keys[0]]
+    every = set(keys)
+    assert choose(waiting, set(), set(), {}, "m") is waiting[0]
+    assert choose(waiting, set(), {keys[0]}, {keys[0]: "m"}, "m") is waiting[1], "another worker has the first engine"
+    assert choose(waiting, {keys[0]}, set(), {keys[0]: "m"}, "m") is waiting[0]
+    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "m") is waiting[0], "it helps, and builds one too"
+    assert choose(waiting[1:], set(), every, {}, "m") is waiting[1]
+    assert choose(waiting[2:], set(), every, {}, "m") is None, "the last run of an engine is for who has it"
+    assert choose(waiting[2:], set(), every, {}, "m", least=1) is waiting[2]
+    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "other") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--worker-resources", "num_cpus=1"], "--worker-resources is given, and --backend is not ray; add --backend"),
+        (["--backend", "ray", "--worker-resources", "GPU=1"], "--worker-resources has 'GPU'; its name is num_gpus"),
+        (["--backend", "ray", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_options_are_reported(tmp_path: Path, capsys, arguments: list[str], message: str):
+    pytest.importorskip("ray")
+    assert run.main([str(written(tmp_path, SIMULATED)), "--out", str(tmp_path / "runs"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def written(folder: Path, sections: dict[str, Any]) -> Path:
+    path = folder / "spread.yaml"
+    path.write_text(yaml.safe_dump(sections, sort_keys=False), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_llama(tmp_path_factory.mktemp("model") / "tiny", layers=1, max_len=64))
+
+
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A cluster of this machine, with two processors to give away."""
+    ray = pytest.importorskip("ray")
+    folder = tmp_path_factory.mktemp("r")  # short: a socket's path has at most 107 characters
+    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
+    ray.init("local", num_cpus=2, _temp_dir=str(folder), **options)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs a config into a folder, without drawing a report."""
+    monkeypatch.setattr("experiments.report.write", lambda folder: folder)
+
+    def measure(sections: dict[str, Any], folder: str, *more: str) -> int:
+        path = written(tmp_path, sections)
+        return run.main([str(path), "--out", str(tmp_path / folder), "--quiet", *more])
+
+    return measure
+
+
+def files(folder: Path, *apart: str) -> dict[str, str]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_text() for path in found if path.name not in apart}
+
+
+def summaries(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "spread/runs.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_simulated_runs_have_the_bytes_of_one_process(tmp_path, measured, local_ray):
+    refused = {**SIMULATED, "sweep": {"grid": {"engine.block_size": [4, 16], "engine.max_model_len": [32, 9999]}}}
+    assert measured(refused, "one") == 1, "one point is beyond the model's length"
+    assert measured(refused, "two", "--backend", "ray") == 1
+    alone, spread = (files(tmp_path / name, "env.json", "sweep.json", "error.txt") for name in ("one", "two"))
+    assert alone == spread
+    assert local_ray.is_initialized(), "the cluster is not ours to end"
+
+
+@pytest.mark.slow
+def test_measured_runs_have_the_requests_and_tokens_of_one_process(tmp_path, measured, local_ray, model):
+    sections = {**MEASURED, "model": model}
+    assert measured(sections, "one") == 0
+    assert measured(sections, "two", "--backend", "ray", "--worker-resources", "num_cpus=1") == 0
+    alone, spread = summaries(tmp_path / "one"), summaries(tmp_path / "two")
+    same = ("name", "label", "swept", "point", "repeat", "order", "run", "failed", "source", "jax", "device")
+    assert [{key: one[key] for key in same} for one in alone] == [{key: one[key] for key in same} for one in spread]
+    for counted in ("tokens_sha256", "requests", "output_tokens", "finished"):
+        assert [one["metrics"][counted] for one in alone] == [one["metrics"][counted] for one in spread]
+    assert files(tmp_path / "one").keys() == files(tmp_path / "two").keys()
+    seconds = []
+    for one in spread:
+        folder = tmp_path / "two/spread" / one["run"]
+        assert (folder / "config.yaml").read_text() == (
+            tmp_path / "one/spread" / one["run"] / "config.yaml"
+        ).read_text()
+        where = json.loads((folder / "env.json").read_text())
+        assert (where["source"], where["cpu"]["model"], where["device"]["kind"]) == (source(), cpu_model(), "cpu")
+        assert where["worker"] == {"num_cpus": 1.0}
+        seconds.append(where["startup"]["total"])
+    assert len(set(seconds)) == 2, "an engine is built once, and both repeats have it"
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "two").rglob("summary.json")}
+    assert measured(sections, "two", "--backend", "ray") == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "nothing was missing"
+
+
+DIES = """
+import os, pathlib, signal
+from pagedjax.policies import FCFS
+
+def order(*arguments):
+    if pathlib.Path(MARK).exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return FCFS.order(*arguments)
+
+KILLS = FCFS._replace(name="kills", order=order)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_a_failed_run_and_the_sweep_goes_on(tmp_path, measured, local_ray):
+    mark = tmp_path / "mark"
+    mark.touch()
+    (tmp_path / "dies.py").write_text(DIES.replace("MARK", repr(str(mark))), encoding="utf-8")
+    sweep = {"grid": {"engine.policy": ["fcfs", "dies.py:KILLS"], "engine.block_size": [4, 16]}}
+    sections = {**SIMULATED, "sweep": sweep}
+    assert measured(sections, "runs", "--backend", "ray") == 1
+    found = summaries(tmp_path / "runs")
+    assert [(one["order"], one["repeat"]) for one in found] == [(i, r) for i in range(4) for r in range(2)]
+    assert [one["failed"] is None for one in found] == [True] * 4 + [False] * 4
+    for one in found[4:]:
+        assert one["failed"].startswith("the worker of this run is lost. ActorDiedError")
+        folder = tmp_path / "runs/spread" / one["run"]
+        assert {"config.yaml", "env.json", "error.txt", "summary.json", "policy.py"} == {
+            path.name for path in folder.iterdir()
+        }
+    kept = {one["run"]: (tmp_path / "runs/spread" / one["run"]).stat().st_mtime_ns for one in found[:4]}
+    mark.unlink()
+    assert measured(sections, "runs", "--backend", "ray") == 0, "failed runs are made again, and no others"
+    assert kept == {name: (tmp_path / "runs/spread" / name).stat().st_mtime_ns for name in kept}
+    assert measured({**sections, "name": "alone"}, "runs") == 0
+    alone = [json.loads(line) for line in (tmp_path / "runs/alone/runs.jsonl").read_text().splitlines()]
+    assert [one["metrics"] for one in summaries(tmp_path / "runs")] == [one["metrics"] for one in alone]
+
+
+@pytest.mark.slow
+def test_resources_that_no_node_has_end_in_an_error(tmp_path, measured, local_ray, capsys):
+    began = time.monotonic()
+    assert measured(SIMULATED, "runs", "--backend", "ray", "--worker-resources", "num_cpus=3") == 2
+    assert time.monotonic() - began < 20
+    assert "--worker-resources is num_cpus=3, and no node of the Ray cluster has so much" in capsys.readouterr().err
+    assert measured(SIMULATED, "runs", "--backend", "ray", "--worker-resources", "num_gpus=1") == 2
+
+
+@pytest.mark.slow
+def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monkeypatch):
+    monkeypatch.setattr("experiments.core.cluster.code", lambda: {"source": "another", "jax": "0.0"})
+    assert measured(SIMULATED, "runs", "--backend", "ray") == 1
+    found = summaries(tmp_path / "runs")
+    assert len(found) == 4
+    assert all("a node has other code" in one["failed"] and "install the same" in one["failed"] for one in found)
+
+
+def alive(folder: Path) -> list[str]:
+    """The processes with a folder in their command."""
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            commands.append(path.read_text().replace("\0", " "))
+        except OSError:
+            continue  # it has ended
+    return [command for command in commands if str(folder) in command]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").is_file(), reason="the list of processes is Linux's")
+def test_ctrl_c_ends_the_workers_and_the_cluster_of_the_sweep(tmp_path_factory, model):
+    pytest.importorskip("ray")
+    folder = tmp_path_factory.mktemp("c")
+    many = {**MEASURED, "model": model, "repeats": 500}
+    command = [sys.executable, "-m", "experiments.run", str(written(folder, many)), "--out", str(folder / "runs")]
+    variables = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen(
+        [*command, "--backend", "ray", "--quiet"], env=variables, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        limit = time.monotonic() + 120
+        while not list((folder / "runs").rglob("summary.json")):
+            assert child.poll() is None, child.stderr.read() if child.stderr else ""
+            assert time.monotonic() < limit
+            time.sleep(0.2)
+        child.send_signal(signal.SIGINT)
+        _, told = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert "stopped; the same command resumes the sweep" in told
+    limit = time.monotonic() + 20
+    while alive(folder) and time.monotonic() < limit:
+        time.sleep(0.2)
+    assert alive(folder) == []

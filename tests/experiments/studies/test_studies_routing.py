@@ -1,0 +1,70 @@
+"""Study 021: its config, ratios and tables, against counts by hand."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from experiments import reproduce
+from experiments.core import config
+from experiments.simulation.cost import CHIPS, SHAPES
+
+routing = importlib.import_module("experiments.studies.021_prefix_routing.study")
+FAST = routing.Run(rate=300.0, first=0.5, each=0.04, found=0.9, used=0.6, waiting=0.0, uneven=1.2)
+SLOW = routing.Run(rate=100.0, first=5.0, each=0.08, found=0.1, used=0.9, waiting=80.0, uneven=1.0)
+RUNS = {routing.PLAIN: SLOW, routing.LOADED: SLOW._replace(rate=150.0), routing.AWARE: FAST}
+
+
+@pytest.fixture
+def points() -> list[config.Point]:
+    return config.load(reproduce.STUDIES / "021_prefix_routing/config.yaml")
+
+
+def test_config_is_the_source_s_load(points):
+    """9,000 requests with 256 tokens of output each in 840.2 s are 2,742 tokens/s, and in 358.7 s 6,423."""
+    assert [point.swept["replicas.router"] for point in points] == list(routing.ROUTERS)
+    for point in points:
+        made, load = point.experiment, point.experiment.workload
+        assert made.replicas is not None
+        assert (made.replicas.count, made.cache_tokens) == (routing.REPLICAS, routing.CACHE)
+        assert (load.shared_prefix, load.prefixes, load.arrivals.clients) == (routing.PREFIX, routing.AT, routing.MANY)
+        assert load.count * load.output.value / 840.2 == pytest.approx(2742, rel=1e-3)
+        assert load.count * load.output.value / 358.7 == pytest.approx(6423, rel=1e-3)
+
+
+def test_caches_are_shares_of_the_memory_less_the_weights():
+    shape, memory = SHAPES["qwen2.5-7b"], CHIPS["a10g"].memory
+    shares = [(shape.total_bytes + cache * shape.token_bytes) / memory for cache in routing.CACHES]
+    assert shares == pytest.approx([0.85, 0.90, 0.95], abs=0.01)
+    assert all(cache % 64 == 0 for cache in routing.CACHES)
+
+
+def test_ratios_by_hand():
+    assert routing.gain(RUNS) == 3.0
+    assert routing.gain(RUNS, routing.LOADED) == 1.5
+    assert routing.sooner(RUNS) == 10.0
+    assert routing.held(54) == pytest.approx(1.0)
+    assert routing.lines({54: RUNS}, routing.gain) == {"least_loaded": [(1.0, 1.5)], "prefix": [(1.0, 3.0)]}
+
+
+def test_published_numbers_agree_with_themselves():
+    plain = routing.Run(2742.0, 19.029, 0.1092, 0.11, 0.985, 180.0, 1.0)
+    aware = routing.Run(6423.0, 0.863, 0.0753, 0.93, 0.68, 0.0, 1.0)
+    claims = routing.claimed([{routing.PLAIN: plain, routing.AWARE: aware}] * 2)
+    assert len(claims) == 13
+    assert all(claim.ratio == pytest.approx(1.0) for claim in claims)
+    assert all(claim.why for claim in claims)
+    assert all(claim.ours.kind == "range" for claim in claims)
+
+
+def test_answer_names_the_best_and_both_ends_of_the_sweep():
+    worse = RUNS | {routing.AWARE: FAST._replace(rate=110.0)}
+    sweep = {8: worse, routing.AT: RUNS, 864: worse}
+    text = " ".join(routing.answer([RUNS], sweep, {64: worse, routing.MANY: RUNS}))
+    assert "With prefixes of 2.8 caches it makes 3 times the tokens/s of round robin" in text
+    assert "With prefixes of 0.15 caches, every replica soon has all of them, and it makes 1.1 times" in text
+    assert "With 16 caches, 2.0 times what all replicas hold, it makes 1.1 times" in text
+    assert "With 64 clients instead of 512, it makes 1.1 times" in text
+    assert routing.sweep_table(sweep).count("\n") == 1 + 9
+    assert routing.load_table({64: worse, 512: RUNS}).count("least_loaded") == 2

@@ -1,0 +1,99 @@
+"""A cluster in a process of its own, and the clients of its tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+
+from tests.server.support import wait_until
+
+STARTS = 240.0  # seconds, on a loaded machine
+
+
+class Cluster(NamedTuple):
+    url: str
+    process: subprocess.Popen[str]
+    routing: Path  # the record of its router
+    log: Path
+    key: str
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=60, headers={"Authorization": f"Bearer {self.key}"})
+
+    def replicas(self) -> dict[str, bool]:
+        """The replicas that are present -> whether they are healthy."""
+        answer = self.get("/replicas")
+        return {one["name"]: one["healthy"] for one in answer.json()["data"]} if answer.status_code == 200 else {}
+
+    def gauges(self, name: str) -> dict[str, float]:
+        """A gauge of each replica."""
+        page = self.get("/metrics").text
+        lines = [line for line in page.splitlines() if line.startswith(f"pagedjax:{name}{{")]
+        return {line.split('replica="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+
+
+@contextmanager
+def cluster(model: str, folder: Path, *words: str, key: str = "none") -> Iterator[Cluster]:
+    """`pagedjax serve --replicas` until the end of the block; then it is asked to stop, and must."""
+    routing, log = folder / "routing.jsonl", folder / "log"
+    command = [sys.executable, "-m", "pagedjax", "serve", model, *words, "--port", "0", "--log-level", "warning"]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [*command, "--record-routing", str(routing)],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,  # so that whatever it leaves can be ended with it
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("serving "), log.read_text("utf-8")[-3000:]
+        url = line.split(" at ")[1].strip().removesuffix("/v1")
+        made = Cluster(url, process, routing, log, key)
+        wait_until(lambda: all(made.replicas().values()), STARTS)
+        yield made
+        process.terminate()
+        assert process.wait(120) == 0, log.read_text("utf-8")[-3000:]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def process_of_one_replica(cluster: Cluster) -> int:
+    """The pid of a process of the cluster's that has an engine."""
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            name = line.read_bytes().split(b"\0")[0]
+            if name.startswith(b"ray::ServeReplica:pagedjax:replicas") and _descends(int(line.parts[2]), cluster):
+                return int(line.parts[2])
+        except OSError:  # it has ended
+            continue
+    raise AssertionError("the cluster has no process with an engine")
+
+
+def _descends(pid: int, cluster: Cluster) -> bool:
+    """Whether a process was started by the cluster's, directly or not."""
+    while pid > 1:
+        if pid == cluster.process.pid:
+            return True
+        pid = int(Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()[1])
+    return False
+
+
+def kill_one_replica(cluster: Cluster) -> None:
+    os.kill(process_of_one_replica(cluster), signal.SIGKILL)
+
+
+def idle(cluster: Cluster) -> bool:
+    """Whether no replica has a request, and no block an owner."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return all(not any(cluster.gauges(name).values()) for name in names)

@@ -1,0 +1,142 @@
+"""The options of a cluster are checked before anything starts, and a mistake says what to do instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pagedjax import cli
+from pagedjax.server.ray.command import options_of
+from pagedjax.server.ray.options import ClusterOptions, check_room, default_resources, of_args
+
+ROOT = Path(__file__).parents[3]
+WRONG = [
+    ({"replicas": 0}, "replicas is 0; it must be at least 1"),
+    ({"replica": 2}, "unknown key 'replica'; did you mean 'replicas'?"),
+    ({"drain_seconds": 0}, "drain_seconds is 0; it must be above 0"),
+    ({"route_seconds": float("nan")}, "route_seconds is nan; it must be above 0"),
+    ({"server": {"api_key": "secret"}}, "server.api_key is not an option of replicas; write api_key_file beside"),
+    ({"server": {"lecture_endpoints": True}}, "server.lecture_endpoints is not an option of replicas; leave it out"),
+    ({"server": {"max_queues": 4}}, "unknown key server.'max_queues'; did you mean 'max_queue'?"),
+    ({"engine": {"max_num_seq": 4}}, "unknown key engine.'max_num_seq'; did you mean 'max_num_seqs'?"),
+    ({"resources": {"gpus": 1}}, "resources has the unknown key 'gpus'; Ray knows num_cpus, num_gpus"),
+    ({"resources": {"num_cpus": "half"}}, "resources.num_cpus is 'half'; it must be a number of at least 0"),
+    ({"router": "nearest"}, "router is 'nearest'; write one of round_robin, least_loaded, prefix"),
+    ({"known_blocks": -1}, "known_blocks is -1; it must be at least 0"),
+    ({"autoscaling": {"max": 4}}, "autoscaling has the unknown field 'max'; see Ray Serve's AutoscalingConfig"),
+    ({"replicas": 4, "autoscaling": {"max_replicas": 2}}, "autoscaling: .*max_replicas"),
+    ({"adapters": {"poems": "folder"}}, "the engine has no adapters; add --enable-lora"),
+    ({"adapters": {"smollm2-135m": "f"}, "engine": {"enable_lora": True}}, "is the name of the model"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), WRONG)
+def test_a_wrong_option_is_an_error_with_a_remedy(args, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        of_args(args)
+
+
+def test_words_of_serve_run_are_read_as_yaml():
+    found = of_args({"model": "1234", "replicas": "2", "engine": "{max_num_seqs: 4}", "record": "run.jsonl"})
+    assert (found.model, found.replicas, found.record) == ("1234", 2, "run.jsonl")
+    assert found.engine == {"max_num_seqs": 4}
+
+
+def test_autoscaling_has_the_engines_batch_as_its_target():
+    found = of_args({"replicas": 2, "autoscaling": {"max_replicas": 4}, "engine": {"max_num_seqs": 12}}).scaling()
+    assert found is not None
+    assert (found.min_replicas, found.max_replicas, found.target_ongoing_requests) == (2, 4, 12)
+    assert of_args({}).scaling() is None
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mesh", "wanted"),
+    [
+        ({"CPU": 8.0}, None, {"num_cpus": 1}),
+        ({"CPU": 8.0}, {"tensor": 4}, {"num_cpus": 1}),
+        ({"CPU": 8.0, "GPU": 8.0}, None, {"num_gpus": 1}),
+        ({"CPU": 8.0, "GPU": 8.0}, {"tensor": 4}, {"num_gpus": 4}),
+        ({"CPU": 8.0, "TPU": 8.0}, {"tensor": 2, "data": 2}, {"resources": {"TPU": 4}}),
+    ],
+)
+def test_a_replica_asks_for_the_devices_of_its_mesh(cluster, mesh, wanted):
+    assert default_resources(cluster, mesh) == wanted
+
+
+def test_replicas_that_have_no_room_are_refused():
+    options = ClusterOptions(replicas=3)
+    check_room(options, {"num_gpus": 2}, {"CPU": 1.0, "GPU": 6.0})
+    what = "replicas is 3, and each needs 2 GPU, but Ray has 4; start fewer, or ask for less with --replica-resources"
+    with pytest.raises(ValueError, match=re.escape(what)):
+        check_room(options, {"num_gpus": 2}, {"CPU": 8.0, "GPU": 4.0})
+    with pytest.raises(ValueError, match="each needs 1 TPU, but Ray has 0"):
+        check_room(options, {"resources": {"TPU": 1}}, {"CPU": 8.0})
+
+
+def parsed(*words: str) -> ClusterOptions:
+    return options_of(cli.parser().parse_args(["serve", *words]), {"max_num_seqs": 8})
+
+
+def test_the_command_line_has_the_same_options(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    found = parsed("model", "--replicas", "3", "--router", "least_loaded", "--drain-seconds", "5")
+    assert (found.replicas, found.router, found.drain_seconds) == (3, "least_loaded", 5)
+    assert found.model == str(tmp_path / "model")  # replicas have another working folder
+    assert found.of_server().name == "model"
+    assert found.engine == {"max_num_seqs": 8}
+    assert parsed("--replica-resources", "num_gpus=2,num_cpus=0.5").resources == {"num_gpus": 2, "num_cpus": 0.5}
+
+
+def test_a_router_of_ones_own_has_an_absolute_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "from pagedjax.routing import Router\nFIRST = Router('first', lambda state, request: state.replicas[0])\n"
+    (tmp_path / "mine.py").write_text(text, "utf-8")
+    assert parsed("--replicas", "2", "--router", "mine.py:FIRST").router == f"{tmp_path / 'mine.py'}:FIRST"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--replicas", "0"), "replicas is 0; it must be at least 1"),
+        (("--replicas", "2", "--processes", "2"), "leave --coordinator and --processes out"),
+        (("--replicas", "2", "--allow-runtime-lora-updating"), "name the adapters at the start, with --lora-modules"),
+        (("--replicas", "2", "--lora-modules", "a=x", "a=y"), "--lora-modules has a name twice"),
+        (("--router", "prefix"), "--router is given, and there is one engine; add --replicas N"),
+        (("--record-routing", "r.jsonl"), "--record-routing is given, and there is one engine"),
+        (("--replicas", "2", "--api-key-file", "missing"), "No such file"),
+        (("--replicas", "2", "--port", "70000"), "port is 70000"),
+        (("--replicas", "2", "--ray-address", "127.0.0.1:1", "--port", "0"), "--port is 0; on a cluster it must be"),
+    ],
+)
+def test_a_wrong_command_line_ends_before_ray_starts(words, message, capsys):
+    assert cli.main(["serve", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_empty_key_is_refused(tmp_path):
+    (tmp_path / "key").write_text("\n", "utf-8")
+    with pytest.raises(ValueError, match="is empty; leave api_key_file out to need no key"):
+        ClusterOptions(api_key_file=str(tmp_path / "key")).api_key()
+    (tmp_path / "key").write_text("secret\n", "utf-8")
+    assert ClusterOptions(api_key_file=str(tmp_path / "key")).api_key() == "secret"
+
+
+def test_without_ray_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
+    assert cli.main(["serve", "--replicas", "2"]) == 2
+    assert "pip install 'pagedjax[ray]'" in capsys.readouterr().err
+
+
+def test_the_yaml_of_the_repository_is_one_that_serve_deploys():
+    from ray.serve.schema import ServeDeploySchema
+
+    for path in (ROOT / "configs" / "serve").glob("*.yaml"):
+        deployed = ServeDeploySchema(**yaml.safe_load(path.read_text("utf-8")))
+        (application,) = deployed.applications
+        assert application.import_path == "pagedjax.server.ray:app"
+        assert dataclasses.asdict(of_args(application.args))["replicas"] == 2

@@ -1,0 +1,130 @@
+"""An application that is called without a socket: all its messages, its errors, and a client that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+
+import httpx
+import prometheus_client as prometheus
+import pytest
+from fastapi import FastAPI, Request
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagedjax.server.ray import exchange, pages
+from pagedjax.server.streaming import EventStream, unless_client_leaves
+
+
+def application(log: list) -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/echo")
+    async def echo(request: Request) -> dict:
+        return {"body": (await request.body()).decode(), "query": request.url.query, "key": request.headers["x-key"]}
+
+    @app.get("/wait")
+    async def wait(request: Request) -> str:
+        log.append("waits")
+        await unless_client_leaves(request, asyncio.sleep(60))
+        log.append("left")
+        return "never read"
+
+    @app.get("/stream")
+    async def stream() -> EventStream:
+        async def events():
+            for i in range(1000):
+                yield f"data: {i}\n\n"
+                await asyncio.sleep(0.001)
+
+        return EventStream(events(), lambda: log.append("ended"))
+
+    @app.get("/fails")
+    async def fails() -> None:
+        raise KeyError("broken")
+
+    return app
+
+
+async def body_of(messages) -> bytes:
+    return b"".join([one.get("body", b"") async for found in messages for one in found])
+
+
+def scope_of(method: str, url: str, headers: dict[str, str]) -> dict:
+    """What Starlette's transport would pass, with things in it that cannot be pickled."""
+    request = httpx.Request(method, f"http://127.0.0.1{url}", headers=headers)
+    return {
+        **exchange.get(request.url.path),
+        **{"method": method, "query_string": request.url.query, "headers": request.headers.raw},
+        **{"app": lambda: None, "state": {}},
+    }
+
+
+def test_a_request_and_its_answer_are_values():
+    scope = exchange.plain(scope_of("POST", "/echo?a=b", {"x-key": "secret"}))
+    assert pickle.loads(pickle.dumps(scope)) == scope
+    found = asyncio.run(body_of(exchange.answered(application([]), scope, b"words")))
+    assert found == b'{"body":"words","query":"a=b","key":"secret"}'
+
+
+@pytest.mark.parametrize(("path", "said"), [("/wait", ["waits", "left"]), ("/stream", ["ended"])])
+def test_a_client_that_leaves_ends_the_work(path, said):
+    log: list[str] = []
+
+    async def leaves() -> None:
+        messages = exchange.answered(application(log), exchange.get(path), b"")
+        try:
+            async with asyncio.timeout(0.2):
+                await body_of(messages)
+        finally:
+            await messages.aclose()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(leaves())
+    assert log == said
+
+
+def test_messages_that_are_ready_come_together():
+    async def burst(scope, receive, send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for i in range(10):
+            await send({"type": "http.response.body", "body": b"%d" % i, "more_body": i < 9})
+
+    async def lists() -> list[int]:
+        return [len(found) async for found in exchange.answered(burst, exchange.get("/"), b"")]
+
+    counts = asyncio.run(lists())
+    assert sum(counts) == 11
+    assert len(counts) < 11
+
+
+def test_an_error_of_the_application_comes_after_its_messages():
+    messages = []
+
+    async def read() -> None:
+        async for found in exchange.answered(application([]), exchange.get("/fails"), b""):
+            messages.extend(found)
+
+    with pytest.raises(KeyError, match="broken"):
+        asyncio.run(read())
+    assert messages[0]["status"] == 500
+
+
+def test_metrics_of_all_replicas_are_one_page():
+    def page(count: int) -> str:
+        registry = prometheus.CollectorRegistry()
+        prometheus.Counter("tokens", "Tokens", ("model",), registry=registry).labels("m").inc(count)
+        prometheus.Gauge("running", "Requests", registry=registry).set(count)
+        prometheus.Histogram("seconds", "Time", registry=registry, buckets=(1.0, 2.0)).observe(count)
+        return prometheus.generate_latest(registry).decode()
+
+    whole = list(text_string_to_metric_families(pages.merged({"a": page(1), "b": page(2)})))
+    samples = {
+        (one.name, one.labels["replica"], one.labels.get("le")): one for family in whole for one in family.samples
+    }
+    assert {one: samples["tokens_total", one, None].value for one in "ab"} == {"a": 1, "b": 2}
+    assert samples["tokens_total", "a", None].labels == {"model": "m", "replica": "a"}
+    assert {one: samples["running", one, None].value for one in "ab"} == {"a": 1, "b": 2}
+    assert {one: samples["seconds_bucket", one, "1.0"].value for one in "ab"} == {"a": 1, "b": 0}
+    kinds = {family.name: family.type for family in whole}
+    assert (kinds["tokens"], kinds["running"], kinds["seconds"]) == ("counter", "gauge", "histogram")
+    assert len(kinds) == len(whole), "a family is twice on the page"

@@ -1,0 +1,71 @@
+"""A cluster that grows with its queue and shrinks again, behind a key: no answer is lost when a replica leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from pagedjax import SamplingParams
+from pagedjax.routing import recording
+from tests.server.replicas.support import Cluster, cluster, idle
+from tests.server.support import wait_until
+
+pytestmark = pytest.mark.slow
+SIZES = ("--max-num-seqs", "4", "--num-blocks", "256", "--max-num-batched-tokens", "64", "--token-buckets", "8,64")
+SCALING = {
+    **{"max_replicas": 2, "target_ongoing_requests": 4, "upscale_delay_s": 1, "downscale_delay_s": 3},
+    "look_back_period_s": 11,  # Serve measures every 10 s
+}
+PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(24)]
+
+
+async def asked(client: openai.AsyncOpenAI, prompt: list[int], tokens: int) -> str:
+    answer = await client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=tokens, temperature=0.0, extra_body={"ignore_eos": True}
+    )
+    return answer.choices[0].text
+
+
+async def while_it_grows(made: Cluster, key: str) -> list[tuple[int, str]]:
+    """Keep twelve requests under way until there are two replicas -> (which prompt, its answer)."""
+    answers: list[tuple[int, str]] = []
+    grown = asyncio.Event()
+
+    async def live(client: openai.AsyncOpenAI, i: int) -> None:
+        while not grown.is_set():
+            answers.append((i, await asked(client, PROMPTS[i], 100)))
+
+    async def watch() -> None:
+        for _ in range(600):
+            if len(await asyncio.to_thread(made.replicas)) == 2:
+                break
+            await asyncio.sleep(0.5)
+        grown.set()
+
+    async with openai.AsyncOpenAI(base_url=f"{made.url}/v1", api_key=key, max_retries=0, timeout=300) as client:
+        await asyncio.gather(watch(), *(live(client, i) for i in range(12)))
+    return answers
+
+
+def test_replicas_follow_the_queue_and_drain(tiny_folder, reference, tmp_path):
+    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    wanted = [output.outputs[0].text for output in reference.generate(PROMPTS[:12], params, use_tqdm=False)]
+    (tmp_path / "key").write_text("secret\n", "utf-8")
+    words = ("--replicas", "1", "--autoscaling", json.dumps(SCALING), "--replica-resources", "num_cpus=0.5", *SIZES)
+    options = ("--served-model-name", "tiny", "--api-key-file", str(tmp_path / "key"), "--router", "least_loaded")
+    with cluster(str(tiny_folder), tmp_path, *words, *options, key="secret") as made:
+        assert httpx.get(f"{made.url}/v1/models").status_code == 401
+        assert httpx.get(f"{made.url}/replicas").status_code == 401
+        assert len(made.replicas()) == 1
+        answers = asyncio.run(while_it_grows(made, "secret"))
+        assert len(made.replicas()) == 2
+        assert [one for one in answers if one[1] != wanted[one[0]]] == [], "wrong answers"
+        wait_until(lambda: len(made.replicas()) == 1, 120)  # it shrinks, with nothing to do
+        wait_until(lambda: idle(made), 60)
+    state, count = recording.replay(made.routing.read_text("utf-8").splitlines())
+    assert count >= len(answers)
+    assert not state.unfinished

@@ -1,0 +1,161 @@
+"""Two replicas of SmolLM2 on Ray Serve under load, as a user starts them: `pagedjax serve --replicas 2`.
+
+Real processes, OpenAI's client, 200 requests of which a third leave, and a replica that is killed half-way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+import httpx
+import openai
+import pytest
+
+from pagedjax import LLM, SamplingParams
+from pagedjax.routing import recording
+from tests.server.replicas.support import cluster, idle, kill_one_replica
+from tests.server.support import wait_until
+
+pytestmark = pytest.mark.slow
+GROUPS, TOKENS, REQUESTS, CLIENTS = 6, 12, 200, 12
+WORDS = (
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "then",
+    "it",
+    "saw",
+    "an",
+    "old",
+    "dog",
+    "who",
+    "ran",
+    "to",
+    "town",
+)
+ENGINE = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "num_blocks": 512, "max_model_len": 256}
+OPTIONS = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+class Sent(NamedTuple):
+    """What became of one request: `text` if it has an answer, and by which replica; `error` if it has none."""
+
+    number: int
+    text: str | None = None
+    replica: str | None = None
+    error: str | None = None
+
+
+def prompts() -> list[str]:
+    """Prompt i belongs to group i % GROUPS, whose prompts begin with the same 60 words."""
+    draw = random.Random(0)
+    begins = [" ".join(draw.choice(WORDS) for _ in range(60)) for _ in range(GROUPS)]
+    ends = [" ".join(draw.choice(WORDS) for _ in range(5)) for _ in range(60)]
+    return [f"{begins[i % GROUPS]} {ends[i]}" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def wanted(smollm2) -> list[str]:
+    """The library's answers, one prompt after the other."""
+    llm = LLM(smollm2, progress=False, **ENGINE)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    return [output.outputs[0].text for output in llm.generate(prompts(), params, use_tqdm=False)]
+
+
+async def send(client: openai.AsyncOpenAI, number: int, prompt: str, stream: bool) -> Sent:
+    options = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0.0}
+    try:
+        if not stream:
+            whole = await client.completions.with_raw_response.create(**options, extra_body={"ignore_eos": True})
+            return Sent(number, whole.parse().choices[0].text, whole.headers["x-replica"])
+        text, replica = "", None
+        call = client.completions.with_streaming_response.create(
+            **options, extra_body={"ignore_eos": True, "stream": True}
+        )
+        async with call as answer:
+            replica = answer.headers["x-replica"]
+            async for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        return Sent(number, error=f"within a stream: {chunk['error']['code']}")
+                    text += "".join(choice["text"] for choice in chunk["choices"])
+        return Sent(number, text, replica)
+    except openai.InternalServerError as error:
+        return Sent(number, error=f"{error.status_code} {error.code}")
+
+
+async def load(url: str, kill, draw: random.Random) -> tuple[list[Sent], int, int]:
+    """200 requests, CLIENTS at a time -> (what became of those that stayed, how many left, how many before the kill).
+
+    kill: called once, when half of them have been sent.
+    """
+    found, left, numbers, before = [], 0, iter(range(REQUESTS)), 0
+    texts = prompts()
+
+    async def live(client: openai.AsyncOpenAI) -> None:
+        nonlocal left, before
+        for number in numbers:
+            if number == REQUESTS // 2:
+                before = len(found)
+                await asyncio.to_thread(kill)
+            leaves = draw.random() < 1 / 3
+            try:
+                async with asyncio.timeout(draw.uniform(0.05, 1.0) if leaves else 200):
+                    found.append(await send(client, number, texts[number % 60], draw.random() < 0.5))
+            except TimeoutError:
+                assert leaves, "an answer took 200 s"
+                left += 1
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        await asyncio.gather(*(live(client) for _ in range(CLIENTS)))
+    return found, left, before
+
+
+def kept_to_their_replica(found: list[Sent]) -> float:
+    """The share of answers that came from the replica with the most answers of their group."""
+    groups: dict[int, Counter] = defaultdict(Counter)
+    for one in found:
+        if one.replica is not None:
+            groups[one.number % GROUPS][one.replica] += 1
+    return sum(max(group.values()) for group in groups.values()) / sum(group.total() for group in groups.values())
+
+
+def test_200_requests_while_clients_leave_and_a_replica_is_killed(wanted, tmp_path):
+    with cluster("smollm2-135m", tmp_path, "--replicas", "2", *OPTIONS) as made:
+        first = made.replicas()
+        assert list(first.values()) == [True, True]
+        found, left, before = asyncio.run(load(made.url, lambda: kill_one_replica(made), random.Random(1)))
+        answered = [one for one in found if one.text is not None]
+        failed = [one for one in found if one.text is None]
+        assert [one for one in answered if one.text != wanted[one.number % 60]] == [], "wrong answers"
+        assert {one.error for one in failed} <= {"503 replica_ended", "within a stream: replica_ended"}
+        assert 0 < len(failed) <= CLIENTS  # at most what was under way in the killed replica
+        assert left > 30
+        assert {one.replica for one in answered[:before]} == set(first)
+        assert kept_to_their_replica(answered[:before]) > 0.8
+
+        wait_until(lambda: list(made.replicas().values()) == [True, True], 240)
+        assert len(first.keys() & made.replicas().keys()) == 1, "the killed replica has not been replaced"
+        wait_until(lambda: idle(made), 60)
+        with httpx.Client(base_url=made.url, timeout=120) as client:
+            for name in made.replicas():  # the new one gives the same answers
+                body = {"prompt": prompts()[0], "max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+                answer = client.post(f"/replicas/{name}/v1/completions", json=body)
+                assert answer.headers["x-replica"] == name
+                assert answer.json()["choices"][0]["text"] == wanted[0]
+            assert client.get("/replicas/nobody/health").json()["error"]["code"] == "replica_not_found"
+        wait_until(lambda: idle(made), 60)
+    lines = made.routing.read_text("utf-8").splitlines()
+    state, count = recording.replay(lines)  # the cluster's assignments are those of the pure router
+    assert count >= REQUESTS - left
+    assert not state.unfinished
+    assert sum('"left"' in line for line in lines) >= 1
