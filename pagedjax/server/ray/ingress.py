@@ -12,6 +12,7 @@ passes the answer of the chosen replica on, message by message.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import uuid
 from collections.abc import Coroutine
@@ -34,10 +35,10 @@ from pagedjax.server.errors import ApiError, add_errors
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
 from pagedjax.server.ray import exchange, pages, prompts
+from pagedjax.server.ray.link import LINK, NotRouted
 from pagedjax.server.ray.options import ClusterOptions
 from pagedjax.server.ray.prompts import Reader
 from pagedjax.server.ray.replica import HEADER, TAKEN, Answer
-from pagedjax.server.ray.request_router import LINK, NotRouted
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
 
@@ -115,7 +116,11 @@ class Ingress:
         if self._reader is None:  # Serve tells who is present after the first call
             with suppress(ApiError):
                 await self._read_facts(PAGE_SECONDS)
-        found = await asyncio.gather(*(self._of_one(name, path) for name in LINK.present()))
+        # Serve takes two calls of one HTTP request for one, which its context says; so each has a context of its own
+        calls = [
+            asyncio.create_task(self._of_one(name, path), context=contextvars.Context()) for name in LINK.present()
+        ]
+        found = await asyncio.gather(*calls)
         return [one for one in found if one is not None]
 
     async def _of_one(self, name: str, path: str) -> Answer | None:

@@ -1,15 +1,16 @@
 """Ray Serve's request router around a router of `pagedjax.routing`: the ingress's handle asks it for every call.
 
 Serve says which replicas are present. The ingress says when a request has ended, and is told when the time of a replica
-that leaves is over (`Link`). The pure state does the rest. All methods run in one event loop of the ingress's process,
+that leaves is over (link.py). The pure state does the rest. All methods run in one event loop of the ingress's process,
 which is not the one that answers clients; so the state is changed by one thread alone.
+
+Serve pickles this module by value: a global object of it would be another one in the ingress. So it has none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,10 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from pagedjax import routing
 from pagedjax.routing import RouterRequest
 from pagedjax.routing.recording import Recorder
+from pagedjax.server.ray import link
 
 EARLY_ENDS = 4096  # that are remembered; such requests are few, and each is asked for within a moment
 log = logging.getLogger("pagedjax.server")
-
-
-class NotRouted(Exception):
-    """A call that no replica gets: the one it names has left, or the router failed."""
 
 
 class PureRouter(RequestRouter):
@@ -37,7 +35,7 @@ class PureRouter(RequestRouter):
         self._drain_seconds = drain_seconds
         self._early: dict[str, None] = {}  # requests that ended before they were routed
         self._loop: asyncio.AbstractEventLoop | None = None
-        LINK.router = self
+        link.LINK.router = self
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -45,6 +43,7 @@ class PureRouter(RequestRouter):
         """The one replica that gets the call. Serve asks again until it is sent."""
         if pending_request is None:
             return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # if Serve asks again, it waits a little before
         self._take_presence()
         call, by_name = pending_request, {one.replica_id.unique_id: one for one in self.curr_replicas.values()}
         target, request = call.kwargs.get("target"), call.kwargs.get("routed")
@@ -58,10 +57,10 @@ class PureRouter(RequestRouter):
                 target = self._assigned(request)
             except Exception as error:  # of a router of the user's own
                 log.exception("the router failed")
-                call.future.set_exception(NotRouted(f"the router failed: {type(error).__name__}: {error}"))
+                call.future.set_exception(link.NotRouted(f"the router failed: {type(error).__name__}: {error}"))
                 return [candidate_replicas]
         if target not in by_name:
-            call.future.set_exception(NotRouted(f"replica {target!r} is not present"))
+            call.future.set_exception(link.NotRouted(f"replica {target!r} is not present"))
             return [candidate_replicas]
         return [[by_name[target]]]
 
@@ -91,7 +90,7 @@ class PureRouter(RequestRouter):
         for name in before:
             if name not in here:
                 self.routing.left(name)
-                self._loop.call_later(self._drain_seconds, LINK.drained, str(name))
+                self._loop.call_later(self._drain_seconds, link.LINK.drained, str(name))
         for name in sorted(here.difference(before)):
             self.routing.joined(name)
 
@@ -104,28 +103,6 @@ class PureRouter(RequestRouter):
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
         self._take_presence()
-
-
-class Link:
-    """What the ingress and its router know of each other; there is one of both in a process.
-
-    drained: called, in the router's thread, when a replica has left and its time to drain is over.
-    """
-
-    def __init__(self) -> None:
-        self.router: PureRouter | None = None
-        self.drained: Callable[[str], None] = lambda name: None
-
-    def present(self) -> Sequence[Any]:
-        """The names of the replicas. Any thread: the state is never changed, but replaced."""
-        return () if self.router is None else self.router.routing.state.replicas
-
-    def end(self, request_id: str) -> None:
-        if self.router is not None:
-            self.router.end(request_id)
-
-
-LINK = Link()
 
 
 def unused(path: Path) -> Path:

@@ -15,7 +15,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID
 
 from pagedjax import routing
 from pagedjax.routing import RouterRequest, recording
-from pagedjax.server.ray.request_router import LINK, NotRouted, PureRouter
+from pagedjax.server.ray.link import LINK, NotRouted
+from pagedjax.server.ray.request_router import PureRouter
 
 DEPLOYMENT = DeploymentID(name="replicas", app_name="pagedjax")
 
