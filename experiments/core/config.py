@@ -13,6 +13,7 @@
     simulate: {chip: h200, model: llama-3-8b}    # no device: a cost model advances a clock, see simulate.py
     replicas: {count: 16, router: prefix}        # several simulated engines; router: mine.py:NAME is your own
                                                  # changes: [{at: 30.0, join: 2}, {at: 60.0, leave: 1}], see Change
+    pools: {prefill: {count: 2}, decode: {count: 1}, link_gb_s: 50}   # in place of replicas, see pool_options.py
 
 A sweep's parts multiply: `grid` is every combination, `zip` walks its lists together, `list` gives points key by key.
 """
@@ -28,9 +29,11 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from experiments.core import pool_options
 from experiments.core.overrides import combinations, override_all, put
+from experiments.core.pool_options import POOLS, Pool, Pools
 from experiments.core.present import Replicas
 from experiments.core.strict_yaml import load_file, parse
 from experiments.core.workloads import AZURE, Spec, Synthetic, Trace, check
@@ -50,7 +53,7 @@ LATER = {
         *("speculative", "mesh", "devices", "linear_impl", "kv_policy", "free_window_blocks", "batch_invariant"),
         *("row_features", "max_tap_bytes", "enable_lora", "max_loras", "max_lora_rank"),
     ),
-    "simulate": ("mesh", "hop_s"),
+    "simulate": ("mesh", "hop_s", "profile"),
     "workload": ("prefixes",),
     "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens", "taps"),
 }
@@ -64,6 +67,7 @@ NEED_TEXT = {
 }
 # Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has several of them.
 OWN_VALUES = ("policy", "attention_impl", "linear_impl")
+Routed = TypeVar("Routed", Replicas, Pool)
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class Experiment:
     reseed: bool = False
     simulate: Simulate | None = None
     replicas: Replicas | None = None
+    pools: Pools | None = None
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or any(c in self.name for c in '/\\:*?"<>|'):
@@ -140,6 +145,7 @@ class Experiment:
                 f"replicas.count is {self.replicas.count} and there is no simulate section, but a measured run has 1 "
                 "engine; add one, or leave replicas out"
             )
+        pool_options.check_pools(self)
         size = self.engine.block_size
         if self.cache_tokens is not None and self.engine.num_blocks is not None:
             raise ValueError("cache_tokens and engine.num_blocks are both given; give one of them")
@@ -157,7 +163,8 @@ class Experiment:
 
     @property
     def num_replicas(self) -> int:
-        return self.replicas.ever if self.replicas else 1
+        """Engines of the whole experiment."""
+        return self.pools.count if self.pools else self.replicas.ever if self.replicas else 1
 
 
 class Point(NamedTuple):
@@ -250,16 +257,24 @@ def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     experiment = dataclasses.replace(experiment, engine=dataclasses.replace(experiment.engine, **found))
     _readable("engine.policy", policies.find, experiment.engine.policy)
     if replicas := experiment.replicas:
-        router = _placed("router", replicas.router, folder)
-        experiment = dataclasses.replace(experiment, replicas=dataclasses.replace(replicas, router=router))
-        _readable("replicas.router", routing.find, router)
+        experiment = dataclasses.replace(experiment, replicas=_with_router("replicas", replicas, folder))
+    if pools := experiment.pools:
+        both = {name: _with_router(f"pools.{name}", getattr(pools, name), folder) for name in POOLS}
+        experiment = dataclasses.replace(experiment, pools=dataclasses.replace(pools, **both))
     return experiment
+
+
+def _with_router(section: str, engines: Routed, folder: Path) -> Routed:
+    """The section with the absolute path of its router's file, which is read here."""
+    router = _placed("router", engines.router, folder)
+    _readable(f"{section}.router", routing.find, router)
+    return dataclasses.replace(engines, router=router)
 
 
 def _readable(key: str, find: Callable[[str], Any], spec: str | None) -> None:
     """Raises ValueError, beginning with the key, if `find` cannot read a value of one's own."""
     assert spec is not None
-    section, _, name = key.partition(".")
+    section, _, name = key.rpartition(".")
     try:
         find(spec)
     except Exception as error:  # a user's file may raise anything
@@ -369,6 +384,11 @@ def point_key(experiment: Experiment, content: str) -> str:
         values["replicas"]["router"] = _own_source(experiment.replicas.router)
         if not experiment.replicas.changes:  # not in the keys of versions before this field
             del values["replicas"]["changes"]
+    if experiment.pools is None:
+        del values["pools"]
+    else:
+        for name in POOLS:
+            values["pools"][name]["router"] = _own_source(getattr(experiment.pools, name).router)
     for section, names in LATER.items():
         usual = {field.name: field.default for field in dataclasses.fields(_KINDS[section])}
         for name in names:

@@ -1,6 +1,6 @@
 """Drivers: requests arrive at their times, whether or not the engine keeps up, or when a client is free.
 
-`drive` runs one engine. `replicas.drive_replicas` runs several simulated ones.
+`drive` runs one engine. `replicas.drive_replicas` and `pools.drive_pools` run several simulated ones.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from experiments.core.metrics import (
     step_records,
     summarize,
 )
+from experiments.core.pools import drive_pools, of_pools
 from experiments.core.replicas import Present, by_end, drive_replicas, of_replicas
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
 from experiments.core.workloads import WorkItem, Workload, build
@@ -89,7 +90,8 @@ def warm_up(engine: Engine, experiment: Experiment, items: Sequence[WorkItem]) -
 def measure(llm: Any, point: Point, repeat: int) -> Measured:
     """One repeat of a point on an engine of its configuration: warm up, reset, run, summarize."""
     experiment, engine = point.experiment, llm.engine
-    engines = llm.engines if experiment.replicas else (engine,)
+    several = experiment.replicas or experiment.pools
+    engines = llm.engines if several else (engine,)
     seed = experiment.seed + (repeat if experiment.reseed else 0)
     workload = build(experiment.workload, point.content, seed, llm.tokenizer.vocab_size, llm.tokenizer.encode)
     check_lengths(workload.items, engine.config.max_model_len)
@@ -99,41 +101,61 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     for one in engines:
         one.reset()  # removes cached prefixes and counters of the warm-up
     gc.collect()  # so that garbage of the previous run costs this one no time
-    requests, steps = _recorded(engines, experiment, workload)
+    requests, steps = _recorded(llm, engines, experiment, workload)
     sent = zip(workload.items, requests, strict=True)
     workload = workload._replace(items=tuple(item._replace(arrival=request.arrival) for item, request in sent))
     block_size, replicas = engine.config.block_size, experiment.num_replicas
     speculates = engine.config.speculative is not None
     summary = summarize(requests, steps, block_size, experiment.slo, speculates=speculates, replicas=replicas)
     if experiment.replicas:
-        summary["replicas"] = of_replicas(requests, steps, replicas, summary["duration_s"])
+        where = [request.replica for request in requests]
+        summary["replicas"] = of_replicas(where, steps, summary["duration_s"], range(replicas))
+    if pools := experiment.pools:
+        counts = pools.prefill.count, pools.decode.count
+        summary["pools"] = of_pools(requests, steps, counts, summary["duration_s"])
     return Measured(workload, requests, steps, summary, why_failed(steps, summary))
 
 
 def _recorded(
-    engines: Sequence[Any], experiment: Experiment, workload: Workload
+    llm: Any, engines: Sequence[Any], experiment: Experiment, workload: Workload
 ) -> tuple[list[RequestRecord], list[StepRecord]]:
     """Run the requests -> the records of these and of the steps. Those of a real engine are made after the run."""
     engine, sampling, replicas = engines[0], experiment.sampling, experiment.replicas
     items, clients = workload.items, workload.clients
     block_size, limits, branches = engine.config.block_size, engine.scheduler_state.config, sampling.drawn().n
-    if replicas is None:
+    if replicas is None and experiment.pools is None:
         clock = (engine.clock, engine.sleep) if experiment.simulate else ()
         start, results = drive(engine, items, sampling, *clock, clients=clients)
         found = request_records(results, items, start, branches)
         return with_arrivals(found, clients), step_records(results, start, block_size, limits)
-    of_requests = RequestRecorder(items, 0.0, branches)
-    of_steps = [StepRecorder(0.0, block_size, limits, replica) for replica in range(len(engines))]
-    steps: list[list[StepRecord]] = [[] for _ in engines]
-
-    def note(replica: int, result: StepResult) -> None:
-        of_requests.add(result)
-        steps[replica].append(of_steps[replica].record(result))
-
+    note = Recorder(engines, items, branches)
+    if experiment.pools:
+        prefill, decode = llm.fleets(routing.find)
+        moved = drive_pools(prefill, decode, llm.link, items, sampling, note, clients)
+        return with_arrivals(note.requests.records(moved.prefill, moved.transfers), clients), by_end(note.steps)
+    assert replicas is not None, "one of two"
     known = engine.config.num_blocks if replicas.known_blocks is None else replicas.known_blocks
-    router, present = routing.find(replicas.router), Present(replicas.count, replicas.changes, of_requests.anew)
-    where = drive_replicas(engines, router, known, items, sampling, note, clients, present)
-    return with_arrivals(of_requests.records(where), clients), by_end(steps)
+    router, present = routing.find(replicas.router), Present(replicas.count, replicas.changes, note.requests.anew)
+    where = drive_replicas(engines, router, known, items, sampling, note.step, clients, present)
+    return with_arrivals(note.requests.records(where), clients), by_end(note.steps)
+
+
+class Recorder:
+    """The records of several engines, made after each step."""
+
+    def __init__(self, engines: Sequence[Any], items: Sequence[WorkItem], branches: int) -> None:
+        self.requests = RequestRecorder(items, 0.0, branches)
+        self.steps: list[list[StepRecord]] = [[] for _ in engines]
+        self._recorders = [
+            StepRecorder(0.0, one.config.block_size, one.scheduler_state.config, i) for i, one in enumerate(engines)
+        ]
+
+    def step(self, replica: int, result: StepResult) -> None:
+        self.requests.add(result)
+        self.steps[replica].append(self._recorders[replica].record(result))
+
+    def left(self, replica: int, branch_id: str) -> None:
+        self._recorders[replica].left(branch_id)
 
 
 def check_lengths(items: Sequence[WorkItem], limit: int) -> None:

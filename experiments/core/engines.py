@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from experiments.core.config import Experiment, Point
+from experiments.core.pools import PooledLLM
 from experiments.simulation.simulate import SimulatedLLM
 
 
@@ -23,7 +24,15 @@ class Run(NamedTuple):
 def engine_key(experiment: Experiment) -> Hashable:
     """Points with equal keys share one engine: they differ in workload, sampling or repeats only."""
     engine = dataclasses.astuple(experiment.engine_config)
-    return experiment.model, experiment.simulate, experiment.num_replicas, engine
+    return experiment.model, experiment.simulate, experiment.num_replicas, experiment.pools, engine
+
+
+def simulated(experiment: Experiment) -> SimulatedLLM | PooledLLM:
+    """The simulated engines of an experiment. Raises ValueError if it cannot be simulated."""
+    if experiment.pools:
+        return PooledLLM(experiment)
+    assert experiment.simulate is not None, "a simulated experiment has the section"
+    return SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model, experiment.num_replicas)
 
 
 def weights_key(experiment: Experiment) -> tuple[Any, ...]:
@@ -99,8 +108,7 @@ class Engines:
 
     def _build(self, experiment: Experiment) -> Any:
         if experiment.simulate is not None:
-            config, count = experiment.engine_config, experiment.num_replicas
-            return SimulatedLLM(experiment.simulate, config, experiment.model, count)
+            return simulated(experiment)
         key, config, before = weights_key(experiment), experiment.engine_config, len(self._engines)
         if self._weights is not None and self._weights[0] != key:
             self._engines.clear()

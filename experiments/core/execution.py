@@ -12,6 +12,7 @@ from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
 from experiments.core.metrics import RequestRecord
+from experiments.core.pool_options import POOLS
 from pagedjax.config import EngineConfig
 
 Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run (name -> text) and its summary
@@ -87,31 +88,35 @@ def _head(run: Run, where: dict[str, Any]) -> dict[str, Any]:
 def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
     """config.yaml with its copies, requests.jsonl and steps.jsonl of a run. Times are rounded to microseconds.
 
-    Only an engine with speculation has columns of drafts, and only several replicas have a column of theirs.
+    Only an engine with speculation has columns of drafts, only several engines have a column of theirs, and only pools
+    have transfers.
     """
-    alone = () if run.point.experiment.replicas else ("replica",)
+    experiment = run.point.experiment
+    alone = () if experiment.replicas or experiment.pools else ("replica",)
+    unmoved = () if experiment.pools else ("transfers",)
     left_out = alone if llm.engine.config.speculative else (*alone, *speculation.COLUMNS)
 
     def branches(request: RequestRecord) -> list[dict[str, Any]]:
         return [{**b._asdict(), "token_times": [round(time, 6) for time in b.token_times]} for b in request.branches]
 
-    requests = [
-        {key: value for key, value in request._asdict().items() if key not in alone} | {"branches": branches(request)}
-        for request in measured.requests
-    ]
+    def columns(request: RequestRecord) -> dict[str, Any]:
+        kept = {key: value for key, value in request._asdict().items() if key not in (*alone, *unmoved)}
+        moved = {} if unmoved else {"transfers": [_rounded(one._asdict()) for one in request.transfers]}
+        return kept | {"branches": branches(request)} | moved
+
     steps = [
-        {
-            key: round(value, 6) if isinstance(value, float) else value
-            for key, value in step._asdict().items()
-            if key not in left_out
-        }
+        _rounded({key: value for key, value in step._asdict().items() if key not in left_out})
         for step in measured.steps
     ]
     return {
         **config_files(run, llm.engine.config),
-        "requests.jsonl": store.json_lines(requests),
+        "requests.jsonl": store.json_lines(map(columns, measured.requests)),
         "steps.jsonl": store.json_lines(steps),
     }
+
+
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: round(value, 6) if isinstance(value, float) else value for key, value in row.items()}
 
 
 def config_files(run: Run, engine: Any) -> dict[str, str]:
@@ -129,11 +134,13 @@ def config_files(run: Run, engine: Any) -> dict[str, str]:
         name = f"workload{Path(run.point.source).suffix}"
         copies = {name: run.point.content} if len(run.point.content) <= COPIED else {}
         values["workload"]["file"] = name if copies else run.point.source
-    own = [("engine", "policy"), *([("replicas", "router")] if experiment.replicas else [])]
-    for section, key in own:
-        where, _, name = values[section][key].rpartition(":")
+    own = [(values["engine"], "policy", "policy.py")]
+    own += [(values["replicas"], "router", "router.py")] if experiment.replicas else []
+    own += [(values["pools"][name], "router", f"{name}_router.py") for name in POOLS if experiment.pools]
+    for section, key, copy in own:
+        where, _, name = section[key].rpartition(":")
         if where.endswith(".py") and Path(where).is_file():
-            copies[f"{key}.py"] = Path(where).read_text(encoding="utf-8")
-            values[section][key] = f"{key}.py:{name}"
+            copies[copy] = Path(where).read_text(encoding="utf-8")
+            section[key] = f"{copy}:{name}"
     head = f"# Point {run.point.key}, repeat {run.repeat}.\n# python -m experiments.run THIS_FILE measures it again.\n"
     return {"config.yaml": head + store.yaml_text(values), **copies}

@@ -51,6 +51,17 @@ class BranchRecord(NamedTuple):
         return sum(self.gaps) / len(self.gaps) if self.gaps else None
 
 
+class Transfer(NamedTuple):
+    """A sequence that one simulated engine handed to another (pools.py)."""
+
+    branch_id: str
+    replica: int  # that adopted it
+    bytes: float
+    released: float  # when its prompt was computed and it had its first token
+    arrived: float  # its last page
+    adopted: float
+
+
 class RequestRecord(NamedTuple):
     """One request; None for events that did not happen."""
 
@@ -60,7 +71,8 @@ class RequestRecord(NamedTuple):
     max_tokens: int  # of each branch
     first_scheduled: float | None
     branches: tuple[BranchRecord, ...]
-    replica: int = 0  # that computed it
+    replica: int = 0  # that computed it, or its prompt
+    transfers: tuple[Transfer, ...] = ()  # of its branches, in the order of their adoption
 
     @property
     def queue(self) -> float | None:
@@ -158,8 +170,10 @@ class RequestRecorder:
         times, tokens = tuple(self._times[name]), tuple(self._tokens[name])
         return BranchRecord(name, times, tokens, self._preemptions[name], self._reasons.get(name))
 
-    def records(self, replicas: Mapping[str, int] | None = None) -> list[RequestRecord]:
-        """See `request_records`."""
+    def records(
+        self, replicas: Mapping[str, int] | None = None, transfers: Mapping[str, Sequence[Transfer]] | None = None
+    ) -> list[RequestRecord]:
+        """See `request_records`. Args: of each request, its replica and the transfers of its branches."""
         return [
             RequestRecord(
                 request_id=item.request_id,
@@ -169,6 +183,7 @@ class RequestRecorder:
                 first_scheduled=self._scheduled.get(item.request_id),
                 branches=tuple(map(self._branch, names)),
                 replica=replicas.get(item.request_id, 0) if replicas else 0,
+                transfers=tuple(transfers.get(item.request_id, ())) if transfers else (),
             )
             for item, names in self._requests
         ]
@@ -205,6 +220,10 @@ class StepRecorder:
         self._start, self._block_size, self._config, self._replica = start, block_size, config, replica
         self._groups = config.groups if config else 1
         self._cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
+
+    def left(self, request_id: str) -> None:
+        """The blocks of a sequence were given back between two steps, because another engine has it."""
+        self._cached.pop(request_id, None)
 
     def record(self, result: StepResult) -> StepRecord:
         cached, groups, block_size = self._cached, self._groups, self._block_size
@@ -304,8 +323,8 @@ def summarize(
     prefixes found in the cache. Sequences without a row in a step count with the blocks they own. A request whose
     branches have not forked yet is one sequence.
 
-    With several replicas, `steps` are those of all in the order of their ends. Blocks and slots are those of one
-    replica; `between_steps_s` is a sum over all of them.
+    With several replicas, or pools, `steps` are those of all in the order of their ends. Blocks and slots are those of
+    one replica; `between_steps_s` is a sum over all of them.
 
     With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean number of tokens
     that a decode row gives in a step.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush, merge
 from typing import Any, NamedTuple, Protocol
 
-from experiments.core.metrics import RequestRecord, StepRecord
+from experiments.core.metrics import StepRecord
 from experiments.core.present import Change
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit
 from experiments.core.workloads import WorkItem
@@ -180,19 +180,22 @@ def by_end(steps: Iterable[Sequence[StepRecord]]) -> list[StepRecord]:
     return list(merge(*steps, key=lambda step: step.started + step.seconds))
 
 
-def of_replicas(
-    requests: Sequence[RequestRecord], steps: Sequence[StepRecord], count: int, duration: float
-) -> dict[str, Any]:
+def of_replicas(where: Iterable[int], steps: Sequence[StepRecord], duration: float, replicas: range) -> dict[str, Any]:
     """How even the replicas were: requests, computed tokens and the share of the time in which they made steps.
 
-    count: replicas that were present at some time; shares are of the whole run.
+    Args:
+        where: of each request, its replica.
+        replicas: the numbers of those that were present at some time; steps of others are ignored. Shares are of the
+            whole run.
     """
+    count, first = len(replicas), replicas.start
     asked, tokens, busy = ([0.0] * count for _ in range(3))
-    for request in requests:
-        asked[request.replica] += 1
+    for replica in where:
+        asked[replica - first] += 1
     for step in steps:
-        tokens[step.replica] += step.tokens
-        busy[step.replica] += step.seconds / duration
+        if step.replica in replicas:
+            tokens[step.replica - first] += step.tokens
+            busy[step.replica - first] += step.seconds / duration
     values = {"requests": asked, "tokens_computed": tokens, "busy_share": busy}
     ends = {
         name: {"least": min(found), "mean": sum(found) / count, "most": max(found)} for name, found in values.items()

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from experiments.core.metrics import BranchRecord, RequestRecord
+from experiments.core.metrics import BranchRecord, RequestRecord, Transfer
 
 SCHEMA = 1
 _SUMMARY = "summary.json"
@@ -159,7 +159,8 @@ def _request(row: dict[str, Any]) -> RequestRecord:
         BranchRecord(**{**b, "token_times": tuple(b["token_times"]), "token_ids": tuple(b["token_ids"])})
         for b in row["branches"]
     ]
-    return RequestRecord(**{**row, "branches": tuple(branches)})
+    transfers = tuple(Transfer(**one) for one in row.get("transfers", ()))
+    return RequestRecord(**{**row, "branches": tuple(branches), "transfers": transfers})
 
 
 def json_text(value: Any) -> str:

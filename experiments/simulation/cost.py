@@ -4,6 +4,8 @@
     Roofline  Work -> seconds, from bytes, operations and overheads (Williams et al. 2009)
     Fitted    Work -> seconds, least squares through the steps of a measured run
 
+Published coefficients of other engines are in profiles.py.
+
 A step reads its weights once and multiplies them with its tokens. Then it reads the keys and values of every context
 and multiplies with them. Each part takes the longer of its memory traffic and its arithmetic:
 
@@ -31,6 +33,7 @@ import numpy as np
 
 from experiments.simulation import collectives
 from experiments.simulation.collectives import Exchanged, Network
+from experiments.simulation.profiles import PROFILES
 from pagedjax.config import MeshConfig, from_dict, one_of
 from pagedjax.host.kv_policies import View
 from pagedjax.host.types import Plan, SchedulerConfig
@@ -51,6 +54,8 @@ class Work(NamedTuple):
     context: int  # keys and values read: the context of each sequence after the step, summed
     pairs: int  # (query, key) pairs of causal attention
     moved_blocks: int = 0  # between device and host
+    single: int = 0  # sequences that compute one token, as decodes do
+    single_context: int = 0  # of `context`, that of these
 
 
 def work_of(plan: Plan, padded: int, *, cached: bool = True, config: SchedulerConfig | None = None) -> Work:
@@ -65,14 +70,16 @@ def work_of(plan: Plan, padded: int, *, cached: bool = True, config: SchedulerCo
     if cached and plan.num_tokens == len(plan.seqs):  # decodes only: the most frequent step
         context = sum(plan.starts) + len(plan.seqs)
         if context == sum(plan.lengths):
-            return Work(padded, len(plan.seqs), len(plan.seqs), context, context, moved)
+            rows = len(plan.seqs)
+            return Work(padded, rows, rows, context, context, moved, rows, context)
     starts, counts = np.asarray(plan.starts), np.asarray(plan.counts)
     ends = starts + counts
     if not cached:
         padded, starts, counts = padded + int(starts.sum()), np.zeros_like(starts), ends
     sampled = int((ends >= np.asarray(plan.lengths)).sum()) + sum(plan.drafts)
     pairs = int((counts * starts + counts * (counts + 1) // 2).sum())
-    return Work(padded, len(ends), sampled, int(ends.sum()), pairs, moved)
+    alone = counts == 1
+    return Work(padded, len(ends), sampled, int(ends.sum()), pairs, moved, int(alone.sum()), int(ends[alone].sum()))
 
 
 def _work_seen(plan: Plan, padded: int, moved: int, view: View, size: int) -> Work:
@@ -83,12 +90,13 @@ def _work_seen(plan: Plan, padded: int, moved: int, view: View, size: int) -> Wo
         block = at // size
         return (view.first(block) - len(view.outside(block))) * size
 
-    context = pairs = sampled = 0
+    context = pairs = sampled = single = alone = 0
     for length, start, count in zip(plan.lengths, plan.starts, plan.counts, strict=True):
-        end = start + count
-        context, sampled = context + end - hidden(start), sampled + (end >= length)
+        end, seen = start + count, start + count - hidden(start)
+        context, sampled = context + seen, sampled + (end >= length)
+        single, alone = single + (count == 1), alone + (seen if count == 1 else 0)
         pairs += sum([at + 1 - hidden(at) for at in range(start, end)])
-    return Work(padded, len(plan.seqs), sampled + sum(plan.drafts), context, pairs, moved)
+    return Work(padded, len(plan.seqs), sampled + sum(plan.drafts), context, pairs, moved, single, alone)
 
 
 class Shape(NamedTuple):
@@ -425,6 +433,8 @@ class Simulate:
     hop_s: with a mesh, seconds of each hop of an exchange, in addition to its bytes; None is the chip's.
     fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl.
     step_s: seconds of every step, in place of a chip: its time does not depend on what it computes.
+    profile: a name of profiles.PROFILES, in place of a chip: published coefficients. They count real tokens, so
+        `padded` must be False.
     model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its config.json.
     bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the bound.
     padded: the time of a step is that of its bucket; False: that of its real tokens.
@@ -453,15 +463,24 @@ class Simulate:
     draft_s: float = 0.0
     mesh: MeshConfig | None = None
     hop_s: float | None = None
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, Mapping):
             sizes: dict[str, Any] = {str(name): size for name, size in self.mesh.items()}
             object.__setattr__(self, "mesh", from_dict(MeshConfig, sizes, where="simulate.mesh."))
-        if [self.chip, self.fit, self.step_s].count(None) != 2:
+        if [self.chip, self.fit, self.step_s, self.profile].count(None) != 3:
             raise ValueError(
-                "needs one of chip (a name), fit (a folder of a measured run) and step_s (seconds of every step)"
+                "needs one of chip (a name), fit (a folder of a measured run), profile (a name) and step_s (seconds of "
+                "every step)"
             )
+        if self.profile is not None:
+            one_of("profile", self.profile, tuple(PROFILES))
+            if self.padded:
+                raise ValueError(
+                    f"profile is {self.profile!r}, whose coefficients count real tokens, and padded is true; set it to "
+                    "false"
+                )
         if self.chip is not None:
             one_of("chip", self.chip, tuple(CHIPS))
         if self.model is not None:
@@ -471,7 +490,8 @@ class Simulate:
         if self.step_s is not None and self.step_s <= 0:
             raise ValueError(f"step_s is {self.step_s}; it must be above 0 seconds")
         if self.chip is None:
-            given = "measured steps (fit) do" if self.fit is not None else "a constant step (step_s) does"
+            given = "a constant step (step_s) does" if self.step_s is not None else "a profile does"
+            given = "measured steps (fit) do" if self.fit is not None else given
             for name in ("chips", "bandwidth_share", "rate_share", "batched_moves", "mesh", "hop_s"):
                 value = getattr(self, name)
                 if value != getattr(Simulate, name):
@@ -507,7 +527,8 @@ class Simulate:
     def name(self) -> str:
         """The name of the device in a summary."""
         if self.chip is None:
-            return f"{SIMULATED}, {'fitted' if self.fit is not None else 'constant step'}"
+            how = "fitted" if self.fit is not None else "constant step"
+            return f"{SIMULATED}, {self.profile or how}"
         if self.mesh is not None:
             return f"{SIMULATED} {self.chip}, {_said(self.mesh)}"
         return f"{SIMULATED} {self.chip}" + (f" x {self.chips}" if self.chips > 1 else "")

@@ -4,6 +4,7 @@
     simulate: {chip: tpu-v5e, mesh: {tensor: 8}, model: llama-3-8b}   # that of eight devices, which exchange sums
     simulate: {fit: runs/w1/0123456789ab/0}        # the measured steps of a run
     simulate: {step_s: 1.0}                        # every step takes the same time
+    simulate: {profile: distserve/opt-13b/tp2, padded: false}         # published coefficients, see profiles.py
 
 This section is the only difference in a config: driver, events, records, summary and report are the same. Tokens have
 no meaning, so requests end at their max_tokens and `sampling.ignore_eos` must be true; the workload draws the lengths.
@@ -19,18 +20,19 @@ from typing import NamedTuple
 
 from immutables import Map
 
-from experiments.simulation import cost
+from experiments.simulation import cost, profiles
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
-from pagedjax.config import EngineConfig, KVPolicyOptions
+from experiments.simulation.unfelt import refuse_unfelt
+from pagedjax.config import EngineConfig
 from pagedjax.device.batch import token_buckets
 from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
-from pagedjax.engine.requests import Sequences, apply_events, hashes_of_filled, prepare
-from pagedjax.host import kv_policies, policies, scheduler
+from pagedjax.engine.requests import SequenceData, Sequences, apply_events, hashes_of_filled, prepare
+from pagedjax.host import blocks, kv_policies, policies, request_limits, scheduler
 from pagedjax.host.drafts import Sample, kept
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
-from pagedjax.host.types import Event, Finished, Plan, Seq, StepResult
+from pagedjax.host.types import Event, Finished, Plan, Released, Request, Seq, StepResult
 from pagedjax.params import SamplingParams
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
@@ -46,6 +48,13 @@ class Guess(NamedTuple):
 
 
 Guesses = Callable[[Seq, int, int], Guess]  # (sequence, its known tokens, most drafts) -> its drafts
+
+
+class Handover(NamedTuple):
+    """A sequence on its way from one engine to another. data: its tokens; None: no prefixes are shared."""
+
+    released: Released
+    data: SequenceData | None
 
 
 class WholeBatch(NamedTuple):
@@ -76,6 +85,8 @@ def with_rows(work: Work, contexts: Sequence[int]) -> Work:
         sampled=work.sampled + rows,
         context=work.context + seen,
         pairs=work.pairs + seen,
+        single=work.single + rows,
+        single_context=work.single_context + seen,
     )
 
 
@@ -101,7 +112,7 @@ class SimulatedEngine:
             ValueError: whole batches with a policy under which requests join a batch, or an option that a simulation
                 ignores.
         """
-        refuse_unfelt(config, simulate, guesses)
+        refuse_unfelt(config, simulate, recorded=guesses is not None)
         if simulate.whole_batches and config.policy != "static":
             raise ValueError(
                 f"simulate.whole_batches with engine.policy {config.policy!r}, under which requests join a batch; "
@@ -151,13 +162,58 @@ class SimulatedEngine:
         if caching:  # only hashes of blocks need token values
             self._sequences = self._sequences.update(prepared.sequences)
 
+    def check(self, request: Request) -> None:
+        """Raises Rejected if this engine could never adopt the request's sequences."""
+        request_limits.check(self.scheduler_state, request._replace(forks=()))
+
+    def prefilled(self) -> tuple[str, ...]:
+        """Ids of running sequences whose prompt is computed and that have at least one token of their output."""
+        seqs = scheduler.running(self.scheduler_state)
+        return tuple([s.request_id for s in seqs if s.num_output and s.length - s.computed == 1])
+
+    def release(self, request_id: str) -> Handover:
+        """Let a sequence go. Its blocks stay taken until `free`, because their pages are still to be read.
+
+        Raises:
+            ValueError: see `scheduler.release`.
+        """
+        state = self.scheduler_state
+        _, found = scheduler.release(state, request_id)
+        state, _ = scheduler.release(state._replace(pool=blocks.share(state.pool, found.blocks)), request_id)
+        data = self._sequences.get(request_id)
+        if data is not None:
+            self._sequences = self._sequences.delete(request_id)
+        self.scheduler_state = state
+        return Handover(found, data)
+
+    def free(self, found: Handover) -> None:
+        """The pages of a released sequence are elsewhere now."""
+        state = self.scheduler_state
+        self.scheduler_state = state._replace(pool=blocks.release(state.pool, found.released.blocks[::-1]))
+
+    def adopt(self, found: Handover) -> bool:
+        """Go on with a sequence of another engine; False, and nothing changes, if there is no room.
+
+        Raises:
+            Rejected: see `scheduler.adopt`.
+        """
+        if not scheduler.has_room(self.scheduler_state, self._policy, found.released):
+            return False
+        self.scheduler_state, _ = scheduler.adopt(self.scheduler_state, self._policy, found.released)
+        if found.data is not None:
+            self._sequences = self._sequences.set(found.released.request.request_id, found.data)
+        return True
+
     def step(self) -> StepResult | None:
+        """The next step; None without one: nothing is unfinished, or released sequences hold the blocks it needs."""
         if not self.has_work:
             return None
         started = self.now
         guessed = self._guess()
         offered = {name: guess.drafts for name, guess in guessed.items()}
         state, plan = scheduler.schedule(self.scheduler_state, self._policy, offered)
+        if not plan.seqs and not plan.preempted:
+            return None
         ended = self._batch.contexts
         padded = self._padded(plan.num_tokens + len(ended))
         work = work_of(plan, padded, cached=self._simulate.kv_cache, config=self._limits)
@@ -223,41 +279,6 @@ def accepted(arrival: int, length: int, k: int, probability: float) -> int:
     return k
 
 
-def refuse_unfelt(config: EngineConfig, simulate: Simulate, guesses: Guesses | None) -> None:
-    """Raises ValueError for options that change the times of a real engine but not those of a simulated one."""
-    if config.lookahead:
-        raise ValueError(
-            f"engine.lookahead is {config.lookahead}, and a simulated step hides no host time behind the "
-            "device; set it to 0, and simulate.host_s to the host time that is not hidden"
-        )
-    given = [f"engine.{name}" for name in ("mesh", "devices") if getattr(config, name) is not None]
-    if given:
-        raise ValueError(
-            f"{' and '.join(given)} is set, and a simulated step takes the time of simulate.mesh; set that one, and "
-            "leave this out"
-        )
-    if (config.speculative is None) != (simulate.acceptance is None and guesses is None):
-        has, lacks = ("engine.speculative", "simulate.acceptance")
-        if config.speculative is None:
-            has, lacks = lacks, has
-        raise ValueError(f"{has} is set and {lacks} is not; a simulated draft is right with a given probability")
-    if config.kv_policy is not None and not simulate.kv_cache:
-        raise ValueError(
-            "engine.kv_policy is set and simulate.kv_cache is false: an engine without a KV cache has no blocks to "
-            "give back; leave one of them out"
-        )
-    if isinstance(config.kv_policy, KVPolicyOptions) and kv_policies.find(config.kv_policy).selects:
-        raise ValueError(
-            f"engine.kv_policy is {config.kv_policy.name!r}, which selects blocks, and a simulated step reads all that "
-            "a query sees; use a policy without a selection"
-        )
-    if config.preemption == "swap" and simulate.fit is not None:
-        raise ValueError(
-            "engine.preemption is 'swap', and measured steps (simulate.fit) do not give the cost of moving a "
-            "block; set engine.preemption: recompute, or simulate.chip in place of fit"
-        )
-
-
 def resolved(config: EngineConfig, shape: Shape, memory: float | None) -> EngineConfig:
     """The configuration with lengths, blocks and buckets chosen as for a device with `memory` bytes.
 
@@ -295,16 +316,20 @@ class SimulatedLLM:
 
         Args:
             count: of equal engines, `engines`; `engine` is the first.
+
+        `block_bytes` is a block's on all devices together.
         """
         shape, memory, devices = _shape(simulate, config, model), None, 1
-        vocabulary = shape.vocabulary
+        vocabulary, self.block_bytes = shape.vocabulary, config.block_size * shape.token_bytes
         if simulate.fit is not None:
             steps = cost.read_steps((Path(simulate.fit) / cost.STEPS).read_text(encoding="utf-8"))
             self.step_time: StepTime = cost.fit(steps)
         elif (seconds := simulate.step_s) is not None:
             self.step_time = lambda work: seconds
+        elif simulate.profile is not None:
+            self.step_time = profiles.PROFILES[simulate.profile]
         else:
-            assert simulate.chip is not None, "`Simulate` has a chip, a fit or step_s"
+            assert simulate.chip is not None, "`Simulate` has a chip, a fit, step_s or a profile"
             chip, memory = CHIPS[simulate.chip], simulate.chips * CHIPS[simulate.chip].memory
             shares = (simulate.bandwidth_share, simulate.rate_share)
             roofline = Roofline(shape, chip, simulate.chips, *shares, config.block_size, simulate.batched_moves)

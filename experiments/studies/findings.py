@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy import stats
 
-from experiments.core import config
+from experiments.core import config, engines
 from experiments.core.config import Point
 from experiments.core.drive import Measured, drive, measure
 from experiments.core.workloads import build
@@ -127,8 +127,7 @@ def simulated(
     for point in config.load(file, overrides):
         experiment = point.experiment
         assert experiment.simulate is not None, "studies measure real engines through experiments.run"
-        options = experiment.simulate, experiment.engine_config, experiment.model, experiment.num_replicas
-        llm = SimulatedLLM(*options)
+        llm = engines.simulated(experiment)
         summaries = []
         for repeat in range(repeats or experiment.repeats):
             measured = measure(llm, point, repeat)
@@ -149,7 +148,7 @@ def results_of(
     for point in config.load(file, overrides):
         experiment = point.experiment
         assert experiment.simulate is not None, "studies measure real engines through experiments.run"
-        assert experiment.replicas is None, "`simulated` measures replicas"
+        assert experiment.num_replicas == 1, "`simulated` measures several engines"
         runs = []
         for repeat in range(repeats or experiment.repeats):
             llm = SimulatedLLM(experiment.simulate, experiment.engine_config, experiment.model)

@@ -10,6 +10,7 @@ Routing is pure, so the same inputs give the same assignments: in a simulation, 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,21 @@ from pagedjax.routing.routers import Router
 from pagedjax.routing.state import Replica, RouterRequest, RouterState
 
 FORMAT = 1
+log = logging.getLogger("pagedjax.routing")
 
 
 class Recorder:
     """Holds a router's state, makes its transitions, and writes each as a line. Not safe for several threads."""
 
     def __init__(self, router: Router, known_blocks: int, path: Path | None = None) -> None:
-        """`path`: the file to write; None writes nothing.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        self.router, self.state = router, state.init(known_blocks)
-        self._file = None if path is None else path.open("w", encoding="utf-8", buffering=1)
+        """`path`: the file to write; None writes nothing. If it cannot be written, now or later, that is logged, and
+        routing goes on without it."""
+        self.router, self.state, self._file = router, state.init(known_blocks), None
+        if path is not None:
+            try:
+                self._file = path.open("w", encoding="utf-8", buffering=1)
+            except OSError as error:
+                log.error("routing is not recorded: %s", error)
         self._write(routing=FORMAT, router=router.name, known_blocks=known_blocks)
 
     def joined(self, replica: Replica) -> None:
@@ -62,7 +65,11 @@ class Recorder:
 
     def _write(self, **line: Any) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            try:
+                self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            except OSError as error:
+                log.error("the record of routing ends here: %s", error)
+                self._file = None
 
 
 def replay(lines: Iterable[str], router: Router | None = None) -> tuple[RouterState, int]:

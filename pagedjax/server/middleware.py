@@ -23,7 +23,9 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        error = self._wrong_key(scope["path"], headers) or self._large_body(headers)
+        error = self._wrong_key(scope["path"].removeprefix(scope.get("root_path", "")), headers) or self._large_body(
+            headers
+        )
         if error is not None:
             await error.response()(scope, receive, send)
             return

@@ -5,6 +5,7 @@ application.py     `app`: the application of Ray Serve, for `serve run pagedjax.
 ingress.py         the one address: key, router, passing answers on
 prompts.py         what a router must know of a request, from its body
 request_router.py  Ray Serve's request router around a pure one of pagedjax.routing
+link.py            what the ingress and the request router know of each other
 replica.py         one engine and its application, in a process of Ray's
 exchange.py        an HTTP exchange as values
 pages.py           the metrics of all replicas as one page

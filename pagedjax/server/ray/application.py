@@ -23,6 +23,7 @@ REPLICAS = "replicas"  # the name of the deployment
 ROUTER = "pagedjax.server.ray.request_router.PureRouter"
 # Requests that Serve lets a replica have. A replica refuses by its own max_queue, with 429.
 ONGOING = 1 << 14
+GRACE = 10.0  # seconds to send the answers of 503
 log = logging.getLogger("pagedjax.server")
 
 
@@ -38,7 +39,17 @@ def app(args: Mapping[str, Any]) -> Application:
 def application(options: ClusterOptions) -> Application:
     """Ray must be initialized."""
     scaling = options.scaling()
-    router = {"router": options.router, "known_blocks": options.known_blocks, "record": options.record_routing}
+    router = {
+        "router": options.router,
+        "known_blocks": options.known_blocks,
+        "drain_seconds": options.drain_seconds,
+        "record": options.record_routing,
+    }
+    # the ingress answers 503 when the time to drain is over; Serve ends the processes a moment later
+    stops: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": options.drain_seconds + GRACE,
+        "graceful_shutdown_wait_loop_s": 0.5,
+    }
     replicas = serve.deployment(
         Replica,
         name=REPLICAS,
@@ -46,8 +57,7 @@ def application(options: ClusterOptions) -> Application:
         autoscaling_config=scaling,
         ray_actor_options=resources_of(options),
         max_ongoing_requests=ONGOING,
-        graceful_shutdown_timeout_s=options.drain_seconds,
-        graceful_shutdown_wait_loop_s=0.5,
+        **stops,
         health_check_period_s=5.0,
         request_router_config={"request_router_class": ROUTER, "request_router_kwargs": router},
     )
@@ -63,7 +73,7 @@ def application(options: ClusterOptions) -> Application:
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=ONGOING,
-        graceful_shutdown_timeout_s=options.drain_seconds,
+        **stops,
     )
     return ingress.bind(replicas.bind(options))
 

@@ -22,6 +22,7 @@ from pagedjax.server.serve import bound_socket, name_of
 from pagedjax.weights.locate import open_checkpoint
 
 NAME = "pagedjax"  # of Serve's application
+log = logging.getLogger("pagedjax.server")
 OF_SERVER = ("max_queue", "min_priority", "max_priority", "allow_user", "result_seconds", "tool_call_parser")
 
 
@@ -64,6 +65,20 @@ def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptio
     )
 
 
+def check_files(options: ClusterOptions) -> None:
+    """Raises ValueError or OSError for what is missing, now and not in each replica."""
+    options.api_key()
+    open_checkpoint(options.model)
+    for name, folder in options.adapters.items():
+        if not Path(folder).is_dir():
+            raise ValueError(f"--lora-modules {name}={folder}: there is no such folder")
+    for flag, path in (("--record", options.record), ("--record-routing", options.record_routing)):
+        if path is not None and not os.access(Path(path).parent, os.W_OK):
+            raise ValueError(f"{flag} {path}: its folder does not exist or cannot be written; name another one")
+        if path is not None and flag == "--record-routing" and Path(path).exists():
+            raise ValueError(f"{flag} {path} exists; name a new file, or delete it")
+
+
 def _absolute(path: str) -> str:
     """Of a path that exists here; a name stays. Replicas have another working folder."""
     return os.path.abspath(path) if Path(path).exists() else path
@@ -79,19 +94,21 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("ray.serve").setLevel(log_level(args))
     options = options_of(args, engine)
-    options.api_key()
-    open_checkpoint(options.model)  # a model that is missing is an error now
+    check_files(options)
     host, port = address(args)
     start_ray(args.ray_address, log_level(args))
-    stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which has a handler of its own
-        signal.signal(number, lambda *_: stopped.set())
     try:
-        if args.ray_address is None:
-            cluster_options.check_room(options, application.resources_of(options), ray.cluster_resources())
+        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which has a handler of its own
+            signal.signal(number, _interrupted)
+        check_room(options, args.ray_address)
         url = deploy(options, host, port, args)
-        count = f"{options.replicas} replica{'s' * (options.replicas != 1)}"
-        print(f"serving {options.of_server().name} on {count} at {url}/v1", flush=True)
+        stopped = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopped.set())
+        scaling = options.scaling()
+        count = options.replicas if scaling is None else scaling.initial_replicas
+        words = f"{count} replica{'s' * (count != 1)}"
+        print(f"serving {options.of_server().name} on {words} at {url}/v1", flush=True)
         while not stopped.wait(1.0):  # a wait without end would hold back the signal on some platforms
             pass
         serve.delete(NAME)  # the replicas drain
@@ -100,6 +117,21 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
             serve.shutdown()
         ray.shutdown()
     return 0
+
+
+def _interrupted(*_: Any) -> None:
+    """Nothing is served yet, so there is nothing to drain."""
+    raise KeyboardInterrupt
+
+
+def check_room(options: ClusterOptions, cluster: str | None) -> None:
+    """Raises ValueError if Ray on this machine has no room for the replicas. Another cluster may grow."""
+    try:
+        cluster_options.check_room(options, application.resources_of(options), ray.cluster_resources())
+    except ValueError as error:
+        if cluster is None:
+            raise
+        log.warning("%s. Waiting until the cluster has more; Ctrl-C ends this", error)
 
 
 def address(args: argparse.Namespace) -> tuple[str, int]:
@@ -125,19 +157,27 @@ def deploy(options: ClusterOptions, host: str, port: int, args: argparse.Namespa
     """
     shown = LoggingConfig(log_level=log_level(args), enable_access_log=args.log_level == "debug")
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=shown)
-    if NAME in serve.status().applications:
-        raise ValueError(f"this cluster serves an application {NAME!r} already; stop the command that serves it")
-    try:
-        serve.run(application.application(options), name=NAME, route_prefix="/", logging_config=shown)
-    except RuntimeError as error:
-        raise ValueError(f"the replicas cannot start: {error}") from error
+    there = serve.status().applications.get(NAME)
+    if there is not None and there.status != "DEPLOY_FAILED":  # a failed one is replaced
+        what = f"this cluster serves an application {NAME!r} already"
+        raise ValueError(f"{what}; stop the command that serves it, or call serve.delete({NAME!r}) in Python")
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     try:
-        httpx.get(f"{url}/health", timeout=30)
+        serve.run(application.application(options), name=NAME, route_prefix="/", logging_config=shown)
+        answer = httpx.get(f"{url}/health", timeout=60)
+        if answer.status_code != 200:
+            raise ValueError(f"the replicas have started, and {url}/health answers {answer.status_code}: {answer.text}")
     except httpx.HTTPError as error:
         serve.delete(NAME)
         what = f"the ingress cannot be reached at {url} ({error}): Ray Serve listens elsewhere on this cluster already"
         raise ValueError(f"{what}; give that address with --host and --port") from error
+    except RuntimeError as error:
+        reasons = [one.message for one in serve.status().applications[NAME].deployments.values() if one.message]
+        serve.delete(NAME)
+        raise ValueError(f"the replicas cannot start: {error}\n{'; '.join(reasons)}") from error
+    except (ValueError, KeyboardInterrupt):
+        serve.delete(NAME)
+        raise
     return url
 
 

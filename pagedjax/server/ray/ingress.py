@@ -5,19 +5,23 @@ passes the answer of the chosen replica on, message by message.
     /metrics            those of all replicas, with the label `replica`
     /replicas           the replicas that are present
     /replicas/NAME/...  one replica's own endpoint, such as /replicas/NAME/viewer
+    /viewer             links to these
     everything else     what `pagedjax serve` has, from the replica that the router chooses
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import uuid
+from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -31,15 +35,17 @@ from pagedjax.server.errors import ApiError, add_errors
 from pagedjax.server.metrics import Metrics
 from pagedjax.server.middleware import Gate
 from pagedjax.server.ray import exchange, pages, prompts
+from pagedjax.server.ray.link import LINK, NotRouted
 from pagedjax.server.ray.options import ClusterOptions
 from pagedjax.server.ray.prompts import Reader
-from pagedjax.server.ray.replica import Answer
+from pagedjax.server.ray.replica import HEADER, TAKEN, Answer
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
 
 PAGE_SECONDS = 10.0  # that a replica has to answer for a page of all replicas
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 GONE = (RayActorError, DeploymentUnavailableError, BackPressureError)
+ENDED = "the replica that computed this answer has ended; send the request again"
 log = logging.getLogger("pagedjax.server")
 
 
@@ -63,18 +69,24 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
     @app.get("/replicas")
     async def present() -> Response:
         """The names of the replicas that are present, and whether they are healthy."""
-        found = await ingress.of_all("/health")
-        listed = [{"name": one.replica, "healthy": one.status == 200} for one in sorted(found)]
+        good = {one.replica for one in await ingress.of_all("/health") if one.status == 200}
+        listed = [{"name": name, "healthy": name in good} for name in sorted(LINK.present())]
         return JSONResponse({"object": "list", "data": listed})
+
+    @app.get("/viewer")
+    async def viewers(request: Request) -> Response:
+        """A link to the viewer of each replica."""
+        root = request.scope.get("root_path", "")
+        links = [f'<li><a href="{root}/replicas/{name}/viewer">{name}</a></li>' for name in sorted(LINK.present())]
+        return HTMLResponse(f"<!doctype html><title>Replicas</title><ul>{''.join(links)}</ul>")
 
     app.mount("/replicas/{name}", ingress.named)
     app.mount("/", ingress.routed)
     server = options.of_server()
     app.add_middleware(Gate, api_key=options.api_key(), max_body_bytes=server.max_body_bytes)
     if server.allow_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(server.allow_origins), allow_methods=["*"], allow_headers=["*"]
-        )
+        every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [HEADER]}
+        app.add_middleware(CORSMiddleware, allow_origins=list(server.allow_origins), **every)
     return app
 
 
@@ -85,6 +97,7 @@ class Ingress:
         self._options, self._replicas = options, replicas
         self._tokenizer = load_tokenizer(open_checkpoint(options.model))
         self._reader: Reader | None = None
+        self._drained: dict[str, asyncio.Event] = {}  # of each replica that has a request: its time is over
 
     async def routed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application of everything that the router decides."""
@@ -92,8 +105,7 @@ class Ingress:
 
     async def named(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application of the paths below /replicas/NAME."""
-        name = scope["path_params"]["name"]
-        present = [one.replica for one in await self.of_all("/health")]
+        name, present = scope["path_params"]["name"], LINK.present()
         if name not in present:
             what = f"there is no replica {name!r:.80}; present are {', '.join(sorted(present)) or 'none'}"
             raise ApiError(404, what, code="replica_not_found")
@@ -101,12 +113,50 @@ class Ingress:
 
     async def of_all(self, path: str) -> list[Answer]:
         """What each replica answers to GET. One that does not answer in time, or not any more, is left out."""
+        if self._reader is None:  # Serve tells who is present after the first call
+            with suppress(ApiError):
+                await self._read_facts(PAGE_SECONDS)
+        # Serve takes two calls of one HTTP request for one, which its context says; so each has a context of its own
+        calls = [
+            asyncio.create_task(self._of_one(name, path), context=contextvars.Context()) for name in LINK.present()
+        ]
+        found = await asyncio.gather(*calls)
+        return [one for one in found if one is not None]
+
+    async def _of_one(self, name: str, path: str) -> Answer | None:
+        call = self._replicas.whole.remote(path, target=name)
         try:
-            calls = self._replicas.broadcast("whole", path)
-            found = await calls.results_async(timeout_s=PAGE_SECONDS, return_exceptions=True)
-        except (TimeoutError, *GONE):
-            return []
-        return [one for one in found if isinstance(one, Answer)]
+            async with asyncio.timeout(PAGE_SECONDS):
+                return await call
+        except (TimeoutError, NotRouted, *GONE):
+            call.cancel()
+            return None
+
+    async def _read_facts(self, seconds: float) -> Reader:
+        """Raises ApiError if no replica is present in time."""
+        call = self._replicas.facts.remote()
+        try:
+            async with asyncio.timeout(seconds):
+                facts = await call
+        except (TimeoutError, *GONE) as error:
+            call.cancel()
+            raise _no_replica(seconds) from error
+        hashes = find(self._options.router).prefixes and facts["enable_prefix_caching"]
+        limits = facts["max_model_len"], facts["block_size"]
+        self._reader = Reader(self._tokenizer, self._options.of_server(), *limits, hashes)
+        loop = asyncio.get_running_loop()
+
+        def drained(name: str) -> None:
+            loop.call_soon_threadsafe(self._drain_is_over, name)
+
+        LINK.drained = drained
+        return self._reader
+
+    def _drain_is_over(self, name: str) -> None:
+        if (event := self._drained.pop(name, None)) is not None:
+            event.set()
+
+    # one request ------------------------------------------------------------------------------------------------------
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send, target: str | None) -> None:
         if scope["type"] != "http":
@@ -115,57 +165,74 @@ class Ingress:
             body = await Request(scope, receive).body()
         except ClientDisconnect:
             return
+        reader = self._reader or await self._read_facts(self._options.route_seconds)
         routed = None
         if target is None:
-            routed = await self._router_request(scope["path"].removeprefix(scope.get("root_path", "")), body)
-        call: Any = self._replicas.options(stream=True).answer.remote(
-            exchange.plain(scope), body, routed=routed, target=target
-        )
-        await _unless_client_leaves(call, receive, self._pass_on(call, send))
-
-    async def _router_request(self, path: str, body: bytes) -> RouterRequest:
-        request_id = uuid.uuid4().hex
-        if path not in GENERATING:
-            return RouterRequest(request_id, 0)
-        reader = self._reader or await self._read_facts()
-        return await run_in_threadpool(prompts.router_request, reader, request_id, path, body)
-
-    async def _read_facts(self) -> Reader:
-        """Raises ApiError if no replica is present in time."""
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            routed = RouterRequest(uuid.uuid4().hex, 0)
+            if path in GENERATING:
+                routed = await run_in_threadpool(prompts.router_request, reader, routed.request_id, path, body)
+        asked = exchange.plain(scope)
+        call: Any = self._replicas.options(stream=True).answer.remote(asked, body, routed=routed, target=target)
         try:
-            async with asyncio.timeout(self._options.route_seconds):
-                facts = await self._replicas.facts.remote()
-        except (TimeoutError, *GONE) as error:
-            raise _no_replica(self._options.route_seconds) from error
-        hashes = find(self._options.router).prefixes and facts["enable_prefix_caching"]
-        self._reader = Reader(
-            self._tokenizer, self._options.of_server(), facts["max_model_len"], facts["block_size"], hashes
-        )
-        return self._reader
+            await _unless_client_leaves(receive, self._pass_on(call, send))
+        finally:  # however this ends, the call is over in the replica too, and the router knows it
+            call.cancel()
+            if routed is not None:
+                LINK.end(routed.request_id)
 
     async def _pass_on(self, call: DeploymentResponseGenerator[list[Message]], send: Send) -> None:
-        """Send a replica's messages. One that ends before its answer begins is an ApiError, and after that the last
+        """Send a replica's messages. If it ends before its answer begins, that is an ApiError, and after that the last
         event of a stream."""
         start: Message | None = None
         try:
-            try:
-                async with asyncio.timeout(self._options.route_seconds):
-                    await anext(call)  # the empty list: a replica has taken the request
-            except TimeoutError:
-                raise _no_replica(self._options.route_seconds) from None
-            async for messages in call:
+            taken = await self._taken(call)
+            drained = self._drained.setdefault(taken, asyncio.Event())
+            while (messages := await _next(call, drained)) is not None:
                 for message in messages:
                     start = message if message["type"] == "http.response.start" else start
                     await send(message)
-        except GONE as error:
+        except (*GONE, _Drained) as error:
             log.warning("a replica ended with a request under way: %s", type(error).__name__)
-            what = "the replica that computed this answer has ended; send the request again"
             if start is None:
-                raise ApiError(503, what, code="replica_ended", seconds=1) from error
+                raise ApiError(503, ENDED, code="replica_ended", seconds=1) from error
             if not _is_stream(start):
                 raise  # a part of the answer is sent already, so the connection ends
-            last = responses.event(responses.error(what, "server_error", code="replica_ended"))
+            last = responses.event(responses.error(ENDED, "server_error", code="replica_ended"))
             await send({"type": "http.response.body", "body": (last + responses.event("[DONE]")).encode()})
+
+    async def _taken(self, call: DeploymentResponseGenerator[list[Message]]) -> str:
+        """Wait for a replica that takes the request -> its name.
+
+        Raises:
+            ApiError: none does in time, or the router failed.
+        """
+        try:
+            async with asyncio.timeout(self._options.route_seconds):
+                (message,) = await anext(call)
+        except TimeoutError:
+            raise _no_replica(self._options.route_seconds) from None
+        except NotRouted as error:
+            raise ApiError(503, str(error), code="not_routed", seconds=1) from error
+        assert message["type"] == TAKEN
+        return message["replica"]
+
+
+class _Drained(Exception):
+    """The replica has left, and its time to end what it had is over."""
+
+
+async def _next(call: DeploymentResponseGenerator[list[Message]], drained: asyncio.Event) -> list[Message] | None:
+    """The next messages; None at the end. Raises _Drained if the replica's time is over before."""
+    messages, over = asyncio.ensure_future(anext(call, None)), asyncio.ensure_future(drained.wait())
+    try:
+        await asyncio.wait((messages, over), return_when=asyncio.FIRST_COMPLETED)
+        if messages.done():
+            return messages.result()
+        raise _Drained
+    finally:
+        messages.cancel()
+        over.cancel()
 
 
 def _is_stream(start: Message) -> bool:
@@ -177,8 +244,8 @@ def _no_replica(seconds: float) -> ApiError:
     return ApiError(503, what, code="no_replica", seconds=10)
 
 
-async def _unless_client_leaves(call: DeploymentResponseGenerator[Any], receive: Receive, work: Any) -> None:
-    """Run `work` to its end, or until the client leaves. However this ends, the call is over in the replica too."""
+async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, or until the client leaves."""
     task, left = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
@@ -186,9 +253,7 @@ async def _unless_client_leaves(call: DeploymentResponseGenerator[Any], receive:
             await task
     finally:
         left.cancel()
-        if not task.done() or task.cancelled() or task.exception() is not None:
-            task.cancel()
-            call.cancel()
+        task.cancel()
         await asyncio.gather(task, left, return_exceptions=True)
 
 

@@ -23,6 +23,16 @@ from pagedjax.server.serve import name_of
 
 RESOURCES = ("num_cpus", "num_gpus", "resources", "memory", "accelerator_type", "runtime_env", "label_selector")
 AMOUNTS = ("num_cpus", "num_gpus", "memory")
+# What the fields of ClusterOptions must be, since a YAML may have anything.
+TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "a text": (str, ("model", "router")),
+    "a text, or left out": (str | None, ("api_key_file", "record", "record_routing")),
+    "fields with their values": (Mapping, ("engine", "server", "adapters")),
+    "fields with their values, or left out": (Mapping | None, ("autoscaling", "resources")),
+    "an integer": (int, ("replicas", "known_blocks")),
+    "a number": (int | float, ("drain_seconds", "route_seconds")),
+    "true or false": (bool, ("compilation_cache",)),
+}
 OF_THE_INGRESS = ("api_key", "lecture_endpoints", "allow_runtime_lora_updating")  # fields of Options
 
 
@@ -66,6 +76,11 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that no replica or router can have."""
+        for what, (kinds, names) in TYPES.items():
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+                    raise ValueError(f"{name} is {value!r:.200}; it must be {what}")
         if self.replicas < 1:
             raise ValueError(f"replicas is {self.replicas}; it must be at least 1")
         for name in ("drain_seconds", "route_seconds"):
@@ -80,6 +95,11 @@ class ClusterOptions:
                 raise ValueError(f"resources has the unknown key {name!r}; Ray knows {', '.join(RESOURCES)}")
             if name in AMOUNTS and not (isinstance(value, int | float) and value >= 0):
                 raise ValueError(f"resources.{name} is {value!r}; it must be a number of at least 0")
+            if name == "resources" and not isinstance(value, Mapping):
+                raise ValueError(f"resources.resources is {value!r}; it must be amounts by name, such as {{TPU: 4}}")
+        for name, folder in self.adapters.items():
+            if not isinstance(folder, str):
+                raise ValueError(f"adapters.{name} is {folder!r}; it must be a folder")
         routing.find(self.router)
         routing.init(self.known_blocks)
         from_dict(EngineConfig, dict(self.engine), where="engine.")
@@ -89,7 +109,14 @@ class ClusterOptions:
     def of_server(self) -> Options:
         """The options of each replica's server."""
         values = {"name": name_of(self.model), **self.server, "lecture_endpoints": False}
-        return from_dict(Options, values, where="server.")
+        try:
+            return from_dict(Options, values, where="server.")
+        except TypeError as error:
+            raise ValueError(f"server has a value of a wrong type: {error}") from error
+
+    def of_replica(self) -> Options:
+        """Of its application: what the ingress does already is left out."""
+        return dataclasses.replace(self.of_server(), allow_origins=())
 
     def api_key(self) -> str | None:
         """Raises OSError or ValueError if its file cannot be read or is empty."""
@@ -120,12 +147,19 @@ def of_args(args: Mapping[str, Any]) -> ClusterOptions:
     Raises:
         ValueError: an unknown or wrong option.
     """
-    texts = {one.name for one in dataclasses.fields(ClusterOptions) if one.type in ("str", "str | None")}
+    texts = (*TYPES["a text"][1], *TYPES["a text, or left out"][1])
     typed = {
-        name: yaml.safe_load(value) if isinstance(value, str) and name not in texts else value
+        name: _read(name, value) if isinstance(value, str) and name not in texts else value
         for name, value in args.items()
     }
     return from_dict(ClusterOptions, typed)
+
+
+def _read(name: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name} is {value!r:.200}, which is no YAML; write {name}='{{max_num_seqs: 4}}'") from error
 
 
 def default_resources(cluster: Mapping[str, float], mesh: Mapping[str, int] | None) -> dict[str, Any]:
@@ -144,6 +178,10 @@ def default_resources(cluster: Mapping[str, float], mesh: Mapping[str, int] | No
 def check_room(options: ClusterOptions, resources: Mapping[str, Any], cluster: Mapping[str, float]) -> None:
     """Raises ValueError if a cluster of a fixed size has no room for the replicas."""
     flat = {"CPU": resources.get("num_cpus", 0), "GPU": resources.get("num_gpus", 0), **resources.get("resources", {})}
+    flat["memory"] = resources.get("memory", 0)
+    kind = resources.get("accelerator_type")
+    if kind is not None and f"accelerator_type:{kind}" not in cluster:
+        raise ValueError(f"replicas need an accelerator {kind!r}, which Ray does not have; change --replica-resources")
     for name, amount in flat.items():
         if options.replicas * amount > cluster.get(name, 0):
             what = f"replicas is {options.replicas}, and each needs {amount:g} {name}"

@@ -5,22 +5,24 @@ whose answer says what is wrong.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import ValidationError
 
 from pagedjax.engine import block_hashes
 from pagedjax.routing import RouterRequest
 from pagedjax.server import adapters, responses_api
 from pagedjax.server.app import Options
-from pagedjax.server.errors import ApiError
 from pagedjax.server.responses_api import ResponsesRequest
 from pagedjax.server.schema import ChatRequest, CompletionRequest, GenerationBody
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.tools.use import tool_use
 from pagedjax.vllm_names.prompts import kept
+
+CHARACTERS = 32  # of a token at most, on average; a longer text is refused, and is not worth tokenizing
+log = logging.getLogger("pagedjax.server")
 
 
 class Reader(NamedTuple):
@@ -52,8 +54,8 @@ def router_request(reader: Reader, request_id: str, path: str, body: bytes) -> R
             ids = _conversation(reader, chat)
             longest = chat.max_completion_tokens or chat.max_tokens or reader.max_model_len - len(ids)
             return _of(reader, request_id, chat, [ids], longest)
-    except (ValueError, ValidationError, ApiError):
-        pass  # the replica answers what is wrong
+    except Exception as error:  # a wrong body, whose error the replica answers; and whatever else it may cause
+        log.debug("a body is not read: %r", error)
     return RouterRequest(request_id, 0)
 
 
@@ -61,6 +63,8 @@ def _of(
     reader: Reader, request_id: str, body: GenerationBody, prompts: Sequence[Sequence[int]], longest: int
 ) -> RouterRequest:
     prompts = [kept(ids, body.truncate_prompt_tokens, reader.max_model_len) for ids in prompts]
+    if any(len(ids) >= reader.max_model_len for ids in prompts):
+        raise ValueError("a prompt is too long")
     branches = max(body.n or 1, body.best_of or 1)
     tokens = sum(len(ids) + branches * max(longest, 0) for ids in prompts)
     user = (body.user or "") if reader.server.allow_user else ""
@@ -82,6 +86,8 @@ def _prompts(reader: Reader, body: CompletionRequest) -> list[Sequence[int]]:
     if isinstance(several, str) or isinstance(several[0], int):
         several = [several]
     special = body.add_special_tokens is not False
+    if any(isinstance(one, str) and len(one) > CHARACTERS * reader.max_model_len for one in several):
+        raise ValueError("a prompt is too long")
     return [reader.tokenizer.encode(one, special) if isinstance(one, str) else one for one in several]
 
 
@@ -90,4 +96,6 @@ def _conversation(reader: Reader, body: ChatRequest) -> list[int]:
         reader.tokenizer, body.tools, body.tool_choice, body.parallel_tool_calls, reader.server.tool_call_parser
     )
     messages = [message.plain() for message in body.messages]
+    if len(str(messages)) > CHARACTERS * reader.max_model_len:
+        raise ValueError("a conversation is too long")
     return use.tokens(reader.tokenizer, messages, body.add_generation_prompt is not False)

@@ -16,7 +16,8 @@ from pagedjax.server.ray import exchange
 from pagedjax.server.ray.options import ClusterOptions
 from pagedjax.server.serve import served
 
-HEADER = b"x-replica"  # of each answer: the name of the replica that gave it
+HEADER = "x-replica"  # of each answer: the name of the replica that gave it
+TAKEN = "pagedjax.taken"  # the type of the first message of `answer`
 
 
 class Answer(NamedTuple):
@@ -43,13 +44,14 @@ class Replica:
         if options.record is not None:
             path = Path(options.record)
             self.llm.engine.record(path.with_suffix(f".{self.name}{path.suffix}"), times=True)
-        self.app = create_app(self.llm, options.of_server())
+        self.app = create_app(self.llm, options.of_replica())
         self.app.state.worker.start()
 
     async def __del__(self) -> None:
-        """Serve calls it once, after the drain: unfinished requests are answered 503."""
-        self.app.state.worker.halt()
-        self.llm.engine.record(None)
+        """Serve calls it once, after the drain; and if `__init__` has failed."""
+        if hasattr(self, "app"):
+            self.app.state.worker.halt()
+            self.llm.engine.record(None)
 
     async def check_health(self) -> None:
         """Serve replaces a replica for which this raises."""
@@ -57,7 +59,7 @@ class Replica:
         if not worker.healthy:
             raise RuntimeError(f"the engine of replica {self.name} has ended: {worker.error!r}")
 
-    async def facts(self) -> dict[str, int]:
+    async def facts(self) -> dict[str, Any]:
         """What the ingress must know of the engine."""
         config = self.llm.engine.config
         return {name: getattr(config, name) for name in ("max_model_len", "block_size", "enable_prefix_caching")}
@@ -65,22 +67,22 @@ class Replica:
     async def answer(
         self, scope: Scope, body: bytes, *, routed: RouterRequest | None = None, target: str | None = None
     ) -> AsyncGenerator[list[Message], None]:
-        """The messages of the answer to an HTTP request. The first list is empty: the replica has taken the request.
+        """The messages of the answer to an HTTP request. Before them, one says which replica has taken the request.
 
         Args:
             routed, target: for the request router.
         """
-        yield []
+        yield [{"type": TAKEN, "replica": self.name}]
         async for messages in exchange.answered(self.app, scope, body):
             yield [self._named(message) for message in messages]
 
     def _named(self, message: Message) -> Message:
         if message["type"] != "http.response.start":
             return message
-        return {**message, "headers": [*message.get("headers", ()), (HEADER, self.name.encode())]}
+        return {**message, "headers": [*message.get("headers", ()), (HEADER.encode(), self.name.encode())]}
 
-    async def whole(self, path: str) -> Answer:
-        """The answer to GET, for pages that all replicas are asked for."""
+    async def whole(self, path: str, *, target: str) -> Answer:
+        """The answer to GET, for pages that all replicas are asked for. `target`: for the request router."""
         messages: list[Any] = []
         async for found in exchange.answered(self.app, exchange.get(path), b""):
             messages += found

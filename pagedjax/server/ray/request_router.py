@@ -1,63 +1,96 @@
 """Ray Serve's request router around a router of `pagedjax.routing`: the ingress's handle asks it for every call.
 
-Serve tells which replicas are present, and when a call has ended. The pure state does the rest. All methods run in one
-event loop of the ingress's process, so nothing is locked.
+Serve says which replicas are present. The ingress says when a request has ended, and is told when the time of a replica
+that leaves is over (link.py). The pure state does the rest. All methods run in one event loop of the ingress's process,
+which is not the one that answers clients; so the state is changed by one thread alone.
+
+Serve pickles this module by value: a global object of it would be another one in the ingress. So it has none.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from pagedjax import routing
+from pagedjax.routing import RouterRequest
 from pagedjax.routing.recording import Recorder
+from pagedjax.server.ray import link
+
+EARLY_ENDS = 4096  # that are remembered; such requests are few, and each is asked for within a moment
+log = logging.getLogger("pagedjax.server")
 
 
 class PureRouter(RequestRouter):
-    """Calls carry `routed=RouterRequest(...)`, or `target=NAME` for one replica; without both, the call is a request
-    of 0 tokens without a prefix."""
+    """Calls carry `routed=RouterRequest(...)`, or `target=NAME` for one replica. A call without both goes to any
+    replica, and the router does not know of it."""
 
-    def initialize_state(self, router: str, known_blocks: int, record: str | None = None) -> None:
-        """`record`: the file of `routing.recording`."""
-        self.routing = Recorder(routing.find(router), known_blocks, None if record is None else Path(record))
-        self._routed: dict[str, str] = {}  # Serve's id of a call -> the id of its request
+    def initialize_state(self, router: str, known_blocks: int, drain_seconds: float, record: str | None = None) -> None:
+        """`record`: the file of `routing.recording`; if it exists, another one beside it."""
+        self.routing = Recorder(routing.find(router), known_blocks, None if record is None else unused(Path(record)))
+        self._drain_seconds = drain_seconds
+        self._early: dict[str, None] = {}  # requests that ended before they were routed
+        self._loop: asyncio.AbstractEventLoop | None = None
+        link.LINK.router = self
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The one replica that gets the call; none if the named one has left. Serve asks again until it is sent."""
+        """The one replica that gets the call. Serve asks again until it is sent."""
         if pending_request is None:
             return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # if Serve asks again, it waits a little before
         self._take_presence()
-        by_name = {replica.replica_id.unique_id: replica for replica in self.curr_replicas.values()}
-        target = pending_request.kwargs.get("target")
-        if target is None:
-            target = self._assigned(pending_request)
-        return [[by_name[target]]] if target in by_name else []
+        call, by_name = pending_request, {one.replica_id.unique_id: one for one in self.curr_replicas.values()}
+        target, request = call.kwargs.get("target"), call.kwargs.get("routed")
+        if call.future.done() or (target is None and request is None):
+            return [candidate_replicas]
+        if request is not None:
+            if request.request_id in self._early:
+                call.future.cancel()
+                return [candidate_replicas]
+            try:
+                target = self._assigned(request)
+            except Exception as error:  # of a router of the user's own
+                log.exception("the router failed")
+                call.future.set_exception(link.NotRouted(f"the router failed: {type(error).__name__}: {error}"))
+                return [candidate_replicas]
+        if target not in by_name:
+            call.future.set_exception(link.NotRouted(f"replica {target!r} is not present"))
+            return [candidate_replicas]
+        return [[by_name[target]]]
 
-    def _assigned(self, call: PendingRequest) -> Any:
-        """The replica of a call: as before if it was routed before, and that replica is present."""
-        key = call.metadata.internal_request_id
-        request = call.kwargs.get("routed") or routing.RouterRequest(key, 0)
-        self._routed[key] = request.request_id
-        # a call that is cancelled before it is sent has no end that Serve tells
-        call.future.add_done_callback(lambda sent: self._finished(key) if sent.cancelled() else None)
+    def _assigned(self, request: RouterRequest) -> Any:
+        """The replica of a request: as before if it was routed before, and that replica is present."""
         unfinished = self.routing.state.unfinished.get(request.request_id)
         return self.routing.route(request) if unfinished is None else unfinished.replica
 
-    def _finished(self, key: str) -> None:
-        if (request_id := self._routed.pop(key, None)) is not None:
+    def end(self, request_id: str) -> None:
+        """A request is over, whatever ended it. Any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end, request_id)
+
+    def _end(self, request_id: str) -> None:
+        if request_id in self.routing.state.unfinished:
             self.routing.finished(request_id)
+        else:  # its client left before Serve asked for a replica; Serve may still ask
+            self._early[request_id] = None
+            while len(self._early) > EARLY_ENDS:
+                del self._early[next(iter(self._early))]
 
     def _take_presence(self) -> None:
         """Let replicas join and leave as Serve has them."""
+        self._loop = asyncio.get_running_loop()
         here = {replica_id.unique_id for replica_id in self.curr_replicas}
         before = self.routing.state.replicas
         for name in before:
             if name not in here:
                 self.routing.left(name)
+                self._loop.call_later(self._drain_seconds, link.LINK.drained, str(name))
         for name in sorted(here.difference(before)):
             self.routing.joined(name)
 
@@ -71,5 +104,12 @@ class PureRouter(RequestRouter):
         super().on_replica_actor_died(replica_id)
         self._take_presence()
 
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._finished(internal_request_id)
+
+def unused(path: Path) -> Path:
+    """The path, or the next one that does not exist: a.jsonl, a.2.jsonl. An ingress that is started again writes the
+    second file."""
+    number, found = 1, path
+    while found.exists():
+        number += 1
+        found = path.with_suffix(f".{number}{path.suffix}")
+    return found

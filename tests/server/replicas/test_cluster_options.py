@@ -25,6 +25,19 @@ WRONG = [
     ({"engine": {"max_num_seq": 4}}, "unknown key engine.'max_num_seq'; did you mean 'max_num_seqs'?"),
     ({"resources": {"gpus": 1}}, "resources has the unknown key 'gpus'; Ray knows num_cpus, num_gpus"),
     ({"resources": {"num_cpus": "half"}}, "resources.num_cpus is 'half'; it must be a number of at least 0"),
+    ({"resources": {"resources": 3}}, "resources.resources is 3; it must be amounts by name"),
+    ({"replicas": "two"}, "replicas is 'two'; it must be an integer"),
+    ({"replicas": 1.5}, "replicas is 1.5; it must be an integer"),
+    ({"replicas": True}, "replicas is True; it must be an integer"),
+    ({"drain_seconds": "a"}, "drain_seconds is 'a'; it must be a number"),
+    ({"engine": None}, "engine is None; it must be fields with their values"),
+    ({"engine": "{a"}, "engine is '{a', which is no YAML; write engine="),
+    ({"adapters": ["a"]}, r"adapters is \['a'\]; it must be fields with their values"),
+    ({"adapters": {"a": 3}}, "adapters.a is 3; it must be a folder"),
+    ({"router": 3}, "router is 3; it must be a text"),
+    ({"api_key_file": 5}, "api_key_file is 5; it must be a text, or left out"),
+    ({"compilation_cache": "maybe"}, "compilation_cache is 'maybe'; it must be true or false"),
+    ({"server": {"max_queue": "x"}}, "server has a value of a wrong type"),
     ({"router": "nearest"}, "router is 'nearest'; write one of round_robin, least_loaded, prefix"),
     ({"known_blocks": -1}, "known_blocks is -1; it must be at least 0"),
     ({"autoscaling": {"max": 4}}, "autoscaling has the unknown field 'max'; see Ray Serve's AutoscalingConfig"),
@@ -73,6 +86,10 @@ def test_replicas_that_have_no_room_are_refused():
     what = "replicas is 3, and each needs 2 GPU, but Ray has 4; start fewer, or ask for less with --replica-resources"
     with pytest.raises(ValueError, match=re.escape(what)):
         check_room(options, {"num_gpus": 2}, {"CPU": 8.0, "GPU": 4.0})
+    with pytest.raises(ValueError, match="replicas need an accelerator 'A100', which Ray does not have"):
+        check_room(options, {"accelerator_type": "A100"}, {"CPU": 8.0})
+    with pytest.raises(ValueError, match=r"each needs 1e\+12 memory, but Ray has 2e\+10"):
+        check_room(options, {"memory": 1e12}, {"CPU": 8.0, "memory": 2e10})
     with pytest.raises(ValueError, match="each needs 1 TPU, but Ray has 0"):
         check_room(options, {"resources": {"TPU": 1}}, {"CPU": 8.0})
 
@@ -110,6 +127,9 @@ def test_a_router_of_ones_own_has_an_absolute_path(tmp_path, monkeypatch):
         (("--record-routing", "r.jsonl"), "--record-routing is given, and there is one engine"),
         (("--replicas", "2", "--api-key-file", "missing"), "No such file"),
         (("--replicas", "2", "--port", "70000"), "port is 70000"),
+        (("--replicas", "2", "--record-routing", "missing/a.jsonl"), "its folder does not exist or cannot be written"),
+        (("--replicas", "2", "--record-routing", "pyproject.toml"), "exists; name a new file, or delete it"),
+        (("--replicas", "2", "--enable-lora", "--lora-modules", "a=missing"), "a=missing: there is no such folder"),
         (("--replicas", "2", "--ray-address", "127.0.0.1:1", "--port", "0"), "--port is 0; on a cluster it must be"),
     ],
 )

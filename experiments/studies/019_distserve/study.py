@@ -1,0 +1,325 @@
+"""019: the load of engines for prompts and others for decodes, after DistServe (Zhong et al. 2024, arXiv 2401.09670).
+
+Its repository (https://github.com/LLMServe/DistServe, commit 82831f1, Apache-2.0) has a simulator with fitted times of
+steps, which are used here (simulation/profiles.py), the result of an example (simdistserve/README.md), and a notebook
+with printed results of measurements on A100s (evaluation/2-benchmark-serving/plot.ipynb): DistServe's rate over those
+of vLLM and DeepSpeed-MII, and the shares of vLLM's and DeepSpeed-MII's requests within the targets, by rate. vLLM has
+90 % at 0.5 requests/s, so DistServe's rate is 4.6 times that; DeepSpeed-MII's factor of 7.36 gives the same rate.
+
+The data set (conversations of ShareGPT) is not used: nothing we may use has its lengths. Two kinds of lengths stand for
+it. *First turns* are those of the PagedAttention paper. The prompts of DistServe contain earlier turns too, so they are
+longer (evaluation/2-benchmark-serving/0-prepare-dataset.py). *Conversations* are exponential prompts of which a tenth
+is so long that one GPU with vLLM's coefficients needs more than 250 ms for it alone: the notebook's vLLM misses its
+targets for a tenth of the requests even at 0.25 requests/s, where nothing waits. That is an estimate from two published
+facts, and not from a number that is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.analysis import figures
+from experiments.simulation.cost import Work
+from experiments.simulation.profiles import PROFILES
+from experiments.studies import lengths
+from experiments.studies.findings import Claim, Findings, Interval, Summary, dig, interval, markdown, rounded, simulated
+
+QUESTION = (
+    "What load do engines for prompts and others for decodes serve within targets for both, and with what throughput?"
+)
+EXAMPLE = "DistServe, simdistserve/README.md"
+NOTEBOOK = "DistServe, plot.ipynb"
+VLLM = "vLLM documentation, disaggregated prefilling"
+CACHE = {1: 66144, 2: 163008}  # tokens by GPUs of an engine: max_num_tokens.csv
+PLACEMENTS = (
+    (2, 1),
+    (1, 1),
+    (1, 2),
+    (2, 2),
+)  # GPUs of an engine for prompts and of one for decodes; the first is theirs
+HIGHEST, WITHIN = 5.0, 0.05  # requests/s of a GPU: the example's upper end, and how close two probes come
+FACTORS = {"vLLM": 4.6, "DeepSpeed-MII": 7.36}  # printed: DistServe's rate at 90 % over theirs
+VLLM_SHARES = {0.25: 90, 0.5: 90, 1.0: 85, 1.5: 81, 2.0: 71, 2.25: 70, 2.5: 68, 3.0: 55}  # printed: % by requests/s
+MEASURED = FACTORS["vLLM"] * 0.5  # requests/s of a GPU
+SHARES = (0.9, 0.8)
+SPLITS = ((1, 3), (2, 2), (3, 1))  # of four engines of one GPU
+WHY_DATA = "the data set is not used, and exponential lengths are an estimate of it"
+WHY_REAL = "the published one was measured, here each step has the simulator's overhead of 2 or 3 ms; " + WHY_DATA
+WHY_QUEUE = "the measured engine falls behind sooner than its coefficients say; " + WHY_DATA
+WHY_SPEED = "the engines for prompts and for decodes each have one kind of step, and fewer of them wait"
+NAMES = {"pools": "2 + 1 GPUs", "vLLM": "1 GPU with vLLM, prompts first", "chunked": "1 GPU with chunked prefill"}
+
+Met = Callable[[Summary], bool]
+
+
+def each_in_time(summary: Summary) -> bool:
+    """The example's: the 90th percentiles of TTFT and TPOT are within 200 ms and 100 ms."""
+    return dig(summary, "ttft_s.p90") < 0.2 and dig(summary, "tpot_s.p90") < 0.1
+
+
+def both_in_time(share: float) -> Met:
+    """The notebook's: a share of the requests is within 250 ms and 100 ms. Needs `SLO`."""
+    return lambda summary: dig(summary, "goodput.share") >= share
+
+
+SLO = ("slo={ttft: 0.25, itl: 0.1}",)
+
+
+def slow_prompt(seconds: float) -> int:
+    """Tokens of the longest prompt that one GPU with vLLM's coefficients computes alone within a time."""
+    profile = PROFILES["vllm/opt-13b/tp1"]
+    tokens = 1
+    while profile(Work(tokens, 1, 1, tokens, tokens * (tokens + 1) // 2)) <= seconds:
+        tokens += 1
+    return tokens - 1
+
+
+def conversations() -> tuple[str, ...]:
+    """Both together fit into 2,048 tokens, as in the data set."""
+    mean = slow_prompt(0.25) / math.log(10)
+    return (
+        f"workload.prompt={{dist: exponential, mean: {mean:.1f}, max: 1536}}",
+        "workload.output={dist: exponential, mean: 337.99, max: 511}",
+    )
+
+
+def kinds() -> dict[str, tuple[str, ...]]:
+    return {"first turns": lengths.overrides("ShareGPT"), "conversations": conversations()}
+
+
+def profile(engine: str, gpus: int) -> str:
+    return f"{{profile: {engine}/opt-13b/tp{gpus}, padded: false, model: opt-13b}}"
+
+
+def placed(prefill: int, decode: int) -> tuple[str, ...]:
+    """One engine for prompts and one for decodes, by their GPUs."""
+    pools = (f"{{simulate: {profile('distserve', n)}, cache_tokens: {CACHE[n]}}}" for n in (prefill, decode))
+    return ("pools={prefill: %s, decode: %s}" % tuple(pools),)  # noqa: UP031 - braces of YAML
+
+
+def alone(engine: str, gpus: int) -> tuple[str, ...]:
+    """One engine that does both, whole prompts first."""
+    return ("pools=null", f"simulate={profile(engine, gpus)}", f"cache_tokens={CACHE[gpus]}")
+
+
+CHUNKED = (  # one engine that does both, with chunks of prompts beside decodes
+    *alone("distserve", 1),
+    *("engine.mixed_steps=true", "engine.chunked_prefill=true", "engine.max_num_batched_tokens=512"),
+)
+
+
+ENGINES = {"pools": (3, placed(2, 1)), "vLLM": (1, alone("vllm", 1)), "chunked": (1, CHUNKED)}  # GPUs, overrides
+
+
+class Found(NamedTuple):
+    """Requests/s of a GPU, one for each seed. bound: all probes met the targets."""
+
+    rates: tuple[float, ...]
+    bound: bool
+
+    @property
+    def interval(self) -> Interval:
+        return interval(self.rates)
+
+
+def highest(folder: Path, gpus: int, met: Met, seeds: int, count: int, *overrides: str) -> Found:
+    """The rate of a GPU that meets a criterion, by halves from 0 to HIGHEST, as the example searches it."""
+    rates = []
+    for seed in range(seeds):
+        low, high = 0.0, HIGHEST
+        while high - low > WITHIN:
+            rate = (low + high) / 2
+            options = (f"workload.arrivals.rate={rate * gpus}", f"workload.count={count}", f"seed={seed}")
+            ((_, (summary,)),) = simulated(folder / "config.yaml", *options, *overrides)
+            low, high = (rate, high) if met(summary) else (low, rate)
+        rates.append((low + high) / 2)
+    return Found(tuple(rates), min(rates) > HIGHEST - WITHIN)
+
+
+class Throughput(NamedTuple):
+    """Tokens/s of prompts and answers on four GPUs, all requests at once, one number for each seed."""
+
+    pools: Mapping[tuple[int, int], Sequence[float]]
+    chunked: Sequence[float]  # four engines that do both, with chunks of prompts beside decodes
+    whole: Sequence[float]  # whole prompts first
+
+
+def throughput(folder: Path, seeds: int, count: int, kind: tuple[str, ...]) -> Throughput:
+    one = f"simulate: {profile('distserve', 1)}, cache_tokens: {CACHE[1]}"
+
+    def of(*overrides: str) -> list[float]:
+        options = ("workload.arrivals={process: at_once}", f"workload.count={count}", "reseed=true", *kind)
+        ((_, runs),) = simulated(folder / "config.yaml", *options, *overrides, repeats=seeds)
+        return [dig(run, "total_tokens_per_s") for run in runs]
+
+    four = "replicas={count: 4, router: least_loaded}"
+    return Throughput(
+        {(a, b): of(f"pools={{prefill: {{count: {a}, {one}}}, decode: {{count: {b}, {one}}}}}") for a, b in SPLITS},
+        of(*CHUNKED, four),
+        of(*alone("distserve", 1), four),
+    )
+
+
+def best(found: Throughput) -> tuple[int, int]:
+    return max(found.pools, key=lambda split: sum(found.pools[split]))
+
+
+def over(found: Throughput, below: Sequence[float]) -> Interval:
+    """The best pools over engines that do both, seed by seed."""
+    return interval([a / b for a, b in zip(found.pools[best(found)], below, strict=True)])
+
+
+def run(folder: Path, quick: bool) -> Findings:
+    seeds, few, one = (2, 1, 1) if quick else (5, 3, 2)
+    count = 60 if quick else 300  # the example's
+    talks, first = kinds()["conversations"], kinds()["first turns"]
+    served = {
+        place: highest(folder, sum(place), each_in_time, n, count, *placed(*place), *talks)
+        for place, n in zip(PLACEMENTS, (seeds, few, few, few), strict=True)
+    }
+    turns = highest(folder, 3, each_in_time, one, count, *placed(2, 1), *first)
+    both = {
+        (share, name): highest(folder, gpus, both_in_time(share), few, count, *SLO, *place, *talks)
+        for share in SHARES
+        for name, (gpus, place) in ENGINES.items()
+        if share < 0.9 or name != "vLLM"
+    }
+    attained = {name: shares(folder, few, 30 if quick else 100, name, talks) for name in ENGINES}
+    speeds = {kind: throughput(folder, few, 150 if quick else 500, of) for kind, of in kinds().items()}
+    claims = [*example_claims(served), *notebook_claims(both, attained), *throughput_claims(speeds)]
+    panels = {"conversations": attained | {"vLLM, measured": list(VLLM_SHARES.items())}}
+    lines = {title: {NAMES.get(name, name): points(of) for name, of in by.items()} for title, by in panels.items()}
+    figure = figures.curves(lines, "requests/s of a GPU", "% within both targets", lowest=0)
+    tables = [rate_table(served, turns, both), speed_table(speeds)]
+    return Findings(claims, answer(served, turns, both, speeds), {"attainment.svg": figure}, tables)
+
+
+Attained = Sequence[tuple[float, Interval]]  # % of requests by rate of a GPU
+
+
+def points(attained: Sequence[tuple[float, Interval | float]]) -> list[tuple[float, float]]:
+    return [(rate, one.middle if isinstance(one, Interval) else one) for rate, one in attained]
+
+
+Served = Mapping[tuple[int, int], Found]
+Both = Mapping[tuple[float, str], Found]
+
+
+def example_claims(served: Served) -> list[Claim]:
+    what = "OPT-13B, conversations, 2 + 1 GPUs for prompts and decodes, P90 within 200 and 100 ms: requests/s of a GPU"
+    theirs, *others = (served[place].rates for place in PLACEMENTS)
+    seeds = min(map(len, others))  # the same ones
+    best = max(interval(rates).middle for rates in others)
+    ratio = interval([rate / best for rate in theirs[:seeds]])
+    return [
+        Claim(EXAMPLE, what, 1.56, interval(theirs), 1.1, "requests/s", WHY_DATA),
+        Claim(
+            *(
+                EXAMPLE,
+                "OPT-13B, conversations: 2 + 1 GPUs over the best of 1 + 1, 1 + 2, 2 + 2: requests/s of a GPU",
+            ),
+            *((1.0, 1000.0), ratio, 1.0, "x", WHY_DATA),
+        ),
+    ]
+
+
+def notebook_claims(both: Both, attained: Mapping[str, Attained]) -> list[Claim]:
+    """No claim at 0.25 and 0.5 requests/s of vLLM: lengths were estimated from these."""
+    what, rates = "OPT-13B, conversations, 250 and 100 ms", (1.0, 2.0, 3.0)
+    by_rate = dict(attained["vLLM"])
+    return [
+        Claim(
+            *(NOTEBOOK, f"{what}: requests/s of a GPU with 90 % within both, 2 + 1 GPUs", MEASURED),
+            *(both[0.9, "pools"].interval, 1.1, "requests/s", WHY_REAL),
+        ),
+        *(
+            Claim(
+                *(NOTEBOOK, f"{what}: requests within both, vLLM at {rate:g} requests/s", VLLM_SHARES[rate]),
+                *(by_rate[rate], 1.1, "%", WHY_QUEUE),
+            )
+            for rate in rates
+        ),
+    ]
+
+
+def throughput_claims(speeds: Mapping[str, Throughput]) -> list[Claim]:
+    what = "tokens/s of the best pools of 4 GPUs over 4 engines"
+    return [
+        Claim(VLLM, f"OPT-13B, {kind}, saturated: {what} {how}", (0.0, 1.0), over(found, below), 1.05, "x", WHY_SPEED)
+        for kind, found in speeds.items()
+        for how, below in (("with chunked prefill", found.chunked), ("with whole prompts first", found.whole))
+    ]
+
+
+def shares(folder: Path, seeds: int, each: int, name: str, kind: tuple[str, ...]) -> list[tuple[float, Interval]]:
+    """% of requests within 250 and 100 ms by rate, of `each` requests a GPU, as measured."""
+    (gpus, place), found = ENGINES[name], []
+    for rate in VLLM_SHARES:
+        options = (f"workload.arrivals.rate={rate * gpus}", f"workload.count={each * gpus}", "reseed=true")
+        ((_, runs),) = simulated(folder / "config.yaml", *options, *SLO, *place, *kind, repeats=seeds)
+        found.append((rate, interval([100 * dig(one, "goodput.share") for one in runs])))
+    return found
+
+
+def said(found: Found) -> str:
+    return f"at least {rounded(found.interval.low)}" if found.bound else rounded(found.interval.middle)
+
+
+def answer(served: Served, turns: Found, both: Both, speeds: Mapping[str, Throughput]) -> list[str]:
+    talks = kinds()["conversations"][0].split("mean: ")[1].split(",")[0]
+    parts = [
+        f"{kind}: {rounded(over(one, one.chunked).middle)} times those of engines with chunked prefill, "
+        f"{rounded(over(one, one.whole).middle)} times those of engines that compute whole prompts first"
+        for kind, one in speeds.items()
+    ]
+    slower = all(over(one, below).middle < 1 for one in speeds.values() for below in (one.chunked, one.whole))
+    gpu = "; ".join(
+        f"{100 * share:.0f} % within, "
+        + ", ".join(f"{name} {said(both[share, key])}" for key, name in NAMES.items() if (share, key) in both)
+        for share in SHARES
+    )
+    return [
+        f"Two GPUs for prompts and one for decodes serve {said(served[PLACEMENTS[0]])} requests/s of a GPU with "
+        "conversations as they are estimated here; DistServe's simulator says 1.56 with the real ones. With first "
+        f"turns alone it is {said(turns)}, where the example's search ends: its 300 requests are too few for a queue "
+        "there. So the lengths decide, and they are what is unknown.",
+        f"Requests/s of a GPU at 250 and 100 ms: {gpu}. The longest prompts leave one GPU little or no time to wait, "
+        "so the gain depends on the share that is asked for.",
+        f"Tokens/s of four saturated GPUs, split into the best pools: {'; '.join(parts)}."
+        + " So pools give no throughput, as vLLM's documentation says." * slower,
+        "In that comparison all engines have the coefficients of DistServe's, and pages move in no time. Steps with "
+        "chunks and decodes have an assumed time (profiles.py), the best case for them; whole prompts first need no "
+        "assumption.",
+        "Not compared: DistServe's rate over vLLM's at 90 % (the notebook prints 4.6, the blog says up to 4.48 without "
+        "a setting). A tenth of the prompts alone take vLLM 250 ms, so single requests decide at what rate it meets "
+        "90 %, and lengths were estimated from that. The paper's factor of 7.4 is over DeepSpeed-MII (the notebook: "
+        "7.36), for which no coefficients are published.",
+        "Unknown: the lengths of ShareGPT's conversations and their order (prompts of conversations here are "
+        f"exponential with a mean of {talks} tokens before they are cut at 1,536, and outputs have the mean of first "
+        "turns before they are cut at 511), the seeds, and what moving pages cost in the measurements. A request of "
+        "DistServe's simulator has one decode step more than here, and an engine there decodes contexts of at most "
+        "50,000 tokens at a time; here its cache decides.",
+    ]
+
+
+def rate_table(served: Served, turns: Found, both: Both) -> str:
+    each = "each P90 within 200 and 100 ms"
+    rows = [(each, f"{a} + {b} GPUs", "conversations", said(found)) for (a, b), found in served.items()]
+    rows.append((each, "2 + 1 GPUs", "first turns", said(turns)))
+    rows += [
+        (f"{100 * share:.0f} % within 250 and 100 ms", NAMES[name], "conversations", said(found))
+        for (share, name), found in both.items()
+    ]
+    return markdown(("targets", "engines", "lengths", "requests/s of a GPU"), rows)
+
+
+def speed_table(speeds: Mapping[str, Throughput]) -> str:
+    rows = []
+    for kind, found in speeds.items():
+        every = {f"pools, {a} + {b}": speed for (a, b), speed in found.pools.items()}
+        every |= {"4 that do both, chunked prefill": found.chunked, "4 that do both, whole prompts": found.whole}
+        rows += [(kind, name, rounded(interval(speed).middle)) for name, speed in every.items()]
+    return markdown(("lengths", "engines of one GPU", "tokens/s, saturated"), rows)

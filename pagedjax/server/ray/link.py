@@ -1,0 +1,44 @@
+"""What the ingress and its request router know of each other. They run in one process, in two threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from pagedjax.routing.recording import Recorder
+
+
+class NotRouted(Exception):
+    """A call that no replica gets: the one it names has left, or the router failed."""
+
+
+class Router(Protocol):
+    """request_router.PureRouter."""
+
+    routing: Recorder
+
+    def end(self, request_id: str) -> None: ...
+
+
+class Link:
+    """The two ends. Serve makes the router when the ingress first calls a replica.
+
+    router: None before that.
+    drained: called, in the router's thread, when a replica has left and its time to drain is over.
+    """
+
+    def __init__(self) -> None:
+        self.router: Router | None = None
+        self.drained: Callable[[str], None] = lambda name: None
+
+    def present(self) -> Sequence[Any]:
+        """The names of the replicas. Any thread: the state is never changed, but replaced."""
+        return () if self.router is None else self.router.routing.state.replicas
+
+    def end(self, request_id: str) -> None:
+        """A request is over, whatever ended it."""
+        if self.router is not None:
+            self.router.end(request_id)
+
+
+LINK = Link()

@@ -1,0 +1,236 @@
+"""The section `pools`: its errors, its key, run folders, summaries, and the example of configs/."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments import run
+from experiments.core import engines, store
+from experiments.core.config import Point, expand, load
+from experiments.core.drive import Measured, measure
+from experiments.core.pool_options import Pool, Pools
+from experiments.simulation.cost import SHAPES
+from experiments.studies.findings import simulated
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+RAW = {
+    "name": "pooled",
+    "model": "nothing is loaded",
+    "engine": {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 64, "block_size": 8},
+    "cache_tokens": 1024,
+    "workload": {
+        "kind": "synthetic",
+        "count": 40,
+        "shared_prefix": 64,
+        "prefixes": 6,
+        "prompt": {"dist": "uniform", "low": 4, "high": 40},
+        "output": {"dist": "uniform", "low": 1, "high": 9},
+        "arrivals": {"process": "poisson", "rate": 60.0},
+    },
+    "sampling": {"temperature": 0.0, "ignore_eos": True},
+    "simulate": {"chip": "h200", "model": "llama-3-8b"},
+    "pools": {"prefill": {"count": 2}, "decode": {"count": 3}, "link_gb_s": 50, "latency_s": 0.001},
+}
+
+
+def measured(raw: dict, folder: Path = Path()) -> Measured:
+    (point,) = expand(raw, folder=folder)
+    return measured_at(point)
+
+
+def measured_at(point: Point) -> Measured:
+    return measure(engines.simulated(point.experiment), point, 0)
+
+
+def test_a_run_and_its_summary():
+    found = measured(RAW)
+    assert found.failed is None
+    assert {step.replica for step in found.steps} == set(range(5))
+    ends = [step.started + step.seconds for step in found.steps]
+    assert ends == sorted(ends)
+    moved = [request for request in found.requests if request.transfers]
+    assert 0 < len(moved) < 40, "some answers have one token"
+    pools = found.summary["pools"]
+    assert pools["prefill"]["requests"]["mean"] * 2 == 40
+    assert pools["decode"]["requests"]["mean"] * 3 == pools["transfers"] == len(moved)
+    computed = {True: 0, False: 0}
+    for step in found.steps:
+        computed[step.replica < 2] += step.tokens
+    assert pools["prefill"]["tokens_computed"]["mean"] * 2 == computed[True]
+    assert pools["decode"]["tokens_computed"]["mean"] * 3 == computed[False]
+    assert computed[False] == sum(request.max_tokens - 1 for request in found.requests), "decode computes no prompt"
+    whole = sum(-(-request.prompt_tokens // 8) * 8 * SHAPES["llama-3-8b"].token_bytes for request in moved)
+    assert pools["moved_bytes"] == whole
+    assert pools["transfer_s"]["mean"] >= 0.001 + whole / 50e9 / len(moved) - 1e-12
+    busy = 2 * pools["prefill"]["busy_share"]["mean"] + 3 * pools["decode"]["busy_share"]["mean"]
+    assert found.summary["between_steps_s"] == pytest.approx((5 - busy) * ends[-1])
+    assert found == measured(RAW)
+
+
+def test_held_blocks_count_as_used_until_the_pages_are_adopted():
+    """One request, whose pages take most of the run: a later one sees its blocks in `prefill`."""
+    workload = {
+        "kind": "synthetic",
+        "count": 2,
+        "prompt": {"dist": "fixed", "value": 30},
+        "output": {"dist": "fixed", "value": 2},
+        "arrivals": {"process": "poisson", "rate": 100.0},
+    }
+    slow = {"link_gb_s": 0.001, "prefill": {"max_num_seqs": 1}}  # 32 tokens are 4.2 MB: 4.2 s
+    found = measured({**RAW, "workload": workload, "pools": slow, "simulate": {"step_s": 0.001, "model": "llama-3-8b"}})
+    first, second = [step for step in found.steps if step.replica == 0]
+    assert (first.blocks_used, first.held_tokens) == (4, 30)
+    assert (second.blocks_used, second.held_tokens) == (8, 60)
+    last = found.steps[-1]
+    assert (last.replica, last.blocks_used, last.held_tokens) == (1, 4, 31)
+
+
+def test_the_pools_may_have_different_chips_meshes_and_budgets():
+    four = {"chip": "h100", "mesh": {"tensor": 4}, "model": "llama-3-8b"}
+    options = {"simulate": four, "cache_tokens": 2048, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    (point,) = expand({**RAW, "pools": {"prefill": options}}, folder=Path())
+    llm = engines.simulated(point.experiment)
+    first, second = (one.config for one in llm.engines)
+    assert (first.num_blocks, first.max_num_seqs, first.max_num_batched_tokens) == (256, 4, 128)
+    assert (second.num_blocks, second.max_num_seqs, second.max_num_batched_tokens) == (128, 8, 64)
+    fast, slow = measured_at(point), measured({**RAW, "pools": {}})
+    assert fast.summary["ttft_s"]["mean"] < slow.summary["ttft_s"]["mean"]
+    blocks = {step.replica: step.num_blocks for step in fast.steps}
+    assert blocks == {0: 256, 1: 128}
+
+
+def test_clients_of_a_closed_loop_send_when_their_last_request_has_ended():
+    workload = {**RAW["workload"], "arrivals": {"process": "closed_loop", "clients": 3}}
+    found = measured({**RAW, "workload": workload})
+    assert found.failed is None
+    ends = sorted(request.arrival + (request.e2e or 0.0) for request in found.requests)
+    assert [request.arrival for request in found.requests] == pytest.approx([0.0] * 3 + ends[:37])
+
+
+def test_branches_go_to_one_engine():
+    found = measured({**RAW, "sampling": {"temperature": 0.8, "ignore_eos": True, "n": 3}})
+    assert found.failed is None
+    moved = [request.transfers for request in found.requests if request.max_tokens > 1]
+    assert {len(each) for each in moved} == {3}
+    assert {len({one.replica for one in each}) for each in moved} == {1}
+
+
+def test_a_study_and_a_command_measure_the_same(tmp_path):
+    (tmp_path / "one.yaml").write_text(json.dumps(RAW), encoding="utf-8")
+    ((_, (summary,)),) = simulated(tmp_path / "one.yaml")
+    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    line = json.loads((tmp_path / "runs/pooled/runs.jsonl").read_text())
+    assert line["metrics"] == json.loads(json.dumps(summary))
+
+
+MINE = "from pagedjax.routing import Router\nLAST = Router('last', lambda state, request: state.replicas[-1])\n"
+
+
+def test_a_run_records_transfers_and_runs_again(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    pools = {**RAW["pools"], "decode": {"count": 3, "router": "mine.py:LAST"}}
+    (tmp_path / "one.yaml").write_text(json.dumps({**RAW, "pools": pools}), encoding="utf-8")
+    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    (folder,) = (tmp_path / "runs/pooled").glob("*/0")
+    requests = store.read_requests(folder)
+    assert {request.replica for request in requests} == {0, 1}
+    assert {one.replica for request in requests for one in request.transfers} == {4}
+    assert {json.loads(line)["replica"] for line in (folder / "steps.jsonl").read_text().splitlines()} == {0, 1, 4}
+    assert (folder / "decode_router.py").read_text() == MINE
+    (again,) = load(folder / "config.yaml")
+    assert again.experiment.pools == Pools(
+        Pool(2), Pool(3, f"{folder / 'decode_router.py'}:LAST"), link_gb_s=50.0, latency_s=0.001
+    )
+    one, two = requests, measured_at(again).requests
+    assert [each.replica for each in one] == [each.replica for each in two]
+    assert one[0].transfers[0].adopted == pytest.approx(two[0].transfers[0].adopted, abs=1e-6)
+
+
+def test_runs_without_pools_have_no_transfers_in_their_files(tmp_path):
+    (tmp_path / "one.yaml").write_text(json.dumps({**RAW, "pools": None}), encoding="utf-8")
+    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == 0
+    (folder,) = (tmp_path / "runs/pooled").glob("*/0")
+    assert "transfers" not in json.loads((folder / "requests.jsonl").read_text().splitlines()[0])
+
+
+def test_points_without_pools_keep_their_key_and_others_have_their_own(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    changes = [{"pools": None}]
+    changes += [{"pools": options} for options in ({}, {"link_gb_s": 5}, {"latency_s": 0.1}, {"decode": {"count": 2}})]
+    changes += [{"pools": {"prefill": {"router": name}}} for name in ("round_robin", "mine.py:LAST")]
+    changes += [{"pools": {"decode": {name: 64}}} for name in ("cache_tokens", "max_num_seqs")]
+    changes += [{"pools": {"decode": {"simulate": {"step_s": 0.1, "model": "llama-3-8b"}}}}]
+    keys = [expand({**RAW, **change}, folder=tmp_path)[0].key for change in changes]
+    without = {key: value for key, value in RAW.items() if key != "pools"}
+    assert expand(without, folder=Path())[0].key == keys[0]
+    assert len(set(keys)) == len(changes)
+    (tmp_path / "mine.py").write_text(MINE + "# changed\n", encoding="utf-8")
+    assert expand({**RAW, **changes[6]}, folder=tmp_path)[0].key != keys[6]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pools": {"prefill": {"count": 0}}}, "pools.prefill.count is 0; it must be at least 1"),
+        ({"pools": {"decode": {"number": 2}}}, "unknown key pools.decode.'number'"),
+        ({"pools": {"link_gb_s": 0}}, "pools.link_gb_s is 0.0; it must be above 0, or null for no time"),
+        ({"pools": {"latency_s": -1}}, "pools.latency_s is -1.0; it must be at least 0 seconds"),
+        ({"pools": {"decode": {"router": "prefixes"}}}, "pools.decode.router is 'prefixes'; write one of round_robin"),
+        ({"pools": {"decode": {"router": "bad.py:A"}}}, "pools.decode.router is '.*', whose file raises ZeroDivision"),
+        ({"replicas": {}}, "replicas and pools are both given; give one"),
+        ({"simulate": None}, "pools is given and there is no simulate section, but a measured run has 1 engine; add"),
+        (
+            {"pools": {"decode": {"simulate": {"chip": "h100", "model": "opt-13b"}}}},
+            "pools.prefill simulates llama-3-8b and pools.decode simulates opt-13b; blocks are those of one model",
+        ),
+        (
+            {"pools": {"decode": {"simulate": {"fit": "runs/a", "model": "llama-3-8b"}}}},
+            "pools.decode.simulate.fit: a pool takes a chip, step_s or a profile",
+        ),
+        ({"pools": {"decode": {"cache_tokens": 5}}}, r"pools.decode: cache_tokens is 5; it must be a multiple"),
+        ({"pools": {"decode": {"max_num_seqs": 0}}}, r"pools.decode: max_num_seqs is 0"),
+        (
+            {"engine": {**RAW["engine"], "speculative": {"method": "ngram", "num_tokens": 2}}},
+            "pools and engine.speculative are both given, and such sequences are not handed over; leave it out",
+        ),
+        (
+            {"engine": {**RAW["engine"], "reservation": "max", "enable_prefix_caching": False}},
+            "pools and engine.reservation 'max' are both given.*; set it to none",
+        ),
+        ({"simulate": {**RAW["simulate"], "kv_cache": False}}, "pools and simulate.kv_cache false are both given"),
+        (
+            {"pools": {"decode": {"simulate": {**RAW["simulate"], "whole_batches": True}}}},
+            "pools and simulate.whole_batches are both given",
+        ),
+    ],
+)
+def test_wrong_sections_are_reported(tmp_path, change: dict, message: str):
+    (tmp_path / "bad.py").write_text("1 / 0", encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        expand({**RAW, **change}, folder=tmp_path)
+
+
+def test_a_pool_that_does_not_fit_its_chip_is_named():
+    large = {"simulate": {"chip": "a100-40g", "model": "llama-3-8b"}, "cache_tokens": 8 * 10**6}
+    (point,) = expand({**RAW, "pools": {"decode": large}}, folder=Path())
+    with pytest.raises(ValueError, match=r"pools.decode: weights of .* lower num_blocks, or use more or larger chips"):
+        engines.simulated(point.experiment)
+
+
+def test_engines_for_prompts_bound_the_gaps_on_the_example():
+    both, apart = (
+        measured_at(
+            point._replace(
+                experiment=dataclasses.replace(
+                    point.experiment, workload=dataclasses.replace(point.experiment.workload, count=60)
+                )
+            )
+        ).summary
+        for point in load(CONFIGS / "pools.yaml")
+    )
+    assert apart["itl_s"]["p99"] < both["itl_s"]["p99"] / 3
+    assert apart["output_tokens"] == both["output_tokens"]

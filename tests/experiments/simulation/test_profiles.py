@@ -1,0 +1,123 @@
+"""Published coefficients as the time of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from experiments.core.config import expand
+from experiments.core.drive import measure
+from experiments.core.engines import simulated
+from experiments.simulation.cost import Simulate, Work, work_of
+from experiments.simulation.profiles import MANY, PROFILES
+from pagedjax.host.types import Plan, Request, Seq
+
+TP2 = "distserve/opt-13b/tp2"
+RAW = {
+    "name": "profiled",
+    "model": "nothing is loaded",
+    "engine": {"max_num_seqs": 200, "max_model_len": 512, "max_num_batched_tokens": 4096, "mixed_steps": False},
+    "cache_tokens": 65536,
+    "workload": {
+        "kind": "synthetic",
+        "count": 3,
+        "prompt": {"dist": "fixed", "value": 100},
+        "output": {"dist": "fixed", "value": 3},
+    },
+    "sampling": {"temperature": 0.0, "ignore_eos": True},
+    "simulate": {"profile": TP2, "padded": False, "model": "opt-13b"},
+}
+
+
+def plan_of(*rows: tuple[int, int, int]) -> Plan:
+    """rows: length, tokens before the step, tokens of the step."""
+    seqs = tuple(Seq(Request(f"r{i}", rows[i][0], 4), i, rows[i][0] + 4, rows[i][0]) for i in range(len(rows)))
+    lengths, starts, counts = zip(*rows, strict=True)
+    nothing = dict.fromkeys(("admitted", "known", "cached", "copies", "preempted"), ())
+    nothing |= dict.fromkeys(("swapped", "resumed", "swap_out", "swap_in"), ())
+    return Plan(0, seqs, lengths, starts, counts, **nothing, num_waiting=0, blocks_used=9, num_blocks=9)
+
+
+def milliseconds(profile: str, *rows: tuple[int, int, int]) -> float:
+    plan = plan_of(*rows)
+    return 1e3 * PROFILES[profile](work_of(plan, plan.num_tokens))
+
+
+def test_whole_prompts():
+    a, b, c = PROFILES[TP2].prompts
+    expected = a + b * 800 + c * (300**2 + 500**2) + 1 + 2 + 1e-4 * 800
+    assert milliseconds(TP2, (300, 0, 300), (500, 0, 500)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("count", [1, MANY - 1, MANY, 200])
+def test_decodes(count):
+    profile = PROFILES[TP2]
+    a, b, c = profile.few if count < MANY else profile.many
+    contexts = [100 + i for i in range(count)]
+    expected = a + b * sum(contexts) + c * count + 2 + 1e-4 * sum(contexts)
+    assert milliseconds(TP2, *[(n, n - 1, 1) for n in contexts]) == pytest.approx(expected)
+
+
+def test_two_chunks_take_the_time_of_a_prompt_and_one_more_constant():
+    whole, first, second = (milliseconds(TP2, row) for row in ((500, 0, 500), (500, 0, 200), (500, 200, 300)))
+    constant = PROFILES[TP2].prompts[0] + 1 + 2
+    assert first + second == pytest.approx(whole + constant + 1e-4 * 200)
+
+
+def test_a_mixed_step_has_the_larger_constant_once():
+    prompt, decodes = [(300, 0, 300)], [(400, 399, 1), (150, 149, 1)]
+    profile = PROFILES[TP2]
+    both = milliseconds(TP2, *decodes, *prompt)
+    apart = milliseconds(TP2, *prompt) + milliseconds(TP2, *decodes)
+    assert both == pytest.approx(apart - min(profile.prompts[0], profile.few[0]) - 2)
+
+
+def test_the_clock_of_an_engine_is_that_of_its_profile():
+    (point,) = expand(RAW, folder=None)  # type: ignore[arg-type]
+    found = measure(simulated(point.experiment), point, 0)
+    first, second, third = found.steps
+    assert first.seconds == pytest.approx(1e-3 * milliseconds(TP2, *[(100, 0, 100)] * 3))
+    assert second.seconds == pytest.approx(1e-3 * milliseconds(TP2, *[(101, 100, 1)] * 3))
+    assert third.seconds == pytest.approx(1e-3 * milliseconds(TP2, *[(102, 101, 1)] * 3))
+
+
+def test_more_gpus_are_faster():
+    for engine in ("distserve", "vllm"):
+        steps = [PROFILES[f"{engine}/opt-13b/tp{n}"](Work(1024, 1, 1, 1024, 1024 * 1025 // 2)) for n in (1, 2, 4)]
+        assert steps == sorted(steps, reverse=True)
+
+
+def test_every_name_is_in_the_device_of_a_summary():
+    assert Simulate(profile=TP2, padded=False).name == f"simulated, {TP2}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"profile": TP2},
+            "profile is '.*', whose coefficients count real tokens, and padded is true; set it to false",
+        ),
+        ({"profile": "opt", "padded": False}, "profile is 'opt'; it must be one of 'distserve/opt-13b/tp1"),
+        ({"profile": TP2, "padded": False, "chip": "h100"}, r"needs one of chip .*, profile \(a name\)"),
+        (
+            {"profile": TP2, "padded": False, "chips": 2},
+            "chips is 2, and a profile does not depend on it; leave it out",
+        ),
+    ],
+)
+def test_wrong_profiles_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Simulate(**options)
+
+
+def test_swapping_and_a_cache_without_a_size_are_refused():
+    for change, message in (
+        (
+            {"engine": {**RAW["engine"], "preemption": "swap"}},
+            r"preemption is 'swap', and a profile \(simulate.profile\)",
+        ),
+        ({"cache_tokens": None}, "no chip, so no memory to size the cache by; set cache_tokens"),
+    ):
+        (point,) = expand({**RAW, **change}, folder=None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            simulated(point.experiment)

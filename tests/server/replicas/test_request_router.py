@@ -1,0 +1,198 @@
+"""Ray Serve's own request router, as our subclass, in one event loop without a cluster: what it does with calls whose
+clients leave at any moment, with replicas that come and go, and with a router that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, RequestMetadata
+from ray.serve.request_router import PendingRequest, ReplicaID
+
+from pagedjax import routing
+from pagedjax.routing import RouterRequest, recording
+from pagedjax.server.ray.link import LINK, NotRouted
+from pagedjax.server.ray.request_router import PureRouter
+
+DEPLOYMENT = DeploymentID(name="replicas", app_name="pagedjax")
+
+
+async def no_queue(deadline_s: float) -> int:
+    return 0
+
+
+def replica(name: str) -> SimpleNamespace:
+    """What Serve's router reads of a replica."""
+    fields = {"max_ongoing_requests": 100, "get_queue_len": no_queue, "node_id": "n", "availability_zone": None}
+    return SimpleNamespace(replica_id=ReplicaID(unique_id=name, deployment_id=DEPLOYMENT), **fields)
+
+
+def router(name: str = "least_loaded", drain_seconds: float = 60.0, record=None, kind: type = PureRouter) -> PureRouter:
+    options = {"handle_source": DeploymentHandleSource.REPLICA, "use_replica_queue_len_cache": True}
+    made = kind(deployment_id=DEPLOYMENT, **options)
+    made.initialize_state(name, 100, drain_seconds, record)
+    return made
+
+
+def call(name: str, **arguments) -> PendingRequest:
+    metadata = RequestMetadata(request_id=name, internal_request_id=name)
+    return PendingRequest(args=[], kwargs=arguments, metadata=metadata)
+
+
+def asked(made: PureRouter, request: RouterRequest) -> asyncio.Future:
+    return asyncio.ensure_future(made._choose_replica_for_request(call(request.request_id, routed=request)))
+
+
+class LeavesWhenChosen(PureRouter):
+    """The client leaves in the moment in which Serve has set the replica of its call."""
+
+    victim: asyncio.Future | None = None
+
+    def _fulfill_next_pending_request(self, *arguments) -> None:
+        super()._fulfill_next_pending_request(*arguments)
+        if self.victim is not None:
+            self.victim.cancel()
+
+
+def test_assignments_are_those_of_the_pure_router(tmp_path):
+    requests = [RouterRequest(f"q{i}", i, ("a", "b", "c")[: i % 4]) for i in range(12)]
+
+    async def run() -> list[str]:
+        made, chosen = router("prefix", record=str(tmp_path / "routing.jsonl")), []
+        made.update_replicas([replica("a"), replica("b")])
+        for i, request in enumerate(requests):
+            chosen.append((await asked(made, request)).replica_id.unique_id)
+            if i % 3 == 2:
+                LINK.end(requests[i - 1].request_id)
+                await asyncio.sleep(0)
+        return chosen
+
+    found = asyncio.run(run())
+    state, wanted = routing.init(100), []
+    for name in "ab":
+        state = routing.joined(state, name)
+    for i, request in enumerate(requests):
+        state, one = routing.route(state, routing.PREFIX, request)
+        wanted.append(one)
+        if i % 3 == 2:
+            state = routing.finished(state, requests[i - 1].request_id)
+    assert found == wanted
+    assert recording.replay((tmp_path / "routing.jsonl").read_text("utf-8").splitlines()) == (state, 12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(-1, 6), min_size=1, max_size=12), st.booleans())
+def test_a_request_that_ended_is_never_unfinished(turns, in_the_moment):
+    """The client of call i leaves after turns[i] turns of the event loop; -1: it stays until it has a replica."""
+
+    async def run() -> PureRouter:
+        made = router(kind=LeavesWhenChosen)
+        made.update_replicas([replica("a"), replica("b")])
+
+        async def client(i: int, turns: int) -> None:
+            work = asked(made, RouterRequest(f"q{i}", 10))
+            if turns == -1 and in_the_moment:
+                made.victim = work
+            elif turns >= 0:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            LINK.end(f"q{i}")
+
+        await asyncio.gather(*(client(i, n) for i, n in enumerate(turns)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return made
+
+    made = asyncio.run(run())
+    assert not made.routing.state.unfinished
+    routing.state.check(made.routing.state)
+
+
+def test_a_request_that_ended_before_it_was_routed_gets_no_replica():
+    async def run() -> None:
+        made = router()
+        made.update_replicas([replica("a")])
+        LINK.end("q")
+        await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await asked(made, RouterRequest("q", 1))
+        assert not made.routing.state.unfinished
+        assert (await asked(made, RouterRequest("r", 1))).replica_id.unique_id == "a"
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_leaves_is_told_when_its_time_is_over():
+    told = []
+
+    async def run() -> None:
+        made = router(drain_seconds=0.05)
+        LINK.drained = told.append
+        made.update_replicas([replica("a"), replica("b")])
+        first = (await asked(made, RouterRequest("q", 1))).replica_id.unique_id
+        made.update_replicas([one for one in map(replica, "ab") if one.replica_id.unique_id != first])
+        assert made.routing.state.replicas == tuple({"a", "b"} - {first}) == tuple(LINK.present())
+        assert not made.routing.state.unfinished
+        assert not told
+        await asyncio.sleep(0.1)
+        assert told == [first]
+
+    asyncio.run(run())
+
+
+def test_a_named_replica_gets_the_call_or_it_fails():
+    async def run() -> None:
+        made = router()
+        made.update_replicas([replica("a"), replica("b")])
+        for name in "bba":
+            found = await made._choose_replica_for_request(call(f"t{name}", target=name))
+            assert found.replica_id.unique_id == name
+        with pytest.raises(NotRouted, match="replica 'c' is not present"):
+            await made._choose_replica_for_request(call("tc", target="c"))
+        await made._choose_replica_for_request(call("facts"))  # any replica
+        assert not made.routing.state.unfinished
+
+    asyncio.run(run())
+
+
+def test_a_router_that_fails_is_an_error_of_the_request(tmp_path):
+    text = "from pagedjax.routing import Router\nBAD = Router('bad', lambda state, request: 1 // request.tokens)\n"
+    (tmp_path / "mine.py").write_text(text, "utf-8")
+
+    async def run() -> None:
+        made = router(f"{tmp_path / 'mine.py'}:BAD")
+        made.update_replicas([replica("a")])
+        with pytest.raises(NotRouted, match="the router failed: ZeroDivisionError"):
+            await asked(made, RouterRequest("q", 0))
+        with pytest.raises(NotRouted, match="its choose must return one of"):
+            await asked(made, RouterRequest("q", 1))
+        assert not made.routing.state.unfinished
+
+    asyncio.run(run())
+
+
+def test_an_ingress_that_starts_again_keeps_the_first_record(tmp_path):
+    for _ in range(3):
+        router(record=str(tmp_path / "routing.jsonl")).routing.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["routing.2.jsonl", "routing.3.jsonl", "routing.jsonl"]
+
+
+def test_routing_goes_on_without_a_record(tmp_path, caplog):
+    async def run(record: str) -> None:
+        made = router(record=record)
+        made.update_replicas([replica("a")])
+        await asked(made, RouterRequest("q", 0))
+
+    asyncio.run(run(str(tmp_path / "missing" / "routing.jsonl")))
+    assert "routing is not recorded: " in caplog.text
+    full = recording.Recorder(routing.ROUND_ROBIN, 0, Path("/dev/full"))  # a disk without room
+    full.joined("a")
+    full.joined("b")
+    assert full.state.replicas == ("a", "b")
+    assert caplog.text.count("the record of routing ends here: ") == 1
