@@ -15,7 +15,8 @@ from tests.docs.run_cells import Cell, cells
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "tutorials"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
-SLOW = {"life_of_a_prompt", "does_block_size_matter"}  # over ten seconds: an engine is compiled, or many runs are made
+# over ten seconds: an engine is compiled, or many runs are simulated
+SLOW = {"life_of_a_prompt", "does_block_size_matter", "a_policy_of_your_own"}
 HEADER = """---
 jupytext:
   text_representation:
