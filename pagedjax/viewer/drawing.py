@@ -20,7 +20,7 @@ from pagedjax.host.types import HOLE, Seq
 
 MOST_BLOCKS = 1024  # of a pool that a person can still read
 MOST_ENTRIES = 1024  # of all block tables together
-ACROSS, BLOCK_ACROSS = 10, 24  # cells in a line of a block table, and of the pool
+ACROSS, BLOCK_ACROSS = 8, 18  # cells in a line of a block table, and of the pool
 WIDE, CELL, LINE = 64, 30, 46  # pixels: width of a table's cell, side of a pool's cell, height of a table's line
 LEFT, TOP = 120, 14  # pixels: room for names, and above
 GOLDEN = 137.508  # degrees between the hues of neighbours in arrival, as on the viewer's page
@@ -132,7 +132,7 @@ def _pool(state: SchedulerState, active: tuple[Seq, ...], top: int) -> tuple[lis
         kind = "trash" if not block else "owned" if mine else "idle" if block in pool.stamps else "empty"
         lines += _cell(block, kind, mine, x, y)
     bottom = top + (pool.num_blocks // BLOCK_ACROSS + 1) * CELL
-    note = "0: trash block, for padding;  white: empty;  grey: idle, content can be found;  two colours: shared"
+    note = "0: trash block, for padding; white: empty; grey: idle, content can be found; two colours: shared"
     return [*lines, _text(LEFT, bottom + 14, note, fill=SOFT)], bottom + 24
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 FENCE = "```"
@@ -46,14 +47,15 @@ def cells(text: str) -> list[Cell]:
 
 def run(path: Path) -> int:
     """Runs every cell of a page -> how many there were. An error of a cell is raised."""
-    space: dict[str, Any] = {"__name__": "__main__"}
+    notebook = ModuleType("__main__")  # as in a notebook, what cells define is in the main module
+    sys.modules["__main__"], space = notebook, vars(notebook)
     made = cells(path.read_text("utf-8"))
     for cell in made:
         tree = ast.increment_lineno(ast.parse(cell.source), cell.line - 1)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, str(path), "exec"), space)
+        exec(compile(tree, str(path), "exec", dont_inherit=True), space)
         if last is not None:
-            show(eval(compile(ast.Expression(last.value), str(path), "eval"), space))
+            show(eval(compile(ast.Expression(last.value), str(path), "eval", dont_inherit=True), space))
     return len(made)
 
 
