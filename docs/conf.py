@@ -45,6 +45,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 nb_execution_timeout = 180
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_execution_in_temp = True  # so that a tutorial's files do not stay in docs/
 
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -82,8 +83,6 @@ def read_page(app: Any, name: str, source: list[str]) -> None:
     page = Path(app.env.doc2path(name))
     if page.suffix == ".md":
         source[0] = links.outside(source[0], page, DOCS, os.environ.get("PAGEDJAX_SOURCE"))
-    if name == "index" and not (DOCS / "tutorials" / "index.md").exists():
-        source[0] = source[0].replace("\ntutorials/index\n", "\n")
     if name == "design/README":
         source[0] = links.with_toctree(source[0])
 

@@ -108,7 +108,9 @@ def test_documented_modules_run_and_documented_files_exist(path: Path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
 def test_pages_are_short(path: Path):
-    assert len(path.read_text("utf-8").splitlines()) <= 120
+    # A tutorial is a notebook: most of its lines are code that runs, read once from top to bottom and not looked up.
+    most = 300 if path.parent.name == "tutorials" else 120
+    assert len(path.read_text("utf-8").splitlines()) <= most
 
 
 @pytest.mark.parametrize("path", MAPS, ids=ids(MAPS))

@@ -35,6 +35,8 @@ class Routed(NamedTuple):
 
 
 class RouterState(NamedTuple):
+    """What a router knows of its replicas. It is never changed: a transition returns another one."""
+
     replicas: tuple[Replica, ...]  # those present, in the order in which they joined
     loads: Map[Replica, Load]  # of each replica that is present
     known: Map[Replica, Prefixes]  # what each has in its cache, as far as the router can know

@@ -55,6 +55,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
+    """The answer to one request: its prompt, and one output for each branch."""
+
     request_id: str
     prompt: str | None  # None if token ids were given
     prompt_token_ids: tuple[int, ...]

@@ -5,13 +5,15 @@ This folder holds the page (Python and the JavaScript in assets/) and the trace 
 viewer.page(viewer.read("run.jsonl"))       one HTML file, `pagedjax view`
 viewer.trace(viewer.read("run.jsonl"))      for Perfetto, `pagedjax trace`
 viewer.live_page("viewer/steps")            the same page for a running engine; `viewer.Live` serves its steps
+viewer.draw(state)                          one state of the scheduler as an SVG picture, for a notebook
 """
 
 from __future__ import annotations
 
 from pagedjax.viewer.document import live_page, page
+from pagedjax.viewer.drawing import Drawing, draw
 from pagedjax.viewer.live import Live
 from pagedjax.viewer.perfetto import trace
 from pagedjax.viewer.read_recording import Run, read
 
-__all__ = ["Live", "Run", "live_page", "page", "read", "trace"]
+__all__ = ["Drawing", "Live", "Run", "draw", "live_page", "page", "read", "trace"]

@@ -18,6 +18,8 @@ REMEDY = "record a run with llm.engine.record('run.jsonl') before llm.generate(.
 
 
 class Run(NamedTuple):
+    """A recorded run, read and replayed: what the viewer shows."""
+
     config: SchedulerConfig
     policy: str
     version: str  # the pagedjax that recorded
@@ -28,6 +30,7 @@ class Run(NamedTuple):
 
     @property
     def timed(self) -> bool:
+        """Whether the recording has times."""
         return any("at" in frame for frame in self.frames)
 
 

@@ -23,7 +23,7 @@ PUBLIC = api.public()
 IDS = [f"{module}.{name}" for module, name, _ in PUBLIC]
 
 # Names whose meaning is in the names and types of their fields.
-WITHOUT_TEXT = {"pagedjax.RequestOutput", "pagedjax.routing.RouterState", "pagedjax.viewer.Run"}
+WITHOUT_TEXT: set[str] = set()
 # Properties that say nothing more than their names.
 SELF_EVIDENT = {
     "pagedjax.Engine": {"is_sleeping", "model"},
@@ -31,7 +31,6 @@ SELF_EVIDENT = {
     "pagedjax.SamplingParams": {"greedy"},
     "pagedjax.models.DecoderConfig": {"layers", "qkv_rows"},
     "pagedjax.models.Model": {"weight_dtype"},
-    "pagedjax.viewer.Run": {"timed"},
 }
 # Arrays without a shape in their text: the pages of a layer, as `attend` gets them.
 WITHOUT_SHAPE = {"pagedjax.models.Decoder.attention_weights: k_pages"}

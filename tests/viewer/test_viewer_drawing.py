@@ -1,0 +1,125 @@
+"""A drawing shows the scheduler's state: every entry of a block table, and every block of the pool."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pagedjax.host import blocks, scheduler
+from pagedjax.host.kv_policies import View
+from pagedjax.host.policies import FCFS
+from pagedjax.host.scheduler import SchedulerConfig, SchedulerState
+from pagedjax.host.types import Request
+from pagedjax.viewer import drawing
+from tests.host.scheduler_steps import crowded, request, start, step
+from tests.viewer.runs import any_run
+
+SVG = "{http://www.w3.org/2000/svg}"
+many = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def groups(shown: drawing.Drawing, kind: str) -> list[dict[str, str]]:
+    """The attributes of the picture's groups of one class, in its order."""
+    return [dict(g.attrib) for g in ET.fromstring(shown.svg).iter(f"{SVG}g") if g.get("class") == kind]
+
+
+def texts(shown: drawing.Drawing) -> list[str]:
+    return [text.text or "" for text in ET.fromstring(shown.svg).iter(f"{SVG}text")]
+
+
+def check(state: SchedulerState) -> None:
+    """Compares a drawing with the state, whose lists of free and idle blocks are computed apart from it."""
+    shown = drawing.draw(state)
+    active, size = scheduler.running(state), state.config.block_size
+    entries = groups(shown, "entry")
+    tables = [(seq.request_id, block) for seq in active for block in seq.blocks]
+    assert Counter((e["data-sequence"], int(e["data-block"])) for e in entries) == Counter(tables)
+    for seq in active:
+        mine = [e for e in entries if e["data-sequence"] == seq.request_id]
+        for name, count in (("data-computed", seq.computed), ("data-known", seq.length)):
+            room = len(mine) // state.config.groups * size
+            assert sum(int(e[name]) for e in mine) == min(count, room) * state.config.groups
+    pool = {int(g["data-block"]): g for g in groups(shown, "block")}
+    assert sorted(pool) == list(range(state.config.num_blocks + 1))
+    idle, free = set(blocks.idle_ids(state.pool)), set(blocks.free_ids(state.pool))
+    for block, g in pool.items():
+        wanted = "trash" if not block else "idle" if block in idle else "empty" if block in free else "owned"
+        assert g["data-state"] == wanted
+        assert int(g["data-owners"]) == state.pool.owners.get(block, 0)
+
+
+@many
+@given(seed=st.integers(0, 2**32 - 1), num_blocks=st.integers(8, 40))
+def test_a_drawing_shows_every_state_of_a_run(tmp_path: Path, seed: int, num_blocks: int):
+    for transition in any_run(tmp_path / "run.jsonl", seed, num_blocks)[::7]:
+        check(transition.state)
+
+
+def test_a_chunk_is_pale_until_its_step_is_committed():
+    state, plan = scheduler.schedule(start(request("a", 6)), FCFS)
+    first = groups(drawing.draw(state), "entry")
+    assert [(e["data-known"], e["data-computed"]) for e in first] == [("4", "0"), ("2", "0")]
+    state, _ = scheduler.commit(state, plan, [7])
+    after = groups(drawing.draw(state), "entry")
+    assert [(e["data-known"], e["data-computed"]) for e in after] == [("4", "4"), ("3", "2")]
+
+
+def test_a_shared_block_has_the_colours_of_its_owners():
+    first = Request("a", 9, 8, hashes=("x", "y"))
+    state, *_ = step(start(first, first._replace(request_id="b"), num_blocks=9))
+    shared = {g["data-block"]: g["data-owners"] for g in groups(drawing.draw(state), "block")}
+    assert shared["1"] == shared["2"] == "2"
+    svg = drawing.draw(state).svg
+    assert svg.count(drawing.colour(0, light=0.75)) == 3  # blocks 1 and 2 of both, and one of its own
+    assert svg.count(drawing.colour(1, light=0.75)) == 3
+
+
+def test_the_queue_is_written_in_words_and_cut_off():
+    assert "waiting: d (1 tokens)" in texts(drawing.draw(crowded()))
+    state = start(*(request(f"r{i}", 3) for i in range(8)))
+    assert texts(drawing.draw(state))[0].endswith("r5 (3 tokens) and 2 more")
+    assert texts(drawing.draw(start()))[0] == "waiting: no sequence"
+
+
+def test_any_name_of_a_request_gives_well_formed_xml():
+    state, *_ = step(start(request('<a & "b">\x00\x1f', 3)))
+    assert groups(drawing.draw(state), "entry")[0]["data-sequence"] == '<a & "b">??'
+
+
+def test_windows_of_layers_have_a_line_for_each_group_and_holes():
+    state = scheduler.init(SchedulerConfig(4, 32, 64, 4, 64, views=(View(), View(window=2))))
+    state = scheduler.submit(state, Request("a", 30, 4))
+    state, *_ = step(state)
+    check(state)
+    assert "hole" in texts(drawing.draw(state))
+
+
+def test_a_notebook_shows_a_drawing():
+    shown = drawing.draw(crowded())
+    assert shown._repr_svg_() == shown.svg
+    assert shown.svg.startswith("<svg ")
+
+
+def test_too_many_blocks_are_refused_with_the_remedy():
+    message = "the pool has 5000 blocks, and a drawing shows at most 1024; draw a smaller engine, or record the run"
+    with pytest.raises(ValueError, match=message):
+        drawing.draw(start(num_blocks=5000))
+
+
+def test_too_many_entries_of_shared_blocks_are_refused_too():
+    one = Request("a", 700, 4, hashes=tuple(map(str, range(700))))
+    sizes = {"block_size": 1, "num_blocks": 1024, "budget": 2048, "model_len": 1000}
+    state, *_ = step(start(one, one._replace(request_id="b"), **sizes))
+    with pytest.raises(ValueError, match="the block tables have 1400 blocks, and a drawing shows at most 1024"):
+        drawing.draw(state)
+
+
+def test_colours_are_hexadecimal_and_differ_between_neighbours():
+    colours = [drawing.colour(i) for i in range(20)]
+    assert len(set(colours)) == 20
+    assert all(len(c) == 7 and int(c[1:], 16) >= 0 for c in colours)
