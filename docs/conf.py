@@ -32,7 +32,7 @@ highlight_language = "none"  # most blocks of the design notes are no program
 default_role = "code"
 
 # Markdown. Anchors of headings are GitHub's.
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
 
