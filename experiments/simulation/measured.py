@@ -3,8 +3,8 @@
     simulate: {profile: splitwise/bloom-176b/a100, padded: false, model: bloom-176b}
 
 The numbers are those of Splitwise's simulator (https://github.com/Mutinifni/splitwise-sim, commit 8f99e7d, MIT):
-medians of `data/perf_model.csv`, rounded to five digits, for BLOOM-176B in float16 on eight GPUs with 80 GB of a DGX-A100
-and of a DGX-H100. Its H100 with a power cap has 1.3 times the prompts' times and the same times of tokens.
+medians of `data/perf_model.csv`, rounded to five digits, for BLOOM-176B in float16 on the eight GPUs with 80 GB of a
+DGX-A100 and of a DGX-H100.
 
 - A step of prompts takes the time of their tokens together, however many they are, as there (performance_model.py).
 - A step with both takes 1.1 times the time of prompts with as many tokens as it has, as there.
@@ -12,8 +12,8 @@ and of a DGX-H100. Its H100 with a power cap has 1.3 times the prompts' times an
   context beyond that adds what it adds to one sequence (`per_context`, least squares from 512 to 8,192 tokens).
 
 `splitwise-sim/...` differ in decodes alone: they are as that simulator takes them. There the times of tokens are a
-function of the prompts' tokens of a measurement (prompt x batch), and a step of n decodes is looked up at n, so it takes
-nearly the same time whatever n is. In the measurements 64 decodes take twice the time of one.
+function of the prompts' tokens of a measurement (prompt x batch), and a step of n decodes is looked up at n. So it
+takes nearly the same time whatever n is. In the measurements 64 decodes take up to twice the time of one.
 
 Beyond its ends a curve goes on as its last part does, as in that simulator.
 """
