@@ -11,10 +11,10 @@ Published numbers are sentences of the paper's evaluation, of BLOOM-176B and the
 
 1.18 is compared with Baseline-H100: by the prices, Splitwise-HA costs less than that, and more than Baseline-A100.
 
-Throughput is the highest rate that meets nine targets (splitwise_requests.py). Clusters have a fifth of the paper's machines
-(splitwise_machines.py). Splitwise's simulator is published with the measured times that it interpolates, but it takes decodes
-from them in a way of its own (simulation/measured.py). So everything is computed twice: with its decodes, and with
-decodes as measured.
+Throughput is the highest rate that meets nine targets (splitwise_requests.py). Clusters have a fifth of the paper's
+machines (splitwise_machines.py). Splitwise's simulator comes with the measured times that it interpolates, but it takes
+decodes from them in a way of its own (simulation/measured.py). So everything is computed twice: with its decodes, and
+with decodes as measured. The paper's text was read in two copies of it that others converted; both have these sentences.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ TIMES = {"splitwise-sim": "decodes as its simulator takes them", "splitwise": "d
 HIGHEST, WITHIN = 40.0, 0.625  # requests/s of a fifth of a cluster: where the search ends, and how close it comes
 SEEDS, SECONDS = 3, 40.0  # of arrivals at each rate
 STRESSED, STRESSED_SECONDS = 180.0, 600.0  # requests/s of a whole cluster, and how long: notebooks/plots.ipynb
-WHY_FIXED = "pools are fixed here; Splitwise's mixed pool moves machines between them"
+WHY_FIXED = (
+    "not known; here pools are fixed (Splitwise's mixed pool moves machines between them), and clusters have a fifth "
+    "of the machines"
+)
 WHY_DECODES = (
     "64 decodes take up to 2 times as long as one in the measurements, and hardly longer in Splitwise's simulator; "
-    + WHY_FIXED
+    "pools are fixed here"
 )
-WHY_STRESS = "the published simulator stops decodes for prompts and reserves memory for whole answers"
+WHY_STRESS = "not known; the published simulator stops decodes for prompts and reserves memory for whole answers"
 WHYS = {"splitwise-sim": WHY_FIXED, "splitwise": WHY_DECODES}
 
 
@@ -275,23 +278,26 @@ def answer(found: All, stress: Mapping[str, Mapping[str, Sequence[float]]]) -> l
         f"With decodes as Splitwise's simulator takes them, Splitwise-AA serves {a} times the load of Baseline-A100 at "
         f"the same power and cost (published: 2.15), Splitwise-HA {b} times that of Baseline-H100 at the same power "
         f"(1.18), and Splitwise-AA {c} times that of Baseline-H100 at the same cost (1.4).",
-        f"With decodes as they were measured, the same factors are {x}, {y} and {z}. That simulator looks up a step of n "
-        "decodes where a prompt of n tokens was measured, so a batch of decodes takes hardly longer than one. A few "
-        "machines for tokens then serve all prompts that the others compute. In the measurements 32 decodes of an A100 "
-        "take 1.34 times as long as one and 64 take 1.98 times, and the median of TBT may be 1.25 times that of one "
-        "request alone.",
-        f"On code, one seed: {', '.join(code)} with its decodes, and {', '.join(code_measured)} with measured ones.",
-        f"Without targets, $ for $, machines with A100s end {same['splitwise-sim']} times as many requests as those with "
-        f"H100s with its decodes and {same['splitwise']} times with measured ones (published: 0.89 / 0.75 = 1.19). "
-        "Splitwise-AA and -HH have no number there: under stress they become the baselines by their mixed pool, which "
-        "is not simulated.",
-        "Not compared: the abstract's factors, 1.4 at 20 % lower cost and 2.35 at the same cost and power. No sentence of "
-        "the evaluation has them or their designs: 1.4 is there at equal cost, and 2.35 is only the relative cost of a "
-        "DGX-H100 in Table V. Nor Splitwise-HH and -HHcap, the designs at equal throughput (VI-C), with a changed load or with Llama2-70B (VI-D). That 1.18 is over Baseline-H100 is concluded from cost: with the machines found here "
+        f"With decodes as they were measured, the same factors are {x}, {y} and {z}. That simulator looks up a step of "
+        "n decodes where a prompt of n tokens was measured, so a batch of decodes takes hardly longer than one, and a "
+        "few machines for tokens are enough. In the measurements 32 decodes of an A100 take 1.34 times as long as one "
+        "and 64 take 1.98 times, and the median of TBT may be 1.25 times that of one request alone.",
+        f"On code, with one seed, the same factors are {', '.join(code)} with its decodes, and "
+        f"{', '.join(code_measured)} with measured ones.",
+        "Without targets, $ for $, machines with A100s end "
+        f"{same['splitwise-sim']} times as many requests as those with H100s with its decodes, and "
+        f"{same['splitwise']} times with measured ones (published: 0.89 / 0.75 = 1.19). Splitwise-AA and -HH have no "
+        "number here: under stress their mixed pool makes them the baselines, and it is not simulated.",
+        "Not compared: the abstract's factors, 1.4 at 20 % lower cost and 2.35 at the same cost and power. No sentence "
+        "of the evaluation that we found has them: 1.4 is there at equal cost, and 2.35 is in Table V as the cost of a "
+        "DGX-H100 over that of a DGX-A100. Nor are Splitwise-HH and -HHcap, designs at equal throughput (VI-C), and a "
+        "changed load or model (VI-D).",
+        "The paper does not say clearly what 1.18 is over. It has 10 % lower cost, and with the machines found here "
         f"Splitwise-HA costs {100 * costs['h']:+.0f} % over Baseline-H100 and {100 * costs['a']:+.0f} % over "
-        "Baseline-A100, and the paper says 10 % less.",
-        "Different here: a fifth of the machines; pools are fixed, and the best of several divisions counts; a request "
-        "goes to the machine with the fewest, not with the fewest tokens; decodes go on beside prompts; memory is taken "
-        "in blocks and not for whole answers; arrivals last {SECONDS:.0f} s (there 600). A step with prompts and decodes takes 1.1 times the "
-        "prompts' time, as there.",
+        "Baseline-A100. Costs are the notebook's, 4.76 and 2.21 $/h of a GPU.",
+        "Different here: a fifth of the machines; pools are fixed, and the best division into pools counts; a request "
+        "goes to the machine with the fewest requests, there with the fewest tokens; decodes go on beside prompts; "
+        "memory is taken in blocks and not for whole answers; "
+        f"arrivals last {SECONDS:.0f} s, there 600. A step with prompts and decodes takes 1.1 times the time of "
+        "prompts, as there.",
     ]
