@@ -14,7 +14,9 @@ Published numbers are sentences of the paper's evaluation, of BLOOM-176B and the
 Throughput is the highest rate that meets nine targets (splitwise_requests.py). Clusters have a fifth of the paper's
 machines (splitwise_machines.py). Splitwise's simulator comes with the measured times that it interpolates, but it takes
 decodes from them in a way of its own (simulation/measured.py). So everything is computed twice: with its decodes, and
-with decodes as measured. The paper's text was read in two copies of it that others converted; both have these sentences.
+with decodes as measured.
+
+The paper was read in copies that others made of its text: two have the sentences of VI-C and VI-E, one those of VI-B.
 """
 
 from __future__ import annotations
