@@ -288,8 +288,8 @@ def answer(found: All, stress: Mapping[str, Mapping[str, Sequence[float]]], clai
         "few machines for tokens are enough. In the measurements 32 decodes of an A100 take 1.34 times as long as one "
         "and 64 take 1.98 times, and the median of TBT may be 1.25 times that of one request alone. "
         "Splitwise's mixed pool, which is not simulated, could raise these factors.",
-        f"On code, whose answers are short, and with one seed, the same factors are {', '.join(code)} with its decodes, "
-        f"and {', '.join(code_measured)} with measured ones.",
+        f"On code, whose answers are short, and with one seed, the same factors are {', '.join(code)} with its "
+        f"decodes, and {', '.join(code_measured)} with measured ones.",
         "Without targets, $ for $, machines with A100s end "
         f"{same['splitwise-sim']} times as many requests as those with H100s with its decodes, and "
         f"{same['splitwise']} times with measured ones (published: 0.89 / 0.75 = 1.19). Splitwise-AA and -HH have no "
