@@ -3,7 +3,7 @@
 Runs the studies of experiments/studies and writes README.md, figures and findings.json into the folder of each, and
 REPRODUCTION.md: every published number, ours with its interval, their ratio, and whether they agree or why not. Without
 names all studies run, in about an hour on two cores. Studies that do not run keep their last findings. Studies of
-recorded traces (012, 015) need --traces, which this repository does not have; without it, their findings stay.
+recorded traces (012, 015, 020) need --traces, which this repository does not have; without it, their findings stay.
 
 --out FOLDER writes everything below FOLDER and leaves the kept files unchanged. So does --quick, whose numbers are no
 result: without --out it writes to runs/reproduction.
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("studies", nargs="*", help="numbers or names of studies (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer requests and seeds, as a test of the program")
     parser.add_argument(
-        "--traces", type=Path, metavar="FOLDER", help="folder of the recorded files of studies 012 and 015"
+        "--traces", type=Path, metavar="FOLDER", help="folder of the recorded files of studies 012, 015 and 020"
     )
     parser.add_argument(
         "--out",

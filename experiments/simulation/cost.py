@@ -4,7 +4,7 @@
     Roofline  Work -> seconds, from bytes, operations and overheads (Williams et al. 2009)
     Fitted    Work -> seconds, least squares through the steps of a measured run
 
-Published coefficients of other engines are in profiles.py.
+Published coefficients of other engines are in profiles.py, published times in measured.py.
 
 A step reads its weights once and multiplies them with its tokens. Then it reads the keys and values of every context
 and multiplies with them. Each part takes the longer of its memory traffic and its arithmetic:
@@ -31,9 +31,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.simulation import collectives
+from experiments.simulation import collectives, profiles
 from experiments.simulation.collectives import Exchanged, Network
-from experiments.simulation.profiles import PROFILES
 from pagedjax.config import MeshConfig, from_dict, one_of
 from pagedjax.host.kv_policies import View
 from pagedjax.host.types import Plan, SchedulerConfig
@@ -229,6 +228,9 @@ SHAPES = {
     "opt-13b": Shape(40, 5120, 40, 40, 128, 20480, 50272, 2048, gated=False, tied=True),
     "opt-66b": Shape(64, 9216, 72, 72, 128, 36864, 50272, 2048, gated=False, tied=True),
     "opt-175b": Shape(96, 12288, 96, 96, 128, 49152, 50272, 2048, gated=False, tied=True),
+    "bloom-176b": Shape(
+        70, 14336, 112, 112, 128, 57344, 250880, 16384, gated=False, tied=True
+    ),  # its ALiBi has no limit
     "llama-13b": Shape(40, 5120, 40, 40, 128, 13824, 32000, 2048),
     "llama-3-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 8192),
     "llama-3.1-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, 131072),
@@ -433,7 +435,7 @@ class Simulate:
     hop_s: with a mesh, seconds of each hop of an exchange, in addition to its bytes; None is the chip's.
     fit: the folder of a measured run, in place of a chip; the times come from its steps.jsonl.
     step_s: seconds of every step, in place of a chip: its time does not depend on what it computes.
-    profile: a name of profiles.PROFILES, in place of a chip: published coefficients. They count real tokens, so
+    profile: one of profiles.NAMES, in place of a chip: published coefficients or times. They count real tokens, so
         `padded` must be False.
     model: a name of cost.SHAPES; None is the shape of the experiment's own model, from its config.json.
     bandwidth_share, rate_share: what kernels reach of the chip's bandwidth and arithmetic; 1 is the bound.
@@ -475,7 +477,7 @@ class Simulate:
                 "every step)"
             )
         if self.profile is not None:
-            one_of("profile", self.profile, tuple(PROFILES))
+            one_of("profile", self.profile, profiles.NAMES)
             if self.padded:
                 raise ValueError(
                     f"profile is {self.profile!r}, whose coefficients count real tokens, and padded is true; set it to "

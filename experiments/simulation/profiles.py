@@ -10,11 +10,16 @@ tensor parallelism over two GPUs. `vllm` is the vLLM of that time (2023).
 Both engines compute prompts and decodes in different steps, so nothing is published about a step with both. Here it
 takes the sum of both times, with the larger of their constants once: weights are read once in a step. That is our
 assumption, and the best case for such a step.
+
+Times that others measured at points, without coefficients, are in measured.py; a config names them in the same way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
+
+from experiments.simulation.measured import MEASURED
 
 if TYPE_CHECKING:
     from experiments.simulation.cost import Work
@@ -73,3 +78,9 @@ PROFILES = {
         (30.5363, 0.0515064, 4.23247e-07), (25.9011, 7.75363e-05, 0.0552809), (23.8839, 0.000284002, 0.0627652)
     ),
 }
+NAMES = (*PROFILES, *MEASURED)
+
+
+def find(name: str) -> Callable[[Work], float]:
+    """The seconds of a step by one of NAMES: of coefficients (PROFILES), or of measured points (measured.py)."""
+    return MEASURED[name] if name in MEASURED else PROFILES[name]

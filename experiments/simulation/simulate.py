@@ -327,7 +327,7 @@ class SimulatedLLM:
         elif (seconds := simulate.step_s) is not None:
             self.step_time = lambda work: seconds
         elif simulate.profile is not None:
-            self.step_time = profiles.PROFILES[simulate.profile]
+            self.step_time = profiles.find(simulate.profile)
         else:
             assert simulate.chip is not None, "`Simulate` has a chip, a fit, step_s or a profile"
             chip, memory = CHIPS[simulate.chip], simulate.chips * CHIPS[simulate.chip].memory

@@ -1,0 +1,97 @@
+"""Seconds of a step by times that others measured: lines between the measured points.
+
+    simulate: {profile: splitwise/bloom-176b/a100, padded: false, model: bloom-176b}
+
+The numbers are those of Splitwise's simulator (https://github.com/Mutinifni/splitwise-sim, commit 8f99e7d, MIT):
+medians of `data/perf_model.csv`, rounded to five digits, for BLOOM-176B in float16 on the eight GPUs with 80 GB of a
+DGX-A100 and of a DGX-H100.
+
+- A step of prompts takes the time of their tokens together, however many they are, as there (performance_model.py).
+- A step with both takes 1.1 times the time of prompts with as many tokens as it has, as there.
+- A step of decodes takes the time of as many sequences, measured with prompts of 512 and 128 tokens of output each. The
+  context beyond that adds what it adds to one sequence (`per_context`, least squares from 512 to 8,192 tokens).
+
+`splitwise-sim/...` differ in decodes alone: they are as that simulator takes them. There the times of tokens are a
+function of the prompts' tokens of a measurement (prompt x batch), and a step of n decodes is looked up at n. So it
+takes nearly the same time whatever n is. In the measurements 64 decodes take up to twice the time of one.
+
+Beyond its ends a curve goes on as its last part does, as in that simulator.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from experiments.simulation.cost import Work
+
+Curve = tuple[tuple[float, float], ...]  # points (x, milliseconds), in the order of x
+
+MIXED = 1.1  # times the time of prompts, with decodes in the step
+MEAN_CONTEXT = 576  # tokens of a sequence in the measurements of decodes: a prompt of 512 and half of its output
+
+
+def at(curve: Curve, x: float) -> float:
+    """The milliseconds at x: the line through the points on both sides, or through the two nearest beyond an end."""
+    right = min(max(bisect_right(curve, (x,)), 1), len(curve) - 1)
+    (left_x, left), (right_x, above) = curve[right - 1 : right + 1]
+    return left + (above - left) * (x - left_x) / (right_x - left_x)
+
+
+class Measured(NamedTuple):
+    """Milliseconds of a step.
+
+    prompts: by all tokens of the step.
+    decodes: by sequences.
+    per_context: of each token of context beyond MEAN_CONTEXT a sequence, in a step of decodes.
+    """
+
+    prompts: Curve
+    decodes: Curve
+    per_context: float = 0.0
+
+    def __call__(self, work: Work) -> float:
+        """Seconds. A prompt of one token counts as a decode; a chunk, as a prompt of its tokens."""
+        if work.tokens > work.single:
+            return at(self.prompts, work.tokens) * (MIXED if work.single else 1.0) / 1e3
+        beyond = work.context - MEAN_CONTEXT * work.single
+        return (at(self.decodes, work.single) + self.per_context * beyond) / 1e3
+
+
+TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # of prompts together
+SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def _curve(xs: tuple[int, ...], *milliseconds: float) -> Curve:
+    return tuple(zip(xs, milliseconds, strict=True))
+
+
+class Machine(NamedTuple):
+    """The measurements of a machine. token_ms: milliseconds of a token by TOKENS (prompt x batch), all batches."""
+
+    prompts: Curve
+    decodes: Curve
+    per_context: float
+    token_ms: Curve
+
+
+BLOOM = {
+    "a100": Machine(
+        _curve(TOKENS, 79.668, 99.164, 174.38, 287.47, 536.06, 1332.6, 3591.5, 5782.0, 11252.0),
+        _curve(SEQUENCES, 48.764, 49.991, 51.004, 52.953, 57.341, 65.38, 96.583),
+        3.4083e-4,
+        _curve(TOKENS, 47.612, 47.707, 49.313, 49.442, 50.188, 51.631, 54.274, 65.38, 96.583),
+    ),
+    "h100": Machine(
+        _curve(TOKENS, 48.284, 51.179, 76.142, 132.22, 251.96, 649.6, 1411.6, 2521.9, 4996.5),
+        _curve(SEQUENCES, 36.113, 36.912, 38.058, 38.142, 40.64, 45.842, 63.821),
+        2.3598e-4,
+        _curve(TOKENS, 35.739, 36.154, 36.166, 36.334, 36.739, 37.53, 39.016, 45.842, 63.821),
+    ),
+}
+
+MEASURED = {
+    **{f"splitwise/bloom-176b/{name}": Measured(*machine[:3]) for name, machine in BLOOM.items()},
+    **{f"splitwise-sim/bloom-176b/{name}": Measured(one.prompts, one.token_ms) for name, one in BLOOM.items()},
+}

@@ -1,0 +1,69 @@
+"""Splitwise's targets and its requests: slowdowns over one request alone on a DGX-A100, and lengths of recorded traces.
+
+As in notebooks/plots.ipynb, notebooks/perf_model.py and generate_trace.py of its simulator (see splitwise_machines.py).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+
+from experiments.core.metrics import RequestRecord
+from experiments.simulation.measured import BLOOM, at
+
+QUANTILES = (0.5, 0.9, 0.99)
+LIMITS = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.5, 5.0)}  # Table VI, by QUANTILES
+START = datetime(2000, 1, 1)
+
+
+def alone(prompt: int) -> tuple[float, float]:
+    """Seconds of the first token and of each further one of a request that is alone on a DGX-A100."""
+    machine = BLOOM["a100"]
+    return at(machine.prompts, prompt) / 1e3, at(machine.token_ms, prompt) / 1e3
+
+
+def slowdowns(requests: Iterable[RequestRecord]) -> dict[str, tuple[float, ...]]:
+    """The percentiles (QUANTILES) of each kind of slowdown.
+
+    TBT is the time after the first token over all tokens of the answer, the first included, as in application.py there.
+    """
+    found: dict[str, list[float]] = {name: [] for name in LIMITS}
+    for one in requests:
+        assert one.ttft is not None and one.e2e is not None, "a simulated run ends every request"  # noqa: PT018
+        first, each = alone(one.prompt_tokens)
+        found["TTFT"].append(one.ttft / first)
+        found["TBT"].append((one.e2e - one.ttft) / one.max_tokens / each)
+        found["E2E"].append(one.e2e / (first + each * (one.max_tokens - 1)))
+    return {name: tuple(np.quantile(values, QUANTILES).tolist()) for name, values in found.items()}
+
+
+def missed(found: Mapping[str, tuple[float, ...]]) -> tuple[str, ...]:
+    """The targets that are not met, such as "TBT P50"."""
+    return tuple(
+        f"{name} P{100 * quantile:.0f}"
+        for name, limits in LIMITS.items()
+        for quantile, limit, value in zip(QUANTILES, limits, found[name], strict=True)
+        if value >= limit
+    )
+
+
+def write(trace: Path, place: Path, count: int, seed: int) -> Path:
+    """A trace of `count` requests: Poisson arrivals, one a second, with prompts and answers of a recorded trace.
+
+    Both lengths are drawn independently, with replacement, as in generate_trace.py there.
+    """
+    rows = list(csv.DictReader(trace.read_text(encoding="utf-8").splitlines()))
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1.0, count))
+    lengths = [rng.choice([int(row[column]) for row in rows], count) for column in ("ContextTokens", "GeneratedTokens")]
+    file = place / f"{trace.stem}-{count}-{seed}.csv"
+    with file.open("w", encoding="utf-8", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+        for at_s, prompt, answer in zip(arrivals.tolist(), *(column.tolist() for column in lengths), strict=True):
+            writer.writerow(((START + timedelta(seconds=at_s)).isoformat(), prompt, answer))
+    return file

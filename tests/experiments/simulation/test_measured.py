@@ -1,0 +1,93 @@
+"""Published times at points as the time of a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.core.config import expand
+from experiments.core.drive import measure
+from experiments.core.engines import simulated
+from experiments.simulation.cost import Simulate, Work
+from experiments.simulation.measured import BLOOM, MEAN_CONTEXT, MEASURED, MIXED, SEQUENCES, at
+from experiments.simulation.profiles import NAMES, find
+
+A100, H100 = "splitwise/bloom-176b/a100", "splitwise/bloom-176b/h100"
+
+
+def prompts(tokens: int) -> Work:
+    return Work(tokens, 1, 1, tokens, tokens * (tokens + 1) // 2)
+
+
+def decodes(sequences: int, context: int = MEAN_CONTEXT) -> Work:
+    seen = sequences * context
+    return Work(sequences, sequences, sequences, seen, seen, 0, sequences, seen)
+
+
+@pytest.mark.parametrize("kind", BLOOM)
+@given(x=st.floats(128, 32768))
+def test_a_curve_is_numpy_s_between_its_ends(kind, x):
+    curve = BLOOM[kind].prompts
+    assert at(curve, x) == pytest.approx(np.interp(x, *zip(*curve, strict=True)))
+
+
+@pytest.mark.parametrize(("x", "expected"), [(0, 8.0), (3, 11.0), (5, 13.0), (7, 17.0), (9, 21.0)])
+def test_beyond_its_ends_a_curve_goes_on_as_its_last_parts(x, expected):
+    assert at(((2, 10.0), (5, 13.0), (6, 15.0)), x) == pytest.approx(expected)
+
+
+def test_steps_at_measured_points_take_the_measured_times():
+    assert find(A100)(prompts(2048)) == pytest.approx(0.53606)
+    assert find(H100)(prompts(512)) == pytest.approx(0.076142)
+    assert [1e3 * find(A100)(decodes(n)) for n in SEQUENCES] == pytest.approx([ms for _, ms in BLOOM["a100"].decodes])
+
+
+@pytest.mark.parametrize(("kind", "published"), [("a100", (48.797, 51.297)), ("h100", (35.482, 37.438))])
+def test_a_longer_context_takes_what_it_took_one_sequence(kind, published):
+    """Measured with prompts of 1,024 and 8,192 tokens and 128 of output; the line fits all prompts, not these alone."""
+    step = find(f"splitwise/bloom-176b/{kind}")
+    assert [1e3 * step(decodes(1, n + 64)) for n in (1024, 8192)] == pytest.approx(published, rel=0.03)
+
+
+def test_a_step_with_both_takes_the_time_of_prompts_of_all_its_tokens():
+    both = Work(1024, 25, 25, 1000 + 24 * 700, 1000 * 1001 // 2 + 24 * 700, 0, 24, 24 * 700)
+    assert find(A100)(both) == pytest.approx(MIXED * find(A100)(prompts(1024)))
+
+
+def test_its_simulator_takes_many_decodes_as_one():
+    theirs = find("splitwise-sim/bloom-176b/a100")
+    assert theirs(prompts(3000)) == find(A100)(prompts(3000))
+    assert theirs(decodes(64)) / theirs(decodes(1)) == pytest.approx(1.0, abs=0.01)
+    assert theirs(decodes(64, 4000)) == theirs(decodes(64))
+    assert find(A100)(decodes(64)) / find(A100)(decodes(1)) == pytest.approx(96.583 / 48.764)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_every_name_is_a_profile(name):
+    assert name in NAMES
+    assert Simulate(profile=name, padded=False).name == f"simulated, {name}"
+    with pytest.raises(ValueError, match="whose coefficients count real tokens, and padded is true; set it to false"):
+        Simulate(profile=name)
+
+
+def test_the_clock_of_an_engine_is_that_of_its_times():
+    raw = {
+        "name": "measured",
+        "model": "nothing is loaded",
+        "engine": {"max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 4096},
+        "cache_tokens": 8192,
+        "workload": {
+            "kind": "synthetic",
+            "count": 2,
+            "prompt": {"dist": "fixed", "value": 256},
+            "output": {"dist": "fixed", "value": 2},
+        },
+        "sampling": {"temperature": 0.0, "ignore_eos": True},
+        "simulate": {"profile": H100, "padded": False, "model": "bloom-176b"},
+    }
+    (point,) = expand(raw, folder=None)  # type: ignore[arg-type]
+    first, second = measure(simulated(point.experiment), point, 0).steps
+    assert first.seconds == pytest.approx(0.076142)
+    assert second.seconds == pytest.approx(find(H100)(decodes(2, 257)))
