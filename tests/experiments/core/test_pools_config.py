@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from experiments import run
-from experiments.core import engines, store
+from experiments.core import engines, execution, store
 from experiments.core.config import Point, expand, load
 from experiments.core.drive import Measured, measure
+from experiments.core.environment import environment
 from experiments.core.pool_options import Pool, Pools
+from experiments.core.pools import PooledLLM
 from experiments.simulation.cost import SHAPES
 from experiments.studies.findings import simulated
 
@@ -35,6 +37,7 @@ RAW = {
     "simulate": {"chip": "h200", "model": "llama-3-8b"},
     "pools": {"prefill": {"count": 2}, "decode": {"count": 3}, "link_gb_s": 50, "latency_s": 0.001},
 }
+FOUR = {"chip": "h100", "mesh": {"tensor": 4}, "model": "llama-3-8b"}
 
 
 def measured(raw: dict, folder: Path = Path()) -> Measured:
@@ -90,8 +93,7 @@ def test_held_blocks_count_as_used_until_the_pages_are_adopted():
 
 
 def test_the_pools_may_have_different_chips_meshes_and_budgets():
-    four = {"chip": "h100", "mesh": {"tensor": 4}, "model": "llama-3-8b"}
-    options = {"simulate": four, "cache_tokens": 2048, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    options = {"simulate": FOUR, "cache_tokens": 2048, "max_num_seqs": 4, "max_num_batched_tokens": 128}
     (point,) = expand({**RAW, "pools": {"prefill": options}}, folder=Path())
     llm = engines.simulated(point.experiment)
     first, second = (one.config for one in llm.engines)
@@ -148,6 +150,35 @@ def test_a_run_records_transfers_and_runs_again(tmp_path):
     one, two = requests, measured_at(again).requests
     assert [each.replica for each in one] == [each.replica for each in two]
     assert one[0].transfers[0].adopted == pytest.approx(two[0].transfers[0].adopted, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pools", "cache_tokens"),
+    [
+        ({"prefill": {"max_num_seqs": 2, "max_num_batched_tokens": 128, "cache_tokens": 256}}, 1024),
+        ({"prefill": {"simulate": {"chip": "h200", "model": "llama-3-8b"}}}, None),
+        ({"decode": {"count": 2, "cache_tokens": 512, "simulate": FOUR}}, None),
+    ],
+)
+def test_a_run_of_unequal_pools_runs_again(tmp_path, pools: dict, cache_tokens: int | None):
+    """Without cache_tokens, the memory of each pool's chip decides how many blocks it has."""
+    raw = {**RAW, "simulate": {"chip": "a10g", "model": "llama-3-8b"}, "pools": pools, "cache_tokens": cache_tokens}
+    (point,) = expand({**raw, "engine": {**RAW["engine"], "max_num_seqs": 512}}, folder=Path())
+    files, summary = execution.one_run(engines.Run(point, 0, 0), engines.simulated_engines(), environment(device=False))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (again,) = load(tmp_path / "config.yaml")
+    assert again.key == point.key
+    assert measured_at(again).summary == summary["metrics"]
+    llm = engines.simulated(point.experiment)
+    assert isinstance(llm, PooledLLM)
+    facts = json.loads(files["env.json"])
+    both = {"prefill": llm.prefill.engine.config, "decode": llm.decode.engine.config}
+    assert both["prefill"] != both["decode"]
+    for name, config in both.items():
+        assert facts["engine"][name] == json.loads(json.dumps(dataclasses.asdict(config)))
+        chip = pools.get(name, {}).get("simulate", raw["simulate"])["chip"]
+        assert facts["simulate"][name]["chip"] == chip
 
 
 def test_runs_without_pools_have_no_transfers_in_their_files(tmp_path):
