@@ -113,6 +113,26 @@ def test_changes_after_the_end_change_nothing():
     assert (plain.summary["replicas"]["count"], changed.summary["replicas"]["count"]) == (2, 5)
 
 
+def test_what_a_failed_replica_lost_is_in_no_rate_of_output():
+    """Ten requests of 9 tokens, one after the other on each replica; one fails after 8 of its steps of 10 ms."""
+    workload = {
+        "kind": "synthetic",
+        "count": 10,
+        "prompt": {"dist": "fixed", "value": 5},
+        "output": {"dist": "fixed", "value": 9},
+        "arrivals": {"process": "at_once"},
+    }
+    engine = {**RAW["engine"], "max_num_seqs": 1}
+    failing = {"count": 2, "router": "round_robin", "changes": [{"at": 0.075, "fail": 1}]}
+    found = measured(replicas=failing, workload=workload, engine=engine)
+    made = sum(step.sampled for step in found.steps)
+    assert (found.summary["output_tokens"], made) == (90, 90 + 8)
+    steady = found.summary["steady_output_tokens_per_s"]
+    assert steady == pytest.approx(100), "one replica makes a token every 10 ms, and what the other one made is lost"
+    one, none = found.summary["replicas"]["requests"]["most"], found.summary["replicas"]["requests"]["least"]
+    assert (one, none) == (10, 0), "a request counts where it ended"
+
+
 def drawn(present: int, rows: list[tuple[float, str, int]]) -> list[dict]:
     """Changes in order that leave at least one replica."""
     changes = []
