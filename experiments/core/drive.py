@@ -104,10 +104,12 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     requests, steps = _recorded(llm, engines, experiment, workload)
     sent = zip(workload.items, requests, strict=True)
     workload = workload._replace(items=tuple(item._replace(arrival=request.arrival) for item, request in sent))
-    block_size, replicas = engine.config.block_size, experiment.num_replicas
+    block_size, present = engine.config.block_size, experiment.replicas
+    end = max((step.started + step.seconds for step in steps), default=0.0)
+    replicas = present.until(end) if present else experiment.num_replicas
     speculates = engine.config.speculative is not None
     summary = summarize(requests, steps, block_size, experiment.slo, speculates=speculates, replicas=replicas)
-    if experiment.replicas:
+    if present:
         where = [request.replica for request in requests]
         summary["replicas"] = of_replicas(where, steps, summary["duration_s"], range(replicas))
     if pools := experiment.pools:
