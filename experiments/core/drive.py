@@ -21,7 +21,7 @@ from experiments.core.metrics import (
     step_records,
     summarize,
 )
-from experiments.core.pools import drive_pools, of_pools
+from experiments.core.pools import OF_ONE_ENGINE, drive_pools, of_pools
 from experiments.core.replicas import Present, by_end, drive_replicas, of_replicas
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
 from experiments.core.workloads import WorkItem, Workload, build
@@ -114,6 +114,7 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
         summary["replicas"] = of_replicas(where, steps, summary["duration_s"], range(replicas))
     if pools := experiment.pools:
         counts = pools.prefill.count, pools.decode.count
+        summary |= dict.fromkeys(OF_ONE_ENGINE)
         summary["pools"] = of_pools(requests, steps, counts, summary["duration_s"])
     return Measured(workload, requests, steps, summary, why_failed(steps, summary))
 

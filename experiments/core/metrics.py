@@ -325,7 +325,7 @@ def summarize(
     branches have not forked yet is one sequence.
 
     With several replicas, or pools, `steps` are those of all in the order of their ends. Blocks and slots are those of
-    one replica; `between_steps_s` is a sum over all of them.
+    one replica, and of pools None (`pools` has their blocks); `between_steps_s` is a sum over all of them.
 
     With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean number of tokens
     that a decode row gives in a step.
