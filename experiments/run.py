@@ -28,6 +28,7 @@ from experiments.core import cluster, config, parallel, processes, store, sweep
 from experiments.core.config import Experiment
 from experiments.core.engines import Run, engine_key, plan_runs
 from experiments.core.optional_imports import require
+from experiments.core.pool_options import POOLS, of_pool
 from experiments.core.workloads import Prompts
 from pagedjax import cli
 from pagedjax.weights.locate import HUB_ID, open_checkpoint
@@ -140,8 +141,10 @@ def check_models(experiments: Iterable[Experiment], *, download: bool) -> None:
 
 
 def _reads_model(experiment: Experiment) -> bool:
-    simulate = experiment.simulate
-    return simulate is None or simulate.model is None or isinstance(experiment.workload, Prompts)
+    """Whether the experiment's own model gives a shape, weights or a tokenizer. Pools may name another shape."""
+    engines = [of_pool(experiment, name) for name in POOLS] if experiment.pools else [experiment]
+    shaped = all(one.simulate is not None and one.simulate.model is not None for one in engines)
+    return not shaped or isinstance(experiment.workload, Prompts)
 
 
 def describe(plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]], folder: Path) -> str:

@@ -21,7 +21,7 @@ from experiments.core.metrics import (
     step_records,
     summarize,
 )
-from experiments.core.pools import drive_pools, of_pools
+from experiments.core.pools import OF_ONE_ENGINE, drive_pools, of_pools
 from experiments.core.replicas import Present, by_end, drive_replicas, of_replicas
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
 from experiments.core.workloads import WorkItem, Workload, build
@@ -104,14 +104,17 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     requests, steps = _recorded(llm, engines, experiment, workload)
     sent = zip(workload.items, requests, strict=True)
     workload = workload._replace(items=tuple(item._replace(arrival=request.arrival) for item, request in sent))
-    block_size, replicas = engine.config.block_size, experiment.num_replicas
+    block_size, present = engine.config.block_size, experiment.replicas
+    end = max((step.started + step.seconds for step in steps), default=0.0)
+    replicas = present.until(end) if present else experiment.num_replicas
     speculates = engine.config.speculative is not None
     summary = summarize(requests, steps, block_size, experiment.slo, speculates=speculates, replicas=replicas)
-    if experiment.replicas:
+    if present:
         where = [request.replica for request in requests]
         summary["replicas"] = of_replicas(where, steps, summary["duration_s"], range(replicas))
     if pools := experiment.pools:
         counts = pools.prefill.count, pools.decode.count
+        summary |= dict.fromkeys(OF_ONE_ENGINE)
         summary["pools"] = of_pools(requests, steps, counts, summary["duration_s"])
     return Measured(workload, requests, steps, summary, why_failed(steps, summary))
 

@@ -12,7 +12,7 @@ from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
 from experiments.core.metrics import RequestRecord
-from experiments.core.pool_options import POOLS
+from experiments.core.pool_options import POOLS, of_pool
 from pagedjax.config import EngineConfig
 
 Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run (name -> text) and its summary
@@ -39,10 +39,10 @@ def noise(busy: float | None, since: tuple[int, int] | None) -> dict[str, float 
 
 def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> Result:
     """Measure one run: the files of its folder and its summary. An error becomes a failed run."""
-    simulate = run.point.experiment.simulate
+    experiment = run.point.experiment
     before = load_average(), processor_time()
     try:
-        llm = engines.get(run.point.experiment)
+        llm = engines.get(experiment)
         measured = measure(llm, run.point, run.repeat)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
@@ -54,12 +54,16 @@ def one_run(run: Run, engines: Engines, where: dict[str, Any]) -> Result:
         "metrics": measured.summary,
     }
     files = run_files(run, llm, measured)
-    startup = {**llm.startup, "total": engines.startup_seconds[engine_key(run.point.experiment)]}
+    startup = {**llm.startup, "total": engines.startup_seconds[engine_key(experiment)]}
     resolved = dataclasses.asdict(llm.engine.config)
     impls = {name: resolved[name] for name in ("attention_impl", "linear_impl")}
     facts = {**impls, "engine": resolved, "startup": startup}
-    if simulate:
-        facts["simulate"] = dataclasses.asdict(simulate)
+    if experiment.pools:  # their engines differ
+        facts["engine"] = {name: dataclasses.asdict(getattr(llm, name).engine.config) for name in POOLS}
+        simulated = {name: of_pool(experiment, name).simulate for name in POOLS}
+        facts["simulate"] = {name: dataclasses.asdict(one) for name, one in simulated.items() if one}
+    elif experiment.simulate:
+        facts["simulate"] = dataclasses.asdict(experiment.simulate)
     elif resolved["mesh"]:
         facts["placement"] = str(llm.engine.model.placement)
     files["env.json"] = store.json_text({**where, **facts, **noise(*before)})
@@ -109,7 +113,7 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
         for step in measured.steps
     ]
     return {
-        **config_files(run, llm.engine.config),
+        **config_files(run, experiment.engine_config if experiment.pools else llm.engine.config),
         "requests.jsonl": store.json_lines(map(columns, measured.requests)),
         "steps.jsonl": store.json_lines(steps),
     }
@@ -121,6 +125,8 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
 
 def config_files(run: Run, engine: Any) -> dict[str, str]:
     """config.yaml, which runs this point again: the experiment without its sweep, the engine as it was resolved.
+
+    With pools, `engine` is what was given: each pool resolves it with its own values, to other lengths and blocks.
 
     A small workload file, a policy's and a router's are copied beside it. Other paths in it (a model, a large file, a
     fitted run) are absolute or the user's own, and must still exist.

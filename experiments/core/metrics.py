@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -324,7 +325,7 @@ def summarize(
     branches have not forked yet is one sequence.
 
     With several replicas, or pools, `steps` are those of all in the order of their ends. Blocks and slots are those of
-    one replica; `between_steps_s` is a sum over all of them.
+    one replica, and of pools None (`pools` has their blocks); `between_steps_s` is a sum over all of them.
 
     With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean number of tokens
     that a decode row gives in a step.
@@ -354,7 +355,7 @@ def summarize(
         "requests_per_s": len(done) / duration,
         "output_tokens_per_s": output / duration,
         "total_tokens_per_s": (prompt + output) / duration,
-        "steady_output_tokens_per_s": steady_rate(steps),
+        "steady_output_tokens_per_s": steady_rate(time for branch in branches for time in branch.token_times),
         "percentile_method": "linear",
         "ttft_s": spread(request.ttft for request in requests),
         "itl_s": spread(gap for branch in branches for gap in branch.gaps),
@@ -386,15 +387,20 @@ def summarize(
     }
 
 
-def steady_rate(steps: Sequence[StepRecord]) -> float | None:
-    """Output tokens/s between the steps after which a tenth and nine tenths of all output tokens exist.
+def steady_rate(times: Iterable[float]) -> float | None:
+    """Output tokens/s between the ends of the steps after which a tenth and nine tenths of all output tokens exist.
 
-    It leaves out the start and the end of a run, which matter in a short one. None if the two steps are the same.
+    It leaves out the start and the end of a run, which matter in a short one. None if the two are one time.
+
+    Args:
+        times: seconds, of each output token. Those that a failed replica lost are not output.
     """
-    made = np.cumsum([step.sampled for step in steps])
-    first, last = (int(np.searchsorted(made, share * made[-1])) for share in (0.1, 0.9))
-    seconds = steps[last].started + steps[last].seconds - steps[first].started - steps[first].seconds
-    return float(made[last] - made[first]) / seconds if seconds > 0 else None
+    made = np.sort(np.fromiter(times, float))
+    if not made.size:
+        return None
+    first, last = (made[math.ceil(share * made.size) - 1] for share in (0.1, 0.9))
+    tokens = np.searchsorted(made, last, side="right") - np.searchsorted(made, first, side="right")
+    return float(tokens / (last - first)) if last > first else None
 
 
 def _part(some: int, of: int) -> float:

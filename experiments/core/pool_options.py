@@ -88,7 +88,8 @@ def check_pools(experiment: Experiment) -> None:
         )
     if not experiment.simulate:
         raise ValueError(
-            "pools is given and there is no simulate section, but a measured run has 1 engine; add one, or leave it out"
+            "pools is given and there is no simulate section, but a measured run has 1 engine; add one at the top "
+            "(also if each pool has a simulate of its own), or leave pools out"
         )
     of = {name: getattr(pools, name).simulate or experiment.simulate for name in POOLS}
     if of["prefill"].model != of["decode"].model:

@@ -35,6 +35,9 @@ from pagedjax.load_client.summary import spread
 from pagedjax.params import SamplingParams
 from pagedjax.routing import Router
 
+# Keys of a summary that are of one engine: two kinds of engines have no value in common.
+OF_ONE_ENGINE = ("blocks_total", "blocks_used", "slots_used")
+
 
 class PoolEngine(VirtualEngine, Protocol):
     """An engine that hands sequences over (simulation.simulate.SimulatedEngine)."""
@@ -269,16 +272,32 @@ class PooledLLM:
 def of_pools(
     requests: Iterable[RequestRecord], steps: Sequence[StepRecord], counts: Sequence[int], duration: float
 ) -> dict[str, Any]:
-    """How even the engines of each pool were, and what moving took. counts: engines of `prefill` and of `decode`."""
+    """How even the engines of each pool were, their blocks, and what moving took.
+
+    `blocks_used` over `blocks_total` says how full a pool was. In `prefill` it has the blocks of sequences that wait
+    for room in `decode`: if it is full, these hold it up.
+
+    Args:
+        counts: engines of `prefill` and of `decode`.
+    """
     requests = list(requests)
     found = [transfer for request in requests for transfer in request.transfers]
     moved = [request.transfers[0].replica for request in requests if request.transfers]
     first, second = range(counts[0]), range(counts[0], sum(counts))
     return {
-        "prefill": of_replicas([request.replica for request in requests], steps, duration, first),
-        "decode": of_replicas(moved, steps, duration, second),
+        "prefill": of_replicas([one.replica for one in requests], steps, duration, first) | _blocks(steps, first),
+        "decode": of_replicas(moved, steps, duration, second) | _blocks(steps, second),
         "transfers": len(found),
         "moved_bytes": sum(one.bytes for one in found),
         "transfer_s": spread(one.arrived - one.released for one in found),
         "wait_s": spread(one.adopted - one.arrived for one in found),
     }
+
+
+def _blocks(steps: Sequence[StepRecord], engines: range) -> dict[str, Any]:
+    """Blocks of an engine of a pool, and those in use, over the steps of its engines; None without a step."""
+    found = [step for step in steps if step.replica in engines]
+    if not found:
+        return {"blocks_total": None, "blocks_used": None}
+    used = [step.blocks_used for step in found]
+    return {"blocks_total": found[0].num_blocks, "blocks_used": {"mean": sum(used) / len(used), "peak": max(used)}}

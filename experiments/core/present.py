@@ -67,3 +67,7 @@ class Replicas:
     def ever(self) -> int:
         """Replicas that are present at some time."""
         return self.count + sum(change.join for change in self.changes)
+
+    def until(self, end: float) -> int:
+        """Replicas that are present at some time before `end`, in seconds."""
+        return self.count + sum(change.join for change in self.changes if change.at < end)

@@ -184,9 +184,9 @@ def of_replicas(where: Iterable[int], steps: Sequence[StepRecord], duration: flo
     """How even the replicas were: requests, computed tokens and the share of the time in which they made steps.
 
     Args:
-        where: of each request, its replica.
-        replicas: the numbers of those that were present at some time; steps of others are ignored. Shares are of the
-            whole run.
+        where: of each request, the replica that ended it. What a failed one computed of it counts as tokens there.
+        replicas: the numbers of those that were present at some time of the run; steps of others are ignored. Shares
+            are of the whole run.
     """
     count, first = len(replicas), replicas.start
     asked, tokens, busy = ([0.0] * count for _ in range(3))

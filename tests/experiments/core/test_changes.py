@@ -110,7 +110,44 @@ def test_changes_after_the_end_change_nothing():
     late = {"changes": [{"at": 1e6, "join": 3}, {"at": 2e6, "fail": 4}]}
     plain, changed = measured(), measured(replicas={**RAW["replicas"], **late})
     assert (changed.requests, changed.steps) == (plain.requests, plain.steps)
-    assert (plain.summary["replicas"]["count"], changed.summary["replicas"]["count"]) == (2, 5)
+    assert changed.summary == plain.summary, "replicas that would join after the end were never there"
+
+
+def test_replicas_that_joined_before_the_end_are_counted():
+    """One request of 3 steps of 0.25 s ends at 0.75 s; a replica that joins then is too late."""
+    workload = {
+        "kind": "synthetic",
+        "count": 1,
+        "prompt": {"dist": "fixed", "value": 5},
+        "output": {"dist": "fixed", "value": 3},
+    }
+    changes = [{"at": 0.0, "join": 1}, {"at": 0.625, "join": 1}, {"at": 0.75, "join": 4}]
+    slow = {"step_s": 0.25, "model": "llama-3-8b"}
+    summary = measured(replicas={"count": 1, "changes": changes}, workload=workload, simulate=slow).summary
+    assert summary["duration_s"] == 0.75
+    assert summary["replicas"]["count"] == 3
+    assert summary["replicas"]["busy_share"]["mean"] == pytest.approx(1 / 3)
+    assert summary["between_steps_s"] == 2 * 0.75, "of two that had no work"
+
+
+def test_what_a_failed_replica_lost_is_in_no_rate_of_output():
+    """Ten requests of 9 tokens, one after the other on each replica; one fails after 8 of its steps of 10 ms."""
+    workload = {
+        "kind": "synthetic",
+        "count": 10,
+        "prompt": {"dist": "fixed", "value": 5},
+        "output": {"dist": "fixed", "value": 9},
+        "arrivals": {"process": "at_once"},
+    }
+    engine = {**RAW["engine"], "max_num_seqs": 1}
+    failing = {"count": 2, "router": "round_robin", "changes": [{"at": 0.075, "fail": 1}]}
+    found = measured(replicas=failing, workload=workload, engine=engine)
+    made = sum(step.sampled for step in found.steps)
+    assert (found.summary["output_tokens"], made) == (90, 90 + 8)
+    steady = found.summary["steady_output_tokens_per_s"]
+    assert steady == pytest.approx(100), "one replica makes a token every 10 ms, and what the other one made is lost"
+    one, none = found.summary["replicas"]["requests"]["most"], found.summary["replicas"]["requests"]["least"]
+    assert (one, none) == (10, 0), "a request counts where it ended"
 
 
 def drawn(present: int, rows: list[tuple[float, str, int]]) -> list[dict]:

@@ -216,18 +216,12 @@ def drawn(number: int, drafts: int, tokens: tuple[int, ...]) -> Sampled:
 
 
 def test_steady_rate_excludes_start_and_end() -> None:
-    steps = step_records(RUN, START, S)
     # 5 tokens by hand: a tenth of them exist after step 1 (at 1.5 s, 2 tokens), nine tenths after step 4 (3.0 s, 5).
-    assert steady_rate(steps) == pytest.approx((5 - 2) / (3.0 - 1.5))
-    assert steady_rate(steps[:2]) is None
-    # 2 slow steps, 16 of a second each that make one token, 2 slow ones: the slow ones do not count.
-    shape = [(10.0, 1)] * 2 + [(1.0, 1)] * 16 + [(10.0, 1)] * 2
-    starts = np.cumsum([0.0] + [seconds for seconds, _ in shape])
-    long = [
-        steps[0]._replace(started=float(begin), seconds=seconds, sampled=made)
-        for begin, (seconds, made) in zip(starts, shape, strict=False)
-    ]
-    assert steady_rate(long) == pytest.approx(1.0)
+    made = [time for one in request_records(RUN, [A, B], START) for time in one.branches[0].token_times]
+    assert steady_rate(made) == pytest.approx((5 - 2) / (3.0 - 1.5))
+    assert steady_rate([2.0, 2.0]) is steady_rate([]) is None
+    # 2 slow tokens, 16 of a second each, 2 slow ones: the slow ones do not count.
+    assert steady_rate(np.cumsum([10.0] * 2 + [1.0] * 16 + [10.0] * 2)) == pytest.approx(1.0)
 
 
 def test_goodput_counts_requests_that_meet_every_target() -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from experiments import run
-from experiments.core import engines, store
+from experiments.core import engines, execution, store
 from experiments.core.config import Point, expand, load
 from experiments.core.drive import Measured, measure
+from experiments.core.environment import environment
 from experiments.core.pool_options import Pool, Pools
+from experiments.core.pools import PooledLLM
 from experiments.simulation.cost import SHAPES
 from experiments.studies.findings import simulated
 
@@ -35,6 +37,7 @@ RAW = {
     "simulate": {"chip": "h200", "model": "llama-3-8b"},
     "pools": {"prefill": {"count": 2}, "decode": {"count": 3}, "link_gb_s": 50, "latency_s": 0.001},
 }
+FOUR = {"chip": "h100", "mesh": {"tensor": 4}, "model": "llama-3-8b"}
 
 
 def measured(raw: dict, folder: Path = Path()) -> Measured:
@@ -89,9 +92,32 @@ def test_held_blocks_count_as_used_until_the_pages_are_adopted():
     assert (last.replica, last.blocks_used, last.held_tokens) == (1, 4, 31)
 
 
+def test_a_summary_has_the_blocks_of_each_pool():
+    """With few blocks in a slow `decode`, sequences wait for room, and hold all those of `prefill`."""
+    slow = {"step_s": 0.05, "model": "llama-3-8b"}
+    wide, narrow = (
+        measured({**RAW, "pools": {"prefill": {"cache_tokens": 512}, "decode": decode}})
+        for decode in ({"cache_tokens": 4096}, {"cache_tokens": 256, "simulate": slow})
+    )
+    for found, of_decode in ((wide, 512), (narrow, 32)):
+        pools = found.summary["pools"]
+        assert (pools["prefill"]["blocks_total"], pools["decode"]["blocks_total"]) == (64, of_decode)
+        assert [found.summary[key] for key in ("blocks_total", "blocks_used", "slots_used")] == [None] * 3
+        for name, replica in (("prefill", 0), ("decode", 1)):
+            used = [step.blocks_used for step in found.steps if step.replica == replica]
+            assert pools[name]["blocks_used"] == {"mean": pytest.approx(sum(used) / len(used)), "peak": max(used)}
+    held, free = (found.summary["pools"]["prefill"]["blocks_used"]["mean"] for found in (narrow, wide))
+    assert held > 2 * free
+
+
+def test_a_pool_without_steps_has_no_blocks_in_use():
+    workload = {**RAW["workload"], "output": {"dist": "fixed", "value": 1}}
+    decode = measured({**RAW, "workload": workload}).summary["pools"]["decode"]
+    assert (decode["blocks_total"], decode["blocks_used"], decode["requests"]["most"]) == (None, None, 0)
+
+
 def test_the_pools_may_have_different_chips_meshes_and_budgets():
-    four = {"chip": "h100", "mesh": {"tensor": 4}, "model": "llama-3-8b"}
-    options = {"simulate": four, "cache_tokens": 2048, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    options = {"simulate": FOUR, "cache_tokens": 2048, "max_num_seqs": 4, "max_num_batched_tokens": 128}
     (point,) = expand({**RAW, "pools": {"prefill": options}}, folder=Path())
     llm = engines.simulated(point.experiment)
     first, second = (one.config for one in llm.engines)
@@ -117,6 +143,16 @@ def test_branches_go_to_one_engine():
     moved = [request.transfers for request in found.requests if request.max_tokens > 1]
     assert {len(each) for each in moved} == {3}
     assert {len({one.replica for one in each}) for each in moved} == {1}
+
+
+@pytest.mark.parametrize(("top", "own", "status"), [(None, "llama-3-8b", 0), ("llama-3-8b", None, 2)])
+def test_a_model_is_opened_only_for_pools_that_name_no_shape(tmp_path, capsys, top, own, status: int):
+    """The experiment's own model does not exist."""
+    simulate = {"simulate": {"step_s": 0.01, "model": own}}
+    raw = {**RAW, "simulate": {"step_s": 0.01, "model": top}, "pools": {"prefill": simulate, "decode": simulate}}
+    (tmp_path / "one.yaml").write_text(json.dumps(raw), encoding="utf-8")
+    assert run.main([str(tmp_path / "one.yaml"), "--out", str(tmp_path / "runs"), "--quiet"]) == status
+    assert ("error: model: " in capsys.readouterr().err) == (status == 2)
 
 
 def test_a_study_and_a_command_measure_the_same(tmp_path):
@@ -148,6 +184,35 @@ def test_a_run_records_transfers_and_runs_again(tmp_path):
     one, two = requests, measured_at(again).requests
     assert [each.replica for each in one] == [each.replica for each in two]
     assert one[0].transfers[0].adopted == pytest.approx(two[0].transfers[0].adopted, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("pools", "cache_tokens"),
+    [
+        ({"prefill": {"max_num_seqs": 2, "max_num_batched_tokens": 128, "cache_tokens": 256}}, 1024),
+        ({"prefill": {"simulate": {"chip": "h200", "model": "llama-3-8b"}}}, None),
+        ({"decode": {"count": 2, "cache_tokens": 512, "simulate": FOUR}}, None),
+    ],
+)
+def test_a_run_of_unequal_pools_runs_again(tmp_path, pools: dict, cache_tokens: int | None):
+    """Without cache_tokens, the memory of each pool's chip decides how many blocks it has."""
+    raw = {**RAW, "simulate": {"chip": "a10g", "model": "llama-3-8b"}, "pools": pools, "cache_tokens": cache_tokens}
+    (point,) = expand({**raw, "engine": {**RAW["engine"], "max_num_seqs": 512}}, folder=Path())
+    files, summary = execution.one_run(engines.Run(point, 0, 0), engines.simulated_engines(), environment(device=False))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (again,) = load(tmp_path / "config.yaml")
+    assert again.key == point.key
+    assert measured_at(again).summary == summary["metrics"]
+    llm = engines.simulated(point.experiment)
+    assert isinstance(llm, PooledLLM)
+    facts = json.loads(files["env.json"])
+    both = {"prefill": llm.prefill.engine.config, "decode": llm.decode.engine.config}
+    assert both["prefill"] != both["decode"]
+    for name, config in both.items():
+        assert facts["engine"][name] == json.loads(json.dumps(dataclasses.asdict(config)))
+        chip = pools.get(name, {}).get("simulate", raw["simulate"])["chip"]
+        assert facts["simulate"][name]["chip"] == chip
 
 
 def test_runs_without_pools_have_no_transfers_in_their_files(tmp_path):
@@ -183,6 +248,10 @@ def test_points_without_pools_keep_their_key_and_others_have_their_own(tmp_path)
         ({"pools": {"decode": {"router": "bad.py:A"}}}, "pools.decode.router is '.*', whose file raises ZeroDivision"),
         ({"replicas": {}}, "replicas and pools are both given; give one"),
         ({"simulate": None}, "pools is given and there is no simulate section, but a measured run has 1 engine; add"),
+        (
+            {"simulate": None, "pools": {"prefill": {"simulate": FOUR}, "decode": {"simulate": FOUR}}},
+            r"there is no simulate section.*; add one at the top \(also if each pool has a simulate of its own\)",
+        ),
         (
             {"pools": {"decode": {"simulate": {"chip": "h100", "model": "opt-13b"}}}},
             "pools.prefill simulates llama-3-8b and pools.decode simulates opt-13b; blocks are those of one model",
