@@ -1,4 +1,4 @@
-"""Sweeps on a Ray cluster: places and choices as pure functions, and a local cluster that measures."""
+"""Sweeps on a Ray cluster: places as pure functions, and a local cluster that measures."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from experiments import run
-from experiments.core import config
-from experiments.core.cluster import Place, choose, parse_resources, places_of
-from experiments.core.engines import Run, engine_key, plan_runs
+from experiments.core.cluster import Place, parse_resources, places_of
 from experiments.core.environment import cpu_model, source
 from tests.weights.tiny import tiny_llama
 
@@ -90,50 +86,6 @@ def test_resources_have_the_names_of_ray_s_options():
     assert parse_resources("num_cpus=2, num_gpus=0.5,TPU=4") == {"num_cpus": 2.0, "num_gpus": 0.5, "TPU": 4.0}
     with pytest.raises(ValueError, match=r"--worker-resources has 'GPU'; its name is num_gpus"):
         parse_resources("GPU=1")
-
-
-def planned(sizes: list[int], repeats: int) -> list[Run]:
-    raw = {**SIMULATED, "repeats": repeats, "sweep": {"grid": {"engine.block_size": sizes}}}
-    return plan_runs(config.expand(raw, Path()), alive=4)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from(["slow", "fast"]), min_size=1, max_size=4), st.integers(1, 5), st.randoms())
-def test_every_run_is_made_once_and_each_point_on_one_kind_of_machine(kinds, repeats, random):
-    """Workers of two kinds ask for runs in any order, until no one gets any."""
-    waiting = planned([1, 2, 4, 8, 16], repeats)
-    plan, its, made = list(waiting), {}, []
-    built: list[set] = [set() for _ in kinds]
-    while waiting:
-        asking = list(range(len(kinds)))
-        random.shuffle(asking)
-        for worker in asking:
-            others = set().union(*built[:worker], *built[worker + 1 :])
-            chosen = choose(waiting, built[worker], others, its, kinds[worker])
-            if chosen is None:
-                continue
-            waiting.remove(chosen)
-            key = engine_key(chosen.point.experiment)
-            built[worker].add(key)
-            its.setdefault(key, kinds[worker])
-            made.append((chosen, kinds[worker]))
-    assert sorted((one.order, one.repeat) for one, _ in made) == sorted((one.order, one.repeat) for one in plan)
-    assert len({(one.order, kind) for one, kind in made}) == len({one.order for one in plan})
-
-
-def test_a_worker_prefers_its_own_engines_and_then_new_ones():
-    waiting = planned([4, 8], 2)
-    keys = [engine_key(one.point.experiment) for one in waiting]
-    assert keys == [keys[0], keys[1], keys[1], keys[0]]
-    every = set(keys)
-    assert choose(waiting, set(), set(), {}, "m") is waiting[0]
-    assert choose(waiting, set(), {keys[0]}, {keys[0]: "m"}, "m") is waiting[1], "another worker has the first engine"
-    assert choose(waiting, {keys[0]}, set(), {keys[0]: "m"}, "m") is waiting[0]
-    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "m") is waiting[0], "it helps, and builds one too"
-    assert choose(waiting[1:], set(), every, {}, "m") is waiting[1]
-    assert choose(waiting[2:], set(), every, {}, "m") is None, "the last run of an engine is for who has it"
-    assert choose(waiting[2:], set(), every, {}, "m", least=1) is waiting[2]
-    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "other") is None
 
 
 @pytest.mark.parametrize(
