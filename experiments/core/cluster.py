@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import platform
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -134,9 +135,9 @@ class Worker:
         self._engines = make_engines(alive, quiet=True) if device else simulated_engines()
         self._where = {**environment(device=device), "worker": dict(resources)}
 
-    def machine(self) -> tuple[dict[str, Any], dict[str, str | None]]:
-        """The environment of this process, and its code."""
-        return self._where, code()
+    def machine(self) -> tuple[dict[str, Any], dict[str, str | None], str]:
+        """The environment of this process, its code, and the name of its node."""
+        return self._where, code(), platform.node()
 
     def measure(self, run: Run) -> Result:
         return one_run(run, self._engines, self._where)
@@ -225,7 +226,7 @@ class _Team:
             try:
                 answer = ray.get(reference)
             except Exception as error:  # of Ray: the worker died, or its node lacks the code
-                found += self._lost(place, f"the worker of this run is lost. {type(error).__name__}: {error}")
+                found += self._lost(place, f"{type(error).__name__}: {error}")
                 continue
             if place in self._state.starting:
                 self._began(place, *answer)
@@ -236,9 +237,10 @@ class _Team:
             self._give(place)
         return found
 
-    def _began(self, place: int, machine: dict[str, Any], its: dict[str, str | None]) -> None:
+    def _began(self, place: int, machine: dict[str, Any], its: dict[str, str | None], node: str) -> None:
         if its != code():
-            self._lost(place, f"a node has other code ({its}) than this process ({code()}); install the same on all")
+            other = f"a node has other code ({its}) than this process ({code()}); install the same on all"
+            self._lost(place, other, node)
             return
         self._machines[place] = machine
         self._state = assignment.began(self._state, place, kind_of(machine) if self._workers.device else "")
@@ -249,17 +251,20 @@ class _Team:
         if run is not None:
             self._busy[self._actors[place].measure.remote(run)] = place
 
-    def _lost(self, place: int, reason: str) -> list[Result]:
+    def _lost(self, place: int, reason: str, node: str | None = None) -> list[Result]:
         """A worker is gone: its run failed. A new one takes its place, unless it died before it began."""
         import ray
 
-        self._reason = reason
         ray.kill(self._actors.pop(place))
         machine = self._machines.pop(place, self._where)
         self._state, run = assignment.lost(self._state, place)
         if run is None:
+            self._reason = f"no worker is left. {reason}"
+            where = node or self._workers.places[place].node or "that Ray chose"
+            print(f"NOTE: a worker makes no run, on the node {where}: {reason}", file=sys.stderr)
             return []
         self._start(place)
+        reason = f"the worker of this run is lost. {reason}"
         return [failed_run(run, machine, reason, reason)]
 
     def left_over(self) -> list[Result]:

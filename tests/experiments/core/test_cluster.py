@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import yaml
 
 from experiments import run
+from experiments.core import cluster
 from experiments.core.cluster import Place, parse_resources, places_of
 from experiments.core.environment import cpu_model, source
 from tests.weights.tiny import tiny_llama
@@ -238,6 +240,39 @@ def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monk
     found = summaries(tmp_path / "runs")
     assert len(found) == 4
     assert all("a node has other code" in one["failed"] and "install the same" in one["failed"] for one in found)
+
+
+@pytest.mark.slow
+def test_a_worker_with_other_code_is_noted_while_another_makes_the_runs(
+    tmp_path, measured, local_ray, monkeypatch, capsys
+):
+    first, same = iter([{"source": "another", "jax": "0.0"}] * 2), cluster.code()  # compared, and named in the note
+    monkeypatch.setattr("experiments.core.cluster.code", lambda: next(first, same))
+    assert measured(SIMULATED, "runs", "--backend", "ray") == 0
+    told = capsys.readouterr().err
+    assert f"NOTE: a worker makes no run, on the node {platform.node()}: a node has other code" in told
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_start_is_noted_while_another_makes_the_runs(
+    tmp_path, measured, local_ray, monkeypatch, capsys
+):
+    mark = tmp_path / "mark"
+
+    class Breaks(cluster.Worker):
+        def __init__(self, *arguments: Any) -> None:
+            try:
+                mark.touch(exist_ok=False)
+            except FileExistsError:
+                super().__init__(*arguments)
+            else:
+                raise RuntimeError("no device here")
+
+    monkeypatch.setattr("experiments.core.cluster.Worker", Breaks)
+    assert measured(SIMULATED, "runs", "--backend", "ray") == 0
+    told = capsys.readouterr().err
+    assert "NOTE: a worker makes no run, on the node that Ray chose: ActorDiedError" in told
+    assert "no device here" in told
 
 
 def alive(folder: Path) -> list[str]:
