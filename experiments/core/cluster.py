@@ -36,6 +36,9 @@ STRANDED = (
 PATIENCE = 30.0  # seconds without a worker, after which a note says that the cluster is in use
 FORM = "write NAME=NUMBER, separated by commas, such as num_cpus=2,num_gpus=1"
 
+LEAST = 0.0001  # of a resource: Ray counts in such parts
+WHOLE = ("num_gpus", "TPU", "NPU", "HPU", "RBLN", "MBLT", "TTNPU", "FURIOSA", "neuron_cores")  # above 1, for Ray 2.60
+
 Resources = Mapping[
     str, float
 ]  # names are num_cpus, num_gpus, memory (bytes), and those of the cluster's own resources
@@ -61,7 +64,7 @@ def parse_resources(text: str) -> dict[str, float]:
     """num_cpus=2,num_gpus=1 -> the resources of a worker.
 
     Raises:
-        ValueError: a part is not NAME=NUMBER with a number above 0, or a name is there twice.
+        ValueError: a part is not NAME=NUMBER with a number above 0, a name is there twice, or Ray does not reserve it.
     """
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -74,6 +77,14 @@ def parse_resources(text: str) -> dict[str, float]:
             raise ValueError(f"--worker-resources has {part!r}; each name once, with a number above 0: {FORM}")
         if name in ("CPU", "GPU", "cpu", "gpu"):
             raise ValueError(f"--worker-resources has {name!r}; its name is num_{name.lower()}s")
+        if name in ("object_store_memory", "bundle"):
+            raise ValueError(f"--worker-resources has {name!r}, which Ray reserves for no worker; leave it out")
+        if value < LEAST:
+            raise ValueError(f"--worker-resources has {part!r}, and the least part that Ray reserves is {LEAST}")
+        if name in WHOLE and value > 1 and value % 1:
+            less = math.floor(value)
+            one = f"above 1 Ray reserves only whole ones; write {name}={less} or {name}={less + 1}"
+            raise ValueError(f"--worker-resources has {part!r}; {one}")
         found[name] = value
     return found
 
@@ -147,7 +158,7 @@ def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: 
     """Connect with Ray, and find the places of workers for `runs`: at most `jobs`.
 
     Raises:
-        ValueError: no node has room for a worker, or there is no cluster at RAY_ADDRESS.
+        ValueError: no node has room for a worker, Ray refuses it, or there is no cluster at RAY_ADDRESS.
     """
     import ray
 
@@ -160,6 +171,7 @@ def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: 
     measured = any(run.point.experiment.simulate is None for run in runs)
     try:
         places = places_of(ray.nodes(), resources, measured=measured)
+        _accept(places[0])
     except ValueError:
         if ours:
             ray.shutdown()
@@ -299,6 +311,16 @@ def _options(place: Place) -> dict[str, Any]:
     if own := {name: value for name, value in place.resources.items() if name not in NAMES}:
         options["resources"] = own
     return options
+
+
+def _accept(place: Place) -> None:
+    """Raises ValueError if Ray refuses the resources of a worker: some devices come in certain numbers."""
+    import ray
+
+    try:
+        ray.remote(Worker).options(**_options(place))
+    except ValueError as error:
+        raise ValueError(f"--worker-resources is {_words(place.resources)}, which Ray refuses: {error}") from error
 
 
 def check() -> None:

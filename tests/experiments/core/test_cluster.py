@@ -91,10 +91,32 @@ def test_resources_have_the_names_of_ray_s_options():
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("object_store_memory=1000", r"has 'object_store_memory', which Ray reserves for no worker; leave it out"),
+        ("bundle=1", r"has 'bundle', which Ray reserves for no worker"),
+        ("num_cpus=0.00001", r"has 'num_cpus=0.00001', and the least part that Ray reserves is 0.0001"),
+        ("num_gpus=1.5", r"has 'num_gpus=1.5'; above 1 Ray reserves only whole ones; write num_gpus=1 or num_gpus=2"),
+        ("num_cpus=1,TPU=2.5", r"has 'TPU=2.5'; above 1 Ray .* write TPU=2 or TPU=3"),
+    ],
+)
+def test_resources_that_ray_does_not_reserve_are_refused(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        parse_resources(text)
+
+
+def test_parts_that_ray_reserves_are_taken():
+    for text in ("num_gpus=0.5", "num_gpus=2", "num_cpus=1.5", "num_cpus=0.0001", "mine=1.5", "memory=1000.5"):
+        name, number = text.split("=")
+        assert parse_resources(text) == {name: float(number)}
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--worker-resources", "num_cpus=1"], "--worker-resources is given, and --backend is not ray; add --backend"),
         (["--backend", "ray", "--worker-resources", "GPU=1"], "--worker-resources has 'GPU'; its name is num_gpus"),
+        (["--backend", "ray", "--worker-resources", "num_gpus=1.5"], "--worker-resources has 'num_gpus=1.5'; above 1"),
         (["--backend", "ray", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
     ],
 )
@@ -118,11 +140,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A cluster of this machine, with two processors to give away."""
+    """A cluster of this machine, with two processors and four chips to give away."""
     ray = pytest.importorskip("ray")
     folder = tmp_path_factory.mktemp("r")  # short: a socket's path has at most 107 characters
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-    ray.init("local", num_cpus=2, _temp_dir=str(folder), **options)
+    ray.init("local", num_cpus=2, resources={"TPU": 4}, _temp_dir=str(folder), **options)
     yield ray
     ray.shutdown()
 
@@ -234,6 +256,25 @@ def test_resources_that_no_node_has_end_in_an_error(tmp_path, measured, local_ra
 
 
 @pytest.mark.slow
+def test_resources_that_ray_refuses_end_in_an_error(tmp_path, measured, local_ray, capsys):
+    assert measured(SIMULATED, "runs", "--backend", "ray", "--worker-resources", "TPU=3") == 2
+    told = capsys.readouterr().err
+    assert "error: --worker-resources is TPU=3, which Ray refuses: " in told
+    assert "(1, 2, 4, 8)" in told
+    assert not list((tmp_path / "runs").rglob("summary.json"))
+
+
+@pytest.mark.slow
+def test_a_cluster_of_this_process_ends_if_no_worker_can_be_asked_for(local_ray, monkeypatch):
+    ended: list[bool] = []
+    monkeypatch.setattr(local_ray, "shutdown", lambda: ended.append(True))
+    asked = cluster.Workers((Place({"bundle": 1.0}),), alive=1, device=False, ours=True)
+    with pytest.raises(ValueError, match="bundle"):
+        list(cluster.results([], {}, asked))
+    assert ended == [True]
+
+
+@pytest.mark.slow
 def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monkeypatch):
     monkeypatch.setattr("experiments.core.cluster.code", lambda: {"source": "another", "jax": "0.0"})
     assert measured(SIMULATED, "runs", "--backend", "ray") == 1
@@ -243,7 +284,7 @@ def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monk
 
 
 @pytest.mark.slow
-def test_a_worker_with_other_code_is_noted_while_another_makes_the_runs(
+def test_a_worker_with_other_code_is_noted(
     tmp_path, measured, local_ray, monkeypatch, capsys
 ):
     first, same = iter([{"source": "another", "jax": "0.0"}] * 2), cluster.code()  # compared, and named in the note
@@ -254,7 +295,7 @@ def test_a_worker_with_other_code_is_noted_while_another_makes_the_runs(
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_start_is_noted_while_another_makes_the_runs(
+def test_a_worker_that_cannot_start_is_noted(
     tmp_path, measured, local_ray, monkeypatch, capsys
 ):
     mark = tmp_path / "mark"
