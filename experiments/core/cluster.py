@@ -17,7 +17,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import os
 import platform
+import socket
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -164,6 +166,7 @@ def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: 
 
     ours = not ray.is_initialized()
     if ours:
+        listens(os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
@@ -178,6 +181,18 @@ def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: 
         raise
     most = min(len(runs), len(places) if jobs is None else jobs)
     return Workers(places[:most], alive, measured, ours)
+
+
+def listens(address: str, seconds: float = 5.0) -> None:
+    """Raises ValueError if `address` is HOST:PORT, and no one accepts a connection there. Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in address or not port.isdecimal():
+        return  # auto, local, ray://HOST:PORT: Ray reports what is wrong
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+    except (OSError, OverflowError) as error:
+        remedy = "`ray start --head` starts a cluster; unset RAY_ADDRESS for one of this machine"
+        raise ValueError(f"RAY_ADDRESS is {address!r}, and no cluster answers there ({error}). {remedy}") from error
 
 
 def results(runs: Iterable[Run], where: dict[str, Any], workers: Workers) -> Generator[Result, None, None]:

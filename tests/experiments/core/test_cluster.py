@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -125,6 +126,32 @@ def test_wrong_options_are_reported(tmp_path: Path, capsys, arguments: list[str]
     assert run.main([str(written(tmp_path, SIMULATED)), "--out", str(tmp_path / "runs"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_address_where_nothing_listens_is_reported_at_once(tmp_path: Path, capsys, monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whichever tests ran before
+    with socket.socket() as bound:  # taken, and it does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        began = time.monotonic()
+        out = ["--out", str(tmp_path / "runs"), "--backend", "ray"]
+        assert run.main([str(written(tmp_path, SIMULATED)), *out]) == 2
+    assert time.monotonic() - began < 30
+    assert f"error: RAY_ADDRESS is {address!r}, and no cluster answers there (" in capsys.readouterr().err
+
+
+def test_only_an_address_of_a_host_and_a_port_is_tried():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        cluster.listens(f"127.0.0.1:{server.getsockname()[1]}")
+    for other in ("", "auto", "local", "ray://127.0.0.1:1", "127.0.0.1", "host:name"):
+        cluster.listens(other)
+    for wrong in ("127.0.0.1:70000", "[::1]:1"):
+        with pytest.raises(
+            ValueError, match=r"RAY_ADDRESS is '.*', and no cluster answers there .*; unset RAY_ADDRESS"
+        ):
+            cluster.listens(wrong)
 
 
 def written(folder: Path, sections: dict[str, Any]) -> Path:
@@ -284,9 +311,7 @@ def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monk
 
 
 @pytest.mark.slow
-def test_a_worker_with_other_code_is_noted(
-    tmp_path, measured, local_ray, monkeypatch, capsys
-):
+def test_a_worker_with_other_code_is_noted(tmp_path, measured, local_ray, monkeypatch, capsys):
     first, same = iter([{"source": "another", "jax": "0.0"}] * 2), cluster.code()  # compared, and named in the note
     monkeypatch.setattr("experiments.core.cluster.code", lambda: next(first, same))
     assert measured(SIMULATED, "runs", "--backend", "ray") == 0
@@ -295,9 +320,7 @@ def test_a_worker_with_other_code_is_noted(
 
 
 @pytest.mark.slow
-def test_a_worker_that_cannot_start_is_noted(
-    tmp_path, measured, local_ray, monkeypatch, capsys
-):
+def test_a_worker_that_cannot_start_is_noted(tmp_path, measured, local_ray, monkeypatch, capsys):
     mark = tmp_path / "mark"
 
     class Breaks(cluster.Worker):
