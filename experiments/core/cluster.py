@@ -4,8 +4,9 @@
     results(runs)  -> results, as they finish
 
 A worker is an actor: a process that reserves its resources and keeps its engines from run to run, as one process does.
-A point's runs stay on one kind of machine, so that its repeats differ by noise alone. If a worker dies, its run failed,
-and another worker takes its place. The parent process writes every folder, so a sweep stops and resumes as without Ray.
+A point's runs stay on one kind of machine, so that its repeats differ by noise alone (assignment.py). If a worker dies,
+its run failed, and another worker takes its place; if no machine of its kind is left, the rest of the point fails. The
+parent process writes every folder, so a sweep stops and resumes as without Ray.
 
 Ray is that of RAY_ADDRESS, or the one that was started last on this machine. Without any, a local one is started, and
 ended with the sweep.
@@ -16,18 +17,29 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import os
+import platform
+import socket
 import sys
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from experiments.core import assignment
 from experiments.core.engines import Run, engine_key, simulated_engines
 from experiments.core.environment import code, environment
 from experiments.core.execution import Result, failed_run, one_run
 from experiments.core.sweep import make_engines
 
 NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # of an option of Ray: its name in a node's totals
+STRANDED = (
+    "other runs of this engine were made on a kind of machine ({}) that has no worker any more, and repeats on another "
+    "kind would differ by more than noise. The same command makes this run where it can; --no-resume makes all again"
+)
 PATIENCE = 30.0  # seconds without a worker, after which a note says that the cluster is in use
 FORM = "write NAME=NUMBER, separated by commas, such as num_cpus=2,num_gpus=1"
+
+LEAST = 0.0001  # of a resource: Ray counts in such parts
+WHOLE = ("num_gpus", "TPU", "NPU", "HPU", "RBLN", "MBLT", "TTNPU", "FURIOSA", "neuron_cores")  # above 1, for Ray 2.60
 
 Resources = Mapping[
     str, float
@@ -54,7 +66,7 @@ def parse_resources(text: str) -> dict[str, float]:
     """num_cpus=2,num_gpus=1 -> the resources of a worker.
 
     Raises:
-        ValueError: a part is not NAME=NUMBER with a number above 0, or a name is there twice.
+        ValueError: a part is not NAME=NUMBER with a number above 0, a name is there twice, or Ray does not reserve it.
     """
     found: dict[str, float] = {}
     for part in text.split(","):
@@ -67,6 +79,14 @@ def parse_resources(text: str) -> dict[str, float]:
             raise ValueError(f"--worker-resources has {part!r}; each name once, with a number above 0: {FORM}")
         if name in ("CPU", "GPU", "cpu", "gpu"):
             raise ValueError(f"--worker-resources has {name!r}; its name is num_{name.lower()}s")
+        if name in ("object_store_memory", "bundle"):
+            raise ValueError(f"--worker-resources has {name!r}, which Ray reserves for no worker; leave it out")
+        if value < LEAST:
+            raise ValueError(f"--worker-resources has {part!r}, and the least part that Ray reserves is {LEAST}")
+        if name in WHOLE and value > 1 and value % 1:
+            less = math.floor(value)
+            one = f"above 1 Ray reserves only whole ones; write {name}={less} or {name}={less + 1}"
+            raise ValueError(f"--worker-resources has {part!r}; {one}")
         found[name] = value
     return found
 
@@ -121,32 +141,6 @@ def _totals(totals: Resources) -> str:
     return ",".join(f"{names.get(k, k)}={v:g}" for k, v in sorted(totals.items()) if ":" not in k and "memory" not in k)
 
 
-def choose(
-    waiting: Sequence[Run],
-    mine: Set[Hashable],
-    others: Set[Hashable],
-    kinds: Mapping[Hashable, Any],
-    kind: Any,
-    least: int = 2,
-) -> Run | None:
-    """The next run of a worker on this kind of machine: the first of an engine that it has or that no one has.
-
-    Else it helps: the first run of an engine with at least `least` runs that wait, because it builds that engine too.
-    None: the runs that are left are for others.
-
-    Args:
-        mine: keys of the engines that this worker has built.
-        others: those that other workers have built.
-        kinds: of the machine that an engine has run on.
-    """
-    keys = [engine_key(run.point.experiment) for run in waiting]
-    allowed = [i for i, key in enumerate(keys) if kinds.get(key, kind) == kind]
-    near = (i for i in allowed if keys[i] in mine or keys[i] not in others)
-    much = (i for i in allowed if keys.count(keys[i]) >= least)
-    at = next(near, next(much, None))
-    return None if at is None else waiting[at]
-
-
 class Worker:
     """The process of an actor. Its engines live as long as it does."""
 
@@ -154,9 +148,9 @@ class Worker:
         self._engines = make_engines(alive, quiet=True) if device else simulated_engines()
         self._where = {**environment(device=device), "worker": dict(resources)}
 
-    def machine(self) -> tuple[dict[str, Any], dict[str, str | None]]:
-        """The environment of this process, and its code."""
-        return self._where, code()
+    def machine(self) -> tuple[dict[str, Any], dict[str, str | None], str]:
+        """The environment of this process, its code, and the name of its node."""
+        return self._where, code(), platform.node()
 
     def measure(self, run: Run) -> Result:
         return one_run(run, self._engines, self._where)
@@ -166,12 +160,13 @@ def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: 
     """Connect with Ray, and find the places of workers for `runs`: at most `jobs`.
 
     Raises:
-        ValueError: no node has room for a worker, or there is no cluster at RAY_ADDRESS.
+        ValueError: no node has room for a worker, Ray refuses it, or there is no cluster at RAY_ADDRESS.
     """
     import ray
 
     ours = not ray.is_initialized()
     if ours:
+        listens(os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
@@ -179,6 +174,7 @@ def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: 
     measured = any(run.point.experiment.simulate is None for run in runs)
     try:
         places = places_of(ray.nodes(), resources, measured=measured)
+        _accept(places[0])
     except ValueError:
         if ours:
             ray.shutdown()
@@ -187,13 +183,26 @@ def connect(runs: Sequence[Run], alive: int, resources: Resources | None, jobs: 
     return Workers(places[:most], alive, measured, ours)
 
 
+def listens(address: str, seconds: float = 5.0) -> None:
+    """Raises ValueError if `address` is HOST:PORT, and no one accepts a connection there. Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "://" in address or not port.isdecimal():
+        return  # auto, local, ray://HOST:PORT: Ray reports what is wrong
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+    except (OSError, OverflowError) as error:
+        remedy = "`ray start --head` starts a cluster; unset RAY_ADDRESS for one of this machine"
+        raise ValueError(f"RAY_ADDRESS is {address!r}, and no cluster answers there ({error}). {remedy}") from error
+
+
 def results(runs: Iterable[Run], where: dict[str, Any], workers: Workers) -> Generator[Result, None, None]:
     """`one_run` of each of `runs` in a worker, as they finish. Closing the generator ends the workers."""
     import ray
 
-    team = _Team(workers, list(runs), where)
+    team = _Team(workers, runs, where)
     try:
-        while team.busy:
+        team.start()
+        while team.active:
             yield from team.finished()
         yield from team.left_over()
     finally:
@@ -203,112 +212,130 @@ def results(runs: Iterable[Run], where: dict[str, Any], workers: Workers) -> Gen
 
 
 class _Team:
-    """The workers, and what each of them does."""
+    """The actors of the workers, and what each of them does."""
 
-    def __init__(self, workers: Workers, waiting: list[Run], where: dict[str, Any]) -> None:
-        self._workers, self._waiting, self._where = workers, waiting, where
+    def __init__(self, workers: Workers, runs: Iterable[Run], where: dict[str, Any]) -> None:
+        self._workers, self._where = workers, where
+        self._state = assignment.new(runs, len(workers.places))
         self._actors: dict[int, Any] = {}  # by the number of their place
         self._machines: dict[int, dict[str, Any]] = {}  # environment of each worker that has answered
-        self._built: dict[int, set[Hashable]] = {}
-        self._kinds: dict[Hashable, Any] = {}  # of the machine that an engine has run on
-        self.busy: dict[Any, tuple[int, Run | None]] = {}  # reference -> a place, and its run; None: it starts
+        self._busy: dict[Any, int] = {}  # reference -> the place of a worker that starts or has a run
         self._reason, self._patient = "", True
-        for place in range(len(workers.places)):
+
+    def start(self) -> None:
+        for place in sorted(self._state.starting):
             self._start(place)
+
+    @property
+    def active(self) -> bool:
+        return assignment.active(self._state)
 
     def _start(self, place: int) -> None:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        resources, node = self._workers.places[place]
-        options: dict[str, Any] = {name: value for name, value in resources.items() if name in NAMES}
-        options.setdefault("num_cpus", 0)
-        if node is not None:
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        if own := {name: value for name, value in resources.items() if name not in NAMES}:
-            options["resources"] = own
-        worker = ray.remote(Worker).options(max_restarts=0, **options)
+        worker = ray.remote(Worker).options(**_options(self._workers.places[place]))
+        resources = self._workers.places[place].resources
         self._actors[place] = worker.remote(self._workers.alive, self._workers.device, resources)
-        self._built[place] = set()
-        self.busy[self._actors[place].machine.remote()] = (place, None)
+        self._busy[self._actors[place].machine.remote()] = place
 
     def finished(self) -> list[Result]:
         """Wait for a worker -> the results that it gives, none if it has started. It gets its next run."""
         import ray
 
-        ready, _ = ray.wait(list(self.busy), num_returns=1, timeout=PATIENCE)
-        if not ready and self._patient and not self._machines:
+        ready, _ = ray.wait(list(self._busy), num_returns=1, timeout=PATIENCE)
+        if not ready and self._patient and not assignment.running(self._state):
             self._patient = False
             what = f"no worker after {PATIENCE:g} s; the cluster's processors or GPUs may be in use by others"
             print(f"NOTE: {what}. Waiting", file=sys.stderr)
         found = []
         for reference in ready:
-            place, run = self.busy.pop(reference)
+            place = self._busy.pop(reference)
             try:
                 answer = ray.get(reference)
             except Exception as error:  # of Ray: the worker died, or its node lacks the code
-                found += self._lost(place, run, error)
+                found += self._lost(place, f"{type(error).__name__}: {error}")
                 continue
-            if run is None:
+            if place in self._state.starting:
                 self._began(place, *answer)
             else:
+                self._state = assignment.finished(self._state, place)
                 found.append(answer)
-        for place in self._actors.keys() - {place for place, _ in self.busy.values()}:
+        for place in assignment.idle(self._state):
             self._give(place)
         return found
 
-    def _began(self, place: int, machine: dict[str, Any], its: dict[str, str | None]) -> None:
+    def _began(self, place: int, machine: dict[str, Any], its: dict[str, str | None], node: str) -> None:
         if its != code():
-            self._drop(place, f"a node has other code ({its}) than this process ({code()}); install the same on all")
+            other = f"a node has other code ({its}) than this process ({code()}); install the same on all"
+            self._lost(place, other, node)
             return
         self._machines[place] = machine
-
-    def _kind(self, place: int) -> Any:
-        """What numbers of a measured run depend on; simulated ones depend on no machine."""
-        machine = self._machines[place]
-        cpu = machine["cpu"]
-        return (machine["device"]["kind"], cpu["model"], cpu["cores"]) if self._workers.device else None
+        self._state = assignment.began(self._state, place, kind_of(machine) if self._workers.device else "")
 
     def _give(self, place: int) -> None:
-        kind, mine = self._kind(place), self._built[place]
-        others = {key for other, built in self._built.items() if other != place for key in built}
         least = 2 if self._workers.device else 1  # a simulated engine costs nothing
-        if (run := choose(self._waiting, mine, others, self._kinds, kind, least)) is None:
-            return
-        self._waiting.remove(run)
-        key = engine_key(run.point.experiment)
-        mine.add(key)
-        self._kinds.setdefault(key, kind)
-        self.busy[self._actors[place].measure.remote(run)] = (place, run)
+        self._state, run = assignment.give(self._state, place, least)
+        if run is not None:
+            self._busy[self._actors[place].measure.remote(run)] = place
 
-    def _lost(self, place: int, run: Run | None, error: Exception) -> list[Result]:
+    def _lost(self, place: int, reason: str, node: str | None = None) -> list[Result]:
         """A worker is gone: its run failed. A new one takes its place, unless it died before it began."""
-        reason = f"the worker of this run is lost. {type(error).__name__}: {error}"
-        machine = self._machines.pop(place, self._where)
-        self._drop(place, reason)
-        if run is None:
-            return []
-        self._start(place)
-        return [failed_run(run, machine, reason, reason)]
-
-    def _drop(self, place: int, reason: str) -> None:
         import ray
 
-        self._reason = reason
         ray.kill(self._actors.pop(place))
-        self._built.pop(place)
-        left = {self._kind(other) for other in self._machines if other != place}
-        self._kinds = {key: kind for key, kind in self._kinds.items() if kind in left}
+        machine = self._machines.pop(place, self._where)
+        self._state, run = assignment.lost(self._state, place)
+        if run is None:
+            self._reason = f"no worker is left. {reason}"
+            where = node or self._workers.places[place].node or "that Ray chose"
+            print(f"NOTE: a worker makes no run, on the node {where}: {reason}", file=sys.stderr)
+            return []
+        self._start(place)
+        reason = f"the worker of this run is lost. {reason}"
+        return [failed_run(run, machine, reason, reason)]
 
     def left_over(self) -> list[Result]:
-        """Failed runs, if no worker is left for them."""
-        return [failed_run(run, self._where, self._reason, self._reason) for run in self._waiting]
+        """Failed runs: those that no worker may make."""
+        found = []
+        for run in self._state.waiting:
+            kind = self._state.made.get(engine_key(run.point.experiment))
+            reason = STRANDED.format(kind) if kind else self._reason
+            found.append(failed_run(run, self._where, reason, reason))
+        return found
 
     def end(self) -> None:
         import ray
 
         for actor in self._actors.values():
             ray.kill(actor)
+
+
+def kind_of(machine: Mapping[str, Any]) -> assignment.Kind:
+    """What numbers of a measured run depend on, of an environment: device, processor, cores."""
+    return f"{machine['device']['kind']}, {machine['cpu']['model']}, {machine['cpu']['cores']} cores"
+
+
+def _options(place: Place) -> dict[str, Any]:
+    """Of Ray, for the actor of a worker."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    known = {name: value for name, value in place.resources.items() if name in NAMES}
+    options: dict[str, Any] = {"max_restarts": 0, "num_cpus": 0, **known}
+    if place.node is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
+    if own := {name: value for name, value in place.resources.items() if name not in NAMES}:
+        options["resources"] = own
+    return options
+
+
+def _accept(place: Place) -> None:
+    """Raises ValueError if Ray refuses the resources of a worker: some devices come in certain numbers."""
+    import ray
+
+    try:
+        ray.remote(Worker).options(**_options(place))
+    except ValueError as error:
+        raise ValueError(f"--worker-resources is {_words(place.resources)}, which Ray refuses: {error}") from error
 
 
 def check() -> None:

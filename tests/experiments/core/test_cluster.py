@@ -1,10 +1,12 @@
-"""Sweeps on a Ray cluster: places and choices as pure functions, and a local cluster that measures."""
+"""Sweeps on a Ray cluster: places as pure functions, and a local cluster that measures."""
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,13 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from experiments import run
-from experiments.core import config
-from experiments.core.cluster import Place, choose, parse_resources, places_of
-from experiments.core.engines import Run, engine_key, plan_runs
+from experiments.core import cluster
+from experiments.core.cluster import Place, parse_resources, places_of
 from experiments.core.environment import cpu_model, source
 from tests.weights.tiny import tiny_llama
 
@@ -92,48 +91,25 @@ def test_resources_have_the_names_of_ray_s_options():
         parse_resources("GPU=1")
 
 
-def planned(sizes: list[int], repeats: int) -> list[Run]:
-    raw = {**SIMULATED, "repeats": repeats, "sweep": {"grid": {"engine.block_size": sizes}}}
-    return plan_runs(config.expand(raw, Path()), alive=4)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("object_store_memory=1000", r"has 'object_store_memory', which Ray reserves for no worker; leave it out"),
+        ("bundle=1", r"has 'bundle', which Ray reserves for no worker"),
+        ("num_cpus=0.00001", r"has 'num_cpus=0.00001', and the least part that Ray reserves is 0.0001"),
+        ("num_gpus=1.5", r"has 'num_gpus=1.5'; above 1 Ray reserves only whole ones; write num_gpus=1 or num_gpus=2"),
+        ("num_cpus=1,TPU=2.5", r"has 'TPU=2.5'; above 1 Ray .* write TPU=2 or TPU=3"),
+    ],
+)
+def test_resources_that_ray_does_not_reserve_are_refused(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        parse_resources(text)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from(["slow", "fast"]), min_size=1, max_size=4), st.integers(1, 5), st.randoms())
-def test_every_run_is_made_once_and_each_point_on_one_kind_of_machine(kinds, repeats, random):
-    """Workers of two kinds ask for runs in any order, until no one gets any."""
-    waiting = planned([1, 2, 4, 8, 16], repeats)
-    plan, its, made = list(waiting), {}, []
-    built: list[set] = [set() for _ in kinds]
-    while waiting:
-        asking = list(range(len(kinds)))
-        random.shuffle(asking)
-        for worker in asking:
-            others = set().union(*built[:worker], *built[worker + 1 :])
-            chosen = choose(waiting, built[worker], others, its, kinds[worker])
-            if chosen is None:
-                continue
-            waiting.remove(chosen)
-            key = engine_key(chosen.point.experiment)
-            built[worker].add(key)
-            its.setdefault(key, kinds[worker])
-            made.append((chosen, kinds[worker]))
-    assert sorted((one.order, one.repeat) for one, _ in made) == sorted((one.order, one.repeat) for one in plan)
-    assert len({(one.order, kind) for one, kind in made}) == len({one.order for one in plan})
-
-
-def test_a_worker_prefers_its_own_engines_and_then_new_ones():
-    waiting = planned([4, 8], 2)
-    keys = [engine_key(one.point.experiment) for one in waiting]
-    assert keys == [keys[0], keys[1], keys[1], keys[0]]
-    every = set(keys)
-    assert choose(waiting, set(), set(), {}, "m") is waiting[0]
-    assert choose(waiting, set(), {keys[0]}, {keys[0]: "m"}, "m") is waiting[1], "another worker has the first engine"
-    assert choose(waiting, {keys[0]}, set(), {keys[0]: "m"}, "m") is waiting[0]
-    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "m") is waiting[0], "it helps, and builds one too"
-    assert choose(waiting[1:], set(), every, {}, "m") is waiting[1]
-    assert choose(waiting[2:], set(), every, {}, "m") is None, "the last run of an engine is for who has it"
-    assert choose(waiting[2:], set(), every, {}, "m", least=1) is waiting[2]
-    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "other") is None
+def test_parts_that_ray_reserves_are_taken():
+    for text in ("num_gpus=0.5", "num_gpus=2", "num_cpus=1.5", "num_cpus=0.0001", "mine=1.5", "memory=1000.5"):
+        name, number = text.split("=")
+        assert parse_resources(text) == {name: float(number)}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +117,7 @@ def test_a_worker_prefers_its_own_engines_and_then_new_ones():
     [
         (["--worker-resources", "num_cpus=1"], "--worker-resources is given, and --backend is not ray; add --backend"),
         (["--backend", "ray", "--worker-resources", "GPU=1"], "--worker-resources has 'GPU'; its name is num_gpus"),
+        (["--backend", "ray", "--worker-resources", "num_gpus=1.5"], "--worker-resources has 'num_gpus=1.5'; above 1"),
         (["--backend", "ray", "--jobs", "0"], "--jobs is 0; it must be at least 1"),
     ],
 )
@@ -149,6 +126,32 @@ def test_wrong_options_are_reported(tmp_path: Path, capsys, arguments: list[str]
     assert run.main([str(written(tmp_path, SIMULATED)), "--out", str(tmp_path / "runs"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_address_where_nothing_listens_is_reported_at_once(tmp_path: Path, capsys, monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whichever tests ran before
+    with socket.socket() as bound:  # taken, and it does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        began = time.monotonic()
+        out = ["--out", str(tmp_path / "runs"), "--backend", "ray"]
+        assert run.main([str(written(tmp_path, SIMULATED)), *out]) == 2
+    assert time.monotonic() - began < 30
+    assert f"error: RAY_ADDRESS is {address!r}, and no cluster answers there (" in capsys.readouterr().err
+
+
+def test_only_an_address_of_a_host_and_a_port_is_tried():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        cluster.listens(f"127.0.0.1:{server.getsockname()[1]}")
+    for other in ("", "auto", "local", "ray://127.0.0.1:1", "127.0.0.1", "host:name"):
+        cluster.listens(other)
+    for wrong in ("127.0.0.1:70000", "[::1]:1"):
+        with pytest.raises(
+            ValueError, match=r"RAY_ADDRESS is '.*', and no cluster answers there .*; unset RAY_ADDRESS"
+        ):
+            cluster.listens(wrong)
 
 
 def written(folder: Path, sections: dict[str, Any]) -> Path:
@@ -164,11 +167,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A cluster of this machine, with two processors to give away."""
+    """A cluster of this machine, with two processors and four chips to give away."""
     ray = pytest.importorskip("ray")
     folder = tmp_path_factory.mktemp("r")  # short: a socket's path has at most 107 characters
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
-    ray.init("local", num_cpus=2, _temp_dir=str(folder), **options)
+    ray.init("local", num_cpus=2, resources={"TPU": 4}, _temp_dir=str(folder), **options)
     yield ray
     ray.shutdown()
 
@@ -280,12 +283,60 @@ def test_resources_that_no_node_has_end_in_an_error(tmp_path, measured, local_ra
 
 
 @pytest.mark.slow
+def test_resources_that_ray_refuses_end_in_an_error(tmp_path, measured, local_ray, capsys):
+    assert measured(SIMULATED, "runs", "--backend", "ray", "--worker-resources", "TPU=3") == 2
+    told = capsys.readouterr().err
+    assert "error: --worker-resources is TPU=3, which Ray refuses: " in told
+    assert "(1, 2, 4, 8)" in told
+    assert not list((tmp_path / "runs").rglob("summary.json"))
+
+
+@pytest.mark.slow
+def test_a_cluster_of_this_process_ends_if_no_worker_can_be_asked_for(local_ray, monkeypatch):
+    ended: list[bool] = []
+    monkeypatch.setattr(local_ray, "shutdown", lambda: ended.append(True))
+    asked = cluster.Workers((Place({"bundle": 1.0}),), alive=1, device=False, ours=True)
+    with pytest.raises(ValueError, match="bundle"):
+        list(cluster.results([], {}, asked))
+    assert ended == [True]
+
+
+@pytest.mark.slow
 def test_workers_with_other_code_make_no_run(tmp_path, measured, local_ray, monkeypatch):
     monkeypatch.setattr("experiments.core.cluster.code", lambda: {"source": "another", "jax": "0.0"})
     assert measured(SIMULATED, "runs", "--backend", "ray") == 1
     found = summaries(tmp_path / "runs")
     assert len(found) == 4
     assert all("a node has other code" in one["failed"] and "install the same" in one["failed"] for one in found)
+
+
+@pytest.mark.slow
+def test_a_worker_with_other_code_is_noted(tmp_path, measured, local_ray, monkeypatch, capsys):
+    first, same = iter([{"source": "another", "jax": "0.0"}] * 2), cluster.code()  # compared, and named in the note
+    monkeypatch.setattr("experiments.core.cluster.code", lambda: next(first, same))
+    assert measured(SIMULATED, "runs", "--backend", "ray") == 0
+    told = capsys.readouterr().err
+    assert f"NOTE: a worker makes no run, on the node {platform.node()}: a node has other code" in told
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_start_is_noted(tmp_path, measured, local_ray, monkeypatch, capsys):
+    mark = tmp_path / "mark"
+
+    class Breaks(cluster.Worker):
+        def __init__(self, *arguments: Any) -> None:
+            try:
+                mark.touch(exist_ok=False)
+            except FileExistsError:
+                super().__init__(*arguments)
+            else:
+                raise RuntimeError("no device here")
+
+    monkeypatch.setattr("experiments.core.cluster.Worker", Breaks)
+    assert measured(SIMULATED, "runs", "--backend", "ray") == 0
+    told = capsys.readouterr().err
+    assert "NOTE: a worker makes no run, on the node that Ray chose: ActorDiedError" in told
+    assert "no device here" in told
 
 
 def alive(folder: Path) -> list[str]:

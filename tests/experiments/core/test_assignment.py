@@ -1,0 +1,138 @@
+"""Which worker makes which run: workers of several kinds of machines that start, work and die in any order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.core import assignment, config
+from experiments.core.assignment import Assignment, choose
+from experiments.core.engines import Run, engine_key, plan_runs
+
+SIMULATED = {
+    "name": "spread",
+    "model": "nothing is loaded",
+    "engine": {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_model_len": 32, "token_buckets": [16]},
+    "cache_tokens": 256,
+    "workload": {
+        "kind": "synthetic",
+        "count": 5,
+        "prompt": {"dist": "fixed", "value": 4},
+        "output": {"dist": "fixed", "value": 4},
+    },
+    "sampling": {"ignore_eos": True},
+    "simulate": {"chip": "h200", "model": "llama-3-8b"},
+}
+
+
+def planned(sizes: list[int], repeats: int) -> list[Run]:
+    raw: dict[str, Any] = {**SIMULATED, "repeats": repeats, "sweep": {"grid": {"engine.block_size": sizes}}}
+    return plan_runs(config.expand(raw, Path()), alive=4)
+
+
+def key_of(run: Run) -> Any:
+    return engine_key(run.point.experiment)
+
+
+def name_of(run: Run) -> tuple[int, int]:
+    return run.order, run.repeat
+
+
+def gave(state: Assignment, least: int) -> Assignment:
+    """Each idle worker asks. A transition leaves the state that it is given as it was."""
+    for place in assignment.idle(state):
+        before = (state.waiting, dict(state.workers))
+        after, run = assignment.give(state, place, least)
+        assert (state.waiting, dict(state.workers)) == before
+        assert len(after.waiting) == len(state.waiting) - (run is not None)
+        state = after
+    return state
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.sampled_from([1, 2]), st.sampled_from([0.0, 0.1, 0.5]), st.randoms())
+def test_every_run_ends_once_and_each_engine_s_results_are_of_one_kind(places, repeats, least, losses, random):
+    """Places whose workers begin, finish and are lost in any order; a new worker may be on another kind of machine."""
+    plan = planned([1, 2, 4, 8, 16], repeats)
+    state, made, failed = assignment.new(plan, places), [], []
+    while assignment.active(state):
+        busy = [place for place, at in state.workers.items() if at.run is not None]
+        place = random.choice(sorted(state.starting) + busy)
+        if random.random() < losses:
+            state, run = assignment.lost(state, place)
+            failed += [] if run is None else [run]
+            assert (place in state.starting) == (run is not None), "one that dies before it began is not replaced"
+        elif place in state.starting:
+            state = assignment.began(state, place, random.choice(["slow", "fast"]))
+        else:
+            made.append((state.workers[place].run, state.workers[place].kind))
+            state = assignment.finished(state, place)
+        state = gave(state, least)
+    ends = [run for run, _ in made] + failed + list(state.waiting)
+    assert sorted(map(name_of, ends)) == sorted(map(name_of, plan))
+    kinds = {(key_of(run), kind) for run, kind in made}
+    assert len(kinds) == len({key for key, _ in kinds})
+    left = {at.kind for at in state.workers.values()}
+    assert all(not left or state.made[key_of(run)] not in left for run in state.waiting), "a worker could make it"
+    assert losses or not state.waiting
+
+
+def test_the_rest_of_a_point_waits_for_the_new_worker_of_its_kind():
+    plan = planned([4], 4)
+    state = assignment.new(plan, 2)
+    state = gave(assignment.began(state, 0, "slow"), 2)
+    state = gave(assignment.began(state, 1, "fast"), 2)
+    assert state.workers[1].run is None, "the engine runs on the slow kind"
+    state = gave(assignment.finished(state, 0), 2)
+    state, run = assignment.lost(state, 0)
+    assert run is plan[1]
+    state = gave(state, 2)
+    assert state.workers[1].run is None, "a result is on the slow kind, whose worker starts again"
+    again = gave(assignment.began(state, 0, "slow"), 2)
+    assert again.workers[0].run is plan[2]
+    other = gave(assignment.began(state, 0, "fast"), 2)
+    assert not assignment.active(other)
+    assert other.waiting == tuple(plan[2:])
+
+
+def test_an_engine_without_a_result_may_change_its_kind():
+    plan = planned([4], 2)
+    state = assignment.new(plan, 2)
+    state = gave(assignment.began(assignment.began(state, 1, "fast"), 0, "slow"), 2)
+    assert state.workers[1].run is plan[0]
+    state, _ = assignment.lost(state, 1)
+    state = gave(state, 2)
+    assert state.workers[0].run is plan[1]
+
+
+def test_workers_that_never_start_do_not_keep_a_finished_sweep():
+    state = gave(assignment.began(assignment.new(planned([4], 1), 3), 2, "slow"), 2)
+    assert assignment.active(state)
+    state = assignment.finished(state, 2)
+    assert state.starting == {0, 1}
+    assert not assignment.active(state)
+
+
+def test_a_worker_without_a_run_finishes_nothing():
+    state = assignment.began(assignment.new((), 1), 0, "slow")
+    with pytest.raises(AssertionError, match="the worker at place 0 has no run"):
+        assignment.finished(state, 0)
+
+
+def test_a_worker_prefers_its_own_engines_and_then_new_ones():
+    waiting = planned([4, 8], 2)
+    keys = [engine_key(one.point.experiment) for one in waiting]
+    assert keys == [keys[0], keys[1], keys[1], keys[0]]
+    every = set(keys)
+    assert choose(waiting, set(), set(), {}, "m") is waiting[0]
+    assert choose(waiting, set(), {keys[0]}, {keys[0]: "m"}, "m") is waiting[1], "another worker has the first engine"
+    assert choose(waiting, {keys[0]}, set(), {keys[0]: "m"}, "m") is waiting[0]
+    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "m") is waiting[0], "it helps, and builds one too"
+    assert choose(waiting[1:], set(), every, {}, "m") is waiting[1]
+    assert choose(waiting[2:], set(), every, {}, "m") is None, "the last run of an engine is for who has it"
+    assert choose(waiting[2:], set(), every, {}, "m", least=1) is waiting[2]
+    assert choose(waiting, set(), every, dict.fromkeys(keys, "m"), "other") is None
