@@ -34,8 +34,8 @@ WHY_SHARE = (
     "the source's server, router and network take time too"
 )
 WHY_FOUND = (
-    "the size of the source's cache is not known, and ours counts sequences that enter again after a preemption, which "
-    "find their own blocks"
+    "not explained: the source's cache may be smaller than all of ours; sequences that enter again after a preemption "
+    "find their own blocks, which is a small part of the difference"
 )
 WHY_FIRST = (
     "a mean has the first prompts in it, which no cache has; by a roofline they are computed faster, and their queue "
@@ -159,12 +159,13 @@ def answer(by_cache: Sequence[Runs], sweep: Mapping[int, Runs], load: Mapping[in
     best, few, many = max(gains, key=lambda count: gains[count]), min(gains), max(gains)
     source, quiet = span([*map(gain, by_cache)]).middle, min(load)
     return [
-        f"It pays where the prefixes that are in use fit into the caches of all {REPLICAS} replicas together and not "
-        f"into one. With prefixes of {held(best):.1f} caches it makes {rounded(gains[best])} times the tokens/s of "
+        f"It pays most where the prefixes that are in use fit into the caches of all {REPLICAS} replicas together and "
+        f"not into one. With prefixes of {held(best):.1f} caches it makes {rounded(gains[best])} times the tokens/s of "
         f"round robin, and the first token comes {rounded(sooner(sweep[best]))} times as soon.",
-        f"With prefixes of {held(few):.2f} caches, every replica soon has all of them, and it makes "
-        f"{rounded(gains[few])} times. With {held(many):.0f} caches, {held(many) / REPLICAS:.1f} times what all "
-        f"replicas hold, it makes {rounded(gains[many])} times.",
+        f"With prefixes of {held(few):.2f} caches, every replica soon has all of them: it makes {rounded(gains[few])} "
+        f"times the tokens/s, and the first token comes {sooner(sweep[few]):.1f} times as soon. With "
+        f"{held(many):.0f} caches, {held(many) / REPLICAS:.1f} times what all replicas hold, it makes "
+        f"{rounded(gains[many])} times.",
         f"On the source's load prefix routing makes {rounded(source)} times the tokens/s of round robin, and the "
         f"source measured {MEASURED:.2f}. With as many prefixes, `least_loaded` makes "
         f"{rounded(gain(sweep[AT], LOADED))} times: what pays is the prefix, and not the balance.",

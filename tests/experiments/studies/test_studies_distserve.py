@@ -48,8 +48,9 @@ def test_the_engines_of_the_config_are_those_of_the_example():
     assert vllm.experiment.simulate.profile == "vllm/opt-13b/tp1"
 
 
+@pytest.mark.parametrize("within", [study.WITHIN, study.EXAMPLES_WITHIN])
 @pytest.mark.parametrize("limit", [0.3, 1.7, 4.44])
-def test_the_search_finds_the_rate_at_which_a_criterion_fails(monkeypatch, limit):
+def test_the_search_finds_the_highest_rate_that_meets_a_criterion(monkeypatch, limit, within):
     asked = []
 
     def simulated(file: Path, *options: str):
@@ -58,14 +59,29 @@ def test_the_search_finds_the_rate_at_which_a_criterion_fails(monkeypatch, limit
         return [(None, [{"met": rate < limit}])]
 
     monkeypatch.setattr(study, "simulated", simulated)
-    found = study.highest(FOLDER, 3, lambda summary: summary["met"], 2, 50, "mine")
+    found = study.highest(FOLDER, 3, lambda summary: summary["met"], 2, 50, "mine", within=within)
     assert len(found.rates) == 2
-    assert max(abs(rate - limit) for rate in found.rates) <= study.WITHIN
+    assert all(limit - within <= rate < limit for rate in found.rates)
     assert not found.bound
     assert {options[1:] for options in asked} == {("workload.count=50", f"seed={seed}", "mine") for seed in range(2)}
     always = study.highest(FOLDER, 3, lambda summary: True, 1, 50)
     assert always.bound
     assert study.said(always).startswith("at least")
+
+
+def test_the_example_gives_the_last_rate_that_met_its_targets(monkeypatch):
+    def simulated(file: Path, *options: str):
+        return [(None, [{"met": float(options[0].partition("=")[2]) / 3 < 1.6}])]
+
+    monkeypatch.setattr(study, "simulated", simulated)
+    found = study.highest(FOLDER, 3, lambda summary: summary["met"], 1, 50, within=study.EXAMPLES_WITHIN)
+    assert found.rates == (1.5625,)  # printed there as 1.56
+
+
+def test_chance_is_given_no_cause():
+    ours = interval([0.8, 0.9, 1.1])
+    assert study.reason("why", ours, 1.0) == study.WHY_NOISE
+    assert study.reason("why", ours, 3.0) == "why"
 
 
 def test_criteria_are_those_of_the_sources():
