@@ -28,7 +28,7 @@ from experiments.core import assignment
 from experiments.core.engines import Run, engine_key, simulated_engines
 from experiments.core.environment import code, environment
 from experiments.core.execution import Result, failed_run, one_run
-from experiments.core.sweep import make_engines
+from experiments.core.sweep import Begins, make_engines
 
 NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}  # of an option of Ray: its name in a node's totals
 STRANDED = (
@@ -195,11 +195,13 @@ def listens(address: str, seconds: float = 5.0) -> None:
         raise ValueError(f"RAY_ADDRESS is {address!r}, and no cluster answers there ({error}). {remedy}") from error
 
 
-def results(runs: Iterable[Run], where: dict[str, Any], workers: Workers) -> Generator[Result, None, None]:
+def results(
+    runs: Iterable[Run], where: dict[str, Any], begins: Begins, workers: Workers
+) -> Generator[Result, None, None]:
     """`one_run` of each of `runs` in a worker, as they finish. Closing the generator ends the workers."""
     import ray
 
-    team = _Team(workers, runs, where)
+    team = _Team(workers, runs, where, begins)
     try:
         team.start()
         while team.active:
@@ -214,8 +216,8 @@ def results(runs: Iterable[Run], where: dict[str, Any], workers: Workers) -> Gen
 class _Team:
     """The actors of the workers, and what each of them does."""
 
-    def __init__(self, workers: Workers, runs: Iterable[Run], where: dict[str, Any]) -> None:
-        self._workers, self._where = workers, where
+    def __init__(self, workers: Workers, runs: Iterable[Run], where: dict[str, Any], begins: Begins) -> None:
+        self._workers, self._where, self._begins = workers, where, begins
         self._state = assignment.new(runs, len(workers.places))
         self._actors: dict[int, Any] = {}  # by the number of their place
         self._machines: dict[int, dict[str, Any]] = {}  # environment of each worker that has answered
@@ -276,6 +278,7 @@ class _Team:
         least = 2 if self._workers.device else 1  # a simulated engine costs nothing
         self._state, run = assignment.give(self._state, place, least)
         if run is not None:
+            self._begins(run)
             self._busy[self._actors[place].measure.remote(run)] = place
 
     def _lost(self, place: int, reason: str, node: str | None = None) -> list[Result]:

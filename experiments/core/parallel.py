@@ -17,6 +17,7 @@ from experiments.core.config import Point
 from experiments.core.engines import Run, simulated_engines
 from experiments.core.execution import Result, one_run
 from experiments.core.optional_imports import require
+from experiments.core.sweep import Begins
 
 BACKENDS = ("loky", "ray")
 
@@ -40,13 +41,17 @@ def check(points: Sequence[Point], jobs: int | None, backend: str) -> None:
     require("joblib")
 
 
-def results(runs: Iterable[Run], where: dict[str, Any], *, jobs: int) -> Generator[Result, None, None]:
+def results(runs: Iterable[Run], where: dict[str, Any], begins: Begins, *, jobs: int) -> Generator[Result, None, None]:
     """`one_run` of each of `runs`, as they finish. Closing the generator ends the processes."""
     joblib = require("joblib")
     warnings.filterwarnings("ignore", "[0-9]+ tasks (which|have been)")  # expected when the generator is closed
-    tasks = (joblib.delayed(_one)(run, where) for run in runs)
+
+    def task(run: Run) -> Any:
+        begins(run)
+        return joblib.delayed(_one)(run, where)
+
     with joblib.parallel_config(backend="loky", n_jobs=jobs):
-        yield from joblib.Parallel(return_as="generator_unordered", batch_size=1)(tasks)
+        yield from joblib.Parallel(return_as="generator_unordered", batch_size=1)(map(task, runs))
 
 
 def _one(run: Run, where: dict[str, Any]) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,8 @@ from experiments.core.environment import code, environment
 from experiments.core.execution import Result, head_of, one_run
 from experiments.simulation.cost import SIMULATED
 
-Measure = Callable[[Iterable[Run], dict[str, Any]], Generator[Result, None, None]]  # (runs, environment) -> results
+Begins = Callable[[Run], None]  # it is told each run when that begins
+Measure = Callable[[Iterable[Run], dict[str, Any], Begins], Generator[Result, None, None]]
 REMEDY = "--no-resume measures them again"
 NAMED = 6  # run folders that a note names
 
@@ -78,9 +79,12 @@ def make_engines(alive: int, *, quiet: bool) -> Engines:
     return Engines(alive, partial(load_model, progress=not quiet), partial(LLM, progress=not quiet))
 
 
-def in_turn(runs: Iterable[Run], where: dict[str, Any], engines: Engines) -> Generator[Result, None, None]:
+def in_turn(
+    runs: Iterable[Run], where: dict[str, Any], begins: Begins, engines: Engines
+) -> Generator[Result, None, None]:
     """`one_run` of each of `runs`, in order, in this process."""
     for run in runs:
+        begins(run)
         with processes.followed(run):
             result = one_run(run, engines, where)
         yield result
@@ -113,7 +117,7 @@ def measure_missing(
             note_runs(other, folder, f"on another device ({device})", remedy)
         with (
             tqdm(total=len(plan), initial=len(plan) - len(missing), disable=quiet, unit="run") as bar,
-            closing(measure_all(announced(missing, bar), where)) as results,
+            closing(measure_all(missing, where, partial(show, bar))) as results,
         ):
             for files, summary in results:
                 key = summary["point"], summary["repeat"]
@@ -124,11 +128,9 @@ def measure_missing(
     return write_index(folder, plan, done)
 
 
-def announced(runs: Iterable[Run], bar: Any) -> Iterator[Run]:
-    """The runs, unchanged. The progress bar shows the name of each when it begins."""
-    for run in runs:
-        bar.set_description(f"{run.point.label}, repeat {run.repeat}")
-        yield run
+def show(bar: Any, run: Run) -> None:
+    """The progress bar shows the name of a run that begins."""
+    bar.set_description(f"{run.point.label}, repeat {run.repeat}")
 
 
 def write_index(folder: Path, plan: Sequence[Run], done: dict[tuple[str, int], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,9 +18,10 @@ import pytest
 import yaml
 
 from experiments import run
-from experiments.core import cluster
+from experiments.core import cluster, config
 from experiments.core.cluster import Place, parse_resources, places_of
-from experiments.core.environment import cpu_model, source
+from experiments.core.engines import Run, plan_runs
+from experiments.core.environment import cpu_model, environment, source
 from tests.weights.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[3]
@@ -297,7 +298,7 @@ def test_a_cluster_of_this_process_ends_if_no_worker_can_be_asked_for(local_ray,
     monkeypatch.setattr(local_ray, "shutdown", lambda: ended.append(True))
     asked = cluster.Workers((Place({"bundle": 1.0}),), alive=1, device=False, ours=True)
     with pytest.raises(ValueError, match="bundle"):
-        list(cluster.results([], {}, asked))
+        list(cluster.results([], {}, print, asked))
     assert ended == [True]
 
 
@@ -337,6 +338,20 @@ def test_a_worker_that_cannot_start_is_noted(tmp_path, measured, local_ray, monk
     told = capsys.readouterr().err
     assert "NOTE: a worker makes no run, on the node that Ray chose: ActorDiedError" in told
     assert "no device here" in told
+
+
+@pytest.mark.slow
+def test_a_run_is_announced_when_a_worker_gets_it(local_ray):
+    plan: list[Run] = plan_runs(config.expand(SIMULATED, Path()), alive=4)
+    told: list[tuple[str, int, int]] = []
+
+    def begins(run: Run) -> None:
+        told.append(("begins", run.order, run.repeat))
+
+    one = cluster.Workers((Place({"num_cpus": 1.0}),), alive=1, device=False, ours=False)
+    for _, summary in cluster.results(plan, environment(device=False), begins, one):
+        told.append(("ends", summary["order"], summary["repeat"]))
+    assert [what for what, *_ in told] == ["begins", "begins", "ends", "begins", "ends", "begins", "ends", "ends"]
 
 
 def alive(folder: Path) -> list[str]:
