@@ -63,7 +63,7 @@ def test_answer_names_the_best_and_both_ends_of_the_sweep():
     sweep = {8: worse, routing.AT: RUNS, 864: worse}
     text = " ".join(routing.answer([RUNS], sweep, {64: worse, routing.MANY: RUNS}))
     assert "With prefixes of 2.8 caches it makes 3 times the tokens/s of round robin" in text
-    assert "With prefixes of 0.15 caches, every replica soon has all of them, and it makes 1.1 times" in text
+    assert "With prefixes of 0.15 caches, every replica soon has all of them: it makes 1.1 times the tokens/s" in text
     assert "With 16 caches, 2.0 times what all replicas hold, it makes 1.1 times" in text
     assert "With 64 clients instead of 512, it makes 1.1 times" in text
     assert routing.sweep_table(sweep).count("\n") == 1 + 9
