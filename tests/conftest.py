@@ -1,11 +1,13 @@
-"""Models that several tests share, loaded once, and compilations that are kept between runs in .cache/."""
+"""Models and a browser that several tests share, and compilations that are kept between runs in .cache/."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,3 +101,16 @@ def smollm2():
     from pagedjax import load_model
 
     return load_model("smollm2-135m", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """A headless Chromium, for tests marked `browser`."""
+    api = pytest.importorskip("playwright.sync_api", reason="the `browser` extra is not installed")
+    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if binary is None:
+        pytest.skip("there is no Chromium on this machine; install the system's package `chromium`")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        yield browser
+        browser.close()

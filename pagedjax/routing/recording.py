@@ -27,8 +27,8 @@ class Recorder:
     """Holds a router's state, makes its transitions, and writes each as a line. Not safe for several threads."""
 
     def __init__(self, router: Router, known_blocks: int, path: Path | None = None) -> None:
-        """`path`: the file to write; None writes nothing. If it cannot be written, now or later, that is logged, and
-        routing goes on without it."""
+        """`path`: the file to write; None writes nothing. If it cannot be written, now or later, an error is
+        logged, and routing continues without a record."""
         self.router, self.state, self._file = router, state.init(known_blocks), None
         if path is not None:
             try:

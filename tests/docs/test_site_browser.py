@@ -5,8 +5,7 @@ pip install -e '.[browser,docs]', a Chromium from the system's packages, and: py
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,6 @@ SEEN = """() => ({
   over: document.documentElement.scrollWidth - innerWidth,
   missing: [...document.images].filter((one) => !one.complete || !one.naturalWidth).map((one) => one.src),
 })"""
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="the `browser` extra is not installed")
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if binary is None:
-        pytest.skip("there is no Chromium on this machine; install the system's package `chromium`")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def seen(browser: Any, pages: list[Path], width: int) -> dict[str, Any]:

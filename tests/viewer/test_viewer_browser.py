@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -31,18 +30,6 @@ pytestmark = pytest.mark.browser
 
 PROMPTS = ("Hello, my name is", "The president of the United States is", "The capital of France is")
 LAPTOP = {"width": 1366, "height": 768}
-
-
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="the `browser` extra is not installed")
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if binary is None:
-        pytest.skip("there is no Chromium on this machine; install the system's package `chromium`")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Shown:

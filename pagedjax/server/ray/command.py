@@ -32,10 +32,9 @@ def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptio
     Raises:
         ValueError: a wrong option, or one that replicas cannot have.
     """
-    for name, given in (("--allow-runtime-lora-updating", args.allow_runtime_lora_updating),):
-        if given:
-            what = f"{name} changes one engine, and there are {args.replicas} replicas"
-            raise ValueError(f"{what}; name the adapters at the start, with --lora-modules")
+    if args.allow_runtime_lora_updating:
+        what = "--allow-runtime-lora-updating changes one engine, and --replicas are several"
+        raise ValueError(f"{what}; name the adapters at the start, with --lora-modules")
     if args.coordinator or args.processes:
         raise ValueError("--replicas are engines of one process each; leave --coordinator and --processes out")
     folders = dict(args.lora_modules)
@@ -100,7 +99,7 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     try:
         for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which has a handler of its own
             signal.signal(number, _interrupted)
-        check_room(options, args.ray_address)
+        check_cluster(options, args.ray_address)
         url = deploy(options, host, port, args)
         stopped = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -124,7 +123,7 @@ def _interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def check_room(options: ClusterOptions, cluster: str | None) -> None:
+def check_cluster(options: ClusterOptions, cluster: str | None) -> None:
     """Raises ValueError if Ray on this machine has no room for the replicas. Another cluster may grow."""
     try:
         cluster_options.check_room(options, application.resources_of(options), ray.cluster_resources())

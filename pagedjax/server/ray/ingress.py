@@ -70,14 +70,14 @@ def create_ingress(options: ClusterOptions, replicas: DeploymentHandle) -> ASGIA
     async def present() -> Response:
         """The names of the replicas that are present, and whether they are healthy."""
         good = {one.replica for one in await ingress.of_all("/health") if one.status == 200}
-        listed = [{"name": name, "healthy": name in good} for name in sorted(LINK.present())]
+        listed = [{"name": name, "healthy": name in good} for name in await ingress.present()]
         return JSONResponse({"object": "list", "data": listed})
 
     @app.get("/viewer")
     async def viewers(request: Request) -> Response:
         """A link to the viewer of each replica."""
         root = request.scope.get("root_path", "")
-        links = [f'<li><a href="{root}/replicas/{name}/viewer">{name}</a></li>' for name in sorted(LINK.present())]
+        links = [f'<li><a href="{root}/replicas/{name}/viewer">{name}</a></li>' for name in await ingress.present()]
         return HTMLResponse(f"<!doctype html><title>Replicas</title><ul>{''.join(links)}</ul>")
 
     app.mount("/replicas/{name}", ingress.named)
@@ -105,21 +105,24 @@ class Ingress:
 
     async def named(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application of the paths below /replicas/NAME."""
-        name, present = scope["path_params"]["name"], LINK.present()
+        name, present = scope["path_params"]["name"], await self.present()
         if name not in present:
-            what = f"there is no replica {name!r:.80}; present are {', '.join(sorted(present)) or 'none'}"
+            what = f"there is no replica {name!r:.80}; present are {', '.join(present) or 'none'}"
             raise ApiError(404, what, code="replica_not_found")
         await self._forward(scope, receive, send, name)
 
-    async def of_all(self, path: str) -> list[Answer]:
-        """What each replica answers to GET. One that does not answer in time, or not any more, is left out."""
-        if self._reader is None:  # Serve tells who is present after the first call
+    async def present(self) -> list[str]:
+        """The names of the replicas that are present, sorted."""
+        if self._reader is None:  # Serve says which replicas there are after the first call
             with suppress(ApiError):
                 await self._read_facts(PAGE_SECONDS)
+        return sorted(LINK.present())
+
+    async def of_all(self, path: str) -> list[Answer]:
+        """What each replica answers to GET. A replica that does not answer in time is left out."""
+        names = await self.present()
         # Serve takes two calls of one HTTP request for one, which its context says; so each has a context of its own
-        calls = [
-            asyncio.create_task(self._of_one(name, path), context=contextvars.Context()) for name in LINK.present()
-        ]
+        calls = [asyncio.create_task(self._of_one(name, path), context=contextvars.Context()) for name in names]
         found = await asyncio.gather(*calls)
         return [one for one in found if one is not None]
 

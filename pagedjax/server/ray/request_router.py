@@ -1,8 +1,8 @@
 """Ray Serve's request router around a router of `pagedjax.routing`: the ingress's handle asks it for every call.
 
-Serve says which replicas are present. The ingress says when a request has ended, and is told when the time of a replica
-that leaves is over (link.py). The pure state does the rest. All methods run in one event loop of the ingress's process,
-which is not the one that answers clients; so the state is changed by one thread alone.
+Serve says which replicas are present. The ingress says when a request has ended. It learns when the drain time of a
+replica that left is over (link.py). The pure state does the rest. All methods run in one event loop of the ingress's
+process, which is not the one that answers clients; so one thread alone changes the state.
 
 Serve pickles this module by value: a global object of it would be another one in the ingress. So it has none.
 """
