@@ -1,0 +1,192 @@
+"""Several decode steps at once against the steps one by one: the same states, under hypothesis."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedjax.host import decode_runs, scheduler
+from pagedjax.host.policies import FCFS, POLICIES, Policy
+from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
+from pagedjax.host.types import Event, Finished, Plan, Request, Sampled
+from tests.host.scheduler_steps import start
+
+WORD = 7
+Hashes = dict[str, tuple[str, ...]]
+
+configs = st.builds(
+    SchedulerConfig,
+    block_size=st.integers(1, 5),
+    num_blocks=st.integers(1, 40),
+    max_num_batched_tokens=st.integers(1, 24),
+    max_num_seqs=st.integers(1, 6),
+    max_model_len=st.integers(4, 60),
+    host_blocks=st.sampled_from([0, 0, 8]),
+    mixed_steps=st.booleans(),
+    chunked_prefill=st.booleans(),
+    reservation=st.sampled_from(["none", "none", "none", "oracle", "max"]),
+    views=st.just(()),
+)
+drawn_requests = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=6
+)
+
+
+def content(request_id: str, block: int) -> str:
+    """Requests of one letter have one content, so that a block of two requests may have one hash."""
+    return f"{request_id[0]}{block}"
+
+
+def of_filled(state: SchedulerState, lengths: tuple[int, ...], size: int) -> Hashes:
+    """The hashes that an engine would give with a commit, or with several: `lengths` are those computed after it."""
+    found: Hashes = {}
+    for seq, computed in zip(state.running.seqs, lengths, strict=True):
+        known, full = len(seq.hashes), computed // size
+        if seq.request.hashes != ("none",) and full > known:
+            found[seq.request_id] = tuple([content(seq.request_id, block) for block in range(known, full)])
+    return found
+
+
+def one_step(state: SchedulerState, policy: Policy, shares: bool) -> tuple[SchedulerState, Plan, tuple[Event, ...]]:
+    state, plan = scheduler.schedule(state, policy)
+    ends = tuple([start + count for start, count in zip(plan.starts, plan.counts, strict=True)])
+    rows = state._replace(running=state.running._replace(seqs=plan.seqs))
+    hashes = of_filled(rows, ends, state.config.block_size) if shares else {}
+    return *_committed(state, plan, hashes), plan
+
+
+def _committed(state: SchedulerState, plan: Plan, hashes: Hashes) -> tuple[SchedulerState, tuple[Event, ...]]:
+    return scheduler.commit(state, plan, [WORD] * len(plan.seqs), hashes)
+
+
+def submitted(state: SchedulerState, name: str, drawn: tuple[int, int, int, int], shares: bool) -> SchedulerState:
+    prompt, output, letter, forks = drawn
+    name = f"{'abc'[letter]}{name}"
+    size = state.config.block_size
+    hashes = tuple([content(name, block) for block in range(prompt // size)]) if shares else ()
+    branches = tuple(f"{name}.{i}" for i in range(forks)) if state.config.reservation == "none" else ()
+    try:
+        return scheduler.submit(state, Request(name, prompt, output, forks=branches, hashes=hashes))
+    except Rejected:
+        return state
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), configs, st.sampled_from([*POLICIES.values()]), st.booleans())
+def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
+    shares = shares and config.reservation == "none"
+    state, asked = scheduler.init(config), 0
+    for _ in range(40):
+        for drawn in data.draw(drawn_requests) if data.draw(st.integers(0, 5)) == 0 or not asked else ():
+            state, asked = submitted(state, str(asked), drawn, shares), asked + 1
+        ahead = decode_runs.steps_ahead(state)
+        if not ahead:
+            state, _, plan = one_step(state, policy, shares)
+            if not plan.seqs:
+                break
+            continue
+        steps = data.draw(st.integers(1, ahead))
+        size, active = config.block_size, state.running
+        hashes = of_filled(state, tuple([done + steps for done in active.computed]), size) if shares else {}
+        # an engine gives a hash when its block is full: a sequence that fills none in these steps gets none
+        fills = [i for i, done in enumerate(active.computed) if (done + steps) // size > done // size]
+        hashes = {active.seqs[i].request_id: hashes[active.seqs[i].request_id] for i in fills if hashes}
+        at_once, allocated = decode_runs.after_decodes(state, steps, hashes)
+        used, counted = [state.pool.num_blocks - state.pool.num_free], []
+        for _ in range(steps):
+            state, events, plan = one_step(state, policy, shares)
+            assert [type(event) for event in events] == [Sampled]
+            assert plan.counts == (1,) * len(active.seqs) and not plan.copies
+            used.append(plan.blocks_used)
+            counted.append(used[-1] - used[-2])
+        assert at_once == state
+        assert at_once.pool.idle == state.pool.idle and at_once.pool.hashes == state.pool.hashes
+        assert list(allocated) == counted
+        scheduler.check(at_once)
+
+
+@settings(max_examples=100, deadline=None)
+@given(configs, drawn_requests)
+def test_what_follows_the_steps_ahead_is_another_step(config, drawn):
+    """If nothing waits and nothing forks, the count is the largest: after it a request ends, or blocks do not suffice."""
+    state = scheduler.init(config)
+    for name, (prompt, output, letter, _) in enumerate(drawn):
+        state = submitted(state, str(name), (prompt, output, letter, 0), shares=False)
+    for _ in range(200):
+        ahead = decode_runs.steps_ahead(state)
+        decodes = [length - done for length, done in zip(state.running.lengths, state.running.computed, strict=True)]
+        outputs = [seq.num_output for seq in scheduler.running(state)]
+        state = decode_runs.after_decodes(state, ahead)[0] if ahead else state
+        waits = bool(state.waiting)
+        state, events, plan = one_step(state, FCFS, shares=False)
+        if not plan.seqs:
+            break
+        if decodes and set(decodes) == {1} and min(outputs) > 0 and not waits:
+            assert plan.preempted or any(isinstance(event, Finished) for event in events)
+
+
+def request(name: str, prompt: int, output: int, **more) -> Request:
+    return Request(name, prompt, output, **more)
+
+
+def decoding(*requests: Request, **sizes) -> SchedulerState:
+    """After the step that computes all prompts."""
+    return one_step(start(*requests, **sizes), FCFS, shares=False)[0]
+
+
+def test_the_first_end_limits_the_steps():
+    state = decoding(request("a", 3, 10), request("b", 3, 5))
+    assert decode_runs.steps_ahead(state) == 3  # of b's five tokens, one is there and the last one ends it
+
+
+def test_free_blocks_limit_the_steps():
+    state = decoding(request("a", 4, 20), request("b", 4, 20), num_blocks=6)
+    assert decode_runs.steps_ahead(state) == 8  # two further blocks of 4 tokens each
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [request("a", 100, 5)],  # its prompt takes two steps
+        [request("a", 3, 5, stop_token_ids=frozenset({2}))],
+        [request("a", 3, 5, forks=("b",))],  # just forked, so that a block may have to be copied
+        [],
+    ],
+)
+def test_no_steps_are_ahead_where_something_else_may_happen(requests):
+    state = decoding(*requests, model_len=128) if requests else start()
+    assert decode_runs.steps_ahead(state) == 0
+
+
+def test_a_waiting_request_counts_only_if_it_may_enter():
+    full = decoding(request("a", 3, 9), request("b", 3, 9), seqs=1)
+    assert (len(full.waiting), decode_runs.steps_ahead(full)) == (1, 7)
+    free = scheduler.submit(decoding(request("a", 3, 9)), request("b", 3, 9))
+    assert decode_runs.steps_ahead(free) == 0
+
+
+def test_too_many_steps_are_refused():
+    state = decoding(request("a", 4, 20), request("b", 4, 20), num_blocks=6)
+    with pytest.raises(ValueError, match=r"the steps need 6 blocks and 4 are free; see `steps_ahead`"):
+        decode_runs.after_decodes(state, 9)
+
+
+def test_blocks_are_evicted_in_the_order_of_the_steps():
+    """The pool has few empty blocks, and idle ones whose content one of two sequences publishes again."""
+    first = [request("a0", 8, 1, hashes=("a0", "a1")), request("c0", 8, 1, hashes=("c0", "c1"))]
+    state = start(*first, num_blocks=10, block_size=4)
+    while state.running.seqs or state.waiting:
+        state, *_ = one_step(state, FCFS, shares=True)
+    assert len(state.pool.idle) == 4
+    for name in ("b0", "b1"):
+        state = scheduler.submit(state, request(name, 4, 17, hashes=("b0",)))
+    state, *_ = one_step(state, FCFS, shares=True)
+    ahead = decode_runs.steps_ahead(state)
+    one_by_one = list(itertools.accumulate(range(ahead), lambda s, _: one_step(s, FCFS, shares=True)[0], initial=state))
+    for steps, expected in enumerate(one_by_one):
+        hashes = of_filled(state, tuple([done + steps for done in state.running.computed]), 4)
+        assert decode_runs.after_decodes(state, steps, hashes)[0] == expected
+    assert len(one_by_one[-1].pool.idle) < 4
