@@ -25,6 +25,7 @@ from experiments.core.pools import OF_ONE_ENGINE, drive_pools, of_pools
 from experiments.core.replicas import Present, by_end, drive_replicas, of_replicas
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
 from experiments.core.workloads import WorkItem, Workload, build
+from experiments.simulation.decode_runs import DecodeRun
 from pagedjax import routing
 from pagedjax.host.types import StepResult
 from pagedjax.params import SamplingParams
@@ -139,7 +140,7 @@ def _recorded(
     assert replicas is not None, "one of two"
     known = engine.config.num_blocks if replicas.known_blocks is None else replicas.known_blocks
     router, present = routing.find(replicas.router), Present(replicas.count, replicas.changes, note.requests.anew)
-    where = drive_replicas(engines, router, known, items, sampling, note.step, clients, present)
+    where = drive_replicas(engines, router, known, items, sampling, note, clients, present)
     return with_arrivals(note.requests.records(where), clients), by_end(note.steps)
 
 
@@ -156,6 +157,10 @@ class Recorder:
     def step(self, replica: int, result: StepResult) -> None:
         self.requests.add(result)
         self.steps[replica].append(self._recorders[replica].record(result))
+
+    def run(self, replica: int, run: DecodeRun) -> None:
+        self.requests.add_run(run)
+        self.steps[replica] += self._recorders[replica].record_run(run)
 
     def left(self, replica: int, branch_id: str) -> None:
         self._recorders[replica].left(branch_id)

@@ -17,6 +17,7 @@ are done.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from experiments.core import speculation
 from experiments.core.config import Slo
 from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.cost import work_of
+from experiments.simulation.decode_runs import DecodeRun
 from pagedjax.host.types import HOLE, Admitted, Finished, Plan, Sampled, SchedulerConfig, StepResult
 from pagedjax.load_client.summary import spread
 
@@ -160,6 +162,13 @@ class RequestRecorder:
             elif isinstance(event, Finished):
                 self._reasons[event.request_id] = event.reason
 
+    def add_run(self, run: DecodeRun) -> None:
+        """The same of several steps at once. Its sequences were scheduled before."""
+        times = (run.times.finished - self._start).tolist()
+        for seq, tokens in zip(run.seqs, run.tokens, strict=True):
+            self._times[seq.request_id] += times
+            self._tokens[seq.request_id] += tokens
+
     def anew(self, request_id: str) -> None:
         """The request is computed anew, because its replica failed: what was computed is forgotten."""
         self._scheduled.pop(request_id, None)
@@ -272,6 +281,34 @@ class StepRecorder:
             **speculation.counted(plan, result.events)._asdict(),
             replica=self._replica,
         )
+
+
+    def record_run(self, run: DecodeRun) -> list[StepRecord]:
+        """The records of several steps at once."""
+        steps, rows, size = len(run.allocated), len(run.seqs), self._block_size
+        context = sum(run.lengths)  # tokens in the cache after the first step
+        first = {seq.request_id: (seq.blocks, length) for seq, length in zip(run.seqs, run.lengths, strict=True)}
+        shared = max(0, run.listed - run.blocks)  # entries that list a block which another one lists, too
+        held = _held(first.values(), size, self._groups) if shared else context
+        self._cached = {name: (blocks, length + steps - 1) for name, (blocks, length) in first.items()}
+        used = list(itertools.accumulate(run.allocated, initial=run.blocks))[1:]
+        started = (run.times.started - self._start).tolist()
+        seconds, device = run.times.finished - run.times.started, run.times.device
+        columns = zip(used, started, seconds.tolist(), device.tolist(), (seconds - device).tolist(), strict=True)
+        return [
+            StepRecord(
+                *(run.step + i, *times, rows, rows, 0, run.padded, rows),
+                *(0, 0, 0, 0, 0),  # nothing is admitted, preempted or finished
+                *(run.waiting, blocks, blocks + shared, run.num_blocks),
+                min(held + i * rows, blocks * size) if shared else held + i * rows,
+                0,
+                context_tokens=context + i * rows,
+                pairs=context + i * rows,
+                decodes=rows,
+                replica=self._replica,
+            )
+            for i, (blocks, *times) in enumerate(columns)
+        ]
 
 
 def step_records(

@@ -18,6 +18,7 @@ from experiments.core.metrics import StepRecord
 from experiments.core.present import Change
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit
 from experiments.core.workloads import WorkItem
+from experiments.simulation.decode_runs import DecodeRun, StepTimes
 from pagedjax import routing
 from pagedjax.config import EngineConfig
 from pagedjax.engine import block_hashes
@@ -33,6 +34,18 @@ class VirtualEngine(Engine, Protocol):
     now: float  # seconds; while it has work, when its next step begins
 
     def sleep(self, seconds: float) -> None: ...
+
+    def ahead(self) -> StepTimes | None: ...
+
+    def advance(self, times: StepTimes) -> DecodeRun: ...
+
+
+class Notes(Protocol):
+    """What is called with a replica and what it did. Nothing is kept here: plans would fill the memory."""
+
+    def step(self, replica: int, result: StepResult) -> None: ...
+
+    def run(self, replica: int, run: DecodeRun) -> None: ...
 
 
 class Present(NamedTuple):
@@ -52,7 +65,7 @@ def drive_replicas(
     known_blocks: int,
     items: Sequence[WorkItem],
     sampling: SamplingParams,
-    note: Callable[[int, StepResult], None],
+    notes: Notes,
     clients: int | None = None,
     present: Present | None = None,
 ) -> dict[str, int]:
@@ -61,7 +74,7 @@ def drive_replicas(
     Args:
         engines: equal ones; the replica i is engines[i].
         known_blocks: see `routing.init`.
-        note: called with a replica and each of its steps. None is kept here: their plans would fill the memory.
+        notes: called with each step, or with several at once that only decode. Those of a replica come in order.
         clients: of a closed loop; None: an open loop (see `Sender`).
         present: None: all engines, from the beginning to the end.
 
@@ -69,7 +82,7 @@ def drive_replicas(
         ValueError: an engine refused a request (with its reason), or items are not in order of arrival.
     """
     sender = Sender(items, sampling, clients)
-    cluster = _Cluster(engines, router, known_blocks, sender, note, present or Present(len(engines)))
+    cluster = _Cluster(engines, router, known_blocks, sender, notes, present or Present(len(engines)))
     while cluster.happens():
         pass
     return cluster.replicas
@@ -84,17 +97,18 @@ class _Cluster:
         router: Router,
         known_blocks: int,
         sender: Sender,
-        note: Callable[[int, StepResult], None],
+        notes: Notes,
         present: Present,
     ) -> None:
-        self._engines, self._router, self._sender, self._note = engines, router, sender, note
+        self._engines, self._router, self._sender, self._notes = engines, router, sender, notes
         self._hashes = router.prefixes and engines[0].config.enable_prefix_caching
         self._state, self._joined = routing.init(known_blocks), 0
         self._changes, self._anew = deque(present.changes), present.anew
         self._join(present.count)
         self.replicas: dict[str, int] = {}
         self._unfinished: dict[str, tuple[WorkItem, SamplingParams]] = {}  # in the order in which they were sent
-        self._steps: list[tuple[float, int]] = []  # a heap: when each replica that has work begins its next step
+        self._steps: list[tuple[float, int]] = []  # a heap: when each replica with work begins a step that must be made
+        self._ahead: dict[int, StepTimes] = {}  # the steps of a replica before that one, which only decode
         self._ended: list[tuple[float, int, str]] = []  # a heap: when a request ended, where, and its id
         self._again: list[tuple[float, int, str]] = []  # a heap: when a request is routed again, its order, and its id
 
@@ -123,17 +137,42 @@ class _Cluster:
         return True
 
     def _step(self) -> None:
+        """A step of the replica that begins first, or a look ahead: if its next steps only decode, they wait.
+
+        They concern no other replica. So they are made together, before the step that follows them, or before the next
+        request arrives at this replica.
+        """
         _, replica = heappop(self._steps)
         engine = self._engines[replica]
+        if replica in self._ahead:
+            self._advance(replica, math.inf)
+        elif (times := engine.ahead()) is not None:
+            self._ahead[replica] = times
+            heappush(self._steps, (float(times.finished[-1]), replica))
+            return
         result = engine.step()
         if result is None:
             raise RuntimeError(f"replica {replica} has work but makes no step: its scheduler is stuck")
-        self._note(replica, result)
+        self._notes.step(replica, result)
         for request_id in self._sender.ended(result, result.finished):
             del self._unfinished[request_id]
             heappush(self._ended, (result.finished, replica, request_id))
         if engine.has_work:
             heappush(self._steps, (engine.now, replica))
+
+    def _advance(self, replica: int, before: float) -> None:
+        """Make the steps ahead of a replica that begin before a time, and forget the others."""
+        times = self._ahead.pop(replica)
+        if begun := times.begun(before):
+            self._notes.run(replica, self._engines[replica].advance(times.first(begun)))
+
+    def _interrupt(self, replica: int, at: float) -> None:
+        """Something happens at this replica: of the steps ahead, those are made that begin before it."""
+        if replica in self._ahead:
+            self._steps = [step for step in self._steps if step[1] != replica]
+            heapify(self._steps)
+            self._advance(replica, at)
+            heappush(self._steps, (self._engines[replica].now, replica))
 
     def _submit(self, at: float, item: WorkItem, params: SamplingParams) -> None:
         """Route a request, and add it to its replica."""
@@ -142,6 +181,7 @@ class _Cluster:
         tokens = len(prompt) + params.n * params.max_tokens
         self._state, chosen = routing.route(self._state, self._router, RouterRequest(item.request_id, tokens, keys))
         replica = int(chosen)
+        self._interrupt(replica, at)
         engine = self._engines[replica]
         if not engine.has_work:
             while engine.now < at:  # in the pieces in which `drive` sleeps, so that times are the same
@@ -167,6 +207,7 @@ class _Cluster:
 
     def _fail(self, replica: int, at: float) -> None:
         """It makes no further step. Its requests are routed again when the step that it makes has ended."""
+        self._interrupt(replica, at)
         self._steps = [step for step in self._steps if step[1] != replica]
         heapify(self._steps)
         when = max(at, self._engines[replica].now)

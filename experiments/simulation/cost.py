@@ -45,7 +45,11 @@ StepTime = Callable[["Work"], float]
 
 
 class Work(NamedTuple):
-    """The counts of a step that decide its time; tokens unless stated otherwise."""
+    """The counts of a step that decide its time; tokens unless stated otherwise.
+
+    Of several steps that only decode, `context`, `pairs` and `single_context` are arrays [steps], and a `StepTime` gives
+    an array, or a number if these counts do not matter to it.
+    """
 
     tokens: int  # computed, padding included
     sequences: int
@@ -319,7 +323,7 @@ class Roofline(NamedTuple):
         return (
             chip.launch
             + weights
-            + max(s.token_bytes * work.context / bandwidth, attention / rate)
+            + _larger(s.token_bytes * work.context / bandwidth, attention / rate)
             + self.move(work.moved_blocks)
             + self.exchange(work)
         )
@@ -341,6 +345,10 @@ class Roofline(NamedTuple):
         copies = 1 if self.batched_moves else 2 * self.shape.layers * blocks
         bytes_ = blocks * self.block_size * self.shape.token_bytes / self.chips
         return copies * self.chip.transfer + bytes_ / self.chip.link
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return np.maximum(a, b) if isinstance(a, np.ndarray) else max(a, b)
 
 
 def of_mesh(roofline: Roofline, mesh: MeshConfig, hop: float | None = None) -> Roofline:

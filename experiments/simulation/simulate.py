@@ -22,17 +22,18 @@ from immutables import Map
 
 from experiments.simulation import cost, profiles
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
+from experiments.simulation.decode_runs import DecodeRun, StepTimes, sampled, step_times
 from experiments.simulation.unfelt import refuse_unfelt
 from pagedjax.config import EngineConfig
 from pagedjax.device.batch import token_buckets
 from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
-from pagedjax.engine.requests import SequenceData, Sequences, apply_events, hashes_of_filled, prepare
-from pagedjax.host import blocks, kv_policies, policies, request_limits, scheduler
+from pagedjax.engine.requests import SequenceData, Sequences, apply_events, extended, hashes_of_filled, prepare
+from pagedjax.host import blocks, decode_runs, kv_policies, policies, request_limits, scheduler
 from pagedjax.host.drafts import Sample, kept
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
-from pagedjax.host.types import Event, Finished, Plan, Released, Request, Seq, StepResult
+from pagedjax.host.types import EMPTY_PLAN, Event, Finished, Plan, Released, Request, Seq, StepResult
 from pagedjax.params import SamplingParams
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import load_tokenizer
@@ -219,23 +220,21 @@ class SimulatedEngine:
         work = work_of(plan, padded, cached=self._simulate.kv_cache, config=self._limits)
         seconds = self._seconds(with_rows(work, ended) if ended else work)
         seconds += self._simulate.draft_s * max(plan.drafts, default=0)
-        # different sequences get different tokens, so the prefix cache finds only what was computed
-        vocabulary = self._vocab_size
-        sampled: list[Sample] = [
-            (seq.arrival * 7919 + length) % vocabulary for seq, length in zip(plan.seqs, plan.lengths, strict=True)
+        samples: list[Sample] = [
+            sampled(seq.arrival, length, self._vocab_size) for seq, length in zip(plan.seqs, plan.lengths, strict=True)
         ]
         for i, k in enumerate(plan.drafts):
             seq, length = plan.seqs[i], plan.lengths[i]
             right = min(guessed[seq.request_id].right, k) if k else 0
-            tokens = [(seq.arrival * 7919 + length + j) % vocabulary for j in range(right + 1)]
+            tokens = [sampled(seq.arrival, length + j, self._vocab_size) for j in range(right + 1)]
             if self._sequences:  # accepted drafts are in the tokens
                 self._sequences[seq.request_id].tokens[length : length + right] = tokens[:right]
-            sampled[i] = tuple(tokens)
+            samples[i] = tuple(tokens)
         hashes = scheduler.NO_HASHES
         if self._sequences:
-            right = kept(plan, sampled) if plan.drafts else ()
+            right = kept(plan, samples) if plan.drafts else ()
             hashes = hashes_of_filled(plan, self._sequences, self.config.block_size, right)
-        self.scheduler_state, events = scheduler.commit(state, plan, sampled, hashes)
+        self.scheduler_state, events = scheduler.commit(state, plan, samples, hashes)
         if self._sequences:
             self._sequences = apply_events(self._sequences, events, state.running, self._spare)
         if self._simulate.whole_batches:
@@ -244,6 +243,47 @@ class SimulatedEngine:
         result = StepResult(plan, events, started, self.now, seconds, padded, 0)
         self._drafting = self._drafting and drafting.learned(self._drafting, result)
         return result
+
+    def ahead(self) -> StepTimes | None:
+        """The times of the next steps if there are several that only decode; `advance` makes them. Else None."""
+        if self._drafting or self._simulate.whole_batches or not self._simulate.kv_cache:
+            return None
+        steps = decode_runs.steps_ahead(self.scheduler_state)
+        if steps < 2:
+            return None
+        lengths = self.scheduler_state.running.lengths
+        rows, context = len(lengths), sum(lengths)
+        work = Work(self._padded(rows), rows, rows, context, context, 0, rows, context)
+        return step_times(self.now, steps, work, self._seconds, self._simulate.host_s)
+
+    def advance(self, times: StepTimes) -> DecodeRun:
+        """Make the steps that `ahead` gave, or the first of them: what as many calls of `step` do."""
+        before, steps = self.scheduler_state, len(times.started)
+        seqs, lengths, computed = before.running
+        hashes = scheduler.NO_HASHES
+        if self._sequences:
+            for seq, length in zip(seqs, lengths, strict=True):
+                new = [sampled(seq.arrival, length + step, self._vocab_size) for step in range(steps)]
+                data = self._sequences[seq.request_id]
+                if (longer := extended(data, length, new, self._spare)) is not data:
+                    self._sequences = self._sequences.set(seq.request_id, longer)
+            rows = EMPTY_PLAN._replace(seqs=seqs, starts=computed, counts=(steps,) * len(seqs))
+            hashes = hashes_of_filled(rows, self._sequences, self.config.block_size)
+        self.scheduler_state, allocated = decode_runs.after_decodes(before, steps, hashes)
+        self.now = float(times.finished[-1])
+        return DecodeRun(
+            step=before.step,
+            times=times,
+            seqs=self.scheduler_state.running.seqs,
+            lengths=lengths,
+            vocabulary=self._vocab_size,
+            padded=self._padded(len(seqs)),
+            waiting=len(before.waiting),
+            blocks=before.pool.num_blocks - before.pool.num_free,
+            allocated=allocated,
+            listed=sum([len(seq.blocks) for seq in seqs]),
+            num_blocks=before.pool.num_blocks,
+        )
 
     def _guess(self) -> Mapping[str, Guess]:
         """By sequence id, the drafts for the next step."""

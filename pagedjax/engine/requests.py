@@ -76,11 +76,25 @@ def appended(data: SequenceData, length: int, token: int, spare: int) -> Sequenc
             known yet; and drafts are written there.
     """
     if length + 1 + spare > len(data.tokens):  # always so for the first token after a prompt, which branches share
-        tokens = np.zeros(length + 1 + spare + max(64, length // 4), np.int32)
-        tokens[:length] = data.tokens[:length]
-        data = copy.copy(data)
-        data.tokens = tokens
+        data = _longer(data, length, length + 1 + spare)
     data.tokens[length] = token
+    return data
+
+
+def extended(data: SequenceData, length: int, token_ids: Sequence[int], spare: int) -> SequenceData:
+    """The record with several tokens after its first `length` tokens, see `appended`."""
+    end = length + len(token_ids)
+    data = _longer(data, length, end + spare) if end + spare > len(data.tokens) else data
+    data.tokens[length:end] = token_ids
+    return data
+
+
+def _longer(data: SequenceData, length: int, places: int) -> SequenceData:
+    """The record with an array of its own of its first `length` tokens, and room for at least `places`."""
+    tokens = np.zeros(places + max(64, length // 4), np.int32)
+    tokens[:length] = data.tokens[:length]
+    data = copy.copy(data)
+    data.tokens = tokens
     return data
 
 

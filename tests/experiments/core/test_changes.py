@@ -20,8 +20,8 @@ from experiments.simulation.cost import Simulate
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
-from pagedjax.host.types import StepResult
 from pagedjax.routing import LEAST_LOADED, ROUND_ROBIN, ROUTERS
+from tests.experiments.core.test_replicas import Times
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 RAW = {
@@ -56,14 +56,10 @@ def by_hand(work: list[WorkItem], count: int, *changes: Change, router=ROUND_ROB
     config = EngineConfig(max_model_len=64, num_blocks=32, token_buckets=(2048,))
     simulate, ever = Simulate(step_s=1.0), count + sum(change.join for change in changes)
     engines = [SimulatedEngine(config, lambda work: 1.0, vocab_size=1000, simulate=simulate) for _ in range(ever)]
-    begins: list[list[float]] = [[] for _ in engines]
     anew: list[str] = []
-
-    def note(replica: int, result: StepResult) -> None:
-        begins[replica].append(result.started)
-
-    where = drive_replicas(engines, router, 32, work, GREEDY, note, None, Present(count, changes, anew.append))
-    return where, begins, anew
+    times = Times(ever)
+    where = drive_replicas(engines, router, 32, work, GREEDY, times, None, Present(count, changes, anew.append))
+    return where, [[started for started, *_ in steps] for steps in times.steps], anew
 
 
 def items(*rows: tuple[str, float, int]) -> list[WorkItem]:

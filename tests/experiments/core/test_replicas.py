@@ -16,6 +16,7 @@ from experiments.core.drive import measure
 from experiments.core.replicas import drive_replicas
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate
+from experiments.simulation.decode_runs import DecodeRun
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
@@ -97,20 +98,26 @@ def engines(count: int, **options) -> list[SimulatedEngine]:
     return [SimulatedEngine(settings, lambda work: 1.0, vocab_size=1000, simulate=simulate) for _ in range(count)]
 
 
-def ignored(replica: int, result: StepResult) -> None:
-    pass
+class Times:
+    """Of each replica, its steps: begin, end, sequences."""
+
+    def __init__(self, replicas: int = 2) -> None:
+        self.steps: list[list[tuple[float, float, int]]] = [[] for _ in range(replicas)]
+
+    def step(self, replica: int, result: StepResult) -> None:
+        self.steps[replica].append((result.started, result.finished, len(result.plan.seqs)))
+
+    def run(self, replica: int, run: DecodeRun) -> None:
+        both = zip(run.times.started.tolist(), run.times.finished.tolist(), strict=True)
+        self.steps[replica] += [(started, finished, len(run.seqs)) for started, finished in both]
 
 
 def test_each_replica_steps_on_its_own_clock():
     """Steps of one second; each request takes as many as it has output tokens."""
     work = [WorkItem("a", 0.0, (20,) * 5, 3), WorkItem("b", 0.5, (20,) * 5, 2), WorkItem("c", 1.5, (20,) * 5, 1)]
-    times: list[list[tuple[float, float, int]]] = [[], []]
-
-    def note(replica: int, result: StepResult) -> None:
-        times[replica].append((result.started, result.finished, len(result.plan.seqs)))
-
-    assert drive_replicas(engines(2), ROUND_ROBIN, 32, work, GREEDY, note) == {"a": 0, "b": 1, "c": 0}
-    assert times == [[(0.0, 1.0, 1), (1.0, 2.0, 1), (2.0, 3.0, 2)], [(0.5, 1.5, 1), (1.5, 2.5, 1)]]
+    times = Times()
+    assert drive_replicas(engines(2), ROUND_ROBIN, 32, work, GREEDY, times) == {"a": 0, "b": 1, "c": 0}
+    assert times.steps == [[(0.0, 1.0, 1), (1.0, 2.0, 1), (2.0, 3.0, 2)], [(0.5, 1.5, 1), (1.5, 2.5, 1)]]
 
 
 @pytest.mark.parametrize(("arrival", "load"), [(1.99, 1), (2.0, 0), (2.5, 0)])
@@ -123,7 +130,7 @@ def test_the_end_of_a_request_is_known_when_its_last_step_has_ended(arrival: flo
         seen.append((state.loads[0].requests, state.loads[1].requests))
         return LEAST_LOADED.choose(state, request)
 
-    drive_replicas(engines(2), Router("seeing", choose), 32, work, GREEDY, ignored)
+    drive_replicas(engines(2), Router("seeing", choose), 32, work, GREEDY, Times())
     assert seen == [(0, 0), (1, 0), (load, 1)]
 
 
@@ -135,11 +142,11 @@ def test_a_router_sees_the_hashes_that_the_engine_publishes():
         seen.append(request)
         return 0
 
-    drive_replicas(made, Router("seeing", choose), 32, work, GREEDY, ignored)
+    drive_replicas(made, Router("seeing", choose), 32, work, GREEDY, Times())
     assert {key for request in seen for key in request.hashes} == set(made[0].scheduler_state.pool.contents)
     assert [request.tokens for request in seen] == [35] * 4
     seen.clear()
-    drive_replicas(engines(1, enable_prefix_caching=False), Router("seeing", choose), 32, work, GREEDY, ignored)
+    drive_replicas(engines(1, enable_prefix_caching=False), Router("seeing", choose), 32, work, GREEDY, Times())
     assert [request.hashes for request in seen] == [()] * 4
 
 

@@ -1,0 +1,72 @@
+"""The times of several steps at once, in which one simulated engine does nothing but decode (host/decode_runs.py)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.simulation.cost import StepTime, Work
+from pagedjax.host.types import Seq
+
+
+class StepTimes(NamedTuple):
+    """Of consecutive steps; float64 [steps] seconds, as the engine's clock shows them step by step."""
+
+    started: np.ndarray
+    finished: np.ndarray
+    device: np.ndarray  # time of the device, a part of finished - started
+
+    def first(self, steps: int) -> StepTimes:
+        return StepTimes(self.started[:steps], self.finished[:steps], self.device[:steps])
+
+    def begun(self, before: float) -> int:
+        """How many of the steps begin before a time."""
+        return int(self.started.searchsorted(before))
+
+
+class DecodeRun(NamedTuple):
+    """Consecutive steps that compute one token of each of the same sequences. None of these enters or ends."""
+
+    step: int  # the number of the first
+    times: StepTimes
+    seqs: tuple[Seq, ...]  # with the blocks that they have after the last step
+    lengths: tuple[int, ...]  # known tokens of each before the first step
+    vocabulary: int  # tokens, see `sampled`
+    padded: int  # tokens of each step, padding included
+    waiting: int  # sequences
+    blocks: int  # with an owner before the first step
+    allocated: tuple[int, ...]  # blocks, by each step
+    listed: int  # entries of all block tables before the first step
+    num_blocks: int
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Of each sequence, its new tokens."""
+        steps, rows = range(len(self.allocated)), zip(self.seqs, self.lengths, strict=True)
+        return [[sampled(seq.arrival, length + step, self.vocabulary) for step in steps] for seq, length in rows]
+
+
+def sampled(arrival: int, length: int, vocabulary: int) -> int:
+    """The token that a sequence gets after `length` known ones.
+
+    Different sequences get different tokens, so the prefix cache finds only what was computed.
+    """
+    return (arrival * 7919 + length) % vocabulary
+
+
+def step_times(now: float, steps: int, work: Work, seconds: StepTime, host_s: float) -> StepTimes:
+    """The times of steps that begin at `now`; each has one more token of context for each sequence than the last one.
+
+    The sums are those of a clock that is advanced step by step, bit by bit.
+
+    Args:
+        work: of the first step, which samples for each of its sequences.
+        host_s: seconds of the host in each step.
+    """
+    context = work.context + work.sequences * np.arange(steps)
+    device = np.broadcast_to(seconds(work._replace(context=context, pairs=context, single_context=context)), steps)  # type: ignore[arg-type]
+    parts = np.full((steps, 2), host_s)
+    parts[:, 0] = device
+    clock = np.add.accumulate(np.concatenate(([now], parts.ravel())))[::2]
+    return StepTimes(clock[:-1], clock[1:], device)
