@@ -36,8 +36,8 @@ from experiments.core import config, store, sweep
 from experiments.core.config import Point, Slo
 from experiments.core.distributions import AtOnce, ClosedLoop
 from experiments.core.engines import plan_runs
-from experiments.core.metrics import RequestRecord
 from experiments.core.overrides import override_all
+from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
 from experiments.core.strict_yaml import load_file
 from experiments.core.workloads import Spec, Trace

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 from experiments.analysis.ratios import LATENCIES, NOISE, ONCE, Ratio, of_requests, of_runs, times
 from experiments.analysis.sweep_points import SPECULATION, aligned, number
 from experiments.core import store
-from experiments.core.metrics import RequestRecord
+from experiments.core.records import RequestRecord
 from experiments.core.store import flatten
 from pagedjax.config import one_of
 

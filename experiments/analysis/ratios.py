@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from experiments.core.metrics import RequestRecord
+from experiments.core.records import RequestRecord
 
 RESAMPLES = 1000
 FEWEST, BEYOND = 10, 2  # least number of requests, and of requests above a percentile, for its bootstrap

@@ -1,6 +1,7 @@
 """Drivers: requests arrive at their times, whether or not the engine keeps up, or when a client is free.
 
-`drive` runs one engine. `replicas.drive_replicas` and `pools.drive_pools` run several simulated ones.
+`drive` runs an engine on a device. `replicas.drive_replicas` runs simulated engines behind a router, one of them
+without a choice, and `pools.drive_pools` those of two pools.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from experiments.core.config import Experiment, Point
-from experiments.core.metrics import (
+from experiments.core.config import Experiment, Point, Replicas
+from experiments.core.metrics import summarize
+from experiments.core.pools import OF_ONE_ENGINE, drive_pools, of_pools
+from experiments.core.records import (
     RequestRecord,
     RequestRecorder,
     StepRecord,
     StepRecorder,
     request_records,
     step_records,
-    summarize,
 )
-from experiments.core.pools import OF_ONE_ENGINE, drive_pools, of_pools
 from experiments.core.replicas import Present, by_end, drive_replicas, of_replicas
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
 from experiments.core.workloads import WorkItem, Workload, build
@@ -125,21 +126,20 @@ def _recorded(
 ) -> tuple[list[RequestRecord], list[StepRecord]]:
     """Run the requests -> the records of these and of the steps. Those of a real engine are made after the run."""
     engine, sampling, replicas = engines[0], experiment.sampling, experiment.replicas
-    items, clients = workload.items, workload.clients
-    block_size, limits, branches = engine.config.block_size, engine.scheduler_state.config, sampling.drawn().n
-    if replicas is None and experiment.pools is None:
-        clock = (engine.clock, engine.sleep) if experiment.simulate else ()
-        start, results = drive(engine, items, sampling, *clock, clients=clients)
+    items, clients, branches = workload.items, workload.clients, sampling.drawn().n
+    if experiment.simulate is None and experiment.pools is None:
+        start, results = drive(engine, items, sampling, clients=clients)
         found = request_records(results, items, start, branches)
-        return with_arrivals(found, clients), step_records(results, start, block_size, limits)
+        steps = step_records(results, start, engine.config.block_size, engine.scheduler_state.config)
+        return with_arrivals(found, clients), steps
     note = Recorder(engines, items, branches)
     if experiment.pools:
         prefill, decode = llm.fleets(routing.find)
         moved = drive_pools(prefill, decode, llm.link, items, sampling, note, clients)
         return with_arrivals(note.requests.records(moved.prefill, moved.transfers), clients), by_end(note.steps)
-    assert replicas is not None, "one of two"
-    known = engine.config.num_blocks if replicas.known_blocks is None else replicas.known_blocks
-    router, present = routing.find(replicas.router), Present(replicas.count, replicas.changes, note.requests.anew)
+    options = replicas or Replicas(router=routing.ROUND_ROBIN.name)
+    known = engine.config.num_blocks if options.known_blocks is None else options.known_blocks
+    router, present = routing.find(options.router), Present(options.count, options.changes, note.requests.anew)
     where = drive_replicas(engines, router, known, items, sampling, note, clients, present)
     return with_arrivals(note.requests.records(where), clients), by_end(note.steps)
 

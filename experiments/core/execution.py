@@ -11,8 +11,8 @@ from experiments.core import speculation, store
 from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
-from experiments.core.metrics import RequestRecord
 from experiments.core.pool_options import POOLS, of_pool
+from experiments.core.records import RequestRecord
 from pagedjax.config import EngineConfig
 
 Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run (name -> text) and its summary

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 
 from experiments.core.config import Experiment
 from experiments.core.fleet import Fleet, Unfinished
-from experiments.core.metrics import RequestRecord, StepRecord, Transfer
 from experiments.core.pool_options import POOLS, Pool, of_pool
+from experiments.core.records import RequestRecord, StepRecord, Transfer
 from experiments.core.replicas import VirtualEngine, of_replicas
 from experiments.core.submit import Sender, submit
 from experiments.core.workloads import WorkItem, branch_ids

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush, merge
 from typing import Any, NamedTuple, Protocol
 
-from experiments.core.metrics import StepRecord
 from experiments.core.present import Change
+from experiments.core.records import StepRecord
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit
 from experiments.core.workloads import WorkItem
 from experiments.simulation.decode_runs import DecodeRun, StepTimes

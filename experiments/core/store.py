@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from experiments.core.metrics import BranchRecord, RequestRecord, Transfer
+from experiments.core.records import BranchRecord, RequestRecord, Transfer
 
 SCHEMA = 1
 _SUMMARY = "summary.json"

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Protocol
 
-from experiments.core.metrics import RequestRecord
+from experiments.core.records import RequestRecord
 from experiments.core.workloads import WorkItem, branch_ids
 from pagedjax.host.types import Finished, StepResult
 from pagedjax.params import SamplingParams

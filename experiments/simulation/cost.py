@@ -47,8 +47,8 @@ StepTime = Callable[["Work"], float]
 class Work(NamedTuple):
     """The counts of a step that decide its time; tokens unless stated otherwise.
 
-    Of several steps that only decode, `context`, `pairs` and `single_context` are arrays [steps], and a `StepTime` gives
-    an array, or a number if these counts do not matter to it.
+    Of several steps that only decode, `context`, `pairs` and `single_context` are arrays [steps], and a `StepTime`
+    gives an array, or a number if these counts do not matter to it.
     """
 
     tokens: int  # computed, padding included

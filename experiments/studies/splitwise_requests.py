@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.core.metrics import RequestRecord
+from experiments.core.records import RequestRecord
 from experiments.simulation.measured import BLOOM, at
 
 QUANTILES = (0.5, 0.9, 0.99)

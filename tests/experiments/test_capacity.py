@@ -15,7 +15,7 @@ import yaml
 from experiments import capacity
 from experiments.capacity import Bounds, Probe, bracket, met_above_limit, next_rate
 from experiments.core import store, sweep
-from experiments.core.metrics import BranchRecord, RequestRecord
+from experiments.core.records import BranchRecord, RequestRecord
 
 MD1 = {  # one request of one step at a time, Poisson arrivals: an M/D/1 queue
     "name": "md1",

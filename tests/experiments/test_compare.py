@@ -13,7 +13,7 @@ from experiments import compare, run
 from experiments.analysis import ratios
 from experiments.analysis.ratios import of_requests, of_runs
 from experiments.core import store
-from experiments.core.metrics import BranchRecord, RequestRecord
+from experiments.core.records import BranchRecord, RequestRecord
 from pagedjax.load_client.summary import spread
 
 WORKLOAD = {"requests": 4, "prompt_tokens": 20, "last_arrival_s": 1.0}

@@ -99,11 +99,13 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
         for _ in range(steps):
             state, events, plan = one_step(state, policy, shares)
             assert [type(event) for event in events] == [Sampled]
-            assert plan.counts == (1,) * len(active.seqs) and not plan.copies
+            assert plan.counts == (1,) * len(active.seqs)
+            assert not plan.copies
             used.append(plan.blocks_used)
             counted.append(used[-1] - used[-2])
         assert at_once == state
-        assert at_once.pool.idle == state.pool.idle and at_once.pool.hashes == state.pool.hashes
+        assert at_once.pool.idle == state.pool.idle
+        assert at_once.pool.hashes == state.pool.hashes
         assert list(allocated) == counted
         scheduler.check(at_once)
 
@@ -111,7 +113,7 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
 @settings(max_examples=100, deadline=None)
 @given(configs, drawn_requests)
 def test_what_follows_the_steps_ahead_is_another_step(config, drawn):
-    """If nothing waits and nothing forks, the count is the largest: after it a request ends, or blocks do not suffice."""
+    """If nothing waits or forks, the count is the largest: after it a request ends, or blocks do not suffice."""
     state = scheduler.init(config)
     for name, (prompt, output, letter, _) in enumerate(drawn):
         state = submitted(state, str(name), (prompt, output, letter, 0), shares=False)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from experiments.core.config import expand
 from experiments.core.drive import drive, measure
-from experiments.core.metrics import RequestRecord
+from experiments.core.records import RequestRecord
 from experiments.core.submit import Sender
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate

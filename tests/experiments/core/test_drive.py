@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from experiments.core.drive import LONGEST_SLEEP, drive, why_failed
-from experiments.core.metrics import request_records, step_records, summarize
+from experiments.core.metrics import summarize
+from experiments.core.records import request_records, step_records
 from experiments.core.workloads import WorkItem
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.core.config import Slo
-from experiments.core.metrics import BranchRecord, request_records, steady_rate, step_records, summarize
+from experiments.core.metrics import steady_rate, summarize
+from experiments.core.records import BranchRecord, request_records, step_records
 from experiments.core.workloads import WorkItem, branch_ids
 from pagedjax.host import scheduler
 from pagedjax.host.policies import FCFS

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from experiments.core.drive import Recorder
 from experiments.core.fleet import Fleet
-from experiments.core.metrics import RequestRecord
 from experiments.core.pools import Link, drive_pools
+from experiments.core.records import RequestRecord
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import Simulate, StepTime, Work
 from experiments.simulation.simulate import Handover, SimulatedEngine

@@ -12,9 +12,13 @@ import pytest
 from experiments import run
 from experiments.core import config, store
 from experiments.core.config import Replicas, expand, load
-from experiments.core.drive import measure
+from experiments.core.drive import drive, measure
+from experiments.core.engines import simulated
+from experiments.core.metrics import summarize
+from experiments.core.records import request_records, step_records
 from experiments.core.replicas import drive_replicas
-from experiments.core.workloads import WorkItem
+from experiments.core.submit import with_arrivals
+from experiments.core.workloads import WorkItem, build
 from experiments.simulation.cost import Simulate
 from experiments.simulation.decode_runs import DecodeRun
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
@@ -84,12 +88,17 @@ def measured_at(point: config.Point):
     ids=["busy", "at once", "idle", "bursts", "closed", "branches", "batches"],
 )
 def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
-    alone = measured({**RAW, **change})
+    """The engine makes its steps one by one, and the replica several together where they only decode."""
+    (point,) = expand({**RAW, **change}, folder=Path())
+    made, spec = simulated(point.experiment), point.experiment.workload
+    load, engine, sampling = build(spec, "", 0, made.tokenizer.vocab_size, list), made.engine, point.experiment.sampling
+    _, results = drive(engine, load.items, sampling, engine.clock, engine.sleep, load.clients)
+    records = request_records(results, load.items, 0.0, sampling.n)
     behind = measured({**RAW, **change, "replicas": {"router": router}})
-    assert behind.requests == alone.requests
-    assert behind.steps == alone.steps
+    assert behind.requests == with_arrivals(records, load.clients)
+    assert behind.steps == step_records(results, 0.0, 8, engine.scheduler_state.config)
     assert behind.summary.pop("replicas")["count"] == 1
-    assert behind.summary == alone.summary
+    assert behind.summary == summarize(behind.requests, behind.steps, 8) == measured({**RAW, **change}).summary
 
 
 def engines(count: int, **options) -> list[SimulatedEngine]:

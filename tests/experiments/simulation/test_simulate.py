@@ -11,7 +11,7 @@ from experiments import run
 from experiments.core import config as experiment_config
 from experiments.core.config import expand
 from experiments.core.drive import drive, measure
-from experiments.core.metrics import request_records, step_records
+from experiments.core.records import request_records, step_records
 from experiments.core.workloads import WorkItem
 from experiments.simulation.cost import CHIPS, SHAPES, Simulate
 from experiments.simulation.simulate import Guess, SimulatedEngine, SimulatedLLM, resolved

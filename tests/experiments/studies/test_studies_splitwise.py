@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from experiments import reproduce
 from experiments.core import config
-from experiments.core.metrics import BranchRecord, RequestRecord
+from experiments.core.records import BranchRecord, RequestRecord
 from experiments.simulation.cost import SHAPES
 from experiments.studies import splitwise_machines as machines
 from experiments.studies import splitwise_requests as requests

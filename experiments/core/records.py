@@ -1,0 +1,324 @@
+"""The records of a run: a pure fold over its step results. Seconds count from the start of the run.
+
+    StepResult*, WorkItem*  ->  RequestRecord*, StepRecord*  ->  summary (metrics.py)
+
+The time of a token is the end of the step that sampled it (commit included): a user can see it from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from experiments.core import speculation
+from experiments.core.workloads import WorkItem, branch_ids
+from experiments.simulation.cost import work_of
+from experiments.simulation.decode_runs import DecodeRun
+from pagedjax.host.types import HOLE, Admitted, Finished, Plan, Sampled, SchedulerConfig, StepResult
+
+
+class BranchRecord(NamedTuple):
+    """One branch of a request. The first branch has the request's id. `finish_reason` is None for a branch that did
+    not end."""
+
+    branch_id: str
+    token_times: tuple[float, ...]
+    token_ids: tuple[int, ...]
+    preemptions: int
+    finish_reason: str | None
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        return tuple(b - a for a, b in pairwise(self.token_times))
+
+    @property
+    def tpot(self) -> float | None:
+        return sum(self.gaps) / len(self.gaps) if self.gaps else None
+
+
+class Transfer(NamedTuple):
+    """A sequence that one simulated engine handed to another (pools.py)."""
+
+    branch_id: str
+    replica: int  # that adopted it
+    bytes: float
+    released: float  # when its prompt was computed and it had its first token
+    arrived: float  # its last page
+    adopted: float
+
+
+class RequestRecord(NamedTuple):
+    """One request; None for events that did not happen."""
+
+    request_id: str
+    arrival: float
+    prompt_tokens: int
+    max_tokens: int  # of each branch
+    first_scheduled: float | None
+    branches: tuple[BranchRecord, ...]
+    replica: int = 0  # that computed it, or its prompt
+    transfers: tuple[Transfer, ...] = ()  # of its branches, in the order of their adoption
+
+    @property
+    def queue(self) -> float | None:
+        return None if self.first_scheduled is None else self.first_scheduled - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        first = min((branch.token_times[0] for branch in self.branches if branch.token_times), default=None)
+        return None if first is None else first - self.arrival
+
+    @property
+    def e2e(self) -> float | None:
+        """Seconds from arrival to the end of the last branch; None if a branch did not end."""
+        if not self.done:
+            return None
+        last = max((branch.token_times[-1] for branch in self.branches if branch.token_times), default=None)
+        return None if last is None else last - self.arrival
+
+    @property
+    def done(self) -> bool:
+        return all(branch.finish_reason is not None for branch in self.branches)
+
+
+class StepRecord(NamedTuple):
+    """One step. `held_tokens` are the tokens in the cache's `blocks_used` blocks after the step. A block that several
+    sequences share counts once in both, and once for each of them in `blocks_listed`."""
+
+    step: int
+    started: float
+    seconds: float
+    device_seconds: float
+    host_seconds: float
+    sequences: int
+    tokens: int
+    prompt_tokens: int
+    padded_tokens: int
+    sampled: int
+    admitted: int
+    admitted_tokens: int  # known tokens of the admitted sequences
+    hit_tokens: int  # tokens of them that were found in the cache
+    preempted: int
+    finished: int
+    waiting: int
+    blocks_used: int
+    blocks_listed: int  # entries in the block tables of running sequences: their blocks without sharing
+    num_blocks: int
+    held_tokens: int
+    compilations: int
+    context_tokens: int = 0  # keys and values that attention reads: each sequence's context after the step
+    pairs: int = 0  # (query, key) pairs of causal attention
+    drafts: int = 0  # that were verified
+    accepted: int = 0  # drafts that became output tokens
+    decodes: int = 0  # decode rows
+    replica: int = 0
+
+
+class RequestRecorder:
+    """Collects the records of requests from results, so that nobody needs to keep those and their plans."""
+
+    def __init__(self, items: Sequence[WorkItem], start: float, branches: int = 1) -> None:
+        """See `request_records`."""
+        self._start = start
+        self._requests = [(item, branch_ids(item.request_id, branches)) for item in items]
+        self._scheduled: dict[str, float] = {}
+        self._times: dict[str, list[float]] = {name: [] for _, names in self._requests for name in names}
+        self._tokens: dict[str, list[int]] = {name: [] for name in self._times}
+        self._preemptions = dict.fromkeys(self._times, 0)
+        self._reasons: dict[str, str] = {}
+
+    def add(self, result: StepResult) -> None:
+        """Raises ValueError for a step with a request that is not in the workload."""
+        started, finished = result.started - self._start, result.finished - self._start
+        for seq in result.plan.seqs:
+            if seq.request_id not in self._times:
+                raise ValueError(f"step {result.plan.step} runs the request {seq.request_id!r}, not in the workload")
+            self._scheduled.setdefault(seq.request_id, started)
+        for request_id in result.plan.preempted:
+            self._preemptions[request_id] += 1
+        for event in result.events:
+            if isinstance(event, Sampled):
+                for request_id, token in zip(event.request_ids, event.token_ids, strict=True):
+                    self._times[request_id].append(finished)
+                    self._tokens[request_id].append(token)
+            elif isinstance(event, Finished):
+                self._reasons[event.request_id] = event.reason
+
+    def add_run(self, run: DecodeRun) -> None:
+        """The same of several steps at once. Its sequences were scheduled before."""
+        times = (run.times.finished - self._start).tolist()
+        for seq, tokens in zip(run.seqs, run.tokens, strict=True):
+            self._times[seq.request_id] += times
+            self._tokens[seq.request_id] += tokens
+
+    def anew(self, request_id: str) -> None:
+        """The request is computed anew, because its replica failed: what was computed is forgotten."""
+        self._scheduled.pop(request_id, None)
+        for name in next(names for item, names in self._requests if item.request_id == request_id):
+            self._times[name], self._tokens[name], self._preemptions[name] = [], [], 0
+            self._reasons.pop(name, None)
+
+    def _branch(self, name: str) -> BranchRecord:
+        times, tokens = tuple(self._times[name]), tuple(self._tokens[name])
+        return BranchRecord(name, times, tokens, self._preemptions[name], self._reasons.get(name))
+
+    def records(
+        self, replicas: Mapping[str, int] | None = None, transfers: Mapping[str, Sequence[Transfer]] | None = None
+    ) -> list[RequestRecord]:
+        """See `request_records`. Args: of each request, its replica and the transfers of its branches."""
+        return [
+            RequestRecord(
+                request_id=item.request_id,
+                arrival=item.arrival,
+                prompt_tokens=len(item.prompt_token_ids),
+                max_tokens=item.max_tokens,
+                first_scheduled=self._scheduled.get(item.request_id),
+                branches=tuple(map(self._branch, names)),
+                replica=replicas.get(item.request_id, 0) if replicas else 0,
+                transfers=tuple(transfers.get(item.request_id, ())) if transfers else (),
+            )
+            for item, names in self._requests
+        ]
+
+
+def request_records(
+    results: Iterable[StepResult], items: Sequence[WorkItem], start: float, branches: int = 1
+) -> list[RequestRecord]:
+    """One record for each item, in the order of `items`.
+
+    Args:
+        start: the run's beginning (time.perf_counter).
+        branches: the number of branches of each request.
+
+    Raises:
+        ValueError: a step has a request that is not among `items`.
+    """
+    recorder = RequestRecorder(items, start, branches)
+    for result in results:
+        recorder.add(result)
+    return recorder.records()
+
+
+class StepRecorder:
+    """Makes the records of one replica's steps, one by one.
+
+    A plan has only the sequences that compute something in its step; others may stay in the cache without a share of
+    the budget. So the cached tokens of each sequence are carried from step to step: rows set them, preemption and
+    finish remove them.
+    """
+
+    def __init__(self, start: float, block_size: int, config: SchedulerConfig | None = None, replica: int = 0) -> None:
+        """See `step_records`."""
+        self._start, self._block_size, self._config, self._replica = start, block_size, config, replica
+        self._groups = config.groups if config else 1
+        self._cached: dict[str, tuple[Sequence[int], int]] = {}  # blocks and the tokens in them
+
+    def left(self, request_id: str) -> None:
+        """The blocks of a sequence were given back between two steps, because another engine has it."""
+        self._cached.pop(request_id, None)
+
+    def record(self, result: StepResult) -> StepRecord:
+        cached, groups, block_size = self._cached, self._groups, self._block_size
+        plan, work = result.plan, work_of(result.plan, result.padded_tokens, config=self._config)
+        for request_id in plan.preempted:
+            cached.pop(request_id, None)
+        for seq, before, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+            cached[seq.request_id] = (seq.blocks, before + count)
+        # without mixed steps, a waiting decode may own a block that no row shows yet
+        entries = sum([len(blocks) for blocks, _ in cached.values()])
+        holes = sum([blocks.count(HOLE) for blocks, _ in cached.values()])
+        listed = max(entries - holes, plan.blocks_used)
+        if listed != plan.blocks_used or holes or groups > 1:
+            held = min(_held(cached.values(), block_size, groups), plan.blocks_used * block_size)
+        else:
+            held = sum([tokens for _, tokens in cached.values()])
+        entered = [event for event in result.events if isinstance(event, Admitted)]
+        finished = [event for event in result.events if isinstance(event, Finished)]
+        for event in finished:
+            cached.pop(event.request_id, None)
+        return StepRecord(
+            step=plan.step,
+            started=result.started - self._start,
+            seconds=result.finished - result.started,
+            device_seconds=result.device_seconds,
+            host_seconds=result.host_seconds,
+            sequences=len(plan.seqs),
+            tokens=plan.num_tokens,
+            prompt_tokens=_prompt_tokens(plan),
+            padded_tokens=result.padded_tokens,
+            sampled=sum(len(event.token_ids) for event in result.events if isinstance(event, Sampled)),
+            admitted=len(plan.admitted),
+            admitted_tokens=sum(event.num_tokens for event in entered),
+            hit_tokens=sum(event.num_cached for event in entered),
+            preempted=len(plan.preempted),
+            finished=len(finished),
+            waiting=plan.num_waiting,
+            blocks_used=plan.blocks_used,
+            blocks_listed=listed,
+            num_blocks=plan.num_blocks,
+            held_tokens=held,
+            compilations=result.compilations,
+            context_tokens=work.context,
+            pairs=work.pairs,
+            **speculation.counted(plan, result.events)._asdict(),
+            replica=self._replica,
+        )
+
+    def record_run(self, run: DecodeRun) -> list[StepRecord]:
+        """The records of several steps at once."""
+        steps, rows, size = len(run.allocated), len(run.seqs), self._block_size
+        context = sum(run.lengths)  # tokens in the cache after the first step
+        first = {seq.request_id: (seq.blocks, length) for seq, length in zip(run.seqs, run.lengths, strict=True)}
+        shared = max(0, run.listed - run.blocks)  # entries that list a block which another one lists, too
+        held = _held(first.values(), size, self._groups) if shared else context
+        self._cached = {name: (blocks, length + steps - 1) for name, (blocks, length) in first.items()}
+        used = list(itertools.accumulate(run.allocated, initial=run.blocks))[1:]
+        started = (run.times.started - self._start).tolist()
+        seconds, device = run.times.finished - run.times.started, run.times.device
+        columns = zip(used, started, seconds.tolist(), device.tolist(), (seconds - device).tolist(), strict=True)
+        return [
+            StepRecord(
+                *(run.step + i, *times, rows, rows, 0, run.padded, rows),
+                *(0, 0, 0, 0, 0),  # nothing is admitted, preempted or finished
+                *(run.waiting, blocks, blocks + shared, run.num_blocks),
+                min(held + i * rows, blocks * size) if shared else held + i * rows,
+                0,
+                context_tokens=context + i * rows,
+                pairs=context + i * rows,
+                decodes=rows,
+                replica=self._replica,
+            )
+            for i, (blocks, *times) in enumerate(columns)
+        ]
+
+
+def step_records(
+    results: Iterable[StepResult], start: float, block_size: int, config: SchedulerConfig | None = None
+) -> list[StepRecord]:
+    """One record for each step of one replica.
+
+    Args:
+        config: of the scheduler, if queries do not see all blocks (pagedjax/host/views.py).
+    """
+    recorder = StepRecorder(start, block_size, config)
+    return [recorder.record(result) for result in results]
+
+
+def _prompt_tokens(plan: Plan) -> int:
+    rows = zip(plan.seqs, plan.starts, plan.counts, strict=True)
+    return sum([max(0, min(count, seq.request.prompt_len - before)) for seq, before, count in rows])
+
+
+def _held(cached: Iterable[tuple[Sequence[int], int]], block_size: int, groups: int) -> int:
+    """Tokens in the cache; those in shared blocks count once, and those of each group of layers."""
+    full: set[int] = set()
+    part: dict[int, int] = {}  # branches share a last block that is not full
+    for blocks, tokens in cached:
+        first = tokens // block_size * groups
+        full.update(blocks[:first])
+        for last in blocks[first : first + groups] if tokens % block_size else ():
+            part[last] = max(part.get(last, 0), tokens % block_size)
+    full.discard(HOLE)
+    return len(full) * block_size + sum(tokens for block, tokens in part.items() if block not in full)
