@@ -108,7 +108,7 @@ MEASURED = {"chip": None, "profile": "splitwise/bloom-176b/a100", "model": "opt-
 )
 def test_records_are_those_of_steps_made_one_by_one(changes):
     counted = compare(changes)
-    assert counted.together > counted.alone / 4  # else this would compare one way with itself
+    assert counted.together > 50  # else this would compare one way with itself
 
 
 @pytest.mark.parametrize(
