@@ -11,6 +11,7 @@
     repeats: 3
     sweep: {grid: {engine.block_size: [8, 16], engine.max_num_batched_tokens: [64, 256]}}
     simulate: {chip: h200, model: llama-3-8b}    # no device: a cost model advances a clock, see simulate.py
+    records: sums                 # of a long simulation: no record of a step and of the times of tokens, see totals.py
     replicas: {count: 16, router: prefix}        # several simulated engines; router: mine.py:NAME is your own
                                                  # changes: [{at: 30.0, join: 2}, {at: 60.0, leave: 1}], see Change
     pools: {prefill: {count: 2}, decode: {count: 1}, link_gb_s: 50}   # in place of replicas, see pool_options.py
@@ -29,7 +30,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from experiments.core import pool_options
 from experiments.core.overrides import combinations, override_all, put
@@ -40,7 +41,7 @@ from experiments.core.workloads import AZURE, Spec, Synthetic, Trace, check
 from experiments.simulation import cost
 from experiments.simulation.cost import STEPS, Simulate
 from pagedjax import routing
-from pagedjax.config import EngineConfig, KVPolicyOptions
+from pagedjax.config import EngineConfig, KVPolicyOptions, one_of
 from pagedjax.host import policies
 from pagedjax.params import SamplingParams
 
@@ -57,6 +58,7 @@ LATER = {
     "workload": ("prefixes",),
     "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens", "taps"),
 }
+Records = Literal["full", "sums"]
 _KINDS = {"engine": EngineConfig, "simulate": Simulate, "sampling": SamplingParams, "workload": Synthetic}
 # Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.
 NEED_TEXT = {
@@ -100,7 +102,12 @@ class Slo:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One point of a sweep, checked. `reseed`: repeat r draws its workload from seed + r instead of seed."""
+    """One point of a sweep, checked.
+
+    reseed: repeat r draws its workload from seed + r instead of seed.
+    records: "sums" keeps no record of a step and only the first and the last time of a request's tokens, for long
+        simulations; percentiles over tokens and steps are then of rounded numbers.
+    """
 
     name: str
     workload: Spec
@@ -117,6 +124,7 @@ class Experiment:
     simulate: Simulate | None = None
     replicas: Replicas | None = None
     pools: Pools | None = None
+    records: Records = "full"
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or any(c in self.name for c in '/\\:*?"<>|'):
@@ -146,12 +154,30 @@ class Experiment:
                 "engine; add one, or leave replicas out"
             )
         pool_options.check_pools(self)
+        self._check_records()
         size = self.engine.block_size
         if self.cache_tokens is not None and self.engine.num_blocks is not None:
             raise ValueError("cache_tokens and engine.num_blocks are both given; give one of them")
         if self.cache_tokens is not None and (self.cache_tokens < size or self.cache_tokens % size):
             raise ValueError(
                 f"cache_tokens is {self.cache_tokens}; it must be a multiple of engine.block_size ({size})"
+            )
+
+    def _check_records(self) -> None:
+        one_of("records", self.records, get_args(Records))
+        if self.records == "full":
+            return
+        remedy = "leave records out"
+        if not self.simulate:
+            raise ValueError(
+                f"records is 'sums' and there is no simulate section, but a measured run is short; {remedy}"
+            )
+        if self.pools:
+            raise ValueError(f"records is 'sums', and a run with pools counts transfers by their records; {remedy}")
+        if self.replicas and any(change.fail for change in self.replicas.changes):
+            raise ValueError(
+                f"records is 'sums', and replicas.changes has a replica that fails, whose tokens would have to be taken "
+                f"out of the sums; {remedy}"
             )
 
     @property
@@ -389,6 +415,8 @@ def point_key(experiment: Experiment, content: str) -> str:
     else:
         for name in POOLS:
             values["pools"][name]["router"] = _own_source(getattr(experiment.pools, name).router)
+    if experiment.records == "full":  # not in the keys of versions before this field
+        del values["records"]
     for section, names in LATER.items():
         usual = {field.name: field.default for field in dataclasses.fields(_KINDS[section])}
         for name in names:

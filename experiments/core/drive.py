@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from experiments.core import metrics
 from experiments.core.config import Experiment, Point, Replicas
-from experiments.core.metrics import summarize
+from experiments.core.metrics import OfSteps, OfTokens
 from experiments.core.pools import OF_ONE_ENGINE, drive_pools, of_pools
 from experiments.core.records import (
     RequestRecord,
@@ -23,8 +24,9 @@ from experiments.core.records import (
     request_records,
     step_records,
 )
-from experiments.core.replicas import Present, by_end, drive_replicas, of_replicas
+from experiments.core.replicas import Load, Present, by_end, drive_replicas, of_replicas
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
+from experiments.core.totals import Totals
 from experiments.core.workloads import WorkItem, Workload, build
 from experiments.simulation.decode_runs import DecodeRun
 from pagedjax import routing
@@ -103,45 +105,62 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     for one in engines:
         one.reset()  # removes cached prefixes and counters of the warm-up
     gc.collect()  # so that garbage of the previous run costs this one no time
-    requests, steps = _recorded(llm, engines, experiment, workload)
+    kept = _recorded(llm, engines, experiment, workload)
+    requests = with_arrivals(kept.requests, workload.clients)
     sent = zip(workload.items, requests, strict=True)
     workload = workload._replace(items=tuple(item._replace(arrival=request.arrival) for item, request in sent))
-    block_size, present = engine.config.block_size, experiment.replicas
-    end = max((step.started + step.seconds for step in steps), default=0.0)
-    replicas = present.until(end) if present else experiment.num_replicas
+    present, of_steps = experiment.replicas, kept.of_steps
+    replicas = present.until(of_steps.end) if present else experiment.num_replicas
     speculates = engine.config.speculative is not None
-    summary = summarize(requests, steps, block_size, experiment.slo, speculates=speculates, replicas=replicas)
+    options = {"speculates": speculates, "replicas": replicas}
+    summary = metrics.summary(requests, of_steps, kept.of_tokens, engine.config.block_size, experiment.slo, **options)
     if present:
         where = [request.replica for request in requests]
-        summary["replicas"] = of_replicas(where, steps, summary["duration_s"], range(replicas))
+        summary["replicas"] = of_replicas(where, kept.by_replica, summary["duration_s"], range(replicas))
     if pools := experiment.pools:
         counts = pools.prefill.count, pools.decode.count
         summary |= dict.fromkeys(OF_ONE_ENGINE)
-        summary["pools"] = of_pools(requests, steps, counts, summary["duration_s"])
-    return Measured(workload, requests, steps, summary, why_failed(steps, summary))
+        summary["pools"] = of_pools(requests, kept.steps, counts, summary["duration_s"])
+    return Measured(workload, requests, kept.steps, summary, why_failed(kept.steps, summary))
 
 
-def _recorded(
-    llm: Any, engines: Sequence[Any], experiment: Experiment, workload: Workload
-) -> tuple[list[RequestRecord], list[StepRecord]]:
-    """Run the requests -> the records of these and of the steps. Those of a real engine are made after the run."""
+class Kept(NamedTuple):
+    """What is known of a run. Of a run that keeps sums, there are no `steps`."""
+
+    requests: list[RequestRecord]
+    steps: list[StepRecord]
+    of_steps: OfSteps
+    of_tokens: OfTokens
+    by_replica: Sequence[Load]
+
+
+def _recorded(llm: Any, engines: Sequence[Any], experiment: Experiment, workload: Workload) -> Kept:
+    """Run the requests. The records of a real engine are made after the run."""
     engine, sampling, replicas = engines[0], experiment.sampling, experiment.replicas
     items, clients, branches = workload.items, workload.clients, sampling.drawn().n
     if experiment.simulate is None and experiment.pools is None:
         start, results = drive(engine, items, sampling, clients=clients)
-        found = request_records(results, items, start, branches)
         steps = step_records(results, start, engine.config.block_size, engine.scheduler_state.config)
-        return with_arrivals(found, clients), steps
-    note = Recorder(engines, items, branches)
+        return _kept(request_records(results, items, start, branches), steps)
     if experiment.pools:
-        prefill, decode = llm.fleets(routing.find)
+        note, (prefill, decode) = Recorder(engines, items, branches), llm.fleets(routing.find)
         moved = drive_pools(prefill, decode, llm.link, items, sampling, note, clients)
-        return with_arrivals(note.requests.records(moved.prefill, moved.transfers), clients), by_end(note.steps)
+        return _kept(note.requests.records(moved.prefill, moved.transfers), by_end(note.steps))
     options = replicas or Replicas(router=routing.ROUND_ROBIN.name)
     known = engine.config.num_blocks if options.known_blocks is None else options.known_blocks
-    router, present = routing.find(options.router), Present(options.count, options.changes, note.requests.anew)
+    router, present = routing.find(options.router), Present(options.count, options.changes)
+    if experiment.records == "sums":
+        totals = Totals(engines, items, branches)
+        where = drive_replicas(engines, router, known, items, sampling, totals, clients, present)
+        return Kept(totals.records(where), [], totals.of_steps(), totals.of_tokens(), totals.replicas)
+    note = Recorder(engines, items, branches)
+    present = present._replace(anew=note.requests.anew)
     where = drive_replicas(engines, router, known, items, sampling, note, clients, present)
-    return with_arrivals(note.requests.records(where), clients), by_end(note.steps)
+    return _kept(note.requests.records(where), by_end(note.steps))
+
+
+def _kept(requests: list[RequestRecord], steps: list[StepRecord]) -> Kept:
+    return Kept(requests, steps, metrics.of_steps(steps), metrics.of_tokens(requests), steps)
 
 
 class Recorder:

@@ -12,7 +12,7 @@ from experiments.core.drive import Measured, measure
 from experiments.core.engines import Engines, Run, engine_key
 from experiments.core.environment import load_average, processor_time, stolen_share
 from experiments.core.pool_options import POOLS, of_pool
-from experiments.core.records import RequestRecord
+from experiments.core.records import BranchRecord, RequestRecord
 from pagedjax.config import EngineConfig
 
 Result = tuple[dict[str, str], dict[str, Any]]  # the files of a run (name -> text) and its summary
@@ -90,7 +90,9 @@ def _head(run: Run, where: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
-    """config.yaml with its copies, requests.jsonl and steps.jsonl of a run. Times are rounded to microseconds.
+    """config.yaml with its copies, requests.jsonl and (unless it keeps sums) steps.jsonl of a run.
+
+    Times are rounded to microseconds.
 
     Only an engine with speculation has columns of drafts, only several engines have a column of theirs, and only pools
     have transfers.
@@ -101,22 +103,31 @@ def run_files(run: Run, llm: Any, measured: Measured) -> dict[str, str]:
     left_out = alone if llm.engine.config.speculative else (*alone, *speculation.COLUMNS)
 
     def branches(request: RequestRecord) -> list[dict[str, Any]]:
-        return [{**b._asdict(), "token_times": [round(time, 6) for time in b.token_times]} for b in request.branches]
+        return [_branch(one) for one in request.branches]
 
     def columns(request: RequestRecord) -> dict[str, Any]:
         kept = {key: value for key, value in request._asdict().items() if key not in (*alone, *unmoved)}
         moved = {} if unmoved else {"transfers": [_rounded(one._asdict()) for one in request.transfers]}
         return kept | {"branches": branches(request)} | moved
 
-    steps = [
-        _rounded({key: value for key, value in step._asdict().items() if key not in left_out})
-        for step in measured.steps
-    ]
-    return {
+    files = {
         **config_files(run, experiment.engine_config if experiment.pools else llm.engine.config),
         "requests.jsonl": store.json_lines(map(columns, measured.requests)),
-        "steps.jsonl": store.json_lines(steps),
     }
+    if experiment.records == "full":
+        steps = [
+            {key: value for key, value in step._asdict().items() if key not in left_out} for step in measured.steps
+        ]
+        files["steps.jsonl"] = store.json_lines(map(_rounded, steps))
+    return files
+
+
+def _branch(branch: BranchRecord) -> dict[str, Any]:
+    """Its row; `counted` is only there where it is needed."""
+    row = branch._asdict() | {"token_times": [round(time, 6) for time in branch.token_times]}
+    if branch.counted is None:
+        del row["counted"]
+    return row
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,9 +27,97 @@ from experiments.core.records import RequestRecord, StepRecord
 from pagedjax.load_client.summary import spread
 
 
+class OfSteps(NamedTuple):
+    """Sums over the steps of a run; `end` is the last one's, `*_s` and `per_step` are distributions (`spread`)."""
+
+    count: int
+    end: float
+    seconds: float
+    tokens: int
+    padded: int
+    blocks_used: int
+    most_used: int
+    num_blocks: int
+    listed: int
+    held: int
+    hit: int
+    admitted: int
+    preempted: int
+    compilations: int
+    drafts: int
+    accepted: int
+    decodes: int
+    step_s: dict[str, Any]
+    device_s: dict[str, Any]
+    host_s: dict[str, Any]
+    per_step: dict[str, Any]  # sequences
+
+
+class OfTokens(NamedTuple):
+    """When output tokens were made. `method` is that of percentiles over tokens and steps."""
+
+    count: int
+    itl_s: dict[str, Any]
+    steady_rate: float | None
+    sha256: str | None
+    method: str = "linear"
+
+
+def of_steps(steps: Sequence[StepRecord]) -> OfSteps:
+    """Raises ValueError if there are none."""
+    if not steps:
+        raise ValueError("the run has no steps; there is nothing to summarize")
+    return OfSteps(
+        count=len(steps),
+        end=steps[-1].started + steps[-1].seconds,
+        seconds=sum(step.seconds for step in steps),
+        tokens=sum(step.tokens for step in steps),
+        padded=sum(step.padded_tokens for step in steps),
+        blocks_used=sum(step.blocks_used for step in steps),
+        most_used=max(step.blocks_used for step in steps),
+        num_blocks=max(step.num_blocks for step in steps),
+        listed=sum(step.blocks_listed for step in steps),
+        held=sum(step.held_tokens for step in steps),
+        hit=sum(step.hit_tokens for step in steps),
+        admitted=sum(step.admitted_tokens for step in steps),
+        preempted=sum(step.preempted for step in steps),
+        compilations=sum(step.compilations for step in steps),
+        **speculation.sums(steps)._asdict(),
+        step_s=spread(step.seconds for step in steps),
+        device_s=spread(step.device_seconds for step in steps),
+        host_s=spread(step.host_seconds for step in steps),
+        per_step=spread(float(step.sequences) for step in steps),
+    )
+
+
+def of_tokens(requests: Sequence[RequestRecord]) -> OfTokens:
+    branches = [branch for request in requests for branch in request.branches]
+    return OfTokens(
+        count=sum(branch.num_tokens for branch in branches),
+        itl_s=spread(gap for branch in branches for gap in branch.gaps),
+        steady_rate=steady_rate(time for branch in branches for time in branch.token_times),
+        sha256=tokens_digest(requests),
+    )
+
+
 def summarize(
     requests: Sequence[RequestRecord],
     steps: Sequence[StepRecord],
+    block_size: int,
+    slo: Slo | None = None,
+    *,
+    speculates: bool = False,
+    replicas: int = 1,
+) -> dict[str, Any]:
+    """The summary of a run that kept all records, see `summary`. Raises ValueError without a step."""
+    sums = of_steps(steps), of_tokens(requests)
+    return summary(requests, *sums, block_size, slo, speculates=speculates, replicas=replicas)
+
+
+def summary(
+    requests: Sequence[RequestRecord],
+    steps: OfSteps,
+    tokens: OfTokens,
     block_size: int,
     slo: Slo | None = None,
     *,
@@ -47,7 +135,7 @@ def summarize(
     prefixes found in the cache. Sequences without a row in a step count with the blocks they own. A request whose
     branches have not forked yet is one sequence.
 
-    With several replicas, or pools, `steps` are those of all in the order of their ends. Blocks and slots are those of
+    With several replicas, or pools, `steps` are those of all. Blocks and slots are those of
     one replica, and of pools None (`pools` has their blocks); `between_steps_s` is a sum over all of them.
 
     With `speculates` there is also `speculation`: drafts, accepted ones, their share, and the mean number of tokens
@@ -56,16 +144,12 @@ def summarize(
     `requests`, `unfinished`, `requests_per_s` and `goodput` count requests; `branches`, `finished` (by reason) and
     `preemptions` count branches.
     """
-    if not steps:
-        raise ValueError("the run has no steps; there is nothing to summarize")
-    duration = steps[-1].started + steps[-1].seconds
+    duration = steps.end
     done = [request for request in requests if request.done]
     branches = [branch for request in requests for branch in request.branches]
-    output = sum(len(branch.token_ids) for branch in branches)
     prompt = sum(request.prompt_tokens for request in done)
     reasons = [branch.finish_reason for branch in branches if branch.finish_reason is not None]
-    slots = sum(step.blocks_used for step in steps) * block_size
-    peak = max(step.blocks_used for step in steps)
+    slots = steps.blocks_used * block_size
     drafts = {"speculation": speculation.summary(steps)} if speculates else {}
     return {
         "duration_s": duration,
@@ -74,39 +158,37 @@ def summarize(
         "unfinished": len(requests) - len(done),
         "finished": {reason: reasons.count(reason) for reason in sorted(set(reasons))},
         "prompt_tokens": prompt,
-        "output_tokens": output,
+        "output_tokens": tokens.count,
         "requests_per_s": len(done) / duration,
-        "output_tokens_per_s": output / duration,
-        "total_tokens_per_s": (prompt + output) / duration,
-        "steady_output_tokens_per_s": steady_rate(time for branch in branches for time in branch.token_times),
-        "percentile_method": "linear",
+        "output_tokens_per_s": tokens.count / duration,
+        "total_tokens_per_s": (prompt + tokens.count) / duration,
+        "steady_output_tokens_per_s": tokens.steady_rate,
+        "percentile_method": tokens.method,
         "ttft_s": spread(request.ttft for request in requests),
-        "itl_s": spread(gap for branch in branches for gap in branch.gaps),
+        "itl_s": tokens.itl_s,
         "tpot_s": spread(branch.tpot for branch in branches),
         "e2e_s": spread(request.e2e for request in requests),
         "queue_s": spread(request.queue for request in requests),
-        "steps": len(steps),
-        "step_s": spread(step.seconds for step in steps),
-        "device_s": spread(step.device_seconds for step in steps),
-        "host_s": spread(step.host_seconds for step in steps),
-        "between_steps_s": replicas * duration - sum(step.seconds for step in steps),
-        "sequences_per_step": spread(float(step.sequences) for step in steps),
-        "tokens_computed": sum(step.tokens for step in steps),
-        "tokens_padded": sum(step.padded_tokens for step in steps),
-        "padding_share": _share(sum(step.tokens for step in steps), sum(step.padded_tokens for step in steps)),
-        "blocks_total": max(step.num_blocks for step in steps),
-        "blocks_used": {"mean": slots / block_size / len(steps), "peak": peak},
-        "slots_used": {"mean": slots / len(steps), "peak": peak * block_size},
-        "fragmentation_share": _share(sum(step.held_tokens for step in steps), slots),
-        "blocks_saved_share": _share(
-            sum(step.blocks_used for step in steps), sum(step.blocks_listed for step in steps)
-        ),
-        "prefix_hit_share": _part(sum(step.hit_tokens for step in steps), sum(step.admitted_tokens for step in steps)),
-        "preemptions": sum(step.preempted for step in steps),
-        "compilations": sum(step.compilations for step in steps),
+        "steps": steps.count,
+        "step_s": steps.step_s,
+        "device_s": steps.device_s,
+        "host_s": steps.host_s,
+        "between_steps_s": replicas * duration - steps.seconds,
+        "sequences_per_step": steps.per_step,
+        "tokens_computed": steps.tokens,
+        "tokens_padded": steps.padded,
+        "padding_share": _share(steps.tokens, steps.padded),
+        "blocks_total": steps.num_blocks,
+        "blocks_used": {"mean": slots / block_size / steps.count, "peak": steps.most_used},
+        "slots_used": {"mean": slots / steps.count, "peak": steps.most_used * block_size},
+        "fragmentation_share": _share(steps.held, slots),
+        "blocks_saved_share": _share(steps.blocks_used, steps.listed),
+        "prefix_hit_share": _part(steps.hit, steps.admitted),
+        "preemptions": steps.preempted,
+        "compilations": steps.compilations,
         **drafts,
         "goodput": goodput(requests, duration, slo or Slo()),
-        "tokens_sha256": tokens_digest(requests),
+        "tokens_sha256": tokens.sha256,
     }
 
 

@@ -7,10 +7,11 @@ The time of a token is the end of the step that sampled it (commit included): a 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from experiments.core import speculation
 from experiments.core.workloads import WorkItem, branch_ids
@@ -21,21 +22,36 @@ from pagedjax.host.types import HOLE, Admitted, Finished, Plan, Sampled, Schedul
 
 class BranchRecord(NamedTuple):
     """One branch of a request. The first branch has the request's id. `finish_reason` is None for a branch that did
-    not end."""
+    not end.
+
+    counted: of a run that keeps sums (totals.py), the branch's output tokens; `token_times` are then those of the first
+        and the last token, and `token_ids` is empty. None: all are there.
+    """
 
     branch_id: str
     token_times: tuple[float, ...]
     token_ids: tuple[int, ...]
     preemptions: int
     finish_reason: str | None
+    counted: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_times) if self.counted is None else self.counted
 
     @property
     def gaps(self) -> tuple[float, ...]:
+        """Seconds between its tokens. Raises ValueError if their times were not kept."""
+        if self.counted is not None:
+            raise ValueError(f"{self.branch_id} has the times of its first and last token alone; set records: full")
         return tuple(b - a for a, b in pairwise(self.token_times))
 
     @property
     def tpot(self) -> float | None:
-        return sum(self.gaps) / len(self.gaps) if self.gaps else None
+        if self.counted is None:
+            return sum(self.gaps) / len(self.gaps) if self.gaps else None
+        first, last = self.token_times or (0.0, 0.0)
+        return (last - first) / (self.counted - 1) if self.counted > 1 else None
 
 
 class Transfer(NamedTuple):
@@ -116,8 +132,17 @@ class StepRecord(NamedTuple):
     replica: int = 0
 
 
+class RunColumns(NamedTuple):
+    """Counts of consecutive steps, int64 [steps]; see `StepRecord`."""
+
+    used: np.ndarray
+    listed: np.ndarray
+    held: np.ndarray
+    context: np.ndarray
+
+
 class RequestRecorder:
-    """Collects the records of requests from results, so that nobody needs to keep those and their plans."""
+    """Collects the records of requests from results, so that no one has to keep those and their plans."""
 
     def __init__(self, items: Sequence[WorkItem], start: float, branches: int = 1) -> None:
         """See `request_records`."""
@@ -169,18 +194,30 @@ class RequestRecorder:
     ) -> list[RequestRecord]:
         """See `request_records`. Args: of each request, its replica and the transfers of its branches."""
         return [
-            RequestRecord(
-                request_id=item.request_id,
-                arrival=item.arrival,
-                prompt_tokens=len(item.prompt_token_ids),
-                max_tokens=item.max_tokens,
-                first_scheduled=self._scheduled.get(item.request_id),
-                branches=tuple(map(self._branch, names)),
-                replica=replicas.get(item.request_id, 0) if replicas else 0,
-                transfers=tuple(transfers.get(item.request_id, ())) if transfers else (),
+            request_record(
+                item, self._scheduled.get(item.request_id), tuple(map(self._branch, names)), replicas, transfers
             )
             for item, names in self._requests
         ]
+
+
+def request_record(
+    item: WorkItem,
+    scheduled: float | None,
+    branches: tuple[BranchRecord, ...],
+    replicas: Mapping[str, int] | None,
+    transfers: Mapping[str, Sequence[Transfer]] | None = None,
+) -> RequestRecord:
+    return RequestRecord(
+        request_id=item.request_id,
+        arrival=item.arrival,
+        prompt_tokens=len(item.prompt_token_ids),
+        max_tokens=item.max_tokens,
+        first_scheduled=scheduled,
+        branches=branches,
+        replica=replicas.get(item.request_id, 0) if replicas else 0,
+        transfers=tuple(transfers.get(item.request_id, ())) if transfers else (),
+    )
 
 
 def request_records(
@@ -266,31 +303,39 @@ class StepRecorder:
             replica=self._replica,
         )
 
+    def columns_of(self, run: DecodeRun) -> RunColumns:
+        """The counts of several steps at once, which are noted as `record` does."""
+        steps, rows, size = len(run.allocated), len(run.seqs), self._block_size
+        after = rows * np.arange(steps)  # tokens that the steps before each one have added
+        context = sum(run.lengths) + after
+        first = {seq.request_id: (seq.blocks, length) for seq, length in zip(run.seqs, run.lengths, strict=True)}
+        self._cached = {name: (blocks, length + steps - 1) for name, (blocks, length) in first.items()}
+        used = run.blocks + np.cumsum(run.allocated)
+        shared = max(0, run.listed - run.blocks)  # entries that list a block which another one lists, too
+        held = context
+        if shared:
+            held = np.minimum(_held(first.values(), size, self._groups) + after, used * size)
+        return RunColumns(used, used + shared, held, context)
+
     def record_run(self, run: DecodeRun) -> list[StepRecord]:
         """The records of several steps at once."""
-        steps, rows, size = len(run.allocated), len(run.seqs), self._block_size
-        context = sum(run.lengths)  # tokens in the cache after the first step
-        first = {seq.request_id: (seq.blocks, length) for seq, length in zip(run.seqs, run.lengths, strict=True)}
-        shared = max(0, run.listed - run.blocks)  # entries that list a block which another one lists, too
-        held = _held(first.values(), size, self._groups) if shared else context
-        self._cached = {name: (blocks, length + steps - 1) for name, (blocks, length) in first.items()}
-        used = list(itertools.accumulate(run.allocated, initial=run.blocks))[1:]
-        started = (run.times.started - self._start).tolist()
-        seconds, device = run.times.finished - run.times.started, run.times.device
-        columns = zip(used, started, seconds.tolist(), device.tolist(), (seconds - device).tolist(), strict=True)
+        rows, times = len(run.seqs), run.times
+        started, seconds = times.started - self._start, times.finished - times.started
+        columns = (started, seconds, times.device, seconds - times.device, *self.columns_of(run))
+        rows_of = zip(*[column.tolist() for column in columns], strict=True)
         return [
             StepRecord(
-                *(run.step + i, *times, rows, rows, 0, run.padded, rows),
+                *(run.step + i, *of_time, rows, rows, 0, run.padded, rows),
                 *(0, 0, 0, 0, 0),  # nothing is admitted, preempted or finished
-                *(run.waiting, blocks, blocks + shared, run.num_blocks),
-                min(held + i * rows, blocks * size) if shared else held + i * rows,
-                0,
-                context_tokens=context + i * rows,
-                pairs=context + i * rows,
+                *(run.waiting, used, listed, run.num_blocks, held, 0),
+                context_tokens=context,
+                pairs=context,
                 decodes=rows,
                 replica=self._replica,
             )
-            for i, (blocks, *times) in enumerate(columns)
+            for i, (*of_time, used, listed, held, context) in enumerate(
+                zip(*[c.tolist() for c in columns], strict=True)
+            )
         ]
 
 

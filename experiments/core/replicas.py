@@ -221,7 +221,18 @@ def by_end(steps: Iterable[Sequence[StepRecord]]) -> list[StepRecord]:
     return list(merge(*steps, key=lambda step: step.started + step.seconds))
 
 
-def of_replicas(where: Iterable[int], steps: Sequence[StepRecord], duration: float, replicas: range) -> dict[str, Any]:
+class Load(Protocol):
+    """A step of a replica, or the sums of several."""
+
+    @property
+    def replica(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+def of_replicas(where: Iterable[int], steps: Sequence[Load], duration: float, replicas: range) -> dict[str, Any]:
     """How even the replicas were: requests, computed tokens and the share of the time in which they made steps.
 
     Args:

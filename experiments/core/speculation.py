@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from pagedjax.host.types import Event, Plan, Verified
@@ -44,16 +44,20 @@ def decodes(plan: Plan) -> int:
     return sum(start >= seq.request.prompt_len for seq, start in ones)
 
 
-def summary(steps: Sequence[Counted]) -> dict[str, Any]:
-    """Sums over steps. A decode row gives one token and one for each accepted draft.
+def sums(steps: Iterable[Counted]) -> DraftCounts:
+    """Over all steps."""
+    counts = [(step.drafts, step.accepted, step.decodes) for step in steps]
+    return DraftCounts(*(sum(column) for column in zip(*counts, strict=True))) if counts else DraftCounts(0, 0, 0)
+
+
+def summary(counts: Counted) -> dict[str, Any]:
+    """Of the sums over all steps. A decode row gives one token and one for each accepted draft.
 
     None: `acceptance` without a draft, `tokens_per_decode` without a decode row.
     """
-    drafts, accepted = sum(step.drafts for step in steps), sum(step.accepted for step in steps)
-    rows = sum(step.decodes for step in steps)
     return {
-        "drafts": drafts,
-        "accepted": accepted,
-        "acceptance": accepted / drafts if drafts else None,
-        "tokens_per_decode": (rows + accepted) / rows if rows else None,
+        "drafts": counts.drafts,
+        "accepted": counts.accepted,
+        "acceptance": counts.accepted / counts.drafts if counts.drafts else None,
+        "tokens_per_decode": (counts.decodes + counts.accepted) / counts.decodes if counts.decodes else None,
     }

@@ -1,0 +1,235 @@
+"""The sums of a long simulated run (`records: sums`), in place of a record of each step and the times of each token.
+
+A day of requests on 16 replicas has a hundred million steps. Counts, means and largest values are exact. Percentiles
+over tokens and steps are of numbers that were rounded down, by at most one part in 1,024.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from experiments.core.metrics import OfSteps, OfTokens
+from experiments.core.records import (
+    BranchRecord,
+    RequestRecord,
+    StepRecord,
+    StepRecorder,
+    request_record,
+)
+from experiments.core.workloads import WorkItem, branch_ids
+from experiments.simulation.decode_runs import DecodeRun
+from pagedjax.host.types import Finished, Sampled, StepResult
+from pagedjax.load_client.summary import PERCENTILES
+
+METHOD = "linear, of numbers rounded down by at most one part in 1,024"
+_KEPT = 10  # bits of a float's fraction that a bin keeps
+_LEAST, _MOST = -40, 40  # binary exponents: from 1e-12, below which a number counts as 0, to 1e12
+_FIRST = (1023 + _LEAST) << _KEPT  # the leading bits of the least number that has a bin
+_BINS = ((_MOST - _LEAST) << _KEPT) + 1
+_BUFFER = 1 << 17  # numbers that are counted at once
+
+
+class Tally:
+    """The distribution of many numbers of at least 0, in constant memory."""
+
+    def __init__(self) -> None:
+        self._bins = np.zeros(_BINS, np.int64)  # bin 0: numbers below the least one, which count as 0
+        self._count, self._sum, self._most = 0, 0.0, 0.0
+        self._waiting: list[tuple[np.ndarray, int]] = []
+        self._size = 0  # numbers in `_waiting`
+
+    def add(self, values: np.ndarray, times: int = 1) -> None:
+        """Count each of float64 [n] `times` times."""
+        self._waiting.append((values, times))
+        self._size += len(values)
+        if self._size >= _BUFFER:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        values = np.concatenate([values for values, _ in self._waiting])
+        times = np.repeat([times for _, times in self._waiting], [len(values) for values, _ in self._waiting])
+        self._waiting, self._size = [], 0
+        leading = (values.view(np.int64) >> (52 - _KEPT)) - _FIRST + 1
+        self._bins += np.bincount(np.clip(leading, 0, _BINS - 1), times, _BINS).astype(np.int64)
+        self._count += int(times.sum())
+        self._sum += float(values @ times)
+        self._most = max(self._most, float(values.max()))
+
+    def at(self, ranks: Sequence[int]) -> list[float]:
+        """The numbers of these ranks (0 is the least), rounded down."""
+        self._flush()
+        bins = np.searchsorted(np.cumsum(self._bins), np.asarray(ranks), side="right")
+        values = ((np.maximum(bins - 1, 0) + _FIRST) << (52 - _KEPT)).view(np.float64)
+        return np.where(bins == 0, 0.0, values).tolist()
+
+    def spread(self) -> dict[str, float | int | None]:
+        """As `pagedjax.load_client.summary.spread` of all numbers, but for the percentiles' rounding."""
+        self._flush()
+        names = [f"p{p}" for p in PERCENTILES]
+        if not self._count:
+            return {"count": 0, **dict.fromkeys(("mean", *names, "max"))}
+        places = [(self._count - 1) * p / 100 for p in PERCENTILES]
+        low, high = self.at([int(at) for at in places]), self.at([min(int(at) + 1, self._count - 1) for at in places])
+        parts = [at % 1 for at in places]
+        percentiles = [a + (b - a) * part for a, b, part in zip(low, high, parts, strict=True)]
+        mean = self._sum / self._count
+        return {"count": self._count, "mean": mean, **dict(zip(names, percentiles, strict=True)), "max": self._most}
+
+
+@dataclass
+class ReplicaSums:
+    """Sums over the steps of one replica; see `StepRecord`. It stands for a step that computed all of it."""
+
+    replica: int
+    count: int = 0
+    end: float = 0.0
+    seconds: float = 0.0
+    tokens: int = 0
+    padded: int = 0
+    blocks_used: int = 0
+    most_used: int = 0
+    num_blocks: int = 0
+    listed: int = 0
+    held: int = 0
+    hit: int = 0
+    admitted: int = 0
+    preempted: int = 0
+    compilations: int = 0
+    drafts: int = 0
+    accepted: int = 0
+    decodes: int = 0
+
+    def add(self, step: StepRecord) -> None:
+        self.count += 1
+        self.end = step.started + step.seconds
+        self.seconds += step.seconds
+        self.tokens += step.tokens
+        self.padded += step.padded_tokens
+        self.blocks_used += step.blocks_used
+        self.most_used = max(self.most_used, step.blocks_used)
+        self.num_blocks = step.num_blocks
+        self.listed += step.blocks_listed
+        self.held += step.held_tokens
+        self.hit += step.hit_tokens
+        self.admitted += step.admitted_tokens
+        self.preempted += step.preempted
+        self.compilations += step.compilations
+        self.drafts += step.drafts
+        self.accepted += step.accepted
+        self.decodes += step.decodes
+
+
+class Totals:
+    """What `drive_replicas` calls in place of a `drive.Recorder`."""
+
+    def __init__(self, engines: Sequence[Any], items: Sequence[WorkItem], branches: int) -> None:
+        self.replicas = [ReplicaSums(replica) for replica in range(len(engines))]
+        self._recorders = [
+            StepRecorder(0.0, one.config.block_size, one.scheduler_state.config, i) for i, one in enumerate(engines)
+        ]
+        self._requests = [(item, branch_ids(item.request_id, branches)) for item in items]
+        self._scheduled: dict[str, float] = {}
+        self._ends: dict[str, list[float]] = {}  # of each branch, the times of its first and last token
+        self._counts: dict[str, int] = defaultdict(int)  # tokens of each branch
+        self._preemptions: dict[str, int] = defaultdict(int)
+        self._reasons: dict[str, str] = {}
+        self._seconds, self._device, self._host, self._sequences = Tally(), Tally(), Tally(), Tally()
+        self._gaps, self._times = Tally(), Tally()  # of tokens
+
+    def step(self, replica: int, result: StepResult) -> None:
+        record = self._recorders[replica].record(result)
+        self.replicas[replica].add(record)
+        self._of_steps(np.array([record.seconds]), np.array([record.device_seconds]), record.sequences)
+        for seq in result.plan.seqs:
+            self._scheduled.setdefault(seq.request_id, result.started)
+        for request_id in result.plan.preempted:
+            self._preemptions[request_id] += 1
+        for event in result.events:
+            if isinstance(event, Sampled):
+                self._sampled(event.request_ids, np.array([result.finished]))
+            elif isinstance(event, Finished):
+                self._reasons[event.request_id] = event.reason
+
+    def run(self, replica: int, run: DecodeRun) -> None:
+        columns, sums, rows = self._recorders[replica].columns_of(run), self.replicas[replica], len(run.seqs)
+        steps, seconds = len(run.allocated), run.times.finished - run.times.started
+        sums.count += steps
+        sums.end = float(run.times.finished[-1])
+        sums.seconds += float(seconds.sum())
+        sums.tokens += steps * rows
+        sums.padded += steps * run.padded
+        sums.blocks_used += int(columns.used.sum())
+        sums.most_used = max(sums.most_used, int(columns.used[-1]))
+        sums.num_blocks = run.num_blocks
+        sums.listed += int(columns.listed.sum())
+        sums.held += int(columns.held.sum())
+        sums.decodes += steps * rows
+        self._of_steps(seconds, run.times.device, rows)
+        self._sampled([seq.request_id for seq in run.seqs], run.times.finished)
+
+    def _of_steps(self, seconds: np.ndarray, device: np.ndarray, sequences: int) -> None:
+        self._seconds.add(seconds)
+        self._device.add(device)
+        self._host.add(np.maximum(seconds - device, 0.0))  # without host_s, a difference of rounding
+        self._sequences.add(np.full(len(seconds), float(sequences)))
+
+    def _sampled(self, names: Sequence[str], finished: np.ndarray) -> None:
+        """Each of these branches got a token at each of these times; a name that is there twice, two tokens."""
+        first, last = float(finished[0]), float(finished[-1])
+        gaps = []
+        for name in names:
+            self._counts[name] += len(finished)
+            if (ends := self._ends.get(name)) is None:
+                self._ends[name] = [first, last]
+            else:
+                gaps.append(first - ends[1])
+                ends[1] = last
+        if gaps:
+            self._gaps.add(np.array(gaps))
+        if len(finished) > 1:
+            self._gaps.add(np.diff(finished), len(names))
+        self._times.add(finished, len(names))
+
+    def _branch(self, name: str) -> BranchRecord:
+        ends, reason = tuple(self._ends.get(name, ())), self._reasons.get(name)
+        return BranchRecord(name, ends, (), self._preemptions.get(name, 0), reason, self._counts.get(name, 0))
+
+    def records(self, replicas: Mapping[str, int]) -> list[RequestRecord]:
+        """Of each request, with its replica."""
+        return [
+            request_record(item, self._scheduled.get(item.request_id), tuple(map(self._branch, names)), replicas)
+            for item, names in self._requests
+        ]
+
+    def of_steps(self) -> OfSteps:
+        """Raises ValueError if there are none."""
+        found = [one for one in self.replicas if one.count]
+        if not found:
+            raise ValueError("the run has no steps; there is nothing to summarize")
+        largest = {name: max(getattr(one, name) for one in found) for name in ("end", "most_used", "num_blocks")}
+        summed = [field.name for field in fields(ReplicaSums) if field.name not in ("replica", *largest)]
+        return OfSteps(
+            **largest,
+            **{name: sum(getattr(one, name) for one in found) for name in summed},
+            step_s=self._seconds.spread(),
+            device_s=self._device.spread(),
+            host_s=self._host.spread(),
+            per_step=self._sequences.spread(),
+        )
+
+    def of_tokens(self) -> OfTokens:
+        """The steady rate is that between the rounded times of a tenth and of nine tenths of all tokens."""
+        count = sum(self._counts.values())
+        rate = None
+        if count:
+            tenth, most = -(-count // 10) - 1, -(-9 * count // 10) - 1
+            first, last = self._times.at([tenth, most])
+            rate = (most - tenth) / (last - first) if last > first else None
+        return OfTokens(count, self._gaps.spread(), rate, None, METHOD)
