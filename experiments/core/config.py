@@ -55,11 +55,16 @@ LATER = {
         *("row_features", "max_tap_bytes", "enable_lora", "max_loras", "max_lora_rank"),
     ),
     "simulate": ("mesh", "hop_s", "profile"),
-    "workload": ("prefixes",),
+    "workload": ("prefixes", "rounds"),
     "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens", "taps"),
 }
 Records = Literal["full", "sums"]
-_KINDS = {"engine": EngineConfig, "simulate": Simulate, "sampling": SamplingParams, "workload": Synthetic}
+_KINDS = {
+    "engine": (EngineConfig,),
+    "simulate": (Simulate,),
+    "sampling": (SamplingParams,),
+    "workload": (Synthetic, Trace),
+}
 # Fields of SamplingParams that a tokenizer or `LLM` reads, and what an experiment has instead.
 NEED_TEXT = {
     "stop": "use sampling.stop_token_ids",
@@ -165,20 +170,17 @@ class Experiment:
 
     def _check_records(self) -> None:
         one_of("records", self.records, get_args(Records))
+        why = None
         if self.records == "full":
             return
-        remedy = "leave records out"
         if not self.simulate:
-            raise ValueError(
-                f"records is 'sums' and there is no simulate section, but a measured run is short; {remedy}"
-            )
-        if self.pools:
-            raise ValueError(f"records is 'sums', and a run with pools counts transfers by their records; {remedy}")
-        if self.replicas and any(change.fail for change in self.replicas.changes):
-            raise ValueError(
-                f"records is 'sums', and replicas.changes has a replica that fails, whose tokens would have to be taken "
-                f"out of the sums; {remedy}"
-            )
+            why = "there is no simulate section: a measured run keeps all of its records"
+        elif self.pools:
+            why = "with pools, transfers are counted by their records"
+        elif self.replicas and any(change.fail for change in self.replicas.changes):
+            why = "replicas.changes has a replica that fails, whose lost tokens cannot be taken out of sums"
+        if why:
+            raise ValueError(f"records is 'sums', and {why}; leave records out")
 
     @property
     def engine_config(self) -> EngineConfig:
@@ -418,7 +420,7 @@ def point_key(experiment: Experiment, content: str) -> str:
     if experiment.records == "full":  # not in the keys of versions before this field
         del values["records"]
     for section, names in LATER.items():
-        usual = {field.name: field.default for field in dataclasses.fields(_KINDS[section])}
+        usual = {field.name: field.default for kind in _KINDS[section] for field in dataclasses.fields(kind)}
         for name in names:
             if section in values and values[section].get(name, ...) == usual[name]:
                 del values[section][name]

@@ -101,6 +101,7 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     check_lengths(workload.items, engine.config.max_model_len)
     engine.reset()
     if experiment.simulate is None:
+        workload = workload.drawn()  # so that the measured run does not draw ids
         warm_up(engine, experiment, workload.items)
     for one in engines:
         one.reset()  # removes cached prefixes and counters of the warm-up

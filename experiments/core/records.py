@@ -333,9 +333,7 @@ class StepRecorder:
                 decodes=rows,
                 replica=self._replica,
             )
-            for i, (*of_time, used, listed, held, context) in enumerate(
-                zip(*[c.tolist() for c in columns], strict=True)
-            )
+            for i, (*of_time, used, listed, held, context) in enumerate(rows_of)
         ]
 
 

@@ -31,7 +31,7 @@ _KEPT = 10  # bits of a float's fraction that a bin keeps
 _LEAST, _MOST = -40, 40  # binary exponents: from 1e-12, below which a number counts as 0, to 1e12
 _FIRST = (1023 + _LEAST) << _KEPT  # the leading bits of the least number that has a bin
 _BINS = ((_MOST - _LEAST) << _KEPT) + 1
-_BUFFER = 1 << 17  # numbers that are counted at once
+_BUFFER = 1 << 19  # numbers that are counted at once
 
 
 class Tally:
@@ -40,22 +40,33 @@ class Tally:
     def __init__(self) -> None:
         self._bins = np.zeros(_BINS, np.int64)  # bin 0: numbers below the least one, which count as 0
         self._count, self._sum, self._most = 0, 0.0, 0.0
-        self._waiting: list[tuple[np.ndarray, int]] = []
-        self._size = 0  # numbers in `_waiting`
+        self._arrays: list[np.ndarray] = []  # that wait to be counted
+        self._times: list[int] = []  # of each of these
+        self._single: list[float] = []  # the same of numbers that came one by one
+        self._size = 0  # numbers that wait
 
     def add(self, values: np.ndarray, times: int = 1) -> None:
         """Count each of float64 [n] `times` times."""
-        self._waiting.append((values, times))
-        self._size += len(values)
+        self._arrays.append(values)
+        self._times.append(times)
+        self._waits(len(values))
+
+    def one(self, value: float) -> None:
+        """Count a number."""
+        self._single.append(value)
+        self._waits(1)
+
+    def _waits(self, numbers: int) -> None:
+        self._size += numbers
         if self._size >= _BUFFER:
             self._flush()
 
     def _flush(self) -> None:
-        if not self._waiting:
+        if not self._size:
             return
-        values = np.concatenate([values for values, _ in self._waiting])
-        times = np.repeat([times for _, times in self._waiting], [len(values) for values, _ in self._waiting])
-        self._waiting, self._size = [], 0
+        arrays = [np.array(self._single), *self._arrays]
+        values, times = np.concatenate(arrays), np.repeat([1, *self._times], [len(array) for array in arrays])
+        self._arrays, self._times, self._single, self._size = [], [], [], 0
         leading = (values.view(np.int64) >> (52 - _KEPT)) - _FIRST + 1
         self._bins += np.bincount(np.clip(leading, 0, _BINS - 1), times, _BINS).astype(np.int64)
         self._count += int(times.sum())
@@ -146,14 +157,18 @@ class Totals:
     def step(self, replica: int, result: StepResult) -> None:
         record = self._recorders[replica].record(result)
         self.replicas[replica].add(record)
-        self._of_steps(np.array([record.seconds]), np.array([record.device_seconds]), record.sequences)
+        self._seconds.one(record.seconds)
+        self._device.one(record.device_seconds)
+        self._host.one(max(record.host_seconds, 0.0))
+        self._sequences.one(float(record.sequences))
         for seq in result.plan.seqs:
             self._scheduled.setdefault(seq.request_id, result.started)
         for request_id in result.plan.preempted:
             self._preemptions[request_id] += 1
         for event in result.events:
             if isinstance(event, Sampled):
-                self._sampled(event.request_ids, np.array([result.finished]))
+                self._sampled(event.request_ids, result.finished, result.finished, 1)
+                self._times.add(np.array([result.finished]), len(event.request_ids))
             elif isinstance(event, Finished):
                 self._reasons[event.request_id] = event.reason
 
@@ -171,31 +186,24 @@ class Totals:
         sums.listed += int(columns.listed.sum())
         sums.held += int(columns.held.sum())
         sums.decodes += steps * rows
-        self._of_steps(seconds, run.times.device, rows)
-        self._sampled([seq.request_id for seq in run.seqs], run.times.finished)
-
-    def _of_steps(self, seconds: np.ndarray, device: np.ndarray, sequences: int) -> None:
         self._seconds.add(seconds)
-        self._device.add(device)
-        self._host.add(np.maximum(seconds - device, 0.0))  # without host_s, a difference of rounding
-        self._sequences.add(np.full(len(seconds), float(sequences)))
+        self._device.add(run.times.device)
+        self._host.add(np.maximum(seconds - run.times.device, 0.0))  # without host_s, a difference of rounding
+        self._sequences.add(np.array([float(rows)]), steps)
+        finished = run.times.finished
+        self._sampled([seq.request_id for seq in run.seqs], float(finished[0]), float(finished[-1]), steps)
+        self._gaps.add(np.diff(finished), rows)
+        self._times.add(finished, rows)
 
-    def _sampled(self, names: Sequence[str], finished: np.ndarray) -> None:
-        """Each of these branches got a token at each of these times; a name that is there twice, two tokens."""
-        first, last = float(finished[0]), float(finished[-1])
-        gaps = []
+    def _sampled(self, names: Sequence[str], first: float, last: float, tokens: int) -> None:
+        """Each of these branches got tokens between two times; a name that is there twice, twice as many."""
         for name in names:
-            self._counts[name] += len(finished)
+            self._counts[name] += tokens
             if (ends := self._ends.get(name)) is None:
                 self._ends[name] = [first, last]
             else:
-                gaps.append(first - ends[1])
+                self._gaps.one(first - ends[1])
                 ends[1] = last
-        if gaps:
-            self._gaps.add(np.array(gaps))
-        if len(finished) > 1:
-            self._gaps.add(np.diff(finished), len(names))
-        self._times.add(finished, len(names))
 
     def _branch(self, name: str) -> BranchRecord:
         ends, reason = tuple(self._ends.get(name, ())), self._reasons.get(name)

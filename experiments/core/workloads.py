@@ -16,10 +16,10 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class WorkItem(NamedTuple):
 
     request_id: str
     arrival: float
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]  # a tuple, or `RandomIds`
     max_tokens: int
 
 
@@ -56,6 +56,11 @@ class Workload(NamedTuple):
     clipped_prompts: int = 0
     clipped_outputs: int = 0
     clients: int | None = None
+
+    def drawn(self) -> Workload:
+        """The same with all token ids in memory."""
+        items = [item._replace(prompt_token_ids=tuple(item.prompt_token_ids)) for item in self.items]
+        return self._replace(items=tuple(items))
 
     def describe(self) -> dict[str, Any]:
         """The counts that a run records: requests, tokens, clipped lengths, seconds until the last arrival."""
@@ -115,7 +120,9 @@ class Synthetic:
 class Trace:
     """Arrivals and lengths of a recorded service: CSV with TIMESTAMP, ContextTokens, GeneratedTokens; random ids.
 
-    `time_scale` multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at once.
+    time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at once.
+    rounds: how often the requests come, one round after the other with the mean gap between them: 24 makes a day of a
+        recorded hour. The prompts of each round are others.
     """
 
     kind: Literal["trace"]
@@ -123,6 +130,7 @@ class Trace:
     offset: int = 0
     limit: int | None = None
     time_scale: float = 1.0
+    rounds: int = 1
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
 
@@ -132,6 +140,7 @@ class Trace:
         if self.offset < 0:
             raise ValueError(f"offset is {self.offset!r}; it must be at least 0")
         _at_least_one("limit", self.limit, "null for the whole file")
+        _at_least_one("rounds", self.rounds)
         for name in ("max_prompt_tokens", "max_output_tokens"):
             _at_least_one(name, getattr(self, name), "null for lengths as recorded")
 
@@ -197,7 +206,7 @@ def _drawn(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode)
         times, contexts, generated = read_trace(spec, content)
         prompt_lens, cut_prompts = clip(contexts, 1, spec.max_prompt_tokens)
         output_lens, cut_outputs = clip(generated, 1, spec.max_output_tokens)
-        prompts = random_prompts(prompt_lens, vocab_size, tokens)
+        prompts = drawn_later(prompt_lens, vocab_size, tokens)
         return Workload(_items(times, prompts, output_lens), cut_prompts, cut_outputs)
     if isinstance(spec, Prompts):
         prompts = [tuple(encode(text)) for text in read_prompts(spec, content)]
@@ -208,12 +217,61 @@ def _drawn(spec: Spec, content: str, seed: int, vocab_size: int, encode: Encode)
 
 
 def random_prompts(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[tuple[int, ...]]:
+    """Raises ValueError for a vocabulary without ordinary tokens."""
+    return [tuple(prompt) for prompt in drawn_later(lens, vocab_size, rng)]
+
+
+class RandomIds(Sequence[int]):
+    """Random token ids that are drawn when they are read: those of a day of requests would fill the memory."""
+
+    __slots__ = ("_drawn_from", "_increment", "_length", "_vocab_size")
+
+    def __init__(self, rng: np.random.Generator, length: int, vocab_size: int) -> None:
+        """The next ids that `rng`, on PCG64, draws. It is not advanced."""
+        state = rng.bit_generator.state
+        self._drawn_from = state["state"]["state"], state["has_uint32"], state["uinteger"]
+        self._increment, self._length, self._vocab_size = sys.intern(str(state["state"]["inc"])), length, vocab_size
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        bits = np.random.PCG64()
+        state, has_uint32, uinteger = self._drawn_from
+        whole = {"bit_generator": "PCG64", "state": {"state": state, "inc": int(self._increment)}}
+        bits.state = {**whole, "has_uint32": has_uint32, "uinteger": uinteger}
+        drawn = np.random.Generator(bits).integers(FIRST_ORDINARY_TOKEN, self._vocab_size, size=self._length)
+        return drawn if dtype is None else drawn.astype(dtype)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return np.asarray(self).tolist()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.asarray(self).tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def drawn_later(lens: Sequence[int], vocab_size: int, rng: np.random.Generator) -> list[RandomIds]:
+    """The prompts of `random_prompts`, without their ids in memory."""
     if vocab_size <= FIRST_ORDINARY_TOKEN:
         raise ValueError(
             f"the vocabulary has {vocab_size} tokens; random prompts need more than {FIRST_ORDINARY_TOKEN}, because "
             "lower ids are special"
         )
-    return [tuple(rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=n).tolist()) for n in lens]
+    found = []
+    for length in lens:
+        found.append(RandomIds(rng, length, vocab_size))
+        rng.integers(FIRST_ORDINARY_TOKEN, vocab_size, size=length)
+    return found
 
 
 def read_prompts(spec: Prompts, content: str) -> list[str]:
@@ -252,7 +310,9 @@ def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[
         raise ValueError(f"{spec.file} has no requests after workload.offset {spec.offset} (limit {spec.limit})")
     kept.sort(key=lambda row: row[0])
     times = [(row[0] - kept[0][0]).total_seconds() * spec.time_scale for row in kept]
-    return times, [row[1] for row in kept], [row[2] for row in kept]
+    period = times[-1] * len(times) / max(1, len(times) - 1)  # the time until the first request of the next round
+    times = [time + i * period for i in range(spec.rounds) for time in times] if spec.rounds > 1 else times
+    return times, [row[1] for row in kept] * spec.rounds, [row[2] for row in kept] * spec.rounds
 
 
 def read_tokens(spec: Tokens, content: str, vocab_size: int) -> tuple[list[tuple[int, ...]], list[int]]:
@@ -279,7 +339,7 @@ def read_tokens(spec: Tokens, content: str, vocab_size: int) -> tuple[list[tuple
     return prompts, outputs
 
 
-def _items(times: Sequence[float], prompts: Sequence[tuple[int, ...]], outputs: Sequence[int]) -> tuple[WorkItem, ...]:
+def _items(times: Sequence[float], prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> tuple[WorkItem, ...]:
     rows = zip(times, prompts, outputs, strict=True)
     return tuple(WorkItem(f"r{i:05d}", time, prompt, count) for i, (time, prompt, count) in enumerate(rows))
 
