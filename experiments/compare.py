@@ -218,7 +218,8 @@ def compare(
     name, _, percentile = metric.partition(".p")
     if name in LATENCIES and percentile.isdigit() and apart is None:
         before, after = (store.read_requests(Path(side.runs[0]["run"])) for side in (a, b))
-        return *medians, of_requests(before, after, name, int(percentile), confidence)
+        if name != "itl_s" or all(request.has_gaps for request in (*before, *after)):
+            return *medians, of_requests(before, after, name, int(percentile), confidence)
     ratio = medians[1] / medians[0] if medians[0] > 0 else None
     words = ONCE if ratio is None else f"{ONCE} (B is {times(ratio)} times A)"
     return *medians, Ratio(ratio, None, None, words)

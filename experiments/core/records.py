@@ -95,6 +95,11 @@ class RequestRecord(NamedTuple):
         return None if last is None else last - self.arrival
 
     @property
+    def has_gaps(self) -> bool:
+        """Whether the times of all its tokens were kept."""
+        return all(branch.counted is None for branch in self.branches)
+
+    @property
     def done(self) -> bool:
         return all(branch.finish_reason is not None for branch in self.branches)
 

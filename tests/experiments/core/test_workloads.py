@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import chex
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,7 +24,18 @@ from experiments.core.distributions import (
     draw_arrivals,
     draw_lengths,
 )
-from experiments.core.workloads import FIRST_ORDINARY_TOKEN, Prompts, Synthetic, Tokens, Trace, Workload, build
+from experiments.core.workloads import (
+    FIRST_ORDINARY_TOKEN,
+    Prompts,
+    Synthetic,
+    Tokens,
+    Trace,
+    WorkItem,
+    Workload,
+    build,
+    drawn_later,
+    random_prompts,
+)
 
 PROMPTS = Path(__file__).parents[3] / "configs" / "prompts" / "english.txt"
 CSV = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -256,3 +268,36 @@ def test_parameters_out_of_range_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make_bad()
+
+
+def test_rounds_repeat_the_arrivals_and_lengths_of_a_trace_with_other_prompts():
+    content = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+        f"2023-11-16 18:00:0{second}.0,{3 + second},{1 + second}\n" for second in (0, 1, 4)
+    )
+    spec = Trace(kind="trace", file="t.csv", rounds=3, time_scale=2.0)
+    items = build(spec, content, 0, 100, list).items
+    assert [item.arrival for item in items] == [0.0, 2.0, 8.0, 12.0, 14.0, 20.0, 24.0, 26.0, 32.0]
+    assert [(len(item.prompt_token_ids), item.max_tokens) for item in items] == [(3, 1), (4, 2), (7, 5)] * 3
+    assert len({tuple(item.prompt_token_ids) for item in items}) == 9
+    once = build(replace(spec, rounds=1), content, 0, 100, list).items
+    assert once == items[:3]
+    with pytest.raises(ValueError, match=r"rounds is 0; it must be at least 1"):
+        Trace(kind="trace", file="t.csv", rounds=0)
+
+
+def test_ids_that_are_drawn_later_are_those_that_a_generator_draws_in_a_row():
+    sizes, source = [5, 1, 8, 3], rng(3)
+    later = drawn_later(sizes, 1000, rng(3))
+    at_once = [source.integers(17, 1000, size=size) for size in sizes]
+    chex.assert_trees_all_equal([np.asarray(ids) for ids in later], at_once)
+    assert [tuple(ids) for ids in later] == random_prompts(sizes, 1000, rng(3))
+    ids = later[2]
+    assert len(ids) == 8
+    assert (ids[0], list(ids[2:4])) == (at_once[2][0], at_once[2][2:4].tolist())
+    assert ids == tuple(at_once[2])
+    assert ids != later[0]
+    assert hash(ids) == hash(tuple(ids))
+    chex.assert_type(np.asarray(ids, np.int32), np.int32)
+    found = Workload((WorkItem("a", 0.0, ids, 1),)).drawn()
+    assert type(found.items[0].prompt_token_ids) is tuple
+    assert found.items[0].prompt_token_ids == tuple(ids)

@@ -1,0 +1,169 @@
+"""`records: sums`: the sums of a run against its records, the distributions in constant memory, and the files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import compare, run
+from experiments.core import drive, store
+from experiments.core.config import expand
+from experiments.core.engines import simulated
+from experiments.core.totals import METHOD, Tally
+from pagedjax.load_client.summary import PERCENTILES, spread
+from tests.experiments.core.test_decodes_together import RAW
+
+PART = 1 / 1024  # of a number, that rounding may take
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=20), st.integers(1, 5)), min_size=1, max_size=20
+    )
+)
+def test_a_tally_is_the_distribution_of_all_numbers(drawn):
+    tally = Tally()
+    for values, times in drawn:
+        tally.add(np.array(values), times)
+        tally.one(values[0])
+    every = [value for values, times in drawn for value in [*values * times, values[0]]]
+    found, exact = tally.spread(), spread(every)
+    assert found["count"] == exact["count"]
+    assert found["max"] == exact["max"]
+    chex.assert_trees_all_close(found["mean"], exact["mean"], rtol=1e-12)
+    for name in (f"p{p}" for p in PERCENTILES):
+        assert exact[name] * (1 - PART) <= found[name] <= exact[name] * (1 + 1e-12)
+
+
+def test_small_whole_numbers_are_exact_and_nothing_has_no_percentiles():
+    tally, numbers = Tally(), np.arange(1.0, 1001.0)
+    assert tally.spread() == spread([])
+    tally.add(numbers)
+    assert tally.spread() == spread(numbers.tolist())
+    tally = Tally()
+    tally.add(np.zeros(3))
+    assert tally.spread() == spread([0.0] * 3)
+
+
+def test_a_tally_counts_more_numbers_than_wait_at_a_time(monkeypatch):
+    monkeypatch.setattr("experiments.core.totals._BUFFER", 100)
+    tally, rng = Tally(), np.random.default_rng(0)
+    values = rng.lognormal(size=5_000)
+    for part in np.split(values, 100):
+        tally.add(part)
+    chex.assert_trees_all_close(tally.spread(), spread(values.tolist()), rtol=PART)
+
+
+def both(changes: dict[str, Any]) -> tuple[drive.Measured, drive.Measured]:
+    raw = copy.deepcopy(RAW)
+    for section, values in changes.items():
+        raw[section] = {**raw.get(section, {}), **values} if isinstance(values, dict) else values
+    (full,), (sums,) = expand(raw, folder=Path()), expand(raw | {"records": "sums"}, folder=Path())
+    return tuple(drive.measure(simulated(point.experiment), point, 0) for point in (full, sums))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slo": {"ttft": 0.05, "itl": 0.01}},
+        {"simulate": {"host_s": 0.001}, "cache_tokens": 208},
+        {"sampling": {"n": 2, "temperature": 0.7}},
+        {"workload": {"arrivals": {"process": "closed_loop", "clients": 5}}},
+        {"simulate": {"acceptance": 0.7}, "engine": {"speculative": {"method": "ngram", "num_tokens": 3}}},
+        {"replicas": {"count": 2, "changes": [{"at": 0.1, "join": 2}, {"at": 0.2, "leave": 1}]}},
+    ],
+    ids=["targets", "preemptions", "branches", "closed", "speculation", "changes"],
+)
+def test_sums_are_those_of_all_records(changes):
+    full, sums = both(changes)
+    assert sums.steps == []
+    rounded = {name: sums.summary.pop(name) for name in ("itl_s", "step_s", "device_s", "host_s", "sequences_per_step")}
+    exact = {name: full.summary.pop(name) for name in rounded}
+    chex.assert_trees_all_close(rounded, exact, rtol=PART, atol=1e-12)
+    assert (sums.summary.pop("percentile_method"), full.summary.pop("percentile_method")) == (METHOD, "linear")
+    assert sums.summary.pop("tokens_sha256") is None
+    assert full.summary.pop("tokens_sha256")
+    chex.assert_trees_all_close(
+        sums.summary.pop("steady_output_tokens_per_s"), full.summary.pop("steady_output_tokens_per_s"), rtol=0.05
+    )
+    assert sums.summary.keys() == full.summary.keys()
+    for name, value in full.summary.items():
+        close = {"rtol": 1e-9, "atol": 1e-9}  # sums of floats in another order
+        chex.assert_trees_all_close(json.loads(json.dumps(sums.summary[name])), json.loads(json.dumps(value)), **close)
+    for one, other in zip(sums.requests, full.requests, strict=True):
+        assert one._replace(branches=()) == other._replace(branches=())
+        for branch, kept in zip(one.branches, other.branches, strict=True):
+            assert (branch.counted, branch.token_times) == (
+                len(kept.token_ids),
+                (kept.token_times[0], kept.token_times[-1]),
+            )
+            assert (branch.preemptions, branch.finish_reason) == (kept.preemptions, kept.finish_reason)
+
+
+def test_the_times_that_were_not_kept_are_refused():
+    _, sums = both({})
+    with pytest.raises(ValueError, match=r"r00000 has the times of its first and last token alone; set records: full"):
+        _ = sums.requests[0].branches[0].gaps
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"records": "some"}, r"records is 'some'; it must be one of 'full', 'sums'"),
+        (
+            {"simulate": None, "replicas": None},
+            r"records is 'sums', and there is no simulate section: .* leave records out",
+        ),
+        (
+            {"replicas": {"count": 2, "changes": [{"at": 1.0, "fail": 1}]}},
+            r"replicas.changes has a replica that fails, whose lost tokens cannot be taken out of sums; leave records",
+        ),
+        (
+            {"replicas": None, "pools": {"prefill": {"count": 1}, "decode": {"count": 1}, "link_gb_s": 1.0}},
+            r"with pools, transfers are counted by their records; leave records out",
+        ),
+    ],
+)
+def test_runs_that_cannot_keep_sums_are_refused(changes, message):
+    raw = {name: value for name, value in ({**RAW, "records": "sums"} | changes).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        expand(raw, folder=Path())
+
+
+def test_records_are_in_the_key_of_a_point_only_if_they_are_sums():
+    (before,), (full,) = expand(RAW, folder=Path()), expand(RAW | {"records": "full"}, folder=Path())
+    (sums,) = expand(RAW | {"records": "sums"}, folder=Path())
+    assert before.key == full.key != sums.key
+
+
+def test_a_folder_of_sums_has_no_steps_and_is_compared(tmp_path, capsys):
+    """The report and the comparison do without what was not kept."""
+    path = tmp_path / "runs.yaml"
+    for name, host in (("a", 0.0), ("b", 0.001)):
+        simulate = {**RAW["simulate"], "host_s": host}
+        path.write_text(json.dumps({**RAW, "simulate": simulate, "records": "sums", "name": name}), encoding="utf-8")
+        assert run.main([str(path), "--out", str(tmp_path / "out")]) == 0
+    (folder,) = (tmp_path / "out" / "a").glob("*/0")
+    assert {file.name for file in folder.iterdir()} == {"config.yaml", "env.json", "requests.jsonl", "summary.json"}
+    rows = [json.loads(line) for line in (folder / "requests.jsonl").read_text("utf-8").splitlines()]
+    assert all(len(row["branches"][0]["token_times"]) == 2 and row["branches"][0]["counted"] > 1 for row in rows)
+    assert [request.branches[0].counted for request in store.read_requests(folder)] == [
+        row["branches"][0]["counted"] for row in rows
+    ]
+    assert (tmp_path / "out" / "a" / "report.html").is_file()
+    capsys.readouterr()
+    said = {}
+    for metric in ("itl_s.p90", "ttft_s.p90"):
+        assert compare.main([str(tmp_path / "out" / "a"), str(tmp_path / "out" / "b"), "--metric", metric]) == 0
+        said[metric] = capsys.readouterr().out
+    assert "of these 40 requests" not in said["itl_s.p90"]
+    assert "of these 40 requests" in said["ttft_s.p90"]
