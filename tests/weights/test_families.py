@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import chex
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
-from pagedjax import LLM, EngineConfig, SamplingParams, from_params, load_model
+from experiments.core.config import expand
+from experiments.core.engines import simulated
+from experiments.run import check_models
+from pagedjax import LLM, EngineConfig, SamplingParams, Taps, cli, from_params, load_model
 from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
+from pagedjax.models import score
 from pagedjax.weights import open_checkpoint
 from pagedjax.weights.convert import convert
 from pagedjax.weights.families import own_family
@@ -35,6 +41,7 @@ SIZES: dict[str, Any] = {
     **{"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 64},
     **{"progress": False, "compilation": "lazy"},
 }
+WORKLOAD = {"kind": "synthetic", "count": 2, **{key: {"dist": "fixed", "value": 8} for key in ("prompt", "output")}}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 40, 1))]
 
@@ -130,13 +137,44 @@ def test_the_engine_names_the_family_and_says_it_when_it_runs_on_a_loaded_model(
 
 def test_parameters_in_memory_and_converted_folders_are_the_same_model(folder, name, llm, tmp_path):
     wanted, params = answers(llm), whole(llm.model.model)
-    assert answers(LLM(params=params, config=CONFIG, model_family=name, **SIZES)) == wanted
+    other = LLM(params=params, config=CONFIG, model_family=name, **SIZES)
+    assert answers(other) == wanted
+    other.update_params({**params, "norm": {"weight": -params["norm"]["weight"]}})
+    assert answers(other) != wanted
+    other.update_params(params)
+    assert answers(other) == wanted
     convert(folder, tmp_path / "orbax", "orbax", model_family=name)
     assert answers(LLM(tmp_path / "orbax", model_family=name, **SIZES)) == wanted
     convert(tmp_path / "orbax", tmp_path / "again", "safetensors", model_family=name)
     chex.assert_trees_all_equal(
         *[{key: tensor.read() for key, tensor in open_tensors(one).items()} for one in (folder, tmp_path / "again")]
     )
+
+
+def test_taps_and_scores_of_the_family(folder, name, llm):
+    """The layers' outputs before and after, and a trainer's log-probabilities with the engine's module."""
+    loaded = load_model(folder, model_family=name, linear_impl="xla").model
+    module = nnx.merge(loaded.graphdef, loaded.params)
+    tokens = PROMPTS[1]
+    rows = plain(folder, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
+    chex.assert_trees_all_close(np.asarray(score(module, np.array([tokens]))[0, 1:]), np.float32(rows), atol=1e-4)
+    params = replace(GREEDY, taps=Taps(hidden_states=(0, 3)))
+    (tapped,) = llm.generate([tokens], params, use_tqdm=False)
+    assert tapped.outputs[0].token_ids == answers(llm)[1]
+    assert tapped.outputs[0].taps is not None
+    chex.assert_shape(tapped.outputs[0].taps.hidden_states[3], (len(tokens) + 7, 48))
+
+
+def test_the_command_converts_and_a_simulation_reads_the_shape(folder, name, tmp_path, capsys):
+    target = tmp_path / "orbax"
+    assert cli.main(["convert", str(folder), str(target), "--to", "orbax", "--model-family", name]) == 0
+    assert cli.main(["convert", str(folder), str(tmp_path / "no"), "--to", "orbax"]) == 2
+    assert "a family of your own is given as model_family" in capsys.readouterr().err
+    simulate, engine = {"chip": "a10g"}, {"model_family": name, "num_blocks": 64, "max_model_len": 128}
+    raw = {"name": "own", "model": str(target), "workload": WORKLOAD, "sampling": {"ignore_eos": True}}
+    (point,) = expand({**raw, "simulate": simulate, "engine": engine}, tmp_path)
+    check_models([point.experiment], download=False)
+    assert simulated(point.experiment).engine.config.model_family == name
 
 
 @pytest.mark.slow
