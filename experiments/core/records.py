@@ -330,15 +330,33 @@ class StepRecorder:
         rows_of = zip(*[column.tolist() for column in columns], strict=True)
         return [
             StepRecord(
-                *(run.step + i, *of_time, rows, rows, 0, run.padded, rows),
-                *(0, 0, 0, 0, 0),  # nothing is admitted, preempted or finished
-                *(run.waiting, used, listed, run.num_blocks, held, 0),
+                step=run.step + i,
+                started=start,
+                seconds=duration,
+                device_seconds=device,
+                host_seconds=host,
+                sequences=rows,
+                tokens=rows,
+                prompt_tokens=0,
+                padded_tokens=run.padded,
+                sampled=rows,
+                admitted=0,
+                admitted_tokens=0,
+                hit_tokens=0,
+                preempted=0,
+                finished=0,
+                waiting=run.waiting,
+                blocks_used=used,
+                blocks_listed=listed,
+                num_blocks=run.num_blocks,
+                held_tokens=held,
+                compilations=0,
                 context_tokens=context,
                 pairs=context,
                 decodes=rows,
                 replica=self._replica,
             )
-            for i, (*of_time, used, listed, held, context) in enumerate(rows_of)
+            for i, (start, duration, device, host, used, listed, held, context) in enumerate(rows_of)
         ]
 
 

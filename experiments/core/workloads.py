@@ -233,7 +233,7 @@ class RandomIds(Sequence[int]):
         self._increment, self._length, self._vocab_size = sys.intern(str(state["state"]["inc"])), length, vocab_size
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        bits = np.random.PCG64()
+        bits: Any = np.random.PCG64()
         state, has_uint32, uinteger = self._drawn_from
         whole = {"bit_generator": "PCG64", "state": {"state": state, "inc": int(self._increment)}}
         bits.state = {**whole, "has_uint32": has_uint32, "uinteger": uinteger}

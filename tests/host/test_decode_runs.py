@@ -50,7 +50,7 @@ def of_filled(state: SchedulerState, lengths: tuple[int, ...], size: int) -> Has
     return found
 
 
-def one_step(state: SchedulerState, policy: Policy, shares: bool) -> tuple[SchedulerState, Plan, tuple[Event, ...]]:
+def one_step(state: SchedulerState, policy: Policy, shares: bool) -> tuple[SchedulerState, tuple[Event, ...], Plan]:
     state, plan = scheduler.schedule(state, policy)
     ends = tuple([start + count for start, count in zip(plan.starts, plan.counts, strict=True)])
     rows = state._replace(running=state.running._replace(seqs=plan.seqs))

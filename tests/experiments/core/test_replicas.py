@@ -91,7 +91,11 @@ def test_one_replica_is_the_engine_without_a_router(router: str, change: dict):
     """The engine makes its steps one by one, and the replica several together where they only decode."""
     (point,) = expand({**RAW, **change}, folder=Path())
     made, spec = simulated(point.experiment), point.experiment.workload
-    load, engine, sampling = build(spec, "", 0, made.tokenizer.vocab_size, list), made.engine, point.experiment.sampling
+    load, engine, sampling = (
+        build(spec, "", 0, made.tokenizer.vocab_size, made.tokenizer.encode),
+        made.engine,
+        point.experiment.sampling,
+    )
     _, results = drive(engine, load.items, sampling, engine.clock, engine.sleep, load.clients)
     records = request_records(results, load.items, 0.0, sampling.n)
     behind = measured({**RAW, **change, "replicas": {"router": router}})

@@ -275,11 +275,11 @@ def test_rounds_repeat_the_arrivals_and_lengths_of_a_trace_with_other_prompts():
         f"2023-11-16 18:00:0{second}.0,{3 + second},{1 + second}\n" for second in (0, 1, 4)
     )
     spec = Trace(kind="trace", file="t.csv", rounds=3, time_scale=2.0)
-    items = build(spec, content, 0, 100, list).items
+    items = make(spec, content).items
     assert [item.arrival for item in items] == [0.0, 2.0, 8.0, 12.0, 14.0, 20.0, 24.0, 26.0, 32.0]
     assert [(len(item.prompt_token_ids), item.max_tokens) for item in items] == [(3, 1), (4, 2), (7, 5)] * 3
     assert len({tuple(item.prompt_token_ids) for item in items}) == 9
-    once = build(replace(spec, rounds=1), content, 0, 100, list).items
+    once = make(replace(spec, rounds=1), content).items
     assert once == items[:3]
     with pytest.raises(ValueError, match=r"rounds is 0; it must be at least 1"):
         Trace(kind="trace", file="t.csv", rounds=0)
