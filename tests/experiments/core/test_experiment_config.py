@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.bench import peers
-from experiments.core import config
+from experiments.core import config, point_key
 from experiments.core.strict_yaml import load_file, load_text, parse
 from experiments.core.workloads import Lengths, Synthetic, Trace
 
@@ -221,7 +221,7 @@ def test_point_key_covers_exactly_measured_values(tmp_path: Path) -> None:
     assert len({same, *others}) == len(others) + 1
 
 
-EARLIER_KEYS = {  # of the version before any field of `experiments.core.config.LATER`
+EARLIER_KEYS = {  # of the version before any field of `experiments.core.point_key.LATER`
     "a8d6b235305f884fa77d0707fcf159c321ed2d0a066a2db5c09ea44059b097a6": {},
     "5f636962a2f155e5eec98fcea169f2282db3d89ad273bdf5d426a0d129439684": {
         "engine": {"block_size": 8, "speculative": {"method": "ngram"}}
@@ -265,7 +265,7 @@ def test_point_key_depends_on_file_content_not_path(tmp_path: Path) -> None:
 
 
 def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> None:
-    assert [config._model_source(name) for name in ("smollm2-135m", "org/name")] == ["smollm2-135m", "org/name"]
+    assert [point_key._model_source(name) for name in ("smollm2-135m", "org/name")] == ["smollm2-135m", "org/name"]
 
     def key(model: str) -> str:
         return points(tmp_path, model=model)[0].key

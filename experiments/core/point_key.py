@@ -1,0 +1,123 @@
+"""The key of a point: a hash of all that its measurement depends on, by which a run is found again."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.core.pool_options import POOLS
+from experiments.core.workloads import Synthetic, Trace
+from experiments.simulation.cost import STEPS, Simulate
+from pagedjax.config import EngineConfig, KVPolicyOptions
+from pagedjax.params import SamplingParams
+
+if TYPE_CHECKING:
+    from experiments.core.config import Experiment
+
+# Keys without influence on the measurement; they are not in a point's hash.
+NOT_MEASURED = ("name", "question", "repeats", "sweep")
+# Fields that a point's key has only with another value than their default, so that other keys are those of versions
+# before these fields.
+LATER = {
+    "engine": (
+        *("speculative", "mesh", "devices", "linear_impl", "kv_policy", "free_window_blocks", "batch_invariant"),
+        *("row_features", "max_tap_bytes", "enable_lora", "max_loras", "max_lora_rank", "model_family"),
+    ),
+    "simulate": ("mesh", "hop_s", "profile"),
+    "workload": ("prefixes", "rounds"),
+    "sampling": ("structured_outputs", "bad_words", "bad_words_token_ids", "truncate_prompt_tokens", "taps"),
+}
+_KINDS = {
+    "engine": (EngineConfig,),
+    "simulate": (Simulate,),
+    "sampling": (SamplingParams,),
+    "workload": (Synthetic, Trace),
+}
+# Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has several of them.
+OWN_VALUES = ("policy", "attention_impl", "linear_impl", "model_family")
+
+
+def point_key(experiment: Experiment, content: str) -> str:
+    """sha256 (hexadecimal) of the measured configuration, independent of key order, explicit defaults and names.
+
+    Files count by their content: of the workload, a user's own values, a fitted run's steps, a model and a draft model
+    (`_model_source`).
+    """
+    values = {k: v for k, v in dataclasses.asdict(experiment).items() if k not in NOT_MEASURED}
+    values["engine"] = dataclasses.asdict(experiment.engine_config)
+    if speculative := experiment.engine.speculative:
+        drafter = {"method": _own_source(speculative.method), "model": _model_source(speculative.model)}
+        values["engine"]["speculative"] |= drafter
+    if isinstance(policy := experiment.engine.kv_policy, KVPolicyOptions):
+        values["engine"]["kv_policy"]["name"] = _own_source(policy.name)
+        for name in ("tokens", "dense_layers", "dense_prompts"):  # not in the keys of versions before these fields
+            if getattr(policy, name) is None:
+                del values["engine"]["kv_policy"][name]
+    values["engine"] |= {field: _own_source(getattr(experiment.engine, field)) for field in OWN_VALUES}
+    values["engine"]["row_features"] = tuple(map(_own_source, experiment.engine.row_features))
+    values["model"] = _model_source(experiment.model)
+    del values["cache_tokens"]
+    if experiment.simulate is None:
+        del values["simulate"]
+    elif experiment.simulate.fit is not None:
+        steps = (Path(experiment.simulate.fit) / STEPS).read_bytes()
+        values["simulate"]["fit"] = hashlib.sha256(steps).hexdigest()
+    if experiment.replicas is None:
+        del values["replicas"]
+    else:
+        values["replicas"]["router"] = _own_source(experiment.replicas.router)
+        if not experiment.replicas.changes:  # not in the keys of versions before this field
+            del values["replicas"]["changes"]
+    if experiment.pools is None:
+        del values["pools"]
+    else:
+        for name in POOLS:
+            values["pools"][name]["router"] = _own_source(getattr(experiment.pools, name).router)
+    if experiment.records == "full":  # not in the keys of versions before this field
+        del values["records"]
+    for section, names in LATER.items():
+        usual = {field.name: field.default for kind in _KINDS[section] for field in dataclasses.fields(kind)}
+        for name in names:
+            if section in values and values[section].get(name, ...) == usual[name]:
+                del values[section][name]
+    if "file" in values["workload"]:  # a file counts by content, not by path
+        values["workload"]["file"] = hashlib.sha256(content.encode()).hexdigest()
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _own_source(value: str | None) -> str | None:
+    """The part of a point's key for a field of OWN_VALUES: a name; of one's own value the hash of its file, and its
+    name there.
+
+    Imports of that file are not included: after a change there, `experiments.run --no-resume` measures again.
+    """
+    where, colon, name = (value or "").rpartition(":")
+    if not colon:
+        return value
+    file = where if where.endswith(".py") else inspect.getsourcefile(importlib.import_module(where))
+    return f"{hashlib.sha256(Path(file).read_bytes()).hexdigest()}:{name}" if file else value
+
+
+def _model_source(model: str | None) -> str | None:
+    """The model's part of a point's key: its name; for a model on this disk a hash of its files.
+
+    JSON files (shape, tokenizer) count by content. Weights count by name, size and modification time, because hashing
+    gigabytes takes longer than many runs. A copy with other times is therefore another model.
+    """
+    if model is None or not (place := Path(model).expanduser()).exists():
+        return model
+    weights = [*place.glob("*.safetensors"), *place.glob("params/**/*")] if place.is_dir() else [place]
+    facts: list[Any] = [
+        [path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in sorted(place.glob("*.json"))
+    ]
+    for path in sorted(weights):
+        if path.is_file():
+            about = path.stat()
+            facts.append([path.relative_to(place).as_posix(), about.st_size, about.st_mtime_ns])
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
