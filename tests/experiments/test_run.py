@@ -18,6 +18,7 @@ import yaml
 import experiments
 from experiments import run
 from experiments.core import config, store
+from pagedjax.config import NONE_STAYS
 from tests.weights.tiny import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -77,8 +78,7 @@ def test_sweep_end_to_end(tmp_path: Path, model: str, capsys: pytest.CaptureFixt
     assert sorted(entry.name for entry in folder.iterdir()) == names
     env = json.loads((folder / "env.json").read_text())
     assert env["engine"]["block_size"] == 4
-    without = ["speculative", "mesh", "devices", "kv_policy"]
-    assert [name for name, value in env["engine"].items() if value is None] == without
+    assert {name for name, value in env["engine"].items() if value is None} == set(NONE_STAYS)
     assert env["startup"]["total"] > 0
     assert env["load_average"] is None or env["load_average"] >= 0
     assert env["stolen_share"] is None or 0 <= env["stolen_share"] <= 1
