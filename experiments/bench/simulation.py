@@ -41,6 +41,12 @@ def seconds(point: Point, way: str) -> float:
     return time.process_time() - began
 
 
+def _nameless(setting: str) -> str:
+    """KEY=VALUE without the folders of a file."""
+    key, _, value = setting.partition("=")
+    return f"{key}={Path(value).name}"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
@@ -66,7 +72,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{most:.2f} GiB at most, all ways together")
     if args.json:
-        kept = {"environment": environment(device=False), "config": args.config.name, "set": args.set}
+        kept = {
+            "environment": environment(device=False),
+            "config": args.config.name,
+            "set": list(map(_nameless, args.set)),
+        }
         kept |= {"seconds": found, "shares": shares, "most_gib": round(most, 2)}
         args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
