@@ -123,6 +123,20 @@ def test_maps_of_folders_are_short_and_name_every_folder(path: Path):
     assert [name for name in inner if f"{name}/" not in text] == []
 
 
+def test_readme_is_one_screen_and_has_both_commands():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) <= 90
+    for name in ("main command", "test command"):  # .ci/run takes the second one from here
+        assert re.search(rf"<!-- {name} -->\n```sh\npython3 -m venv [^\n]+\n```\n<!-- end -->", text), name
+
+
+def test_ratios_of_the_comparison_are_those_of_the_results():
+    quoted = re.findall(r"\d\.\d\d \(\d\.\d\d to \d\.\d\d\)", (ROOT / "docs/field.md").read_text("utf-8"))
+    assert len(quoted) == 5
+    results = (ROOT / "experiments/results/README.md").read_text("utf-8")
+    assert [one for one in quoted if one not in results] == []
+
+
 def test_index_links_every_page():
     linked = set(links((DESIGN / "README.md").read_text("utf-8")))
     assert {path.name for path in DESIGN.glob("*.md")} - {"README.md"} == {x for x in linked if "/" not in x}

@@ -1,7 +1,11 @@
-"""What is read from the HTML of a built site: names of anchors, links and pictures."""
+"""What is read from the HTML of a built site: names of anchors, links and pictures.
+
+python -m tests.docs.built_pages build/docs        prints links and anchors that do not resolve; exit status 1 if any
+"""
 
 from __future__ import annotations
 
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
@@ -58,3 +62,14 @@ def foreign(folder: Path) -> list[str]:
             if address.netloc and address.path.endswith((".js", ".css", ".png", ".svg", ".woff2")):
                 found.append(f"{path.name} -> {target}")
     return found
+
+
+def main(folder: Path) -> int:
+    """Prints what is wrong with a built site -> the exit status."""
+    count, wrong = len(pages_of(folder)), [*broken(folder), *foreign(folder)]
+    print(*wrong, f"{count} pages, {len(wrong)} links that do not resolve or need a network", sep="\n")
+    return 1 if wrong or not count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -147,6 +147,15 @@ def test_broken_links_and_foreign_files_are_seen(tmp_path: Path):
     assert built_pages.foreign(tmp_path) == ["a.html -> https://example.org/b.js"]
 
 
+def test_a_built_site_is_checked_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert built_pages.main(tmp_path) == 1  # there is no page
+    (tmp_path / "a.html").write_text('<h1 id="x"></h1><a href="#x"></a>')
+    assert built_pages.main(tmp_path) == 0
+    (tmp_path / "b.html").write_text('<a href="a.html#y"></a>')
+    assert built_pages.main(tmp_path) == 1
+    assert "b.html -> a.html#y\n2 pages, 1 links" in capsys.readouterr().out
+
+
 def test_the_version_to_cite_is_the_package_s():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert (cited["version"], cited["license"]) == (pagedjax.__version__, "Apache-2.0")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from _generate import api, rst
 from _generate.docstrings import entries, field_names, field_texts, signature, text_of, to_rst
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SIZES = """Sizes of a thing.
@@ -55,8 +55,8 @@ class Base(NamedTuple):
 def parsed(lines: list[str]):
     """The document that docutils reads; any remark of it is an error."""
     core = pytest.importorskip("docutils.core", reason="the `docs` extra is not installed")
-    settings = {"report_level": 1, "halt_level": 1, "syntax_highlight": "none", "file_insertion_enabled": False}
-    return core.publish_doctree("\n".join(lines), settings_overrides=settings)
+    options = {"report_level": 1, "halt_level": 1, "syntax_highlight": "none", "file_insertion_enabled": False}
+    return core.publish_doctree("\n".join(lines), settings_overrides=options)
 
 
 def test_fields_are_a_list_of_definitions():
@@ -144,6 +144,7 @@ def test_lists_and_columns_are_kept():
 MARKUP = st.text(alphabet=" abi1.*_`|\\:-=+~#()[]{}<>\"'/,;\n", max_size=60)
 
 
+@settings(deadline=None)  # docutils takes long on a busy machine
 @given(MARKUP)
 def test_no_text_becomes_markup(text: str):
     """docutils reads back the same words as one paragraph, without a remark."""
@@ -152,6 +153,7 @@ def test_no_text_becomes_markup(text: str):
     assert [node.tagname for node in document.children] in ([], ["paragraph"])
 
 
+@settings(deadline=None)  # docutils takes long on a busy machine
 @given(MARKUP)
 def test_no_paragraph_becomes_other_markup_than_code(text: str):
     document = parsed([rst.inline(text)])
@@ -160,6 +162,7 @@ def test_no_paragraph_becomes_other_markup_than_code(text: str):
     assert kinds <= {"literal"}
 
 
+@settings(deadline=None)  # docutils takes long on a busy machine
 @given(st.lists(MARKUP, max_size=5).map("\n".join), st.sets(st.sampled_from(["a", "b", "i"])))
 def test_every_docstring_is_read_without_a_remark(text: str, fields: set[str]):
     parsed(to_rst(text, fields))
