@@ -1,7 +1,8 @@
 """Experiments on PagedJAX: strict configs, workloads, sweeps, metrics and reports.
 
 python -m experiments.run configs/quickstart.yaml        measure
-experiments.load_runs("runs/quickstart")                 read the results as a pandas DataFrame
+experiments.measure("configs/quickstart.yaml")           the same in Python; the results as a pandas DataFrame
+experiments.load_runs("runs/quickstart")                 read the results of earlier runs
 python -m experiments.report runs/quickstart             draw the report again
 python -m experiments.compare runs/before runs/after     is a difference real?
 python -m experiments.capacity configs/...yaml           the highest rate that meets the config's targets
@@ -24,13 +25,46 @@ This folder holds one module for each of these commands, and nothing else. Impor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["load_runs"]
+__all__ = ["load_runs", "measure"]
+
+
+def measure(
+    config: str | PathLike[str],
+    settings: Mapping[str, Any] | None = None,
+    out: str | PathLike[str] = "runs",
+    *,
+    jobs: int = 1,
+    engines: int = 4,
+    quiet: bool = True,
+) -> pd.DataFrame:
+    """Measure what is missing of an experiment, and read all of its runs, as `python -m experiments.run` does.
+
+    Args:
+        config: a YAML file.
+        settings: keys in place of those of the file, such as {"engine.block_size": 32}.
+        out: the folder of results. The experiment has a folder of its name there, with its runs and its report.
+        jobs: simulated runs at a time, each in a process of its own.
+        engines: that are kept alive at a time.
+        quiet: no progress bar.
+
+    Returns:
+        The runs of this experiment, in the rows and columns of `load_runs`. A run that failed has its reason in
+        `failed`, and no numbers.
+
+    Raises:
+        ValueError: the config is wrong, or a model is missing.
+        ImportError: pandas or matplotlib is missing; the message says how to install it.
+    """
+    from experiments import run
+
+    return run.measure(config, settings, out, jobs=jobs, engines=engines, quiet=quiet)
 
 
 def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:

@@ -15,17 +15,19 @@ writable.
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments import report
+from experiments import load_runs, report
 from experiments.analysis import sweep_points
 from experiments.core import cluster, config, parallel, processes, store, sweep
-from experiments.core.config import Experiment
+from experiments.core.config import Experiment, Point
 from experiments.core.engines import Run, engine_key, plan_runs
 from experiments.core.optional_imports import require
 from experiments.core.pool_options import POOLS, of_pool
@@ -33,6 +35,9 @@ from experiments.core.workloads import Prompts
 from pagedjax import cli
 from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import HUB_ID, open_checkpoint
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,35 +49,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--engines is {options.engines}; it must be at least 1")
         parallel.check(points, options.jobs, options.backend)
         resources, on_ray = worker_resources(options), options.backend == "ray"
-        plan = plan_runs(points, options.engines)
         group = None if options.dry_run else cli.join(options)
         if group is not None and on_ray:
             raise ValueError(
                 "--backend is ray, and this is one of several processes of an engine; leave one of them out"
             )
         if group is not None and group.process:
-            processes.follow(group, plan, sweep.make_engines(options.engines, quiet=True))
+            processes.follow(group, plan_runs(points, options.engines), sweep.make_engines(options.engines, quiet=True))
             return 0
-        folder = Path(options.out) / points[0].experiment.name
-        store.clean(folder)
-        done = {} if options.no_resume else sweep.finished_runs(plan, folder)
-        missing = [run.point.experiment for run in plan if (run.point.key, run.repeat) not in done]
-        check_models(missing, download=not options.dry_run)
+        left = prepare(points, options.out, options.engines, resume=not options.no_resume, download=not options.dry_run)
+        plan, folder, done = left.plan, left.folder, left.done
         if options.dry_run:
             print(describe(plan, done, folder))
             return 0
-        for module in ("pandas", "matplotlib"):  # fails now, not after minutes of measuring
-            require(module)
-        command = ["python", "-m", "experiments.run", *(sys.argv[1:] if arguments is None else arguments)]
-        sweep.write_sweep(folder, points, shlex.join(command))
-        if on_ray and missing:
-            left = [run for run in plan if (run.point.key, run.repeat) not in done]
-            workers = cluster.connect(left, options.engines, resources, options.jobs)
+        if on_ray and left.missing:
+            workers = cluster.connect(left.missing, options.engines, resources, options.jobs)
             measure_all: sweep.Measure = partial(cluster.results, workers=workers)
         elif not on_ray and (options.jobs or 1) > 1:
             measure_all = partial(parallel.results, jobs=options.jobs)
         else:
             measure_all = partial(sweep.in_turn, engines=sweep.make_engines(options.engines, quiet=options.quiet))
+        command = ["python", "-m", "experiments.run", *(sys.argv[1:] if arguments is None else arguments)]
+        sweep.write_sweep(folder, points, shlex.join(command))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -96,6 +94,74 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"failed: {summary['label']}, repeat {summary['repeat']}: {summary['failed']}", file=sys.stderr)
     print(f"report: {path}")
     return 1 if failed else 0
+
+
+class Prepared(NamedTuple):
+    """A sweep before it is measured. done: the summaries of finished runs, by point and repeat."""
+
+    plan: list[Run]
+    folder: Path
+    done: dict[tuple[str, int], dict[str, Any]]
+
+    @property
+    def missing(self) -> list[Run]:
+        return [run for run in self.plan if (run.point.key, run.repeat) not in self.done]
+
+
+def prepare(
+    points: Sequence[Point], out: str | PathLike[str], engines: int, *, resume: bool = True, download: bool = True
+) -> Prepared:
+    """Find what of a sweep is left to measure, and that all is there for it.
+
+    Args:
+        out: the folder of results; the sweep has one of its name in it.
+        engines: that are kept alive at a time.
+        resume: False leaves no run out.
+        download: whether models of a hub are fetched.
+
+    Raises:
+        ValueError: a model is missing or damaged.
+        ImportError: pandas or matplotlib is missing.
+    """
+    plan, folder = plan_runs(points, engines), Path(out) / points[0].experiment.name
+    store.clean(folder)
+    found = Prepared(plan, folder, sweep.finished_runs(plan, folder) if resume else {})
+    check_models([run.point.experiment for run in found.missing], download=download)
+    for module in ("pandas", "matplotlib"):  # fails now, not after minutes of measuring
+        require(module)
+    return found
+
+
+def measure(
+    config_file: str | PathLike[str],
+    settings: Mapping[str, Any] | None = None,
+    out: str | PathLike[str] = "runs",
+    *,
+    jobs: int = 1,
+    engines: int = 4,
+    quiet: bool = True,
+) -> pd.DataFrame:
+    """What `python -m experiments.run` does, as a function: `experiments.measure`."""
+    words = tuple(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items())
+    points = config.load(Path(config_file), words)
+    for name, value in (("engines", engines), ("jobs", jobs)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    parallel.check(points, jobs, "loky")
+    plan, folder, done = prepare(points, out, engines)
+    several = partial(parallel.results, jobs=jobs)
+    alone = partial(sweep.in_turn, engines=sweep.make_engines(engines, quiet=quiet))
+    command = [
+        "python",
+        "-m",
+        "experiments.run",
+        str(config_file),
+        *(part for word in words for part in ("--set", word)),
+    ]
+    sweep.write_sweep(folder, points, shlex.join([*command, "--out", str(out)]))
+    sweep.measure_missing(plan, folder, done, several if jobs > 1 else alone, quiet=quiet)
+    report.write(folder)
+    return load_runs(folder)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -450,3 +450,40 @@ def test_parallel_jobs_need_simulated_runs(
     ):
         assert run.main([str(file), "--out", str(tmp_path), *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_measure_is_the_command_as_a_function(tmp_path, capsys):
+    raw = {
+        "name": "small",
+        "model": "nothing is loaded",
+        "simulate": {"step_s": 0.01, "model": "llama-3-8b"},
+        "engine": {"max_model_len": 64},
+        "cache_tokens": 1024,
+        "workload": {
+            "kind": "synthetic",
+            "count": 4,
+            "prompt": {"dist": "fixed", "value": 8},
+            "output": {"dist": "fixed", "value": 3},
+        },
+        "sampling": {"ignore_eos": True},
+        "sweep": {"grid": {"engine.block_size": [8, 16]}},
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(raw), encoding="utf-8")
+    runs = experiments.measure(path, out=tmp_path / "runs")
+    assert sorted(runs["block_size"]) == [8, 16]
+    assert runs["failed"].isna().all()
+    assert (tmp_path / "runs" / "small" / "report.html").is_file()
+    assert experiments.measure(path, out=tmp_path / "runs", jobs=2).equals(runs)  # nothing is measured again
+    one = experiments.measure(path, {"sweep": None, "engine.block_size": 32}, out=tmp_path / "runs")
+    assert one["tokens_sha256"].tolist() == runs["tokens_sha256"].tolist()[:1]
+    assert experiments.load_runs(tmp_path / "runs" / "small").equals(one)
+    printed = capsys.readouterr()
+    assert "error" not in printed.out + printed.err
+    again = json.loads((tmp_path / "runs" / "small" / "sweep.json").read_text())["command"]
+    assert again.startswith("python -m experiments.run ")
+    assert "engine.block_size=32" in again
+    with pytest.raises(ValueError, match=r"engine.block_size is 0; it must be at least 1"):
+        experiments.measure(path, {"sweep": None, "engine.block_size": 0}, out=tmp_path / "runs")
+    with pytest.raises(ValueError, match=r"jobs is 0; it must be at least 1"):
+        experiments.measure(path, out=tmp_path / "runs", jobs=0)
