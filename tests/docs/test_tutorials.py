@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "tutorials"
 PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
 # over ten seconds: an engine is compiled, or many runs are simulated
-SLOW = {"life_of_a_prompt", "does_block_size_matter", "a_policy_of_your_own", "serve_and_watch", "speculate"}
+SLOW = {
+    *("life_of_a_prompt", "does_block_size_matter", "a_policy_of_your_own", "serve_and_watch", "speculate"),
+    *("train_and_look_inside",),
+}
 HEADER = """---
 jupytext:
   text_representation:
