@@ -18,7 +18,7 @@ PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
 # over ten seconds: an engine is compiled, or many runs are simulated
 SLOW = {
     *("life_of_a_prompt", "does_block_size_matter", "a_policy_of_your_own", "serve_and_watch", "speculate"),
-    *("train_and_look_inside",),
+    *("train_and_look_inside", "many_devices"),
 }
 HEADER = """---
 jupytext:
