@@ -31,6 +31,7 @@ from experiments.core.optional_imports import require
 from experiments.core.pool_options import POOLS, of_pool
 from experiments.core.workloads import Prompts
 from pagedjax import cli
+from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import HUB_ID, open_checkpoint
 
 
@@ -131,11 +132,12 @@ def check_models(experiments: Iterable[Experiment], *, download: bool) -> None:
     Raises:
         ValueError: a model is missing, damaged or not supported.
     """
-    for model in dict.fromkeys(one.model for one in experiments if _reads_model(one)):
+    read = ((one.model, one.engine.model_family) for one in experiments if _reads_model(one))
+    for model, family in dict.fromkeys(read):
         if HUB_ID.fullmatch(model) and not download:
             continue
         try:
-            open_checkpoint(model)
+            open_checkpoint(model, family=own_family(family))
         except (ImportError, OSError, ValueError) as error:
             raise ValueError(f"model: {error}") from error
 

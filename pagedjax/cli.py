@@ -149,7 +149,8 @@ def convert(args: argparse.Namespace) -> int:
 
     shard_bytes = int(args.shard_gb * 1e9)
     progress = sys.stderr.isatty()
-    print(write(args.model, args.target, args.to, dtype=args.dtype, shard_bytes=shard_bytes, progress=progress))
+    options = {"dtype": args.dtype, "model_family": args.model_family, "shard_bytes": shard_bytes}
+    print(write(args.model, args.target, args.to, **options, progress=progress))
     return 0
 
 
@@ -203,10 +204,9 @@ def _decoder(model: str) -> Any:
     """Token ids -> text, by a model's tokenizer. The weights are not loaded."""
     from functools import partial
 
-    from pagedjax.weights.locate import open_checkpoint
-    from pagedjax.weights.tokenizer_files import load_tokenizer
+    from pagedjax.weights.tokenizer_files import open_tokenizer
 
-    return partial(load_tokenizer(open_checkpoint(model)).decode, skip_special_tokens=False)
+    return partial(open_tokenizer(model).decode, skip_special_tokens=False)
 
 
 def _write(args: argparse.Namespace, ending: str, text: str) -> int:
@@ -378,6 +378,7 @@ def parser() -> argparse.ArgumentParser:
     other.add_argument("target", help="the folder to write; it must not exist, or be empty")
     other.add_argument("--to", choices=("orbax", "safetensors"), required=True)
     other.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="the default is what is stored")
+    other.add_argument("--model-family", metavar="FILE.py:NAME", help="of a model whose family is one of your own")
     other.add_argument("--shard-gb", type=float, default=5.0, help="GB of data in a safetensors file at most")
     other.set_defaults(run=convert)
 

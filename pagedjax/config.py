@@ -226,6 +226,8 @@ class EngineConfig:
         is "module:NAME" or "folder/file.py:NAME".
     linear_impl: an implementation of pallas_kernels.linear, in whose layout matrices are stored; None chooses by
         platform, once. One of your own is named in the same way.
+    model_family: how a model is read whose config.json names no built-in architecture: "module:NAME" or
+        "folder/file.py:NAME" of a `pagedjax.models.Family` (docs/design/models.md); None is a built-in one.
     token_buckets: the padded step sizes (T), a compiled program each; None is powers of two up to the budget.
     batch_invariant: the tokens and log-probabilities of a request have the same bits beside any other requests, and
         with any bucket, chunk, block size, cached prefix, preemption and number of threads. It needs implementations
@@ -277,6 +279,7 @@ class EngineConfig:
     policy: str = "fcfs"  # a PolicyName, or where one of your own is
     attention_impl: str | None = None  # an AttentionImpl, or where one of your own is
     linear_impl: str | None = None  # a LinearImpl, or where one of your own is
+    model_family: str | None = None
     token_buckets: tuple[int, ...] | None = None
     preemption: Preemption = "recompute"
     enable_prefix_caching: bool = True
@@ -372,6 +375,9 @@ class EngineConfig:
             impl = getattr(self, name)
             if impl is not None and not (isinstance(impl, str) and ":" in impl):
                 one_of(name, impl, get_args(known))
+        if self.model_family is not None and not (isinstance(self.model_family, str) and ":" in self.model_family):
+            what = f"model_family is {self.model_family!r}"
+            raise ValueError(f"{what}; it must be module:NAME or folder/file.py:NAME of a Family, or None")
         if isinstance(self.row_features, list):  # as YAML spells a tuple
             object.__setattr__(self, "row_features", tuple(self.row_features))
         named = isinstance(self.row_features, tuple)
@@ -433,11 +439,14 @@ class EngineConfig:
             )
 
 
+NONE_STAYS = ("speculative", "mesh", "devices", "kv_policy", "model_family")
+
+
 @dataclass(frozen=True)
 class Resolved(EngineConfig):
     """An EngineConfig in which nothing is left to choose: no open field is None. An engine runs and saves this.
 
-    Where None means "without" or "the first ones" (speculative, mesh, devices, kv_policy), it stays None.
+    Where None means "without" or "the first ones" (NONE_STAYS), it stays None.
     """
 
     # the defaults only satisfy dataclasses: `resolve` sets each of them
@@ -454,7 +463,7 @@ class Resolved(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) is None and field.name not in ("speculative", "mesh", "devices", "kv_policy"):
+            if getattr(self, field.name) is None and field.name not in NONE_STAYS:
                 raise ValueError(f"{field.name} is not resolved")
 
 

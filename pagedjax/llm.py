@@ -93,7 +93,8 @@ class LLM:
     ) -> None:
         """Load the model and make its engine."""
         progress, owned = progress and arguments.progress, not isinstance(model, LoadedModel)
-        formats = {name: getattr(engine_config, name) for name in ("dtype", "weight_dtype", "linear_impl")}
+        names = ("dtype", "weight_dtype", "linear_impl", "model_family")
+        formats = {name: getattr(engine_config, name) for name in names}
         if params is not None:
             if model is not None or config is None:
                 raise ValueError("params come with config, what the model's config.json says, and in place of model")
@@ -111,6 +112,10 @@ class LLM:
             places = {"mesh": engine_config.mesh, "devices": engine_config.devices}
             options = {"tokenizer": tokenizer, "hub": arguments.hub, "progress": progress}
             model = load_model(model, **formats, **places, **options)
+        elif engine_config.model_family not in (None, model.family):
+            what = f"model_family is {engine_config.model_family!r}, and the loaded model's is {model.family!r}"
+            raise ValueError(f"{what}; leave it out, or give it to load_model")
+        engine_config = replace(engine_config, model_family=model.family)
         self.tokenizer = model.tokenizer
         draft_model = load_draft_model(engine_config.speculative, model, progress=progress)
         options = {"row_features": row_features, "draft_model": draft_model, "owns_params": owned, "progress": progress}

@@ -1,7 +1,26 @@
-"""Models without an engine, under their public name: the decoder, and log-probabilities of whole sequences."""
+"""Models without an engine, under their public name: the decoder, log-probabilities of whole sequences, and families.
+
+A model that no built-in family reads has a `Family` of your own (docs/design/models.md).
+"""
 
 from pagedjax.device.models import Model
-from pagedjax.device.models.decoder import Decoder, DecoderConfig
+from pagedjax.device.models.decoder import Block, Decoder, DecoderConfig, Experts, LayerKind, Rope
+from pagedjax.device.models.param_table import ParamSource
 from pagedjax.device.score import score
+from pagedjax.weights.architectures import Architecture, Family
+from pagedjax.weights.families import built_in
 
-__all__ = ["Decoder", "DecoderConfig", "Model", "score"]
+__all__ = [
+    "Architecture",
+    "Block",
+    "Decoder",
+    "DecoderConfig",
+    "Experts",
+    "Family",
+    "LayerKind",
+    "Model",
+    "ParamSource",
+    "Rope",
+    "built_in",
+    "score",
+]

@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("pagedjax.config", "pallas_kernels.paged_attention", "pallas_kernels.kv_write", "pallas_kernels.linear"),
         "pallas_kernels.shared.page_bits",
     ),
-    "pagedjax.models": ("pagedjax.device",),
+    "pagedjax.models": ("pagedjax.device", "pagedjax.weights"),
     "pagedjax.text": ("pagedjax.params", "pagedjax.host.types"),
     "pagedjax.weights": ("pagedjax.config", "pagedjax.device", "pagedjax.text"),
     "pagedjax.structured": ("pagedjax.params", "pagedjax.text"),

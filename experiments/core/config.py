@@ -51,7 +51,7 @@ _NOT_MEASURED = ("name", "question", "repeats", "sweep")
 LATER = {
     "engine": (
         *("speculative", "mesh", "devices", "linear_impl", "kv_policy", "free_window_blocks", "batch_invariant"),
-        *("row_features", "max_tap_bytes", "enable_lora", "max_loras", "max_lora_rank"),
+        *("row_features", "max_tap_bytes", "enable_lora", "max_loras", "max_lora_rank", "model_family"),
     ),
     "simulate": ("mesh", "hop_s", "profile"),
     "workload": ("prefixes",),
@@ -66,7 +66,7 @@ NEED_TEXT = {
     "truncate_prompt_tokens": "the workload has the lengths of prompts",
 }
 # Fields of EngineConfig that may name a value of one's own, file.py:NAME. `row_features` has several of them.
-OWN_VALUES = ("policy", "attention_impl", "linear_impl")
+OWN_VALUES = ("policy", "attention_impl", "linear_impl", "model_family")
 Routed = TypeVar("Routed", Replicas, Pool)
 
 
@@ -246,7 +246,7 @@ def _with_fit(experiment: Experiment, folder: Path) -> Experiment:
 def _with_own_files(experiment: Experiment, folder: Path) -> Experiment:
     """The experiment with absolute paths of the files of one's own; tried from `folder`, then from the current folder.
 
-    A policy and a router are read here. An attention implementation and a drafter need jax, so only their files'
+    A policy and a router are read here. The others need jax, so only their files'
     presence is checked.
     """
     found: dict[str, Any] = {key: _placed(key, getattr(experiment.engine, key), folder) for key in OWN_VALUES}

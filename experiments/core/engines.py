@@ -38,7 +38,7 @@ def simulated(experiment: Experiment) -> SimulatedLLM | PooledLLM:
 def weights_key(experiment: Experiment) -> tuple[Any, ...]:
     """Points with equal keys share one copy of the weights."""
     engine = experiment.engine
-    return experiment.model, engine.dtype, engine.weight_dtype, engine.mesh, engine.devices
+    return experiment.model, engine.dtype, engine.weight_dtype, engine.mesh, engine.devices, engine.model_family
 
 
 def plan_runs(points: Sequence[Point], alive: int) -> list[Run]:
@@ -119,7 +119,7 @@ class Engines:
         if len(self._engines) < before:
             gc.collect()  # before the new cache is made: memory may not suffice for both
         if self._weights is None:
-            names = ("dtype", "weight_dtype", "mesh", "devices")
+            names = ("dtype", "weight_dtype", "mesh", "devices", "model_family")
             self._weights = (key, self._load_model(experiment.model, **dict(zip(names, key[1:], strict=True))))
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         return self._make(model=self._weights[1], **fields)

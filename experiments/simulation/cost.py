@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from experiments.simulation.collectives import Exchanged, Network
 from pagedjax.config import MeshConfig, from_dict, one_of
 from pagedjax.host.kv_policies import View
 from pagedjax.host.types import Plan, SchedulerConfig
+
+if TYPE_CHECKING:
+    from pagedjax.weights.architectures import Family
 
 STEPS = "steps.jsonl"  # a file of a run folder
 SIMULATED = "simulated"  # prefix of the name of a simulated device
@@ -153,17 +156,19 @@ class Shape(NamedTuple):
         return self.kv_bytes * 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def shape_of(config: Mapping[str, Any], weight_bytes: float = 2, kv_bytes: float = 2) -> Shape:
+def shape_of(
+    config: Mapping[str, Any], weight_bytes: float = 2, kv_bytes: float = 2, *, family: Family | None = None
+) -> Shape:
     """The shape in a Hugging Face config.json, read by the model's family, so defaults are those of the loader.
 
     Raises:
         ValueError: the model is not supported.
     """
-    from pagedjax.device.models import FAMILIES  # imports jax, but starts no backend
     from pagedjax.weights.architectures import normalised
+    from pagedjax.weights.families import built_in  # imports jax, but starts no backend
 
-    known = normalised(config, "the model's config.json")
-    c = FAMILIES[known["model_type"]].from_hf(known)
+    known = normalised(config, "the model's config.json", family)
+    c = (family or built_in(known["model_type"])).from_hf(known)
     shape = Shape(
         layers=c.layers,
         hidden=c.hidden,

@@ -34,8 +34,9 @@ from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
 from pagedjax.host.types import Event, Finished, Plan, Released, Request, Seq, StepResult
 from pagedjax.params import SamplingParams
+from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import open_checkpoint
-from pagedjax.weights.tokenizer_files import load_tokenizer
+from pagedjax.weights.tokenizer_files import open_tokenizer
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
@@ -359,7 +360,7 @@ class _Tokenizer:
 
     def encode(self, text: str) -> Sequence[int]:
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(open_checkpoint(self._model))
+            self._tokenizer = open_tokenizer(self._model)
         return self._tokenizer.encode(text)
 
 
@@ -368,4 +369,5 @@ def _shape(simulate: Simulate, config: EngineConfig, model: str) -> Shape:
     numbers = NUMBER_BYTES[config.kv_cache_dtype or config.dtype or "bfloat16"]
     if simulate.model is not None:
         return SHAPES[simulate.model]._replace(weight_bytes=weights, kv_bytes=numbers)
-    return cost.shape_of(open_checkpoint(model).config, weights, numbers)
+    family = own_family(config.model_family)
+    return cost.shape_of(open_checkpoint(model, family=family).config, weights, numbers, family=family)

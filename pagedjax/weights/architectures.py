@@ -5,13 +5,17 @@ To add an architecture, write one `Architecture` and add it to ARCHITECTURES.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pagedjax.weights.checkpoint import Tensor
+
+if TYPE_CHECKING:
+    from pagedjax.device.models.decoder import DecoderConfig
+    from pagedjax.device.models.param_table import ParamSource
 
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -53,7 +57,25 @@ class Architecture(NamedTuple):
     gguf: GGUF | None = None
 
     def tensor_name(self, name: str) -> str:
+        """The name of a stored tensor without the prefix."""
         return name.removeprefix(self.prefix)
+
+
+class Family(NamedTuple):
+    """How models of one `model_type` are read. One of your own is named by `model_family` (docs/design/models.md).
+
+    model_type: of config.json.
+    from_hf: config.json's keys, with the architecture's defaults -> the shape of the decoder.
+    param_table: which tensors make which parameter.
+    architecture: facts about config.json and the names of tensors.
+    ignored: patterns of tensors that are not parameters ("*" matches anything).
+    """
+
+    model_type: str
+    from_hf: Callable[[dict[str, Any]], DecoderConfig]
+    param_table: Callable[[DecoderConfig], Sequence[ParamSource]]
+    architecture: Architecture = Architecture({})
+    ignored: Sequence[str] = ()
 
 
 # --- llama ------------------------------------------------------------------------------------------------------------
@@ -242,19 +264,33 @@ ARCHITECTURES: dict[str, Architecture] = {  # by config.json's model_type
 # --- any architecture -------------------------------------------------------------------------------------------------
 
 
-def normalised(config: Mapping[str, Any], where: Any) -> dict[str, Any]:
+def normalised(config: Mapping[str, Any], where: Any, family: Family | None = None) -> dict[str, Any]:
     """The config with defaults for missing keys; `rope_parameters` (transformers 5) is split into theta and scaling.
+
+    Args:
+        family: one of the user's own, which the config must be of; None is one of ARCHITECTURES.
 
     Raises:
         ValueError: an unsupported model_type, a missing key or a value of the wrong type; begins with `where`.
     """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise ValueError(f"{where}: model_type is {model_type!r}; supported: {', '.join(ARCHITECTURES)}")
     try:
-        return _normalised(config, where, ARCHITECTURES[model_type])
+        return _normalised(config, where, _architecture(config, where, family))
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{where}: a value has the wrong type ({error}); fetch the model again") from error
+
+
+def _architecture(config: Mapping[str, Any], where: Any, family: Family | None) -> Architecture:
+    model_type = config.get("model_type")
+    if family is not None:
+        if model_type != family.model_type:
+            what = f"model_type is {model_type!r}, and the given model_family reads {family.model_type!r}"
+            raise ValueError(f"{where}: {what}; give the family of this model, or leave model_family out")
+        return family.architecture
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        known = f"supported: {', '.join(ARCHITECTURES)}"
+        own = "a family of your own is given as model_family (docs/design/models.md)"
+        raise ValueError(f"{where}: model_type is {model_type!r}; {known}; {own}")
+    return ARCHITECTURES[model_type]
 
 
 def _normalised(config: Mapping[str, Any], where: Any, architecture: Architecture) -> dict[str, Any]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from pagedjax.weights.architectures import Family
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Checkpoint:
     tensors: by Hugging Face name, e.g. "model.layers.0.self_attn.q_proj.weight"; matrices [out, in], vectors [n]. For
         format "orbax" by the path of the model's parameter, e.g. "blocks.0.attn.qkv.weight".
     metadata: the key-value pairs of a GGUF file; empty for a directory.
+    family: one of the user's own, by which it was opened; None is a built-in one.
     """
 
     path: Path
@@ -46,6 +50,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     generation_config: dict[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    family: Family | None = field(default=None, repr=False)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -21,11 +21,10 @@ import numpy as np
 from tqdm import tqdm
 
 from pagedjax.config import DType, one_of
-from pagedjax.device.models import FAMILIES
 from pagedjax.device.models.decoder import DecoderConfig
 from pagedjax.device.models.param_table import ParamSource
-from pagedjax.weights import architectures
 from pagedjax.weights.checkpoint import Checkpoint
+from pagedjax.weights.families import family_of, own_family
 from pagedjax.weights.huggingface import np_dtype
 from pagedjax.weights.load import OWN_BUFFERS, assemble, check_table, own_table, restore_params
 from pagedjax.weights.locate import open_checkpoint
@@ -47,6 +46,7 @@ def convert(
     to: Format,
     *,
     dtype: DType | None = None,
+    model_family: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: bool = False,
 ) -> Path:
@@ -59,6 +59,7 @@ def convert(
         model: as in `open_checkpoint`.
         dtype: of the written values, rounded once. None keeps the stored dtype, or uses float32 if tensors have
             different dtypes or one that models here cannot have (a quantised GGUF file).
+        model_family: how the model is read, as in `EngineConfig`.
         shard_bytes: largest data size of one safetensors file; a larger parameter has its own file.
 
     Raises:
@@ -72,14 +73,14 @@ def convert(
         raise ValueError(f"shard_bytes is {shard_bytes}; it must be at least 1")
     target = Path(target).expanduser().absolute()
     check_free(target)
-    checkpoint = open_checkpoint(model)
-    family = FAMILIES[checkpoint.config["model_type"]]
+    checkpoint = open_checkpoint(model, family=own_family(model_family))
+    family = family_of(checkpoint)
     config = family.from_hf(checkpoint.config)
     table = family.param_table(config)
     if to == "safetensors":
         check_shared(checkpoint)
     own = checkpoint.format == "orbax"
-    check_table(checkpoint, own_table(table) if own else table, OWN_BUFFERS if own else family.IGNORED)
+    check_table(checkpoint, own_table(table) if own else table, OWN_BUFFERS if own else family.ignored)
     table = [entry for entry in table if stored_names(checkpoint, entry)[0] in checkpoint.tensors]
     dtype = dtype or stored_dtype(checkpoint, table)
     with complete_folder(target) as folder, tqdm(total=len(table), disable=not progress, leave=False) as bar:
@@ -197,7 +198,7 @@ def check_shared(checkpoint: Checkpoint) -> None:
 
 def write_side_files(checkpoint: Checkpoint, folder: Path, dtype: str) -> None:
     """config.json, generation_config.json and the tokenizer's files."""
-    theirs = {usual: own for own, usual in architectures.ARCHITECTURES[checkpoint.config["model_type"]].renamed.items()}
+    theirs = {usual: own for own, usual in family_of(checkpoint).architecture.renamed.items()}
     config = {theirs.get(key, key): value for key, value in checkpoint.config.items() if key != "dtype"}
     write_json(folder / "config.json", {**config, "torch_dtype": dtype})
     if checkpoint.generation_config:

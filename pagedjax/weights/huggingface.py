@@ -6,12 +6,15 @@ import json
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pagedjax.weights.architectures import ARCHITECTURES, normalised
 from pagedjax.weights.checkpoint import Checkpoint, Tensor
+
+if TYPE_CHECKING:
+    from pagedjax.weights.architectures import Family
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -22,8 +25,8 @@ DTYPES = {
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 
-def open_directory(path: Path) -> Checkpoint:
-    """Open a directory with config.json and *.safetensors.
+def open_directory(path: Path, family: Family | None = None) -> Checkpoint:
+    """Open a directory with config.json and *.safetensors. family: one of the user's own.
 
     Raises:
         FileNotFoundError: config.json, the weights or a shard is missing.
@@ -31,14 +34,14 @@ def open_directory(path: Path) -> Checkpoint:
     """
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} has no config.json; it must be the directory of a Hugging Face model")
-    config = normalised(read_json(path / "config.json"), path / "config.json")
+    config = normalised(read_json(path / "config.json"), path / "config.json", family)
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
-    name = ARCHITECTURES[config["model_type"]].tensor_name
+    name = (family.architecture if family else ARCHITECTURES[config["model_type"]]).tensor_name
     tensors = {name(stored): tensor for stored, tensor in _tensors(path).items()}
-    if "embed_tokens.weight" in tensors:  # saved without its head, e.g. a model for embeddings
+    if family is None and "embed_tokens.weight" in tensors:  # saved without its head, e.g. a model for embeddings
         tensors = {key if key.startswith("lm_head.") else f"model.{key}": tensor for key, tensor in tensors.items()}
-    return Checkpoint(path, "huggingface", config, tensors, generation_config)
+    return Checkpoint(path, "huggingface", config, tensors, generation_config, family=family)
 
 
 def read_json(path: Path) -> dict[str, Any]:

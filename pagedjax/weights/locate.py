@@ -12,9 +12,12 @@ import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagedjax.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from pagedjax.weights.architectures import Family
 
 
 class Embedded(NamedTuple):
@@ -31,36 +34,51 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
 
 
-def open_checkpoint(model: str | os.PathLike[str], hub: Mapping[str, Any] | None = None) -> Checkpoint:
+def open_checkpoint(
+    model: str | os.PathLike[str], hub: Mapping[str, Any] | None = None, *, family: Family | None = None
+) -> Checkpoint:
     """Open a model by embedded name, local path (.gguf file, Hugging Face or Orbax directory) or hub id.
 
     Args:
         hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token, cache_dir.
+        family: one of the user's own (`families.own_family`), for a directory or a hub id.
 
     Raises:
         FileNotFoundError: no such model, or a file of the checkpoint is missing.
         ValueError: the checkpoint is damaged or not supported.
     Each message names the file and the remedy.
     """
-    name = os.fspath(model)
-    path = Path(name).expanduser()
-    if name in EMBEDDED and not path.exists():
-        path = embedded_file(name)
-    elif HUB_ID.fullmatch(name) and not path.exists() and path.suffix != ".gguf":
-        path = download(name, hub)
-
+    path = located(model, hub)
     if path.is_dir():
         from pagedjax.weights.huggingface import open_directory
         from pagedjax.weights.orbax_checkpoint import is_orbax, open_orbax
 
-        return open_orbax(path.absolute()) if is_orbax(path) else open_directory(path)
+        return open_orbax(path.absolute(), family) if is_orbax(path) else open_directory(path, family)
     if path.suffix == ".gguf":
         from pagedjax.weights.gguf_checkpoint import open_gguf
 
+        if family is not None:
+            what = "a GGUF file, which has its own names, and model_family is given"
+            raise ValueError(f"{path} is {what}; give a directory with config.json, or leave model_family out")
         return open_gguf(path)
     if path.exists():
         raise ValueError(f"{path} is a single file that is not a .gguf file; {accepted()}")
-    raise FileNotFoundError(f"there is no model {name!r}; {accepted()}")
+    raise FileNotFoundError(f"there is no model {os.fspath(model)!r}; {accepted()}")
+
+
+def located(model: str | os.PathLike[str], hub: Mapping[str, Any] | None = None) -> Path:
+    """The path of a model. One from the hub is fetched; a path that is given need not exist.
+
+    Raises:
+        FileNotFoundError: the embedded model is not installed, or the hub cannot be reached.
+    """
+    name = os.fspath(model)
+    path = Path(name).expanduser()
+    if name in EMBEDDED and not path.exists():
+        return embedded_file(name)
+    if HUB_ID.fullmatch(name) and not path.exists() and path.suffix != ".gguf":
+        return download(name, hub)
+    return path
 
 
 def accepted() -> str:

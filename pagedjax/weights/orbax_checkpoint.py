@@ -30,6 +30,8 @@ from pagedjax.weights.tree import name_of, nested
 if TYPE_CHECKING:
     import jax
 
+    from pagedjax.weights.architectures import Family
+
 PARAMS = "params"
 MARKS = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")  # files that Orbax writes into a checkpoint's folder
 LATE = 0.2  # seconds to wait, after a read failed, until the other reads end
@@ -47,8 +49,11 @@ def orbax_folders(path: Path) -> list[Path]:
     return [folder for folder in (path, *inside) if any((folder / mark).is_file() for mark in MARKS)]
 
 
-def open_orbax(path: Path) -> Checkpoint:
+def open_orbax(path: Path, family: Family | None = None) -> Checkpoint:
     """Open a folder that `pagedjax convert --to orbax` wrote, or one with the same layout.
+
+    Args:
+        family: one of the user's own.
 
     Raises:
         FileNotFoundError: an Orbax checkpoint with another layout; names what is missing.
@@ -63,10 +68,10 @@ def open_orbax(path: Path) -> Checkpoint:
         )
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} is an Orbax checkpoint without config.json; {layout}")
-    config = normalised(read_json(path / "config.json"), path / "config.json")
+    config = normalised(read_json(path / "config.json"), path / "config.json", family)
     generation = path / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
-    return Checkpoint(path, "orbax", config, tensors(path / PARAMS), generation_config)
+    return Checkpoint(path, "orbax", config, tensors(path / PARAMS), generation_config, family=family)
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

@@ -20,10 +20,11 @@ from pagedjax.device.placement import make_placement
 from pagedjax.text.tokenizer import NoTokenizer, Tokenizer
 from pagedjax.weights.architectures import normalised
 from pagedjax.weights.checkpoint import Checkpoint
+from pagedjax.weights.families import built_in, family_of, own_family
 from pagedjax.weights.load import load_params
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.pooling_files import pooling_of
-from pagedjax.weights.tokenizer_files import load_tokenizer
+from pagedjax.weights.tokenizer_files import load_tokenizer, open_tokenizer
 from pagedjax.weights.trained import linear_of, model_of
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -35,6 +36,7 @@ class LoadedModel:
 
     pooling: how its files say that embeddings are pooled ("LAST", "MEAN", "CLS", or the name of a step that is not
         supported); None: it was not made for embeddings.
+    family: the `model_family` that it was loaded with.
     """
 
     name: str
@@ -43,6 +45,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     seconds: float  # loading time
     pooling: str | None = None
+    family: str | None = None
 
 
 def load_model(
@@ -51,6 +54,7 @@ def load_model(
     dtype: str | None = None,
     weight_dtype: str | None = None,
     linear_impl: str | None = None,
+    model_family: str | None = None,
     mesh: MeshConfig | Mapping[str, int] | None = None,
     devices: Sequence[int] | None = None,
     tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
@@ -64,6 +68,7 @@ def load_model(
         weight_dtype: "int8" stores matrices in 8 bits, with a scale for each row; None or dtype leaves them in dtype.
         linear_impl: what computes products, in whose layout the matrices are stored, as in `EngineConfig`. "xla" leaves
             them as they are in a checkpoint.
+        model_family: how it is read, if it is of no built-in architecture, as in `EngineConfig`.
         mesh, devices: where the parameters go, as in `EngineConfig`.
         tokenizer: another one than the model's own, as in `from_params`.
         hub: of a hub id, arguments of `huggingface_hub.snapshot_download`: revision, token, cache_dir.
@@ -76,14 +81,14 @@ def load_model(
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     one_of("dtype", dtype, ("float32", "bfloat16", "float16"))
     one_of("weight_dtype", weight_dtype, (None, "int8", dtype))
-    checkpoint = open_checkpoint(model, hub)
+    checkpoint = open_checkpoint(model, hub, family=own_family(model_family))
     sizes = MeshConfig.read(mesh)
     options = {"mesh": sizes, "devices": checked_devices(devices, sizes), "linear_impl": linear_impl}
     loaded = read_model(checkpoint, dtype, int8=weight_dtype == "int8", **options, progress=progress)
     own = load_tokenizer(checkpoint) if tokenizer is None else _tokenizer(tokenizer)
     eos = tuple(sorted({*checkpoint.eos_token_ids, *own.eos_token_ids}))
     pooling = pooling_of(checkpoint.path)
-    return LoadedModel(str(model), loaded, own, eos, time.perf_counter() - started, pooling)
+    return LoadedModel(str(model), loaded, own, eos, time.perf_counter() - started, pooling, model_family)
 
 
 def read_model(
@@ -99,16 +104,13 @@ def read_model(
     """Read a checkpoint's parameters in `dtype`. int8: matrices in int8. The others: as in `load_model`.
 
     Raises:
-        ValueError: the architecture is not in FAMILIES, or tensors do not fit (lists all of them).
+        ValueError: tensors do not fit (lists all of them).
     """
-    kind = checkpoint.config.get("model_type")
-    if kind not in models.FAMILIES:
-        raise ValueError(f"model_type is {kind!r}; supported are {', '.join(sorted(models.FAMILIES))}")
-    family = models.FAMILIES[kind]
+    family = family_of(checkpoint)
     config = replace(family.from_hf(checkpoint.config), int8=int8)
     config = replace(config, linear=linear_of(linear_impl, config, dtype, mesh=bool(mesh or devices)))
     placement = make_placement(config, mesh or MeshConfig(), devices, jax.devices()) if mesh or devices else None
-    options = {"int8": int8, "progress": progress, "ignore": family.IGNORED, "placement": placement}
+    options = {"int8": int8, "progress": progress, "ignore": family.ignored, "placement": placement}
     options |= {"pack": partial(models.packed, config)}
     params = load_params(checkpoint, family.param_table(config), dtype, **options)
     return models.assemble(config, params, dtype, placement)
@@ -122,6 +124,7 @@ def from_params(
     dtype: str | None = None,
     weight_dtype: str | None = None,
     linear_impl: str | None = None,
+    model_family: str | None = None,
 ) -> LoadedModel:
     """A model of parameters in memory, e.g. from a trainer. They are copied, so they may be donated afterwards.
 
@@ -132,20 +135,22 @@ def from_params(
         tokenizer: a folder with a tokenizer.json, any model that `load_model` opens, or a loaded tokenizer. Without
             one, inputs and outputs are token ids.
         dtype: None keeps that of the parameters.
-        weight_dtype, linear_impl: as in `load_model`.
+        weight_dtype, linear_impl, model_family: as in `load_model`.
 
     Raises:
         ValueError: parameters do not fit the configuration (lists all of them), or, as in `load_model`, the config or
             tokenizer is wrong.
     """
     started = time.perf_counter()
-    hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config")
-    own = config if isinstance(config, DecoderConfig) else models.FAMILIES[hf["model_type"]].from_hf(hf)
+    family = own_family(model_family)
+    hf = {} if isinstance(config, DecoderConfig) else normalised(config, "config", family)
+    own = config if isinstance(config, DecoderConfig) else (family or built_in(hf["model_type"])).from_hf(hf)
     model = model_of(params, own, dtype, int8=weight_dtype == "int8", linear_impl=linear_impl)
     one_of("weight_dtype", weight_dtype, (None, "int8", model.dtype))
     found = _tokenizer(tokenizer)
     eos = {*Checkpoint(Path(), "huggingface", hf, {}).eos_token_ids, *found.eos_token_ids}
-    return LoadedModel("params", model, found, tuple(sorted(eos)), time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return LoadedModel("params", model, found, tuple(sorted(eos)), seconds, family=model_family)
 
 
 def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
@@ -153,5 +158,4 @@ def _tokenizer(given: str | os.PathLike[str] | Tokenizer | None) -> Tokenizer:
         return NoTokenizer()
     if isinstance(given, Tokenizer):
         return given
-    path = Path(given).expanduser()
-    return load_tokenizer(Checkpoint(path, "huggingface", {}, {}) if path.is_dir() else open_checkpoint(given))
+    return open_tokenizer(given)

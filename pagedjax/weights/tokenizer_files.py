@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagedjax.text.tokenizer import Tokenizer
 from pagedjax.weights.checkpoint import Checkpoint
+from pagedjax.weights.locate import located, open_checkpoint
 
 if TYPE_CHECKING:
     import tokenizers
@@ -77,6 +79,16 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
+
+
+def open_tokenizer(model: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a model, by name, path or hub id. Of a directory only the tokenizer's files are read.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_checkpoint` and `load_tokenizer`.
+    """
+    path = located(model)
+    return load_tokenizer(Checkpoint(path, "huggingface", {}, {}) if path.is_dir() else open_checkpoint(path))
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

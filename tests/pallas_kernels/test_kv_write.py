@@ -13,8 +13,9 @@ import pytest
 
 from pallas_kernels import kv_write
 from pallas_kernels.kv_write import pallas_tpu
+from pallas_kernels.races import without_races
 from pallas_kernels.shared.tpu import row_size
-from tests.pallas_kernels.test_paged_attention_tpu import SMALL, both_modes, slow, without_races
+from tests.pallas_kernels.test_paged_attention_tpu import SMALL, both_modes, slow
 
 
 class Case(NamedTuple):

@@ -9,41 +9,26 @@ ordinary XLA. Here, slots outside all contexts are NaN. The oracle is attention 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from pagedjax.device import attention
 from pallas_kernels.paged_attention import IMPLS, paged_attention
 from pallas_kernels.paged_attention.pallas_tpu import implementation as pallas_tpu
 from pallas_kernels.paged_attention.pallas_tpu import kernel as tpu_kernel
 from pallas_kernels.paged_attention.rows import SHORT, gathered, scattered, sizes_of_short_rows, slots_of
+from pallas_kernels.races import MODES, without_races
 from pallas_kernels.tiles import TPUS, TpuTiles
 from tests.pallas_kernels.test_paged_attention_gpu import Case, decodes, slow
 
 # Short steps, so that short contexts have several, and blocks of two rows of the batch.
 SMALL = TpuTiles.read("v5e")._replace(shortest_span=32, longest_span=32, decode_units=2, chunk_rows=64, chunk_span=32)
-MODES = ("on_wait", "eager")
 both_modes = pytest.mark.parametrize("mode", MODES)
-
-
-def without_races(call, mode: str) -> Any:
-    """call(interpret) under race detection."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-
-    try:
-        result = jax.block_until_ready(call(pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)))
-        races = interpret_pallas_call.races
-        assert races is not None
-        assert not races.races_found, "two accesses to the same memory without an order"
-    finally:
-        interpret_pallas_call.reset_tpu_interpret_mode_state()
-    return result
 
 
 def run(

@@ -58,6 +58,7 @@ class Rope:
     scaling: tuple[tuple[str, Any], ...] | None = None
 
     def frequencies(self, head_dim: int) -> list[float]:
+        """Angles a position of the D / 2 pairs of a head."""
         return rope_frequencies(head_dim, self.theta, dict(self.scaling) if self.scaling else None)
 
 
@@ -101,6 +102,7 @@ class DecoderConfig:
     linear: the implementation of products, a name of `device.linear`. Matrices are stored in its layout.
     axes: of a mesh, whose devices have a part of the model each (split.py): partial sums are added over them. () for a
         whole model.
+    block: the class of the layers, a `Block` of one's own; None is `Block`.
     attn_scale: factor on q k^T. attn_cap, logit_cap: scores or logits x become cap * tanh(x / cap).
     """
 
@@ -131,10 +133,13 @@ class DecoderConfig:
     int8: bool = False
     linear: str = "xla"
     axes: tuple[str, ...] = ()
+    block: type[Block] | None = None
 
     def __post_init__(self) -> None:
         if not self.attn_scale:
             object.__setattr__(self, "attn_scale", self.head_dim**-0.5)
+        if self.block is not None and not (isinstance(self.block, type) and issubclass(self.block, Block)):
+            raise ValueError(f"block is {self.block!r:.80}; it must be a class that inherits from Block, or None")
 
     @property
     def layers(self) -> int:
@@ -326,13 +331,20 @@ class SparseMLP(nnx.Module):
 
 
 class Block(nnx.Module):
+    """One layer. Another kind of layer is a class that inherits from it (`DecoderConfig.block`), with another `post` or
+    `rest`."""
+
     def __init__(self, c: DecoderConfig, kind: LayerKind, dtype: str):
         self.attn_norm = _norm(c, dtype)
         self.attn = Attention(c, kind, dtype)
-        self.attn_post = _norm(c, dtype) if c.post_norms else None
+        self.attn_post = self.post(c, dtype)
         self.mlp_norm = _norm(c, dtype)
         self.mlp = SparseMLP(c, dtype) if kind.sparse else MLP(c, dtype)
-        self.mlp_post = _norm(c, dtype) if c.post_norms else None
+        self.mlp_post = self.post(c, dtype)
+
+    def post(self, c: DecoderConfig, dtype: str) -> nnx.Module | None:
+        """What changes a result [T, H] before it is added, `attn_post` and `mlp_post`; None: nothing does."""
+        return _norm(c, dtype) if c.post_norms else None
 
     def __call__(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
         """x [T, H] -> (x [T, H], k_pages, v_pages)."""
@@ -343,7 +355,7 @@ class Block(nnx.Module):
         before = None if self.attn_post else x
         options = {"norm": self.attn_norm, "residual": before}
         y, k_pages, v_pages = self.attn(x, k_pages, v_pages, batch, angles, attend, **options)
-        x, routes = self._rest(x, y, batch)
+        x, routes = self.rest(x, y, batch)
         return x, k_pages, v_pages, routes
 
     def write(self, x, k_pages, v_pages, batch: Batch, angles, attend: Attend):
@@ -358,10 +370,15 @@ class Block(nnx.Module):
         """The same, and behind it the `Routes` of a sparse MLP."""
         before = None if self.attn_post else x
         y = self.attn.read(x, k_pages, v_pages, batch, angles, attend, norm=self.attn_norm, residual=before)
-        return self._rest(x, y, batch)
+        return self.rest(x, y, batch)
 
-    def _rest(self, x, y, batch: Batch) -> tuple[jax.Array, Routes | None]:
-        """After the attention y, to which x was added unless a norm follows it."""
+    def rest(self, x: jax.Array, y: jax.Array, batch: Batch) -> tuple[jax.Array, Routes | None]:
+        """What follows the attention: (the layer's output [T, H], the `Routes` of a sparse MLP).
+
+        Args:
+            x: [T, H] the layer's input.
+            y: [T, H] the attention's output, to which x was added unless `attn_post` comes first.
+        """
         x = x + self.attn_post(y) if self.attn_post else y
         options = {"norm": self.mlp_norm, "residual": None if self.mlp_post else x, "used": batch.used_tokens}
         if isinstance(self.mlp, SparseMLP):
@@ -401,7 +418,7 @@ class Decoder(nnx.Module):
         if not c.tied:  # a table of rows, and not a matrix of products
             self.embed = nnx.Param(self.embed[...])
         self.positions = None if c.ropes else nnx.Param(jnp.zeros((c.max_len, c.hidden), dtype))
-        self.blocks = nnx.List([Block(c, kind, dtype) for kind in c.kinds])
+        self.blocks = nnx.List([(c.block or Block)(c, kind, dtype) for kind in c.kinds])
         self.norm = _norm(c, dtype)
         self.angles = Buffer(jnp.zeros((len(c.ropes), 2, c.max_len, c.head_dim // 2)))  # `angle_tables`
         self.head = None if c.tied else Linear(c.hidden, c.vocab_size, dtype=dtype, int8=c.int8, impl=c.linear)

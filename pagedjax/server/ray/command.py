@@ -19,6 +19,7 @@ from pagedjax.server.ray import application
 from pagedjax.server.ray import options as cluster_options
 from pagedjax.server.ray.options import ClusterOptions
 from pagedjax.server.serve import bound_socket, name_of
+from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import open_checkpoint
 
 NAME = "pagedjax"  # of Serve's application
@@ -40,6 +41,7 @@ def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptio
     folders = dict(args.lora_modules)
     if len(folders) < len(args.lora_modules):
         raise ValueError("--lora-modules has a name twice; give each adapter its own")
+    engine = {name: _absolute_file(value) if isinstance(value, str) else value for name, value in engine.items()}
     server = {name: getattr(args, name) for name in OF_SERVER}
     return ClusterOptions(
         model=_absolute(args.model),
@@ -67,7 +69,7 @@ def options_of(args: argparse.Namespace, engine: dict[str, Any]) -> ClusterOptio
 def check_files(options: ClusterOptions) -> None:
     """Raises ValueError or OSError for what is missing, now and not in each replica."""
     options.api_key()
-    open_checkpoint(options.model)
+    open_checkpoint(options.model, family=own_family(options.engine.get("model_family")))
     for name, folder in options.adapters.items():
         if not Path(folder).is_dir():
             raise ValueError(f"--lora-modules {name}={folder}: there is no such folder")

@@ -39,8 +39,7 @@ from pagedjax.server.ray.link import LINK, NotRouted
 from pagedjax.server.ray.options import ClusterOptions
 from pagedjax.server.ray.prompts import Reader
 from pagedjax.server.ray.replica import HEADER, TAKEN, Answer
-from pagedjax.weights.locate import open_checkpoint
-from pagedjax.weights.tokenizer_files import load_tokenizer
+from pagedjax.weights.tokenizer_files import open_tokenizer
 
 PAGE_SECONDS = 10.0  # that a replica has to answer for a page of all replicas
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -95,7 +94,7 @@ class Ingress:
 
     def __init__(self, options: ClusterOptions, replicas: DeploymentHandle) -> None:
         self._options, self._replicas = options, replicas
-        self._tokenizer = load_tokenizer(open_checkpoint(options.model))
+        self._tokenizer = open_tokenizer(options.model)
         self._reader: Reader | None = None
         self._drained: dict[str, asyncio.Event] = {}  # of each replica that has a request: its time is over
 

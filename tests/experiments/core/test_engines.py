@@ -82,7 +82,7 @@ def test_weights_are_loaded_once_per_dtype() -> None:
 
     def load(model: str, *, dtype: Any, weight_dtype: Any, **places: Any) -> str:
         loaded.append((dtype, weight_dtype))
-        assert places == {"mesh": None, "devices": None}
+        assert places == {"mesh": None, "devices": None, "model_family": None}
         return model
 
     engines = Engines(4, load, lambda **fields: fields)

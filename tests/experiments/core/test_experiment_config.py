@@ -290,18 +290,19 @@ def test_point_key_depends_on_local_model_files_or_hub_name(tmp_path: Path) -> N
     assert len(set(found)) == len(found)
 
 
-def test_point_key_depends_on_the_content_of_an_attention_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["attention_impl", "linear_impl", "model_family"])
+def test_point_key_depends_on_the_content_of_a_file_of_ones_own(tmp_path: Path, field: str) -> None:
     def key(name: str, text: str, source: str = "own.py") -> str:
         (tmp_path / source).write_text(text)
-        (point,) = points(tmp_path, engine={"attention_impl": f"{source}:{name}"})
-        assert point.experiment.engine.attention_impl == f"{(tmp_path / source).resolve()}:{name}"
+        (point,) = points(tmp_path, engine={field: f"{source}:{name}"})
+        assert getattr(point.experiment.engine, field) == f"{(tmp_path / source).resolve()}:{name}"
         return point.key
 
     first = key("A", "A = 1")
     assert first == key("A", "A = 1", "moved.py")
     assert len({first, key("A", "A = 2"), key("B", "A = 1"), points(tmp_path)[0].key}) == 4
-    with pytest.raises(ValueError, match=r"engine\.attention_impl is 'none\.py:A', but there is no file none\.py"):
-        points(tmp_path, engine={"attention_impl": "none.py:A"})
+    with pytest.raises(ValueError, match=rf"engine\.{field} is 'none\.py:A', but there is no file none\.py"):
+        points(tmp_path, engine={field: "none.py:A"})
 
 
 def test_point_key_depends_on_the_content_of_a_drafter_file(tmp_path: Path) -> None:

@@ -116,6 +116,14 @@ def test_a_router_of_ones_own_has_an_absolute_path(tmp_path, monkeypatch):
     assert parsed("--replicas", "2", "--router", "mine.py:FIRST").router == f"{tmp_path / 'mine.py'}:FIRST"
 
 
+def test_files_of_ones_own_in_the_engine_have_absolute_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = {"model_family": "mine.py:FAMILY", "attention_impl": "own.py:MINE", "dtype": "float32"}
+    found = options_of(cli.parser().parse_args(["serve"]), engine).engine
+    here = {"model_family": f"{tmp_path}/mine.py:FAMILY", "attention_impl": f"{tmp_path}/own.py:MINE"}
+    assert found == {**here, "dtype": "float32"}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

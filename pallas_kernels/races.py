@@ -1,0 +1,45 @@
+"""Runs a TPU kernel on a CPU, with its copies and semaphores, under JAX's race detector.
+
+A copy has one of two times (`MODES`): when it is awaited, or as soon as it is started. A mistake may show in one of
+them alone, so a kernel is run in both. The detector follows semaphores: two accesses to the same memory need an order.
+A buffer that the next copy overwrites too early may give no race, if both copies signal one semaphore. So compare
+results too. A semaphore that nothing signals hangs: run in a process that can be stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Literal, TypeVar, get_args
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+Mode = Literal["on_wait", "eager"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+Result = TypeVar("Result")
+
+
+def without_races(call: Callable[[pltpu.InterpretParams], Result], mode: Mode) -> Result:
+    """Returns call(interpret), whose argument is the `interpret` of `pl.pallas_call`.
+
+    Raises:
+        RuntimeError: two accesses to the same memory have no order; names the first two.
+    """
+    # JAX has no public name for what the detector found
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            result = jax.block_until_ready(call(pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)))
+        races = interpret_pallas_call.races
+        if races is None:
+            raise RuntimeError("the call ran no Pallas kernel, or not with this argument; pass it on as `interpret`")
+        if races.races_found:
+            first = printed.getvalue().partition("RACE DETECTED\n")[2].partition("\n\n")[0]
+            raise RuntimeError(f"two accesses to the same memory without an order:\n{first}")
+    finally:
+        interpret_pallas_call.reset_tpu_interpret_mode_state()
+    return result

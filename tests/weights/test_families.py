@@ -1,0 +1,219 @@
+"""The family of docs/design/models.md in an engine, against a forward pass in numpy; and its errors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from experiments.core.config import expand
+from experiments.core.engines import simulated
+from experiments.run import check_models
+from pagedjax import LLM, EngineConfig, SamplingParams, Taps, cli, from_params, load_model
+from pagedjax.device.models.decoder import DecoderConfig, LayerKind, Rope
+from pagedjax.models import score
+from pagedjax.weights import open_checkpoint
+from pagedjax.weights.convert import convert
+from pagedjax.weights.families import own_family
+from pagedjax.weights.trained import whole
+from tests.weights.tiny import tiny_gguf, tiny_llama, write_tokenizer
+
+CONFIG = {
+    "model_type": "parallel",
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+}
+SIZES: dict[str, Any] = {
+    **{"max_num_seqs": 4, "max_num_batched_tokens": 16, "token_buckets": (16,), "block_size": 4, "num_blocks": 64},
+    **{"progress": False, "compilation": "lazy"},
+}
+WORKLOAD = {"kind": "synthetic", "count": 2, **{key: {"dist": "fixed", "value": 8} for key in ("prompt", "output")}}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+PROMPTS = [np.random.default_rng(i).integers(3, 320, n).tolist() for i, n in enumerate((5, 40, 1))]
+
+
+@pytest.fixture(scope="module")
+def name(documented_file) -> str:
+    return f"{documented_file('models.md', 'own_family.py')}:FAMILY"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random model of the family, as a folder."""
+    path, rng = tmp_path_factory.mktemp("own") / "parallel", np.random.default_rng(0)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    shapes = {"query": (64, 48), "key": (32, 48), "value": (32, 48), "out": (48, 64), "up": (80, 48), "down": (48, 80)}
+    tensors = {"embed.weight": rng.normal(size=(320, 48)), "head.weight": rng.normal(size=(320, 48)) * 48**-0.5}
+    for i in range(CONFIG["num_hidden_layers"]):
+        tensors |= {f"layers.{i}.{n}.weight": rng.normal(size=s) * s[1] ** -0.5 for n, s in shapes.items()}
+        tensors |= {f"layers.{i}.norm_{n}.weight": 1 + 0.1 * rng.normal(size=48) for n in (1, 2)}
+    tensors["norm.weight"] = 1 + 0.1 * rng.normal(size=48)
+    save_file({key: x.astype(np.float32) for key, x in tensors.items()}, path / "model.safetensors")
+    write_tokenizer(path, 320)
+    return path
+
+
+def plain(folder: Path, tokens: list[int], *, parallel: bool = True) -> np.ndarray:
+    """Log-probabilities [len(tokens), V] of the next token, in float64, without a cache."""
+    w = {key: tensor.read().astype(np.float64) for key, tensor in open_tensors(folder).items()}
+    x, length = w["embed.weight"][tokens], len(tokens)
+    angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(8) / 8)
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
+
+    def gelu(x: np.ndarray) -> np.ndarray:
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    def rotated(a: np.ndarray) -> np.ndarray:
+        one, two, cos, sin = a[..., :8], a[..., 8:], np.cos(angles)[:, None], np.sin(angles)[:, None]
+        return np.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
+
+    for i in range(CONFIG["num_hidden_layers"]):
+        own = {key.split(".")[2]: x for key, x in w.items() if key.startswith(f"layers.{i}.")}
+        y = norm(x, own["norm_1"])
+        q, k, v = ((y @ own[part].T).reshape(length, -1, 16) for part in ("query", "key", "value"))
+        q, k, v = rotated(q), np.repeat(rotated(k), 2, 1), np.repeat(v, 2, 1)
+        scores = np.einsum("qnd,knd->nqk", q, k) / 4
+        scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        attended = np.einsum("nqk,knd->qnd", shares, v).reshape(length, -1) @ own["out"].T
+        before = x if parallel else x + attended
+        x = x + attended + gelu(norm(before, own["norm_2"]) @ own["up"].T) @ own["down"].T
+    logits = norm(x, w["norm.weight"]) @ w["head.weight"].T
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def open_tensors(folder: Path):
+    from pagedjax.weights.huggingface import read_safetensors
+
+    return read_safetensors(folder / "model.safetensors")
+
+
+def answers(llm: LLM) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def llm(folder, name) -> LLM:
+    return LLM(folder, model_family=name, **SIZES)
+
+
+def test_the_documented_family_is_a_plain_forward_pass(folder, llm):
+    """Chunked prompts and decodes."""
+    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
+        one = output.outputs[0]
+        known = [*prompt, *one.token_ids][:-1]
+        rows, others = (plain(folder, known, parallel=p)[len(prompt) - 1 :] for p in (True, False))
+        assert tuple(rows.argmax(-1).tolist()) == one.token_ids
+        found = np.array([entry[token].logprob for entry, token in zip(one.logprobs, one.token_ids, strict=True)])
+        chex.assert_trees_all_close(found, rows.max(-1), atol=1e-4)
+        assert np.abs(rows - others).max() > 0.1, "layers in turn hardly differ: the comparison is blind"
+
+
+def test_the_engine_names_the_family_and_says_it_when_it_runs_on_a_loaded_model(folder, name, llm):
+    assert llm.engine.config.model_family == name
+    assert LLM(load_model(folder, model_family=name), **SIZES).engine.config.model_family == name
+    with pytest.raises(ValueError, match=r"model_family is 'other.py:X', and the loaded model's is None; leave it out"):
+        LLM(from_params(whole(llm.model.model), llm.model.model.config), model_family="other.py:X", **SIZES)
+
+
+def test_parameters_in_memory_and_converted_folders_are_the_same_model(folder, name, llm, tmp_path):
+    wanted, params = answers(llm), whole(llm.model.model)
+    other = LLM(params=params, config=CONFIG, model_family=name, **SIZES)
+    assert answers(other) == wanted
+    other.update_params({**params, "norm": {"weight": -params["norm"]["weight"]}})
+    assert answers(other) != wanted
+    other.update_params(params)
+    assert answers(other) == wanted
+    convert(folder, tmp_path / "orbax", "orbax", model_family=name)
+    assert answers(LLM(tmp_path / "orbax", model_family=name, **SIZES)) == wanted
+    convert(tmp_path / "orbax", tmp_path / "again", "safetensors", model_family=name)
+    chex.assert_trees_all_equal(
+        *[{key: tensor.read() for key, tensor in open_tensors(one).items()} for one in (folder, tmp_path / "again")]
+    )
+
+
+def test_taps_and_scores_of_the_family(folder, name, llm):
+    """The layers' outputs before and after, and a trainer's log-probabilities with the engine's module."""
+    loaded = load_model(folder, model_family=name, linear_impl="xla").model
+    module = nnx.merge(loaded.graphdef, loaded.params)
+    tokens = PROMPTS[1]
+    rows = plain(folder, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
+    chex.assert_trees_all_close(np.asarray(score(module, np.array([tokens]))[0, 1:]), np.float32(rows), atol=1e-4)
+    params = replace(GREEDY, taps=Taps(hidden_states=(0, 3)))
+    (tapped,) = llm.generate([tokens], params, use_tqdm=False)
+    assert tapped.outputs[0].token_ids == answers(llm)[1]
+    assert tapped.outputs[0].taps is not None
+    chex.assert_shape(tapped.outputs[0].taps.hidden_states[3], (len(tokens) + 7, 48))
+
+
+def test_the_command_converts_and_a_simulation_reads_the_shape(folder, name, tmp_path, capsys):
+    target = tmp_path / "orbax"
+    assert cli.main(["convert", str(folder), str(target), "--to", "orbax", "--model-family", name]) == 0
+    assert cli.main(["convert", str(folder), str(tmp_path / "no"), "--to", "orbax"]) == 2
+    assert "a family of your own is given as model_family" in capsys.readouterr().err
+    simulate, engine = {"chip": "a10g"}, {"model_family": name, "num_blocks": 64, "max_model_len": 128}
+    raw = {"name": "own", "model": str(target), "workload": WORKLOAD, "sampling": {"ignore_eos": True}}
+    (point,) = expand({**raw, "simulate": simulate, "engine": engine}, tmp_path)
+    check_models([point.experiment], download=False)
+    assert simulated(point.experiment).engine.config.model_family == name
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_same_tokens(folder, name, llm):
+    assert answers(LLM(folder, model_family=name, mesh={"tensor": 2}, **SIZES)) == answers(llm)
+
+
+def test_a_folder_without_its_family_is_refused_with_the_remedy(folder):
+    with pytest.raises(ValueError, match=r"config.json: model_type is 'parallel'; supported: llama.* as model_family"):
+        LLM(folder, **SIZES)
+
+
+def test_another_model_than_the_familys_is_refused(name, tmp_path):
+    llama = tiny_llama(tmp_path / "llama")
+    with pytest.raises(ValueError, match="model_type is 'llama', and the given model_family reads 'parallel'; give"):
+        LLM(llama, model_family=name, **SIZES)
+    with pytest.raises(ValueError, match="is a GGUF file, which has its own names, and model_family is given; give a"):
+        open_checkpoint(tiny_gguf(tmp_path / "tiny.gguf", llama), family=own_family(name))
+
+
+def test_a_wrong_name_is_refused(name):
+    with pytest.raises(ValueError, match=r"model_family is 'llama'; it must be module:NAME or folder/file.py:NAME"):
+        EngineConfig(model_family="llama")
+    with pytest.raises(ValueError, match=r"model_family is 'no.py:X', but there is no file no.py; write module:NAME"):
+        own_family("no.py:X")
+    with pytest.raises(ValueError, match=r"Parallel in .*own_family.py is no Family; those in it: \['FAMILY'\]"):
+        own_family(name.replace("FAMILY", "Parallel"))
+
+
+def test_a_file_is_read_once_until_it_changes(name, tmp_path):
+    assert own_family(name) is own_family(name)
+    file = tmp_path / "mine.py"
+    file.write_text(Path(name.rpartition(":")[0]).read_text())
+    first = own_family(f"{file}:FAMILY")
+    file.write_text(file.read_text().replace('"parallel"', '"twin"'))
+    assert (first.model_type, own_family(f"{file}:FAMILY").model_type) == ("parallel", "twin")
+
+
+def test_a_layer_that_is_no_block_is_refused():
+    sizes = {"vocab_size": 8, "hidden": 4, "intermediate": 4, "heads": 1, "kv_heads": 1, "head_dim": 4, "max_len": 8}
+    with pytest.raises(ValueError, match=r"block is 'Parallel'; it must be a class that inherits from Block, or None"):
+        DecoderConfig(**sizes, tied=True, eps=1e-6, kinds=(LayerKind(),), ropes=(Rope(1e4),), block="Parallel")
