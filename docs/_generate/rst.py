@@ -30,7 +30,8 @@ def inline(text: str) -> str:
     found = ""
     for i, part in enumerate(parts):
         if i % 2 and part.strip():
-            found += ("\\ " if found and not re.search(r"[\s([{\"'/:-]$", found) else "") + literal(part)
+            # behind a quote or bracket too: code that begins with its partner, as in ('), would be no code
+            found += ("\\ " if found and not re.search(r"[\s/:-]$", found) else "") + literal(part)
             after = parts[i + 1][:1]
             found += "\\ " if after and not re.match(r"[\s)\]}\"'/:.,;!?-]", after) else ""
         else:
@@ -62,7 +63,7 @@ def definitions(items: Iterable[tuple[str, list[str]]]) -> list[str]:
     return found
 
 
-NOTHING = "\\ "  # an explanation of no words, without which a term is a paragraph
+NOTHING = ".."  # an explanation of no words, a comment, without which a term is a paragraph
 
 
 def directive(name: str, argument: str, lines: Iterable[str] = (), **options: str | None) -> list[str]:

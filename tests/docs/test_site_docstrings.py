@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from _generate import api, rst
 from _generate.docstrings import entries, field_names, field_texts, signature, text_of, to_rst
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 SIZES = """Sizes of a thing.
@@ -164,6 +164,8 @@ def test_no_paragraph_becomes_other_markup_than_code(text: str):
 
 @settings(deadline=None)  # docutils takes long on a busy machine
 @given(st.lists(MARKUP, max_size=5).map("\n".join), st.sets(st.sampled_from(["a", "b", "i"])))
+@example("i:", {"i"})  # an entry without words
+@example("'`'_`", set())  # code that begins with the partner of the quote before it
 def test_every_docstring_is_read_without_a_remark(text: str, fields: set[str]):
     parsed(to_rst(text, fields))
 

@@ -18,7 +18,7 @@ PAGES = sorted(path for path in FOLDER.glob("*.md") if path.name != "index.md")
 # over ten seconds: an engine is compiled, or many runs are simulated
 SLOW = {
     *("life_of_a_prompt", "does_block_size_matter", "a_policy_of_your_own", "bring_a_model", "a_kernel_of_your_own"),
-    "serve_and_watch",
+    *("train_and_look_inside", "speculate", "serve_and_watch", "many_devices"),
 }
 HEADER = """---
 jupytext:

@@ -483,7 +483,7 @@ def test_measure_is_the_command_as_a_function(tmp_path, capsys):
     again = json.loads((tmp_path / "runs" / "small" / "sweep.json").read_text())["command"]
     assert again.startswith("python -m experiments.run ")
     assert "engine.block_size=32" in again
-    with pytest.raises(ValueError, match=r"engine.block_size is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match=r"engine.block_size is 0; it must be an integer of at least 1"):
         experiments.measure(path, {"sweep": None, "engine.block_size": 0}, out=tmp_path / "runs")
     with pytest.raises(ValueError, match=r"jobs is 0; it must be at least 1"):
         experiments.measure(path, out=tmp_path / "runs", jobs=0)
