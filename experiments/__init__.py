@@ -64,7 +64,7 @@ def measure(
     """
     from experiments import run
 
-    return run.measure(config, settings, out, jobs=jobs, engines=engines, quiet=quiet)
+    return load_runs(run.measure(config, settings, out, jobs=jobs, engines=engines, quiet=quiet))
 
 
 def load_runs(folder: str | PathLike[str]) -> pd.DataFrame:

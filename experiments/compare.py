@@ -49,6 +49,9 @@ from pagedjax.config import one_of
 
 METRICS = ("output_tokens_per_s", "ttft_s.p50", "ttft_s.p99", "itl_s.p50", "itl_s.p99", "e2e_s.p50")
 DRAFTS = tuple(metric.column for metric in SPECULATION)  # of points with speculation
+# Percentiles over tokens and steps are of rounded numbers in a run that keeps sums (core/totals.py).
+ROUNDED = ("itl_s", "step_s", "device_s", "host_s", "sequences_per_step")
+ROUNDING = 1 / 1024
 WHERE = ("device", "commit", "source", "jax")  # source: the hash of the code, committed or not
 
 
@@ -210,6 +213,8 @@ def compare(
     if not ours or not theirs:
         return None, None, Ratio(None, None, None, "there is no such value in A or in B")
     medians = statistics.median(ours), statistics.median(theirs)
+    if (rounded := of_rounded(a, b, metric, *medians)) is not None:
+        return *medians, rounded
     if len(ours) > 1 and len(theirs) > 1:
         whole = len(ours) == len(a.runs) and len(theirs) == len(b.runs)
         return *medians, of_runs(ours, theirs, paired=whole and apart is None, confidence=confidence)
@@ -223,6 +228,20 @@ def compare(
     ratio = medians[1] / medians[0] if medians[0] > 0 else None
     words = ONCE if ratio is None else f"{ONCE} (B is {times(ratio)} times A)"
     return *medians, Ratio(ratio, None, None, words)
+
+
+def of_rounded(a: Side, b: Side, metric: str, ours: float, theirs: float) -> Ratio | None:
+    """The result for a percentile that one side or both have of rounded numbers; None if the values can be compared."""
+    name, _, percentile = metric.partition(".p")
+    if name not in ROUNDED or not percentile.isdigit():
+        return None
+    methods = {run["metrics"].get("percentile_method", "linear") for side in (a, b) for run in side.runs}
+    if len(methods) > 1:
+        why = "one side keeps sums, whose percentiles are of rounded numbers; compare two sides that keep the same"
+        return Ratio(None, None, None, why)
+    if methods != {"linear"} and abs(theirs - ours) <= ROUNDING * max(ours, theirs):
+        return Ratio(None, None, None, "no difference beyond the rounding of runs that keep sums")
+    return None
 
 
 def one_sided(a: Side, b: Side, metric: str) -> tuple[float | None, float | None, Ratio]:

@@ -15,16 +15,19 @@ writable.
 from __future__ import annotations
 
 import argparse
-import json
+import math
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from experiments import load_runs, report
+import yaml
+
+from experiments import report
 from experiments.analysis import sweep_points
 from experiments.core import cluster, config, parallel, processes, store, sweep
 from experiments.core.config import Experiment, Point
@@ -35,9 +38,6 @@ from experiments.core.workloads import Prompts
 from pagedjax import cli
 from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import HUB_ID, open_checkpoint
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,9 +140,9 @@ def measure(
     jobs: int = 1,
     engines: int = 4,
     quiet: bool = True,
-) -> pd.DataFrame:
-    """What `python -m experiments.run` does, as a function: `experiments.measure`."""
-    words = tuple(f"{key}={json.dumps(value)}" for key, value in (settings or {}).items())
+) -> Path:
+    """`experiments.measure`, but for its result: the folder of the sweep."""
+    words = tuple(_setting(key, value) for key, value in (settings or {}).items())
     points = config.load(Path(config_file), words)
     for name, value in (("engines", engines), ("jobs", jobs)):
         if value < 1:
@@ -161,7 +161,18 @@ def measure(
     sweep.write_sweep(folder, points, shlex.join([*command, "--out", str(out)]))
     sweep.measure_missing(plan, folder, done, several if jobs > 1 else alone, quiet=quiet)
     report.write(folder)
-    return load_runs(folder)
+    return folder
+
+
+def _setting(key: str, value: Any) -> str:
+    """A value of Python as `--set` has it. Raises ValueError if YAML has no such value."""
+    plain = os.fspath(value) if isinstance(value, PathLike) else value.item() if hasattr(value, "item") else value
+    try:
+        text = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=math.inf)
+    except yaml.YAMLError:
+        what = f"settings has {key}: {value!r:.80}, which is no value of YAML"
+        raise ValueError(f"{what}; give a number, a text, None, a list or a mapping") from None
+    return f"{key}={text.removesuffix('...' + chr(10)).strip()}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,10 +29,14 @@ from experiments.core.environment import environment
 WAYS = ("one by one", "together", "sums")
 
 
+def kept_so(point: Point, way: str) -> Point:
+    """The point with the records of a way. Raises ValueError if it cannot keep them."""
+    records = "sums" if way == "sums" else "full"
+    return point._replace(experiment=dataclasses.replace(point.experiment, records=records))
+
+
 def seconds(point: Point, way: str) -> float:
     """Processor seconds of one run, with the making of its requests and of its summary."""
-    records = "sums" if way == "sums" else "full"
-    point = point._replace(experiment=dataclasses.replace(point.experiment, records=records))
     llm = simulated(point.experiment)
     for engine in llm.engines if way == WAYS[0] else ():
         engine.ahead = lambda: None  # no step waits for others
@@ -41,10 +45,26 @@ def seconds(point: Point, way: str) -> float:
     return time.process_time() - began
 
 
+def facts(point: Point) -> dict[str, float]:
+    """How much there is to compute."""
+    summary = measure(simulated(point.experiment), point, 0).summary
+    counts = {name: summary[name] for name in ("requests", "output_tokens", "steps")}
+    return {**counts, "sequences_per_step": round(summary["sequences_per_step"]["mean"], 2)}
+
+
 def _nameless(setting: str) -> str:
-    """KEY=VALUE without the folders of a file."""
+    """KEY=VALUE without the folders of the workload's file."""
     key, _, value = setting.partition("=")
-    return f"{key}={Path(value).name}"
+    return f"{key}={Path(value).name}" if key == "workload.file" else setting
+
+
+def points_of(config_file: Path, settings: Sequence[str], ways: Sequence[str]) -> dict[str, Point]:
+    """By way, the config's first point. Raises ValueError for a config that cannot run in one of these ways."""
+    point = config.load(config_file, tuple(settings))[0]
+    if not point.experiment.simulate or point.experiment.pools:
+        what = f"{config_file} is not simulated, or has pools"
+        raise ValueError(f"{what}; give a config with `simulate` and no `pools`")
+    return {way: kept_so(point, way) for way in ways}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,28 +76,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     try:
-        point = config.load(args.config, tuple(args.set))[0]
-        if not point.experiment.simulate or point.experiment.pools:
-            raise ValueError(
-                f"{args.config} is not simulated, or has pools; give a config with `simulate` and no `pools`"
-            )
+        points = points_of(args.config, args.set, args.ways)
     except ValueError as error:
         parser.error(str(error))
-    found = rounds({way: lambda way=way: seconds(point, way) for way in args.ways}, args.rounds)
+    about = facts(points[args.ways[-1]])
+    print(", ".join(f"{name} {value:,g}" for name, value in about.items()))
+    found = rounds({way: lambda way=way: seconds(points[way], way) for way in args.ways}, args.rounds)
     shares = {way: share(found, args.ways[0], way) for way in args.ways[1:]}
     print("| way | seconds of a processor, median and all | times as fast |\n|---|---:|---:|")
     for way, times in found.items():
         middle = sorted(times)[len(times) // 2]
         print(f"| {way} | {middle:.1f} ({', '.join(map(str, times))}) | {cell(shares[way]) if way in shares else ''} |")
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{most:.2f} GiB at most, all ways together")
+    most = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+    print(f"{most} GiB at most, all ways together")
     if args.json:
-        kept = {
-            "environment": environment(device=False),
-            "config": args.config.name,
-            "set": list(map(_nameless, args.set)),
-        }
-        kept |= {"seconds": found, "shares": shares, "most_gib": round(most, 2)}
+        made = {"environment": environment(device=False), "config": args.config.name}
+        changed = list(map(_nameless, args.set))
+        kept = {**made, "set": changed, **about, "seconds": found, "shares": shares, "most_gib": most}
         args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 

@@ -24,11 +24,11 @@ from experiments.core.records import (
     request_records,
     step_records,
 )
-from experiments.core.replicas import Load, Present, by_end, drive_replicas, of_replicas
+from experiments.core.replicas import Present, StepLoad, by_end, drive_replicas, of_replicas
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit, with_arrivals
 from experiments.core.totals import Totals
 from experiments.core.workloads import WorkItem, Workload, build
-from experiments.simulation.decode_runs import DecodeRun
+from experiments.simulation.spans import DecodeSpan
 from pagedjax import routing
 from pagedjax.host.types import StepResult
 from pagedjax.params import SamplingParams
@@ -117,7 +117,7 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
     summary = metrics.summary(requests, of_steps, kept.of_tokens, engine.config.block_size, experiment.slo, **options)
     if present:
         where = [request.replica for request in requests]
-        summary["replicas"] = of_replicas(where, kept.by_replica, summary["duration_s"], range(replicas))
+        summary["replicas"] = of_replicas(where, kept.loads, summary["duration_s"], range(replicas))
     if pools := experiment.pools:
         counts = pools.prefill.count, pools.decode.count
         summary |= dict.fromkeys(OF_ONE_ENGINE)
@@ -126,13 +126,13 @@ def measure(llm: Any, point: Point, repeat: int) -> Measured:
 
 
 class Kept(NamedTuple):
-    """What is known of a run. Of a run that keeps sums, there are no `steps`."""
+    """What is known of a run. Of one that keeps sums there are no `steps`, and `loads` are sums of each replica."""
 
     requests: list[RequestRecord]
     steps: list[StepRecord]
     of_steps: OfSteps
     of_tokens: OfTokens
-    by_replica: Sequence[Load]
+    loads: Sequence[StepLoad]
 
 
 def _recorded(llm: Any, engines: Sequence[Any], experiment: Experiment, workload: Workload) -> Kept:
@@ -178,9 +178,9 @@ class Recorder:
         self.requests.add(result)
         self.steps[replica].append(self._recorders[replica].record(result))
 
-    def run(self, replica: int, run: DecodeRun) -> None:
-        self.requests.add_run(run)
-        self.steps[replica] += self._recorders[replica].record_run(run)
+    def span(self, replica: int, span: DecodeSpan) -> None:
+        self.requests.add_span(span)
+        self.steps[replica] += self._recorders[replica].record_span(span)
 
     def left(self, replica: int, branch_id: str) -> None:
         self._recorders[replica].left(branch_id)

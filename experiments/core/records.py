@@ -16,7 +16,7 @@ import numpy as np
 from experiments.core import speculation
 from experiments.core.workloads import WorkItem, branch_ids
 from experiments.simulation.cost import work_of
-from experiments.simulation.decode_runs import DecodeRun
+from experiments.simulation.spans import DecodeSpan
 from pagedjax.host.types import HOLE, Admitted, Finished, Plan, Sampled, SchedulerConfig, StepResult
 
 
@@ -137,7 +137,7 @@ class StepRecord(NamedTuple):
     replica: int = 0
 
 
-class RunColumns(NamedTuple):
+class SpanColumns(NamedTuple):
     """Counts of consecutive steps, int64 [steps]; see `StepRecord`."""
 
     used: np.ndarray
@@ -176,10 +176,10 @@ class RequestRecorder:
             elif isinstance(event, Finished):
                 self._reasons[event.request_id] = event.reason
 
-    def add_run(self, run: DecodeRun) -> None:
+    def add_span(self, span: DecodeSpan) -> None:
         """The same of several steps at once. Its sequences were scheduled before."""
-        times = (run.times.finished - self._start).tolist()
-        for seq, tokens in zip(run.seqs, run.tokens, strict=True):
+        times = (span.times.finished - self._start).tolist()
+        for seq, tokens in zip(span.seqs, span.tokens, strict=True):
             self._times[seq.request_id] += times
             self._tokens[seq.request_id] += tokens
 
@@ -308,29 +308,29 @@ class StepRecorder:
             replica=self._replica,
         )
 
-    def columns_of(self, run: DecodeRun) -> RunColumns:
+    def columns_of(self, span: DecodeSpan) -> SpanColumns:
         """The counts of several steps at once, which are noted as `record` does."""
-        steps, rows, size = len(run.allocated), len(run.seqs), self._block_size
+        steps, rows, size = len(span.allocated), len(span.seqs), self._block_size
         after = rows * np.arange(steps)  # tokens that the steps before each one have added
-        context = sum(run.lengths) + after
-        first = {seq.request_id: (seq.blocks, length) for seq, length in zip(run.seqs, run.lengths, strict=True)}
+        context = sum(span.lengths) + after
+        first = {seq.request_id: (seq.blocks, length) for seq, length in zip(span.seqs, span.lengths, strict=True)}
         self._cached = {name: (blocks, length + steps - 1) for name, (blocks, length) in first.items()}
-        used = run.blocks + np.cumsum(run.allocated)
-        shared = max(0, run.listed - run.blocks)  # entries that list a block which another one lists, too
+        used = span.blocks + np.cumsum(span.allocated)
+        shared = max(0, span.listed - span.blocks)  # entries that list a block which another one lists, too
         held = context
         if shared:
             held = np.minimum(_held(first.values(), size, self._groups) + after, used * size)
-        return RunColumns(used, used + shared, held, context)
+        return SpanColumns(used, used + shared, held, context)
 
-    def record_run(self, run: DecodeRun) -> list[StepRecord]:
+    def record_span(self, span: DecodeSpan) -> list[StepRecord]:
         """The records of several steps at once."""
-        rows, times = len(run.seqs), run.times
+        rows, times = len(span.seqs), span.times
         started, seconds = times.started - self._start, times.finished - times.started
-        columns = (started, seconds, times.device, seconds - times.device, *self.columns_of(run))
+        columns = (started, seconds, times.device, seconds - times.device, *self.columns_of(span))
         rows_of = zip(*[column.tolist() for column in columns], strict=True)
         return [
             StepRecord(
-                step=run.step + i,
+                step=span.step + i,
                 started=start,
                 seconds=duration,
                 device_seconds=device,
@@ -338,17 +338,17 @@ class StepRecorder:
                 sequences=rows,
                 tokens=rows,
                 prompt_tokens=0,
-                padded_tokens=run.padded,
+                padded_tokens=span.padded,
                 sampled=rows,
                 admitted=0,
                 admitted_tokens=0,
                 hit_tokens=0,
                 preempted=0,
                 finished=0,
-                waiting=run.waiting,
+                waiting=span.waiting,
                 blocks_used=used,
                 blocks_listed=listed,
-                num_blocks=run.num_blocks,
+                num_blocks=span.num_blocks,
                 held_tokens=held,
                 compilations=0,
                 context_tokens=context,

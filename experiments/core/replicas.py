@@ -18,7 +18,7 @@ from experiments.core.present import Change
 from experiments.core.records import StepRecord
 from experiments.core.submit import LONGEST_SLEEP, Engine, Sender, submit
 from experiments.core.workloads import WorkItem
-from experiments.simulation.decode_runs import DecodeRun, StepTimes
+from experiments.simulation.spans import DecodeSpan, StepTimes
 from pagedjax import routing
 from pagedjax.config import EngineConfig
 from pagedjax.engine import block_hashes
@@ -37,7 +37,7 @@ class VirtualEngine(Engine, Protocol):
 
     def ahead(self) -> StepTimes | None: ...
 
-    def advance(self, times: StepTimes) -> DecodeRun: ...
+    def advance(self, times: StepTimes) -> DecodeSpan: ...
 
 
 class Notes(Protocol):
@@ -45,7 +45,7 @@ class Notes(Protocol):
 
     def step(self, replica: int, result: StepResult) -> None: ...
 
-    def run(self, replica: int, run: DecodeRun) -> None: ...
+    def span(self, replica: int, span: DecodeSpan) -> None: ...
 
 
 class Present(NamedTuple):
@@ -107,7 +107,7 @@ class _Cluster:
         self._join(present.count)
         self.replicas: dict[str, int] = {}
         self._unfinished: dict[str, tuple[WorkItem, SamplingParams]] = {}  # in the order in which they were sent
-        self._steps: list[tuple[float, int]] = []  # a heap: when each replica with work begins a step that must be made
+        self._steps: list[tuple[float, int]] = []  # a heap: when each replica with work makes a step, or looks ahead
         self._ahead: dict[int, StepTimes] = {}  # the steps of a replica before that one, which only decode
         self._ended: list[tuple[float, int, str]] = []  # a heap: when a request ended, where, and its id
         self._again: list[tuple[float, int, str]] = []  # a heap: when a request is routed again, its order, and its id
@@ -122,7 +122,7 @@ class _Cluster:
             self._step()  # it may end a request before `at`, and free a client
             return True
         if not (self._steps or self._again or self._sender.left):
-            return False  # all requests have ended, so that changes to come are of no matter
+            return False  # all requests have ended, so that changes to come do not matter
         while self._ended and self._ended[0][0] <= at:
             self._state = routing.finished(self._state, heappop(self._ended)[2])
         if at == change:
@@ -164,7 +164,7 @@ class _Cluster:
         """Make the steps ahead of a replica that begin before a time, and forget the others."""
         times = self._ahead.pop(replica)
         if begun := times.begun(before):
-            self._notes.run(replica, self._engines[replica].advance(times.first(begun)))
+            self._notes.span(replica, self._engines[replica].advance(times.first(begun)))
 
     def _interrupt(self, replica: int, at: float) -> None:
         """Something happens at this replica: of the steps ahead, those are made that begin before it."""
@@ -221,7 +221,7 @@ def by_end(steps: Iterable[Sequence[StepRecord]]) -> list[StepRecord]:
     return list(merge(*steps, key=lambda step: step.started + step.seconds))
 
 
-class Load(Protocol):
+class StepLoad(Protocol):
     """A step of a replica, or the sums of several."""
 
     @property
@@ -232,7 +232,7 @@ class Load(Protocol):
     def seconds(self) -> float: ...
 
 
-def of_replicas(where: Iterable[int], steps: Sequence[Load], duration: float, replicas: range) -> dict[str, Any]:
+def of_replicas(where: Iterable[int], steps: Sequence[StepLoad], duration: float, replicas: range) -> dict[str, Any]:
     """How even the replicas were: requests, computed tokens and the share of the time in which they made steps.
 
     Args:

@@ -22,7 +22,7 @@ from experiments.core.records import (
     request_record,
 )
 from experiments.core.workloads import WorkItem, branch_ids
-from experiments.simulation.decode_runs import DecodeRun
+from experiments.simulation.spans import DecodeSpan
 from pagedjax.host.types import Finished, Sampled, StepResult
 from pagedjax.load_client.summary import PERCENTILES
 
@@ -31,23 +31,23 @@ _KEPT = 10  # bits of a float's fraction that a bin keeps
 _LEAST, _MOST = -40, 40  # binary exponents: from 1e-12, below which a number counts as 0, to 1e12
 _FIRST = (1023 + _LEAST) << _KEPT  # the leading bits of the least number that has a bin
 _BINS = ((_MOST - _LEAST) << _KEPT) + 1
+_PARTS = 1 << 16  # of the time of a run
+_FEWEST = 100  # parts between two times of which a rate is made
 _BUFFER = 1 << 19  # numbers that are counted at once
 
 
-class Tally:
-    """The distribution of many numbers of at least 0, in constant memory."""
+class _Counter:
+    """Numbers that wait to be counted, many at a time."""
 
     def __init__(self) -> None:
-        self._bins = np.zeros(_BINS, np.int64)  # bin 0: numbers below the least one, which count as 0
-        self._count, self._sum, self._most = 0, 0.0, 0.0
-        self._arrays: list[np.ndarray] = []  # that wait to be counted
-        self._times: list[int] = []  # of each of these
-        self._single: list[float] = []  # the same of numbers that came one by one
+        self._arrays: list[np.ndarray] = []
+        self._times: list[int] = []  # how often each array counts
+        self._single: list[float] = []  # numbers that came one by one
         self._size = 0  # numbers that wait
 
     def add(self, values: np.ndarray, times: int = 1) -> None:
         """Count each of float64 [n] `times` times."""
-        self._arrays.append(values)
+        self._arrays.append(values.copy())  # a view would keep the whole array in memory
         self._times.append(times)
         self._waits(len(values))
 
@@ -67,9 +67,24 @@ class Tally:
         arrays = [np.array(self._single), *self._arrays]
         values, times = np.concatenate(arrays), np.repeat([1, *self._times], [len(array) for array in arrays])
         self._arrays, self._times, self._single, self._size = [], [], [], 0
+        self._count(values, times)
+
+    def _count(self, values: np.ndarray, times: np.ndarray) -> None:
+        raise NotImplementedError
+
+
+class Tally(_Counter):
+    """The distribution of many numbers of at least 0, in constant memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bins = np.zeros(_BINS, np.int64)  # bin 0: numbers below the least one, which count as 0
+        self._total, self._sum, self._most = 0, 0.0, 0.0
+
+    def _count(self, values: np.ndarray, times: np.ndarray) -> None:
         leading = (values.view(np.int64) >> (52 - _KEPT)) - _FIRST + 1
         self._bins += np.bincount(np.clip(leading, 0, _BINS - 1), times, _BINS).astype(np.int64)
-        self._count += int(times.sum())
+        self._total += int(times.sum())
         self._sum += float(values @ times)
         self._most = max(self._most, float(values.max()))
 
@@ -84,19 +99,45 @@ class Tally:
         """As `pagedjax.load_client.summary.spread` of all numbers, but for the percentiles' rounding."""
         self._flush()
         names = [f"p{p}" for p in PERCENTILES]
-        if not self._count:
+        if not self._total:
             return {"count": 0, **dict.fromkeys(("mean", *names, "max"))}
-        places = [(self._count - 1) * p / 100 for p in PERCENTILES]
-        low, high = self.at([int(at) for at in places]), self.at([min(int(at) + 1, self._count - 1) for at in places])
+        places = [(self._total - 1) * p / 100 for p in PERCENTILES]
+        low, high = self.at([int(at) for at in places]), self.at([min(int(at) + 1, self._total - 1) for at in places])
         parts = [at % 1 for at in places]
         percentiles = [a + (b - a) * part for a, b, part in zip(low, high, parts, strict=True)]
-        mean = self._sum / self._count
-        return {"count": self._count, "mean": mean, **dict(zip(names, percentiles, strict=True)), "max": self._most}
+        mean = self._sum / self._total
+        return {"count": self._total, "mean": mean, **dict(zip(names, percentiles, strict=True)), "max": self._most}
+
+
+class Timeline(_Counter):
+    """How many tokens were made until when, in constant memory: counts in equal parts of the time since 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._width = 1e-6  # seconds of a part; doubled when the parts do not reach far enough
+        self._parts = np.zeros(_PARTS, np.int64)
+
+    def _count(self, values: np.ndarray, times: np.ndarray) -> None:
+        while values.max() >= _PARTS * self._width:
+            pairs = self._parts.reshape(-1, 2).sum(1)
+            self._parts, self._width = np.concatenate((pairs, np.zeros_like(pairs))), 2 * self._width
+        self._parts += np.bincount((values / self._width).astype(np.int64), times, _PARTS).astype(np.int64)
+
+    def steady_rate(self) -> float | None:
+        """As `metrics.steady_rate`, within 2 %. None if its two times are too near to say so much."""
+        self._flush()
+        made = np.cumsum(self._parts)
+        if not made[-1]:
+            return None
+        first, last = (int(made.searchsorted(-(-made[-1] * tenths // 10))) for tenths in (1, 9))
+        if last - first < _FEWEST:
+            return None
+        return float(made[last] - made[first]) / ((last - first) * self._width)
 
 
 @dataclass
 class ReplicaSums:
-    """Sums over the steps of one replica; see `StepRecord`. It stands for a step that computed all of it."""
+    """Sums over the steps of one replica; see `StepRecord`. It has the attributes of a `StepLoad`."""
 
     replica: int
     count: int = 0
@@ -152,7 +193,7 @@ class Totals:
         self._preemptions: dict[str, int] = defaultdict(int)
         self._reasons: dict[str, str] = {}
         self._seconds, self._device, self._host, self._sequences = Tally(), Tally(), Tally(), Tally()
-        self._gaps, self._times = Tally(), Tally()  # of tokens
+        self._gaps, self._made = Tally(), Timeline()  # of tokens
 
     def step(self, replica: int, result: StepResult) -> None:
         record = self._recorders[replica].record(result)
@@ -168,32 +209,32 @@ class Totals:
         for event in result.events:
             if isinstance(event, Sampled):
                 self._sampled(event.request_ids, result.finished, result.finished, 1)
-                self._times.add(np.array([result.finished]), len(event.request_ids))
+                self._made.add(np.array([result.finished]), len(event.request_ids))
             elif isinstance(event, Finished):
                 self._reasons[event.request_id] = event.reason
 
-    def run(self, replica: int, run: DecodeRun) -> None:
-        columns, sums, rows = self._recorders[replica].columns_of(run), self.replicas[replica], len(run.seqs)
-        steps, seconds = len(run.allocated), run.times.finished - run.times.started
+    def span(self, replica: int, span: DecodeSpan) -> None:
+        columns, sums, rows = self._recorders[replica].columns_of(span), self.replicas[replica], len(span.seqs)
+        steps, seconds = len(span.allocated), span.times.finished - span.times.started
         sums.count += steps
-        sums.end = float(run.times.finished[-1])
+        sums.end = float(span.times.finished[-1])
         sums.seconds += float(seconds.sum())
         sums.tokens += steps * rows
-        sums.padded += steps * run.padded
+        sums.padded += steps * span.padded
         sums.blocks_used += int(columns.used.sum())
         sums.most_used = max(sums.most_used, int(columns.used[-1]))
-        sums.num_blocks = run.num_blocks
+        sums.num_blocks = span.num_blocks
         sums.listed += int(columns.listed.sum())
         sums.held += int(columns.held.sum())
         sums.decodes += steps * rows
         self._seconds.add(seconds)
-        self._device.add(run.times.device)
-        self._host.add(np.maximum(seconds - run.times.device, 0.0))  # without host_s, a difference of rounding
+        self._device.add(span.times.device)
+        self._host.add(np.maximum(seconds - span.times.device, 0.0))  # without host_s, a difference of rounding
         self._sequences.add(np.array([float(rows)]), steps)
-        finished = run.times.finished
-        self._sampled([seq.request_id for seq in run.seqs], float(finished[0]), float(finished[-1]), steps)
+        finished = span.times.finished
+        self._sampled([seq.request_id for seq in span.seqs], float(finished[0]), float(finished[-1]), steps)
         self._gaps.add(np.diff(finished), rows)
-        self._times.add(finished, rows)
+        self._made.add(finished, rows)
 
     def _sampled(self, names: Sequence[str], first: float, last: float, tokens: int) -> None:
         """Each of these branches got tokens between two times; a name that is there twice, twice as many."""
@@ -233,11 +274,4 @@ class Totals:
         )
 
     def of_tokens(self) -> OfTokens:
-        """The steady rate is that between the rounded times of a tenth and of nine tenths of all tokens."""
-        count = sum(self._counts.values())
-        rate = None
-        if count:
-            tenth, most = -(-count // 10) - 1, -(-9 * count // 10) - 1
-            first, last = self._times.at([tenth, most])
-            rate = (most - tenth) / (last - first) if last > first else None
-        return OfTokens(count, self._gaps.spread(), rate, None, METHOD)
+        return OfTokens(sum(self._counts.values()), self._gaps.spread(), self._made.steady_rate(), None, METHOD)

@@ -122,7 +122,7 @@ class Trace:
 
     time_scale: multiplies the recorded gaps: 0.5 doubles the rate, with 0 all requests arrive at once.
     rounds: how often the requests come, one round after the other with the mean gap between them: 24 makes a day of a
-        recorded hour. The prompts of each round are others.
+        recorded hour. The prompts of each round are others. With a `time_scale` of 0 all rounds arrive at once.
     """
 
     kind: Literal["trace"]
@@ -311,6 +311,9 @@ def read_trace(spec: Trace, content: str) -> tuple[list[float], list[int], list[
     kept.sort(key=lambda row: row[0])
     times = [(row[0] - kept[0][0]).total_seconds() * spec.time_scale for row in kept]
     period = times[-1] * len(times) / max(1, len(times) - 1)  # the time until the first request of the next round
+    if spec.rounds > 1 and spec.time_scale and not period:
+        what = f"workload.rounds is {spec.rounds}, and the kept requests of {spec.file} all arrive at one time"
+        raise ValueError(f"{what}, so no gap between two rounds is known; set rounds: 1, or raise workload.limit")
     times = [time + i * period for i in range(spec.rounds) for time in times] if spec.rounds > 1 else times
     return times, [row[1] for row in kept] * spec.rounds, [row[2] for row in kept] * spec.rounds
 

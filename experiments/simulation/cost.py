@@ -44,14 +44,14 @@ STEPS = "steps.jsonl"  # a file of a run folder
 SIMULATED = "simulated"  # prefix of the name of a simulated device
 
 
-StepTime = Callable[["Work"], float]
+StepTime = Callable[["Work"], Any]  # seconds, a float; for the steps of a `Work` with arrays float64 [steps] or a float
 
 
 class Work(NamedTuple):
     """The counts of a step that decide its time; tokens unless stated otherwise.
 
-    Of several steps that only decode, `context`, `pairs` and `single_context` are arrays [steps], and a `StepTime`
-    gives an array, or a number if these counts do not matter to it.
+    Of several steps that only decode, `context`, `pairs` and `single_context` are int64 [steps]. A `StepTime` that
+    raises TypeError or ValueError for these is called step by step.
     """
 
     tokens: int  # computed, padding included

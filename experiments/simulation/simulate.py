@@ -22,14 +22,14 @@ from immutables import Map
 
 from experiments.simulation import cost, profiles
 from experiments.simulation.cost import CHIPS, SHAPES, Roofline, Shape, Simulate, StepTime, Work, work_of
-from experiments.simulation.decode_runs import DecodeRun, StepTimes, sampled, step_times
+from experiments.simulation.spans import DecodeSpan, StepTimes, sampled, step_times
 from experiments.simulation.unfelt import refuse_unfelt
 from pagedjax.config import EngineConfig
 from pagedjax.device.batch import token_buckets
 from pagedjax.engine import drafting
 from pagedjax.engine.drafters import Drafter
 from pagedjax.engine.requests import SequenceData, Sequences, apply_events, extended, hashes_of_filled, prepare
-from pagedjax.host import blocks, decode_runs, kv_policies, policies, request_limits, scheduler
+from pagedjax.host import blocks, decode_spans, kv_policies, policies, request_limits, scheduler
 from pagedjax.host.drafts import Sample, kept
 from pagedjax.host.reservation import table_width
 from pagedjax.host.state import limits
@@ -39,6 +39,7 @@ from pagedjax.weights.families import own_family
 from pagedjax.weights.locate import open_checkpoint
 from pagedjax.weights.tokenizer_files import open_tokenizer
 
+MOST_AHEAD = 1024  # steps: a look ahead that a request cuts short is made again
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
@@ -246,10 +247,10 @@ class SimulatedEngine:
         return result
 
     def ahead(self) -> StepTimes | None:
-        """The times of the next steps if there are several that only decode; `advance` makes them. Else None."""
+        """The times of the next steps, if several of them only decode; `advance` makes them. Else None."""
         if self._drafting or self._simulate.whole_batches or not self._simulate.kv_cache:
             return None
-        steps = decode_runs.steps_ahead(self.scheduler_state)
+        steps = min(decode_spans.steps_ahead(self.scheduler_state), MOST_AHEAD)
         if steps < 2:
             return None
         lengths = self.scheduler_state.running.lengths
@@ -257,7 +258,7 @@ class SimulatedEngine:
         work = Work(self._padded(rows), rows, rows, context, context, 0, rows, context)
         return step_times(self.now, steps, work, self._seconds, self._simulate.host_s)
 
-    def advance(self, times: StepTimes) -> DecodeRun:
+    def advance(self, times: StepTimes) -> DecodeSpan:
         """Make the steps that `ahead` gave, or the first of them: what as many calls of `step` do."""
         before, steps = self.scheduler_state, len(times.started)
         seqs, lengths, computed = before.running
@@ -270,9 +271,9 @@ class SimulatedEngine:
                     self._sequences = self._sequences.set(seq.request_id, longer)
             rows = EMPTY_PLAN._replace(seqs=seqs, starts=computed, counts=(steps,) * len(seqs))
             hashes = hashes_of_filled(rows, self._sequences, self.config.block_size)
-        self.scheduler_state, allocated = decode_runs.after_decodes(before, steps, hashes)
+        self.scheduler_state, allocated = decode_spans.after_decodes(before, steps, hashes)
         self.now = float(times.finished[-1])
-        return DecodeRun(
+        return DecodeSpan(
             step=before.step,
             times=times,
             seqs=self.scheduler_state.running.seqs,

@@ -103,7 +103,7 @@ def test_numbers_of_slow_runs_exist():
     cells = [row.split(" | ")[1] for row in re.findall(r"^\|(.*)\|$", text.partition("\n## ")[0], re.MULTILINE)[2:]]
     named = {name.split(".")[0] for cell in cells for name in re.findall(r"`(\w[\w.:]*)`", cell)}
     served = {f"{one.name.removeprefix('pagedjax:')}{end}" for one in server.metrics() for end in ("", "_total")}
-    summary = set(re.findall(r'^        "(\w+)":', inspect.getsource(metrics.summarize), re.MULTILINE))
+    summary = set(re.findall(r'^        "(\w+)":', inspect.getsource(metrics.summary), re.MULTILINE))
     others = {"llm", "attention_impl", "linear_impl"}
     assert len(cells) >= 10
     assert {name.removeprefix("pagedjax:") for name in named} - served - summary - others == set()

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 import experiments
 from experiments import run
-from experiments.core import config, store
+from experiments.core import config, overrides, store
 from pagedjax.config import NONE_STAYS
 from tests.weights.tiny import tiny_llama
 
@@ -487,3 +488,13 @@ def test_measure_is_the_command_as_a_function(tmp_path, capsys):
         experiments.measure(path, {"sweep": None, "engine.block_size": 0}, out=tmp_path / "runs")
     with pytest.raises(ValueError, match=r"jobs is 0; it must be at least 1"):
         experiments.measure(path, out=tmp_path / "runs", jobs=0)
+
+
+def test_values_of_python_are_settings():
+    values = {"a": 1e-5, "b": np.int64(4), "c": Path("x"), "d": None, "e": [8, (1, 2)], "f": {"g": "1e-5"}, "h": True}
+    words = [run._setting(key, value) for key, value in values.items()]
+    raw: dict[str, Any] = {}
+    overrides.override_all(raw, words)
+    assert raw == {"a": 1e-5, "b": 4, "c": "x", "d": None, "e": [8, [1, 2]], "f": {"g": "1e-5"}, "h": True}
+    with pytest.raises(ValueError, match=r"settings has a: .*, which is no value of YAML; give a number"):
+        run._setting("a", object())

@@ -19,23 +19,42 @@ def test_each_way_makes_its_steps(tmp_path, capsys):
     assert list(kept["seconds"]) == list(simulation.WAYS)
     assert list(kept["shares"]) == ["together", "sums"]
     assert "times as fast" in capsys.readouterr().out
-    (point,) = simulation.config.load(path)
+    assert (kept["requests"], kept["sequences_per_step"] > 1) == (40, True)
+    points = simulation.points_of(path, [], simulation.WAYS)
     together = {}
     for way in simulation.WAYS:
         with pytest.MonkeyPatch.context() as patch:
             counted = Counting(patch)
-            simulation.seconds(point, way)
+            simulation.seconds(points[way], way)
             together[way] = counted.together
     assert together["one by one"] == 0
     assert together["together"] == together["sums"] > 0
     assert SimulatedEngine.ahead.__name__ == "ahead"
 
 
-@pytest.mark.parametrize("changes", [{"simulate": None, "replicas": None}])
-def test_a_measured_config_is_refused(tmp_path, capsys, changes):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"simulate": None, "replicas": None},
+            "is not simulated, or has pools; give a config with `simulate` and no `pools`",
+        ),
+        (
+            {"replicas": {"count": 2, "changes": [{"at": 1.0, "fail": 1}]}},
+            "lost tokens cannot be taken out of sums",
+        ),
+    ],
+    ids=["measured", "fails"],
+)
+def test_a_config_that_cannot_run_in_every_way_is_refused(tmp_path, capsys, changes, message):
     path = tmp_path / "small.json"
     kept = {name: value for name, value in ({**RAW, "model": "smollm2-135m"} | changes).items() if value is not None}
     path.write_text(json.dumps(kept), encoding="utf-8")
     with pytest.raises(SystemExit):
         simulation.main([str(path)])
-    assert "is not simulated, or has pools; give a config with `simulate` and no `pools`" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_the_folders_of_a_trace_are_not_kept_and_other_values_are():
+    assert simulation._nameless("workload.file=folder/trace.csv") == "workload.file=trace.csv"
+    assert simulation._nameless("simulate.profile=vllm/opt-13b/tp1") == "simulate.profile=vllm/opt-13b/tp1"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import chex
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +17,10 @@ from hypothesis import strategies as st
 from experiments.core import drive
 from experiments.core.config import expand
 from experiments.core.engines import simulated
+from experiments.core.store import json_lines
+from experiments.simulation.cost import Work
 from experiments.simulation.simulate import SimulatedEngine
+from experiments.simulation.spans import step_times
 
 RAW: dict[str, Any] = {
     "name": "runs",
@@ -40,6 +47,7 @@ class Counting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.together, self.alone = 0, 0
+        self.preemptions, self.evicted = 0, 0  # evicted: idle blocks, by steps made together
         step, advance = SimulatedEngine.step, SimulatedEngine.advance
 
         def counted_step(engine: SimulatedEngine):
@@ -48,19 +56,28 @@ class Counting:
 
         def counted_advance(engine: SimulatedEngine, times):
             self.together += len(times.started)
-            return advance(engine, times)
+            idle = len(engine.scheduler_state.pool.idle)
+            span = advance(engine, times)
+            self.evicted += idle - len(engine.scheduler_state.pool.idle)
+            return span
 
         monkeypatch.setattr(SimulatedEngine, "step", counted_step)
         monkeypatch.setattr(SimulatedEngine, "advance", counted_advance)
 
 
-def compare(changes: dict[str, dict[str, Any]]) -> Counting:
-    """Measure with and without steps made together, and compare everything. `changes`: of the sections of RAW."""
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """RAW with other values in its sections; a chip that is None is left out."""
     raw = copy.deepcopy(RAW)
     for section, values in changes.items():
         raw[section] = {**raw.get(section, {}), **values} if isinstance(values, dict) else values
     if raw["simulate"].get("chip") is None:
         raw["simulate"].pop("chip", None)
+    return raw
+
+
+def compare(changes: dict[str, Any]) -> Counting:
+    """Measure with and without steps made together, and compare everything. `changes`: of the sections of RAW."""
+    raw = changed(changes)
     (point,) = expand(raw, folder=Path())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimulatedEngine, "ahead", lambda engine: None)
@@ -72,6 +89,7 @@ def compare(changes: dict[str, dict[str, Any]]) -> Counting:
     assert together.requests == one_by_one.requests
     assert together.steps == one_by_one.steps
     assert together.summary == one_by_one.summary
+    counted.preemptions = together.summary["preemptions"]
     return counted
 
 
@@ -87,6 +105,7 @@ MEASURED = {"chip": None, "profile": "splitwise/bloom-176b/a100", "model": "opt-
         {"simulate": {"host_s": 0.0013}},
         {"simulate": {"mesh": {"tensor": 4}, "chip": "tpu-v5e"}},
         {"simulate": {"chip": None, "step_s": 0.01}},
+        {"simulate": {"chips": 2}},
         {"simulate": PROFILE},
         {"simulate": MEASURED},
         {"engine": {"enable_prefix_caching": False}},
@@ -97,18 +116,16 @@ MEASURED = {"chip": None, "profile": "splitwise/bloom-176b/a100", "model": "opt-
         {"cache_tokens": 208},  # with preemptions, and evictions from the prefix cache
         {"sampling": {"n": 3, "temperature": 0.7}},
         {"workload": {"arrivals": {"process": "closed_loop", "clients": 5}}},
-        {
-            "replicas": {
-                "count": 3,
-                "changes": ({"at": 0.1, "fail": 1}, {"at": 0.2, "join": 1}, {"at": 0.3, "leave": 1}),
-            }
-        },
+        {"replicas": {"count": 3, "changes": CHANGES}},
     ],
     ids=lambda changes: ",".join(f"{value}" for value in changes.values())[:60],
 )
 def test_records_are_those_of_steps_made_one_by_one(changes):
     counted = compare(changes)
     assert counted.together > 50  # else this would compare one way with itself
+    if "cache_tokens" in changes:  # a cache that is too small
+        assert counted.preemptions > 5
+        assert counted.evicted > 0 or "engine" in changes
 
 
 @pytest.mark.parametrize(
@@ -117,11 +134,31 @@ def test_records_are_those_of_steps_made_one_by_one(changes):
         {"simulate": {"kv_cache": False}, "engine": {"enable_prefix_caching": False}},
         {"simulate": {"whole_batches": True}, "engine": {"policy": "static"}},
         {"simulate": {"acceptance": 0.7}, "engine": {"speculative": {"method": "ngram", "num_tokens": 3}}},
+        {"engine": {"kv_policy": {"name": "streaming", "sinks": 4, "window": 9}}},
     ],
-    ids=["no cache", "whole batches", "speculation"],
+    ids=["no cache", "whole batches", "speculation", "a KV policy"],
 )
 def test_engines_whose_steps_differ_make_them_one_by_one(changes):
     assert compare(changes).together == 0
+
+
+def test_a_fitted_cost_model_gives_the_same_times(tmp_path):
+    (point,) = expand(RAW, folder=Path())
+    steps = drive.measure(simulated(point.experiment), point, 0).steps
+    (tmp_path / "steps.jsonl").write_text(json_lines([step._asdict() for step in steps]), encoding="utf-8")
+    fit = {"simulate": {"chip": None, "model": "llama-3-8b", "fit": str(tmp_path)}}
+    assert compare(fit).together > 50
+
+
+@pytest.mark.parametrize("seconds", [lambda work: 0.01 if work.context < 500 else 0.02, lambda w: math.sqrt(w.context)])
+def test_a_cost_model_of_ones_own_may_take_one_step_at_a_time(seconds):
+    work = Work(8, 3, 3, 490, 490, single=3, single_context=490)
+    times = step_times(1.0, 10, work, seconds, 0.5)
+    each = [seconds(work._replace(context=490 + 3 * i)) for i in range(10)]
+    chex.assert_trees_all_equal(times.device, np.array(each))
+    clock = list(accumulate(each, lambda now, step: now + step + 0.5, initial=1.0))
+    chex.assert_trees_all_equal(times.started, np.array(clock[:-1]))
+    chex.assert_trees_all_equal(times.finished, np.array(clock[1:]))
 
 
 @settings(max_examples=25, deadline=None)

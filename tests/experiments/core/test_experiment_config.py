@@ -378,10 +378,24 @@ def test_relative_file_is_found_in_current_folder(tmp_path: Path, monkeypatch: p
     assert found == ("x", str((tmp_path / "here" / "t.csv").resolve()))
 
 
+def test_point_key_of_a_trace_is_that_of_versions_without_rounds(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,3,4\n")
+    raw = {
+        "name": "unit",
+        "workload": {"kind": "trace", "file": "t.csv"},
+        "replicas": {"count": 2},
+        "sampling": {"ignore_eos": True},
+        "simulate": {"step_s": 1.0, "model": "llama-3-8b"},
+    }
+    (point,) = config.expand(raw, tmp_path)
+    assert point.key == "b59a679c062a47748029e4ceb58297237c8ea93d86a50fab6d7da6f06c855a2d"  # of commit ae39054
+
+
 def test_every_shipped_config_loads_and_has_its_command(tmp_path: Path) -> None:
     folder = Path(__file__).parents[3] / "configs"
     trace = tmp_path / "trace.csv"
-    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6,3,4\n")
+    rows = "2026-01-05 09:00:00.0,3,4\n2026-01-05 09:00:01.0,3,4\n"
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
     files = sorted(folder.glob("*.yaml"))
     assert {"quickstart", "w1", "azure_conv", "synthetic_conv", "synthetic_code"} <= {path.stem for path in files}
     for path in files:

@@ -20,8 +20,8 @@ from experiments.core.replicas import drive_replicas
 from experiments.core.submit import with_arrivals
 from experiments.core.workloads import WorkItem, build
 from experiments.simulation.cost import Simulate
-from experiments.simulation.decode_runs import DecodeRun
 from experiments.simulation.simulate import SimulatedEngine, SimulatedLLM
+from experiments.simulation.spans import DecodeSpan
 from pagedjax import SamplingParams
 from pagedjax.config import EngineConfig
 from pagedjax.host.types import StepResult
@@ -120,9 +120,9 @@ class Times:
     def step(self, replica: int, result: StepResult) -> None:
         self.steps[replica].append((result.started, result.finished, len(result.plan.seqs)))
 
-    def run(self, replica: int, run: DecodeRun) -> None:
-        both = zip(run.times.started.tolist(), run.times.finished.tolist(), strict=True)
-        self.steps[replica] += [(started, finished, len(run.seqs)) for started, finished in both]
+    def span(self, replica: int, span: DecodeSpan) -> None:
+        both = zip(span.times.started.tolist(), span.times.finished.tolist(), strict=True)
+        self.steps[replica] += [(started, finished, len(span.seqs)) for started, finished in both]
 
 
 def test_each_replica_steps_on_its_own_clock():

@@ -283,6 +283,10 @@ def test_rounds_repeat_the_arrivals_and_lengths_of_a_trace_with_other_prompts():
     assert once == items[:3]
     with pytest.raises(ValueError, match=r"rounds is 0; it must be at least 1"):
         Trace(kind="trace", file="t.csv", rounds=0)
+    with pytest.raises(ValueError, match=r"rounds is 3, and the kept requests of t.csv all arrive at one time"):
+        make(replace(spec, limit=1), content)
+    at_once = make(replace(spec, time_scale=0.0), content).items
+    assert [item.arrival for item in at_once] == [0.0] * 9
 
 
 def test_ids_that_are_drawn_later_are_those_that_a_generator_draws_in_a_row():

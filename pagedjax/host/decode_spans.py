@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 
 from pagedjax.host import blocks
 from pagedjax.host.blocks import BlockPool
 from pagedjax.host.state import SchedulerState
 from pagedjax.host.types import Running, Seq
 
-NO_HASHES: Mapping[str, tuple[str, ...]] = {}
+NO_HASHES: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 def steps_ahead(state: SchedulerState) -> int:
     """How many of the next steps certainly compute one token of each running sequence, and nothing else.
 
-    In none of them a sequence enters, is preempted, forks or ends. 0: the next step may be another one. That is also
-    said where this function would have to know more: if a request waits and there is room for another row, if there
-    are stop tokens, beams, branches that may have to copy a block, or queries that do not see all blocks.
+    In none of them does a sequence enter, fork, end or lose its blocks. 0: the next step may be another one. That is
+    also said where this function would have to know more: if a request waits and there is room for another row, if
+    there are stop tokens, beams, branches that may have to copy a block, or queries that do not see all blocks.
     """
     c, (seqs, lengths, computed) = state.config, state.running
     if not seqs or state.stops or state.forked or c.views or (state.waiting and _admits(state)):
@@ -44,9 +45,9 @@ def steps_ahead(state: SchedulerState) -> int:
 
 
 def _admits(state: SchedulerState) -> bool:
-    """Whether the next step may admit a request, as far as rows and the token budget decide it."""
+    """Whether there is a row for another request in the next step."""
     c, seqs = state.config, state.running.seqs
-    return len(seqs) < c.max_num_batched_tokens and sum([seq.num_rows for seq in seqs]) < c.max_running
+    return sum([seq.num_rows for seq in seqs]) < c.max_running
 
 
 def _blocks_for(state: SchedulerState, steps: int) -> int:
@@ -99,7 +100,7 @@ def _with_events(
 ) -> tuple[BlockPool, dict[int, list[int]]]:
     """The pool after blocks were allocated and filled -> (pool, the block tables of the rows with an event).
 
-    All allocations come before all publications if no allocation evicts a block, because then their order is of no
+    All allocations come before all publications if no allocation evicts a block, because then their order does not
     matter. Else the steps are taken one by one.
     """
     pool, size, (seqs, _, computed) = state.pool, state.config.block_size, state.running

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedjax.host import decode_runs, scheduler
+from pagedjax.host import decode_spans, scheduler
 from pagedjax.host.policies import FCFS, POLICIES, Policy
 from pagedjax.host.scheduler import Rejected, SchedulerConfig, SchedulerState
 from pagedjax.host.types import Event, Finished, Plan, Request, Sampled
@@ -82,7 +82,7 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
     for _ in range(40):
         for drawn in data.draw(drawn_requests) if data.draw(st.integers(0, 5)) == 0 or not asked else ():
             state, asked = submitted(state, str(asked), drawn, shares), asked + 1
-        ahead = decode_runs.steps_ahead(state)
+        ahead = decode_spans.steps_ahead(state)
         if not ahead:
             state, _, plan = one_step(state, policy, shares)
             if not plan.seqs:
@@ -94,7 +94,7 @@ def test_steps_at_once_are_those_one_by_one(data, config, policy, shares):
         # an engine gives a hash when its block is full: a sequence that fills none in these steps gets none
         fills = [i for i, done in enumerate(active.computed) if (done + steps) // size > done // size]
         hashes = {active.seqs[i].request_id: hashes[active.seqs[i].request_id] for i in fills if hashes}
-        at_once, allocated = decode_runs.after_decodes(state, steps, hashes)
+        at_once, allocated = decode_spans.after_decodes(state, steps, hashes)
         used, counted = [state.pool.num_blocks - state.pool.num_free], []
         for _ in range(steps):
             state, events, plan = one_step(state, policy, shares)
@@ -118,10 +118,10 @@ def test_what_follows_the_steps_ahead_is_another_step(config, drawn):
     for name, (prompt, output, letter, _) in enumerate(drawn):
         state = submitted(state, str(name), (prompt, output, letter, 0), shares=False)
     for _ in range(200):
-        ahead = decode_runs.steps_ahead(state)
+        ahead = decode_spans.steps_ahead(state)
         decodes = [length - done for length, done in zip(state.running.lengths, state.running.computed, strict=True)]
         outputs = [seq.num_output for seq in scheduler.running(state)]
-        state = decode_runs.after_decodes(state, ahead)[0] if ahead else state
+        state = decode_spans.after_decodes(state, ahead)[0] if ahead else state
         waits = bool(state.waiting)
         state, events, plan = one_step(state, FCFS, shares=False)
         if not plan.seqs:
@@ -141,12 +141,12 @@ def decoding(*requests: Request, **sizes) -> SchedulerState:
 
 def test_the_first_end_limits_the_steps():
     state = decoding(request("a", 3, 10), request("b", 3, 5))
-    assert decode_runs.steps_ahead(state) == 3  # of b's five tokens, one is there and the last one ends it
+    assert decode_spans.steps_ahead(state) == 3  # of b's five tokens, one is there and the last one ends it
 
 
 def test_free_blocks_limit_the_steps():
     state = decoding(request("a", 4, 20), request("b", 4, 20), num_blocks=6)
-    assert decode_runs.steps_ahead(state) == 8  # two further blocks of 4 tokens each
+    assert decode_spans.steps_ahead(state) == 8  # two further blocks of 4 tokens each
 
 
 @pytest.mark.parametrize(
@@ -155,25 +155,26 @@ def test_free_blocks_limit_the_steps():
         [request("a", 100, 5)],  # its prompt takes two steps
         [request("a", 3, 5, stop_token_ids=frozenset({2}))],
         [request("a", 3, 5, forks=("b",))],  # just forked, so that a block may have to be copied
+        [request("a", 3, 5, beams=True)],
         [],
     ],
 )
 def test_no_steps_are_ahead_where_something_else_may_happen(requests):
     state = decoding(*requests, model_len=128) if requests else start()
-    assert decode_runs.steps_ahead(state) == 0
+    assert decode_spans.steps_ahead(state) == 0
 
 
 def test_a_waiting_request_counts_only_if_it_may_enter():
     full = decoding(request("a", 3, 9), request("b", 3, 9), seqs=1)
-    assert (len(full.waiting), decode_runs.steps_ahead(full)) == (1, 7)
+    assert (len(full.waiting), decode_spans.steps_ahead(full)) == (1, 7)
     free = scheduler.submit(decoding(request("a", 3, 9)), request("b", 3, 9))
-    assert decode_runs.steps_ahead(free) == 0
+    assert decode_spans.steps_ahead(free) == 0
 
 
 def test_too_many_steps_are_refused():
     state = decoding(request("a", 4, 20), request("b", 4, 20), num_blocks=6)
     with pytest.raises(ValueError, match=r"the steps need 6 blocks and 4 are free; see `steps_ahead`"):
-        decode_runs.after_decodes(state, 9)
+        decode_spans.after_decodes(state, 9)
 
 
 def test_blocks_are_evicted_in_the_order_of_the_steps():
@@ -186,9 +187,9 @@ def test_blocks_are_evicted_in_the_order_of_the_steps():
     for name in ("b0", "b1"):
         state = scheduler.submit(state, request(name, 4, 17, hashes=("b0",)))
     state, *_ = one_step(state, FCFS, shares=True)
-    ahead = decode_runs.steps_ahead(state)
+    ahead = decode_spans.steps_ahead(state)
     one_by_one = list(itertools.accumulate(range(ahead), lambda s, _: one_step(s, FCFS, shares=True)[0], initial=state))
     for steps, expected in enumerate(one_by_one):
         hashes = of_filled(state, tuple([done + steps for done in state.running.computed]), 4)
-        assert decode_runs.after_decodes(state, steps, hashes)[0] == expected
+        assert decode_spans.after_decodes(state, steps, hashes)[0] == expected
     assert len(one_by_one[-1].pool.idle) < 4

@@ -1,8 +1,8 @@
-"""The times of several steps at once, in which one simulated engine does nothing but decode (host/decode_runs.py)."""
+"""The times of several steps at once, in which one simulated engine does nothing but decode (host/decode_spans.py)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class StepTimes(NamedTuple):
         return int(self.started.searchsorted(before))
 
 
-class DecodeRun(NamedTuple):
+class DecodeSpan(NamedTuple):
     """Consecutive steps that compute one token of each of the same sequences. None of these enters or ends."""
 
     step: int  # the number of the first
@@ -64,8 +64,13 @@ def step_times(now: float, steps: int, work: Work, seconds: StepTime, host_s: fl
         work: of the first step, which samples for each of its sequences.
         host_s: seconds of the host in each step.
     """
-    context = work.context + work.sequences * np.arange(steps)
-    device = np.broadcast_to(seconds(work._replace(context=context, pairs=context, single_context=context)), steps)  # type: ignore[arg-type]
+    context: Any = work.context + work.sequences * np.arange(steps)
+    try:
+        found = seconds(work._replace(context=context, pairs=context, single_context=context))
+    except (TypeError, ValueError):  # it takes one step at a time
+        each = context.tolist()
+        found = np.array([seconds(work._replace(context=c, pairs=c, single_context=c)) for c in each])
+    device = np.broadcast_to(found, steps)
     parts = np.full((steps, 2), host_s)
     parts[:, 0] = device
     clock = np.add.accumulate(np.concatenate(([now], parts.ravel())))[::2]
