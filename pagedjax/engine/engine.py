@@ -413,7 +413,8 @@ class Engine:
             prompts: write the prompts' token ids, so that `pagedjax view` can show their text.
 
         Raises:
-            ValueError: requests are unfinished; a replay starts from an empty scheduler.
+            ValueError: requests are unfinished, because a replay starts from an empty scheduler, or no file can be
+                written there.
         """
         if path is not None and self.has_work:
             raise ValueError("recording must start while no request is unfinished; a replay starts without requests")

@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from pagedjax.host import event_log
 from pagedjax.llm import LLM
 from pagedjax.processes.join import joined, leave
 from pagedjax.server import adapters
@@ -128,11 +129,26 @@ def name_of(model: str) -> str:
     return Path(os.path.abspath(model)).name
 
 
+def read_key(file: str) -> str:
+    """The API key in a file. Raises ValueError if the file cannot be read or is empty."""
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        what = f"the API key file {file!r} cannot be read: {why}"
+        raise ValueError(f"{what}; name a text file that has the key alone, or leave it out to need no key") from None
+    if not key:
+        raise ValueError(f"the API key in {file} is empty; write the key into it, or leave it out to need no key")
+    return key
+
+
 def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
     """The command. `engine`: fields of EngineConfig."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("pagedjax").setLevel(args.log_level.upper())
-    key = Path(args.api_key_file).read_text(encoding="utf-8").strip() if args.api_key_file else None
+    key = None if args.api_key_file is None else read_key(args.api_key_file)
+    if args.record:
+        event_log.check_target(args.record)
     options = Options(
         name=args.served_model_name or name_of(args.model),
         api_key=key,

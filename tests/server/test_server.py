@@ -314,9 +314,20 @@ def refuses(url: str) -> bool:
         (["--port", "70000"], "port is 70000; it must be from 0"),
         (["--host", "192.0.2.1"], "cannot listen at '192.0.2.1'"),
         (["--max-queue", "0"], "max_queue is 0; it must be at least 1"),
-        (["--api-key-file", "{empty}"], "the API key is empty"),
-        (["--api-key-file", "nowhere"], "nowhere"),
-        (["--api-key-file", "{folder}"], "Is a directory: '{folder}'"),
+        (["--api-key-file", "{empty}"], "the API key in {empty} is empty; write the key into it, or leave it out"),
+        (
+            ["--api-key-file", "nowhere"],
+            "key file 'nowhere' cannot be read: No such file or directory; name a text file",
+        ),
+        (
+            ["--api-key-file", "{folder}"],
+            "the API key file '{folder}' cannot be read: Is a directory; name a text file",
+        ),
+        (
+            ["--record", "nowhere/run.jsonl"],
+            "recording nowhere/run.jsonl has no folder; make .*nowhere, or name a file",
+        ),
+        (["--record", "{folder}"], "the recording {folder} is a folder; name a file, such as {folder}/run.jsonl"),
         (["--port", "0", "--block-size", "0"], "block_size is 0"),
         (["--min-priority", "1"], "min_priority is 1; it must be from -2..31 to 0"),
         (["--max-priority", "-1"], "max_priority is -1; it must be from 0 to 2..31 - 1"),
