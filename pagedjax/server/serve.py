@@ -52,7 +52,8 @@ def serve(
     """Serve until a signal. Prints the address when the server listens.
 
     SIGTERM and SIGINT close the port. Unfinished requests have `drain_seconds` to end, then they are answered 503, and
-    connections that do not read the answer are closed. A second SIGINT does not wait for them.
+    connections that do not read the answer are closed. A second SIGINT does not wait for them. After SIGTERM this
+    returns; after SIGINT it raises KeyboardInterrupt.
     """
     app = create_app(llm, options)
     config = uvicorn.Config(
@@ -87,7 +88,7 @@ class _Server(uvicorn.Server):
         ending = asyncio.create_task(self._end_after_drain())
         await super().shutdown(sockets)
         ending.cancel()
-        await asyncio.to_thread(leave)  # now, because uvicorn raises the signal again, which ends this process
+        await asyncio.to_thread(leave)  # now, because uvicorn raises SIGINT again
 
     async def _end_after_drain(self) -> None:
         """Answer unfinished requests when the time is over, and then close the connections that do not read."""
@@ -102,6 +103,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and sig == signal.SIGINT and not self._second_signal.is_set():
             self._second_signal.set()  # the loop reads it when it next wakes, ten times a second
+        elif sig == signal.SIGTERM:
+            self.should_exit = True  # uvicorn would raise it again in the end, and the exit status would not be 0
         else:
             super().handle_exit(sig, frame)
 
@@ -178,7 +181,7 @@ def main(args: argparse.Namespace, engine: dict[str, Any]) -> int:
             llm.engine.record(args.record, times=True)
         try:
             serve(llm, options, listener, drain_seconds=args.drain_seconds, log_level=args.log_level)
-        except KeyboardInterrupt:  # uvicorn raises the signal again, once it has ended
+        except KeyboardInterrupt:  # uvicorn raises SIGINT again, once it has ended
             return ended(llm, 130)
         finally:
             llm.engine.record(None)

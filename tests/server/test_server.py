@@ -251,7 +251,7 @@ def test_a_signal_lets_unfinished_requests_end(tiny_folder, tmp_path):
             rest = [line for line in lines if line.startswith("data: ")]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
-        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert process.wait(30) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
         assert (tmp_path / "r.jsonl").stat().st_size > 1000
@@ -288,7 +288,7 @@ def test_unfinished_requests_get_a_503_after_the_drain_time_and_nothing_is_logge
                 assert {error["message"] for error in messages} == {"the server is stopping"}
                 assert stream.result().text.rstrip().endswith("data: [DONE]") or stream.result().status_code == 503
             # 0: the parent of the tests may ignore SIGINT, as a shell does for background processes
-            assert process.wait(15) in (0, 130, -signal.SIGTERM)
+            assert process.wait(15) in ((0,) if signal.SIGTERM in signals else (0, 130))
         finally:
             half.close()
             process.kill()
