@@ -197,6 +197,9 @@ class LLM:
             ValueError, FileNotFoundError: the engine has no adapters, the folder or the arrays are none that fit the
                 model, options come with a folder, or all `max_loras` slots are taken. Nothing changes.
         """
+        if not isinstance(source, (str, os.PathLike, Mapping)):
+            what = f"source is {type(source).__name__}; it must be the folder of an adapter"
+            raise ValueError(f"{what}, or a mapping of arrays (A, B) by the matrix's name")
         if not isinstance(source, Mapping):
             if options is not None:
                 what = f"options is {options!r:.80}, and a folder has its own in adapter_config.json"

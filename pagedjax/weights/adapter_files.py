@@ -72,12 +72,12 @@ def adapter_of(
 
 
 def initial_factors(
-    config: DecoderConfig, rank: int = 8, *, modules: Sequence[str] | None = None, seed: int | Sequence[int] = 0
+    config: DecoderConfig, rank: int = 8, *, modules: str | Sequence[str] | None = None, seed: int | Sequence[int] = 0
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Factors from which the training of an adapter starts: A is random and B is zero, so B A is zero.
 
     Args:
-        modules: kinds of matrices, such as ("q_proj", "v_proj"); None is all that may have adapters.
+        modules: a kind of matrices, or several, such as ("q_proj", "v_proj"); None is all that may have adapters.
         seed: of A, as `numpy.random.default_rng` takes it.
 
     Returns:
@@ -91,7 +91,7 @@ def initial_factors(
         raise ValueError(f"rank is {rank!r}; it must be an integer of at least 1, such as 8")
     rng, found, where = np.random.default_rng(seed), {}, modules_of(config)
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in where))
-    wanted = kinds if modules is None else list(modules)
+    wanted = kinds if modules is None else [modules] if isinstance(modules, str) else list(modules)
     if other := [kind for kind in wanted if kind not in kinds]:
         what = f"modules has {', '.join(map(repr, other))}; this model has {','.join(kinds)}"
         raise ValueError(f"{what}: use some of them")

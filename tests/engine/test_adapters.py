@@ -224,6 +224,7 @@ def test_arrays_are_taken_in_place_of_a_folder(model, folders, alone):
     before = held(llm)
     for source, options, message in (
         (folders["one"], {"lora_alpha": 3}, "options is {'lora_alpha': 3}, and a folder has its own in adapter_config"),
+        (list(arrays.items()), None, "source is list; it must be the folder of an adapter, or a mapping of arrays"),
         (arrays, {"use_dora": True}, "adapter 'mine': use_dora is True, which is not supported"),
         ({"lm_head": arrays["model.layers.0.self_attn.q_proj"]}, None, "adapter 'mine' does not fit the model"),
         (

@@ -74,6 +74,7 @@ def test_factors_to_start_from_change_nothing(config):
     assert {name.rpartition(".")[2] for name in found} == {"q_proj", "down_proj"}
     assert len(found) == 2 * config.layers
     chex.assert_trees_all_equal(found, initial_factors(config, 3, modules=("down_proj", "q_proj"), seed=5))
+    assert len(initial_factors(config, modules="q_proj")) == config.layers
     for name, (a, b) in initial_factors(config, 3).items():
         chex.assert_shape([a, b.T], [(3, None), (3, None)])
         assert not b.any(), name
